@@ -1,0 +1,87 @@
+"""Where may a sequence resume? Pure arithmetic; nothing here knows what a tensor is.
+
+A set of pages or boundaries is a Python int: bit p of a page set says "page p is here", bit b of a boundary set says
+"resuming after b pages is legal". Intersection is `&`, the deepest boundary is the highest bit, and two ranks can
+agree on a set by sending an int.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+
+def ones(count: int) -> int:
+    """The set {0, ..., count - 1}."""
+    return (1 << count) - 1
+
+
+def span(start: int, stop: int) -> int:
+    """The set {start, ..., stop - 1}; empty if stop <= start."""
+    return (1 << stop) - (1 << start) if stop > start else 0
+
+
+def members(bits: int) -> Iterator[int]:
+    """The elements of a set, lowest first."""
+    while bits:
+        low = bits & -bits
+        yield low.bit_length() - 1
+        bits ^= low
+
+
+def of(elements: Iterable[int]) -> int:
+    """The set of the elements given."""
+    bits = 0
+    for element in elements:
+        bits |= 1 << element
+    return bits
+
+
+def leading(pages: int) -> int:
+    """How many pages are here without a gap from page 0 on."""
+    return (pages + 1 & ~pages).bit_length() - 1
+
+
+def legal(pages: int, lookback: int | None, limit: int) -> int:
+    """Boundaries up to `limit` at which a pool whose present pages are `pages` may resume; always holds 0.
+
+    lookback None needs every page before the boundary, k the last k of them (or all, if there are fewer).
+    """
+    if lookback is None:
+        return ones(min(leading(pages), limit) + 1)
+    # Pages before the first one count as present: fewer than k pages before a boundary are all there is to need.
+    # `run` says where the last `width` pages are all here; doubling the width makes k shifts into log k.
+    run, width = (pages << 1) | 1, 1
+    while width < lookback:
+        step = min(width, lookback - width)
+        run &= (run << step) | ones(step)
+        width += step
+    return (run | 1) & ones(limit + 1)
+
+
+def shared(sets: Iterable[int], limit: int) -> int:
+    """Boundaries up to `limit` that are legal in every set."""
+    both = ones(limit + 1)
+    for boundaries in sets:
+        both &= boundaries
+    return both
+
+
+def multiples(stride: int, limit: int) -> int:
+    """The boundaries 0, stride, 2 * stride, ... up to `limit`: the prefill grid."""
+    # A geometric series in base 2**stride, written as one division.
+    count = limit // stride + 1
+    return ((1 << stride * count) - 1) // ((1 << stride) - 1)
+
+
+def deepest(boundaries: int) -> int:
+    """The highest boundary of a non-empty set."""
+    return boundaries.bit_length() - 1
+
+
+def needed(boundary: int, lookback: int | None) -> int:
+    """The pages that a pool must bring so that a sequence can resume at `boundary`."""
+    return ones(boundary) if lookback is None else span(max(0, boundary - lookback), boundary)
+
+
+def resume_at(present: Sequence[int], lookbacks: Sequence[int | None], limit: int, grid: int = 1) -> int:
+    """Boundaries from which every pool may resume: the one function that decides a hit, for every tier."""
+    pools = (legal(pages, lookback, limit) for pages, lookback in zip(present, lookbacks, strict=True))
+    return shared(pools, limit) & multiples(grid, limit)

@@ -1,0 +1,41 @@
+"""Names of pages: a chained SHA-256 of the model, the salt and every token up to the page's end.
+
+Two pages have one key only if everything that a causal model could have read for them is equal, so a key may name
+a page in any tier, on any rank, after any restart.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+KEY_BYTES = 32
+TOKEN_BYTES = 4
+
+
+def pack(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
+    """Token ids as the tree and the keys read them: little-endian unsigned 32-bit. ValueError if one does not fit."""
+    ids = np.asarray(tokens, dtype=np.int64)
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= 2**32):
+        raise ValueError("token ids must be between 0 and 2**32 - 1")
+    return ids.astype("<u4").tobytes()
+
+
+def root_key(namespace: bytes, salt: str = "") -> bytes:
+    """The key before the first token: who may share, from the model's fingerprint and the caller's salt."""
+    return hashlib.sha256(b"kvarve-root" + len(namespace).to_bytes(4, "little") + namespace + salt.encode()).digest()
+
+
+def extend(parent: bytes, tokens: bytes, page_tokens: int) -> list[bytes]:
+    """Keys of the full pages of packed `tokens`, each chained to the one before it, the first to `parent`."""
+    keys, sha256, width = [], hashlib.sha256, page_tokens * TOKEN_BYTES
+    for start in range(0, len(tokens) // width * width, width):
+        parent = sha256(parent + tokens[start : start + width]).digest()
+        keys.append(parent)
+    return keys
+
+
+def object_name(key: bytes, pool: str, rank: int = 0) -> str:
+    """The name of one pool's page in a storage backend."""
+    return f"{key.hex()}.{pool}.{rank}"

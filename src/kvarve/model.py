@@ -1,0 +1,145 @@
+"""What a model keeps per page, as rows of data. Words only: no tensor, no tree, no file is known here."""
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum
+
+from kvarve.errors import ConfigError
+
+# The bytes of one element, by the name that torch and safetensors give the type.
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+BUFFER_ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
+
+
+class Tier(IntEnum):
+    """Where a page can be, ordered by distance from the compute."""
+
+    DEVICE = 0
+    HOST = 1
+    STORAGE = 2
+
+
+MEMORY_TIERS = (Tier.DEVICE, Tier.HOST)
+
+
+@dataclass(frozen=True)
+class BufferSpec:
+    """One tensor that a page of a pool holds, for example one layer's keys: its name, shape per page and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"buffer {self.name}: unknown dtype {self.dtype!r}; known: {', '.join(DTYPE_BYTES)}")
+        if not self.shape or any(side < 1 for side in self.shape):
+            raise ConfigError(f"buffer {self.name}: the shape {self.shape} has no elements")
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """One kind of per-page state that is kept, found, copied and dropped together.
+
+    `lookback` says how many pages before a boundary the layers still read: None all of them (attention), k a
+    sliding window of `ceil((W - 1) / page_tokens)` pages, 1 a recurrent state. `in_place`: the engine overwrites
+    the state while it computes, so a request resumes on a private copy. `replicated`: every rank holds the same
+    bytes.
+    """
+
+    name: str
+    buffers: tuple[BufferSpec, ...]
+    lookback: int | None
+    in_place: bool = False
+    replicated: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.name.replace("-", "").replace("_", "").isalnum() or len(self.name) > 32:
+            raise ConfigError(f"pool name {self.name!r}: use 1 to 32 letters, digits, '-' and '_'")
+        if not self.buffers:
+            raise ConfigError(f"pool {self.name}: it needs at least one buffer")
+        if self.lookback is not None and self.lookback < 1:
+            raise ConfigError(f"pool {self.name}: lookback is None or at least 1 page, not {self.lookback}")
+
+    def offsets(self) -> tuple[int, ...]:
+        """The byte at which each buffer starts in the page's payload, and last the payload's length."""
+        starts, at = [], 0
+        for buffer in self.buffers:
+            starts.append(at)
+            at += math.ceil(buffer.nbytes / BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
+        return (*starts, at)
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.offsets()[-1]
+
+
+def window_lookback(window_tokens: int, page_tokens: int) -> int:
+    """Pages before a boundary that a sliding window of `window_tokens` still reads.
+
+    The token being computed is inside its own window, hence the -1.
+    """
+    return max(1, math.ceil((window_tokens - 1) / page_tokens))
+
+
+LAYOUT_FORMAT = "kvarve-page/1"
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Everything that decides what the numbers in a page mean; two models share pages only if all of it is equal."""
+
+    architecture: str
+    weights: str  # fingerprint of the weights' bytes
+    dtype: str
+    page_tokens: int
+    chunk_tokens: int  # the prefill grid: other chunks round differently
+    pools: tuple[PoolSpec, ...]
+    layout: str = LAYOUT_FORMAT
+    lora: str = ""
+    quantisation: str = ""
+    numerics: str = field(default="")  # library and kernel choices that change the last bit
+
+    def __post_init__(self) -> None:
+        if self.page_tokens < 1 or self.chunk_tokens < 1:
+            raise ConfigError("page_tokens and chunk_tokens must be at least 1")
+        if self.chunk_tokens % self.page_tokens:
+            raise ConfigError(
+                f"a page of {self.page_tokens} tokens does not fit the model's prefill grid of {self.chunk_tokens}: "
+                f"choose a page size that divides {self.chunk_tokens}"
+            )
+        names = [pool.name for pool in self.pools]
+        if not names or len(set(names)) != len(names):
+            raise ConfigError(f"a model needs at least one pool, each with a name of its own; got {names}")
+
+    def fingerprint(self) -> bytes:
+        """32 bytes that differ whenever any field differs: the namespace of all of this model's keys and pages."""
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).digest()
+
+    def __str__(self) -> str:
+        extra = "".join(f", {word} {value}" for word, value in (("LoRA", self.lora), ("", self.quantisation)) if value)
+        return (
+            f"{self.architecture} {self.dtype}, weights {self.weights[:12]}, pages of {self.page_tokens}, "
+            f"grid {self.chunk_tokens}{extra}"
+        )
