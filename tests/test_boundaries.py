@@ -35,8 +35,14 @@ def test_legal_boundaries_equal_the_definition(pages: int, lookback: int | None,
     assert set(b.members(b.legal(pages, lookback, limit))) == brute_legal(set(b.members(pages)), lookback, limit)
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**20 - 1), LOOKBACKS), min_size=1, max_size=4), st.integers(0, 20), st.integers(1, 5))
-def test_the_hit_is_the_deepest_boundary_legal_in_every_pool(pools: list[tuple[int, int | None]], limit: int, grid: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 2**20 - 1), LOOKBACKS), min_size=1, max_size=4),
+    st.integers(0, 20),
+    st.integers(1, 5),
+)
+def test_the_hit_is_the_deepest_boundary_legal_in_every_pool(
+    pools: list[tuple[int, int | None]], limit: int, grid: int
+) -> None:
     sets = [brute_legal(set(b.members(pages)), lookback, limit) for pages, lookback in pools]
     expected = set.intersection(*sets) & set(range(0, limit + 1, grid))
     got = b.resume_at([pages for pages, _ in pools], [lookback for _, lookback in pools], limit, grid)
@@ -45,6 +51,8 @@ def test_the_hit_is_the_deepest_boundary_legal_in_every_pool(pools: list[tuple[i
 
 
 @given(st.integers(0, 12), LOOKBACKS, st.integers(0, 2**12 - 1))
-def test_a_boundary_is_legal_exactly_when_its_needed_pages_are_here(boundary: int, lookback: int | None, pages: int) -> None:
+def test_a_boundary_is_legal_exactly_when_its_needed_pages_are_here(
+    boundary: int, lookback: int | None, pages: int
+) -> None:
     need = b.needed(boundary, lookback)
     assert (need & ~pages == 0) == bool(b.legal(pages, lookback, 12) >> boundary & 1)

@@ -1,0 +1,750 @@
+"""The core: which pages are where, who holds them, what to copy next. Pure: no clock, thread, tensor, socket or log.
+
+Inputs come in (`lookup`, `open`, `claim`, `grow`, `publish`, `close`, `step`, `flush`), effects go out (`take`). The
+same inputs give the same tree and the same effects, so ranks that agree on inputs cannot drift apart, any failure
+replays from its seed, and the simulator runs this very code.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvarve import boundaries
+from kvarve.boundaries import deepest, members, needed, ones, span
+from kvarve.core.effects import Copy, Effect, Ended, Page, Probe
+from kvarve.core.lease import Lease, Phase
+from kvarve.core.policies import BEST_EFFORT, Patience, WritePolicy
+from kvarve.core.shelves import Shelves
+from kvarve.core.tree import NOWHERE, Run, covering, upward, walk
+from kvarve.keys import KEY_BYTES, TOKEN_BYTES, extend
+from kvarve.model import PoolSpec, Tier
+
+TRIES = 3  # backups of a run that may fail before it has to be used again to be tried again
+
+
+@dataclass(frozen=True)
+class CoreConfig:
+    """What the core has to know. `slots[tier][pool]` says how many pages fit; without a host tier leave it out."""
+
+    pools: tuple[PoolSpec, ...]
+    slots: dict[Tier, tuple[int, ...]]
+    page_tokens: int = 64
+    chunk_tokens: int = 256
+    storage: bool = False
+    write: WritePolicy = WritePolicy.WRITE_THROUGH
+    selective_uses: int = 2  # write_through_selective: uses before the first backup
+    snapshot_every: int = 0  # keep windows and states every so many tokens too; 0: only where a prompt ends or branches
+    batch_pages: int = 64  # pages per copy: what can be late together
+    backup_pages: int = 256  # pages that backups may have in flight at once: what a slow storage can hold of the host
+
+
+class Hit(NamedTuple):
+    """Boundaries in pages: where a prompt may resume by what is on the device alone, and with the host.
+
+    `known` pages have their tokens in the tree; `by_pool` says how deep each pool alone would allow, so that a pool
+    that holds all others back can be named.
+    """
+
+    device: int
+    memory: int
+    known: int
+    by_pool: tuple[int, ...]
+
+
+@dataclass
+class Counters:
+    """What happened so far, in pages unless the name says otherwise."""
+
+    requests: int = 0
+    fetched: int = 0  # storage to host
+    loaded: int = 0  # host to device
+    backed_up: int = 0  # device to host
+    stored: int = 0  # host to storage
+    bad_storage: int = 0  # failed their check when read from storage
+    bad_host: int = 0  # failed their check when read from the host
+    failed: int = 0  # copies that did not end well
+    late: int = 0  # arrived when nobody waited any more
+    duplicates: int = 0  # published by somebody else meanwhile
+    uncached: int = 0  # computed without room to keep them
+
+
+class Moving(NamedTuple):
+    """One page of a copy in flight: pool, position, and the slots at both ends."""
+
+    pool: int
+    position: int
+    source: int
+    target: int
+
+
+@dataclass
+class Op:
+    """A copy or probe in flight; it owns its target slots and pins both ends until it has ended."""
+
+    edge: tuple[Tier, Tier]
+    pages: list[Moving]
+    lease: Lease | None = None
+    run: Run | None = None
+    pinned: int = 0
+    leaving: bool = False  # an eviction that waits for its copy
+
+
+PROBE = (Tier.STORAGE, Tier.STORAGE)
+FETCH = (Tier.STORAGE, Tier.HOST)
+LOAD = (Tier.HOST, Tier.DEVICE)
+BACKUP = (Tier.DEVICE, Tier.HOST)
+STORE = (Tier.HOST, Tier.STORAGE)
+
+
+class Core:
+    def __init__(self, config: CoreConfig) -> None:
+        self.config = config
+        self.pools = config.pools
+        self.lookbacks = [pool.lookback for pool in config.pools]
+        self.grid = config.chunk_tokens // config.page_tokens
+        self.width = config.page_tokens * TOKEN_BYTES
+        self.shelves = Shelves(config.pools, config.slots, config.page_tokens)
+        self.shelves.rescue = self._rescue
+        self.has_host = any(self.shelves.capacity[len(self.pools) :])
+        self.counters = Counters()
+        self.leases: dict[int, Lease] = {}
+        self.ops: dict[int, Op] = {}
+        self._effects: list[Effect] = []
+        self._number = 0
+        self._owing: dict[Run, None] = {}  # runs that have pages to back up, oldest first
+        self._background = 0  # pages that backups have in flight
+
+    # --- questions: they change nothing
+
+    def lookup(self, root: bytes, tokens: bytes) -> Hit:
+        """How deep a prompt (packed tokens, under a root key) could resume from memory now."""
+        top = self.shelves.roots.get(root)
+        limit = self._limit(tokens)
+        if top is None:
+            return Hit(0, 0, 0, tuple(0 for _ in self.pools))
+        path, known = walk(top, 0, tokens)
+        device, memory = self._present(path, known)
+        legal = [boundaries.legal(pages, back, limit) for pages, back in zip(memory, self.lookbacks, strict=True)]
+        grid = boundaries.multiples(self.grid, limit)
+        return Hit(
+            deepest(boundaries.resume_at(device, self.lookbacks, limit, self.grid)),
+            deepest(boundaries.shared(legal, limit) & grid),
+            known,
+            tuple(deepest(each & grid) for each in legal),
+        )
+
+    def idle(self) -> bool:
+        """Whether nothing is in flight and no backup waits."""
+        return not self.ops and not self._owing
+
+    def take(self) -> list[Effect]:
+        """The effects that came up since the last call, in order."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    # --- a request's life
+
+    def open(
+        self, root: bytes, tokens: bytes, now: float, patience: Patience = BEST_EFFORT, read: bool = True
+    ) -> Lease:
+        """Start a request: pin what is in memory, ask storage for more. With `read` false it resumes from nothing."""
+        top = self.shelves.root(root)
+        path, known = walk(top, 0, tokens)
+        run = path[-1] if path else top
+        keys = b"".join(each.keys for each in path)[: known * KEY_BYTES]
+        keys += b"".join(extend(keys[-KEY_BYTES:] or root, tokens[known * self.width :], self.config.page_tokens))
+        self._number += 1
+        self.counters.requests += 1
+        lease = Lease(self._number, root, tokens, keys, self._limit(tokens), run, len(self.pools))
+        lease.read, lease.known = read, known
+        self.leases[lease.number] = lease
+        self._plan_snapshots(lease)
+        if not read:
+            self._ready(lease, ones(1))
+            return lease
+        device, memory = self._present(path, known)
+        boundary = deepest(self._resume(memory, lease))
+        self._hold(lease, run, self._footing(boundary, device))
+        self._used(run, boundary)
+        ask = self._worth_asking(lease, boundary, memory) if self.config.storage and self.has_host else []
+        if ask:
+            lease.deadline = now + patience.seconds((lease.limit - boundary) * self.config.page_tokens)
+            pages = [Moving(pool, position, NOWHERE, NOWHERE) for pool, position in ask]
+            self._probe(lease, pages)
+        else:
+            self._load(lease)
+        return lease
+
+    def claim(self, lease: Lease, now: float) -> bool:
+        """The engine has a place for this request: from now on the lease waits no longer than its patience.
+
+        True once it is ready; ask again after each `step`.
+        """
+        lease.claimed = True
+        self._lose_patience(lease, now)
+        return lease.phase is Phase.READY
+
+    def slots(self, lease: Lease, pool: int) -> tuple[range, list[int]]:
+        """The device pages that a ready lease resumes from in one pool: their positions and slots."""
+        assert lease.phase is Phase.READY
+        need = needed(lease.boundary, self.lookbacks[pool])
+        positions = range(lease.boundary - need.bit_count(), lease.boundary)
+        return positions, [covering(lease.run, position).slot(pool, position) for position in positions]
+
+    def grow(self, lease: Lease, upto: int) -> list[dict[int, int]]:
+        """Take room on the device for the pages up to `upto` that are worth keeping.
+
+        Returns for each pool the new slots by position, for the engine to fill before it publishes. Where there is
+        no room left the request goes on without keeping: its later pages are not offered any more.
+        """
+        assert lease.phase is Phase.READY and upto <= len(lease.keys) // KEY_BYTES
+        fresh: list[dict[int, int]] = [{} for _ in self.pools]
+        if upto <= lease.room:
+            return fresh
+        wanted = [
+            self._worth_keeping(lease, pool, lease.room, upto) & ~lease.seen[pool] for pool in range(len(self.pools))
+        ]
+        for pool in self.shelves.chains:
+            slots = self.shelves.reserve(pool, wanted[pool].bit_count())
+            fresh[pool] = dict(zip(members(wanted[pool]), slots, strict=False))
+            if len(slots) < wanted[pool].bit_count():
+                # Nothing can rest on a page that is not kept, so this is as far as the request is kept at all.
+                first_lost = next(at for at in members(wanted[pool]) if at not in fresh[pool])
+                self.counters.uncached += upto - first_lost
+                upto = min(upto, first_lost)
+                lease.snapshots &= ones(first_lost + 1)
+                lease.keys = lease.keys[: first_lost * KEY_BYTES]
+        for pool in range(len(self.pools)):
+            if pool not in self.shelves.chains:
+                bits = wanted[pool] & ones(upto)
+                fresh[pool] = dict(zip(members(bits), self.shelves.reserve(pool, bits.bit_count()), strict=False))
+            for position in [at for at in fresh[pool] if at >= upto]:
+                self.shelves.give_back(pool, fresh[pool].pop(position))
+            lease.own[pool].update(fresh[pool])
+        lease.room = upto
+        return fresh
+
+    def keepable(self, lease: Lease) -> int:
+        """The page up to which this request can be kept: all its full pages, unless room ran out on the way."""
+        return len(lease.keys) // KEY_BYTES
+
+    def publish(self, lease: Lease, upto: int) -> None:
+        """Give the filled pages before `upto` to the tree; what somebody else published meanwhile is given back."""
+        assert lease.phase is Phase.READY and lease.done <= upto <= lease.room
+        if upto == lease.done:
+            return
+        pages = [{at: slots.pop(at) for at in sorted(slots) if at < upto} for slots in lease.own]
+        tail, end = self._insert(lease, Tier.DEVICE, pages)
+        lease.done = upto
+        if kept := min(upto, end):
+            self._hold(lease, tail, 1 << kept - 1)
+            self._used(tail, kept)
+        for run, _ in upward(tail, span(0, end) & ~ones(min(lease.boundary, end))):
+            run.uses = max(run.uses, 1)
+            self._owe(run)
+
+    def close(self, lease: Lease) -> None:
+        """End a request in whatever phase it is. Its published pages stay; what it still owned is free at once."""
+        if lease.phase is Phase.CLOSED:
+            return
+        for pool, slots in enumerate(lease.own):
+            for slot in slots.values():
+                self.shelves.give_back(pool, slot)
+            slots.clear()
+        self._drop_landed(lease)
+        self._hold(lease, lease.run, 0)
+        lease.phase = Phase.CLOSED
+        del self.leases[lease.number]
+        self.shelves.forget(lease.root)
+
+    def step(self, ended: Iterable[Ended], now: float) -> None:
+        """Apply what ended, in the order given; then let patience run out and send new backups."""
+        for end in ended:
+            self._apply(end)
+        for lease in [*self.leases.values()]:
+            self._lose_patience(lease, now)
+        self._keep_room()
+        self._back_up()
+
+    def flush(self, tiers: Sequence[Tier]) -> int:
+        """Evict from memory tiers everything that nobody holds; returns how many pages went."""
+        gone = sum(self.shelves.shed(tier) for tier in tiers)
+        for root in [*self.shelves.roots]:
+            self.shelves.forget(root)
+        return gone
+
+    # --- what is here
+
+    def _limit(self, tokens: bytes) -> int:
+        return max(0, len(tokens) // TOKEN_BYTES - 1) // self.config.page_tokens
+
+    def _present(self, path: list[Run], known: int) -> tuple[list[int], list[int]]:
+        """For each pool the positions of a path that are on the device, and those in memory at all (and not bad)."""
+        pools = len(self.pools)
+        device, memory = [0] * pools, [0] * pools
+        for run in path:
+            for pool in range(pools):
+                near = run.here[pool]
+                far = run.here[pools + pool] & ~run.bad[pools + pool]
+                device[pool] |= near << run.first
+                memory[pool] |= (near | far) << run.first
+        mask = ones(known)
+        return [bits & mask for bits in device], [bits & mask for bits in memory]
+
+    def _resume(self, present: list[int], lease: Lease) -> int:
+        return boundaries.resume_at(present, self.lookbacks, lease.limit, self.grid)
+
+    def _footing(self, boundary: int, device: list[int]) -> int:
+        """The positions to pin so that a boundary stays legal in memory.
+
+        Pages rest on each other, so the last page of a chain pins all of it; and the last one on the device pins
+        what the device has of it.
+        """
+        positions = span(max(0, boundary - 1), boundary)
+        for pool, lookback in enumerate(self.lookbacks):
+            if lookback is not None:
+                positions |= needed(boundary, lookback)
+            elif on_device := boundaries.leading(device[pool] & ones(boundary)):
+                positions |= 1 << on_device - 1
+        return positions
+
+    def _hold(self, lease: Lease, run: Run, positions: int) -> None:
+        """Exchange what a lease pins. It refers to the deepest run that it pins something in, which therefore stays."""
+        self.shelves.pin(run, positions)
+        self.shelves.unpin(lease.run, lease.held)
+        lease.run = covering(run, deepest(positions)) if positions else self.shelves.root(lease.root)
+        lease.held = positions
+
+    def _used(self, run: Run, boundary: int) -> None:
+        """A prompt resumed at, or was published up to, a boundary: everything that was read there is fresh again."""
+        if not boundary:
+            return
+        reach = max((back for back in self.lookbacks if back is not None), default=1)
+        near = span(max(0, boundary - reach), boundary)
+        self.shelves.touch(run, near)
+        whole = self.config.write is WritePolicy.WRITE_THROUGH_SELECTIVE
+        for each, _ in upward(run, ones(boundary) if whole else near):
+            each.uses += 1
+            each.tries = 0
+            self._owe(each)
+
+    # --- before a lease is ready
+
+    def _worth_asking(self, lease: Lease, boundary: int, memory: list[int]) -> list[tuple[int, int]]:
+        """The pages beyond a boundary that could make a deeper one legal and that memory does not have."""
+        ask = []
+        for pool, lookback in enumerate(self.lookbacks):
+            want = 0
+            for deeper in range((boundary // self.grid + 1) * self.grid, lease.limit + 1, self.grid):
+                want |= needed(deeper, lookback)
+                if lookback is None:
+                    want = ones(lease.limit // self.grid * self.grid)
+                    break
+            ask.extend((pool, position) for position in members(want & ~memory[pool]))
+        return ask
+
+    def _probe(self, lease: Lease, pages: list[Moving]) -> None:
+        op = self._start(Op(PROBE, pages, lease))
+        self._effects.append(
+            Probe(op, tuple(Page(page.pool, lease.key(page.position), NOWHERE, NOWHERE) for page in pages))
+        )
+
+    def _fetch(self, lease: Lease) -> None:
+        """Storage has answered: bring what the deepest boundary needs to the host, as far as there is room."""
+        path, known = walk(self.shelves.root(lease.root), 0, lease.tokens)
+        _, memory = self._present(path, known)
+        here = deepest(self._resume(memory, lease))
+        legal = self._resume([near | far for near, far in zip(memory, lease.probed, strict=True)], lease)
+        room = [len(lease.tokens)] * len(self.pools)
+        while (boundary := deepest(legal)) > here:
+            need = [needed(boundary, back) & ~near for back, near in zip(self.lookbacks, memory, strict=True)]
+            if all(bits.bit_count() <= places for bits, places in zip(need, room, strict=True)):
+                taken = [self.shelves.reserve(self._host(pool), bits.bit_count()) for pool, bits in enumerate(need)]
+                if all(len(slots) == bits.bit_count() for slots, bits in zip(taken, need, strict=True)):
+                    break
+                for pool, slots in enumerate(taken):
+                    room[pool] = len(slots)
+                    for slot in slots:
+                        self.shelves.give_back(self._host(pool), slot)
+            legal &= ones(boundary)
+        else:
+            self._load(lease)
+            return
+        lease.phase = Phase.FETCHING
+        pages = [
+            Moving(pool, position, NOWHERE, slot)
+            for pool, bits in enumerate(need)
+            for position, slot in zip(members(bits), taken[pool], strict=True)
+        ]
+        # Shallow pages first: if patience runs out, what has arrived is a prefix.
+        pages.sort(key=lambda page: page.position)
+        for start in range(0, len(pages), self.config.batch_pages):
+            batch = pages[start : start + self.config.batch_pages]
+            self._copy(Op(FETCH, batch, lease), lease.key)
+
+    def _land(self, lease: Lease) -> None:
+        """The wait for storage is over: give the tree what has arrived, as deep as it reaches."""
+        landed = [dict(slots) for slots in lease.landed]
+        for slots in lease.landed:
+            slots.clear()
+        for slots in landed:
+            for position in slots:
+                lease.fetched |= 1 << position
+        self._insert(lease, Tier.HOST, landed)
+        self._load(lease)
+
+    def _load(self, lease: Lease) -> None:
+        """Bring to the device what the deepest boundary in memory needs, as far as there is room."""
+        top = self.shelves.root(lease.root)
+        path, known = walk(top, 0, lease.tokens)
+        run = path[-1] if path else top
+        device, memory = self._present(path, known)
+        legal = self._resume(memory, lease)
+        room = [len(lease.tokens)] * len(self.pools)
+        while True:
+            boundary = deepest(legal)
+            need = [needed(boundary, back) & ~near for back, near in zip(self.lookbacks, device, strict=True)]
+            if all(bits.bit_count() <= places for bits, places in zip(need, room, strict=True)):
+                self._hold(lease, run, self._footing(boundary, device))
+                taken = [self.shelves.reserve(pool, bits.bit_count()) for pool, bits in enumerate(need)]
+                if all(len(slots) == bits.bit_count() for slots, bits in zip(taken, need, strict=True)):
+                    break
+                for pool, slots in enumerate(taken):
+                    room[pool] = len(slots)
+                    for slot in slots:
+                        self.shelves.give_back(pool, slot)
+            legal &= ones(boundary)
+        pages = []
+        for pool, bits in enumerate(need):
+            for position, slot in zip(members(bits), taken[pool], strict=True):
+                source = covering(run, position).slot(self._host(pool), position)
+                pages.append(Moving(pool, position, source, slot))
+                lease.loaded |= 1 << position
+        if not pages:
+            self._ready(lease, ones(boundary + 1))
+            return
+        lease.phase = Phase.LOADING
+        pages.sort(key=lambda page: page.position)
+        self._copy(Op(LOAD, pages, lease, run), lease.key)
+
+    def _ready(self, lease: Lease, allowed: int) -> None:
+        """The engine may start, at the deepest of the allowed boundaries that the device can serve."""
+        top = self.shelves.root(lease.root)
+        path, known = walk(top, 0, lease.tokens)
+        run = path[-1] if path else top
+        device, _ = self._present(path, known)
+        lease.boundary = deepest(self._resume(device, lease) & allowed)
+        # Pages beyond the boundary that are here already need not be kept again; their last one is held for it.
+        footing = self._footing(lease.boundary, device)
+        for pool in self.shelves.chains:
+            if here := boundaries.leading(device[pool]):
+                footing |= 1 << here - 1
+        self._hold(lease, run, footing)
+        lease.seen = device
+        lease.done = lease.room = lease.boundary
+        lease.phase = Phase.READY
+
+    def _lose_patience(self, lease: Lease, now: float) -> None:
+        if not lease.claimed or now < lease.deadline:
+            return
+        if lease.phase is Phase.PROBING:
+            lease.ops.clear()
+            self._load(lease)
+        elif lease.phase is Phase.FETCHING:
+            lease.ops.clear()
+            self._land(lease)
+
+    def _drop_landed(self, lease: Lease) -> None:
+        for pool, slots in enumerate(lease.landed):
+            for slot in slots.values():
+                self.shelves.give_back(self._host(pool), slot)
+            slots.clear()
+
+    # --- what is worth keeping
+
+    def _plan_snapshots(self, lease: Lease) -> None:
+        """Boundaries at which windows and recurrent states are kept: where this prompt ends for a continuation, where
+        it can be resumed if it comes again, where it leaves a known prompt, and every so many tokens if asked."""
+        pages = len(lease.keys) // KEY_BYTES
+        marks = {pages, lease.limit, min(lease.known, pages)}
+        if self.config.snapshot_every:
+            every = max(1, self.config.snapshot_every // self.config.page_tokens)
+            marks.update(range(every, pages + 1, every))
+        lease.snapshots = boundaries.of({mark // self.grid * self.grid for mark in marks} - {0})
+
+    def _worth_keeping(self, lease: Lease, pool: int, start: int, stop: int) -> int:
+        """The positions in [start, stop) of a pool that some kept boundary needs."""
+        lookback = self.lookbacks[pool]
+        if lookback is None:
+            return span(start, stop)
+        keep = 0
+        for boundary in members(lease.snapshots):
+            keep |= needed(boundary, lookback)
+        return keep & span(start, stop)
+
+    # --- the tree gains pages
+
+    def _insert(self, lease: Lease, tier: Tier, pages: list[dict[int, int]]) -> tuple[Run, int]:
+        """Give filled slots to the tree, making positions for them as far as every chain reaches without a gap.
+
+        What does not fit in (there already, or with nothing to rest on) goes back to the free list. Returns the
+        deepest run of the prompt and how many of its pages the tree now knows.
+        """
+        top = self.shelves.root(lease.root)
+        path, known = walk(top, 0, lease.tokens)
+        tail, end = (path[-1] if path else top), known
+        if self.shelves.chains:
+            while all(end in pages[pool] for pool in self.shelves.chains):
+                end += 1
+        else:
+            end = max([known, *(position + 1 for slots in pages for position in slots)])
+        if end > known:
+            tail = self._lengthen(tail, known, end, lease)
+        for pool, slots in enumerate(pages):
+            place = self.shelves.place(tier, pool)
+            for position, slot in slots.items():
+                if position >= end or not self._settle(covering(tail, position), place, position, slot):
+                    self.counters.duplicates += 1
+                    self.shelves.give_back(place, slot)
+                elif tier is Tier.HOST:
+                    run = covering(tail, position)
+                    run.stored[pool] |= 1 << position - run.first
+        return tail, end
+
+    def _lengthen(self, tail: Run, known: int, end: int, lease: Lease) -> Run:
+        """Make positions [known, end) of a prompt below the run where it left the tree."""
+        tokens, keys = (
+            lease.tokens[known * self.width : end * self.width],
+            lease.keys[known * KEY_BYTES : end * KEY_BYTES],
+        )
+        if known < tail.end:
+            owing, tail = tail in self._owing, self.shelves.split(tail, known)
+            if owing:
+                self._owe(tail)
+        if tail.parent is not None and not tail.children:
+            tail.append(tokens, keys)
+            return tail
+        child = Run(tail, known, tokens, keys, len(self.pools), self.config.page_tokens)
+        tail.children[tokens[: self.width]] = child
+        return child
+
+    def _settle(self, run: Run, place: int, position: int, slot: int) -> bool:
+        """Make a page resident if the laws let it be; False if its slot is not needed."""
+        shelves, local, pool = self.shelves, position - run.first, place % len(self.pools)
+        if run.here[place] >> local & 1:
+            return False
+        if place < len(self.pools):
+            if shelves.is_chain(place) and position and not self._on(run, place, position - 1):
+                return False
+            host = self._host(pool)
+            if run.bad[host] >> local & 1 and not run.pins.held() >> local & 1:
+                shelves.leave(run, host, position)  # the device has a good one now, to be backed up anew
+        shelves.settle(run, place, position, slot)
+        return True
+
+    def _on(self, run: Run, place: int, position: int) -> bool:
+        run = covering(run, position)
+        return bool(run.here[place] >> position - run.first & 1)
+
+    def _host(self, pool: int) -> int:
+        return len(self.pools) + pool
+
+    # --- copies
+
+    def _start(self, op: Op) -> int:
+        self._number += 1
+        self.ops[self._number] = op
+        if op.lease is not None:
+            op.lease.ops.add(self._number)
+        if op.run is not None:
+            op.pinned = boundaries.of({page.position for page in op.pages})
+            op.run = covering(op.run, deepest(op.pinned))
+            self.shelves.pin(op.run, op.pinned)
+        return self._number
+
+    def _copy(self, op: Op, key: Callable[[int], bytes]) -> None:
+        """Send a copy on its way; its ends are pinned and its targets marked until it has ended."""
+        number = self._start(op)
+        source, target = op.edge
+        if op.run is not None and op.edge in (BACKUP, STORE):
+            self._background += len(op.pages)
+            for page in op.pages:
+                run = covering(op.run, page.position)
+                run.coming[self.shelves.place(target, page.pool)] |= 1 << page.position - run.first
+        pages = tuple(Page(page.pool, key(page.position), page.source, page.target) for page in op.pages)
+        self._effects.append(Copy(number, source, target, pages))
+
+    def _apply(self, end: Ended) -> None:
+        op = self.ops.pop(end.op)
+        lease = op.lease
+        waited = lease is not None and end.op in lease.ops
+        if lease is not None:
+            lease.ops.discard(end.op)
+        if op.run is not None:
+            self.shelves.unpin(op.run, op.pinned)
+        fates = [(page, bool(end.good >> i & 1), bool(end.bad >> i & 1)) for i, page in enumerate(op.pages)]
+        if op.edge == PROBE:
+            assert lease is not None
+            for page, good, _ in fates:
+                lease.probed[page.pool] |= good << page.position
+            if waited and lease.phase is Phase.PROBING:
+                self._fetch(lease)
+        elif op.edge == FETCH:
+            assert lease is not None
+            self._fetched(lease, fates, waited)
+        elif op.edge == LOAD:
+            assert lease is not None and op.run is not None
+            self._loaded(op.run, fates)
+            if waited and lease.phase is Phase.LOADING and not lease.ops:
+                self._ready(lease, ones(lease.limit + 1))
+        else:
+            assert op.run is not None
+            self._backed_up(op, op.run, fates)
+
+    def _fetched(self, lease: Lease, fates: list[tuple[Moving, bool, bool]], waited: bool) -> None:
+        waited = waited and lease.phase is Phase.FETCHING
+        for page, good, bad in fates:
+            self.counters.fetched += good
+            self.counters.bad_storage += bad
+            self.counters.failed += not good and not bad
+            if good and waited:
+                lease.landed[page.pool][page.position] = page.target
+            else:
+                self.counters.late += good
+                self.shelves.give_back(self._host(page.pool), page.target)
+        if waited and not lease.ops:
+            self._land(lease)
+
+    def _loaded(self, tail: Run, fates: list[tuple[Moving, bool, bool]]) -> None:
+        for page, good, bad in fates:
+            run = covering(tail, page.position)
+            local = page.position - run.first
+            self.counters.loaded += good
+            self.counters.bad_host += bad
+            self.counters.failed += not good and not bad
+            if bad and run.here[self._host(page.pool)] >> local & 1:
+                run.bad[self._host(page.pool)] |= 1 << local
+            if not good or not self._settle(run, page.pool, page.position, page.target):
+                self.shelves.give_back(page.pool, page.target)
+
+    def _backed_up(self, op: Op, tail: Run, fates: list[tuple[Moving, bool, bool]]) -> None:
+        self._background -= len(op.pages)
+        target = op.edge[1]
+        touched: dict[Run, bool] = {}
+        for page, good, bad in fates:
+            run = covering(tail, page.position)
+            local = 1 << page.position - run.first
+            place = self.shelves.place(target, page.pool)
+            run.coming[place] &= ~local
+            touched[run] = touched.get(run, True) and good
+            if target is Tier.STORAGE:
+                self.counters.stored += good
+                run.stored[page.pool] |= local if good else 0
+                if bad:  # the host's own bytes were not what they should be: never spread them
+                    self.counters.bad_host += 1
+                    run.bad[self._host(page.pool)] |= local
+            else:
+                self.counters.backed_up += good
+                if not good or not self._settle(run, place, page.position, page.target):
+                    self.shelves.give_back(place, page.target)
+            self.counters.failed += not good
+        for run, good in touched.items():
+            run.tries = 0 if good else run.tries + 1
+            if run.tries < TRIES:
+                self._owe(run)
+        if op.leaving:
+            self._leave(op, tail, [page for page, good, _ in fates if good])
+
+    def _leave(self, op: Op, tail: Run, pages: list[Moving]) -> None:
+        """The copies that an eviction waited for have landed: now the pages may go, if nobody took them up again."""
+        for page in sorted(pages, key=lambda page: -page.position):
+            place, run = self.shelves.place(op.edge[0], page.pool), tail
+            while run.first > page.position and run.parent is not None:
+                run = run.parent
+            if page.position < run.end:
+                self.shelves.drop(run, place, page.position)
+
+    # --- backups
+
+    def _owe(self, run: Run) -> None:
+        if self.config.write is not WritePolicy.WRITE_BACK and run.pages:
+            self._owing[run] = None
+
+    def _missing(self, run: Run, pool: int) -> tuple[int, int]:
+        """Local positions of a run to copy to the host, and to storage."""
+        host = self._host(pool)
+        to_host = run.here[pool] & ~run.here[host] & ~run.coming[host] if self.shelves.capacity[host] else 0
+        to_storage = run.here[host] & ~run.bad[host] & ~run.stored[pool] & ~run.coming[2 * len(self.pools) + pool]
+        return to_host, to_storage if self.config.storage else 0
+
+    def _back_up(self) -> None:
+        """Send what the write policy wants backed up, within the bound of what may be in flight."""
+        for run in [*self._owing]:
+            if self._background >= self.config.backup_pages:
+                return
+            del self._owing[run]
+            if not run.pages:
+                continue
+            selective = self.config.write is WritePolicy.WRITE_THROUGH_SELECTIVE
+            if selective and run.uses < self.config.selective_uses:
+                continue
+            sent = missing = 0
+            for edge in (BACKUP, STORE):
+                wanted = [self._missing(run, pool)[edge is STORE] for pool in range(len(self.pools))]
+                missing += sum(bits.bit_count() for bits in wanted)
+                sent += self._send(run, edge, wanted, leaving=False)
+            run.tries += missing > 0 and not sent  # no room below: not for ever
+            if sent < missing and run.tries < TRIES:
+                self._owing[run] = None
+
+    def _send(self, run: Run, edge: tuple[Tier, Tier], wanted: list[int], leaving: bool) -> int:
+        """Start copying local positions of a run, pool by pool, down one tier; returns how many are on their way."""
+        held = 0
+        for bits in wanted:
+            held |= bits
+        if not held:
+            return 0
+        self.shelves.pin(run, held << run.first)  # finding room must not evict what it is for
+        pages: list[Moving] = []
+        for pool, bits in enumerate(wanted):
+            source = self.shelves.place(edge[0], pool)
+            room = self.config.batch_pages - len(pages) if not leaving else bits.bit_count()
+            positions = [run.first + local for local in members(bits)]
+            # What leaves goes from the tail; what is backed up for good comes from the front.
+            positions = positions[::-1][:room] if leaving else positions[:room]
+            targets = [NOWHERE] * len(positions)
+            if edge is BACKUP:
+                targets = self.shelves.reserve(self._host(pool), len(positions))
+            for position, slot in zip(positions, targets, strict=False):
+                pages.append(Moving(pool, position, run.slot(source, position), slot))
+        if pages:
+            self._copy(Op(edge, pages, run=run, leaving=leaving), run.key)
+        self.shelves.unpin(run, held << run.first)
+        return len(pages)
+
+    def _rescue(self, run: Run, place: int, lost: int, stuck: int) -> int:
+        """Pages about to leave memory: under write-back, and where others rest on them, copy them down first."""
+        tier, pool = divmod(place, len(self.pools))
+        want = lost if self.config.write is WritePolicy.WRITE_BACK and run.tries < TRIES else stuck
+        if tier == Tier.DEVICE:
+            edge = BACKUP
+            want &= ~run.coming[self._host(pool)] if self.shelves.capacity[self._host(pool)] else 0
+        else:
+            edge = STORE
+            want &= ~run.stored[pool] & ~run.bad[place] if self.config.storage else 0
+        if not want:
+            return 0
+        before = run.coming[self.shelves.place(edge[1], pool)]
+        wanted = [want if each == pool else 0 for each in range(len(self.pools))]
+        self._send(run, edge, wanted, leaving=True)
+        return run.coming[self.shelves.place(edge[1], pool)] & ~before
+
+    def _keep_room(self) -> None:
+        """Under write-back a slot comes free only when its page has been copied, so start before the room is needed."""
+        if self.config.write is not WritePolicy.WRITE_BACK:
+            return
+        for place, capacity in enumerate(self.shelves.capacity):
+            short = capacity // 8 - len(self.shelves.free[place])
+            coming = sum(len(op.pages) for op in self.ops.values() if op.leaving)
+            if short > coming:
+                self.shelves.evict(place, short - coming)

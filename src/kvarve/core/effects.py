@@ -1,0 +1,46 @@
+"""What the core asks of the world, and what the world answers. Plain data; the core itself touches nothing."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvarve.model import Tier
+
+
+class Page(NamedTuple):
+    """One page of one pool on its way: slots are places in the arena of a memory tier, -1 where storage is meant."""
+
+    pool: int
+    key: bytes
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Bring `pages` from one tier to the next. Answer with one `Ended`, even if the copy failed or came too late."""
+
+    op: int
+    source: Tier
+    target: Tier
+    pages: tuple[Page, ...]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Ask the storage which of these pages it has. Answer with one `Ended`: a set bit for each page that is there."""
+
+    op: int
+    pages: tuple[Page, ...]
+
+
+Effect = Copy | Probe
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of an effect: bit i of `good` says page i arrived (or is there), bit i of `bad` that it failed its
+    check: its bytes were not what its name says."""
+
+    op: int
+    good: int
+    bad: int = 0

@@ -1,0 +1,88 @@
+"""A request's hold on its pages, from match to finish."""
+
+from enum import Enum
+
+from kvarve.core.tree import Run
+from kvarve.keys import KEY_BYTES
+
+
+class Phase(Enum):
+    """Where a lease stands. It only ever moves down this list, and any phase may go straight to CLOSED."""
+
+    PROBING = "probing"  # storage is asked what it has
+    FETCHING = "fetching"  # pages come from storage to the host
+    LOADING = "loading"  # pages come from the host to the device
+    READY = "ready"  # the engine may resume at `boundary`
+    CLOSED = "closed"
+
+
+class Lease:
+    """`[0, boundary)` shared with the tree · `[boundary, done)` ours until published · `[done, room)` ours and empty.
+
+    Made by `Core.open`; fields are for reading only.
+    """
+
+    __slots__ = (
+        "boundary",
+        "claimed",
+        "deadline",
+        "done",
+        "fetched",
+        "held",
+        "keys",
+        "known",
+        "landed",
+        "limit",
+        "loaded",
+        "number",
+        "ops",
+        "own",
+        "phase",
+        "probed",
+        "read",
+        "room",
+        "root",
+        "run",
+        "seen",
+        "snapshots",
+        "tokens",
+    )
+
+    def __init__(self, number: int, root: bytes, tokens: bytes, keys: bytes, limit: int, run: Run, pools: int) -> None:
+        self.number = number
+        self.root = root
+        self.tokens = tokens
+        self.keys = keys
+        self.limit = limit  # deepest boundary that leaves at least one token to compute
+        self.phase = Phase.PROBING
+        self.read = True
+        self.boundary = 0
+        self.known = 0  # pages whose tokens the tree knew at opening, whatever was resident
+        self.deadline = 0.0
+        self.claimed = False
+        self.run = run  # the deepest run that `held` reaches
+        self.held = 0  # positions pinned in our name
+        self.ops: set[int] = set()  # copies in flight that we wait for
+        self.probed = [0] * pools  # what storage said that it has
+        self.landed: list[dict[int, int]] = [{} for _ in range(pools)]  # host slots filled from storage, by position
+        self.fetched = 0  # positions that something came from storage for
+        self.loaded = 0  # positions that something came from the host for
+        self.seen = [0] * pools  # pages on the device when we became ready
+        self.own: list[dict[int, int]] = [{} for _ in range(pools)]  # our device slots, by position
+        self.snapshots = 0  # boundaries at which windows and states are worth keeping
+        self.done = 0
+        self.room = 0
+
+    @property
+    def ready(self) -> bool:
+        return self.phase is Phase.READY
+
+    def key(self, position: int) -> bytes:
+        return self.keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
+
+    def from_tiers(self) -> tuple[int, int, int]:
+        """Pages of the hit by the farthest tier that anything for them came from: device, host, storage."""
+        hit = (1 << self.boundary) - 1
+        storage = self.fetched & hit
+        host = self.loaded & hit & ~storage
+        return self.boundary - storage.bit_count() - host.bit_count(), host.bit_count(), storage.bit_count()

@@ -1,0 +1,54 @@
+"""How many hold each position of a run: one small counter per position, counted on all positions at once.
+
+Bit i of plane j is bit j of position i's counter, so adding a set of positions is a carry that ripples through a few
+integers, splitting a run shifts the planes, and "is anything here held" is one `or`.
+"""
+
+from collections.abc import Sequence
+
+from kvarve.boundaries import ones
+
+
+class Pins:
+    __slots__ = ("_planes",)
+
+    def __init__(self, planes: Sequence[int] = ()) -> None:
+        self._planes = [*planes]
+
+    def add(self, positions: int) -> None:
+        """Hold each of the positions once more."""
+        for j, plane in enumerate(self._planes):
+            if not positions:
+                return
+            self._planes[j] = plane ^ positions
+            positions &= plane
+        if positions:
+            self._planes.append(positions)
+
+    def remove(self, positions: int) -> None:
+        """Let each of the positions go once; every one of them has to be held."""
+        assert positions & ~self.held() == 0, "a position was let go more often than it was held"
+        for j, plane in enumerate(self._planes):
+            self._planes[j] = plane ^ positions
+            positions &= ~plane
+        while self._planes and not self._planes[-1]:
+            self._planes.pop()
+
+    def held(self) -> int:
+        """The set of positions that anybody holds."""
+        held = 0
+        for plane in self._planes:
+            held |= plane
+        return held
+
+    def count(self, position: int) -> int:
+        return sum((plane >> position & 1) << j for j, plane in enumerate(self._planes))
+
+    def cut(self, at: int) -> "Pins":
+        """Keep the positions from `at` on, renumbered from 0; return the counters of those before it."""
+        low = Pins([plane & ones(at) for plane in self._planes])
+        self._planes = [plane >> at for plane in self._planes]
+        for pins in (self, low):
+            while pins._planes and not pins._planes[-1]:
+                pins._planes.pop()
+        return low

@@ -1,0 +1,50 @@
+"""The choices that an operator makes, as data: when to back up, and how long to wait for storage."""
+
+from dataclasses import dataclass
+from enum import Enum
+from math import inf
+
+from kvarve.errors import ConfigError
+
+
+class WritePolicy(Enum):
+    """When a page is copied to the next tier: after its first use, after k uses, or when it is evicted."""
+
+    WRITE_THROUGH = "write_through"
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"
+    WRITE_BACK = "write_back"
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a request waits for its pages in storage: base + per 1,024 tokens that are not in memory, in seconds.
+
+    0 takes what has arrived when the request's turn comes (best effort), infinity waits until all copies have ended
+    (each of which has a deadline of its own).
+    """
+
+    base_s: float
+    per_ki_token_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.base_s >= 0 and self.per_ki_token_s >= 0):
+            raise ConfigError("the patience of a prefetch cannot be negative")
+
+    def seconds(self, tokens: int) -> float:
+        return self.base_s + self.per_ki_token_s * tokens / 1024
+
+
+BEST_EFFORT = Patience(0.0)
+WAIT_COMPLETE = Patience(inf)
+
+
+def patience(name: str, base_s: float = 2.0, per_ki_token_s: float = 0.25) -> Patience:
+    """The patience that a prefetch policy's name stands for; ConfigError if there is no such policy."""
+    policies = {
+        "best_effort": BEST_EFFORT,
+        "wait_complete": WAIT_COMPLETE,
+        "timeout": Patience(base_s, per_ki_token_s),
+    }
+    if name not in policies:
+        raise ConfigError(f"unknown prefetch policy {name!r}; known: {', '.join(policies)}")
+    return policies[name]

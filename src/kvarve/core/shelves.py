@@ -1,0 +1,254 @@
+"""Where pages rest: the slots of every place, what is resident in them, and who goes first when room is short.
+
+A place is one pool in one memory tier. Of pools that need all pages before a boundary (lookback None, "chains"
+here), pages rest on each other, so they leave a tier only tail-first; a window or state page can go alone. When a
+position has lost a chain's page from every memory tier no prompt can resume through it, so it leaves the tree with
+everything that it still had.
+"""
+
+from array import array
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from itertools import count
+
+from kvarve.boundaries import leading, members, ones, span
+from kvarve.core.tree import Run, upward
+from kvarve.errors import ConfigError
+from kvarve.model import MEMORY_TIERS, PoolSpec, Tier
+
+
+class Order:
+    """The eviction order of one place: runs that may have something to give, least recently used first.
+
+    A run stands in it at most once; a run that was used after it was queued is found out and queued again when its
+    turn comes, so using a page costs nothing here.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Run]] = []
+        self._ticket = count()
+
+    def push(self, run: Run) -> None:
+        heappush(self._heap, (run.used, next(self._ticket), run))
+
+    def pop(self) -> Run | None:
+        while self._heap:
+            used, _, run = heappop(self._heap)
+            if used == run.used:
+                return run
+            self.push(run)
+        return None
+
+    def runs(self) -> list[Run]:
+        return [run for _, _, run in self._heap]
+
+
+class Shelves:
+    def __init__(self, pools: Sequence[PoolSpec], slots: dict[Tier, Sequence[int]], page_tokens: int) -> None:
+        """`slots[tier][pool]`: how many pages fit. A tier that is not given, or has no slots, is not there."""
+        self.pools = tuple(pools)
+        self.page_tokens = page_tokens
+        self.capacity = [0] * (2 * len(self.pools))
+        for tier in MEMORY_TIERS:
+            for pool, room in enumerate(slots.get(tier, ())):
+                if room < 0:
+                    raise ConfigError(f"pool {self.pools[pool].name}: {room} slots on the {tier.name.lower()}")
+                self.capacity[self.place(tier, pool)] = room
+        self.free = [array("i", range(room - 1, -1, -1)) for room in self.capacity]
+        self.orders = [Order() for _ in self.capacity]
+        self.chains = tuple(i for i, pool in enumerate(self.pools) if pool.lookback is None)
+        self.roots: dict[bytes, Run] = {}
+        self.evicted = [0] * len(self.capacity)
+        self.tick = 0
+        # Asked before pages leave (run, place, local positions, those of them that may not be lost); returns the
+        # positions that are being copied down instead, and that leave when their copy has ended.
+        self.rescue: Callable[[Run, int, int, int], int] = lambda run, place, lost, stuck: 0
+
+    def place(self, tier: Tier, pool: int) -> int:
+        return int(tier) * len(self.pools) + pool
+
+    def is_chain(self, place: int) -> bool:
+        return self.pools[place % len(self.pools)].lookback is None
+
+    def other(self, place: int) -> int:
+        """The same pool in the other memory tier."""
+        return (place + len(self.pools)) % len(self.capacity)
+
+    def root(self, key: bytes) -> Run:
+        """The empty run at the top of everything that shares this root key."""
+        if key not in self.roots:
+            self.roots[key] = Run(None, 0, b"", b"", len(self.pools), self.page_tokens)
+        return self.roots[key]
+
+    def forget(self, key: bytes) -> None:
+        """Drop a root under which nothing is kept, so that salts of the past cost nothing."""
+        if key in self.roots and not self.roots[key].children:
+            del self.roots[key]
+
+    # --- slots and residency
+
+    def settle(self, run: Run, place: int, position: int, slot: int) -> None:
+        """A page is now at a place; the slot is the tree's from here on."""
+        run.put(place, position, slot)
+        self.offer(run, place)
+
+    def leave(self, run: Run, place: int, position: int) -> None:
+        """A page leaves a place; its slot is free, and what it rested on may go next."""
+        self.free[place].append(run.take(place, position))
+        if position == run.first and run.parent is not None and run.parent.kids[place] == 0:
+            run.parent.used = max(run.parent.used, run.used)
+            self.offer(run.parent, place)
+
+    def give_back(self, place: int, slot: int) -> None:
+        """A slot that a lease or a copy owned is free again."""
+        self.free[place].append(slot)
+
+    def touch(self, run: Run, positions: int) -> None:
+        """The runs that hold these positions have just been used."""
+        self.tick += 1
+        for each, _ in upward(run, positions):
+            each.used = self.tick
+
+    def pin(self, run: Run, positions: int) -> None:
+        for each, share in upward(run, positions):
+            each.pins.add(share)
+
+    def unpin(self, run: Run, positions: int) -> None:
+        for each, share in upward(run, positions):
+            each.pins.remove(share)
+            for place in range(len(self.capacity)):
+                self.offer(each, place)
+
+    def split(self, run: Run, at: int) -> Run:
+        front = run.split(at)
+        for place in range(len(self.capacity)):
+            self.offer(front, place)
+        return front
+
+    # --- eviction
+
+    def offer(self, run: Run, place: int) -> None:
+        """Let a run stand in a place's eviction order if it has a page there that may go."""
+        if not run.queued >> place & 1 and self.droppable(run, place):
+            run.queued |= 1 << place
+            self.orders[place].push(run)
+
+    def droppable(self, run: Run, place: int) -> int:
+        """The local positions of a run whose page may leave a place now."""
+        here = run.here[place]
+        if not here:
+            return 0
+        held = run.pins.held()
+        if not self.is_chain(place):
+            return here & ~held
+        if run.kids[place]:
+            return 0
+        # Tail-first: everything resident above the last held position.
+        return here & span(held.bit_length(), run.pages)
+
+    def evict(self, place: int, wanted: int) -> int:
+        """Free up to `wanted` slots of a place, coldest run first; returns how many came free at once.
+
+        Pages that are copied down first count as handled, but come free only when their copy has ended.
+        """
+        before, handled, order, spared = len(self.free[place]), 0, self.orders[place], []
+        while handled < wanted:
+            run = order.pop()
+            if run is None:
+                break
+            # While we look at it the run counts as queued, so that nothing on the way can queue it a second time.
+            went = self._trim(run, place, wanted - handled)
+            handled += went
+            if went:
+                self._requeue(run, place)
+            else:
+                spared.append(run)
+        for run in spared:
+            self._requeue(run, place)
+        freed = len(self.free[place]) - before
+        self.evicted[place] += freed
+        return freed
+
+    def _requeue(self, run: Run, place: int) -> None:
+        run.queued &= ~(1 << place)
+        self.offer(run, place)
+
+    def _trim(self, run: Run, place: int, wanted: int) -> int:
+        """Drop, or start to move down, up to `wanted` droppable pages of a run; returns how many."""
+        other, chain, droppable, take = self.other(place), self.is_chain(place), self.droppable(run, place), 0
+        for _ in range(min(wanted, droppable.bit_count())):
+            # Of a chain the last page goes first; of windows and states the earliest, for prompts grow at the end.
+            take |= 1 << (droppable ^ take if chain else (droppable ^ take) & -(droppable ^ take)).bit_length() - 1
+        lost = take & ~(run.here[other] & ~run.bad[other])  # in no memory tier after this
+        stuck = 0
+        if chain:
+            # A page that only the host has may rest on one that only the device has (its own backup failed).
+            stuck = lost if run.kids[other] else lost & ones(run.here[other].bit_length())
+        moving = self.rescue(run, place, lost, stuck) if lost else 0
+        leaving = take & ~moving & ~stuck
+        if chain:
+            leaving &= span((moving | stuck).bit_length(), run.pages)
+        for local in reversed([*members(leaving)]):
+            self.leave(run, place, run.first + local)
+        if leaving and (chain or not self.chains):
+            self.prune(run)
+        return leaving.bit_count() + moving.bit_count()
+
+    def drop(self, run: Run, place: int, position: int) -> None:
+        """Evict one page, if it may go and nothing rests on it."""
+        local = position - run.first
+        if not self.droppable(run, place) >> local & 1 or (self.is_chain(place) and run.here[place] >> local + 1):
+            return
+        self.leave(run, place, position)
+        self.evicted[place] += 1
+        if self.is_chain(place) or not self.chains:
+            self.prune(run)
+
+    def prune(self, run: Run) -> None:
+        """Take positions that lost a chain's page from every memory tier out of the tree, from the run's tail on."""
+        while run.parent is not None and not run.children:
+            alive = self._alive(run)
+            if alive == run.end:
+                return
+            held = run.pins.held()
+            assert not held >> alive - run.first, "a held position lost its page"
+            for place, here in enumerate(run.here):
+                for local in members(here & span(alive - run.first, run.pages)):
+                    self.leave(run, place, run.first + local)
+                    self.evicted[place] += 1
+            if alive > run.first:
+                run.trim(alive)
+                return
+            parent = run.parent
+            run.detach()
+            parent.used = max(parent.used, run.used)
+            for place in range(len(self.capacity)):
+                self.offer(parent, place)
+            run = parent
+
+    def _alive(self, run: Run) -> int:
+        """The end of the positions of a leaf run that a prompt could still resume through."""
+        if self.chains:
+            pages = run.pages
+            for pool in self.chains:
+                pages = min(pages, leading(run.here[pool] | run.here[self.other(pool)]))
+            return run.first + pages
+        anything = run.pins.held()
+        for here in run.here:
+            anything |= here
+        return run.first + anything.bit_length()
+
+    # --- room
+
+    def reserve(self, place: int, wanted: int) -> list[int]:
+        """Up to `wanted` free slots of a place, evicting what nobody holds; the caller owns them."""
+        free = self.free[place]
+        if len(free) < wanted:
+            self.evict(place, wanted - len(free))
+        return [free.pop() for _ in range(min(wanted, len(free)))]
+
+    def shed(self, tier: Tier) -> int:
+        """Evict everything that nobody holds from a tier; returns how many pages went."""
+        return sum(
+            self.evict(self.place(tier, pool), self.capacity[self.place(tier, pool)]) for pool in range(len(self.pools))
+        )

@@ -1,0 +1,220 @@
+"""The prefix tree: runs of pages that always came together, and what is known of each position in them.
+
+A run is split only here. Everything that is known of a position is an array or a bit set indexed by the position
+within its run, so splitting is slicing. The tree knows tokens, keys, slots, residency and pins; it does not know
+leases, copies or policies.
+"""
+
+from array import array
+from collections.abc import Iterator
+
+from kvarve import boundaries
+from kvarve.core.pins import Pins
+from kvarve.keys import KEY_BYTES, TOKEN_BYTES
+
+NOWHERE = -1  # a slot number that is none
+
+
+class Run:
+    """Pages `first` to `end` of every prompt that passes here. A *place* is tier * pools + pool, device first.
+
+    `here[place]` is the set of positions that are resident there, `slots[place]` their slot numbers, `bad[place]`
+    those of them whose bytes failed their check; `stored[pool]` the positions known to be in storage. `kids[place]`
+    counts the child runs whose first position is resident at that place: what rests on this run's last position.
+    """
+
+    __slots__ = (
+        "bad",
+        "children",
+        "coming",
+        "first",
+        "here",
+        "keys",
+        "kids",
+        "parent",
+        "pins",
+        "queued",
+        "slots",
+        "stored",
+        "tokens",
+        "tries",
+        "used",
+        "uses",
+        "width",
+    )
+
+    def __init__(self, parent: "Run | None", first: int, tokens: bytes, keys: bytes, pools: int, page_tokens: int):
+        self.parent = parent
+        self.first = first
+        self.tokens = tokens
+        self.keys = keys
+        self.width = page_tokens * TOKEN_BYTES  # bytes of packed tokens per page
+        self.children: dict[bytes, Run] = {}
+        self.here = [0] * (2 * pools)
+        self.bad = [0] * (2 * pools)
+        self.coming = [0] * (3 * pools)  # copies in flight to a place, or to storage
+        self.kids = [0] * (2 * pools)
+        self.slots: list[array[int] | None] = [None] * (2 * pools)
+        self.stored = [0] * pools
+        self.pins = Pins()
+        self.used = 0  # when it was used last, in the core's own ticks
+        self.uses = 0
+        self.tries = 0  # backups of it that failed since it was used last
+        self.queued = 0  # bit per place: it stands in that place's eviction order
+
+    @property
+    def pages(self) -> int:
+        return len(self.keys) // KEY_BYTES
+
+    @property
+    def end(self) -> int:
+        return self.first + self.pages
+
+    def key(self, position: int) -> bytes:
+        at = (position - self.first) * KEY_BYTES
+        return self.keys[at : at + KEY_BYTES]
+
+    def put(self, place: int, position: int, slot: int) -> None:
+        """Make a position (counted from the root) resident at a place."""
+        local = position - self.first
+        table = self.slots[place]
+        if table is None:
+            table = self.slots[place] = array("i")
+        if len(table) < self.pages:
+            table.extend([NOWHERE] * (self.pages - len(table)))
+        assert table[local] == NOWHERE, "two slots for one page"
+        table[local] = slot
+        self.here[place] |= 1 << local
+        if local == 0 and self.parent is not None:
+            self.parent.kids[place] += 1
+
+    def take(self, place: int, position: int) -> int:
+        """End the residency of a position at a place and return its slot."""
+        local = position - self.first
+        table = self.slots[place]
+        assert table is not None
+        slot, table[local] = table[local], NOWHERE
+        assert slot != NOWHERE, "no slot to give back"
+        self.here[place] &= ~(1 << local)
+        self.bad[place] &= ~(1 << local)
+        if local == 0 and self.parent is not None:
+            self.parent.kids[place] -= 1
+        if not self.here[place]:
+            self.slots[place] = None
+        return slot
+
+    def slot(self, place: int, position: int) -> int:
+        table = self.slots[place]
+        assert table is not None
+        slot = table[position - self.first]
+        assert slot != NOWHERE, "no such page here"
+        return slot
+
+    def append(self, tokens: bytes, keys: bytes) -> None:
+        """Lengthen the run; it must be a leaf, for what rests on it rests on its last position."""
+        assert not self.children
+        self.tokens += tokens
+        self.keys += keys
+
+    def trim(self, end: int) -> None:
+        """Drop the positions from `end` on; nothing may be resident, held or resting there."""
+        keep = end - self.first
+        self.tokens = self.tokens[: keep * self.width]
+        self.keys = self.keys[: keep * KEY_BYTES]
+        mask = boundaries.ones(keep)
+        self.stored = [bits & mask for bits in self.stored]
+        for place, table in enumerate(self.slots):
+            if table is not None:
+                self.slots[place] = table[:keep]
+
+    def split(self, at: int) -> "Run":
+        """Cut before position `at`: a new run takes the front, this one keeps the tail. Returns the front.
+
+        Whoever holds a reference to this run still finds every position by walking up from it (see `covering`).
+        """
+        cut = at - self.first
+        assert 0 < cut < self.pages and self.parent is not None
+        low = boundaries.ones(cut)
+        front = Run(self.parent, self.first, self.tokens[: cut * self.width], self.keys[: cut * KEY_BYTES], 0, 0)
+        front.width = self.width
+        front.used, front.uses, front.tries, front.queued = self.used, self.uses, self.tries, 0
+        front.here, self.here = [bits & low for bits in self.here], [bits >> cut for bits in self.here]
+        front.bad, self.bad = [bits & low for bits in self.bad], [bits >> cut for bits in self.bad]
+        front.coming, self.coming = [bits & low for bits in self.coming], [bits >> cut for bits in self.coming]
+        front.stored, self.stored = [bits & low for bits in self.stored], [bits >> cut for bits in self.stored]
+        front.slots = [table and table[:cut] for table in self.slots]
+        self.slots = [table and table[cut:] for table in self.slots]
+        for run in (front, self):
+            run.slots = [table if run.here[place] else None for place, table in enumerate(run.slots)]
+        front.pins = self.pins.cut(cut)
+        front.kids = [bits & 1 for bits in self.here]
+        self.parent.children[front.tokens[: self.width]] = front
+        self.tokens, self.keys = self.tokens[cut * self.width :], self.keys[cut * KEY_BYTES :]
+        front.children = {self.tokens[: self.width]: self}
+        self.parent, self.first = front, at
+        return front
+
+    def detach(self) -> None:
+        """Take an empty leaf out of the tree. It keeps its parent: who found a position by walking up from here
+        still does."""
+        assert self.parent is not None and not self.children and not self.pins.held()
+        del self.parent.children[self.tokens[: self.width]]
+        self.tokens = self.keys = b""
+
+
+def covering(run: Run, position: int) -> Run:
+    """The run that holds `position`, for a position at or above the end of `run` on the way to the root."""
+    while position < run.first:
+        assert run.parent is not None
+        run = run.parent
+    assert position < run.end
+    return run
+
+
+def upward(run: Run, positions: int) -> Iterator[tuple[Run, int]]:
+    """The runs from `run` towards the root that hold any of `positions`, each with its share as local positions."""
+    at: Run | None = run
+    while positions:
+        assert at is not None
+        share = positions >> at.first
+        if share:
+            yield at, share
+            positions &= boundaries.ones(at.first)
+        at = at.parent
+
+
+def same_pages(left: bytes, right: bytes, start: int, pages: int, width: int) -> int:
+    """How many leading pages of `left` stand in `right` from byte `start` on; at most `pages`."""
+    low, high = 0, min(pages, (len(right) - start) // width)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if right.startswith(left[low * width : middle * width], start + low * width):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def walk(run: Run, done: int, tokens: bytes) -> tuple[list[Run], int]:
+    """Follow packed `tokens` down from position `done` within or at the end of `run`; changes nothing.
+
+    Returns the runs passed after `run` and how many pages from the root are known; if that is less than the end of
+    the last run, the tokens leave the tree inside it (or inside `run`, if none was passed).
+    """
+    width = run.width
+    if done < run.end:
+        rest = run.end - done
+        same = same_pages(run.tokens[-rest * width :], tokens, done * width, rest, width)
+        done += same
+        if same < rest:
+            return [], done
+    passed: list[Run] = []
+    while True:
+        child = run.children.get(tokens[done * width : (done + 1) * width])
+        if child is None:
+            return passed, done
+        passed.append(child)
+        if not tokens.startswith(child.tokens, done * width):
+            return passed, done + same_pages(child.tokens, tokens, done * width, child.pages, width)
+        done += child.pages
+        run = child

@@ -1,0 +1,35 @@
+"""Sizes as people write them: "10GiB" to bytes and back. KiB counts by 1024, KB by 1000."""
+
+import re
+from fractions import Fraction
+
+from kvarve.errors import ConfigError
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL = ("B", "KB", "MB", "GB", "TB", "PB")
+_BYTES_PER_UNIT = {
+    unit.lower(): base**power for base, units in ((1000, _DECIMAL), (1024, _BINARY)) for power, unit in enumerate(units)
+}
+_SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(text: str) -> int:
+    """Bytes meant by `text`: "1024", "512MB", "1.5 GiB", in any case; a part of a byte is dropped.
+
+    Raises ConfigError for anything else, a minus sign included. Zero is a size: whether it will do, the caller says.
+    """
+    match = _SIZE.fullmatch(text)
+    unit = match[2].lower() or "b" if match else ""
+    if match is None or unit not in _BYTES_PER_UNIT:
+        known = ", ".join(_BINARY + _DECIMAL[1:])
+        raise ConfigError(f"{text!r} is not a size: write a number and one of {known}, such as 10GiB")
+    return int(Fraction(match[1]) * _BYTES_PER_UNIT[unit])
+
+
+def format_size(size_bytes: int) -> str:
+    """`size_bytes` (not negative) for people, to one decimal: "0 B", "1.5 GiB"; `parse_size` reads it."""
+    value, units = float(size_bytes), list(_BINARY)
+    while round(value, 1) >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.1f}".removesuffix(".0") + f" {units[0]}"
