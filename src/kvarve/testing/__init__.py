@@ -1,0 +1,26 @@
+"""For tests of kvarve and of backends that others write: honest fakes, and the suites that every backend must pass.
+
+The suites need pytest and hypothesis, so they are loaded when they are asked for; the rest needs neither.
+"""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from kvarve.testing.faulty import FaultyStorage, Rule
+
+if TYPE_CHECKING:
+    from kvarve.testing.suite import CapacitySuite, MakeStorage, StorageSuite
+
+__all__ = ["CapacitySuite", "FaultyStorage", "MakeStorage", "Rule", "StorageSuite"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("CapacitySuite", "MakeStorage", "StorageSuite"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if f"{__name__}.suite" not in sys.modules:
+        import pytest
+
+        pytest.register_assert_rewrite(f"{__name__}.suite")  # failures then show their values
+    from kvarve.testing import suite
+
+    return getattr(suite, name)

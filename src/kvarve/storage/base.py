@@ -1,0 +1,169 @@
+"""What every storage backend promises. Names and bytes only: nothing here knows what a page, tensor or model is."""
+
+import re
+from collections import OrderedDict
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvarve.errors import ConfigError, StorageError
+
+# "." and ".." are names of folders, so they cannot be names of objects.
+_NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,200}")
+_LABEL_MAX_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a storage holds now, and how many objects it has evicted so far."""
+
+    objects: int
+    bytes: int
+    capacity_bytes: int | None  # None: the backend keeps its own bounds and does not tell
+    evicted: int
+
+
+class Storage(Protocol):
+    """A place for named objects, used by several threads at once.
+
+    Names are ASCII letters, digits, ".", "_" and "-", 1 to 200 of them, except "." and "..". Buffers are contiguous
+    one-dimensional views of bytes. Every method takes a batch, raises ConfigError for a name that cannot be (before
+    anything is done), and StorageError when the medium fails or the storage is closed. What is missing, too short or
+    without room is an answer. Whether the bytes are the right ones is for the caller to check.
+
+    A storage that evicts takes the least recently used object first; putting and getting are uses, asking is not.
+    Within one call the first name counts as the most recently used, so whoever names things in the order in which they
+    are needed keeps the beginning when room runs out.
+    """
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        """Whether each object is there, as far as the backend knows without reading it; `get` has the last word."""
+        ...
+
+    def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
+        """Read each object into its writable buffer; answer its whole stored size in bytes, None where it is missing.
+
+        Of an object larger than its buffer only the buffer's length is read, and the size answered says so; one that is
+        shorter leaves the rest of the buffer as it was. After StorageError the buffers' contents mean nothing.
+        """
+        ...
+
+    def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
+        """Store each buffer under its name: True is stored and visible, False is no room even after evicting.
+
+        An object of that name is replaced at once: readers see the old bytes or the new, and a False leaves the old.
+        Objects stored by the same call are not evicted for each other. StorageError says how many of how many are done.
+        """
+        ...
+
+    def delete(self, names: Sequence[str]) -> list[bool]:
+        """Remove each object; True where there was one."""
+        ...
+
+    def usage(self) -> Usage: ...
+
+    def close(self) -> None:
+        """Let go of everything. May be called twice; any other call afterwards raises StorageError."""
+        ...
+
+
+def is_name(name: str) -> bool:
+    """Whether an object can have this name."""
+    return _NAME.fullmatch(name) is not None
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise ConfigError unless every name can be an object's."""
+    for name in names:
+        if not is_name(name):
+            raise ConfigError(f"{name!r} cannot name an object: 1 to 200 of A-Z a-z 0-9 . _ - and not '.' or '..'")
+
+
+def check_batch(names: Sequence[str], buffers: Sequence[memoryview]) -> None:
+    """Raise ConfigError unless every name can be an object's; one buffer per name is the caller's duty."""
+    assert len(names) == len(buffers), f"{len(names)} names, {len(buffers)} buffers"
+    assert all(view.itemsize == view.ndim == 1 and view.contiguous for view in buffers), "buffers must be plain bytes"
+    check_names(names)
+
+
+def check_settings(capacity_bytes: int, label: bytes) -> None:
+    """Raise ConfigError unless a storage can be opened with these, wherever it lies."""
+    if capacity_bytes <= 0:
+        raise ConfigError(
+            f"a storage of {capacity_bytes} bytes holds nothing: give a capacity above zero, such as 10GiB"
+        )
+    if not 1 <= len(label) <= _LABEL_MAX_BYTES:
+        raise ConfigError(f"a storage label has 1 to {_LABEL_MAX_BYTES} bytes, this one has {len(label)}")
+
+
+def check_owner(where: str, found: tuple[bytes, str], wanted: tuple[bytes, str]) -> None:
+    """Raise StorageError unless both (label, description) carry the same label."""
+    if found[0] != wanted[0]:
+        theirs, ours = (f"{description!r} (label {label.hex()[:12]})" for label, description in (found, wanted))
+        raise StorageError(
+            f"{where} was written by another model or format: it holds {theirs}, this is {ours}; "
+            f"give another one or empty this one"
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One stored object; a replacement is another Entry, so `is` tells whether it is still the one that was seen."""
+
+    size_bytes: int
+    used: bool  # since the storage was opened, so the medium does not know its place in the order yet
+
+
+class LruIndex:
+    """What is stored, how large, and who goes first. It only decides and counts: its owner moves bytes and locks."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.entries: OrderedDict[str, Entry] = OrderedDict()  # the next to be evicted comes first
+        self.used_bytes = 0
+        self.evicted = 0
+
+    def victims(self, name: str, size_bytes: int, keep: Container[str] = ()) -> list[str] | None:
+        """Who must go before `name` may take `size_bytes`; None when it cannot fit without evicting one of `keep`."""
+        excess = self.used_bytes + size_bytes - self.capacity_bytes
+        if name in self.entries:  # it is replaced, not evicted
+            excess -= self.entries[name].size_bytes
+        found: list[str] = []
+        if excess <= 0:
+            return found
+        for other, entry in self.entries.items():
+            if other != name and other not in keep:
+                found.append(other)
+                excess -= entry.size_bytes
+                if excess <= 0:
+                    return found
+        return None
+
+    def add(self, name: str, size_bytes: int, *, used: bool = True) -> None:
+        self.drop(name)
+        self.entries[name] = Entry(size_bytes, used)
+        self.used_bytes += size_bytes
+
+    def drop(self, name: str) -> bool:
+        """Forget `name`; False when it was not known."""
+        entry = self.entries.pop(name, None)
+        self.used_bytes -= entry.size_bytes if entry else 0
+        return entry is not None
+
+    def correct(self, name: str, seen: Entry, size_bytes: int | None) -> None:
+        """The medium holds this much (None: nothing) where `seen` said otherwise, unless `seen` is the past by now."""
+        if self.entries.get(name) is seen:
+            self.drop(name)
+            if size_bytes is not None:
+                self.add(name, size_bytes)
+
+    def touch(self, names: Sequence[str]) -> None:
+        """These were used: the first of them goes last."""
+        for name in reversed(names):
+            entry = self.entries.get(name)
+            if entry is not None:
+                entry.used = True
+                self.entries.move_to_end(name)
+
+    def usage(self) -> Usage:
+        return Usage(len(self.entries), self.used_bytes, self.capacity_bytes, self.evicted)

@@ -1,0 +1,114 @@
+"""Objects in this process's own memory. A named one outlives its close, as a folder would: for tests and trials."""
+
+import threading
+from collections.abc import Sequence
+
+from kvarve.errors import StorageError
+from kvarve.storage.base import LruIndex, Storage, Usage, check_batch, check_names, check_owner, check_settings
+
+
+class _Region:
+    """The bytes themselves; any number of open storages may share one."""
+
+    def __init__(self, label: bytes, description: str) -> None:
+        self.owner = (label, description)
+        self.lock = threading.Lock()
+        self.index = LruIndex(0)
+        self.objects: dict[str, bytes] = {}
+
+    def evict(self, victims: Sequence[str]) -> None:
+        for victim in victims:
+            self.index.drop(victim)
+            del self.objects[victim]
+            self.index.evicted += 1
+
+
+_named: dict[str, _Region] = {}
+_named_lock = threading.Lock()
+
+
+def check_memory(capacity_bytes: int, label: bytes, description: str, name: str | None = None) -> None:
+    """Raise what opening would raise and create nothing: ConfigError for settings, StorageError for another label."""
+    check_settings(capacity_bytes, label)
+    if name is not None:
+        check_names([name])
+        region = _named.get(name)
+        if region is not None:
+            check_owner(f"memory://{name}", region.owner, (label, description))
+
+
+def forget_memory(name: str) -> None:
+    """Let go of what `memory://name` holds; storages that are open on it keep theirs until they are closed."""
+    with _named_lock:
+        _named.pop(name, None)
+
+
+class MemoryStorage(Storage):
+    """At most `capacity_bytes` of objects. With a `name`, whoever opens it next in this process finds them again."""
+
+    def __init__(self, capacity_bytes: int, label: bytes, description: str, name: str | None = None) -> None:
+        with _named_lock:
+            check_memory(capacity_bytes, label, description, name)
+            fresh = _Region(label, description)
+            region = fresh if name is None else _named.setdefault(name, fresh)
+        with region.lock:
+            region.index.capacity_bytes = capacity_bytes
+            region.evict(region.index.victims("", 0) or [])
+        self._region: _Region | None = region
+
+    def _open_region(self) -> _Region:
+        region = self._region
+        if region is None:
+            raise StorageError("this memory storage is closed")
+        return region
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        check_names(names)
+        region = self._open_region()
+        with region.lock:
+            return [name in region.objects for name in names]
+
+    def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
+        check_batch(names, into)
+        region = self._open_region()
+        with region.lock:
+            found = [region.objects.get(name) for name in names]
+            region.index.touch(names)
+        for data, view in zip(found, into, strict=True):
+            if data is not None:
+                count = min(len(data), view.nbytes)
+                view[:count] = memoryview(data)[:count]
+        return [None if data is None else len(data) for data in found]
+
+    def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
+        check_batch(names, data)
+        region = self._open_region()
+        mine: dict[str, None] = {}  # in order
+        stored = []
+        with region.lock:
+            for name, view in zip(names, data, strict=True):
+                victims = region.index.victims(name, view.nbytes, mine)
+                if victims is not None:
+                    region.evict(victims)
+                    region.objects[name] = bytes(view)
+                    region.index.add(name, view.nbytes)
+                    mine[name] = None
+                stored.append(victims is not None)
+            region.index.touch(list(mine))
+        return stored
+
+    def delete(self, names: Sequence[str]) -> list[bool]:
+        check_names(names)
+        region = self._open_region()
+        with region.lock:
+            for name in names:
+                region.objects.pop(name, None)
+            return [region.index.drop(name) for name in names]
+
+    def usage(self) -> Usage:
+        region = self._open_region()
+        with region.lock:
+            return region.index.usage()
+
+    def close(self) -> None:
+        self._region = None

@@ -1,0 +1,122 @@
+"""Which storage does a setting such as `file:///var/kvarve?capacity=100GiB` mean?"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from kvarve.errors import ConfigError
+from kvarve.sizes import parse_size
+from kvarve.storage.base import Storage
+from kvarve.storage.files import FileStorage, check_folder
+from kvarve.storage.memory import MemoryStorage, check_memory
+
+DEFAULT_CAPACITY = "10GiB"  # of a plain path; a URL says its own
+
+
+@dataclass(frozen=True)
+class StorageUrl:
+    """A setting taken apart. `text` is how it was written, for messages."""
+
+    text: str
+    scheme: str
+    place: str  # what stands between "//" and the path
+    path: str
+    parameters: dict[str, str]
+
+    def size_bytes(self, parameter: str) -> int:
+        """The size that `parameter` gives; ConfigError when it is missing or not one above zero."""
+        if parameter not in self.parameters:
+            raise ConfigError(f"{self.text}: say how much it may hold, as in ?{parameter}={DEFAULT_CAPACITY}")
+        size_bytes = parse_size(self.parameters[parameter])
+        if size_bytes <= 0:
+            raise ConfigError(f"{self.text}: {parameter} must be above zero, such as {DEFAULT_CAPACITY}")
+        return size_bytes
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One kind of storage URL. To add a backend, put one of these into `SCHEMES`.
+
+    `prepare(url, label, description)` finds whatever is wrong with them without touching anything (ConfigError,
+    StorageError) and answers a call that opens the storage: nothing can be opened without having been checked.
+    """
+
+    example: str
+    parameters: frozenset[str]
+    prepare: Callable[[StorageUrl, bytes, str], Callable[[], Storage]]
+
+
+def _file(url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
+    if url.place or not url.path.startswith("/"):
+        raise ConfigError(
+            f"{url.text}: a file URL has three slashes and an absolute path, as in {SCHEMES['file'].example}"
+        )
+    capacity_bytes = url.size_bytes("capacity")
+    directory = check_folder(url.path, capacity_bytes, label, description)
+    return lambda: FileStorage(directory, capacity_bytes, label, description)
+
+
+def _memory(url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
+    if not url.place or url.path not in ("", "/"):
+        raise ConfigError(f"{url.text}: a memory URL has one name and no path, as in {SCHEMES['memory'].example}")
+    capacity_bytes = url.size_bytes("capacity")
+    check_memory(capacity_bytes, label, description, url.place)
+    return lambda: MemoryStorage(capacity_bytes, label, description, url.place)
+
+
+SCHEMES: dict[str, Scheme] = {
+    "file": Scheme("file:///var/kvarve?capacity=100GiB", frozenset({"capacity"}), _file),
+    "memory": Scheme("memory://name?capacity=1GiB", frozenset({"capacity"}), _memory),
+}
+
+
+def parse_url(text: str) -> StorageUrl:
+    """Take a setting apart by what it says alone; the disk is not asked. ConfigError when it is no storage's."""
+    if not text.isprintable() or not text:
+        raise ConfigError(f"{text!r} is not a storage: {_known_schemes()}")
+    if "://" not in text:
+        if not text.startswith("/"):
+            raise ConfigError(f"{text!r} is neither an absolute path nor a storage URL: {_known_schemes()}")
+        if "?" in text:
+            raise ConfigError(f"{text!r}: parameters need a URL: write file://{text}")
+        return StorageUrl(text, "file", "", text, {"capacity": DEFAULT_CAPACITY})
+    try:
+        parts = urlsplit(text)
+        pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True) if parts.query else []
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is not a URL: {error}") from error
+    scheme = SCHEMES.get(parts.scheme)
+    if scheme is None:
+        raise ConfigError(f"{text!r}: there is no storage of the kind {parts.scheme!r}; {_known_schemes()}")
+    if parts.fragment or text.endswith("#"):
+        raise ConfigError(f"{text!r}: a # in a path is written %23")
+    parameters = dict(pairs)
+    for name, _ in pairs:
+        if name not in scheme.parameters:
+            known = ", ".join(sorted(scheme.parameters))
+            raise ConfigError(f"{text!r}: unknown parameter {name!r}; {parts.scheme} knows: {known}")
+    if len(parameters) < len(pairs):
+        raise ConfigError(f"{text!r}: a parameter is given twice")
+    return StorageUrl(text, parts.scheme, parts.netloc, unquote(parts.path), parameters)
+
+
+def open_storage(url: str, *, label: bytes, description: str) -> Storage:
+    """Open what `url` names for pages of `label` (1 to 64 bytes; `description` says the same to people).
+
+    ConfigError: the setting cannot work. StorageError: what is there cannot be used. In both cases nothing is touched.
+    """
+    return _prepare(url, label, description)()
+
+
+def check_storage(url: str, *, label: bytes, description: str) -> None:
+    """Raise what `open_storage` would raise, as far as that can be known without touching or creating anything."""
+    _prepare(url, label, description)
+
+
+def _prepare(text: str, label: bytes, description: str) -> Callable[[], Storage]:
+    url = parse_url(text)
+    return SCHEMES[url.scheme].prepare(url, label, description)
+
+
+def _known_schemes() -> str:
+    return "known are " + ", ".join(scheme.example for scheme in SCHEMES.values()) + " and a plain absolute path"

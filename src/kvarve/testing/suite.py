@@ -1,0 +1,442 @@
+"""What every storage backend must do. A backend's tests subclass these and say how to make one:
+
+    class TestMyStorage(StorageSuite, CapacitySuite):
+        @pytest.fixture
+        def make_storage(self) -> Iterator[MakeStorage]: ...
+
+`make_storage` opens a storage at a `place` (any short name); opening a place again finds what was there, and what the
+test leaves open or behind goes away with the fixture. `CapacitySuite` is for backends that evict exactly.
+"""
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from kvarve.errors import ConfigError, StorageError
+from kvarve.storage.base import Storage
+
+LABEL, OTHER_LABEL = b"\x01" * 32, b"\x02" * 32
+BAD_NAMES = ["", ".", "..", "../up", "a/b", "a\\b", "a b", "a\n", "a\0", "é", "a~", "x" * 201]
+
+
+class MakeStorage(Protocol):
+    def __call__(
+        self,
+        *,
+        label: bytes = LABEL,
+        description: str = "model A",
+        capacity_bytes: int = 64 << 20,
+        place: str = "here",
+    ) -> Storage: ...
+
+
+def put(storage: Storage, **objects: bytes) -> list[bool]:
+    """Store these in one call."""
+    return storage.put(list(objects), [memoryview(data) for data in objects.values()])
+
+
+def get(storage: Storage, name: str, buffer_bytes: int = 4 << 20) -> bytes | None:
+    """The object, as far as the buffer goes."""
+    buffer = bytearray(buffer_bytes)
+    (size_bytes,) = storage.get([name], [memoryview(buffer)])
+    return None if size_bytes is None else bytes(buffer[:size_bytes])
+
+
+def there(storage: Storage, *names: str) -> str:
+    """Which of the names are there, as "a c"."""
+    return " ".join(name for name, found in zip(names, storage.exists(names), strict=True) if found)
+
+
+class StorageSuite:
+    """Names and bytes: what is put comes back whole, from any thread and after opening again, and only to its owner."""
+
+    @pytest.mark.parametrize("size_bytes", [0, 1, 4 << 10, (1 << 20) + 3])
+    def test_what_is_put_comes_back(self, make_storage: MakeStorage, size_bytes: int) -> None:
+        storage = make_storage()
+        data = (b"0123456789abcdef-" * (size_bytes // 17 + 1))[:size_bytes]
+        assert put(storage, page=data) == [True]
+        assert storage.exists(["page"]) == [True]
+        assert get(storage, "page") == data
+
+    def test_what_was_never_put_is_a_miss(self, make_storage: MakeStorage) -> None:
+        storage = make_storage()
+        buffer = bytearray(b"untouched")
+        assert storage.exists(["page"]) == [False]
+        assert storage.get(["page"], [memoryview(buffer)]) == [None]
+        assert storage.delete(["page"]) == [False]
+        assert buffer == b"untouched"
+
+    def test_a_second_put_replaces_the_first(self, make_storage: MakeStorage) -> None:
+        storage = make_storage()
+        put(storage, page=b"a long first object")
+        assert put(storage, page=b"short") == [True]
+        assert get(storage, "page") == b"short"
+        assert (storage.usage().objects, storage.usage().bytes) == (1, 5)
+
+    def test_the_last_of_one_name_in_a_call_stays(self, make_storage: MakeStorage) -> None:
+        storage = make_storage()
+        assert storage.put(["page", "page"], [memoryview(b"first"), memoryview(b"second")]) == [True, True]
+        assert get(storage, "page") == b"second"
+
+    def test_what_is_deleted_is_gone(self, make_storage: MakeStorage) -> None:
+        storage = make_storage()
+        put(storage, a=b"1", b=b"2")
+        assert storage.delete(["a", "c"]) == [True, False]
+        assert storage.exists(["a", "b"]) == [False, True]
+        assert get(storage, "a") is None
+        assert (storage.usage().objects, storage.usage().bytes) == (1, 1)
+
+    def test_a_larger_buffer_keeps_its_end(self, make_storage: MakeStorage) -> None:
+        storage = make_storage()
+        put(storage, page=b"four")
+        buffer = bytearray(b"........")
+        assert storage.get(["page"], [memoryview(buffer)]) == [4]
+        assert buffer == b"four...."
+
+    def test_a_smaller_buffer_is_filled_and_told_the_whole_size(self, make_storage: MakeStorage) -> None:
+        storage = make_storage()
+        put(storage, page=b"twelve bytes")
+        buffer = bytearray(b"........")
+        assert storage.get(["page"], [memoryview(buffer)[:6]]) == [12]
+        assert buffer == b"twelve.."
+        assert storage.get(["page"], [memoryview(bytearray())]) == [12]
+
+    def test_a_batch_answers_each_name_in_its_place(self, make_storage: MakeStorage) -> None:
+        storage = make_storage()
+        assert put(storage, a=b"1", b=b"", d=b"333") == [True] * 3
+        buffers = [bytearray(3) for _ in range(5)]
+        assert storage.exists(["a", "x", "b", "d", "a"]) == [True, False, True, True, True]
+        assert storage.get(["a", "x", "b", "d", "a"], [memoryview(buffer) for buffer in buffers]) == [1, None, 0, 3, 1]
+        assert [bytes(buffer) for buffer in buffers] == [b"1\0\0", b"\0\0\0", b"\0\0\0", b"333", b"1\0\0"]
+
+    def test_an_empty_batch_has_an_empty_answer(self, make_storage: MakeStorage) -> None:
+        storage = make_storage()
+        assert (storage.exists([]), storage.get([], []), storage.put([], []), storage.delete([])) == ([], [], [], [])
+
+    def test_names_of_every_legal_character_differ(self, make_storage: MakeStorage) -> None:
+        storage = make_storage()
+        names = ["a", "aa", ".a", "-a", "_", "...", "0", "kvarve.json", "A" * 200, "a" * 199 + "-", "abc.def-1_2"]
+        assert all(put(storage, **{name: name.encode() for name in names}))
+        assert [get(storage, name) for name in names] == [name.encode() for name in names]
+
+    @pytest.mark.parametrize("name", BAD_NAMES)
+    def test_a_name_that_cannot_be_is_refused_before_anything_is_done(
+        self, make_storage: MakeStorage, name: str
+    ) -> None:
+        storage = make_storage()
+        put(storage, good=b"old")
+        one = memoryview(bytearray(1))
+        calls: list[Callable[[], object]] = [
+            lambda: storage.put(["good", name], [one, one]),
+            lambda: storage.get(["good", name], [one, one]),
+            lambda: storage.delete(["good", name]),
+            lambda: storage.exists(["good", name]),
+        ]
+        for call in calls:
+            with pytest.raises(ConfigError, match="cannot name an object"):
+                call()
+        assert get(storage, "good") == b"old"
+        assert bytes(one) == b"\0"
+
+    def test_usage_counts_what_is_there(self, make_storage: MakeStorage) -> None:
+        storage = make_storage()
+        assert (storage.usage().objects, storage.usage().bytes, storage.usage().evicted) == (0, 0, 0)
+        put(storage, a=b"12345", b=b"", c=b"123")
+        assert (storage.usage().objects, storage.usage().bytes, storage.usage().evicted) == (3, 8, 0)
+
+    def test_opening_again_finds_what_was_stored(self, make_storage: MakeStorage) -> None:
+        storage = make_storage()
+        put(storage, a=b"first", b=b"")
+        storage.close()
+        again = make_storage()
+        assert (get(again, "a"), get(again, "b"), get(again, "c")) == (b"first", b"", None)
+        assert (again.usage().objects, again.usage().bytes) == (2, 5)
+
+    def test_two_places_share_nothing(self, make_storage: MakeStorage) -> None:
+        put(make_storage(place="one"), a=b"1")
+        assert get(make_storage(place="two"), "a") is None
+
+    def test_pages_of_another_model_are_refused_and_kept(self, make_storage: MakeStorage) -> None:
+        storage = make_storage(description="model A, page 64")
+        put(storage, a=b"kept")
+        storage.close()
+        with pytest.raises(StorageError) as refusal:
+            make_storage(label=OTHER_LABEL, description="model B, page 128")
+        told = str(refusal.value)
+        assert "model A, page 64" in told
+        assert "model B, page 128" in told
+        assert "another" in told
+        assert "empty" in told
+        assert "\n" not in told
+        assert get(make_storage(description="the same in other words"), "a") == b"kept"
+
+    @pytest.mark.parametrize("label", [b"", b"x" * 65])
+    def test_a_label_has_1_to_64_bytes(self, make_storage: MakeStorage, label: bytes) -> None:
+        with pytest.raises(ConfigError, match="label"):
+            make_storage(label=label)
+
+    def test_closing_twice_is_closing_and_later_calls_are_told(self, make_storage: MakeStorage) -> None:
+        storage = make_storage()
+        put(storage, a=b"1")
+        storage.close()
+        storage.close()
+        one = memoryview(bytearray(1))
+        calls: list[Callable[[], object]] = [
+            lambda: storage.exists(["a"]),
+            lambda: storage.get(["a"], [one]),
+            lambda: storage.put(["a"], [one]),
+            lambda: storage.put([], []),
+            lambda: storage.delete(["a"]),
+            storage.usage,
+        ]
+        for call in calls:
+            with pytest.raises(StorageError, match="closed"):
+                call()
+        assert get(make_storage(), "a") == b"1"
+
+    def test_threads_that_replace_and_delete_never_show_a_reader_half_an_object(
+        self, make_storage: MakeStorage
+    ) -> None:
+        storage = make_storage()
+        names = [f"page-{i}" for i in range(6)]
+        start = threading.Barrier(8, timeout=60)
+
+        def write(worker: int) -> None:
+            start.wait()
+            for turn in range(40):
+                fills = [(worker * 40 + turn + i) % 251 for i in range(len(names))]
+                storage.put(names, [memoryview(bytes([fill]) * (5000 + fill)) for fill in fills])
+                if turn % 10 == worker:
+                    storage.delete(names[worker : worker + 2])
+
+        def read(worker: int) -> None:
+            buffers = [bytearray(8192) for _ in names]
+            start.wait()
+            for _ in range(60):
+                storage.exists(names)
+                for size, buffer in zip(storage.get(names, [memoryview(b) for b in buffers]), buffers, strict=True):
+                    assert size is None or buffer[:size] == bytes([buffer[0]]) * (5000 + buffer[0])
+
+        with ThreadPoolExecutor(8) as pool:
+            work = [pool.submit((write, read)[worker % 2], worker // 2) for worker in range(8)]
+        for ended in work:
+            ended.result()
+        found = [get(storage, name) for name in names]
+        assert storage.usage().objects == sum(data is not None for data in found)
+        assert storage.usage().bytes == sum(len(data or b"") for data in found)
+
+    def test_an_object_that_is_being_replaced_is_never_missing(self, make_storage: MakeStorage) -> None:
+        storage = make_storage(capacity_bytes=30_000)  # the old and the new together are more
+        storage.put(["page"], [memoryview(bytes(20_000))])
+        start = threading.Barrier(2, timeout=60)
+
+        def write() -> None:
+            start.wait()
+            for turn in range(150):
+                assert storage.put(["page"], [memoryview(bytes([turn]) * 20_000)]) == [True]
+
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(write)
+            buffer = bytearray(20_000)
+            start.wait()
+            for _ in range(300):
+                assert storage.get(["page"], [memoryview(buffer)]) == [20_000]
+                assert buffer == bytes([buffer[0]]) * 20_000
+        writing.result()
+
+    def test_any_history_of_calls_agrees_with_a_dict(self, make_storage: MakeStorage) -> None:
+        run_against_a_dict(make_storage, capacity_bytes=1 << 20)
+
+
+class CapacitySuite:
+    """So many bytes and no more: what was used longest ago makes room."""
+
+    def test_what_was_used_longest_ago_is_evicted_first(self, make_storage: MakeStorage) -> None:
+        storage = make_storage(capacity_bytes=30)
+        for name in "abc":
+            put(storage, **{name: bytes(10)})
+        assert put(storage, d=bytes(10)) == [True]
+        assert there(storage, *"abcd") == "b c d"
+        usage = storage.usage()
+        assert (usage.objects, usage.bytes, usage.capacity_bytes, usage.evicted) == (3, 30, 30, 1)
+
+    def test_reading_is_a_use_and_asking_is_not(self, make_storage: MakeStorage) -> None:
+        storage = make_storage(capacity_bytes=30)
+        for name in "abc":
+            put(storage, **{name: bytes(10)})
+        get(storage, "a")
+        storage.exists(["b"])
+        put(storage, d=bytes(10))
+        assert there(storage, *"abcd") == "a c d"
+
+    def test_the_beginning_of_a_batch_is_evicted_last(self, make_storage: MakeStorage) -> None:
+        storage = make_storage(capacity_bytes=30)
+        put(storage, a=bytes(10), b=bytes(10), c=bytes(10))
+        put(storage, d=bytes(10))
+        assert there(storage, *"abcd") == "a b d"
+        storage.get(["d", "b", "a"], [memoryview(bytearray(10))] * 3)
+        put(storage, e=bytes(10))
+        assert there(storage, *"abcde") == "b d e"
+
+    def test_one_large_object_pushes_out_several(self, make_storage: MakeStorage) -> None:
+        storage = make_storage(capacity_bytes=30)
+        for name in "abc":
+            put(storage, **{name: bytes(10)})
+        assert put(storage, d=bytes(11)) == [True]
+        assert there(storage, *"abcd") == "c d"
+
+    def test_an_object_larger_than_all_there_is_finds_no_room_and_evicts_nothing(
+        self, make_storage: MakeStorage
+    ) -> None:
+        storage = make_storage(capacity_bytes=30)
+        put(storage, a=b"old", b=bytes(20))
+        assert put(storage, a=bytes(31)) == [False]
+        assert get(storage, "a") == b"old"
+        assert there(storage, "b") == "b"
+        assert put(storage, a=bytes(30)) == [True]
+        assert there(storage, *"ab") == "a"
+
+    def test_a_batch_does_not_evict_itself(self, make_storage: MakeStorage) -> None:
+        storage = make_storage(capacity_bytes=30)
+        put(storage, old=bytes(10))
+        assert put(storage, a=bytes(20), b=bytes(20), c=bytes(10)) == [True, False, True]
+        assert there(storage, *"abc", "old") == "a c"
+
+    def test_replacing_an_object_needs_room_only_for_the_difference(self, make_storage: MakeStorage) -> None:
+        storage = make_storage(capacity_bytes=30)
+        put(storage, a=bytes(10), b=bytes(20))
+        assert put(storage, b=bytes(19)) == [True]
+        assert put(storage, b=bytes(20)) == [True]
+        assert there(storage, *"ab") == "a b"
+        assert put(storage, b=bytes(21)) == [True]
+        assert there(storage, *"ab") == "b"
+
+    def test_the_order_of_use_survives_opening_again(self, make_storage: MakeStorage) -> None:
+        storage = make_storage(capacity_bytes=30)
+        put(storage, a=bytes(10), b=bytes(10), c=bytes(10))
+        get(storage, "c")
+        storage.close()
+        again = make_storage(capacity_bytes=30)
+        put(again, d=bytes(10))
+        assert there(again, *"abcd") == "a c d"
+
+    def test_opening_again_with_less_room_keeps_what_was_used_last(self, make_storage: MakeStorage) -> None:
+        storage = make_storage(capacity_bytes=30)
+        for name in "abc":
+            put(storage, **{name: bytes(10)})
+        storage.close()
+        again = make_storage(capacity_bytes=20)
+        assert there(again, *"abc") == "b c"
+        assert again.usage().bytes == 20
+
+    @pytest.mark.parametrize("capacity_bytes", [0, -1])
+    def test_a_storage_without_room_is_refused(self, make_storage: MakeStorage, capacity_bytes: int) -> None:
+        with pytest.raises(ConfigError, match="capacity above zero"):
+            make_storage(capacity_bytes=capacity_bytes)
+
+    def test_threads_that_compete_for_room_leave_the_books_right(self, make_storage: MakeStorage) -> None:
+        storage = make_storage(capacity_bytes=50_000)
+        start = threading.Barrier(4, timeout=60)
+
+        def write_and_read(worker: int) -> None:
+            buffer = memoryview(bytearray(10_000))
+            start.wait()
+            for turn in range(60):
+                name = f"page-{(worker * 17 + turn) % 20}"
+                assert storage.put([name], [memoryview(bytes([turn]) * (1000 + 100 * turn))]) == [True]
+                (size,) = storage.get([name], [buffer])
+                assert size is None or bytes(buffer[:size]) == bytes(buffer[:1]) * (1000 + 100 * buffer[0])
+
+        with ThreadPoolExecutor(4) as pool:
+            work = [pool.submit(write_and_read, worker) for worker in range(4)]
+        for ended in work:
+            ended.result()
+        found = [get(storage, f"page-{i}") for i in range(20)]
+        usage = storage.usage()
+        assert usage.bytes == sum(len(data or b"") for data in found) <= 50_000
+        assert usage.objects == sum(data is not None for data in found)
+
+    def test_any_history_of_calls_agrees_with_a_dict_that_evicts(self, make_storage: MakeStorage) -> None:
+        run_against_a_dict(make_storage, capacity_bytes=100)
+
+
+_places = itertools.count()
+_names = st.sampled_from([f"page-{i}" for i in range(8)])
+_objects = st.builds(lambda fill, size_bytes: bytes([fill]) * size_bytes, st.integers(0, 255), st.integers(0, 60))
+
+
+def run_against_a_dict(make_storage: MakeStorage, capacity_bytes: int) -> None:
+    """Let hypothesis look for a history of calls after which the storage and a plain model of it disagree."""
+
+    class History(RuleBasedStateMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.place = f"history-{next(_places)}"
+            self.model: OrderedDict[str, bytes] = OrderedDict()  # the next to be evicted comes first
+            self.storage = self.opened()
+
+        def opened(self) -> Storage:
+            return make_storage(place=self.place, capacity_bytes=capacity_bytes)
+
+        def teardown(self) -> None:
+            self.storage.close()
+
+        @rule(batch=st.lists(st.tuples(_names, _objects), max_size=4))
+        def put(self, batch: list[tuple[str, bytes]]) -> None:
+            expected = []
+            mine: list[str] = []
+            for name, data in batch:
+                fixed = sum(len(self.model[other]) for other in {*mine} - {name})
+                expected.append(fixed + len(data) <= capacity_bytes)
+                if expected[-1]:
+                    loose = [other for other in self.model if other != name and other not in mine]
+                    while sum(len(self.model[other]) for other in {*self.model} - {name}) + len(data) > capacity_bytes:
+                        del self.model[loose.pop(0)]
+                    self.model[name] = data
+                    mine.append(name)
+            self.used([name for i, name in enumerate(mine) if name not in mine[:i]])
+            answer = self.storage.put([name for name, _ in batch], [memoryview(data) for _, data in batch])
+            assert answer == expected
+
+        @rule(names=st.lists(_names, max_size=4), buffer_bytes=st.integers(0, 80))
+        def get(self, names: list[str], buffer_bytes: int) -> None:
+            buffers = [bytearray(buffer_bytes) for _ in names]
+            sizes = self.storage.get(names, [memoryview(buffer) for buffer in buffers])
+            assert sizes == [len(self.model[name]) if name in self.model else None for name in names]
+            for name, buffer in zip(names, buffers, strict=True):
+                data = self.model.get(name, b"")[:buffer_bytes]
+                assert bytes(buffer) == data + bytes(buffer_bytes - len(data))
+            self.used([name for name in names if name in self.model])
+
+        @rule(names=st.lists(_names, max_size=3))
+        def delete(self, names: list[str]) -> None:
+            assert self.storage.delete(names) == [self.model.pop(name, None) is not None for name in names]
+
+        @rule()
+        def open_again(self) -> None:
+            self.storage.close()
+            self.storage = self.opened()
+
+        @invariant()
+        def the_books_agree(self) -> None:
+            usage = self.storage.usage()
+            assert (usage.objects, usage.bytes) == (len(self.model), sum(map(len, self.model.values())))
+            names = [f"page-{i}" for i in range(8)]
+            assert self.storage.exists(names) == [name in self.model for name in names]
+
+        def used(self, names: list[str]) -> None:
+            for name in reversed(names):
+                self.model.move_to_end(name)
+
+    machine: Any = History
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=40, stateful_step_count=25, deadline=None, print_blob=True)
+    )

@@ -1,0 +1,53 @@
+"""Memory as a storage."""
+
+from collections.abc import Iterator
+from uuid import uuid4
+
+import pytest
+
+from kvarve.errors import StorageError
+from kvarve.storage import MemoryStorage, Storage
+from kvarve.storage.memory import forget_memory
+from kvarve.testing import CapacitySuite, MakeStorage, StorageSuite
+from kvarve.testing.suite import LABEL, get, put
+
+
+class TestMemoryStorage(StorageSuite, CapacitySuite):
+    @pytest.fixture
+    def make_storage(self) -> Iterator[MakeStorage]:
+        test, names = uuid4().hex, set()
+
+        def make(
+            *,
+            label: bytes = LABEL,
+            description: str = "model A",
+            capacity_bytes: int = 64 << 20,
+            place: str = "here",
+        ) -> Storage:
+            names.add(f"{test}-{place}")
+            return MemoryStorage(capacity_bytes, label, description, f"{test}-{place}")
+
+        yield make
+        for name in names:
+            forget_memory(name)
+
+
+def test_memory_without_a_name_is_gone_when_it_is_closed():
+    one, two = MemoryStorage(100, LABEL, "model A"), MemoryStorage(100, LABEL, "model A")
+    put(one, a=b"1")
+    assert get(two, "a") is None
+    one.close()
+    assert get(MemoryStorage(100, LABEL, "model A"), "a") is None
+
+
+def test_two_who_open_one_name_share_it_and_close_alone():
+    name = uuid4().hex
+    one, two = MemoryStorage(100, LABEL, "model A", name), MemoryStorage(100, LABEL, "model A", name)
+    put(one, a=b"1")
+    one.close()
+    assert get(two, "a") == b"1"
+    with pytest.raises(StorageError, match="closed"):
+        one.usage()
+    forget_memory(name)
+    assert get(MemoryStorage(100, LABEL, "model A", name), "a") is None
+    forget_memory(name)

@@ -1,0 +1,159 @@
+"""Settings: what a user may write, and what is said about the rest before anything is touched."""
+
+from uuid import uuid4
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarve.errors import ConfigError, StorageError
+from kvarve.sizes import format_size, parse_size
+from kvarve.storage import SCHEMES, FileStorage, MemoryStorage, Scheme, check_storage, open_storage
+from kvarve.storage.memory import forget_memory
+from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put
+
+
+def opened(url, label=LABEL):
+    check_storage(url, label=label, description="model A")
+    return open_storage(url, label=label, description="model A")
+
+
+def test_a_file_url_opens_a_folder(tmp_path):
+    storage = opened(f"file://{tmp_path}/a%20b%23c?capacity=1.5GiB")
+    assert isinstance(storage, FileStorage)
+    assert storage.usage().capacity_bytes == 3 << 29
+    assert (tmp_path / "a b#c" / "kvarve.json").exists()
+    storage.close()
+
+
+def test_a_plain_path_is_a_folder_of_10_gib(tmp_path):
+    storage = opened(f"{tmp_path}/a b#c%20")
+    assert storage.usage().capacity_bytes == 10 << 30
+    assert (tmp_path / "a b#c%20" / "kvarve.json").exists()
+    storage.close()
+
+
+def test_a_memory_url_is_found_again_by_its_name():
+    name = uuid4().hex
+    storage = opened(f"memory://{name}?capacity=1MiB")
+    assert isinstance(storage, MemoryStorage)
+    put(storage, a=b"1")
+    storage.close()
+    assert get(opened(f"memory://{name}?capacity=1MiB"), "a") == b"1"
+    with pytest.raises(StorageError, match="another model"):
+        check_storage(f"memory://{name}?capacity=1MiB", label=OTHER_LABEL, description="model B")
+    forget_memory(name)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("", "known are file:///"),
+        ("store", "neither an absolute path nor a storage URL"),
+        ("./store", "neither an absolute path"),
+        ("~/store", "neither an absolute path"),
+        ("s3//bucket", "neither an absolute path"),
+        ("/store?capacity=1GiB", "write file:///store[?]capacity=1GiB"),
+        ("gopher://store?capacity=1GiB", "no storage of the kind 'gopher'; known are file:///.*memory://"),
+        ("://store", "no storage of the kind ''"),
+        ("file://store?capacity=1GiB", "three slashes and an absolute path"),
+        ("file://./store?capacity=1GiB", "three slashes"),
+        ("file://?capacity=1GiB", "three slashes"),
+        ("file:///store", "say how much it may hold"),
+        ("file:///store?", "say how much it may hold"),
+        ("file:///store?capacity=0", "capacity must be above zero"),
+        ("file:///store?capacity=-1GiB", "'-1GiB' is not a size"),
+        ("file:///store?capacity=", "'' is not a size"),
+        ("file:///store?capacity=lots", "'lots' is not a size"),
+        ("file:///store?capacity", "is not a URL"),
+        ("file:///store?capacity=1GiB&fsync=1", "unknown parameter 'fsync'; file knows: capacity"),
+        ("file:///store?Capacity=1GiB", "unknown parameter 'Capacity'"),
+        ("file:///store?capacity=1GiB&capacity=2GiB", "given twice"),
+        ("file:///a#b?capacity=1GiB", "written %23"),
+        ("file:///store?capacity=1GiB#", "written %23"),
+        ("file:///a%00b?capacity=1GiB", "absolute path"),
+        ("file:///a\nb?capacity=1GiB", "is not a storage"),
+        ("file://[/store?capacity=1GiB", "is not a URL"),
+        ("memory://?capacity=1GiB", "one name"),
+        ("memory:///name?capacity=1GiB", "one name"),
+        ("memory://name/below?capacity=1GiB", "no path"),
+        ("memory://na me?capacity=1GiB", "cannot name an object"),
+        ("memory://name", "say how much"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_told_in_one_line(url, said):
+    for call in (check_storage, open_storage):
+        with pytest.raises(ConfigError, match=said) as refusal:
+            call(url, label=LABEL, description="model A")
+        assert "\n" not in str(refusal.value)
+
+
+def test_checking_creates_nothing(tmp_path):
+    name = uuid4().hex
+    check_storage(f"file://{tmp_path}/store?capacity=1GiB", label=LABEL, description="model A")
+    check_storage(f"memory://{name}?capacity=1GiB", label=LABEL, description="model A")
+    assert not list(tmp_path.iterdir())
+    check_storage(f"memory://{name}?capacity=1GiB", label=OTHER_LABEL, description="model B")
+
+
+def test_checking_says_what_opening_would_say_of_a_folder(tmp_path):
+    (tmp_path / "precious").touch()
+    for call in (check_storage, open_storage):
+        with pytest.raises(StorageError, match="not a kvarve storage folder"):
+            call(f"file://{tmp_path}?capacity=1GiB", label=LABEL, description="model A")
+
+
+def test_a_backend_plugs_in_by_its_scheme(monkeypatch):
+    made = MemoryStorage(100, LABEL, "model A")
+    scheme = Scheme("nowhere://host?depth=3", frozenset({"depth"}), lambda url, label, description: lambda: made)
+    monkeypatch.setitem(SCHEMES, "nowhere", scheme)
+    assert opened("nowhere://host?depth=4") is made
+    with pytest.raises(ConfigError, match="nowhere knows: depth"):
+        opened("nowhere://host?capacity=4")
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("0", 0),
+        ("1024", 1024),
+        ("1024B", 1024),
+        ("512MB", 512_000_000),
+        ("10GiB", 10 << 30),
+        ("1.5GiB", 3 << 29),
+        (" 2 tib ", 2 << 40),
+        ("0.1KB", 100),
+        ("1.9999", 1),
+        ("3PiB", 3 << 50),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text, size_bytes):
+    assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-1", "+1", "GiB", "1e9", "1.", ".5", "1,5GiB", "1GiBs", "10G", "٣", "nan", "9" * 30]
+)
+def test_what_is_not_a_size_is_refused(text):
+    with pytest.raises(ConfigError, match="is not a size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (3 << 29, "1.5 GiB"),
+        ((1 << 20) - 1, "1 MiB"),
+        (5 << 60, "5120 PiB"),
+    ],
+)
+def test_sizes_are_written_for_people(size_bytes, text):
+    assert format_size(size_bytes) == text
+
+
+@given(st.integers(0, 1 << 60))
+def test_a_size_that_was_written_reads_back_to_a_tenth_of_its_unit(size_bytes):
+    assert abs(parse_size(format_size(size_bytes)) - size_bytes) <= max(size_bytes, 1) * 0.06
