@@ -332,7 +332,7 @@ class Core:
 
     def _worth_asking(self, lease: Lease, boundary: int, memory: list[int]) -> list[tuple[int, int]]:
         """The pages beyond a boundary that could make a deeper one legal and that memory does not have."""
-        ask = []
+        ask: list[tuple[int, int]] = []
         for pool, lookback in enumerate(self.lookbacks):
             want = 0
             for deeper in range((boundary // self.grid + 1) * self.grid, lease.limit + 1, self.grid):

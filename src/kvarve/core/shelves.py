@@ -7,7 +7,7 @@ everything that it still had.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count
 
@@ -44,7 +44,7 @@ class Order:
 
 
 class Shelves:
-    def __init__(self, pools: Sequence[PoolSpec], slots: dict[Tier, Sequence[int]], page_tokens: int) -> None:
+    def __init__(self, pools: Sequence[PoolSpec], slots: Mapping[Tier, Sequence[int]], page_tokens: int) -> None:
         """`slots[tier][pool]`: how many pages fit. A tier that is not given, or has no slots, is not there."""
         self.pools = tuple(pools)
         self.page_tokens = page_tokens
@@ -249,6 +249,5 @@ class Shelves:
 
     def shed(self, tier: Tier) -> int:
         """Evict everything that nobody holds from a tier; returns how many pages went."""
-        return sum(
-            self.evict(self.place(tier, pool), self.capacity[self.place(tier, pool)]) for pool in range(len(self.pools))
-        )
+        places = [self.place(tier, pool) for pool in range(len(self.pools))]
+        return sum(self.evict(place, self.capacity[place]) for place in places)

@@ -1,0 +1,74 @@
+"""What an operator sets for a cache, and how bytes become slots."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvarve.core.policies import Patience, WritePolicy, patience
+from kvarve.errors import ConfigError
+from kvarve.memory.record import record_bytes
+from kvarve.model import PoolSpec
+from kvarve.sizes import format_size
+
+# Windows and states are kept where prompts end and branch; room is divided as if that were every so many tokens.
+TOKENS_PER_SNAPSHOT = 1024
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The settings of one cache. Sizes in bytes, times in seconds; ConfigError for what cannot work."""
+
+    device_memory: int
+    host_memory: int = 0
+    storage: str | None = None
+    write_policy: str = "write_through"
+    selective_uses: int = 2
+    prefetch_policy: str = "timeout"
+    prefetch_base_s: float = 2.0
+    prefetch_per_ki_token_s: float = 0.25
+    snapshot_every: int = 0
+    verify_host: bool = True
+    storage_deadline_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        self.write()
+        self.wait()
+        if self.selective_uses < 1:
+            raise ConfigError(f"selective uses must be at least 1, not {self.selective_uses}")
+        if self.snapshot_every < 0:
+            raise ConfigError(f"snapshot every {self.snapshot_every} tokens: give 0 or more")
+        if not self.storage_deadline_s > 0:
+            raise ConfigError("the storage deadline must be above zero seconds")
+        if self.storage and not self.host_memory:
+            raise ConfigError("storage needs host memory, through which its pages travel: give host memory too")
+
+    def write(self) -> WritePolicy:
+        try:
+            return WritePolicy(self.write_policy)
+        except ValueError:
+            known = ", ".join(policy.value for policy in WritePolicy)
+            raise ConfigError(f"unknown write policy {self.write_policy!r}; known: {known}") from None
+
+    def wait(self) -> Patience:
+        """The prefetch patience; even "wait for all of it" ends at the storage deadline."""
+        asked = patience(self.prefetch_policy, self.prefetch_base_s, self.prefetch_per_ki_token_s)
+        return Patience(min(asked.base_s, self.storage_deadline_s), asked.per_ki_token_s)
+
+
+def split(
+    memory: int, pools: Sequence[PoolSpec], page_tokens: int, chunk_tokens: int, *, records: bool, what: str
+) -> tuple[int, ...]:
+    """Slots per pool for `memory` bytes: one per page of a pool that keeps all pages, fewer for windows and states.
+
+    `records` says that pages lie as host records. ConfigError if not even two chunks of a prompt would fit.
+    """
+    sizes = [record_bytes(pool.payload_bytes) if records else pool.payload_bytes for pool in pools]
+    shares = [min(1.0, (pool.lookback or TOKENS_PER_SNAPSHOT) * page_tokens / TOKENS_PER_SNAPSHOT) for pool in pools]
+    fewest = [2 * (chunk_tokens // page_tokens if pool.lookback is None else pool.lookback) for pool in pools]
+    least = sum(size * slots for size, slots in zip(sizes, fewest, strict=True))
+    if memory < least:
+        raise ConfigError(
+            f"{format_size(memory)} of {what} memory is too little for this model: two chunks of a prompt "
+            f"need {format_size(least)}"
+        )
+    spare = (memory - least) / sum(size * share for size, share in zip(sizes, shares, strict=True))
+    return tuple(few + int(spare * share) for few, share in zip(fewest, shares, strict=True))

@@ -1,0 +1,331 @@
+"""The reference engine: one thread that computes prompts on a fixed grid of chunks and answers several at once.
+
+A turn is: take in what has ended and who has come or gone, start who is ready, one chunk for one prompt, one token
+for every answer. Prompts take turns too, so a long one delays nobody by more than a chunk. Requests are computed one
+by one, so an answer does not depend on who else is being served.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvarve.core.lease import Lease
+from kvarve.engine.model import Detokenizer, LoadedModel, forward
+from kvarve.engine.requests import Finish, Piece, Request, Sampling, Usage
+from kvarve.engine.state import Workspace
+from kvarve.errors import Busy, ConfigError
+from kvarve.model import MEMORY_TIERS, Tier
+from kvarve.runtime import PrefixCache
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 0.2  # how long a turn without work sleeps at most; whatever happens wakes it
+
+
+@dataclass
+class EngineCounts:
+    """What the engine has done so far, in tokens and seconds."""
+
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    cached_device: int = 0
+    cached_host: int = 0
+    cached_storage: int = 0
+    output_tokens: int = 0
+    finished: int = 0
+    failed: int = 0
+    ttft_s: deque[float] = field(default_factory=lambda: deque(maxlen=1024))  # not collected yet
+
+
+class _Running:
+    """A request with a place: its lease, its private state, and what it has said."""
+
+    def __init__(self, request: Request, lease: Lease, workspace: Workspace, model: LoadedModel) -> None:
+        self.request, self.lease, self.workspace = request, lease, workspace
+        self.prompt = torch.tensor(list(request.prompt), device=workspace.device)[None]
+        self.words = Detokenizer(model.tokenizer)
+        self.text = ""  # not yet delivered: it could be the beginning of a stop text
+        self.tokens: list[int] = []
+        self.logits: Tensor | None = None  # after the last token computed
+        seed = request.sampling.seed
+        self.random = torch.Generator().manual_seed(seed) if seed is not None else None
+
+    @property
+    def prefilling(self) -> bool:
+        return self.workspace.tokens < self.prompt.shape[1]
+
+
+class Engine:
+    """Serves requests from any thread on one of its own. `start` it, `submit`, and `shutdown` at the end."""
+
+    def __init__(self, model: LoadedModel, cache: PrefixCache, *, max_running: int = 8, max_waiting: int = 256) -> None:
+        if max_running < 1 or max_waiting < 1:
+            raise ConfigError("an engine needs at least one place for running and one for waiting requests")
+        self.model, self.cache = model, cache
+        self.counts = EngineCounts()
+        self._max_running, self._max_waiting = max_running, max_waiting
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: deque[tuple[Request, Lease]] = deque()
+        self._running: deque[_Running] = deque()  # whose turn it is to be prefilled stands first
+        self._stopping = threading.Event()
+        self._pending = 0  # submitted and not finished, whatever their state
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._serve, name="kvarve engine", daemon=True)
+        self.broken = ""  # why the engine cannot serve any more
+
+    # --- from any thread
+
+    def start(self) -> "Engine":
+        self._thread.start()
+        return self
+
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        """ConfigError if this model can never answer such a request."""
+        vocabulary = self.model.model.get_input_embeddings().num_embeddings
+        if not prompt:
+            raise ConfigError("the prompt is empty")
+        if max(prompt) >= vocabulary or min(prompt) < 0:
+            raise ConfigError(f"the prompt has a token id outside the model's vocabulary of {vocabulary}")
+        if len(prompt) + sampling.max_tokens > self.model.max_tokens:
+            raise ConfigError(
+                f"the prompt's {len(prompt)} tokens and max_tokens {sampling.max_tokens} together are more than the "
+                f"{self.model.max_tokens} that {self.model.name} can attend to"
+            )
+
+    def submit(self, request: Request) -> Request:
+        """Queue a request. ConfigError if it can never be served, Busy if too many wait or the engine has stopped."""
+        self.check(request.prompt, request.sampling)
+        with self._lock:
+            if self._stopping.is_set() or self.broken:
+                raise Busy(self.broken or "the engine is shutting down")
+            if self._pending >= self._max_running + self._max_waiting:
+                raise Busy(f"{self._pending} requests are being served or wait already: try again later")
+            self._pending += 1
+        self._call(lambda: self._waiting.append((request, self._open(request))))
+        return request
+
+    def abort(self, request: Request) -> None:
+        """Nobody waits for this request any more; its last piece says so."""
+        self._call(lambda: self._abort(request))
+
+    def flush(self, tiers: Sequence[Tier] = MEMORY_TIERS, timeout_s: float = 60.0) -> int:
+        """Empty memory tiers of what no request holds; storage stays. Returns how many pages went."""
+        return int(self._ask(lambda: self.cache.flush(tiers), timeout_s))
+
+    def settle(self, timeout_s: float = 60.0) -> bool:
+        """Wait until every backup has been written."""
+        return bool(self._ask(lambda: self.cache.settle(timeout_s), timeout_s + 5))
+
+    def shutdown(self, timeout_s: float = 30.0) -> None:
+        """Stop taking requests, end those that run, finish the backups and leave the storage whole."""
+        with self._lock:
+            self._stopping.set()
+        self.cache.wake()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        self.cache.shutdown(timeout_s)
+
+    def load(self) -> tuple[int, int]:
+        """How many requests run, and how many wait."""
+        return len(self._running), len(self._waiting)
+
+    def _call(self, what: Callable[[], None]) -> None:
+        self._calls.put(what)
+        self.cache.wake()
+
+    def _ask(self, what: Callable[[], Any], timeout_s: float) -> Any:
+        """Have the engine's thread do something and wait for its answer."""
+        answer: Future[Any] = Future()
+
+        def call() -> None:
+            try:
+                answer.set_result(what())
+            except Exception as e:  # noqa: BLE001  it belongs to the caller, who gets it from the future
+                answer.set_exception(e)
+
+        self._call(call)
+        try:
+            return answer.result(timeout_s)
+        except TimeoutError:
+            raise Busy(f"the engine did not get round to it within {timeout_s:.0f} s") from None
+
+    # --- on the engine's thread
+
+    def _serve(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                if not self._turn():
+                    self.cache.wait(IDLE_S)
+        except Exception as e:  # a bug of ours: say so to everybody who waits, rather than let them hang
+            log.exception("the engine has stopped")
+            with self._lock:
+                self.broken = f"the engine has stopped: {type(e).__name__}: {e}"
+        finish, error = (Finish.ERROR, self.broken) if self.broken else (Finish.ABORT, "")
+        while not self._calls.empty():
+            self._calls.get()()
+        for run in [*self._running]:
+            self._end(run, finish, error)
+        for request, lease in [*self._waiting]:
+            self._turn_away(request, lease, finish, error)
+
+    def _turn(self) -> bool:
+        """One turn; False if there was nothing to compute."""
+        while not self._calls.empty():
+            self._calls.get()()
+        self.cache.step()
+        self._admit()
+        if not self._running:
+            return False
+        prompts = [run for run in self._running if run.prefilling]
+        answers = [run for run in self._running if not run.prefilling]
+        for run in [*prompts[:1], *answers]:
+            try:
+                self._chunk(run) if run.prefilling else self._token(run)
+            except Exception as e:  # one request's trouble (memory, a broken kernel) is not the others'
+                log.exception("request %d", run.request.number)
+                self._end(run, Finish.ERROR, f"{type(e).__name__}: {e}")
+        return True
+
+    def _open(self, request: Request) -> Lease:
+        return self.cache.open(request.prompt, request.salt, request.read_cache)
+
+    def _admit(self) -> None:
+        """Give free places to waiting requests, first come first served; who still waits for storage is passed by."""
+        free = self._max_running - len(self._running)
+        for request, lease in [*self._waiting][:free]:
+            if not self.cache.claim(lease):
+                continue
+            self._waiting.remove((request, lease))
+            try:
+                self._running.append(self._resume(request, lease))
+            except Exception as e:  # no memory for its state, say
+                log.exception("request %d", request.number)
+                self._turn_away(request, lease, Finish.ERROR, f"{type(e).__name__}: {e}", queued=False)
+
+    def _resume(self, request: Request, lease: Lease) -> _Running:
+        """Copy the pages that the lease found into a state of the request's own."""
+        room = len(request.prompt) + request.sampling.max_tokens
+        workspace = Workspace(self.model.layout, room, self.model.model.device)
+        for pool, (positions, slots) in self.cache.pages(lease).items():
+            if positions:
+                workspace.load(pool, positions, self.cache.arena(pool), slots)
+        workspace.resume(lease.boundary)
+        return _Running(request, lease, workspace, self.model)
+
+    def _chunk(self, run: _Running) -> None:
+        """Compute up to the next line of the grid, and keep the pages if the chunk was a whole one."""
+        chunk, page = self.model.layout.chunk_tokens, self.model.layout.page_tokens
+        start, whole = run.workspace.tokens, run.prompt.shape[1]
+        stop = min(whole, (start // chunk + 1) * chunk)
+        run.logits = forward(self.model.model, run.workspace, run.prompt[:, start:stop])
+        self.counts.computed_tokens += stop - start
+        self._running.remove(run)
+        self._running.append(run)
+        if stop % chunk == 0 and (upto := min(stop // page, self.cache.core.keepable(run.lease))) > run.lease.room:
+            for pool, fresh in self.cache.grow(run.lease, upto).items():
+                run.workspace.save(pool, [*fresh], self.cache.arena(pool), [*fresh.values()])
+            self.cache.publish(run.lease, run.lease.room)
+        if stop == whole:
+            self.counts.ttft_s.append(time.monotonic() - run.request.submitted_s)
+            self._say(run)
+
+    def _token(self, run: _Running) -> None:
+        """Compute the token that was said last, and say the next."""
+        last = torch.tensor([[run.tokens[-1]]], device=run.workspace.device)
+        run.logits = forward(self.model.model, run.workspace, last)
+        self._say(run)
+
+    def _say(self, run: _Running) -> None:
+        """Choose the next token and deliver what is certain of the text."""
+        assert run.logits is not None
+        sampling = run.request.sampling
+        token = choose(run.logits, sampling, run.random)
+        run.tokens.append(token)
+        self.counts.output_tokens += 1
+        if token in self.model.eos_ids and not sampling.ignore_eos:
+            self._end(run, Finish.STOP, last=(token,))
+            return
+        run.text += run.words.push(token)
+        if (cut := _find_stop(run.text, sampling.stop)) is not None:
+            run.text = run.text[:cut]
+            self._end(run, Finish.STOP, last=(token,), flush=False)
+        elif len(run.tokens) >= sampling.max_tokens:
+            self._end(run, Finish.LENGTH, last=(token,))
+        else:
+            held = _held_back(run.text, sampling.stop)
+            text, run.text = run.text[: len(run.text) - held], run.text[len(run.text) - held :]
+            run.request.give(Piece(text, (token,)))
+
+    def _end(
+        self, run: _Running, finish: Finish, error: str = "", last: tuple[int, ...] = (), flush: bool = True
+    ) -> None:
+        if flush:
+            run.text += run.words.flush()
+            if (cut := _find_stop(run.text, run.request.sampling.stop)) is not None:
+                run.text = run.text[:cut]
+        self._running.remove(run)
+        page = self.model.layout.page_tokens
+        usage = Usage(len(run.request.prompt), len(run.tokens), *(n * page for n in run.lease.from_tiers()))
+        self.cache.close(run.lease)
+        self.counts.prompt_tokens += usage.prompt
+        self.counts.cached_device += usage.device
+        self.counts.cached_host += usage.host
+        self.counts.cached_storage += usage.storage
+        self._finish(run.request, Piece(run.text, last, finish, usage, error))
+
+    def _turn_away(self, request: Request, lease: Lease, finish: Finish, error: str = "", queued: bool = True) -> None:
+        if queued:
+            self._waiting.remove((request, lease))
+        self.cache.close(lease)
+        self._finish(request, Piece("", (), finish, Usage(len(request.prompt), 0, 0, 0, 0), error))
+
+    def _finish(self, request: Request, piece: Piece) -> None:
+        self.counts.finished += 1
+        self.counts.failed += piece.finish is Finish.ERROR
+        with self._lock:
+            self._pending -= 1
+        request.give(piece)
+
+    def _abort(self, request: Request) -> None:
+        for run in [run for run in self._running if run.request is request]:
+            self._end(run, Finish.ABORT)
+        for waiting, lease in [entry for entry in self._waiting if entry[0] is request]:
+            self._turn_away(waiting, lease, Finish.ABORT)
+
+
+def choose(logits: Tensor, sampling: Sampling, random: torch.Generator | None) -> int:
+    """The next token from logits [vocabulary]."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    chances = torch.softmax(logits.float().cpu() / sampling.temperature, -1)
+    if sampling.top_p < 1:
+        ordered, index = chances.sort(descending=True)
+        # A token stays if those before it do not reach top_p yet; so at least one does.
+        ordered[ordered.cumsum(-1) - ordered >= sampling.top_p] = 0
+        chances = torch.zeros_like(chances).scatter_(0, index, ordered)
+    return int(torch.multinomial(chances, 1, generator=random))
+
+
+def _find_stop(text: str, stops: tuple[str, ...]) -> int | None:
+    """Where the first stop text begins, if there is one."""
+    found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+    return min(found, default=None)
+
+
+def _held_back(text: str, stops: tuple[str, ...]) -> int:
+    """How many characters at the end could be the beginning of a stop text."""
+    longest = 0
+    for stop in stops:
+        for length in range(1, len(stop)):
+            if text.endswith(stop[:length]):
+                longest = max(longest, length)
+    return longest

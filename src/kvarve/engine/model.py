@@ -1,0 +1,300 @@
+"""From a name to a model that computes: checkpoint, tokenizer, identity, one forward, text in and text out.
+
+Local files only; no model hub is ever asked and no code of a checkpoint's is ever run. Whatever is wrong with a
+checkpoint is said in one line, and as much of it as possible before any weight is read.
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import torch
+import transformers
+import xxhash
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from kvarve.engine.state import StateLayout, Workspace
+from kvarve.errors import ConfigError, ModelError
+from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+BUILTIN = Path(__file__).parent / "builtin"
+UNKNOWN_LIMIT = 32768  # tokens, for a model whose config names no limit, such as one without positions
+READ_BYTES = 1 << 24
+NOT_OWN = ("_name_or_path", "transformers_version", "dtype")  # of a config: where and by what it was written
+UNDECODED = "\ufffd"  # what stands for bytes that are not, or not yet, a character
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A causal language model with all that the engine needs to know about it."""
+
+    name: str
+    model: Any  # a transformers PreTrainedModel, in eval mode
+    tokenizer: Any  # a transformers PreTrainedTokenizerFast
+    layout: StateLayout
+    identity: ModelIdentity
+    max_tokens: int
+    eos_ids: frozenset[int]
+
+    def render_chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+        """The prompt for the next answer, as the model's own chat template writes it.
+
+        Raises ModelError if there is no template, or if it cannot make anything of these messages.
+        """
+        if self.tokenizer.chat_template is None:
+            raise ModelError(f"{self.name} has no chat template: use completions, or add chat_template.jinja to it")
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **kwargs
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as e:
+            raise ModelError(f"the chat template of {self.name} refuses these messages: {_line(e)}") from e
+        return text
+
+
+class Detokenizer:
+    """Tokens in one by one, text out as soon as it is certain: never half a character.
+
+    What has been said is decoded again together with what follows it, since some tokenizers write the first token
+    of a text without its leading space.
+    """
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._ids: list[int] = []  # those said in the last piece of text, then the ones still held back
+        self._said = 0  # how many of them belong to that last piece
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes, often empty in the middle of a character."""
+        self._ids.append(token_id)
+        # A character has 4 bytes at most; what is still undecodable after many tokens will stay so.
+        return self._say(final=len(self._ids) - self._said > 16)
+
+    def flush(self) -> str:
+        """What was held back, for the end of the text."""
+        return self._say(final=True)
+
+    def _say(self, final: bool) -> str:
+        known, text = self._decode(self._ids[: self._said]), self._decode(self._ids)
+        if len(text) <= len(known) or (text.endswith(UNDECODED) and not final):
+            return ""
+        self._ids, self._said = self._ids[self._said :], len(self._ids) - self._said
+        return text[len(known) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False))
+
+
+def forward(model: Any, workspace: Workspace, ids: Tensor) -> Tensor:
+    """Compute the tokens ids [1, n] that follow those in the workspace; the logits [vocabulary] after the last."""
+    start, stop = workspace.tokens, workspace.tokens + ids.shape[1]
+    assert stop <= workspace.max_tokens, f"token {stop} is beyond the {workspace.max_tokens} of this workspace"
+    positions = torch.arange(start, stop, device=ids.device)[None]
+    with torch.no_grad():
+        output = model(
+            input_ids=ids, position_ids=positions, past_key_values=workspace.cache, use_cache=True, logits_to_keep=1
+        )
+    logits: Tensor = output.logits[0, -1]
+    return logits
+
+
+def check_model(name: str, *, page_tokens: int = 64, chunk_tokens: int = 256, dtype: str = "auto") -> None:
+    """Everything about a model that can be refused without reading a weight: raises what `load_model` would raise."""
+    _Checkpoint.find(name, page_tokens, chunk_tokens, dtype)
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    page_tokens: int = 64,
+    chunk_tokens: int = 256,
+    attention: str = "sdpa",
+) -> LoadedModel:
+    """Load `builtin:...` or a folder with config.json, *.safetensors and tokenizer.json.
+
+    Prompts are computed in chunks of `chunk_tokens`. A model that has no scaled-dot-product attention gets "eager".
+    Raises ModelError for what is wrong with the checkpoint, ConfigError for settings that do not fit together.
+    """
+    found = _Checkpoint.find(name, page_tokens, chunk_tokens, dtype)
+    tokenizer = found.tokenizer()
+    if attention == "sdpa" and not found.model_class._supports_sdpa:
+        attention = "eager"
+    model = found.model(attention).to(device)
+    layout = StateLayout.of(model, page_tokens, chunk_tokens)
+    versions = ".".join(torch.__version__.split(".")[:2]), ".".join(transformers.__version__.split(".")[:2])
+    return LoadedModel(
+        name=name,
+        model=model,
+        tokenizer=tokenizer,
+        layout=layout,
+        identity=replace(
+            found.identity,
+            weights=_fingerprint(found.weights),
+            dtype=str(model.dtype).removeprefix("torch."),
+            pools=layout.pools,
+            numerics=f"torch {versions[0]} transformers {versions[1]} {torch.device(device).type} {attention}",
+        ),
+        max_tokens=getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", UNKNOWN_LIMIT),
+        eos_ids=_eos_ids(model, tokenizer),
+    )
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """A folder that looks as if it could be loaded."""
+
+    name: str
+    folder: Path
+    config: Any
+    dtype: str
+    weights: tuple[Path, ...]
+    identity: ModelIdentity  # the weights' fingerprint and the pools are still to come
+
+    @classmethod
+    def find(cls, name: str, page_tokens: int, chunk_tokens: int, dtype: str) -> "_Checkpoint":
+        if dtype not in DTYPES:
+            raise ConfigError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+        folder = _folder(name)
+        config = _read_config(folder)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ModelError(f"{folder}: a {config.model_type} is not a causal language model that transformers knows")
+        weights = tuple(sorted(folder.glob("*.safetensors")))
+        if not weights:
+            others = [path.name for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".pt", ".pth", ".gguf")]
+            found = f", only {others[0]}: convert it to safetensors first" if others else ""
+            raise ModelError(f"{folder}: no *.safetensors{found}")
+        for path in weights:
+            _check_safetensors(path)
+        tokenizer = folder / "tokenizer.json"
+        if not tokenizer.is_file():
+            raise ModelError(f"{folder}: no tokenizer.json, which is the only form of tokenizer that is read")
+        _read_json(tokenizer)
+        own = {key: value for key, value in config.to_dict().items() if key not in NOT_OWN}
+        digest = hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()
+        identity = ModelIdentity(
+            architecture=f"{config.model_type} {MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__} {digest[:16]}",
+            weights="",
+            dtype=dtype,
+            page_tokens=page_tokens,
+            chunk_tokens=chunk_tokens,
+            pools=(PoolSpec("unknown", (BufferSpec("unknown", (1,), "uint8"),), lookback=None),),
+        )
+        return cls(name, folder, config, dtype, weights, identity)
+
+    @property
+    def model_class(self) -> Any:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
+
+    def tokenizer(self) -> Any:
+        try:
+            return PreTrainedTokenizerFast.from_pretrained(self.folder, local_files_only=True)
+        except Exception as e:  # the tokenizers library raises nothing narrower
+            raise ModelError(f"{self.folder}: the tokenizer cannot be read: {_line(e)}") from e
+
+    def model(self, attention: str) -> Any:
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                self.folder,
+                dtype=self.dtype,
+                attn_implementation=attention,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except (OSError, RuntimeError, ValueError, SafetensorError) as e:
+            raise ModelError(f"{self.folder}: the weights cannot be loaded: {_line(e)}") from e
+        # transformers would leave these at random, and the model would babble.
+        if missing := sorted(info["missing_keys"]):
+            raise ModelError(f"{self.folder}: {len(missing)} weights are not in the checkpoint, such as {missing[0]}")
+        return model.eval()
+
+
+def _folder(name: str) -> Path:
+    kind, colon, builtin = name.partition(":")
+    if kind == "builtin" and colon:
+        known = sorted(path.name for path in BUILTIN.glob("*") if path.is_dir())
+        if builtin not in known:
+            raise ModelError(f"there is no {name}; known: {', '.join(f'builtin:{one}' for one in known) or 'none'}")
+        return BUILTIN / builtin
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        raise ModelError(f"{name}: no such folder; a model is 'builtin:...' or a folder with config.json")
+    return folder
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as e:
+        raise ModelError(f"{path}: {_line(e)}") from e
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: not a JSON object")
+    return content
+
+
+def _read_config(folder: Path) -> Any:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{folder}: no config.json")
+    if (model_type := _read_json(path).get("model_type")) is None:
+        raise ModelError(f"{path}: it names no model_type")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as e:  # each config class checks its fields with exceptions of its own
+        known = model_type in transformers.CONFIG_MAPPING
+        trouble = _line(e) if known else f"transformers {transformers.__version__} does not know this architecture"
+        raise ModelError(f"{path}: {model_type}: {trouble}") from e
+
+
+def _check_safetensors(path: Path) -> None:
+    """The format: the header's length (8 bytes, little-endian), the header in JSON, then all tensors without a gap."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        if header_bytes + 8 > size:
+            raise ModelError(f"{path}: truncated: {size} bytes do not even hold its header")
+        try:
+            header = json.loads(file.read(header_bytes))
+            tensors = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
+        except (ValueError, TypeError, LookupError, AttributeError) as e:
+            raise ModelError(f"{path}: not a safetensors file: {_line(e)}") from e
+    expected = 8 + header_bytes + max(tensors, default=0)
+    if size != expected:
+        raise ModelError(
+            f"{path}: {'truncated' if size < expected else 'too long'}: {size} bytes instead of {expected}"
+        )
+
+
+def _fingerprint(paths: Iterable[Path]) -> str:
+    """A hash of the files' names, sizes and bytes, for telling weights apart, not for security."""
+    digest = xxhash.xxh3_128()
+    for path in paths:
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        with path.open("rb") as file:
+            while piece := file.read(READ_BYTES):
+                digest.update(piece)
+    return str(digest.hexdigest())
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """The tokens at which an answer ends, by the generation config (or the config) and by the tokenizer."""
+    ids = model.generation_config.eos_token_id
+    listed = ids if isinstance(ids, list) else [ids]
+    return frozenset(int(token) for token in (*listed, tokenizer.eos_token_id) if token is not None)
+
+
+def _line(error: Exception) -> str:
+    """What an exception says, on one line and not too long."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,88 @@
+"""The places where pages lie: on the device as the model wants them, on the host as records.
+
+An arena only knows slots. Which page lies in which slot, and until when, is the core's business; two threads never
+touch one slot at a time because a slot has one owner.
+"""
+
+import mmap
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvarve.errors import ConfigError
+from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
+from kvarve.model import DTYPE_BYTES, PoolSpec
+
+
+class DeviceArena:
+    """One pool's pages on the device, layer by layer: `buffers[name]` is a tensor [slots, *shape]."""
+
+    def __init__(self, pool: PoolSpec, slots: int, device: str | torch.device = "cpu") -> None:
+        self.pool, self.slots, self.device = pool, slots, torch.device(device)
+        try:
+            self.buffers: Mapping[str, Tensor] = {
+                buffer.name: torch.empty((slots, *buffer.shape), dtype=getattr(torch, buffer.dtype), device=self.device)
+                for buffer in pool.buffers
+            }
+        except RuntimeError as e:
+            raise ConfigError(f"no room on {device} for {slots} pages of {pool.name}: {e}") from e
+
+
+class HostArena:
+    """One pool's pages in host memory: `slots` records one behind the other, in page-aligned anonymous memory.
+
+    The memory is taken from the system page by page as it is first written, exactly as large as was asked for.
+    """
+
+    def __init__(self, pool: PoolSpec, slots: int, namespace: bytes, rank: int = 0) -> None:
+        self.pool, self.slots = pool, slots
+        self.stride = record_bytes(pool.payload_bytes)
+        self.stamp = Stamp(namespace, pool.name, pool.payload_bytes, rank)
+        try:
+            self._memory = mmap.mmap(-1, slots * self.stride)
+        except (OSError, ValueError, OverflowError) as e:
+            raise ConfigError(f"no room in host memory for {slots} pages of {pool.name}: {e}") from e
+        self._bytes = memoryview(self._memory)
+        everything = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.buffers: Mapping[str, Tensor] = {
+            buffer.name: self._view(everything, HEADER_BYTES + offset, buffer.shape, buffer.dtype)
+            for buffer, offset in zip(pool.buffers, pool.offsets(), strict=False)
+        }
+
+    def _view(self, everything: Tensor, offset: int, shape: tuple[int, ...], dtype: str) -> Tensor:
+        """One buffer of all records as a tensor [slots, *shape] over the records' own memory."""
+        size = DTYPE_BYTES[dtype]
+        strides, stride = [], 1
+        for side in reversed(shape):
+            strides.append(stride)
+            stride *= side
+        typed = everything.view(getattr(torch, dtype))
+        return typed.as_strided((self.slots, *shape), (self.stride // size, *reversed(strides)), offset // size)
+
+    def record(self, slot: int) -> memoryview:
+        """The bytes of one record, writable."""
+        return self._bytes[slot * self.stride : (slot + 1) * self.stride]
+
+
+def to_host(device: DeviceArena, host: HostArena, slots: Sequence[tuple[int, int]], keys: Sequence[bytes]) -> None:
+    """Copy pages (device slot, host slot) out of the device's layers into records, and seal them."""
+    near, far = _indices(slots, device.device)
+    for name, layer in device.buffers.items():
+        host.buffers[name].index_copy_(0, far, layer.index_select(0, near).to("cpu"))
+    for (_, slot), key in zip(slots, keys, strict=True):
+        host.stamp.seal(host.record(slot), key)
+
+
+def to_device(host: HostArena, device: DeviceArena, slots: Sequence[tuple[int, int]]) -> None:
+    """Copy pages (host slot, device slot) out of records into the device's layers; done when it returns."""
+    near, far = _indices([(there, here) for here, there in slots], device.device)
+    for name, layer in device.buffers.items():
+        layer.index_copy_(0, near, host.buffers[name].index_select(0, far).to(device.device))
+    if device.device.type == "cuda":
+        torch.cuda.synchronize(device.device)
+
+
+def _indices(slots: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    near, far = zip(*slots, strict=True)
+    return torch.tensor(near, device=device), torch.tensor(far)

@@ -1,0 +1,51 @@
+"""A page as it lies in host memory, in storage and on a wire: a header that says what it is, then its bytes.
+
+Layout (little-endian): magic 8, format u32, rank u32, namespace 32, key 32, pool name 32, payload length u64, checksum
+u64, payload. The checksum (XXH3, 64 bits) covers everything before and after itself. A record is padded to whole
+4 KiB blocks, so that direct I/O can move it as it is.
+"""
+
+import math
+import struct
+
+import xxhash
+
+HEADER = struct.Struct("<8sII32s32s32sQ")
+CHECKSUM = struct.Struct("<Q")
+HEADER_BYTES = HEADER.size + CHECKSUM.size
+MAGIC = b"kvarvepg"
+FORMAT = 1
+BLOCK_BYTES = 4096
+
+
+def record_bytes(payload_bytes: int) -> int:
+    """The size of a record: header, payload, padding."""
+    return math.ceil((HEADER_BYTES + payload_bytes) / BLOCK_BYTES) * BLOCK_BYTES
+
+
+class Stamp:
+    """Seals and checks the records of one pool of one model on one rank."""
+
+    def __init__(self, namespace: bytes, pool: str, payload_bytes: int, rank: int = 0) -> None:
+        self._namespace, self._pool, self._rank = namespace, pool.encode(), rank
+        self._end = HEADER_BYTES + payload_bytes
+        self._payload_bytes = payload_bytes
+
+    def _header(self, key: bytes) -> bytes:
+        return HEADER.pack(MAGIC, FORMAT, self._rank, self._namespace, key, self._pool, self._payload_bytes)
+
+    def seal(self, record: memoryview, key: bytes) -> None:
+        """Write the header of a record whose payload is complete."""
+        header = self._header(key)
+        digest = xxhash.xxh3_64(header)
+        digest.update(record[HEADER_BYTES : self._end])
+        record[:HEADER_BYTES] = header + CHECKSUM.pack(digest.intdigest())
+
+    def intact(self, record: memoryview, key: bytes) -> bool:
+        """Whether a record is this page of this pool and model, every bit of it."""
+        header = self._header(key)
+        if len(record) < self._end or record[: HEADER.size] != header:
+            return False
+        digest = xxhash.xxh3_64(header)
+        digest.update(record[HEADER_BYTES : self._end])
+        return bool(CHECKSUM.unpack(record[HEADER.size : HEADER_BYTES])[0] == digest.intdigest())

@@ -1,0 +1,210 @@
+"""`PrefixCache`, the one class that an engine needs: the pure core, its hands and a clock.
+
+One thread (the engine's) calls it; the lanes' threads only ever touch slots that the core gave them.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from kvarve.config import CacheConfig, split
+from kvarve.core.cache import Core, CoreConfig, Hit
+from kvarve.core.lease import Lease
+from kvarve.errors import ConfigError
+from kvarve.keys import pack, root_key
+from kvarve.memory.arenas import DeviceArena, HostArena
+from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
+from kvarve.ranks.agreement import Agreement, Alone
+from kvarve.sizes import format_size
+from kvarve.storage import Storage, Usage, check_storage, open_storage
+from kvarve.transfer.hands import Hands
+
+Tokens = Sequence[int] | npt.NDArray[np.integer]
+
+
+def check(identity: ModelIdentity, config: CacheConfig) -> dict[Tier, tuple[int, ...]]:
+    """Everything that can be refused before anything is allocated or touched; the slots of each memory tier."""
+    shape = (identity.pools, identity.page_tokens, identity.chunk_tokens)
+    slots = {Tier.DEVICE: split(config.device_memory, *shape, records=False, what="device")}
+    if config.host_memory:
+        slots[Tier.HOST] = split(config.host_memory, *shape, records=True, what="host")
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if config.device_memory + config.host_memory > have:
+        raise ConfigError(
+            f"device and host memory of {format_size(config.device_memory + config.host_memory)} together are more "
+            f"than this machine's {format_size(have)}: give less"
+        )
+    if config.storage:
+        check_storage(config.storage, label=identity.fingerprint(), description=str(identity))
+    return slots
+
+
+class PrefixCache:
+    """Finds, keeps and brings back the pages of one model on one rank.
+
+    A request's life: `open`, then `step` and `claim` until ready, `pages` to resume from, `grow` and `publish` for each
+    chunk computed, `close`. `lookup` asks without changing anything. Settings come from `config`; a `storage` object
+    may be given instead of a URL. Raises ConfigError or StorageError, and nothing has been touched then.
+    """
+
+    def __init__(
+        self,
+        identity: ModelIdentity,
+        config: CacheConfig,
+        *,
+        device: str = "cpu",
+        storage: Storage | None = None,
+        rank: int = 0,
+        agreement: Agreement | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        slots = check(identity, config)
+        self.identity, self.config = identity, config
+        self.pools = identity.pools
+        self._clock, self._agreement = clock, agreement or Alone()
+        self._now = clock()
+        self._namespace = identity.fingerprint()
+        self._device = [DeviceArena(pool, n, device) for pool, n in zip(self.pools, slots[Tier.DEVICE], strict=True)]
+        self._host = [
+            HostArena(pool, n, self._namespace, rank)
+            for pool, n in zip(self.pools, slots.get(Tier.HOST, ()), strict=False)
+        ]
+        if storage is None and config.storage:
+            storage = open_storage(config.storage, label=self._namespace, description=str(identity))
+        self._storage = storage
+        self._hands = Hands(
+            self.pools,
+            self._device,
+            self._host,
+            storage,
+            rank=rank,
+            verify_host=config.verify_host,
+            deadline_s=config.storage_deadline_s,
+        )
+        self.core = Core(
+            CoreConfig(
+                self.pools,
+                slots,
+                page_tokens=identity.page_tokens,
+                chunk_tokens=identity.chunk_tokens,
+                storage=storage is not None,
+                write=config.write(),
+                selective_uses=config.selective_uses,
+                snapshot_every=config.snapshot_every,
+            )
+        )
+
+    # --- a request's life
+
+    def lookup(self, tokens: Tokens, salt: str = "") -> Hit:
+        """How deep a prompt could resume now, in pages; changes nothing."""
+        return self.core.lookup(root_key(self._namespace, salt), pack(tokens))
+
+    def open(self, tokens: Tokens, salt: str = "", read: bool = True) -> Lease:
+        """Start a request: pin what is here, start bringing what storage has. `read` false resumes from nothing."""
+        lease = self.core.open(root_key(self._namespace, salt), pack(tokens), self._now, self.config.wait(), read)
+        self._send()
+        return lease
+
+    def claim(self, lease: Lease) -> bool:
+        """The engine has a place for this request; True once the lease is ready (see `Core.claim`)."""
+        ready = self.core.claim(lease, self._now)
+        self._send()
+        return ready
+
+    def pages(self, lease: Lease) -> dict[str, tuple[range, list[int]]]:
+        """What a ready lease resumes from: for each pool the positions and their device slots."""
+        return {pool.name: self.core.slots(lease, i) for i, pool in enumerate(self.pools)}
+
+    def grow(self, lease: Lease, upto: int) -> dict[str, dict[int, int]]:
+        """Room for the pages up to `upto` that are worth keeping: for each pool the device slots by position."""
+        fresh = self.core.grow(lease, upto)
+        self._send()
+        return {pool.name: slots for pool, slots in zip(self.pools, fresh, strict=True)}
+
+    def publish(self, lease: Lease, upto: int) -> None:
+        """The engine has filled the pages before `upto`: they are everybody's now."""
+        self.core.publish(lease, upto)
+        self._send()
+
+    def close(self, lease: Lease) -> None:
+        """End a request, whatever it was doing."""
+        self.core.close(lease)
+        self._send()
+
+    def arena(self, pool: str) -> Mapping[str, Tensor]:
+        """The device tensors of a pool, by buffer name: [slots, *shape]."""
+        return next(arena.buffers for arena in self._device if arena.pool.name == pool)
+
+    # --- time passes
+
+    def step(self) -> None:
+        """Once per scheduler turn: take in what has ended, send what is to be done next."""
+        ended, self._now = self._agreement.agree(self._hands.collect(), self._clock())
+        self.core.step(ended, self._now)
+        self._send()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until something has ended (or `wake` was called), at most `timeout_s`."""
+        return self._hands.ends.wait(timeout_s)
+
+    def wake(self) -> None:
+        """End a `wait`, from any thread."""
+        self._hands.ends.wake()
+
+    def settle(self, timeout_s: float = 30.0) -> bool:
+        """Step until every copy has ended and every backup has been written; False if that takes too long."""
+        end = self._clock() + timeout_s
+        self.step()
+        while not self.core.idle():
+            if self._clock() >= end:
+                return False
+            self.wait(0.05)
+            self.step()
+        return True
+
+    def flush(self, tiers: Sequence[Tier] = MEMORY_TIERS, timeout_s: float = 30.0) -> int:
+        """Evict what nobody holds from memory tiers, after the backups under way; storage stays. Pages that went."""
+        gone = 0
+        while self.settle(timeout_s):
+            gone += self.core.flush(tiers)
+            self._send()
+            if self.core.idle():  # write-back copies pages down before they go; then there is more to do
+                break
+        return gone
+
+    def shutdown(self, timeout_s: float = 30.0) -> None:
+        """Finish what is under way, then stop the lanes and close the storage, whole."""
+        self.settle(timeout_s)
+        self._hands.close(timeout_s)
+
+    # --- what is going on
+
+    def stats(self) -> dict[str, float]:
+        """Counters and levels by name, for metrics and for people."""
+        stats: dict[str, float] = asdict(self.core.counters)
+        shelves = self.core.shelves
+        for place, capacity in enumerate(shelves.capacity):
+            tier, pool = divmod(place, len(self.pools))
+            name = f"{Tier(tier).name.lower()}.{self.pools[pool].name}"
+            stats[f"slots.{name}"] = capacity
+            stats[f"used.{name}"] = capacity - len(shelves.free[place])
+            stats[f"evicted.{name}"] = shelves.evicted[place]
+        for lane in self._hands.lanes.values():
+            stats[f"lane_waiting.{lane.name}"] = lane.waiting()
+            stats[f"lane_failed.{lane.name}"] = lane.counts.failed + lane.counts.late + lane.counts.refused
+        stats["leases"] = len(self.core.leases)
+        return stats
+
+    def usage(self) -> Usage | None:
+        """What the storage holds, if there is one."""
+        return self._storage.usage() if self._storage is not None else None
+
+    def _send(self) -> None:
+        for effect in self.core.take():
+            self._hands.send(effect)

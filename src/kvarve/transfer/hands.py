@@ -1,0 +1,134 @@
+"""The hands of the core: they turn its effects into copies between arenas and storage, on four lanes.
+
+Every page is checked here before it can get nearer to a model: always when it comes from storage, and from host
+memory as well unless that is switched off.
+"""
+
+from collections.abc import Sequence
+
+from kvarve.core.effects import Copy, Effect, Ended, Page, Probe
+from kvarve.keys import object_name
+from kvarve.memory.arenas import DeviceArena, HostArena, to_device, to_host
+from kvarve.model import PoolSpec, Tier
+from kvarve.storage import Storage
+from kvarve.transfer.lanes import Ends, Lane
+
+
+class Hands:
+    def __init__(
+        self,
+        pools: Sequence[PoolSpec],
+        device: Sequence[DeviceArena],
+        host: Sequence[HostArena],
+        storage: Storage | None,
+        *,
+        rank: int = 0,
+        verify_host: bool = True,
+        deadline_s: float = 30.0,
+        storage_readers: int = 2,
+    ) -> None:
+        self._pools, self._device, self._host, self._storage = pools, device, host, storage
+        self._rank, self._verify_host, self._deadline_s = rank, verify_host, deadline_s
+        self.ends = Ends()
+        edges = {(Tier.DEVICE, Tier.HOST): 1, (Tier.HOST, Tier.DEVICE): 1}
+        if storage is not None:
+            edges |= {(Tier.HOST, Tier.STORAGE): 1, (Tier.STORAGE, Tier.HOST): storage_readers}
+        self.lanes = {
+            edge: Lane(f"{edge[0].name.lower()}-to-{edge[1].name.lower()}", self.ends, workers=workers)
+            for edge, workers in edges.items()
+        }
+
+    def send(self, effect: Effect) -> None:
+        """Start an effect; its `Ended` comes out of `ends`."""
+        if isinstance(effect, Probe):
+            self.lanes[Tier.STORAGE, Tier.HOST].send(effect.op, lambda: self._probe(effect), self._deadline_s)
+            return
+        work = {
+            (Tier.DEVICE, Tier.HOST): self._back_up,
+            (Tier.HOST, Tier.DEVICE): self._load,
+            (Tier.HOST, Tier.STORAGE): self._store,
+            (Tier.STORAGE, Tier.HOST): self._fetch,
+        }[effect.source, effect.target]
+        self.lanes[effect.source, effect.target].send(effect.op, lambda: work(effect), self._deadline_s)
+
+    def collect(self) -> list[Ended]:
+        return self.ends.collect()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop the lanes after what they have, then close the storage."""
+        for lane in self.lanes.values():
+            lane.close(timeout_s)
+        if self._storage is not None:
+            self._storage.close()
+
+    # --- work, on the lanes' threads; each answers (good, bad) as sets of bits over the effect's pages
+
+    def _back_up(self, copy: Copy) -> tuple[int, int]:
+        for pool, pages in _by_pool(copy.pages).items():
+            slots = [(page.source, page.target) for _, page in pages]
+            to_host(self._device[pool], self._host[pool], slots, [page.key for _, page in pages])
+        return _all(copy.pages), 0
+
+    def _load(self, copy: Copy) -> tuple[int, int]:
+        bad = self._broken(copy.pages) if self._verify_host else 0
+        for pool, pages in _by_pool(copy.pages).items():
+            slots = [(page.source, page.target) for i, page in pages if not bad >> i & 1]
+            if slots:
+                to_device(self._host[pool], self._device[pool], slots)
+        return _all(copy.pages) & ~bad, bad
+
+    def _store(self, copy: Copy) -> tuple[int, int]:
+        assert self._storage is not None
+        bad = self._broken(copy.pages) if self._verify_host else 0
+        names = [self._name(page) for page in copy.pages]
+        there = self._storage.exists(names)
+        missing = [i for i, known in enumerate(there) if not known and not bad >> i & 1]
+        stored = self._storage.put(
+            [names[i] for i in missing], [self._host[copy.pages[i].pool].record(copy.pages[i].source) for i in missing]
+        )
+        good = sum(1 << i for i, known in enumerate(there) if known and not bad >> i & 1)
+        return good | sum(1 << i for i, done in zip(missing, stored, strict=True) if done), bad
+
+    def _fetch(self, copy: Copy) -> tuple[int, int]:
+        assert self._storage is not None
+        names = [self._name(page) for page in copy.pages]
+        records = [self._host[page.pool].record(page.target) for page in copy.pages]
+        sizes = self._storage.get(names, records)
+        good = bad = 0
+        for i, (page, record, size) in enumerate(zip(copy.pages, records, sizes, strict=True)):
+            if size is None:
+                continue
+            if size == len(record) and self._host[page.pool].stamp.intact(record, page.key):
+                good |= 1 << i
+            else:
+                bad |= 1 << i
+        if bad:  # gone from storage, so that the page computed anew is written again
+            self._storage.delete([name for i, name in enumerate(names) if bad >> i & 1])
+        return good, bad
+
+    def _probe(self, probe: Probe) -> tuple[int, int]:
+        assert self._storage is not None
+        there = self._storage.exists([self._name(page) for page in probe.pages])
+        return sum(1 << i for i, known in enumerate(there) if known), 0
+
+    def _name(self, page: Page) -> str:
+        return object_name(page.key, self._pools[page.pool].name, self._rank)
+
+    def _broken(self, pages: Sequence[Page]) -> int:
+        """The pages whose host record is not what its key says."""
+        return sum(
+            1 << i
+            for i, page in enumerate(pages)
+            if not self._host[page.pool].stamp.intact(self._host[page.pool].record(page.source), page.key)
+        )
+
+
+def _all(pages: Sequence[Page]) -> int:
+    return (1 << len(pages)) - 1
+
+
+def _by_pool(pages: Sequence[Page]) -> dict[int, list[tuple[int, Page]]]:
+    by_pool: dict[int, list[tuple[int, Page]]] = {}
+    for i, page in enumerate(pages):
+        by_pool.setdefault(page.pool, []).append((i, page))
+    return by_pool
