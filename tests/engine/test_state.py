@@ -1,0 +1,325 @@
+"""A request that resumes from saved pages computes, bit for bit, what it would have computed without them."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer
+
+from kvarve import boundaries
+from kvarve.engine.model import forward
+from kvarve.engine.state import StateLayout, Tape, Workspace
+from kvarve.errors import ModelError
+from kvarve.testing.models import FAMILIES, VOCAB, tiny_model
+
+PAGE, CHUNK = 16, 64
+PROMPT = 5 * CHUNK + 23
+DECODED = 8
+PAGES = PROMPT // PAGE
+DTYPES = [torch.float32, torch.bfloat16]
+every_family = pytest.mark.parametrize("family", FAMILIES)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+
+
+@cache
+def a_model(family: str, dtype: torch.dtype = torch.float32) -> tuple[Any, StateLayout]:
+    model = tiny_model(family, dtype)
+    return model, StateLayout.of(model, PAGE, CHUNK)
+
+
+def a_prompt(tokens: int = PROMPT, seed: int = 7) -> Tensor:
+    return torch.randint(VOCAB, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def schedule(start: int, stop: int) -> list[tuple[int, int]]:
+    """The chunks of the grid between two tokens."""
+    return [(at, min(at + CHUNK, stop)) for at in range(start, stop, CHUNK)]
+
+
+def arenas(layout: StateLayout, slots: int) -> dict[str, dict[str, Tensor]]:
+    """Memory for pages by pool, full of garbage: not a number where the type has one."""
+    return {
+        pool.name: {
+            buffer.name: torch.full(
+                (slots, *buffer.shape),
+                float("nan") if getattr(torch, buffer.dtype).is_floating_point else -(1 << 40),
+                dtype=getattr(torch, buffer.dtype),
+            )
+            for buffer in pool.buffers
+        }
+        for pool in layout.pools
+    }
+
+
+@dataclass
+class Run:
+    """What a run said: the logits after every chunk and every decoded token, and the tokens it chose."""
+
+    logits: list[Tensor] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Shelf:
+    """Pages of a sequence in shuffled slots; what was not put there is garbage."""
+
+    layout: StateLayout
+    pages: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.arenas = arenas(self.layout, 2 * self.pages)
+        rng = random.Random(self.seed)
+        self.slots = {pool.name: rng.sample(range(2 * self.pages), self.pages) for pool in self.layout.pools}
+
+    def save(self, workspace: Workspace, pool: str, positions: Sequence[int]) -> None:
+        workspace.save(pool, positions, self.arenas[pool], [self.slots[pool][p] for p in positions])
+
+    def load(self, workspace: Workspace, pool: str, positions: range) -> None:
+        workspace.load(pool, positions, self.arenas[pool], [self.slots[pool][p] for p in positions])
+
+    def only(self, boundary: int) -> "Shelf":
+        """A shelf in other slots with nothing but the pages that this boundary needs."""
+        other = Shelf(self.layout, self.pages, self.seed + 1)
+        for pool in self.layout.pools:
+            for page in boundaries.members(boundaries.needed(boundary, pool.lookback)):
+                for name, arena in other.arenas[pool.name].items():
+                    arena[other.slots[pool.name][page]] = self.arenas[pool.name][name][self.slots[pool.name][page]]
+        return other
+
+    def resume(self, workspace: Workspace, boundary: int) -> None:
+        for pool in self.layout.pools:
+            needed = list(boundaries.members(boundaries.needed(boundary, pool.lookback)))
+            if needed:
+                self.load(workspace, pool.name, range(needed[0], needed[-1] + 1))
+        workspace.resume(boundary)
+
+
+def compute(model: Any, workspace: Workspace, prompt: Tensor, shelf: Shelf | None = None) -> Run:
+    """Prefill what the workspace lacks of a prompt on the grid, then decode greedily; save each chunk's pages."""
+    run = Run()
+    for start, stop in schedule(workspace.tokens, prompt.shape[1]):
+        run.logits.append(forward(model, workspace, prompt[:, start:stop]))
+        if shelf is not None:
+            for pool in workspace.layout.pools:
+                whole = range(start // PAGE, stop // PAGE)
+                if not pool.in_place:
+                    shelf.save(workspace, pool.name, whole)
+                elif stop % PAGE == 0:
+                    shelf.save(workspace, pool.name, whole[-1:])
+    for _ in range(DECODED):
+        run.tokens.append(int(run.logits[-1].argmax()))
+        run.logits.append(forward(model, workspace, torch.tensor([run.tokens[-1:]])))
+    return run
+
+
+def equal(one: Run, other: Run) -> bool:
+    """Bit for bit, over what both computed: a resumed run's chunks are the last ones of a cold run."""
+    count = min(len(one.logits), len(other.logits))
+    return one.tokens == other.tokens and all(
+        torch.equal(a, b) for a, b in zip(one.logits[-count:], other.logits[-count:], strict=True)
+    )
+
+
+def with_transformers(model: Any) -> Run:
+    """The same schedule with transformers' own cache."""
+    cache, prompt, run = DynamicCache(config=model.config), a_prompt(), Run()
+
+    def step(ids: torch.Tensor) -> None:
+        with torch.no_grad():
+            run.logits.append(
+                model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+            )
+
+    for start, stop in schedule(0, PROMPT):
+        step(prompt[:, start:stop])
+    for _ in range(DECODED):
+        run.tokens.append(int(run.logits[-1].argmax()))
+        step(torch.tensor([run.tokens[-1:]]))
+    return run
+
+
+@every_dtype
+@every_family
+def test_resuming_at_any_boundary_of_the_grid_gives_the_bits_of_the_cold_run(family: str, dtype: torch.dtype) -> None:
+    model, layout = a_model(family, dtype)
+    shelf = Shelf(layout, PAGES)
+    cold = compute(model, Workspace(layout, 400), a_prompt(), shelf)
+    assert not torch.stack(cold.logits).isnan().any()
+    assert equal(cold, with_transformers(model))
+    for boundary in range(0, PAGES + 1, CHUNK // PAGE):
+        workspace = Workspace(layout, 400)
+        shelf.only(boundary).resume(workspace, boundary)
+        assert workspace.tokens == boundary * PAGE
+        assert equal(compute(model, workspace, a_prompt()), cold), f"resumed at page {boundary}"
+
+
+@every_family
+def test_every_pool_has_a_say(family: str) -> None:
+    """Else the test above would hold for a cache that forgets."""
+    model, layout = a_model(family)
+    shelf = Shelf(layout, PAGES)
+    cold = compute(model, Workspace(layout, 400), a_prompt(), shelf)
+    boundary = 4 * CHUNK // PAGE
+    for pool in layout.pools:
+        other = shelf.only(boundary)
+        for arena in other.arenas[pool.name].values():
+            arena.zero_()
+        workspace = Workspace(layout, 400)
+        other.resume(workspace, boundary)
+        assert not equal(compute(model, workspace, a_prompt()), cold), pool.name
+
+
+@every_family
+def test_the_room_of_a_workspace_does_not_show_in_the_bits(family: str) -> None:
+    model, layout = a_model(family)
+    exact, roomy = Workspace(layout, PROMPT + DECODED), Workspace(layout, 1000)
+    assert equal(compute(model, exact, a_prompt()), compute(model, roomy, a_prompt()))
+
+
+def test_a_saved_state_is_a_private_copy() -> None:
+    model, layout = a_model("qwen3_5")
+    shelf = Shelf(layout, PAGES)
+    first = Workspace(layout, 400)
+    forward(model, first, a_prompt()[:, :CHUNK])
+    for pool in layout.pools:
+        shelf.save(first, pool.name, range(3, 4) if pool.in_place else range(4))
+    saved = {pool: {name: arena.clone() for name, arena in arena.items()} for pool, arena in shelf.arenas.items()}
+    second = Workspace(layout, 400)
+    shelf.resume(second, 4)
+    for workspace in (first, second):  # many tokens at once and single ones, which take another way
+        forward(model, workspace, a_prompt()[:, CHUNK : CHUNK + 5])
+        forward(model, workspace, a_prompt()[:, :1])
+    for pool, arena in saved.items():
+        for name, tensor in arena.items():
+            assert torch.equal(tensor.nan_to_num(9), shelf.arenas[pool][name].nan_to_num(9))
+
+
+@pytest.mark.parametrize(("tokens", "page"), [(CHUNK, 2), (CHUNK + 5, 3), (CHUNK + 5, 4)])
+def test_a_state_is_saved_only_at_the_token_it_belongs_to(tokens: int, page: int) -> None:
+    model, layout = a_model("qwen3_5")
+    shelf, workspace = Shelf(layout, PAGES), Workspace(layout, 400)
+    forward(model, workspace, a_prompt()[:, :tokens])
+    with pytest.raises(AssertionError, match=f"the state after page {page} can be saved at token"):
+        shelf.save(workspace, "state", [page])
+    assert all(arena.isnan().all() for arena in shelf.arenas["state"].values())
+
+
+def test_a_page_that_was_not_loaded_is_missed_before_anything_is_computed() -> None:
+    model, layout = a_model("qwen3_5")
+    shelf = Shelf(layout, PAGES)
+    compute(model, Workspace(layout, 400), a_prompt(), shelf)
+    workspace = Workspace(layout, 400)
+    shelf.load(workspace, "attention", range(8))
+    shelf.load(workspace, "state", range(3, 4))  # of another boundary
+    with pytest.raises(AssertionError, match=r"cannot resume at page 8: state pages \[7\] were not loaded"):
+        workspace.resume(8)
+
+
+def test_a_request_whose_pages_came_too_late_resumes_earlier_or_from_nothing() -> None:
+    model, layout = a_model("gpt_oss")
+    shelf = Shelf(layout, PAGES)
+    cold = compute(model, Workspace(layout, 400), a_prompt(), shelf)
+    for boundary in (8, 0):
+        workspace = Workspace(layout, 400)
+        shelf.load(workspace, "attention", range(12))
+        shelf.load(workspace, "window-24", range(6, 8))
+        workspace.resume(boundary)
+        assert equal(compute(model, workspace, a_prompt()), cold)
+
+
+def test_pages_may_come_in_several_loads() -> None:
+    model, layout = a_model("gpt_oss_wide")
+    shelf = Shelf(layout, PAGES)
+    cold = compute(model, Workspace(layout, 400), a_prompt(), shelf)
+    workspace = Workspace(layout, 400)
+    for positions in (range(9, 16), range(4), range(4, 9)):
+        shelf.load(workspace, "attention", positions)
+    for positions in (range(9, 11), range(11, 16)):
+        shelf.load(workspace, "window-100", positions)
+    workspace.resume(16)
+    assert equal(compute(model, workspace, a_prompt()), cold)
+    with pytest.raises(AssertionError, match="come in order"):
+        shelf.load(workspace, "window-100", range(2, 3))
+
+
+@pytest.mark.parametrize("chunks", [[CHUNK] * 8, [CHUNK] * 4 + [1] * 150, [23, 1, 1, 200, 64, 5]])
+@pytest.mark.parametrize("window", [9, 16, 17, 24, 100], ids=lambda tokens: f"window-{tokens}")
+def test_a_page_of_a_window_is_whole_or_refused(window: int, chunks: list[int]) -> None:
+    """A page that lacks a token is right at one boundary and wrong at the next."""
+    lookback = -(-(window - 1) // PAGE)
+    tape = Tape(torch.empty(2 * (lookback * PAGE + CHUNK), 2), PAGE, 1000, lookback * PAGE)
+    everything = torch.arange(2.0 * sum(chunks)).reshape(-1, 2)
+    done = 0
+    for chunk in chunks:
+        tape.append(everything[done : done + chunk])
+        assert tape.front % PAGE == 0
+        assert torch.equal(
+            tape.read(max(0, done - window + 1), tape.end), everything[max(0, done - window + 1) : tape.end]
+        )
+        for boundary in range(-(-done // PAGE), tape.end // PAGE + 1):  # where this chunk could be resumed from
+            start = max(0, boundary - lookback)
+            expected = everything[start * PAGE : boundary * PAGE].reshape(-1, PAGE, 2)
+            assert torch.equal(tape.pages(start, boundary), expected)
+        done += chunk
+    assert len(tape._data) <= 2 * (lookback * PAGE + max(chunks))
+
+
+def test_a_page_that_a_window_has_dropped_is_refused() -> None:
+    model, layout = a_model("gpt_oss")
+    shelf, workspace = Shelf(layout, PAGES), Workspace(layout, 400)
+    compute(model, workspace, a_prompt())
+    with pytest.raises(AssertionError, match="window-24 pages 0 to 1 are not whole"):
+        shelf.save(workspace, "window-24", [0, 1])
+    with pytest.raises(AssertionError, match="attention pages 21 to 22 are not whole"):
+        workspace.save("attention", [21, 22], shelf.arenas["attention"], [0, 1])
+    assert all(arena.isnan().all() for pool in shelf.arenas.values() for arena in pool.values())
+
+
+def test_pages_with_gaps_between_them_are_saved_in_one_call() -> None:
+    model, layout = a_model("qwen3")
+    shelf, gaps, workspace = Shelf(layout, PAGES), Shelf(layout, PAGES), Workspace(layout, 400)
+    compute(model, workspace, a_prompt(), shelf)
+    gaps.save(workspace, "attention", [1, 2, 7])
+    for name, arena in gaps.arenas["attention"].items():
+        slots = [gaps.slots["attention"][page] for page in (1, 2, 7)]
+        assert torch.equal(arena[slots], shelf.arenas["attention"][name][slots])
+        assert arena.isnan().flatten(1).all(1).sum() == len(arena) - 3
+
+
+def test_the_layout_says_what_each_family_keeps() -> None:
+    def pools(family: str) -> dict[str, tuple[int | None, bool, set[str]]]:
+        return {
+            pool.name: (pool.lookback, pool.in_place, {buffer.name.split(".", 2)[2] for buffer in pool.buffers})
+            for pool in a_model(family)[1].pools
+        }
+
+    tokens, state = {"keys", "values"}, {"conv.0", "recurrent.0"}
+    assert pools("qwen3") == {"attention": (None, False, tokens)}
+    assert pools("qwen3_5") == {"attention": (None, False, tokens), "state": (1, True, state)}
+    assert pools("gpt_oss") == {"attention": (None, False, tokens), "window-24": (2, False, tokens)}
+    assert pools("gpt_oss_wide")["window-100"] == (7, False, tokens)
+    assert pools("falcon_h1") == {"attention": (None, False, tokens), "state": (1, True, state)}
+    assert pools("lfm2")["state"] == (1, True, {"conv.0"})
+    assert pools("deepseek_v32") == {"attention": (None, False, tokens | {"indexer_keys"})}
+
+
+def test_a_layer_that_keeps_something_unknown_is_named() -> None:
+    model = tiny_model("qwen3")
+
+    class PyramidLayer(DynamicLayer):
+        pass
+
+    DYNAMIC_LAYER_TYPE_MAPPING["pyramid"] = PyramidLayer
+    try:
+        model.config.layer_types = ["full_attention", "pyramid"]
+        with pytest.raises(ModelError, match="layer 1 keeps its state in a PyramidLayer, which this version cannot"):
+            StateLayout.of(model, PAGE, CHUNK)
+    finally:
+        del DYNAMIC_LAYER_TYPE_MAPPING["pyramid"]
