@@ -62,6 +62,7 @@ class World:
         self.leases: list[Lease] = []
         self.log: list[Effect] = []
         self.now = 0.0
+        self.hits = [0, 0, 0]  # pages that leases resumed from, by the farthest tier that they came from
         self._prompts: dict[int, list[bytes]] = {}  # by lease: the keys of its pages, from the tokens alone
         self._resumed: dict[int, list[list[tuple[int, Content]]]] = {}  # by lease and pool: slots and what is in them
         self._grown: dict[int, list[dict[int, int]]] = {}  # by lease and pool: room that is not published yet
@@ -96,7 +97,7 @@ class World:
         for at, slots in enumerate(fresh):
             for position, slot in slots.items():
                 assert start <= position < lease.room, "room is where it was asked for"
-                assert self.arenas[Tier.DEVICE][at][slot] == FREE, "room was free before"
+                assert self.arenas[Tier.DEVICE][at][slot][0] not in ("flying", "empty"), "room was nobody's before"
                 self.arenas[Tier.DEVICE][at][slot] = ("empty", lease.number)
             self._grown[lease.number][at].update(slots)
         self._check()
@@ -113,6 +114,8 @@ class World:
         self._check()
 
     def close(self, lease: Lease) -> None:
+        if lease.ready:
+            self.hits = [had + more for had, more in zip(self.hits, lease.from_tiers(), strict=True)]
         self.core.close(lease)
         self.leases.remove(lease)
         for notes in (self._prompts, self._resumed, self._grown):
@@ -187,22 +190,31 @@ class World:
 
     # --- whole requests
 
-    def request(self, tokens: Sequence[int], salt: str = "", read: bool = True, chunks: int = 1) -> Lease:
-        """A prompt from beginning to end, with nothing going wrong; published in so many parts."""
+    def request(
+        self, tokens: Sequence[int], salt: str = "", read: bool = True, chunks: int = 1, rest: bool = True
+    ) -> Lease:
+        """A prompt from beginning to end, with nothing going wrong; computed and published in so many parts."""
         lease = self.open(tokens, salt, read=read)
-        self.compute(lease, chunks)
+        self.compute(lease, chunks, rest)
         return lease
 
-    def compute(self, lease: Lease, chunks: int = 1) -> None:
-        self.settle()
-        assert self.claim(lease)
+    def compute(self, lease: Lease, chunks: int = 1, rest: bool = True) -> None:
+        """The rest of a request's life; with `rest`, everything that is in flight ends before and after it."""
+        if rest:
+            self.settle()
+        self.claim(lease)
+        for _ in range(4):
+            self.step([self.end(op) for op in [*self.flying]])
+        assert lease.ready, "probe, fetch and load: no request waits for more"
         grid = self.core.grid
-        self.grow(lease, max(lease.room, self.core.keepable(lease) // grid * grid))
-        start, stop = lease.done, lease.room // grid * grid
+        start, pages = lease.done, self.core.keepable(lease) // grid * grid
         for chunk in range(1, chunks + 1):
-            self.publish(lease, max(lease.done, (start + (stop - start) * chunk // chunks) // grid * grid))
+            upto = min((start + (pages - start) * chunk // chunks) // grid * grid, self.core.keepable(lease))
+            self.grow(lease, max(lease.room, upto))
+            self.publish(lease, max(lease.done, min(upto, lease.room // grid * grid)))
         self.close(lease)
-        self.settle()
+        if rest:
+            self.settle()
 
     def hit(self, tokens: Sequence[int], salt: str = "") -> tuple[int, int]:
         found = self.core.lookup(root_key(b"world", salt), pack(tokens))
@@ -234,15 +246,15 @@ class World:
     def _check(self) -> None:
         for effect in self.core.take():
             self._start(effect)
+        for place, slots in enumerate(self.core.shelves.free):
+            tier, at = divmod(place, len(self.core.pools))
+            for slot in slots:
+                self.arenas[Tier(tier)][at][slot] = FREE
         audit(self.core)
         self._check_bytes()
         for lease in self.leases:
             if lease.phase is Phase.READY:
                 self._check_lease(lease)
-        for place, slots in enumerate(self.core.shelves.free):
-            tier, at = divmod(place, len(self.core.pools))
-            for slot in slots:
-                self.arenas[Tier(tier)][at][slot] = FREE
 
     def _start(self, effect: Effect) -> None:
         self.log.append(effect)
@@ -397,38 +409,44 @@ def live(seed: int, steps: int) -> World:
     dice = random.Random(seed)
     world = World(random_config(dice))
     grid, trouble = world.core.grid, dice.choice([0.0, 0.05, 0.3])
+    flushes, crowd, told = dice.choice([0.0, 0.02, 0.1]), dice.choice([2, 5, 9]), dice.choice([0.1, 0.5, 1.0])
     for _ in range(steps):
         ready = [lease for lease in world.leases if lease.ready]
         chance = dice.random()
-        if chance < 0.2 and len(world.leases) < 8:
-            tokens = [dice.randint(0, 1) for _ in range(dice.choice([0, 1, 5, 9, 16, 24, 25]))]
-            if dice.random() < 0.5:
-                tokens = [0] * dice.choice([4, 9, 14]) + tokens
-            world.open(tokens, dice.choice("aab"), dice.choice(PATIENCES), dice.random() < 0.85)
-        elif chance < 0.35 and world.leases:
+        if chance < flushes:
+            world.flush(*dice.choice([(Tier.DEVICE,), (Tier.HOST,), (Tier.DEVICE, Tier.HOST)]))
+        elif chance < 0.2:
+            world.request(_tokens(dice), dice.choice("aaab"), chunks=dice.randint(1, 3), rest=dice.random() < 0.1)
+        elif chance < 0.32 and len(world.leases) < crowd:
+            world.open(_tokens(dice), dice.choice("aaab"), dice.choice(PATIENCES), dice.random() < 0.85)
+        elif chance < 0.42 and world.leases:
             world.claim(dice.choice(world.leases))
-        elif chance < 0.47 and ready:
+        elif chance < 0.54 and ready:
             lease = dice.choice(ready)
             upto = min(world.core.keepable(lease), lease.room + grid * dice.randint(1, 12)) // grid * grid
             if upto > lease.room:
                 world.grow(lease, upto)
-        elif chance < 0.58 and ready:
+        elif chance < 0.66 and ready:
             lease = dice.choice(ready)
-            world.publish(lease, max(lease.done, dice.randint(lease.done, lease.room) // grid * grid))
-        elif chance < 0.68 and world.leases:
+            upto = lease.room if dice.random() < 0.5 else dice.randint(lease.done, lease.room)
+            world.publish(lease, max(lease.done, upto // grid * grid))
+        elif chance < 0.7 and world.leases:
             world.close(dice.choice(world.leases))
-        elif chance < 0.70:
-            world.flush(*dice.choice([(Tier.DEVICE,), (Tier.HOST,), (Tier.DEVICE, Tier.HOST)]))
         else:
-            ops = dice.sample([*world.flying], dice.randint(0, len(world.flying)))
+            ops = dice.sample([*world.flying], round(dice.random() ** 0.5 * told * len(world.flying)))
+            decay = trouble / 2 if dice.random() < 0.5 else 0.0
             world.step(
-                [
-                    world.end(op, lost=_some(dice, trouble), rotten=_some(dice, trouble / 2 if dice.random() < 0.5 else 0))
-                    for op in ops
-                ],
+                [world.end(op, lost=_some(dice, trouble), rotten=_some(dice, decay)) for op in ops],
                 later_s=dice.choice([0.0, 0.5, 2.0]),
             )
     return world
+
+
+def _tokens(dice: random.Random) -> list[int]:
+    """A prompt that shares a beginning with others, or several: few tokens, few places to branch."""
+    tokens = [0] * dice.choice([0, 4, 8, 13, 20])
+    tokens += [dice.randint(0, 1)] * dice.choice([0, 1, 4, 6])
+    return tokens + [dice.randint(0, 1) for _ in range(dice.choice([0, 0, 1, 3]))]
 
 
 def _some(dice: random.Random, chance: float) -> int:

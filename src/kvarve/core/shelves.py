@@ -118,6 +118,8 @@ class Shelves:
             each.pins.remove(share)
             for place in range(len(self.capacity)):
                 self.offer(each, place)
+            if not self.chains:  # a held position may have been all that was left of its run
+                self.prune(each)
 
     def split(self, run: Run, at: int) -> Run:
         front = run.split(at)

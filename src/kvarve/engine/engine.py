@@ -23,6 +23,7 @@ from kvarve.engine.model import Detokenizer, LoadedModel, forward
 from kvarve.engine.requests import Finish, Piece, Request, Sampling, Usage
 from kvarve.engine.state import Workspace
 from kvarve.errors import Busy, ConfigError
+from kvarve.metrics import Histogram
 from kvarve.model import MEMORY_TIERS, Tier
 from kvarve.runtime import PrefixCache
 
@@ -43,7 +44,8 @@ class EngineCounts:
     output_tokens: int = 0
     finished: int = 0
     failed: int = 0
-    ttft_s: deque[float] = field(default_factory=lambda: deque(maxlen=1024))  # not collected yet
+    aborted: int = 0
+    ttft_s: Histogram = field(default_factory=Histogram)
 
 
 class _Running:
@@ -235,7 +237,7 @@ class Engine:
                 run.workspace.save(pool, [*fresh], self.cache.arena(pool), [*fresh.values()])
             self.cache.publish(run.lease, run.lease.room)
         if stop == whole:
-            self.counts.ttft_s.append(time.monotonic() - run.request.submitted_s)
+            self.counts.ttft_s.observe(time.monotonic() - run.request.submitted_s)
             self._say(run)
 
     def _token(self, run: _Running) -> None:
@@ -291,6 +293,7 @@ class Engine:
     def _finish(self, request: Request, piece: Piece) -> None:
         self.counts.finished += 1
         self.counts.failed += piece.finish is Finish.ERROR
+        self.counts.aborted += piece.finish is Finish.ABORT
         with self._lock:
             self._pending -= 1
         request.give(piece)

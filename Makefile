@@ -1,0 +1,47 @@
+# make run: set up and watch the main job.  make test: set up and pass the tests.  Everything lives in .venv.
+PYTHON ?= python3
+# On a machine without a GPU any CPU build of this version will do; set TORCH to choose another wheel.
+TORCH ?= torch==2.13.0
+PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: setup run test lint bench train lock clean
+
+setup: .venv/ready
+
+.venv/ready: requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "kvarve needs Python 3.11 or newer: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@echo "Setting up .venv (torch first, then what requirements.lock pins) ..."
+	@$(PYTHON) -m venv .venv
+	@$(PIP) "$(TORCH)"
+	@$(PIP) --require-hashes --no-deps -r requirements.lock
+	@$(PIP) --no-deps -e .
+	@touch $@
+
+run: setup
+	.venv/bin/kvarve demo --out out
+
+test: setup
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+	.venv/bin/python -m pytest
+
+lint: setup
+	.venv/bin/ruff check --fix
+	.venv/bin/ruff format
+	.venv/bin/mypy
+
+bench: setup
+	@for script in bench/*.py; do echo "== $$script"; .venv/bin/python $$script || exit 1; done
+
+train: setup
+	.venv/bin/python tools/train_tiny_hybrid.py
+
+# torch comes first and by itself (see TORCH), so the lock is of everything else; hashes are in it, addresses are not.
+lock: setup
+	mkdir -p .venv/lock && grep -v '"torch' pyproject.toml > .venv/lock/pyproject.toml
+	.venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --extra dev --no-header \
+		--no-annotate .venv/lock/pyproject.toml -o requirements.lock
+
+clean:
+	rm -rf .venv out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,208 @@
+"""The command line: words to settings. Whatever is wrong with them is said in one line that begins with "kvarve: ".
+
+Exit codes: 0 done, 2 a setting that cannot work or something that cannot be used (nothing has been touched then),
+130 interrupted. Nothing heavy is imported before the words are understood.
+"""
+
+import argparse
+import difflib
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kvarve import __version__
+from kvarve.config import CacheConfig
+from kvarve.errors import ConfigError, KvarveError
+from kvarve.sizes import parse_size
+
+API_KEY_VARIABLE = "KVARVE_API_KEY"
+LEVELS = ("debug", "info", "warning", "error")
+
+_EXAMPLE = """\
+example:
+  kvarve serve --storage 'file:///var/kvarve?capacity=100GiB' --host-memory 4GiB
+  curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "Once upon a time"}'
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are one line for us to print, not a page of usage."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+    def option(self, flag: str, help_text: str, **kwargs: Any) -> None:
+        if kwargs.get("default") is not None:
+            help_text += " (default %(default)s)"
+        self.add_argument(flag, help=help_text, **kwargs)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; answers the exit code."""
+    try:
+        args = _parse(sys.argv[1:] if argv is None else argv)
+        command: Callable[[argparse.Namespace], int | None] = args.command
+        return command(args) or 0
+    except KvarveError as e:
+        print(f"kvarve: {' '.join(str(e).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # who read our output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser, commands = _parsers()
+    first = next((word for word in argv if not word.startswith("-")), None)
+    if first is not None and first not in commands:
+        raise ConfigError(f"unknown command {first!r}{_closest(first, commands)}; known: {', '.join(commands)}")
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = [flag for flag in commands[first]._option_string_actions if flag.startswith("--")] if first else []
+        word = unknown[0].partition("=")[0]
+        kind = "option" if word.startswith("-") else "argument"
+        raise ConfigError(f"unknown {kind} {word!r}{_closest(word, flags)} (see kvarve {first or ''} --help)")
+    if first is None:
+        raise ConfigError(f"which command? known: {', '.join(commands)} (see kvarve --help)")
+    return args
+
+
+def _closest(word: str, known: Any) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f": did you mean {close[0]}?" if close else ""
+
+
+def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
+    parser = _Parser(
+        prog="kvarve", description="A hierarchical prefix cache for hybrid language models.", epilog=_EXAMPLE
+    )
+    parser.add_argument("--version", action="version", version=f"kvarve {__version__}")
+    commands = parser.add_subparsers(title="commands", parser_class=_Parser)
+    text = "an OpenAI-compatible server with the cache inside"
+    serve = commands.add_parser("serve", help=text, description=f"Run {text}.", epilog=_EXAMPLE)
+    _serve_options(serve)
+    text = "show what the cache does, on this machine, in figures"
+    demo = commands.add_parser("demo", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    demo.set_defaults(command=_demo)
+    demo.option("--out", "folder for what it writes", type=Path, default=Path("out"), metavar="DIR")
+    demo.option("--model", "builtin:... or a checkpoint folder", default="builtin:tiny-hybrid")
+    demo.add_argument("--quick", action="store_true", help="a shorter run")
+    demo.option("--port", "port of the server that it starts, 0 for any free one", type=_port, default=0)
+    return parser, {"serve": serve, "demo": demo}
+
+
+def _serve_options(parser: _Parser) -> None:
+    option = parser.option
+    parser.set_defaults(command=_serve)
+    option("--model", "builtin:... or a folder with config.json", default="builtin:tiny-hybrid")
+    option("--served-model-name", "the name that clients ask for; the model's own unless given", metavar="NAME")
+    option("--host", "address to listen on", default="127.0.0.1")
+    option("--port", "port to listen on, 0 for any free one", type=_port, default=8000)
+    option("--device-memory", "for pages beside the model", type=_size, default="256MiB", metavar="SIZE")
+    option("--host-memory", "for pages that left the device, 0 for none", type=_size, default="512MiB", metavar="SIZE")
+    option("--storage", "such as file:///var/kvarve?capacity=100GiB; none unless given", metavar="URL")
+    option("--page-tokens", "tokens of a page; has to divide --chunk-tokens", type=_count, default=64, metavar="N")
+    option("--chunk-tokens", "tokens of a prompt that are computed at once", type=_count, default=256, metavar="N")
+    option("--dtype", "auto, float32, bfloat16 or float16", default="auto")
+    option("--device", "where to compute, as torch names it", default="cpu")
+    option("--write-policy", "write_through, write_through_selective or write_back", default="write_through")
+    option("--selective-uses", "uses after which write_through_selective writes", type=_count, default=2, metavar="N")
+    option("--prefetch-policy", "how to wait for storage: best_effort, timeout or wait_complete", default="timeout")
+    option("--prefetch-base-s", "seconds to wait for storage", type=_seconds, default=2.0, metavar="S")
+    option("--prefetch-per-ki-token-s", "and per 1,024 tokens", type=_seconds, default=0.25, metavar="S")
+    option("--snapshot-every", "keep windows and states every so many tokens too", type=_whole, default=0, metavar="N")
+    parser.add_argument("--no-verify-host", action="store_true", help="trust host memory: do not check its pages")
+    option("--max-running", "requests computed side by side", type=_count, default=8, metavar="N")
+    option("--max-waiting", "requests that may wait; more are told to come back", type=_count, default=256, metavar="N")
+    option("--threads", "of torch; its own choice unless given", type=_count, metavar="N")
+    option("--api-key", f"that clients must send; ${API_KEY_VARIABLE} says it unseen by `ps`", metavar="KEY")
+    option("--log-level", ", ".join(LEVELS), default="info", metavar="LEVEL")
+    option("--ready-file", "gets the URL as soon as connections are accepted", type=Path, metavar="PATH")
+
+
+def _serve(args: argparse.Namespace) -> None:
+    if args.log_level not in LEVELS:
+        raise ConfigError(f"unknown log level {args.log_level!r}; known: {', '.join(LEVELS)}")
+    cache = CacheConfig(
+        device_memory=args.device_memory,
+        host_memory=args.host_memory,
+        storage=args.storage,
+        write_policy=args.write_policy,
+        selective_uses=args.selective_uses,
+        prefetch_policy=args.prefetch_policy,
+        prefetch_base_s=args.prefetch_base_s,
+        prefetch_per_ki_token_s=args.prefetch_per_ki_token_s,
+        snapshot_every=args.snapshot_every,
+        verify_host=not args.no_verify_host,
+    )
+    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for chatty in ("httpx", "httpcore", "uvicorn", "asyncio"):
+        logging.getLogger(chatty).setLevel(max(logging.WARNING, logging.getLogger().level))
+    from kvarve.server import serve  # torch and transformers take seconds to import
+
+    settings = serve.Settings(
+        cache=cache,
+        model=args.model,
+        served_model_name=args.served_model_name,
+        host=args.host,
+        port=args.port,
+        page_tokens=args.page_tokens,
+        chunk_tokens=args.chunk_tokens,
+        dtype=args.dtype,
+        device=args.device,
+        max_running=args.max_running,
+        max_waiting=args.max_waiting,
+        threads=args.threads,
+        api_key=os.environ.get(API_KEY_VARIABLE) if args.api_key is None else args.api_key,
+        ready_file=args.ready_file,
+    )
+    serve.run(settings, lambda text: print(text, flush=True))
+
+
+def _demo(args: argparse.Namespace) -> int | None:
+    from kvarve import demo
+
+    return demo.main(args)
+
+
+# --- what an option's text means; argparse puts the option's name before the complaint
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
+
+
+def _number(text: str, least: int, most: int | None, what: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < least or (most is not None and int(text) > most):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    return _number(text, 1, None, "a whole number above zero")
+
+
+def _whole(text: str) -> int:
+    return _number(text, 0, None, "a whole number")
+
+
+def _port(text: str) -> int:
+    return _number(text, 0, 65535, "a port: 0 to 65535")
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None

@@ -1,0 +1,393 @@
+"""The main job, to be watched: real conversations with a real model, cold and then warm from every tier.
+
+It starts `kvarve serve` as a user would and talks to it over HTTP only. The same requests run four times: `cold`
+(nothing is read from the cache), `device`, `host` (the device is emptied before each request) and `storage` (the
+server was restarted, and memory is emptied before each request). The answers have to be the same four times.
+"""
+
+import argparse
+import hashlib
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import httpx
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvarve.engine.recall import CHARS_PER_TOKEN, RecallTask, recall_task, score
+from kvarve.errors import KvarveError
+
+ROUNDS = ("cold", "device", "host", "storage")
+FLUSH = {"host": "device", "storage": "device,host"}  # what is emptied before each request of a round
+READY_S = 300.0
+FOLLOW_UPS = (
+    "Say in one sentence what the section above is about.",
+    "Which of the rules above is the most surprising one?",
+    "Write a short example of it.",
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much work the demo does."""
+
+    conversations: int = 6
+    tasks: int = 8
+    turns: int = 3
+    tokens: int = 3000  # of each context, about
+    answer_tokens: int = 24
+    facts: int = 48
+
+
+QUICK = Size(conversations=1, tasks=2, turns=2, answer_tokens=8)
+
+
+@dataclass
+class Answer:
+    """What one request gave: the text, the times that the client saw, and what the server says was cached."""
+
+    text: str
+    ttft_ms: float
+    decode_s: float
+    prompt: int
+    completion: int
+    by_tier: dict[str, int]
+
+
+@dataclass
+class Round:
+    """One pass over all requests."""
+
+    name: str
+    answers: list[Answer] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+
+    def row(self) -> dict[str, Any]:
+        ttft = [answer.ttft_ms for answer in self.answers]
+        decoded = sum(answer.completion - 1 for answer in self.answers)
+        by_tier = {tier: sum(answer.by_tier[tier] for answer in self.answers) for tier in ("device", "host", "storage")}
+        digest = hashlib.sha256(json.dumps([answer.text for answer in self.answers]).encode())
+        return {
+            "name": self.name,
+            "requests": len(self.answers),
+            "prompt_tokens": sum(answer.prompt for answer in self.answers),
+            "cached_tokens": sum(by_tier.values()),
+            "cached_by_tier": by_tier,
+            "ttft_ms": {
+                "mean": round(statistics.fmean(ttft), 2),
+                "p50": round(float(np.percentile(ttft, 50)), 2),
+                "p99": round(float(np.percentile(ttft, 99)), 2),
+            },
+            "output_tok_s": round(decoded / max(1e-9, sum(answer.decode_s for answer in self.answers)), 1),
+            "accuracy": round(statistics.fmean(self.scores), 4) if self.scores else None,
+            "outputs_sha256": digest.hexdigest(),
+        }
+
+
+class Client:
+    """Talks to one server as any OpenAI client would."""
+
+    def __init__(self, url: str) -> None:
+        self._http = httpx.Client(base_url=url, timeout=600.0, trust_env=False)
+
+    def chat(self, messages: list[dict[str, str]], max_tokens: int, read_cache: bool) -> Answer:
+        body = {
+            "messages": messages,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "skip_reading_prefix_cache": not read_cache,
+        }
+        text, first, start = "", None, time.perf_counter()
+        usage: dict[str, Any] = {}
+        with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.status_code != httpx.codes.OK:
+                raise KvarveError(f"the server answered {response.status_code}: {response.read().decode()[:300]}")
+            for line in response.iter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    raise KvarveError(f"the server failed: {event['error']['message']}")
+                usage = event.get("usage") or usage
+                for choice in event["choices"]:
+                    text += choice["delta"].get("content") or ""
+                    if first is None and (text or choice["finish_reason"]):
+                        first = time.perf_counter()
+        end = time.perf_counter()
+        first = first or end
+        return Answer(
+            text,
+            (first - start) * 1e3,
+            end - first,
+            usage["prompt_tokens"],
+            usage["completion_tokens"],
+            usage["kvarve"]["cached_tokens"],
+        )
+
+    def flush(self, tiers: str) -> None:
+        self._http.post("/flush_cache", params={"tiers": tiers}).raise_for_status()
+
+    def metrics(self) -> dict[str, float]:
+        """The unlabelled and labelled samples of /metrics, by their text up to the value."""
+        lines = self._http.get("/metrics").raise_for_status().text.splitlines()
+        return {
+            name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        }
+
+    def close(self) -> None:
+        self._http.close()
+
+
+@contextmanager
+def server(args: argparse.Namespace, folder: Path, log: Path) -> Iterator[Client]:
+    """`kvarve serve` in a process of its own, ended by Ctrl-C as a user would end it."""
+    ready = folder / "ready"
+    ready.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "kvarve", "serve", "--model", args.model, "--port", str(args.port)]
+    command += ["--device-memory", "1GiB", "--host-memory", "2GiB", "--ready-file", str(ready)]
+    command += [
+        "--storage",
+        f"file://{(folder / 'storage').resolve()}?capacity=8GiB",
+        "--prefetch-policy",
+        "wait_complete",
+    ]
+    with log.open("ab") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + READY_S
+        while not ready.exists() or not ready.read_text().strip():
+            if process.poll() is not None:
+                raise KvarveError(f"the server did not start: {_last_line(log)} (all of it is in {log})")
+            if time.monotonic() > end:
+                raise KvarveError(f"the server was not ready after {READY_S:.0f} s; see {log}")
+            time.sleep(0.05)
+        client = Client(ready.read_text().strip())
+        try:
+            yield client
+        finally:
+            client.close()
+        process.send_signal(signal.SIGINT)
+        if process.wait(60) != 0:
+            raise KvarveError(f"the server ended with exit code {process.returncode}: {_last_line(log)}")
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"
+
+
+def conversations(size: Size) -> list[list[dict[str, str]]]:
+    """The first messages of conversations about real text: long sections of CPython's own manual."""
+    chars = round(size.tokens * CHARS_PER_TOKEN)
+    manual = sorted((name, text) for name, text in topics.items() if len(text) >= chars)
+    chosen = [manual[i * len(manual) // size.conversations] for i in range(size.conversations)]
+    return [
+        [
+            {"role": "system", "content": "You answer questions about the manual of a programming language."},
+            {"role": "user", "content": f"{text[:chars]}\n\n{FOLLOW_UPS[0]}"},
+        ]
+        for _, text in chosen
+    ]
+
+
+def run_round(
+    result: Round, client: Client, size: Size, topics_: list[list[dict[str, str]]], tasks: list[RecallTask], tick: Any
+) -> None:
+    """All requests of one round, one after the other."""
+    flush, read = FLUSH.get(result.name), result.name != "cold"
+
+    def ask(messages: list[dict[str, str]]) -> str:
+        if flush:
+            client.flush(flush)
+        answer = client.chat(messages, size.answer_tokens, read)
+        result.answers.append(answer)
+        tick(answer)
+        return answer.text
+
+    for opening in topics_:
+        messages = [*opening]
+        for turn in range(size.turns):
+            messages.append({"role": "assistant", "content": ask(messages)})
+            messages.append({"role": "user", "content": FOLLOW_UPS[(turn + 1) % len(FOLLOW_UPS)]})
+    for task in tasks:
+        answers: list[str] = []
+        for _ in task.questions:
+            answers.append(ask(task.messages(answers)))
+        result.scores.append(score(answers, [question.answer for question in task.questions]))
+
+
+def memcpy_bytes_per_s() -> float:
+    """How fast this machine copies memory now, in one thread: the best of a few copies of 64 MiB."""
+    source = np.ones(64 << 20, np.uint8)
+    target = np.empty_like(source)
+    best = 0.0
+    for _ in range(5):
+        start = time.perf_counter()
+        np.copyto(target, source)
+        best = max(best, source.nbytes / (time.perf_counter() - start))
+    return best
+
+
+def bound(metrics: dict[str, float], rounds: list[Round]) -> dict[str, float]:
+    """What TTFT would be if a warm request only had to copy its pages once: the floor under every warm round."""
+    size = {name.split('"')[1]: value for name, value in metrics.items() if name.startswith("kvarve_page_bytes{")}
+    lookback = {
+        name.split('"')[1]: value for name, value in metrics.items() if name.startswith("kvarve_page_lookback{")
+    }
+    page_tokens = metrics["kvarve_page_tokens"]
+    speed = memcpy_bytes_per_s()
+    moved = []
+    for answer in rounds[1].answers:
+        pages = sum(answer.by_tier.values()) / page_tokens
+        # A lookback of 0 stands for "all pages".
+        moved.append(sum(size[pool] * (min(pages, lookback[pool]) if lookback[pool] else pages) for pool in size))
+    cold = statistics.fmean(answer.ttft_ms for answer in rounds[0].answers)
+    copy_ms = statistics.fmean(moved) / speed * 1e3
+    return {
+        "memcpy_gb_s": round(speed / 1e9, 2),
+        "bytes_per_request": round(statistics.fmean(moved)),
+        "copy_only_ttft_ms": round(copy_ms, 3),
+        "copy_only_ttft_over_cold": round(copy_ms / cold, 5),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    shown = Table(title="The same requests, four times")
+    for column in ("round", "requests", "prompt tokens", "cached", "device", "host", "storage"):
+        shown.add_column(column, justify="left" if column == "round" else "right")
+    for column in ("TTFT mean", "p50", "p99", "of cold", "output tok/s", "accuracy", "outputs"):
+        shown.add_column(column, justify="right")
+    cold = rows[0]["ttft_ms"]["mean"]
+    for row in rows:
+        ttft, by_tier = row["ttft_ms"], row["cached_by_tier"]
+        shown.add_row(
+            row["name"],
+            str(row["requests"]),
+            f"{row['prompt_tokens']:,}",
+            f"{row['cached_tokens'] / row['prompt_tokens']:.1%}",
+            *(f"{by_tier[tier]:,}" for tier in ("device", "host", "storage")),
+            f"{ttft['mean']:.0f} ms",
+            f"{ttft['p50']:.0f}",
+            f"{ttft['p99']:.0f}",
+            f"{ttft['mean'] / cold:.2f}",
+            f"{row['output_tok_s']:.0f}",
+            "" if row["accuracy"] is None else f"{row['accuracy']:.1%}",
+            row["outputs_sha256"][:8],
+        )
+    return shown
+
+
+def chart(report: dict[str, Any], path: Path) -> None:
+    """TTFT and where the tokens came from, by round, as a picture."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = report["rounds"]
+    names = [row["name"] for row in rows]
+    colors = {"computed": "#b8b8b8", "device": "#2a6f97", "host": "#61a5c2", "storage": "#d9a441"}
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    means = [row["ttft_ms"]["mean"] for row in rows]
+    bars = left.bar(names, means, color=[colors.get(name, colors["computed"]) for name in names])
+    left.bar_label(bars, [f"{mean:.0f} ms\n{mean / means[0]:.2f} of cold" for mean in means], padding=3, fontsize=9)
+    left.plot(names, [row["ttft_ms"]["p99"] for row in rows], "k_", markersize=18, label="p99")
+    left.axhline(report["bound"]["copy_only_ttft_ms"], color="crimson", linewidth=1, label="copying alone")
+    left.set(title="Time to first token", ylabel="ms", ylim=(0, max(row["ttft_ms"]["p99"] for row in rows) * 1.25))
+    left.legend(frameon=False)
+    floor = [0.0] * len(rows)
+    for tier in ("device", "host", "storage", "computed"):
+        if tier == "computed":
+            share = [100 * (1 - row["cached_tokens"] / row["prompt_tokens"]) for row in rows]
+        else:
+            share = [100 * row["cached_by_tier"][tier] / row["prompt_tokens"] for row in rows]
+        right.bar(names, share, bottom=floor, label=tier, color=colors[tier])
+        floor = [below + height for below, height in zip(floor, share, strict=True)]
+    right.set(title="Where the prompt's tokens came from", ylabel="% of prompt tokens", ylim=(0, 118))
+    right.legend(frameon=False, ncols=4, loc="upper center", fontsize=9)
+    same = "the same answers in all rounds" if report["outputs_equal"] else "THE ANSWERS DIFFER"
+    figure.suptitle(f"{report['model']}: {rows[0]['requests']} requests per round, {same}", fontsize=11)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the demo; 0 if every round gave the same answers, 1 if not. Writes demo.json and demo.png into `args.out`."""
+    console = Console()
+    size = QUICK if args.quick else Size()
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    log = out / "demo-server.log"
+    log.unlink(missing_ok=True)
+    opening = conversations(size)
+    tasks = [
+        recall_task(seed, tokens=size.tokens, facts=size.facts, questions=size.turns) for seed in range(size.tasks)
+    ]
+    per_round = (len(opening) + len(tasks)) * size.turns
+    rounds = [Round(name) for name in ROUNDS]
+    console.print(
+        f"[bold]kvarve demo[/bold]: {args.model}, {per_round} requests of about {size.tokens:,} tokens in each of "
+        f"four rounds; the server's log is {log}"
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        tempfile.TemporaryDirectory(prefix="storage-", dir=out) as folder,
+        Progress(*columns, TextColumn("{task.fields[last]}"), console=console) as progress,
+    ):
+        bars = {result.name: progress.add_task(f"{result.name:8}", total=per_round, last="") for result in rounds}
+
+        def work(result: Round, client: Client) -> None:
+            def tick(answer: Answer) -> None:
+                cached = sum(answer.by_tier.values()) / answer.prompt
+                shown = f"TTFT {answer.ttft_ms:5.0f} ms, {cached:.0%} cached"
+                progress.update(bars[result.name], advance=1, last=shown)
+
+            run_round(result, client, size, opening, tasks, tick)
+
+        with server(args, Path(folder), log) as client:
+            client.chat([{"role": "user", "content": "hello"}], 2, read_cache=False)  # first-use costs are not TTFT
+            for result in rounds[:3]:
+                work(result, client)
+        with server(args, Path(folder), log) as client:
+            client.chat([{"role": "user", "content": "hello"}], 2, read_cache=False)
+            work(rounds[3], client)
+            limits = bound(client.metrics(), rounds)
+    rows = [result.row() for result in rounds]
+    report = {
+        "model": args.model,
+        "rounds": rows,
+        "outputs_equal": len({row["outputs_sha256"] for row in rows}) == 1,
+        "bound": limits,
+    }
+    (out / "demo.json").write_text(json.dumps(report, indent=2) + "\n")
+    chart(report, out / "demo.png")
+    console.print(table(rows))
+    console.print(
+        f"A warm request brings back {limits['bytes_per_request'] / 1e6:.2f} MB; copying them once at this machine's "
+        f"{limits['memcpy_gb_s']:.1f} GB/s takes {limits['copy_only_ttft_ms']:.2f} ms "
+        f"({limits['copy_only_ttft_over_cold']:.4f} of cold). The rest of a warm TTFT is the prompt's own last chunk."
+    )
+    console.print(f"Written: {out / 'demo.json'}, {out / 'demo.png'}")
+    if not report["outputs_equal"]:
+        console.print("[bold red]The answers differ between rounds: this is a bug in kvarve.[/bold red]")
+        return 1
+    return 0

@@ -1,0 +1,165 @@
+"""What Prometheus is told: numbers in, its text out. Nothing here knows who counted, or how it is fetched.
+
+Everything is read at the moment of a scrape, so counting costs the engine nothing but its own additions.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from kvarve.storage.base import Usage
+
+# Seconds. A warm prompt takes milliseconds on a small model, a cold long one minutes on this kind of engine.
+TTFT_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+# The cache's counters: the name there, the metric, its labels, what it means.
+_COPIES = {"fetched": ("storage", "host"), "loaded": ("host", "device")} | {
+    "backed_up": ("device", "host"),
+    "stored": ("host", "storage"),
+}
+_PAGE_COUNTERS = {
+    "failed": ("kvarve_failed_copies", "Copies between tiers that did not end well."),
+    "late": ("kvarve_late_pages", "Pages that arrived when nobody waited for them any more."),
+    "duplicates": ("kvarve_duplicate_pages", "Pages computed that another request had published meanwhile."),
+    "uncached": ("kvarve_uncached_pages", "Pages computed without room on the device to keep them."),
+}
+
+
+@dataclass
+class Histogram:
+    """How many values fell below each bound, and their sum. One thread observes, any thread reads."""
+
+    bounds: tuple[float, ...] = TTFT_BOUNDS_S
+    counts: list[int] = field(default_factory=list)  # one per bound and one for what is above all
+    sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Values at or below each bound, as Prometheus wants them."""
+        names = [*(repr(bound) for bound in self.bounds), "+Inf"]
+        return list(zip(names, accumulate(self.counts), strict=True))
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What there is to tell at one moment."""
+
+    model: str
+    version: str
+    up: bool
+    running: int
+    waiting: int
+    requests: Mapping[str, int]  # by outcome
+    prompt_tokens: int
+    computed_tokens: int
+    output_tokens: int
+    cached_tokens: Mapping[str, int]  # by tier
+    ttft_s: Histogram
+    cache: Mapping[str, float]  # PrefixCache.stats()
+    storage: Usage | None
+
+
+class Metrics(Collector):
+    """The registry of one server; `read` is asked for a snapshot at every scrape."""
+
+    def __init__(self, read: Callable[[], Snapshot]) -> None:
+        self._read = read
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        """The exposition format, version 0.0.4."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> list[Metric]:
+        return []  # or registering would take a snapshot
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._read()
+        yield InfoMetricFamily("kvarve", "What is running.", {"version": now.version, "model": now.model})
+        yield _gauge("kvarve_up", "1 while the engine can serve, 0 once it has broken.", now.up)
+        yield from _requests(now)
+        yield from _cache(now.cache)
+        if now.storage is not None:
+            yield from _storage(now.storage)
+
+
+def _requests(now: Snapshot) -> Iterator[Metric]:
+    yield _by("kvarve_requests", "Requests that have ended, by outcome.", ("outcome",), now.requests)
+    yield _gauge("kvarve_requests_running", "Requests being computed.", now.running)
+    yield _gauge("kvarve_requests_waiting", "Requests that wait for a place or for pages from storage.", now.waiting)
+    yield _counter("kvarve_prompt_tokens", "Tokens of prompts of ended requests.", now.prompt_tokens)
+    help_text = "Tokens of prompts of ended requests that did not have to be computed, by the tier they came from."
+    yield _by("kvarve_cached_tokens", help_text, ("tier",), now.cached_tokens)
+    yield _counter("kvarve_computed_tokens", "Tokens of prompts that were computed.", now.computed_tokens)
+    yield _counter("kvarve_output_tokens", "Tokens generated.", now.output_tokens)
+    ttft = HistogramMetricFamily("kvarve_ttft_seconds", "Seconds from a request's arrival to its first token.")
+    ttft.add_metric([], now.ttft_s.buckets(), now.ttft_s.sum)
+    yield ttft
+
+
+def _cache(stats: Mapping[str, float]) -> Iterator[Metric]:
+    yield _gauge("kvarve_leases", "Requests that hold pages.", stats["leases"])
+    place = ("tier", "pool")
+    yield _by("kvarve_slots", "Room for pages.", place, _under("slots.", stats), gauge=True)
+    yield _by(
+        "kvarve_slots_used", "Slots that hold a page or are reserved for one.", place, _under("used.", stats), True
+    )
+    yield _by("kvarve_evicted_pages", "Pages evicted for want of room, or flushed.", place, _under("evicted.", stats))
+    copies = CounterMetricFamily("kvarve_copied_pages", "Pages copied between tiers.", labels=("source", "target"))
+    for name, edge in _COPIES.items():
+        copies.add_metric(edge, stats[name])
+    yield copies
+    bad = {tier: stats[f"bad_{tier}"] for tier in ("host", "storage")}
+    yield _by("kvarve_bad_pages", "Pages that failed their check when read, by the tier they lay in.", ("tier",), bad)
+    for name, (metric, help_text) in _PAGE_COUNTERS.items():
+        yield _counter(metric, help_text, stats[name])
+    waiting, failed = _under("lane_waiting.", stats), _under("lane_failed.", stats)
+    yield _by("kvarve_lane_waiting", "Copies that wait in a lane.", ("lane",), waiting, gauge=True)
+    help_text = "Copies that a lane refused, started too late or failed to do."
+    yield _by("kvarve_lane_failures", help_text, ("lane",), failed)
+
+
+def _storage(usage: Usage) -> Iterator[Metric]:
+    yield _gauge("kvarve_storage_bytes", "Bytes of objects in storage.", usage.bytes)
+    yield _gauge("kvarve_storage_objects", "Objects in storage, one per page and pool.", usage.objects)
+    if usage.capacity_bytes is not None:
+        yield _gauge("kvarve_storage_capacity_bytes", "Bytes that storage may hold.", usage.capacity_bytes)
+    yield _counter("kvarve_storage_evicted_objects", "Objects that storage evicted for want of room.", usage.evicted)
+
+
+def _under(prefix: str, stats: Mapping[str, float]) -> dict[str, float]:
+    return {name.removeprefix(prefix): value for name, value in stats.items() if name.startswith(prefix)}
+
+
+def _gauge(name: str, help_text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, help_text, value=value)
+
+
+def _counter(name: str, help_text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, help_text, value=value)
+
+
+def _by(name: str, help_text: str, labels: tuple[str, ...], values: Mapping[str, float], gauge: bool = False) -> Metric:
+    """A metric with labels; a key of `values` holds their values, with dots between them."""
+    family = (GaugeMetricFamily if gauge else CounterMetricFamily)(name, help_text, labels=labels)
+    for key, value in values.items():
+        family.add_metric(key.split(".", len(labels) - 1), value)
+    return family

@@ -1,0 +1,423 @@
+"""The HTTP side: OpenAI's endpoints over one engine. It reads, hands over and writes; nothing slow runs on its loop.
+
+A request lives on three threads: its bytes on the event loop, its words (JSON, tokens) on a pool, its answer on the
+engine's. Whoever goes away is aborted.
+"""
+
+import asyncio
+import hmac
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Depends, FastAPI
+from fastapi import Request as Http
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from kvarve import __version__
+from kvarve.engine.engine import Engine
+from kvarve.engine.model import LoadedModel
+from kvarve.engine.requests import Finish, Piece, Request, Sampling
+from kvarve.errors import Busy, ConfigError, KvarveError, ModelError, StorageError
+from kvarve.metrics import Metrics, Snapshot
+from kvarve.model import MEMORY_TIERS, Tier
+from kvarve.server.api import Asked, ChatAsked, CompletionAsked, FlushAsked, Form, Refused, Told, event, parse
+
+MAX_BODY_BYTES = 8 << 20
+BODY_TIMEOUT_S = 60.0
+COMPLETION_TOKENS = 16  # as OpenAI
+CHAT_TOKENS = 1024
+RETRY_AFTER = {"Retry-After": "1"}
+
+T = TypeVar("T")
+
+
+def create_app(
+    engine: Engine,
+    *,
+    name: str | None = None,
+    api_key: str | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> FastAPI:
+    """The application around a started engine, which stays the caller's to shut down.
+
+    The model answers to `name` (its own unless given). With an `api_key`, /v1 and /flush_cache want it.
+    """
+    app = FastAPI(title="kvarve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    front = _Front(engine, name or engine.model.name, api_key, max_body_bytes)
+    open_to_all, guarded = APIRouter(), APIRouter(dependencies=[Depends(front.admit)])
+    open_to_all.get("/health")(front.health)
+    open_to_all.get("/metrics")(front.metrics)
+    guarded.get("/v1/models")(front.models)
+    guarded.get("/v1/models/{model:path}")(front.one_model)
+    guarded.post("/v1/completions")(front.completions)
+    guarded.post("/v1/chat/completions")(front.chat)
+    guarded.post("/flush_cache")(front.flush_cache)
+    app.include_router(open_to_all)
+    app.include_router(guarded)
+    app.add_exception_handler(KvarveError, _trouble)
+    app.add_exception_handler(HTTPException, _no_such_place)
+    app.add_exception_handler(Exception, _bug)
+    return app
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a body came down to."""
+
+    asked: Asked
+    prompt: list[int]
+    sampling: Sampling
+
+
+class _Front:
+    """The endpoints."""
+
+    def __init__(self, engine: Engine, name: str, api_key: str | None, max_body_bytes: int) -> None:
+        self._engine, self._name, self._key, self._max_body_bytes = engine, name, api_key, max_body_bytes
+        self._started = int(time.time())
+        self._metrics = Metrics(self._snapshot)
+        self._words = ThreadPoolExecutor(4, "kvarve words")  # tokenizing a book must not hold up everybody's /health
+
+    async def admit(self, http: Http) -> None:
+        if self._key is None:
+            return
+        given = http.headers.get("authorization", "").encode("latin-1")
+        if not hmac.compare_digest(given, b"Bearer " + self._key.encode()):
+            headers = {"WWW-Authenticate": "Bearer"}
+            raise Refused(401, "missing or wrong API key", code="invalid_api_key", headers=headers)
+
+    async def health(self) -> Response:
+        if self._engine.broken:
+            raise Refused(503, self._engine.broken)
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self) -> Response:
+        return Response(await run_in_threadpool(self._metrics.text), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    async def models(self) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def one_model(self, model: str) -> Response:
+        self._check_model(model)
+        return JSONResponse(self._card())
+
+    async def completions(self, http: Http) -> Response:
+        return await self._answer(http, CompletionAsked)
+
+    async def chat(self, http: Http) -> Response:
+        return await self._answer(http, ChatAsked)
+
+    async def flush_cache(self, http: Http) -> Response:
+        """Empty `tiers` (in the query or the body: "device", "device,host"; both unless told) of what nobody holds."""
+        body = await self._body(http)
+        tiers = await self._apart(lambda: _tiers(http.query_params.get("tiers"), body))
+        if self._engine.broken:
+            raise Refused(500, self._engine.broken)
+        pages = await run_in_threadpool(self._engine.flush, tiers)
+        return JSONResponse({"flushed_pages": pages, "tiers": [tier.name.lower() for tier in tiers]})
+
+    # --- the life of one request
+
+    async def _answer(self, http: Http, kind: type[Asked]) -> Response:
+        body = await self._body(http)
+        prepared = await self._apart(lambda: self._prepare(parse(kind, body)))
+        asked = prepared.asked
+        chat = isinstance(asked, ChatAsked)
+        number = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        form = Form(chat, number, int(time.time()), asked.model or self._name)
+        answer = _Answer(self._engine, prepared)
+        try:
+            answer.start(http.receive)
+            # An answer that fails at once is an error with a status of its own, streaming or not.
+            first = await answer.next()
+            _raise_trouble(first)
+            if asked.stream:
+                return _Stream(form, asked.include_usage, answer, first)
+            return await self._whole(form, answer, first)
+        except _Gone:
+            answer.close()
+            return Response(status_code=499)  # nobody reads it
+        except BaseException:
+            answer.close()
+            raise
+
+    async def _whole(self, form: Form, answer: "_Answer", piece: Piece) -> Response:
+        text = piece.text
+        while piece.finish is None:
+            piece = await answer.next()
+            text += piece.text
+        _raise_trouble(piece)
+        answer.close()
+        return JSONResponse(form.whole(text, piece.finish.value, answer.told(piece)))
+
+    def _prepare(self, asked: Asked) -> _Prepared:
+        """From words to tokens: everything that can be refused before the engine hears of it."""
+        model = self._engine.model
+        self._check_model(asked.model)
+        if isinstance(asked, ChatAsked):
+            prompt = _tokens(model, model.render_chat(asked.rendered()), add_special_tokens=False)
+        else:
+            assert isinstance(asked, CompletionAsked)
+            given = asked.text_or_tokens()
+            prompt = given if isinstance(given, list) else _tokens(model, given)
+        left = model.max_tokens - len(prompt)
+        if left < 1:
+            raise Refused(
+                400,
+                f"the prompt has {len(prompt)} tokens, and with one to answer that is more than the context of "
+                f"{model.max_tokens} tokens that {self._name} has",
+                param="messages" if isinstance(asked, ChatAsked) else "prompt",
+                code="context_length_exceeded",
+            )
+        default = min(left, CHAT_TOKENS if isinstance(asked, ChatAsked) else COMPLETION_TOKENS)
+        sampling = Sampling(
+            max_tokens=default if asked.tokens_wanted is None else asked.tokens_wanted,
+            temperature=1.0 if asked.temperature is None else asked.temperature,
+            top_p=1.0 if asked.top_p is None else asked.top_p,
+            seed=asked.seed,
+            stop=asked.stops,
+            ignore_eos=bool(asked.ignore_eos),
+        )
+        return _Prepared(asked, prompt, sampling)
+
+    def _check_model(self, model: str | None) -> None:
+        if model is not None and model != self._name:
+            message = f"there is no model {model!r} here, only {self._name!r}"
+            raise Refused(404, message, param="model", code="model_not_found")
+
+    async def _body(self, http: Http) -> bytes:
+        """The body, as far as it may go; what its headers say of its length is not asked."""
+        try:
+            return await asyncio.wait_for(self._read(http), BODY_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            raise Refused(408, f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
+
+    async def _read(self, http: Http) -> bytes:
+        parts, size = [], 0
+        async for part in http.stream():
+            size += len(part)
+            if size <= self._max_body_bytes:
+                parts.append(part)
+            else:
+                parts.clear()
+            # A little more is read and thrown away, since a client that is still writing would not see the answer.
+            if size > 4 * self._max_body_bytes:
+                break
+        if size > self._max_body_bytes:
+            raise Refused(413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large")
+        return b"".join(parts)
+
+    async def _apart(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._words, work)
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "kvarve",
+            "max_model_len": self._engine.model.max_tokens,
+        }
+
+    def _snapshot(self) -> Snapshot:
+        engine = self._engine
+        counts, (running, waiting) = engine.counts, engine.load()
+        try:
+            storage = engine.cache.usage()
+        except StorageError:  # closed, or the medium is gone: a scrape tells the rest
+            storage = None
+        return Snapshot(
+            model=self._name,
+            version=__version__,
+            up=not engine.broken,
+            running=running,
+            waiting=waiting,
+            requests={
+                "done": counts.finished - counts.failed - counts.aborted,
+                "aborted": counts.aborted,
+                "failed": counts.failed,
+            },
+            prompt_tokens=counts.prompt_tokens,
+            computed_tokens=counts.computed_tokens,
+            output_tokens=counts.output_tokens,
+            cached_tokens={
+                "device": counts.cached_device,
+                "host": counts.cached_host,
+                "storage": counts.cached_storage,
+            },
+            ttft_s=counts.ttft_s,
+            cache=engine.cache.stats(),
+            storage=storage,
+        )
+
+
+class _Gone(Exception):
+    """The client does not listen any more."""
+
+
+class _Answer:
+    """A request in the engine as the event loop sees it: pieces arrive in order, and the client may leave."""
+
+    def __init__(self, engine: Engine, prepared: _Prepared) -> None:
+        self._engine, self._loop = engine, asyncio.get_running_loop()
+        self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()  # None: the client has gone
+        self._first_s: float | None = None
+        self._ended = False
+        self._watch: asyncio.Task[None] | None = None
+        asked = prepared.asked
+        self._request = Request(
+            prepared.prompt,
+            prepared.sampling,
+            salt=asked.cache_salt or "",
+            read_cache=not asked.skip_reading_prefix_cache,
+            deliver=self._deliver,
+        )
+
+    def start(self, receive: Receive) -> None:
+        """Submit it, and from now on watch whether the client is still there."""
+        try:
+            self._engine.submit(self._request)
+        except Busy as e:
+            self._ended = True
+            raise Refused(500, str(e)) if self._engine.broken else e from None
+        except ConfigError:
+            self._ended = True
+            raise
+        self._watch = self._loop.create_task(self._listen(receive))
+
+    async def next(self) -> Piece:
+        piece = await self._pieces.get()
+        if piece is None:
+            raise _Gone
+        self._ended = piece.finish is not None
+        return piece
+
+    def close(self) -> None:
+        """No more pieces are wanted."""
+        if self._watch is not None:
+            self._watch.cancel()
+        if not self._ended:
+            self._ended = True
+            self._engine.abort(self._request)
+
+    def told(self, last: Piece) -> Told:
+        assert last.usage is not None
+        now = time.monotonic()
+        usage, start = last.usage, self._request.submitted_s
+        ttft_ms = None if self._first_s is None else round(1000 * (self._first_s - start), 3)
+        cached = {"device": usage.device, "host": usage.host, "storage": usage.storage}
+        return Told(usage.prompt, usage.completion, cached, ttft_ms, round(1000 * (now - start), 3))
+
+    def _deliver(self, piece: Piece) -> None:
+        """On the engine's thread."""
+        if self._first_s is None and piece.tokens:
+            self._first_s = time.monotonic()
+        with suppress(RuntimeError):  # the loop has closed, so there is nobody to tell
+            self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+
+    async def _listen(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._pieces.put_nowait(None)
+
+
+class _Stream(Response):
+    """An answer as server-sent events, each written as soon as its text is certain."""
+
+    def __init__(self, form: Form, include_usage: bool, answer: _Answer, first: Piece) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        del self.headers["content-length"]
+        self._form, self._include_usage, self._answer, self._first = form, include_usage, answer, first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._write(send)
+        except (_Gone, OSError):
+            pass  # the client left: nobody is there to be told
+        finally:
+            self._answer.close()
+
+    async def _write(self, send: Send) -> None:
+        async def say(data: dict[str, Any] | str) -> None:
+            await send({"type": "http.response.body", "body": event(data), "more_body": True})
+
+        nothing = {"usage": None} if self._include_usage else {}
+        if (opening := self._form.opening()) is not None:
+            await say(opening | nothing)
+        piece = self._first
+        while piece.finish is None:
+            if piece.text:
+                await say(self._form.chunk(piece.text, None) | nothing)
+            piece = await self._answer.next()
+        if piece.finish is Finish.ERROR:
+            await say(Refused(500, piece.error).body())
+        else:
+            if self._form.chat and piece.text:
+                await say(self._form.chunk(piece.text, None) | nothing)
+                piece = Piece("", piece.tokens, piece.finish, piece.usage)
+            await say(self._form.chunk(piece.text, piece.finish.value if piece.finish else None) | nothing)
+            if self._include_usage:
+                await say(self._form.closing(self._answer.told(piece)))
+        await say("[DONE]")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _tokens(model: LoadedModel, text: str, **how: bool) -> list[int]:
+    return list(model.tokenizer.encode(text, verbose=False, **how))
+
+
+def _tiers(query: str | None, body: bytes) -> list[Tier]:
+    """The tiers to flush, nearest first."""
+    asked: str | list[str] | None = query
+    if asked is None and body.strip():
+        asked = parse(FlushAsked, body).tiers
+    if asked is None:
+        return list(MEMORY_TIERS)
+    names = asked.split(",") if isinstance(asked, str) else asked
+    known = {tier.name.lower(): tier for tier in MEMORY_TIERS}
+    for name in names:
+        if name not in known:
+            raise Refused(400, f"unknown tier {name!r}; can be flushed: {', '.join(known)}", param="tiers")
+    if not names:
+        raise Refused(400, f"no tier to flush; known: {', '.join(known)}", param="tiers")
+    return sorted({known[name] for name in names})
+
+
+def _raise_trouble(piece: Piece) -> None:
+    """An answer that nobody should take for a whole one is an error."""
+    if piece.finish is Finish.ERROR:
+        raise Refused(500, piece.error)
+    if piece.finish is Finish.ABORT:
+        raise Refused(503, "the server is shutting down: try again", headers=RETRY_AFTER)
+
+
+async def _trouble(http: Http, e: Exception) -> Response:
+    if isinstance(e, Refused):
+        refused = e
+    elif isinstance(e, ConfigError | ModelError):
+        refused = Refused(400, str(e))
+    elif isinstance(e, Busy):
+        refused = Refused(503, str(e), code="busy", headers=RETRY_AFTER)
+    else:
+        refused = Refused(500, str(e))
+    return JSONResponse(refused.body(), refused.status, refused.headers)
+
+
+async def _no_such_place(http: Http, e: Exception) -> Response:
+    assert isinstance(e, HTTPException)
+    message = f"{http.method} {http.url.path}: {e.detail}"
+    return JSONResponse(Refused(e.status_code, message).body(), e.status_code, e.headers)
+
+
+async def _bug(http: Http, e: Exception) -> Response:
+    return JSONResponse(Refused(500, f"a bug: {type(e).__name__}: {e}").body(), 500)

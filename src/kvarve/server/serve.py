@@ -1,0 +1,239 @@
+"""A model, its cache, its engine and an HTTP server as one thing that starts whole or not at all, and ends whole."""
+
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+import transformers
+import uvicorn
+
+from kvarve.config import CacheConfig
+from kvarve.engine.engine import Engine
+from kvarve.engine.model import check_model, load_model
+from kvarve.errors import ConfigError
+from kvarve.runtime import PrefixCache, check
+from kvarve.server.app import MAX_BODY_BYTES, create_app
+from kvarve.sizes import format_size
+from kvarve.storage.urls import parse_url
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 128
+LEAVE_S = 5.0  # how long clients may take to read the end of their answers at shutdown
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an operator sets for a server. Port 0 is any free one."""
+
+    cache: CacheConfig = field(default_factory=lambda: CacheConfig(device_memory=256 << 20, host_memory=512 << 20))
+    model: str = "builtin:tiny-hybrid"
+    served_model_name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    page_tokens: int = 64
+    chunk_tokens: int = 256
+    dtype: str = "auto"
+    device: str = "cpu"
+    max_running: int = 8
+    max_waiting: int = 256
+    threads: int | None = None
+    api_key: str | None = None
+    max_body_bytes: int = MAX_BODY_BYTES
+    ready_file: Path | None = None
+
+
+class Server:
+    """Serves from construction to `stop`. Raises a KvarveError if it cannot, and nothing has been touched then.
+
+    What can be refused is refused in the order of its price: settings, the checkpoint's form, the port, the weights,
+    memory and storage; and only then is anything opened.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        check_settings(settings)
+        page, chunk = settings.page_tokens, settings.chunk_tokens
+        check_model(settings.model, dtype=settings.dtype, page_tokens=page, chunk_tokens=chunk)
+        with ExitStack() as undo:
+            listener = undo.enter_context(bind(settings.host, settings.port))
+            self.url = _url(listener)
+            if settings.threads is not None:
+                torch.set_num_threads(settings.threads)
+            model = load_model(
+                settings.model, dtype=settings.dtype, device=settings.device, page_tokens=page, chunk_tokens=chunk
+            )
+            self.slots = check(model.identity, settings.cache)
+            _listen(listener, self.url)
+            cache = PrefixCache(model.identity, settings.cache, device=settings.device)
+            undo.callback(cache.shutdown)
+            self.engine = Engine(model, cache, max_running=settings.max_running, max_waiting=settings.max_waiting)
+            app = create_app(
+                self.engine,
+                name=settings.served_model_name,
+                api_key=settings.api_key,
+                max_body_bytes=settings.max_body_bytes,
+            )
+            config = uvicorn.Config(
+                app,
+                http="h11",
+                loop="asyncio",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=int(LEAVE_S),
+            )
+            self._http = _Uvicorn(config)
+            self._thread = threading.Thread(target=self._serve, args=(listener,), name="kvarve http", daemon=True)
+            undo.pop_all()
+        self.engine.start()
+        self._thread.start()
+        self._http.listening.wait()
+        if settings.ready_file is not None:
+            _announce(settings.ready_file, self.url)
+
+    def stop(self) -> None:
+        """Take no more requests, end those that run, finish the backups and close the storage. May be called twice."""
+        if self.settings.ready_file is not None:
+            self.settings.ready_file.unlink(missing_ok=True)
+        self._http.should_exit = True
+        self.engine.shutdown()
+        self._thread.join(2 * LEAVE_S)
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def describe(self) -> str:
+        """What runs here, for people."""
+        settings, model = self.settings, self.engine.model
+        weights = sum(tensor.nbytes for tensor in model.model.parameters())
+        lines = [
+            ("model", f"{model.name}, {model.identity.architecture.split()[0]}, {model.identity.dtype}"),
+            ("", f"{format_size(weights)} of weights, context {model.max_tokens} tokens, {settings.device}"),
+            ("pages", f"{settings.page_tokens} tokens, prompts computed {settings.chunk_tokens} at a time"),
+        ]
+        for number, pool in enumerate(model.layout.pools):
+            back = "all pages" if pool.lookback is None else f"last {pool.lookback} page{'s' * (pool.lookback > 1)}"
+            slots = ", ".join(f"{slots[number]} on the {tier.name.lower()}" for tier, slots in self.slots.items())
+            lines.append(
+                (f"pool {pool.name}", f"reads {back}, {format_size(pool.payload_bytes)} a page; slots: {slots}")
+            )
+        usage = self.engine.cache.usage()
+        held = f", {usage.objects} objects, {format_size(usage.bytes)}" if usage else ""
+        lines.append(("storage", f"{settings.cache.storage or 'none'}{held}"))
+        lines.append(("url", self.url))
+        width = max(len(word) for word, _ in lines)
+        return "\n".join(f"  {word:<{width}}  {text}" for word, text in lines)
+
+    def _serve(self, listener: socket.socket) -> None:
+        try:
+            self._http.run(sockets=[listener])
+        finally:
+            self._http.listening.set()
+            listener.close()
+
+
+class _Uvicorn(uvicorn.Server):
+    """Says when it listens. Signals are not its business: it does not run on the main thread."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+
+def run(settings: Settings, say: Callable[[str], None] = print) -> None:
+    """Serve until SIGINT or SIGTERM, then end whole; a second signal ends at once, with exit code 130."""
+    quiet_libraries()
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            os._exit(130)
+        stop.set()
+
+    with Server(settings) as server:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, on_signal)
+        say(f"kvarve serves\n{server.describe()}\nready: Ctrl-C stops it")
+        stop.wait()
+        say("kvarve stops: ending requests, finishing backups (Ctrl-C again: at once)")
+
+
+def quiet_libraries() -> None:
+    """What a checkpoint's library tells of its loading is not for who runs a server."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
+def check_settings(settings: Settings) -> None:
+    """ConfigError for what can be known to be wrong without reading, binding or loading anything."""
+    counts = ("page_tokens", "chunk_tokens", "max_running", "max_waiting", "max_body_bytes", "threads")
+    for name in counts:
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name.replace('_', ' ')} must be at least 1, not {value}")
+    if not 0 <= settings.port <= 65535:
+        raise ConfigError(f"port {settings.port}: a port is a number from 0 (any free one) to 65535")
+    if settings.api_key is not None and not settings.api_key.strip():
+        raise ConfigError("an API key cannot be empty")
+    if settings.cache.storage is not None:
+        parse_url(settings.cache.storage)
+    if settings.ready_file is not None and not settings.ready_file.absolute().parent.is_dir():
+        raise ConfigError(f"{settings.ready_file}: no such folder to write the ready file to")
+    try:
+        torch.empty(0, device=settings.device)
+    except (RuntimeError, AssertionError, NotImplementedError) as e:
+        raise ConfigError(f"device {settings.device!r} cannot be used: {str(e).splitlines()[0]}") from None
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that has the address but does not listen yet, so nobody waits for a model that may never load."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as e:
+        raise ConfigError(f"cannot listen on {host!r}: {e}") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as e:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host} port {port}: {e.strerror}; give another --port, or 0") from None
+    return listener
+
+
+def _listen(listener: socket.socket, url: str) -> None:
+    try:
+        listener.listen(BACKLOG)
+    except OSError as e:  # two that bound the address at the same moment: the first to listen has it
+        raise ConfigError(f"cannot listen on {url}: {e.strerror}; give another --port, or 0") from None
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _announce(path: Path, url: str) -> None:
+    """Write the URL in one piece: who sees the file can read it."""
+    unfinished = path.with_name(path.name + "~")
+    unfinished.write_text(url + "\n")
+    unfinished.replace(path)

@@ -1,0 +1,239 @@
+"""Runs of pages, against a plain trie with one node per page and one fact per position."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarve.boundaries import members
+from kvarve.core.tree import NOWHERE, Run, covering, same_pages, upward, walk
+from kvarve.keys import KEY_BYTES, extend, pack, root_key
+
+PAGE_TOKENS = 2
+WIDTH = PAGE_TOKENS * 4
+POOLS = 2
+ROOT = root_key(b"tree")
+
+Prompts = st.lists(st.lists(st.integers(0, 1), max_size=18), min_size=1, max_size=12)
+
+
+def pages(tokens: bytes) -> list[bytes]:
+    return [tokens[at : at + WIDTH] for at in range(0, len(tokens) // WIDTH * WIDTH, WIDTH)]
+
+
+def top() -> Run:
+    return Run(None, 0, b"", b"", POOLS, PAGE_TOKENS)
+
+
+def insert(root: Run, tokens: bytes) -> Run:
+    """Make positions for all full pages of a prompt; the deepest run of it."""
+    path, known = walk(root, 0, tokens)
+    tail, end = (path[-1] if path else root), len(pages(tokens))
+    if known == end:
+        return tail
+    rest = tokens[known * WIDTH : end * WIDTH]
+    keys = b"".join(extend(ROOT, tokens, PAGE_TOKENS)[known:])
+    if known < tail.end:
+        tail = tail.split(known)
+    if tail.parent is not None and not tail.children:
+        tail.append(rest, keys)
+        return tail
+    child = Run(tail, known, rest, keys, POOLS, PAGE_TOKENS)
+    tail.children[rest[:WIDTH]] = child
+    return child
+
+
+def facts(root: Run) -> dict[bytes, Any]:
+    """What the tree knows of each position, by the position's key."""
+    known, stack = {}, [root]
+    while stack:
+        run = stack.pop()
+        stack.extend(run.children.values())
+        for local in range(run.pages):
+            known[run.key(run.first + local)] = (
+                run.first + local,
+                [run.slot(at, run.first + local) if here >> local & 1 else NOWHERE for at, here in enumerate(run.here)],
+                [run.here[place] >> local & 1 for place in range(2 * POOLS)],
+                [run.bad[place] >> local & 1 for place in range(2 * POOLS)],
+                [run.coming[place] >> local & 1 for place in range(3 * POOLS)],
+                [run.stored[pool] >> local & 1 for pool in range(POOLS)],
+                run.pins.count(local),
+                (run.used, run.uses, run.tries),
+            )
+    return known
+
+
+def check_shape(root: Run) -> None:
+    stack = [root]
+    while stack:
+        run = stack.pop()
+        for first_page, child in run.children.items():
+            assert child.parent is run and child.first == run.end and child.tokens[:WIDTH] == first_page
+            assert len(child.tokens) == child.pages * WIDTH > 0
+            stack.append(child)
+        for place in range(2 * POOLS):
+            assert run.kids[place] == sum(child.here[place] & 1 for child in run.children.values())
+            assert (run.slots[place] is None) == (run.here[place] == 0)
+
+
+@given(Prompts)
+def test_a_walk_knows_as_many_pages_as_a_trie_does(prompts: list[list[int]]) -> None:
+    root, trie = top(), set[tuple[bytes, ...]]()
+    for tokens in map(pack, prompts):
+        path, known = walk(root, 0, tokens)
+        own = pages(tokens)
+        assert known == max(depth for depth in range(len(own) + 1) if depth == 0 or tuple(own[:depth]) in trie)
+        assert b"".join(run.tokens for run in path)[: known * WIDTH] == tokens[: known * WIDTH]
+        insert(root, tokens)
+        trie |= {tuple(own[: depth + 1]) for depth in range(len(own))}
+        assert walk(root, 0, tokens)[1] == len(own)
+        check_shape(root)
+    assert len(facts(root)) == len(trie), "one position for each node of the trie"
+
+
+@given(Prompts, st.integers(0, 17), st.integers(0, 11))
+def test_a_walk_may_go_on_from_anywhere_on_the_way(prompts: list[list[int]], start: int, which: int) -> None:
+    root = top()
+    for tokens in prompts:
+        insert(root, pack(tokens))
+    tokens = pack(prompts[which % len(prompts)])
+    path, known = walk(root, 0, tokens)
+    assert known == len(pages(tokens))
+    at = min(start, known)
+    run = covering(path[-1], at - 1) if at else root
+    passed, again = walk(run, at, tokens)
+    assert again == known
+    assert passed == [each for each in path if each.first >= run.end]
+
+
+@given(Prompts, st.randoms(use_true_random=False))
+def test_a_split_changes_nothing_that_is_known_of_a_position(prompts: list[list[int]], dice: random.Random) -> None:
+    root, slots = top(), iter(range(10_000))
+    held: list[tuple[Run, int]] = []
+    for tokens in prompts:
+        before = facts(root)
+        tail = insert(root, pack(tokens))
+        assert {key: facts(root)[key] for key in before} == before, "making room for a prompt is not news of another"
+        for position in range(tail.end):
+            run = covering(tail, position)
+            for place in range(2 * POOLS):
+                local = 1 << position - run.first
+                if not run.here[place] & local and dice.random() < 0.5:
+                    run.put(place, position, next(slots))
+                    run.bad[place] |= local if dice.random() < 0.2 else 0
+                elif run.here[place] & local and dice.random() < 0.3:
+                    run.take(place, position)
+            run.stored[dice.randrange(POOLS)] |= 1 << position - run.first
+            run.coming[dice.randrange(3 * POOLS)] |= 1 << position - run.first
+        positions = dice.getrandbits(tail.end) if tail.end else 0
+        for run, share in upward(tail, positions):
+            run.pins.add(share)
+        held.append((tail, positions))
+        check_shape(root)
+    # Who held a run before it was split still finds every position by walking up from it.
+    for tail, positions in held:
+        for run, share in upward(tail, positions):
+            run.pins.remove(share)
+    assert all(fact[6] == 0 for fact in facts(root).values())
+
+
+def test_split_gives_the_front_to_a_new_run_and_leaves_the_tail_where_it_was() -> None:
+    root = top()
+    tokens = pack([*range(12)])
+    tail = insert(root, tokens)
+    for position in range(6):
+        tail.put(0, position, 100 + position)
+    front = tail.split(2)
+    assert (front.first, front.end, tail.first, tail.end) == (0, 2, 2, 6)
+    assert root.children == {tokens[:WIDTH]: front} and front.children == {tokens[2 * WIDTH : 3 * WIDTH]: tail}
+    assert [front.slot(0, 1), tail.slot(0, 2)] == [101, 102]
+    assert front.kids[0] == 1 and root.kids[0] == 1 and tail.kids[0] == 0
+    assert walk(root, 0, tokens) == ([front, tail], 6)
+
+
+@pytest.mark.parametrize("at", [0, 6])
+def test_an_end_is_no_place_to_split_at(at: int) -> None:
+    root = top()
+    tail = insert(root, pack([*range(12)]))
+    before = facts(root)
+    with pytest.raises(AssertionError):
+        tail.split(at)
+    assert facts(root) == before
+
+
+def test_a_page_has_one_slot_per_place() -> None:
+    tail = insert(top(), pack([*range(8)]))
+    tail.put(0, 1, 7)
+    with pytest.raises(AssertionError):
+        tail.put(0, 1, 8)
+    assert tail.slot(0, 1) == 7
+    assert tail.take(0, 1) == 7
+    with pytest.raises(AssertionError):
+        tail.slot(0, 1)
+
+
+def test_a_trimmed_run_forgets_its_tail_and_can_be_lengthened_again() -> None:
+    root = top()
+    tokens, other = pack([*range(12)]), pack([*range(6), 99, 99, 99, 99])
+    tail = insert(root, tokens)
+    for position in range(3):
+        tail.put(1, position, position)
+    tail.stored[0] = 0b111111
+    tail.trim(3)
+    assert tail.end == 3 and tail.stored[0] == 0b111 and walk(root, 0, tokens)[1] == 3
+    assert insert(root, other) is tail and tail.end == 5
+    assert [tail.slot(1, position) for position in range(3)] == [0, 1, 2]
+    tail.put(1, 4, 9)
+    assert tail.slot(1, 4) == 9
+
+
+def test_a_detached_leaf_still_knows_the_way_up() -> None:
+    root = top()
+    insert(root, pack([0, 0, 0, 0, 1, 1]))
+    leaf = insert(root, pack([0, 0, 0, 0, 2, 2]))
+    front = leaf.parent
+    assert front is not None
+    leaf.detach()
+    assert covering(leaf, 1) is front and [*upward(leaf, 0b11)] == [(front, 0b11)]
+    assert walk(root, 0, pack([0, 0, 0, 0, 2, 2]))[1] == 2
+
+
+@given(st.binary(max_size=40), st.binary(max_size=60), st.integers(0, 3), st.integers(0, 6), st.integers(1, 5))
+def test_same_pages_counts_equal_pages(left: bytes, right: bytes, start: int, most: int, width: int) -> None:
+    most = min(most, len(left) // width)
+    right = right[: start * width] + left[: len(right)]  # often equal for a while
+    expected = 0
+    while (
+        expected < most
+        and len(right) >= start * width + (expected + 1) * width
+        and left[expected * width : (expected + 1) * width]
+        == right[start * width + expected * width : start * width + (expected + 1) * width]
+    ):
+        expected += 1
+    assert same_pages(left, right, start * width, most, width) == expected
+
+
+@given(st.integers(0, 2**20 - 1))
+def test_upward_deals_out_every_position_once(positions: int) -> None:
+    root = top()
+    tail = insert(root, pack([0] * 40))
+    for at in (4, 11, 15):
+        tail.split(at) if tail.first < at else None
+    shares = [run.first + local for run, share in upward(tail, positions) for local in members(share)]
+    assert sorted(shares) == [*members(positions)]
+    assert all(share >> run.pages == 0 for run, share in upward(tail, positions))
+
+
+def test_keys_and_tokens_stay_together() -> None:
+    root = top()
+    for tokens in ([0] * 12, [0] * 6 + [1] * 6, [0] * 2 + [2] * 6):
+        insert(root, pack(tokens))
+    for tokens in ([0] * 12, [0] * 6 + [1] * 6, [0] * 2 + [2] * 6):
+        packed = pack(tokens)
+        path, known = walk(root, 0, packed)
+        keys = b"".join(run.keys for run in path)
+        assert [keys[at : at + KEY_BYTES] for at in range(0, known * KEY_BYTES, KEY_BYTES)] == extend(
+            ROOT, packed, PAGE_TOKENS
+        )

@@ -1,0 +1,102 @@
+"""Imports go down only. A module that is not placed on a floor yet fails here, so that somebody has to place it."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "kvarve"
+
+FLOORS = (
+    {"model", "keys", "boundaries", "errors", "sizes", "__init__"},  # words
+    {"core"},
+    {"memory", "transfer", "storage", "ranks"},  # hands
+    {"runtime", "admin", "metrics", "config"},  # the house
+    {"engine", "simulate"},
+    {"cli", "__main__", "server", "bench", "demo", "integrations"},  # guests
+)
+WORDS, CORE, HANDS = FLOORS[0], FLOORS[1], FLOORS[2]
+FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+
+# Hands do not know each other; only the lanes between two of them do.
+HANDS_MAY_USE = {"transfer": {"memory", "storage"}}
+
+NOT_PURE = {"time", "threading", "socket", "logging", "random", "os", "torch", "asyncio", "subprocess", "secrets"}
+NUMPY_ONLY_IN = {"keys"}
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def top(path: Path) -> str:
+    """The first folder below kvarve, or the module's own name."""
+    return path.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Every module that a file imports, by its full name, wherever in the file it does so."""
+    package = ("kvarve", *path.relative_to(SOURCE).parent.parts)
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*above, node.module) if node.module else above)
+            yield module
+            # `from kvarve import boundaries` imports kvarve.boundaries; a plain name of a module adds nothing.
+            yield from (f"{module}.{alias.name}" for alias in node.names if module == "kvarve")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+            name = node.args[0] if node.args else None
+            assert isinstance(name, ast.Constant), f"{path}: nobody can say what line {node.lineno} imports"
+            yield str(name.value)
+
+
+def inside(path: Path) -> set[str]:
+    """The parts of kvarve that a file imports."""
+    parts = {name.split(".")[1] for name in imported(path) if name.startswith("kvarve.")}
+    # A name such as `__version__` comes from kvarve itself.
+    return {"__init__" if part.startswith("__") else part for part in parts}
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(SOURCE))
+
+
+def test_there_is_something_to_check() -> None:
+    assert {top(path) for path in FILES} >= {"model", "keys", "boundaries", "errors", "core", "storage", "testing"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_every_module_stands_on_a_floor(path: Path) -> None:
+    assert top(path) in FLOOR_OF or top(path) == "testing", f"{named(path)}: place {top(path)!r} on a floor"
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_imports_go_down_only(path: Path) -> None:
+    own = top(path)
+    if own == "testing":
+        return
+    for other in inside(path):
+        assert other != "testing", f"{named(path)}: what is shipped for tests is for tests"
+        assert FLOOR_OF[other] <= FLOOR_OF[own], f"{named(path)}: {other} stands above {own}"
+        if own in HANDS and other in HANDS and other != own:
+            assert other in HANDS_MAY_USE.get(own, set()), f"{named(path)}: {own} may not know {other}"
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if top(path) in WORDS | CORE], ids=named)
+def test_words_and_core_are_pure(path: Path) -> None:
+    roots = {name.split(".")[0] for name in imported(path)}
+    assert not roots & NOT_PURE, f"{named(path)} is pure, and {roots & NOT_PURE} is not"
+    assert "numpy" not in roots or top(path) in NUMPY_ONLY_IN
+
+
+def test_the_checker_sees_every_way_to_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "SOURCE", tmp_path)
+    (tmp_path / "core").mkdir()
+    file = tmp_path / "core" / "some.py"
+    file.write_text(
+        "from kvarve import model\nfrom . import cache\nfrom ..engine import state\n"
+        "def lazily():\n    import kvarve.server.app\n    import importlib\n"
+        "    importlib.import_module('kvarve.testing')\n"
+    )
+    assert inside(file) == {"model", "core", "engine", "server", "testing"}

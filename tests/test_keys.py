@@ -1,0 +1,104 @@
+"""Names of pages: one for everything that could have been read, and no other."""
+
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from kvarve.keys import KEY_BYTES, TOKEN_BYTES, extend, object_name, pack, root_key
+
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+PAGES = st.integers(1, 5)
+
+
+def keys(tokens: list[int], page_tokens: int, namespace: bytes = b"model", salt: str = "") -> list[bytes]:
+    return extend(root_key(namespace, salt), pack(tokens), page_tokens)
+
+
+@given(TOKENS, PAGES)
+def test_there_is_one_key_for_each_full_page(tokens: list[int], page_tokens: int) -> None:
+    got = keys(tokens, page_tokens)
+    assert len(got) == len(tokens) // page_tokens
+    assert len(set(got)) == len(got) and all(len(key) == KEY_BYTES for key in got)
+
+
+@given(TOKENS, PAGES)
+def test_a_key_is_the_hash_of_its_parent_and_its_tokens(tokens: list[int], page_tokens: int) -> None:
+    parent = root_key(b"model")
+    for page, key in enumerate(keys(tokens, page_tokens)):
+        own = b"".join(token.to_bytes(4, "little") for token in tokens[page * page_tokens : (page + 1) * page_tokens])
+        parent = hashlib.sha256(parent + own).digest()
+        assert key == parent
+
+
+@given(TOKENS, PAGES, st.integers(0, 39), st.integers(1, 2**32 - 1))
+def test_another_token_changes_its_own_key_and_every_later_one(
+    tokens: list[int], page_tokens: int, at: int, by: int
+) -> None:
+    assume(at < len(tokens))
+    other = [*tokens]
+    other[at] = (other[at] + by) % 2**32
+    for page, (one, two) in enumerate(zip(keys(tokens, page_tokens), keys(other, page_tokens), strict=True)):
+        assert (one == two) == (at >= (page + 1) * page_tokens)
+
+
+@given(TOKENS, PAGES, st.integers(0, 40))
+def test_keys_of_the_rest_continue_the_keys_of_the_beginning(tokens: list[int], page_tokens: int, at: int) -> None:
+    whole = keys(tokens, page_tokens)
+    cut = min(at, len(whole))
+    parent = whole[cut - 1] if cut else root_key(b"model")
+    assert extend(parent, pack(tokens)[cut * page_tokens * TOKEN_BYTES :], page_tokens) == whole[cut:]
+
+
+SALTS = st.text("ab\u00e9", max_size=4)
+
+
+@given(st.binary(max_size=4), SALTS, st.binary(max_size=4), SALTS)
+def test_roots_are_equal_only_for_the_same_model_and_salt(one: bytes, salt: str, two: bytes, other: str) -> None:
+    assert (root_key(one, salt) == root_key(two, other)) == ((one, salt) == (two, other))
+
+
+def test_a_namespace_does_not_run_into_its_salt() -> None:
+    assert root_key(b"ab", "c") != root_key(b"a", "bc")
+    assert root_key(b"ab") != root_key(b"a", "b")
+
+
+def test_salts_and_models_share_no_key() -> None:
+    tokens = [1, 2, 3, 4, 5, 6]
+    sets = [keys(tokens, 2), keys(tokens, 2, salt="a"), keys(tokens, 2, salt="b"), keys(tokens, 2, namespace=b"other")]
+    assert len({key for each in sets for key in each}) == 4 * 3
+
+
+@given(TOKENS)
+def test_packing_is_little_endian_and_32_bits_wide(tokens: list[int]) -> None:
+    expected = b"".join(token.to_bytes(4, "little") for token in tokens)
+    assert pack(tokens) == expected
+    assert pack(np.array(tokens, dtype=np.int64)) == expected
+
+
+def test_the_largest_token_fits() -> None:
+    assert pack([0, 2**32 - 1]) == b"\x00\x00\x00\x00\xff\xff\xff\xff"
+
+
+def test_nothing_packs_to_nothing() -> None:
+    assert pack([]) == b"" and pack(np.empty(0, dtype=np.int64)) == b""
+
+
+@pytest.mark.parametrize("tokens", [[-1], [2**32], [5, -7, 5], [2**40]])
+def test_a_token_that_does_not_fit_is_refused(tokens: list[int]) -> None:
+    with pytest.raises(ValueError, match="between 0 and"):
+        pack(tokens)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "uint32", "int64"])
+def test_the_width_of_the_callers_array_does_not_matter(dtype: str) -> None:
+    assert pack(np.array([1, 2, 100], dtype=dtype)) == pack([1, 2, 100])
+
+
+def test_every_pool_and_rank_of_a_page_has_a_name_of_its_own() -> None:
+    one, two = keys([1, 2, 3, 4], 2)
+    names = {object_name(key, pool, rank) for key in (one, two) for pool in ("kv", "state") for rank in (0, 1)}
+    assert len(names) == 8
+    assert object_name(one, "kv", 1) == f"{one.hex()}.kv.1"
