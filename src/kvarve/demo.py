@@ -23,6 +23,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -271,21 +272,23 @@ def bound(metrics: dict[str, float], rounds: list[Round]) -> dict[str, float]:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    shown = Table(title="The same requests, four times")
-    for column in ("round", "requests", "prompt tokens", "cached", "device", "host", "storage"):
-        shown.add_column(column, justify="left" if column == "round" else "right")
-    for column in ("TTFT mean", "p50", "p99", "of cold", "output tok/s", "accuracy", "outputs"):
-        shown.add_column(column, justify="right")
+    """The rounds side by side, narrow enough for 80 columns."""
+    shown = Table(
+        title=f"{rows[0]['requests']} requests, {rows[0]['prompt_tokens']:,} prompt tokens, four times",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    shown.add_column("round")
+    for column in ("cached", "from", "TTFT ms", "p50", "p99", "of cold", "tok/s", "accuracy", "answers"):
+        shown.add_column(column, justify="right", no_wrap=True)
     cold = rows[0]["ttft_ms"]["mean"]
     for row in rows:
-        ttft, by_tier = row["ttft_ms"], row["cached_by_tier"]
+        ttft = row["ttft_ms"]
         shown.add_row(
             row["name"],
-            str(row["requests"]),
-            f"{row['prompt_tokens']:,}",
             f"{row['cached_tokens'] / row['prompt_tokens']:.1%}",
-            *(f"{by_tier[tier]:,}" for tier in ("device", "host", "storage")),
-            f"{ttft['mean']:.0f} ms",
+            ", ".join(f"{tier} {tokens:,}" for tier, tokens in row["cached_by_tier"].items() if tokens) or "-",
+            f"{ttft['mean']:.0f}",
             f"{ttft['p50']:.0f}",
             f"{ttft['p99']:.0f}",
             f"{ttft['mean'] / cold:.2f}",
@@ -353,7 +356,10 @@ def main(args: argparse.Namespace) -> int:
         tempfile.TemporaryDirectory(prefix="storage-", dir=out) as folder,
         Progress(*columns, TextColumn("{task.fields[last]}"), console=console) as progress,
     ):
-        bars = {result.name: progress.add_task(f"{result.name:8}", total=per_round, last="") for result in rounds}
+        bars = {
+            result.name: progress.add_task(f"{result.name:8}", total=per_round, last="", start=False)
+            for result in rounds
+        }
 
         def work(result: Round, client: Client) -> None:
             def tick(answer: Answer) -> None:
@@ -361,6 +367,7 @@ def main(args: argparse.Namespace) -> int:
                 shown = f"TTFT {answer.ttft_ms:5.0f} ms, {cached:.0%} cached"
                 progress.update(bars[result.name], advance=1, last=shown)
 
+            progress.start_task(bars[result.name])
             run_round(result, client, size, opening, tasks, tick)
 
         with server(args, Path(folder), log) as client:

@@ -118,6 +118,10 @@ def _requests(now: Snapshot) -> Iterator[Metric]:
 def _cache(stats: Mapping[str, float]) -> Iterator[Metric]:
     yield _gauge("kvarve_leases", "Requests that hold pages.", stats["leases"])
     place = ("tier", "pool")
+    yield _gauge("kvarve_page_tokens", "Tokens of a page.", stats["page_tokens"])
+    yield _by("kvarve_page_bytes", "Bytes of a page.", ("pool",), _under("page_bytes.", stats), gauge=True)
+    help_text = "Pages before a boundary that a pool's layers still read; 0 stands for all of them."
+    yield _by("kvarve_page_lookback", help_text, ("pool",), _under("lookback.", stats), gauge=True)
     yield _by("kvarve_slots", "Room for pages.", place, _under("slots.", stats), gauge=True)
     yield _by(
         "kvarve_slots_used", "Slots that hold a page or are reserved for one.", place, _under("used.", stats), True

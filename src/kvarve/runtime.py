@@ -186,12 +186,16 @@ class PrefixCache:
     # --- what is going on
 
     def stats(self) -> dict[str, float]:
-        """Counters and levels by name, for metrics and for people."""
+        """Counters, levels and sizes by name, for metrics and for people; a lookback of 0 stands for all pages."""
         stats: dict[str, float] = asdict(self.core.counters)
+        stats["page_tokens"] = self.identity.page_tokens
+        for pool in self.pools:
+            stats[f"page_bytes.{pool.name}"] = pool.payload_bytes
+            stats[f"lookback.{pool.name}"] = pool.lookback or 0
         shelves = self.core.shelves
         for place, capacity in enumerate(shelves.capacity):
-            tier, pool = divmod(place, len(self.pools))
-            name = f"{Tier(tier).name.lower()}.{self.pools[pool].name}"
+            tier, number = divmod(place, len(self.pools))
+            name = f"{Tier(tier).name.lower()}.{self.pools[number].name}"
             stats[f"slots.{name}"] = capacity
             stats[f"used.{name}"] = capacity - len(shelves.free[place])
             stats[f"evicted.{name}"] = shelves.evicted[place]

@@ -204,7 +204,7 @@ class World:
             self.settle()
         self.claim(lease)
         for _ in range(4):
-            self.step([self.end(op) for op in [*self.flying]])
+            self.step([self.end(op) for op in sorted(lease.ops)])
         assert lease.ready, "probe, fetch and load: no request waits for more"
         grid = self.core.grid
         start, pages = lease.done, self.core.keepable(lease) // grid * grid
@@ -385,7 +385,7 @@ def _plain(value: Any, names: dict[int, tuple[bytes, bytes]]) -> Any:
 
 # --- long lives from a seed
 
-PATIENCES = (BEST_EFFORT, WAIT_COMPLETE, Patience(3), Patience(1, 200))
+PATIENCES = (BEST_EFFORT, WAIT_COMPLETE, Patience(3), Patience(1, 100))
 
 
 def random_config(dice: random.Random) -> CoreConfig:
@@ -393,7 +393,7 @@ def random_config(dice: random.Random) -> CoreConfig:
     return config(
         *pools,
         device=[dice.randint(1, 20) for _ in pools],
-        host=[dice.choice([0, 2, 5, 9, 14, 25]) for _ in pools] if dice.random() < 0.85 else 0,
+        host=[dice.choice([0, 5, 9, 14, 25, 40]) for _ in pools] if dice.random() < 0.85 else 0,
         grid=dice.choice([1, 1, 2]),
         storage=dice.random() < 0.7,
         write=dice.choice([*WritePolicy]),
@@ -408,33 +408,33 @@ def live(seed: int, steps: int) -> World:
     """A random life of a random core; the same seed is the same life."""
     dice = random.Random(seed)
     world = World(random_config(dice))
-    grid, trouble = world.core.grid, dice.choice([0.0, 0.05, 0.3])
-    flushes, crowd, told = dice.choice([0.0, 0.02, 0.1]), dice.choice([2, 5, 9]), dice.choice([0.1, 0.5, 1.0])
+    grid, trouble = world.core.grid, dice.choice([0.0, 0.1, 0.3])
+    flushes, crowd, told = dice.choice([0.0, 0.03, 0.1]), dice.choice([2, 5, 9]), dice.choice([0.1, 0.5, 1.0])
     for _ in range(steps):
         ready = [lease for lease in world.leases if lease.ready]
         chance = dice.random()
         if chance < flushes:
-            world.flush(*dice.choice([(Tier.DEVICE,), (Tier.HOST,), (Tier.DEVICE, Tier.HOST)]))
-        elif chance < 0.2:
-            world.request(_tokens(dice), dice.choice("aaab"), chunks=dice.randint(1, 3), rest=dice.random() < 0.1)
+            world.flush(*dice.choice([(Tier.DEVICE,), (Tier.HOST,), (Tier.DEVICE, Tier.HOST), (Tier.DEVICE, Tier.HOST)]))
+        elif chance < 0.16:
+            world.request(_tokens(dice), dice.choice("aaab"), chunks=dice.randint(1, 3), rest=dice.random() < 0.4)
         elif chance < 0.32 and len(world.leases) < crowd:
             world.open(_tokens(dice), dice.choice("aaab"), dice.choice(PATIENCES), dice.random() < 0.85)
-        elif chance < 0.42 and world.leases:
+        elif chance < 0.36 and world.leases:
             world.claim(dice.choice(world.leases))
-        elif chance < 0.54 and ready:
+        elif chance < 0.44 and ready:
             lease = dice.choice(ready)
             upto = min(world.core.keepable(lease), lease.room + grid * dice.randint(1, 12)) // grid * grid
             if upto > lease.room:
                 world.grow(lease, upto)
-        elif chance < 0.66 and ready:
+        elif chance < 0.52 and ready:
             lease = dice.choice(ready)
             upto = lease.room if dice.random() < 0.5 else dice.randint(lease.done, lease.room)
             world.publish(lease, max(lease.done, upto // grid * grid))
-        elif chance < 0.7 and world.leases:
+        elif chance < 0.56 and world.leases:
             world.close(dice.choice(world.leases))
         else:
             ops = dice.sample([*world.flying], round(dice.random() ** 0.5 * told * len(world.flying)))
-            decay = trouble / 2 if dice.random() < 0.5 else 0.0
+            decay = trouble if dice.random() < 0.3 else 0.0
             world.step(
                 [world.end(op, lost=_some(dice, trouble), rotten=_some(dice, decay)) for op in ops],
                 later_s=dice.choice([0.0, 0.5, 2.0]),

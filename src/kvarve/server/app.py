@@ -20,6 +20,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from kvarve import __version__
@@ -65,6 +66,7 @@ def create_app(
     app.include_router(guarded)
     app.add_exception_handler(KvarveError, _trouble)
     app.add_exception_handler(HTTPException, _no_such_place)
+    app.add_exception_handler(ClientDisconnect, _nobody)
     app.add_exception_handler(Exception, _bug)
     return app
 
@@ -145,7 +147,7 @@ class _Front:
             return await self._whole(form, answer, first)
         except _Gone:
             answer.close()
-            return Response(status_code=499)  # nobody reads it
+            return await _nobody(http, _Gone())
         except BaseException:
             answer.close()
             raise
@@ -417,6 +419,10 @@ async def _no_such_place(http: Http, e: Exception) -> Response:
     assert isinstance(e, HTTPException)
     message = f"{http.method} {http.url.path}: {e.detail}"
     return JSONResponse(Refused(e.status_code, message).body(), e.status_code, e.headers)
+
+
+async def _nobody(http: Http, e: Exception) -> Response:
+    return Response(status_code=499)  # the client left before its question was whole: nobody reads this
 
 
 async def _bug(http: Http, e: Exception) -> Response:

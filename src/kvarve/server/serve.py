@@ -1,5 +1,6 @@
 """A model, its cache, its engine and an HTTP server as one thing that starts whole or not at all, and ends whole."""
 
+import errno
 import logging
 import os
 import signal
@@ -100,6 +101,9 @@ class Server:
         self.engine.start()
         self._thread.start()
         self._http.listening.wait()
+        if not self._http.started:
+            self.stop()
+            raise ConfigError(f"cannot serve on {self.url}")
         if settings.ready_file is not None:
             _announce(settings.ready_file, self.url)
 
@@ -162,16 +166,19 @@ class _Uvicorn(uvicorn.Server):
 def run(settings: Settings, say: Callable[[str], None] = print) -> None:
     """Serve until SIGINT or SIGTERM, then end whole; a second signal ends at once, with exit code 130."""
     quiet_libraries()
-    stop = threading.Event()
+    serving, stop = threading.Event(), threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
+        if not serving.is_set():
+            raise KeyboardInterrupt
         if stop.is_set():
             os._exit(130)
         stop.set()
 
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
     with Server(settings) as server:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, on_signal)
+        serving.set()
         say(f"kvarve serves\n{server.describe()}\nready: Ctrl-C stops it")
         stop.wait()
         say("kvarve stops: ending requests, finishing backups (Ctrl-C again: at once)")
@@ -199,7 +206,7 @@ def check_settings(settings: Settings) -> None:
     if settings.ready_file is not None and not settings.ready_file.absolute().parent.is_dir():
         raise ConfigError(f"{settings.ready_file}: no such folder to write the ready file to")
     try:
-        torch.empty(0, device=settings.device)
+        torch.ones(1, device=settings.device).item()  # "meta" has names for things and no things
     except (RuntimeError, AssertionError, NotImplementedError) as e:
         raise ConfigError(f"device {settings.device!r} cannot be used: {str(e).splitlines()[0]}") from None
 
@@ -209,14 +216,15 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as e:
-        raise ConfigError(f"cannot listen on {host!r}: {e}") from None
+        raise ConfigError(f"cannot listen on {host!r}: {getattr(e, 'strerror', None) or e}") from None
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as e:
         listener.close()
-        raise ConfigError(f"cannot listen on {host} port {port}: {e.strerror}; give another --port, or 0") from None
+        other = "--host" if e.errno == errno.EADDRNOTAVAIL else "--port, or 0"
+        raise ConfigError(f"cannot listen on {host} port {port}: {e.strerror}; give another {other}") from None
     return listener
 
 

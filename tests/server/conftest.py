@@ -1,0 +1,90 @@
+"""A real server over real HTTP, with a model that has learned one song by heart, so that what it says is text."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from kvarve.config import CacheConfig
+from kvarve.server.serve import Server, Settings, quiet_libraries
+from kvarve.testing.models import save_checkpoint, tiny_model
+
+SONG = "hvarv på åkern, 日本語の川 🐟 and so on; "  # its characters are 1 to 4 bytes, and a token is one byte
+PAGE, CHUNK = 16, 64
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def song() -> str:
+    return SONG
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny hybrid model that goes on singing wherever a prompt leaves off."""
+    quiet_libraries()
+    ids = torch.tensor(list(SONG.encode()) * 5)
+    cycle, length = len(SONG.encode()), 3 * len(SONG.encode())
+    model = tiny_model("qwen3_5").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    random = torch.Generator().manual_seed(0)
+    for _ in range(60):
+        starts = torch.randint(cycle, (4,), generator=random).tolist()
+        batch = torch.stack([ids[start : start + length] for start in starts])
+        optimizer.zero_grad()
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+    folder = tmp_path_factory.mktemp("models") / "singer"
+    save_checkpoint(model.eval(), folder)
+    return folder
+
+
+def settings(checkpoint: Path, storage: Path | None = None, **more: object) -> Settings:
+    url = f"file://{storage}?capacity=64MiB" if storage else None
+    cache = CacheConfig(device_memory=8 << 20, host_memory=16 << 20, storage=url, prefetch_policy="wait_complete")
+    shape = {"page_tokens": PAGE, "chunk_tokens": CHUNK, "served_model_name": "singer", "port": 0}
+    return Settings(cache=cache, model=str(checkpoint), **(shape | more))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="session")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("storage") / "pages"
+
+
+@pytest.fixture(scope="session")
+def server(checkpoint: Path, storage: Path) -> Iterator[Server]:
+    logging.getLogger("kvarve").setLevel(logging.INFO)
+    with Server(settings(checkpoint, storage)) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def client(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def salt(request: pytest.FixtureRequest) -> str:
+    """A test's own corner of the cache."""
+    return str(request.node.name)
+
+
+@pytest.fixture
+def own_server(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A server to break, with the settings that the test's parameter gives."""
+    with Server(settings(checkpoint, **getattr(request, "param", {}))) as server:
+        yield server
+
+
+@pytest.fixture
+def own_client(own_server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=own_server.url, timeout=60) as client:
+        yield client

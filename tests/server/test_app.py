@@ -1,0 +1,586 @@
+"""The server from outside: what a client sends, and what it gets to see."""
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvarve.engine import engine as engine_module
+from kvarve.server.serve import Server
+
+Body = dict[str, Any]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def complete(client: httpx.Client, prompt: str | list[int], **more: Any) -> Body:
+    response = client.post(COMPLETIONS, json={"prompt": prompt, "temperature": 0} | more)
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+def text(client: httpx.Client, prompt: str | list[int], **more: Any) -> str:
+    return str(complete(client, prompt, **more)["choices"][0]["text"])
+
+
+def cached(answer: Body) -> dict[str, int]:
+    tiers: dict[str, int] = answer["usage"]["kvarve"]["cached_tokens"]
+    assert sum(tiers.values()) == answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return {tier: tokens for tier, tokens in tiers.items() if tokens}
+
+
+def events(response: httpx.Response) -> Iterator[Body]:
+    """The events of a stream, which has to end as OpenAI's do."""
+    last = ""
+    for line in response.iter_lines():
+        if line:
+            assert line.startswith("data: ")
+            last = line.removeprefix("data: ")
+            if last != "[DONE]":
+                yield json.loads(last)
+    assert last == "[DONE]"
+
+
+def stream(client: httpx.Client, path: str, body: Body) -> list[Body]:
+    with client.stream("POST", path, json={"temperature": 0, "stream": True} | body) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return list(events(response))
+
+
+def metrics(client: httpx.Client) -> dict[str, float]:
+    """Every sample, by its name and the values of its labels."""
+    response = client.get("/metrics")
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    samples = [sample for family in text_string_to_metric_families(response.text) for sample in family.samples]
+    return {".".join([sample.name, *sample.labels.values()]): sample.value for sample in samples}
+
+
+def until(client: httpx.Client, holds: Callable[[dict[str, float]], bool]) -> dict[str, float]:
+    """Ask for the metrics until something holds; the whole test's time limit bounds it."""
+    while not holds(now := metrics(client)):
+        pass
+    return now
+
+
+def refused(response: httpx.Response, status: int) -> str:
+    """The message of an error, which is in OpenAI's form."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
+    assert "\n" not in error["message"]
+    return str(error["message"])
+
+
+# --- answers
+
+
+def test_a_completion_has_the_form_that_openai_gives_it(client: httpx.Client, song: str, salt: str) -> None:
+    answer = complete(client, song * 2, max_tokens=10, cache_salt=salt, model="singer", user="me", unheard_of=1)
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "singer"
+    assert answer["id"].startswith("cmpl-")
+    choice = answer["choices"][0]
+    assert choice == {"index": 0, "text": song[:9], "logprobs": None, "finish_reason": "length"}
+    usage = answer["usage"]
+    tokens = len((song * 2).encode())
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (tokens, 10, tokens + 10)
+    assert 0 < usage["kvarve"]["ttft_ms"] <= usage["kvarve"]["total_ms"]
+
+
+def test_the_default_is_sixteen_tokens_for_a_completion(client: httpx.Client, song: str) -> None:
+    assert complete(client, song)["usage"]["completion_tokens"] == 16
+
+
+def test_a_text_and_its_tokens_are_the_same_prompt(client: httpx.Client, song: str, salt: str) -> None:
+    first = text(client, song * 2, cache_salt=salt)
+    ids = list((song * 2).encode())
+    for prompt in (ids, [ids], [song * 2]):
+        answer = complete(client, prompt, cache_salt=salt)
+        assert answer["choices"][0]["text"] == first
+        assert cached(answer) == {"device": 64}
+
+
+def test_a_chat_is_written_by_the_models_template(client: httpx.Client, song: str, salt: str) -> None:
+    body = {"temperature": 0, "max_tokens": 8, "cache_salt": salt}
+    messages = [{"role": "system", "content": song}, {"role": "user", "content": song}]
+    response = client.post(CHAT, json=body | {"messages": messages})
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert answer["object"] == "chat.completion"
+    assert answer["id"].startswith("chatcmpl-")
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+    rendered = f"system: {song}\nuser: {song}\nassistant:"
+    assert answer["usage"]["prompt_tokens"] == len(rendered.encode())
+    assert answer["choices"][0]["message"]["content"] == text(client, rendered, max_tokens=8)
+    parts = [{"type": "text", "text": song[:5]}, {"type": "text", "text": song[5:]}]
+    messages[0]["content"] = parts  # type: ignore[assignment]
+    joined = client.post(CHAT, json=body | {"messages": messages}).json()
+    assert joined["usage"]["prompt_tokens"] == len(rendered.encode()) + 1
+
+
+def test_a_chat_without_a_limit_ends_within_the_context(client: httpx.Client, song: str) -> None:
+    prompt = song * 14
+    messages = {"messages": [{"role": "user", "content": prompt}], "temperature": 0, "ignore_eos": True}
+    usage = client.post(CHAT, json=messages).json()["usage"]
+    assert usage["total_tokens"] == 1024
+    assert usage["completion_tokens"] > 16
+
+
+@pytest.mark.parametrize("include_usage", [True, False])
+def test_a_streamed_completion_is_the_whole_one_in_pieces(
+    client: httpx.Client, song: str, salt: str, include_usage: bool
+) -> None:
+    body = {"prompt": song * 2, "max_tokens": 40, "cache_salt": salt}
+    whole = complete(client, **body)
+    options = {"stream_options": {"include_usage": True}} if include_usage else {}
+    chunks = stream(client, COMPLETIONS, body | options)
+    if include_usage:
+        assert all(chunk["usage"] is None for chunk in chunks[:-1])
+        last = chunks.pop()
+        assert last["choices"] == []
+        assert last["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
+        assert cached(last) == {"device": 64}
+    assert all("usage" not in chunk or chunk["usage"] is None for chunk in chunks)
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+    assert len(choices) > 20
+
+
+def test_a_streamed_chat_is_the_whole_one_in_pieces(client: httpx.Client, song: str) -> None:
+    body = {"messages": [{"role": "user", "content": song * 2}], "max_completion_tokens": 30, "temperature": 0}
+    whole = client.post(CHAT, json=body).json()
+    chunks = stream(client, CHAT, body)
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[-1] == {}
+    said = "".join(delta.get("content", "") for delta in deltas)
+    assert said == whole["choices"][0]["message"]["content"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+
+
+@pytest.mark.parametrize("extra_tokens", range(1, 62, 7))
+def test_a_stream_never_yields_half_a_character(client: httpx.Client, song: str, extra_tokens: int) -> None:
+    prompt = (song * 3).encode()[: 61 + extra_tokens]  # it may end within a character, and so may the answer
+    chunks = stream(client, COMPLETIONS, {"prompt": list(prompt), "max_tokens": 70})
+    pieces = [chunk["choices"][0]["text"] for chunk in chunks]
+    within = song.encode()[extra_tokens % len(song.encode())] & 0xC0 == 0x80  # the rest of a character is not one
+    assert not any("\ufffd" in piece for piece in pieces[1 if within else 0 : -1])
+    assert "".join(pieces) == text(client, list(prompt), max_tokens=70)
+    assert within or "".join(pieces).rstrip("\ufffd") in song * 5
+
+
+@pytest.mark.parametrize(
+    ("stop", "said"),
+    [
+        ("åkern", "hvarv på "),  # 6 tokens, the first of them half a character
+        (["never", "川"], "hvarv på åkern, 日本語の"),
+        (["on; h", "🐟 a"], "hvarv på åkern, 日本語の川 "),
+        ("h", ""),
+    ],
+)
+def test_an_answer_ends_before_its_stop_text(client: httpx.Client, song: str, stop: Any, said: str) -> None:
+    answer = complete(client, song * 2, max_tokens=100, stop=stop)
+    assert answer["choices"][0]["text"] == said
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    chunks = stream(client, COMPLETIONS, {"prompt": song * 2, "max_tokens": 100, "stop": stop})
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == said
+
+
+def test_a_stop_text_that_does_not_come_holds_nothing_back(client: httpx.Client, song: str) -> None:
+    limit = len(song.encode())
+    assert text(client, song * 2, max_tokens=limit, stop=["on; x", "and so far"]) == song
+
+
+def test_a_seed_repeats_an_answer_and_another_one_does_not(client: httpx.Client, song: str) -> None:
+    heated = {"temperature": 2.0, "max_tokens": 30, "ignore_eos": True}
+    answers = [text(client, song, seed=seed, **heated) for seed in range(4)]
+    assert answers == [text(client, song, seed=seed, **heated) for seed in range(4)]
+    assert len(set(answers)) > 1
+
+
+def test_requests_side_by_side_say_what_each_says_alone(client: httpx.Client, song: str, salt: str) -> None:
+    prompts = [f"{i}{song * (1 + i % 3)}" for i in range(12)]
+    alone = [text(client, prompt, max_tokens=24, skip_reading_prefix_cache=True) for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        together = list(pool.map(lambda prompt: text(client, prompt, max_tokens=24, cache_salt=salt), prompts))
+    assert together == alone
+
+
+# --- the cache
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(65, 64), (128, 64), (129, 128), (170, 128), (64, 0)])
+def test_a_second_request_resumes_on_the_grid_with_a_token_left_to_compute(
+    client: httpx.Client, song: str, salt: str, tokens: int, expected: int
+) -> None:
+    prompt = list((song * 3).encode())[:tokens]
+    first = complete(client, prompt, cache_salt=salt)
+    second = complete(client, prompt, cache_salt=salt)
+    assert cached(first) == {}
+    assert cached(second) == ({"device": expected} if expected else {})
+    assert first["choices"] == second["choices"]
+
+
+def test_usage_says_from_which_tier_a_prompt_came(client: httpx.Client, song: str, salt: str) -> None:
+    def ask() -> Body:
+        return complete(client, song * 3, cache_salt=salt, max_tokens=12)
+
+    cold = ask()
+    assert cached(ask()) == {"device": 128}
+    flushed = client.post("/flush_cache", params={"tiers": "device"}).json()
+    assert flushed["tiers"] == ["device"]
+    assert flushed["flushed_pages"] >= 8
+    warm = ask()
+    assert cached(warm) == {"host": 128}
+    assert warm["choices"] == cold["choices"]
+    assert cached(ask()) == {"device": 128}
+    assert client.post("/flush_cache").json()["tiers"] == ["device", "host"]
+    warm = ask()
+    assert cached(warm) == {"storage": 128}
+    assert warm["choices"] == cold["choices"]
+    assert client.post("/flush_cache", json={"tiers": ["device", "host"]}).json()["tiers"] == ["device", "host"]
+    assert cached(ask()) == {"storage": 128}
+    assert client.post("/flush_cache", json={"tiers": "host"}).json() == {"flushed_pages": 0, "tiers": ["host"]}
+
+
+def test_salts_share_nothing(client: httpx.Client, song: str, salt: str) -> None:
+    complete(client, song * 3, cache_salt=salt)
+    assert cached(complete(client, song * 3, cache_salt=salt + "'s neighbour")) == {}
+    assert cached(complete(client, song * 3, cache_salt=salt)) == {"device": 128}
+
+
+def test_who_does_not_read_the_cache_still_fills_it(client: httpx.Client, song: str, salt: str) -> None:
+    body = {"prompt": song * 3, "cache_salt": salt}
+    assert cached(complete(client, **body, skip_reading_prefix_cache=True)) == {}
+    assert cached(complete(client, **body, skip_reading_prefix_cache=True)) == {}
+    assert cached(complete(client, **body)) == {"device": 128}
+
+
+def test_metrics_count_what_usage_says(client: httpx.Client, song: str, salt: str) -> None:
+    before = metrics(client)
+    answers = [complete(client, song * 3, cache_salt=salt) for _ in range(3)]
+    client.post("/flush_cache", params={"tiers": "device"})
+    answers.append(complete(client, song * 3, cache_salt=salt))
+    after = metrics(client)
+
+    def grown(name: str) -> float:
+        return after[name] - before[name]
+
+    usages = [answer["usage"] for answer in answers]
+    prompts = sum(usage["prompt_tokens"] for usage in usages)
+    assert grown("kvarve_requests_total.done") == grown("kvarve_ttft_seconds_count") == 4
+    assert grown("kvarve_ttft_seconds_bucket.+Inf") == 4
+    assert grown("kvarve_prompt_tokens_total") == prompts
+    assert grown("kvarve_cached_tokens_total.device") == 256
+    assert grown("kvarve_cached_tokens_total.host") == 128
+    assert grown("kvarve_cached_tokens_total.storage") == 0
+    assert grown("kvarve_computed_tokens_total") == prompts - 384
+    assert grown("kvarve_output_tokens_total") == sum(usage["completion_tokens"] for usage in usages)
+    # 8 attention pages and one state, twice: at the last boundary of the grid and at the end of the prompt's pages.
+    assert grown("kvarve_copied_pages_total.host.device") == 9
+    assert grown("kvarve_copied_pages_total.device.host") >= 9
+    assert after["kvarve_up"] == 1
+    assert after["kvarve_requests_running"] == after["kvarve_requests_waiting"] == after["kvarve_leases"] == 0
+    for tier in ("device", "host"):
+        for pool in ("attention", "state"):
+            assert 0 < after[f"kvarve_slots_used.{tier}.{pool}"] <= after[f"kvarve_slots.{tier}.{pool}"]
+    assert after["kvarve_evicted_pages_total.device.attention"] > 0
+    assert after["kvarve_storage_objects"] > 0
+    assert after["kvarve_storage_capacity_bytes"] == 64 << 20
+    assert after["kvarve_storage_bytes"] <= 64 << 20
+    assert after["kvarve_bad_pages_total.storage"] == after["kvarve_lane_failures_total.device-to-host"] == 0
+    assert after["kvarve_info.singer.0.1.0"] == 1
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": 7}, "prompt"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": []}, "the prompt is empty"),
+        ({"prompt": [[]]}, "the prompt is empty"),
+        ({"prompt": ["a", "b"]}, "one prompt per request, not 2"),
+        ({"prompt": [[1], [2]]}, "one prompt per request, not 2"),
+        ({"prompt": [1, "a"]}, "a text or a list of token ids"),
+        ({"prompt": [1.5]}, "a text or a list of token ids"),
+        ({"prompt": [True]}, "a text or a list of token ids"),
+        ({"prompt": [[["a"]]]}, "a text or a list of token ids"),
+        ({"prompt": [300]}, "outside the model's vocabulary of 300"),
+        ({"prompt": [-1]}, "outside the model's vocabulary of 300"),
+        ({"prompt": [1 << 70]}, "outside the model's vocabulary of 300"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
+        ({"max_tokens": -5}, "max_tokens must be at least 1"),
+        ({"max_tokens": "7"}, "max_tokens"),
+        ({"max_tokens": 2000}, "max_tokens 2000 together are more than the 1024"),
+        ({"temperature": -1}, "temperature must be between 0 and 100"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p must be above 0"),
+        ({"top_p": 1.1}, "top_p must be above 0 and at most 1"),
+        ({"seed": 1.5}, "seed"),
+        ({"seed": 1 << 64}, "seed"),
+        ({"stop": list("abcde")}, "at most 4 stop texts, not 5"),
+        ({"stop": ""}, "a stop text cannot be empty"),
+        ({"stop": 3}, "stop"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options need stream to be true"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"n": 2}, "n is not supported"),
+        ({"best_of": 2}, "best_of is not supported"),
+        ({"logprobs": 0}, "logprobs is not supported"),
+        ({"logprobs": 5}, "logprobs is not supported"),
+        ({"echo": True}, "echo is not supported"),
+        ({"suffix": "x"}, "suffix is not supported"),
+        ({"logit_bias": {"5": 1}}, "logit_bias is not supported"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
+        ({"presence_penalty": -0.5}, "presence_penalty is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"top_k": 5}, "top_k is not supported"),
+    ],
+)
+def test_a_completion_that_cannot_be_is_refused_in_one_clear_line(
+    client: httpx.Client, wrong: Body, complaint: str
+) -> None:
+    before = metrics(client)
+    response = client.post(COMPLETIONS, json={"prompt": "hei", "max_tokens": 2} | wrong)
+    assert complaint in refused(response, 400)
+    assert metrics(client)["kvarve_output_tokens_total"] == before["kvarve_output_tokens_total"]
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"n": 1, "best_of": 1, "logprobs": None, "echo": False, "suffix": "", "logit_bias": {}},
+        {"frequency_penalty": 0, "presence_penalty": 0.0, "response_format": {"type": "text"}, "top_k": -1},
+        {"max_tokens": None, "temperature": None, "top_p": None, "seed": None, "stop": None, "stream": None},
+        {"stream_options": None, "store": False, "metadata": {}, "service_tier": "auto"},
+    ],
+)
+def test_a_known_field_that_asks_for_nothing_is_fine(client: httpx.Client, harmless: Body) -> None:
+    assert client.post(COMPLETIONS, json={"prompt": "hei", "max_tokens": 1} | harmless).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hei"}, "messages"),
+        ({"messages": [{"content": "hei"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, "messages[0] has no content"),
+        ({"messages": [{"role": "oracle", "content": "hei"}]}, "unknown role oracle"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "'image_url'"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "tool_calls is not supported"),
+        ({"tools": [{"type": "function"}]}, "tools is not supported"),
+        ({"logprobs": True}, "logprobs is not supported"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template is not supported"),
+        ({"messages": [{"role": "user", "content": "x" * 1024}]}, "context of 1024 tokens"),
+    ],
+)
+def test_a_chat_that_cannot_be_is_refused_in_one_clear_line(client: httpx.Client, wrong: Body, complaint: str) -> None:
+    response = client.post(CHAT, json={"messages": [{"role": "user", "content": "hei"}], "max_tokens": 2} | wrong)
+    assert complaint in refused(response, 400)
+
+
+def test_a_prompt_longer_than_the_context_is_told_the_numbers(client: httpx.Client) -> None:
+    response = client.post(COMPLETIONS, json={"prompt": "x" * 5000})
+    message = refused(response, 400)
+    assert "5000 tokens" in message
+    assert "1024 tokens" in message
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert refused(client.post(COMPLETIONS, json={"prompt": "x" * 1024}), 400)
+    assert complete(client, "x" * 1023, ignore_eos=True)["usage"]["total_tokens"] == 1024
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b"[" * 9999]
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_body_that_is_no_json_object_is_refused(client: httpx.Client, path: str, body: bytes) -> None:
+    refused(client.post(path, content=body, headers={"content-type": "application/json"}), 400)
+
+
+def test_json_is_json_whatever_its_content_type(client: httpx.Client) -> None:
+    response = client.post(COMPLETIONS, content=b'{"prompt": "hei"}', headers={"content-type": "text/plain"})
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_over_the_limit_is_refused_by_its_real_bytes(client: httpx.Client, chunked: bool) -> None:
+    body = b'{"prompt": "' + b"x" * (10 << 20) + b'"}'
+
+    def parts() -> Iterator[bytes]:
+        for start in range(0, len(body), 1 << 20):
+            yield body[start : start + (1 << 20)]
+
+    response = client.post(COMPLETIONS, content=parts() if chunked else body)
+    assert "larger than 8388608 bytes" in refused(response, 413)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nope", 404), ("POST", "/v1/embeddings", 404), ("GET", COMPLETIONS, 405), ("DELETE", "/health", 405)],
+)
+def test_a_wrong_address_is_told_in_the_same_form(client: httpx.Client, method: str, path: str, status: int) -> None:
+    assert path in refused(client.request(method, path), status)
+
+
+def test_models_are_listed_and_an_unknown_one_is_not_found(client: httpx.Client) -> None:
+    card = client.get("/v1/models").json()["data"][0]
+    assert (card["id"], card["object"], card["max_model_len"]) == ("singer", "model", 1024)
+    assert client.get("/v1/models/singer").json() == card
+    assert "'gpt-5'" in refused(client.get("/v1/models/gpt-5"), 404)
+    response = client.post(COMPLETIONS, json={"prompt": "hei", "model": "gpt-5"})
+    refused(response, 404)
+    assert response.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("tiers", ["storage", "moon", "device,", ""])
+def test_only_memory_can_be_flushed(client: httpx.Client, tiers: str) -> None:
+    assert "can be flushed: device, host" in refused(client.post("/flush_cache", params={"tiers": tiers}), 400)
+
+
+@pytest.mark.parametrize("body", [b"{", b'{"tiers": 3}', b'{"tiers": []}', b'{"tiers": ["storage"]}'])
+def test_a_flush_that_cannot_be_understood_flushes_nothing(client: httpx.Client, body: bytes) -> None:
+    refused(client.post("/flush_cache", content=body), 400)
+
+
+@pytest.mark.parametrize("own_server", [{"api_key": "sésame"}], indirect=True)
+def test_a_key_opens_what_it_guards_and_nothing_else_does(own_client: httpx.Client) -> None:
+    def header(value: str) -> dict[str, bytes]:
+        return {"Authorization": value.encode()}
+
+    body = {"prompt": "hei", "max_tokens": 1}
+    for wrong in ({}, header("Bearer"), header("Bearer sesame"), header("sésame"), header("Bearer sésame ")[:0] or {}):
+        for path in (COMPLETIONS, CHAT, "/flush_cache"):
+            response = own_client.post(path, json=body, headers=wrong)
+            assert "API key" in refused(response, 401)
+            assert response.headers["www-authenticate"] == "Bearer"
+        refused(own_client.get("/v1/models", headers=wrong), 401)
+    assert own_client.post(COMPLETIONS, json=body, headers=header("Bearer sésame")).status_code == 200
+    assert own_client.get("/health").status_code == own_client.get("/metrics").status_code == 200
+
+
+# --- going away, and trouble
+
+
+def test_a_reader_who_leaves_a_stream_ends_the_request(client: httpx.Client, song: str) -> None:
+    before = metrics(client)
+    body = {"prompt": song, "stream": True, "max_tokens": 900, "ignore_eos": True}
+    with client.stream("POST", COMPLETIONS, json=body) as response:
+        assert next(response.iter_lines()).startswith("data: ")
+    name = "kvarve_requests_total.aborted"
+    after = until(client, lambda now: now[name] > before[name])
+    assert after[name] == before[name] + 1
+    assert after["kvarve_requests_running"] == after["kvarve_leases"] == 0
+    assert after["kvarve_output_tokens_total"] - before["kvarve_output_tokens_total"] < 900
+
+
+def test_a_client_who_hangs_up_ends_the_request_that_it_waits_for(
+    server: Server, client: httpx.Client, song: str
+) -> None:
+    before = metrics(client)
+    body = json.dumps({"prompt": song, "max_tokens": 900, "ignore_eos": True}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    url = httpx.URL(server.url)
+    with socket.create_connection((url.host, url.port or 0)) as connection:
+        connection.sendall(head + body)
+        until(client, lambda now: now["kvarve_requests_running"] == 1)
+    name = "kvarve_requests_total.aborted"
+    after = until(client, lambda now: now[name] > before[name])
+    assert after["kvarve_requests_running"] == after["kvarve_leases"] == 0
+
+
+def test_a_client_who_leaves_in_the_middle_of_its_question_troubles_nobody(
+    server: Server, client: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = httpx.URL(server.url)
+    with socket.create_connection((url.host, url.port or 0)) as connection:
+        connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n{{".encode())
+        assert client.get("/health").status_code == 200
+    assert client.get("/health").json() == {"status": "ok"}
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("own_server", [{"max_running": 1, "max_waiting": 1}], indirect=True)
+def test_one_too_many_is_told_to_come_back(own_client: httpx.Client, song: str) -> None:
+    body = {"prompt": song, "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with ThreadPoolExecutor(1) as pool, own_client.stream("POST", COMPLETIONS, json=body) as first:
+        next(first.iter_lines())
+        second = pool.submit(text, own_client, song, max_tokens=1)
+        until(own_client, lambda now: now["kvarve_requests_waiting"] == 1)
+        response = own_client.post(COMPLETIONS, json={"prompt": song})
+        assert "try again later" in refused(response, 503)
+        assert int(response.headers["retry-after"]) > 0
+        first.close()
+        assert second.result() == song[0]
+
+
+def test_one_requests_trouble_is_an_error_and_not_the_others(
+    client: httpx.Client, song: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = engine_module.forward
+
+    def fails(model: Any, workspace: Any, ids: Any) -> Any:
+        if workspace.tokens == len((song * 2).encode()) + 4:
+            raise MemoryError("no room for that")
+        return forward(model, workspace, ids)
+
+    monkeypatch.setattr(engine_module, "forward", fails)
+    body = {"prompt": song * 2, "max_tokens": 9, "temperature": 0}
+    assert "no room for that" in refused(client.post(COMPLETIONS, json=body), 500)
+    chunks = stream(client, COMPLETIONS, body)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == song[:5]
+    assert "no room for that" in chunks[-1]["error"]["message"]
+    assert client.get("/health").status_code == 200
+    assert text(client, song, max_tokens=9) == song[:8]
+
+
+def test_a_broken_engine_is_not_healthy_and_says_why(
+    own_server: Server, own_client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks() -> None:
+        raise RuntimeError("the ground has opened")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(own_server.engine.cache, "step", breaks)
+        response = own_client.post(COMPLETIONS, json={"prompt": "hei"})
+        assert response.status_code == 500
+    assert "the ground has opened" in refused(own_client.get("/health"), 503)
+    for path in (COMPLETIONS, "/flush_cache"):
+        assert "the ground has opened" in refused(own_client.post(path, json={"prompt": "hei"}), 500)
+    assert metrics(own_client)["kvarve_up"] == 0
+
+
+def test_stopping_ends_those_who_are_being_served(own_server: Server, own_client: httpx.Client, song: str) -> None:
+    body = {"prompt": song, "max_tokens": 900, "ignore_eos": True, "temperature": 0}
+    with (
+        ThreadPoolExecutor(1) as pool,
+        own_client.stream("POST", COMPLETIONS, json=body | {"stream": True}) as response,
+    ):
+        arriving = events(response)
+        next(arriving)
+        whole = pool.submit(own_client.post, COMPLETIONS, json=body)
+        until(own_client, lambda now: now["kvarve_requests_running"] == 2)
+        stopping = threading.Thread(target=own_server.stop)
+        stopping.start()
+        chunks = list(arriving)
+        assert chunks[-1]["choices"][0]["finish_reason"] == "abort"
+        assert "shutting down" in refused(whole.result(), 503)
+        stopping.join()
+    with pytest.raises(httpx.ConnectError):
+        own_client.get("/health")
