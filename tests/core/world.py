@@ -47,6 +47,11 @@ def prompt(pages: int, seed: int = 0, extra: int = 1) -> list[int]:
     return [1000 * seed + at for at in range(pages * PAGE_TOKENS + extra)]
 
 
+def fork(pages: int, word: int, more: int = 6) -> list[int]:
+    """A prompt that shares so many pages with `prompt` and goes on with other words."""
+    return prompt(pages, extra=0) + [10**6 + word] * more
+
+
 class World:
     """A core and everything it talks to. Every method checks the laws of the core and every byte in it afterwards."""
 
@@ -434,6 +439,8 @@ def live(seed: int, steps: int) -> World:
             world.close(dice.choice(world.leases))
         else:
             ops = dice.sample([*world.flying], round(dice.random() ** 0.5 * told * len(world.flying)))
+            if world.storage and dice.random() < trouble / 3:
+                world.storage[dice.choice([*world.storage])] = ROTTEN
             decay = trouble if dice.random() < 0.3 else 0.0
             world.step(
                 [world.end(op, lost=_some(dice, trouble), rotten=_some(dice, decay)) for op in ops],

@@ -10,7 +10,7 @@ import torch
 
 from kvarve.config import CacheConfig
 from kvarve.server.serve import Server, Settings, quiet_libraries
-from kvarve.testing.models import save_checkpoint, tiny_model
+from kvarve.testing.models import byte_tokenizer, save_checkpoint, tiny_model
 
 SONG = "hvarv på åkern, 日本語の川 🐟 and so on; "  # its characters are 1 to 4 bytes, and a token is one byte
 PAGE, CHUNK = 16, 64
@@ -27,10 +27,16 @@ def song() -> str:
 
 
 @pytest.fixture(scope="session")
+def ids() -> list[int]:
+    """The song's tokens, one a byte."""
+    return list(byte_tokenizer().encode(SONG))
+
+
+@pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny hybrid model that goes on singing wherever a prompt leaves off."""
     quiet_libraries()
-    ids = torch.tensor(list(SONG.encode()) * 5)
+    ids = torch.tensor(byte_tokenizer().encode(SONG) * 5)
     cycle, length = len(SONG.encode()), 3 * len(SONG.encode())
     model = tiny_model("qwen3_5").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

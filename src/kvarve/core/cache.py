@@ -237,7 +237,7 @@ class Core:
         tail, end = self._insert(lease, Tier.DEVICE, pages)
         lease.done = upto
         if kept := min(upto, end):
-            self._hold(lease, tail, 1 << kept - 1)
+            self._hold(lease, tail, 1 << kept - 1 | self._ahead(lease.seen))
             self._used(tail, kept)
         for run, _ in upward(tail, span(0, end) & ~ones(min(lease.boundary, end))):
             run.uses = max(run.uses, 1)
@@ -308,6 +308,12 @@ class Core:
                 positions |= 1 << on_device - 1
         return positions
 
+    def _ahead(self, device: list[int]) -> int:
+        """The positions to pin so that the device keeps all that it has of a prompt's chains."""
+        return boundaries.of(
+            here - 1 for pool in self.shelves.chains if (here := boundaries.leading(device[pool]))
+        )
+
     def _hold(self, lease: Lease, run: Run, positions: int) -> None:
         """Exchange what a lease pins. It refers to the deepest run that it pins something in, which therefore stays."""
         self.shelves.pin(run, positions)
@@ -326,6 +332,7 @@ class Core:
         for each, _ in upward(run, ones(boundary) if whole else near):
             each.uses += 1
             each.tries = 0
+            each.asked = [0] * len(self.pools)
             self._owe(each)
 
     # --- before a lease is ready
@@ -434,12 +441,8 @@ class Core:
         run = path[-1] if path else top
         device, _ = self._present(path, known)
         lease.boundary = deepest(self._resume(device, lease) & allowed)
-        # Pages beyond the boundary that are here already need not be kept again; their last one is held for it.
-        footing = self._footing(lease.boundary, device)
-        for pool in self.shelves.chains:
-            if here := boundaries.leading(device[pool]):
-                footing |= 1 << here - 1
-        self._hold(lease, run, footing)
+        # Pages beyond the boundary that are here already need not be kept again, so they must not go meanwhile.
+        self._hold(lease, run, self._footing(lease.boundary, device) | self._ahead(device))
         lease.seen = device
         lease.done = lease.room = lease.boundary
         lease.phase = Phase.READY
@@ -645,6 +648,7 @@ class Core:
                     run.bad[self._host(page.pool)] |= local
             else:
                 self.counters.backed_up += good
+                run.asked[page.pool] |= local if good else 0
                 if not good or not self._settle(run, place, page.position, page.target):
                     self.shelves.give_back(place, page.target)
             self.counters.failed += not good
@@ -673,7 +677,9 @@ class Core:
     def _missing(self, run: Run, pool: int) -> tuple[int, int]:
         """Local positions of a run to copy to the host, and to storage."""
         host = self._host(pool)
-        to_host = run.here[pool] & ~run.here[host] & ~run.coming[host] if self.shelves.capacity[host] else 0
+        # Once per use: where the host is smaller than the run, its pages would chase each other for ever.
+        settled = run.here[host] | run.coming[host] | run.asked[pool]
+        to_host = run.here[pool] & ~settled if self.shelves.capacity[host] else 0
         to_storage = run.here[host] & ~run.bad[host] & ~run.stored[pool] & ~run.coming[2 * len(self.pools) + pool]
         return to_host, to_storage if self.config.storage else 0
 

@@ -24,6 +24,7 @@ class Run:
     """
 
     __slots__ = (
+        "asked",
         "bad",
         "children",
         "coming",
@@ -56,6 +57,7 @@ class Run:
         self.kids = [0] * (2 * pools)
         self.slots: list[array[int] | None] = [None] * (2 * pools)
         self.stored = [0] * pools
+        self.asked = [0] * pools  # backups to the host that were sent since the run was used last
         self.pins = Pins()
         self.used = 0  # when it was used last, in the core's own ticks
         self.uses = 0
@@ -123,6 +125,7 @@ class Run:
         self.keys = self.keys[: keep * KEY_BYTES]
         mask = boundaries.ones(keep)
         self.stored = [bits & mask for bits in self.stored]
+        self.asked = [bits & mask for bits in self.asked]
         for place, table in enumerate(self.slots):
             if table is not None:
                 self.slots[place] = table[:keep]
@@ -142,6 +145,7 @@ class Run:
         front.bad, self.bad = [bits & low for bits in self.bad], [bits >> cut for bits in self.bad]
         front.coming, self.coming = [bits & low for bits in self.coming], [bits >> cut for bits in self.coming]
         front.stored, self.stored = [bits & low for bits in self.stored], [bits >> cut for bits in self.stored]
+        front.asked, self.asked = [bits & low for bits in self.asked], [bits >> cut for bits in self.asked]
         front.slots = [table and table[:cut] for table in self.slots]
         self.slots = [table and table[cut:] for table in self.slots]
         for run in (front, self):

@@ -200,7 +200,7 @@ class _Front:
         """The body, as far as it may go; what its headers say of its length is not asked."""
         try:
             return await asyncio.wait_for(self._read(http), BODY_TIMEOUT_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise Refused(408, f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
 
     async def _read(self, http: Http) -> bytes:

@@ -1,0 +1,448 @@
+"""What does memory buy? Replays a trace of prompts through the product's own core, without a model or a byte of KV.
+
+The hands are instant: whatever the core asks to copy is good at the next step, and requests follow one another in the
+trace's order. So a figure here says what the tree, the eviction order and the room can give, and nothing of waiting.
+
+A trace is JSON lines, plain or gzip: `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one id
+per block of `block_tokens` tokens, of which the last block may be short and may lack its id. An id stands for its
+block *and everything before it*. Only prompts are cached: what an answer's tokens were, no trace says.
+"""
+
+import argparse
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvarve.config import CacheConfig, split
+from kvarve.core.cache import Core, CoreConfig
+from kvarve.core.effects import Effect, Ended, Page, Probe
+from kvarve.core.policies import WAIT_COMPLETE
+from kvarve.errors import ConfigError
+from kvarve.keys import TOKEN_BYTES, object_name, root_key
+from kvarve.memory.record import record_bytes
+from kvarve.model import BufferSpec, PoolSpec, Tier, window_lookback
+from kvarve.sizes import format_size, parse_size
+from kvarve.storage.base import LruIndex
+
+MOST_TOKENS = 1 << 27  # in one prompt: what is longer is a damaged line, not a request
+
+Advance = Callable[[int, int], None]  # how many bytes of the trace file are done, of how many
+
+
+@dataclass(frozen=True)
+class SimulationConfig:
+    """A model as bytes, and the memory that it gets. Sizes in bytes; ConfigError for what cannot work.
+
+    `state_bytes` is a recurrent model's state after any token, 0 for none; a window keeps
+    `window_bytes_per_token` for the last `window_tokens` tokens.
+    """
+
+    device_memory: int
+    host_memory: int = 0
+    storage_memory: int = 0
+    kv_bytes_per_token: int = 128 * 1024  # Llama 3 8B: 32 layers, 8 heads of 128, keys and values, 2 bytes each
+    state_bytes: int = 0
+    window_tokens: int = 0
+    window_bytes_per_token: int = 0
+    block_tokens: int = 512
+    page_tokens: int = 512
+    chunk_tokens: int = 0  # 0: the page size
+    write_policy: str = "write_through"
+    selective_uses: int = 2
+    snapshot_every: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if isinstance(value, int) and value < 0:
+                raise ConfigError(f"{name.replace('_', ' ')} cannot be below zero, and is {value}")
+        if not self.block_tokens or not self.page_tokens:
+            raise ConfigError("a block and a page have at least one token each")
+        if self.grid % self.page_tokens:
+            raise ConfigError(f"chunks of {self.grid} tokens do not consist of pages of {self.page_tokens}")
+        if bool(self.window_tokens) != bool(self.window_bytes_per_token):
+            raise ConfigError("a window needs both: its tokens and the bytes that it keeps per token")
+        if not self.pools():
+            raise ConfigError("nothing to cache: give KV bytes per token, a window, or the bytes of a state")
+        if self.storage_memory and not self.host_memory:
+            raise ConfigError("storage needs host memory, through which its pages travel: give host memory too")
+        self.core()
+
+    @property
+    def grid(self) -> int:
+        return self.chunk_tokens or self.page_tokens
+
+    def pools(self) -> tuple[PoolSpec, ...]:
+        """The rows that such a model would have."""
+        rows = (
+            ("kv", self.kv_bytes_per_token * self.page_tokens, None),
+            (
+                "window",
+                self.window_bytes_per_token * self.page_tokens,
+                window_lookback(self.window_tokens, self.page_tokens),
+            ),
+            ("state", self.state_bytes, 1),
+        )
+        return tuple(
+            PoolSpec(name, (BufferSpec("bytes", (size,), "uint8"),), lookback, in_place=name == "state")
+            for name, size, lookback in rows
+            if size
+        )
+
+    def core(self) -> CoreConfig:
+        """The settings of the core, with memory turned into slots as the real cache does it."""
+        # The names and bounds of policies are checked where an operator's are.
+        cache = CacheConfig(
+            self.device_memory,
+            write_policy=self.write_policy,
+            selective_uses=self.selective_uses,
+            snapshot_every=self.snapshot_every,
+        )
+        shape = (self.pools(), self.page_tokens, self.grid)
+        slots = {Tier.DEVICE: split(self.device_memory, *shape, records=False, what="device")}
+        if self.host_memory:
+            slots[Tier.HOST] = split(self.host_memory, *shape, records=True, what="host")
+        return CoreConfig(
+            self.pools(),
+            slots,
+            page_tokens=self.page_tokens,
+            chunk_tokens=self.grid,
+            storage=bool(self.storage_memory),
+            write=cache.write(),
+            selective_uses=cache.selective_uses,
+            snapshot_every=cache.snapshot_every,
+        )
+
+
+@dataclass(frozen=True)
+class Request:
+    """One line of a trace. `ids` may lack the id of a last block that is not full."""
+
+    timestamp_ms: float
+    input_length: int
+    output_length: int
+    ids: list[int]
+
+
+@dataclass
+class Report:
+    """What a replay found. `infinite_hit_tokens`: what a cache of full blocks that never forgets would have found."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    hit_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys((tier.name.lower() for tier in Tier), 0))
+    infinite_hit_tokens: int = 0
+    unique_blocks: int = 0
+    slots: dict[str, int] = field(default_factory=dict)
+    evicted: dict[str, int] = field(default_factory=dict)
+    moved_bytes: dict[str, int] = field(default_factory=dict)
+    uncached_pages: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Tokens found in any tier, of all prompt tokens."""
+        return sum(self.hit_tokens.values()) / max(1, self.prompt_tokens)
+
+    @property
+    def infinite_hit_rate(self) -> float:
+        return self.infinite_hit_tokens / max(1, self.prompt_tokens)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"hit_rate": self.hit_rate, "infinite_hit_rate": self.infinite_hit_rate}
+
+
+# --- the trace
+
+
+def read_trace(path: Path, block_tokens: int, advance: Advance = lambda done, size: None) -> Iterator[Request]:
+    """The requests of a trace file, one at a time. ConfigError names the line that is not one."""
+    line, before = 0, 0.0
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            lines = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if packed else raw
+            for line, text in enumerate(lines, 1):  # noqa: B007: the line that was being read, for the message below
+                if text.strip():
+                    request = _request(text, block_tokens)
+                    if request.timestamp_ms < before:
+                        raise ValueError("it happened before the line above: sort the trace by timestamp")
+                    before = request.timestamp_ms
+                    yield request
+                    advance(raw.tell(), size)
+    except (OSError, EOFError, zlib.error) as e:
+        raise ConfigError(f"trace {path}: cannot be read after line {line}: {e}") from e
+    except (ValueError, RecursionError) as e:
+        raise ConfigError(f"trace {path}, line {line}: {e}") from e
+    if not line:
+        raise ConfigError(f"trace {path} is empty")
+
+
+def _request(text: bytes, block_tokens: int) -> Request:
+    """One line of a trace; ValueError says what is wrong with it."""
+    try:
+        row = json.loads(text)
+    except ValueError:
+        raise ValueError("not JSON") from None
+    if not isinstance(row, dict):
+        raise ValueError("not a JSON object")
+    if missing := [name for name in ("timestamp", "input_length", "output_length", "hash_ids") if name not in row]:
+        raise ValueError(f"no {', '.join(missing)}")
+    timestamp, tokens, output, ids = row["timestamp"], row["input_length"], row["output_length"], row["hash_ids"]
+    if type(timestamp) not in (int, float) or not 0 <= timestamp < 2**63:
+        raise ValueError(f"timestamp is {timestamp!r}, not milliseconds")
+    if type(tokens) is not int or not 0 < tokens <= MOST_TOKENS:
+        raise ValueError(f"input_length is {tokens!r}, not a number of tokens")
+    if type(output) is not int or output < 0:
+        raise ValueError(f"output_length is {output!r}, not a number of tokens")
+    if not isinstance(ids, list) or any(type(each) is not int for each in ids):
+        raise ValueError("hash_ids is not a list of whole numbers")
+    full, rest = divmod(tokens, block_tokens)
+    if len(ids) not in (full, full + (rest > 0)):
+        raise ValueError(f"{len(ids)} hash_ids do not stand for {tokens} tokens in blocks of {block_tokens}")
+    if len(set(ids)) != len(ids):
+        raise ValueError("an id comes twice, though it stands for everything before it as well")
+    return Request(timestamp, tokens, output, ids)
+
+
+class Prompts:
+    """Makes packed tokens out of ids: every block is one token of its own, repeated."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._token: dict[int, bytes] = {}  # by id: ids may be wider than tokens are
+        self._tokens = 0
+
+    def packed(self, request: Request) -> bytes:
+        rest = request.input_length - len(request.ids) * self._block_tokens
+        blocks = [self._of(each) * self._block_tokens for each in request.ids]
+        if rest > 0:  # the short last block without an id: nobody else has it
+            blocks.append(self._fresh() * rest)
+        return b"".join(blocks)[: request.input_length * TOKEN_BYTES]
+
+    def _of(self, id_: int) -> bytes:
+        token = self._token.get(id_)
+        if token is None:
+            token = self._token[id_] = self._fresh()
+        return token
+
+    def _fresh(self) -> bytes:
+        self._tokens += 1
+        return self._tokens.to_bytes(TOKEN_BYTES, "little")
+
+
+class Infinite:
+    """The hit rate of a cache of full blocks that never forgets, from the ids alone: it knows no core and no page."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self.seen: set[int] = set()
+
+    def hit(self, request: Request) -> int:
+        """Tokens of the request that came before; takes in its blocks."""
+        full = request.ids[: request.input_length // self._block_tokens]
+        known = next((at for at, each in enumerate(full) if each not in self.seen), len(full))
+        self.seen.update(full[known:])
+        return known * self._block_tokens
+
+
+# --- the world of a core that replays
+
+
+class InstantHands:
+    """Lanes that take no time, and a storage of names alone that forgets what was used longest ago."""
+
+    def __init__(self, pools: tuple[PoolSpec, ...], storage_bytes: int) -> None:
+        self._names = [pool.name for pool in pools]
+        self._payloads = [pool.payload_bytes for pool in pools]
+        self._records = [record_bytes(pool.payload_bytes) for pool in pools]
+        self.storage = LruIndex(storage_bytes)
+        self.moved_bytes: dict[str, int] = {}
+
+    def answer(self, effect: Effect) -> Ended:
+        if isinstance(effect, Probe):
+            return Ended(effect.op, self._there([self._name(page) for page in effect.pages]))
+        sizes, good = self._payloads, (1 << len(effect.pages)) - 1
+        if Tier.STORAGE in (effect.source, effect.target):
+            sizes = self._records
+            good = self._store(effect.pages) if effect.target is Tier.STORAGE else self._fetch(effect.pages)
+        edge = f"{effect.source.name}_to_{effect.target.name}".lower()
+        moved = sum(sizes[page.pool] for i, page in enumerate(effect.pages) if good >> i & 1)
+        self.moved_bytes[edge] = self.moved_bytes.get(edge, 0) + moved
+        return Ended(effect.op, good)
+
+    def _name(self, page: Page) -> str:
+        return object_name(page.key, self._names[page.pool])
+
+    def _there(self, names: list[str]) -> int:
+        return sum(1 << i for i, name in enumerate(names) if name in self.storage.entries)
+
+    def _fetch(self, pages: tuple[Page, ...]) -> int:
+        names = [self._name(page) for page in pages]
+        self.storage.touch(names)
+        return self._there(names)
+
+    def _store(self, pages: tuple[Page, ...]) -> int:
+        """As a storage backend does it: what is there stays as it is, and no page pushes out one of its own batch."""
+        good, mine = 0, dict[str, None]()
+        for i, page in enumerate(pages):
+            name, size = self._name(page), self._records[page.pool]
+            if name not in self.storage.entries:
+                victims = self.storage.victims(name, size, mine)
+                if victims is None:
+                    continue
+                for victim in victims:
+                    self.storage.drop(victim)
+                self.storage.evicted += len(victims)
+                self.storage.add(name, size)
+                mine[name] = None
+            good |= 1 << i
+        self.storage.touch([*mine])
+        return good
+
+
+def replay(
+    trace_path: str | Path,
+    config: SimulationConfig,
+    *,
+    limit: int | None = None,
+    advance: Advance = lambda done, size: None,
+) -> Report:
+    """Run a trace, or its first `limit` requests, through a core of its own; ConfigError if it is not a trace."""
+    core = Core(config.core())
+    hands = InstantHands(core.pools, config.storage_memory)
+    prompts, infinite = Prompts(config.block_tokens), Infinite(config.block_tokens)
+    root, report = root_key(b"kvarve-simulate"), Report()
+    for request in read_trace(Path(trace_path), config.block_tokens, advance):
+        if limit is not None and report.requests >= limit:
+            break
+        now = request.timestamp_ms / 1000
+        lease = core.open(root, prompts.packed(request), now, WAIT_COMPLETE)
+        while not core.claim(lease, now):
+            core.step([hands.answer(effect) for effect in core.take()], now)
+        for tier, pages in zip(Tier, lease.from_tiers(), strict=True):
+            report.hit_tokens[tier.name.lower()] += pages * config.page_tokens
+        core.grow(lease, core.keepable(lease))
+        core.publish(lease, lease.room)
+        core.close(lease)
+        core.step([hands.answer(effect) for effect in core.take()], now)
+        while not core.idle():
+            core.step([hands.answer(effect) for effect in core.take()], now)
+        report.requests += 1
+        report.prompt_tokens += request.input_length
+        report.output_tokens += request.output_length
+        report.infinite_hit_tokens += infinite.hit(request)
+    report.unique_blocks = len(infinite.seen)
+    report.moved_bytes = hands.moved_bytes
+    report.uncached_pages = core.counters.uncached
+    for place, capacity in enumerate(core.shelves.capacity):
+        tier, pool = divmod(place, len(core.pools))
+        if capacity:
+            name = f"{Tier(tier).name.lower()}.{core.pools[pool].name}"
+            report.slots[name], report.evicted[name] = capacity, core.shelves.evicted[place]
+    if config.storage_memory:
+        report.evicted["storage"] = hands.storage.evicted
+    return report
+
+
+# --- the command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The words of `kvarve simulate`."""
+    preset = SimulationConfig(1 << 40)
+    add = parser.add_argument
+    add("trace", type=Path, metavar="TRACE", help="JSON lines, plain or gzip, with hash_ids per block")
+    add("--device-memory", type=_size, required=True, metavar="SIZE", help="for pages on the device, such as 40GiB")
+    add(
+        "--host-memory", type=_size, default=0, metavar="SIZE", help="for pages that left the device; none unless given"
+    )
+    add("--storage-memory", type=_size, default=0, metavar="SIZE", help="for pages in storage; none unless given")
+    kv = "bytes of attention KV per token, 0 for none (default 128KiB)"
+    add("--kv-bytes-per-token", type=_size, default=preset.kv_bytes_per_token, metavar="SIZE", help=kv)
+    add("--state-bytes", type=_size, default=0, metavar="SIZE", help="of a recurrent state; none unless given")
+    add("--window-tokens", type=int, default=0, metavar="N", help="length of a sliding window; none unless given")
+    add("--window-bytes-per-token", type=_size, default=0, metavar="SIZE", help="that the window keeps")
+    count = {"type": int, "metavar": "N"}
+    add(
+        "--block-tokens",
+        default=preset.block_tokens,
+        help="tokens that one id stands for (default %(default)s)",
+        **count,
+    )
+    add("--page-tokens", default=preset.page_tokens, help="tokens of a page (default %(default)s)", **count)
+    add("--chunk-tokens", default=0, help="the prefill grid; the page size unless given", **count)
+    policies = "write_through, write_through_selective or write_back (default %(default)s)"
+    add("--write-policy", default=preset.write_policy, metavar="POLICY", help=policies)
+    add("--selective-uses", default=preset.selective_uses, help="uses before write_through_selective writes", **count)
+    add("--snapshot-every", default=0, help="keep windows and states every so many tokens too", **count)
+    add("--limit", default=None, help="only the first requests of the trace", **count)
+    add("--json", type=Path, metavar="FILE", help="write the report there too")
+
+
+def main(args: argparse.Namespace) -> int:
+    """`kvarve simulate`: replay, print a table; answers the exit code."""
+    names = SimulationConfig.__dataclass_fields__
+    config = SimulationConfig(**{name: value for name, value in vars(args).items() if name in names})
+    if args.limit is not None and args.limit < 1:
+        raise ConfigError(f"a limit of {args.limit} requests leaves nothing to replay")
+    if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
+        raise ConfigError(f"{args.json}: not a file that can be written")  # better said before the work than after it
+    console = Console()
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with Progress(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
+    ) as progress:
+        task = progress.add_task(args.trace.name)
+        report = replay(
+            args.trace,
+            config,
+            limit=args.limit,
+            advance=lambda done, size: progress.update(task, completed=done, total=size),
+        )
+    console.print(_table(report, config))
+    if args.json is not None:
+        try:
+            args.json.write_text(json.dumps({"config": asdict(config), **report.as_json()}, indent=1) + "\n")
+        except OSError as e:
+            raise ConfigError(f"{args.json}: {e}") from e
+    return 0
+
+
+def _table(report: Report, config: SimulationConfig) -> Table:
+    tokens = max(1, report.prompt_tokens)
+    table = Table(title=f"{report.requests:,} requests, {report.prompt_tokens:,} prompt tokens")
+    for heading in ("tier", "memory", "pages", "hit tokens", "hit rate", "evicted pages"):
+        table.add_column(heading, justify="left" if heading == "tier" else "right")
+    memory = (config.device_memory, config.host_memory, config.storage_memory)
+    for tier, room in zip(Tier, memory, strict=True):
+        name = tier.name.lower()
+        pages = sum(slots for place, slots in report.slots.items() if place.partition(".")[0] == name)
+        gone = sum(evicted for place, evicted in report.evicted.items() if place.partition(".")[0] == name)
+        hit = report.hit_tokens[name]
+        if room:
+            table.add_row(
+                name, format_size(room), f"{pages:,}" if pages else "", f"{hit:,}", f"{hit / tokens:.1%}", f"{gone:,}"
+            )
+    table.add_section()
+    table.add_row("all tiers", "", "", f"{sum(report.hit_tokens.values()):,}", f"{report.hit_rate:.1%}")
+    table.add_row("never forgetting", "", "", f"{report.infinite_hit_tokens:,}", f"{report.infinite_hit_rate:.1%}")
+    moved = ", ".join(f"{edge.replace('_', ' ')} {format_size(size)}" for edge, size in report.moved_bytes.items())
+    table.caption = f"moved: {moved or 'nothing'}; computed without room to keep them: {report.uncached_pages:,} pages"
+    return table
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None

@@ -1,0 +1,97 @@
+"""A record says what it is, and one that is anything else is found out."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES, Stamp, record_bytes
+
+NAMESPACE, KEY = b"m" * 32, bytes(range(32))
+payloads = st.binary(min_size=1, max_size=300)
+
+
+def a_record(payload: bytes, stamp: Stamp | None = None, key: bytes = KEY) -> bytearray:
+    record = bytearray(record_bytes(len(payload)))
+    record[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
+    (stamp or a_stamp(payload)).seal(memoryview(record), key)
+    return record
+
+
+def a_stamp(payload: bytes) -> Stamp:
+    return Stamp(NAMESPACE, "attention", len(payload))
+
+
+@given(payloads)
+def test_a_sealed_record_is_intact_and_its_payload_is_as_it_was(payload: bytes) -> None:
+    record = a_record(payload)
+    assert a_stamp(payload).intact(memoryview(record), KEY)
+    assert record[HEADER_BYTES : HEADER_BYTES + len(payload)] == payload
+
+
+def test_every_single_bit_of_header_and_payload_counts() -> None:
+    payload = bytes(range(40))
+    record = a_record(payload)
+    for bit in range(8 * (HEADER_BYTES + len(payload))):
+        record[bit // 8] ^= 1 << bit % 8
+        assert not a_stamp(payload).intact(memoryview(record), KEY), f"bit {bit} was flipped"
+        record[bit // 8] ^= 1 << bit % 8
+    assert a_stamp(payload).intact(memoryview(record), KEY)
+
+
+@given(payloads, st.data())
+def test_any_damage_to_header_or_payload_is_noticed(payload: bytes, data: st.DataObject) -> None:
+    record, end = a_record(payload), HEADER_BYTES + len(payload)
+    start = data.draw(st.integers(0, end - 1))
+    damage = data.draw(st.binary(min_size=1, max_size=end - start))
+    before = bytes(record)
+    record[start : start + len(damage)] = damage
+    assert a_stamp(payload).intact(memoryview(record), KEY) == (bytes(record) == before)
+
+
+@given(payloads, st.data())
+def test_a_truncated_record_is_noticed(payload: bytes, data: st.DataObject) -> None:
+    record, end = a_record(payload), HEADER_BYTES + len(payload)
+    kept = data.draw(st.integers(0, end - 1))
+    assert not a_stamp(payload).intact(memoryview(record)[:kept], KEY)
+    record[kept:end] = bytes(end - kept)
+    if record[:end] != a_record(payload)[:end]:  # else nothing but zeros was lost, and nothing has changed
+        assert not a_stamp(payload).intact(memoryview(record), KEY)
+
+
+def test_memory_that_was_never_written_is_no_record() -> None:
+    assert not a_stamp(b"12345678").intact(memoryview(bytearray(BLOCK_BYTES)), bytes(32))
+
+
+def test_the_padding_behind_the_payload_is_nobodys_and_is_not_checked() -> None:
+    """Known and accepted: no tensor reads those bytes, and checking them would cost a pass over zeros."""
+    payload = b"12345678"
+    record = a_record(payload)
+    record[HEADER_BYTES + len(payload) :] = b"\xff" * (len(record) - HEADER_BYTES - len(payload))
+    assert a_stamp(payload).intact(memoryview(record), KEY)
+
+
+@pytest.mark.parametrize(
+    ("other", "key"),
+    [
+        (Stamp(NAMESPACE, "attention", 64), KEY[:-1] + b"\0"),
+        (Stamp(NAMESPACE, "state", 64), KEY),
+        (Stamp(NAMESPACE, "attention2", 64), KEY),
+        (Stamp(NAMESPACE, "attentio", 64), KEY),
+        (Stamp(b"n" + NAMESPACE[1:], "attention", 64), KEY),
+        (Stamp(NAMESPACE, "attention", 64, rank=1), KEY),
+        (Stamp(NAMESPACE, "attention", 128), KEY),
+        (Stamp(NAMESPACE, "attention", 63), KEY),
+    ],
+    ids=["key", "pool", "longer-name", "shorter-name", "model", "rank", "longer-payload", "shorter-payload"],
+)
+def test_a_good_record_of_something_else_is_refused(other: Stamp, key: bytes) -> None:
+    record = a_record(bytes(64))
+    assert Stamp(NAMESPACE, "attention", 64).intact(memoryview(record), KEY)
+    assert not other.intact(memoryview(record), key)
+
+
+@given(st.integers(0, 1 << 30))
+def test_a_record_is_whole_blocks_and_no_more_than_it_needs(payload_bytes: int) -> None:
+    size = record_bytes(payload_bytes)
+    assert size % BLOCK_BYTES == 0
+    assert 0 <= size - HEADER_BYTES - payload_bytes < BLOCK_BYTES
