@@ -67,7 +67,9 @@ def test_a_pool_without_buffers_is_refused() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.sampled_from([*DTYPE_BYTES])), min_size=1)
+    st.lists(
+        st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.sampled_from([*DTYPE_BYTES])), min_size=1
+    )
 )
 def test_buffers_stand_aligned_in_order_and_do_not_overlap(rows: list[tuple[list[int], str]]) -> None:
     pool = PoolSpec("p", tuple(BufferSpec(f"b{i}", tuple(shape), dtype) for i, (shape, dtype) in enumerate(rows)), None)

@@ -91,9 +91,7 @@ class Life(RuleBasedStateMachine):
     def open(self, zeros: int, rest: list[int], salt: str, patience: Patience, read: bool) -> None:
         self.world.open([0] * zeros + rest, salt, patience, read)
 
-    @rule(
-        zeros=st.sampled_from([4, 8, 14]), rest=TOKENS, salt=st.sampled_from("aab"), parts=st.integers(1, 3)
-    )
+    @rule(zeros=st.sampled_from([4, 8, 14]), rest=TOKENS, salt=st.sampled_from("aab"), parts=st.integers(1, 3))
     def whole_request(self, zeros: int, rest: list[int], salt: str, parts: int) -> None:
         self.world.request([0] * zeros + rest, salt, chunks=parts, rest=False)
 

@@ -343,15 +343,15 @@ def runs(core: Core) -> Iterator[Run]:
 def dump(core: Core) -> Mapping[str, Any]:
     """All that a core knows, as plain values: equal dumps, equal cores."""
     places = range(2 * len(core.pools))
+    pointers = {"parent", "children", "slots", "pins"}
     names: dict[int, tuple[bytes, bytes]] = {}
 
     def describe(root: bytes, run: Run) -> Any:
         names[id(run)] = (root, run.keys[:32])
         return (
-            (run.first, run.tokens, run.keys, [*run.here], [*run.bad], [*run.coming], [*run.kids], [*run.stored]),
+            [(each, _plain(getattr(run, each), {})) for each in Run.__slots__ if each not in pointers],
             [table and table.tolist() for table in run.slots],
             [run.pins.count(local) for local in range(run.pages)],
-            (run.used, run.uses, run.tries, run.queued),
             [(first, describe(root, child)) for first, child in run.children.items()],
         )
 
@@ -419,7 +419,9 @@ def live(seed: int, steps: int) -> World:
         ready = [lease for lease in world.leases if lease.ready]
         chance = dice.random()
         if chance < flushes:
-            world.flush(*dice.choice([(Tier.DEVICE,), (Tier.HOST,), (Tier.DEVICE, Tier.HOST), (Tier.DEVICE, Tier.HOST)]))
+            world.flush(
+                *dice.choice([(Tier.DEVICE,), (Tier.HOST,), (Tier.DEVICE, Tier.HOST), (Tier.DEVICE, Tier.HOST)])
+            )
         elif chance < 0.16:
             world.request(_tokens(dice), dice.choice("aaab"), chunks=dice.randint(1, 3), rest=dice.random() < 0.4)
         elif chance < 0.32 and len(world.leases) < crowd:

@@ -54,12 +54,15 @@ def stream(client: httpx.Client, path: str, body: Body) -> list[Body]:
 
 
 def metrics(client: httpx.Client) -> dict[str, float]:
-    """Every sample, by its name and the values of its labels."""
+    """Every sample, by its name and the values of its labels in the order of their names."""
     response = client.get("/metrics")
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     samples = [sample for family in text_string_to_metric_families(response.text) for sample in family.samples]
-    return {".".join([sample.name, *sample.labels.values()]): sample.value for sample in samples}
+    return {
+        ".".join([sample.name, *(value for _, value in sorted(sample.labels.items()))]): sample.value
+        for sample in samples
+    }
 
 
 def until(client: httpx.Client, holds: Callable[[dict[str, float]], bool]) -> dict[str, float]:
@@ -252,7 +255,8 @@ def test_usage_says_from_which_tier_a_prompt_came(client: httpx.Client, song: st
     assert warm["choices"] == cold["choices"]
     assert client.post("/flush_cache", json={"tiers": ["device", "host"]}).json()["tiers"] == ["device", "host"]
     assert cached(ask()) == {"storage": 128}
-    assert client.post("/flush_cache", json={"tiers": "host"}).json() == {"flushed_pages": 0, "tiers": ["host"]}
+    assert client.post("/flush_cache", json={"tiers": "host"}).json() == {"flushed_pages": 9, "tiers": ["host"]}
+    assert cached(ask()) == {"device": 128}
 
 
 def test_salts_share_nothing(client: httpx.Client, song: str, salt: str) -> None:
@@ -295,8 +299,8 @@ def test_metrics_count_what_usage_says(client: httpx.Client, song: str, salt: st
     assert after["kvarve_requests_running"] == after["kvarve_requests_waiting"] == after["kvarve_leases"] == 0
     for tier in ("device", "host"):
         for pool in ("attention", "state"):
-            assert 0 < after[f"kvarve_slots_used.{tier}.{pool}"] <= after[f"kvarve_slots.{tier}.{pool}"]
-    assert after["kvarve_evicted_pages_total.device.attention"] > 0
+            assert 0 < after[f"kvarve_slots_used.{pool}.{tier}"] <= after[f"kvarve_slots.{pool}.{tier}"]
+    assert after["kvarve_evicted_pages_total.attention.device"] > 0
     assert after["kvarve_storage_objects"] > 0
     assert after["kvarve_storage_capacity_bytes"] == 64 << 20
     assert after["kvarve_storage_bytes"] <= 64 << 20
@@ -466,7 +470,7 @@ def test_a_key_opens_what_it_guards_and_nothing_else_does(own_client: httpx.Clie
         return {"Authorization": value.encode()}
 
     body = {"prompt": "hei", "max_tokens": 1}
-    for wrong in ({}, header("Bearer"), header("Bearer sesame"), header("sésame"), header("Bearer sésame ")[:0] or {}):
+    for wrong in ({}, header("Bearer"), header("Bearer sesame"), header("sésame"), header("Bearer sésamee")):
         for path in (COMPLETIONS, CHAT, "/flush_cache"):
             response = own_client.post(path, json=body, headers=wrong)
             assert "API key" in refused(response, 401)
@@ -483,7 +487,8 @@ def test_a_reader_who_leaves_a_stream_ends_the_request(client: httpx.Client, son
     before = metrics(client)
     body = {"prompt": song, "stream": True, "max_tokens": 900, "ignore_eos": True}
     with client.stream("POST", COMPLETIONS, json=body) as response:
-        assert next(response.iter_lines()).startswith("data: ")
+        lines = response.iter_lines()  # whoever lets go of it closes the connection
+        assert next(lines).startswith("data: ")
     name = "kvarve_requests_total.aborted"
     after = until(client, lambda now: now[name] > before[name])
     assert after[name] == before[name] + 1
@@ -521,7 +526,8 @@ def test_a_client_who_leaves_in_the_middle_of_its_question_troubles_nobody(
 def test_one_too_many_is_told_to_come_back(own_client: httpx.Client, song: str) -> None:
     body = {"prompt": song, "max_tokens": 900, "ignore_eos": True, "stream": True}
     with ThreadPoolExecutor(1) as pool, own_client.stream("POST", COMPLETIONS, json=body) as first:
-        next(first.iter_lines())
+        lines = first.iter_lines()  # whoever lets go of it closes the connection
+        next(lines)
         second = pool.submit(text, own_client, song, max_tokens=1)
         until(own_client, lambda now: now["kvarve_requests_waiting"] == 1)
         response = own_client.post(COMPLETIONS, json={"prompt": song})

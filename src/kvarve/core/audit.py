@@ -17,7 +17,8 @@ def _check(true: object, law: str) -> None:
 
 
 def _runs(core: Core) -> list[Run]:
-    found, stack = [], [*core.shelves.roots.values()]
+    found: list[Run] = []
+    stack: list[Run] = [*core.shelves.roots.values()]
     while stack:
         run = stack.pop()
         found.append(run)

@@ -163,9 +163,10 @@ class Core:
             self._ready(lease, ones(1))
             return lease
         device, memory = self._present(path, known)
-        boundary = deepest(self._resume(memory, lease))
+        boundary = deepest(self._legal(memory, lease))
         self._hold(lease, run, self._footing(boundary, device))
-        self._used(run, boundary)
+        self._touch(run, boundary)
+        self._count_use(run, boundary)
         ask = self._worth_asking(lease, boundary, memory) if self.config.storage and self.has_host else []
         if ask:
             lease.deadline = now + patience.seconds((lease.limit - boundary) * self.config.page_tokens)
@@ -238,7 +239,7 @@ class Core:
         lease.done = upto
         if kept := min(upto, end):
             self._hold(lease, tail, 1 << kept - 1 | self._ahead(lease.seen))
-            self._used(tail, kept)
+            self._touch(tail, kept)
         for run, _ in upward(tail, span(0, end) & ~ones(min(lease.boundary, end))):
             run.uses = max(run.uses, 1)
             self._owe(run)
@@ -268,10 +269,10 @@ class Core:
 
     def flush(self, tiers: Sequence[Tier]) -> int:
         """Evict from memory tiers everything that nobody holds; returns how many pages went."""
-        gone = sum(self.shelves.shed(tier) for tier in tiers)
-        for root in [*self.shelves.roots]:
-            self.shelves.forget(root)
-        return gone
+        before = sum(self.shelves.evicted)
+        for tier in tiers:
+            self.shelves.shed(tier)
+        return sum(self.shelves.evicted) - before
 
     # --- what is here
 
@@ -291,8 +292,22 @@ class Core:
         mask = ones(known)
         return [bits & mask for bits in device], [bits & mask for bits in memory]
 
-    def _resume(self, present: list[int], lease: Lease) -> int:
+    def _legal(self, present: list[int], lease: Lease) -> int:
         return boundaries.resume_at(present, self.lookbacks, lease.limit, self.grid)
+
+    def _reserve(self, tier: Tier, need: list[int], room: list[int]) -> list[list[int]] | None:
+        """A slot for each page needed of each pool, or None and nothing taken; `room` learns what could be had."""
+        if any(bits.bit_count() > places for bits, places in zip(need, room, strict=True)):
+            return None
+        places = [self.shelves.place(tier, pool) for pool in range(len(self.pools))]
+        taken = [self.shelves.reserve(place, bits.bit_count()) for place, bits in zip(places, need, strict=True)]
+        if all(len(slots) == bits.bit_count() for slots, bits in zip(taken, need, strict=True)):
+            return taken
+        for pool, slots in enumerate(taken):
+            room[pool] = len(slots)
+            for slot in slots:
+                self.shelves.give_back(places[pool], slot)
+        return None
 
     def _footing(self, boundary: int, device: list[int]) -> int:
         """The positions to pin so that a boundary stays legal in memory.
@@ -310,9 +325,7 @@ class Core:
 
     def _ahead(self, device: list[int]) -> int:
         """The positions to pin so that the device keeps all that it has of a prompt's chains."""
-        return boundaries.of(
-            here - 1 for pool in self.shelves.chains if (here := boundaries.leading(device[pool]))
-        )
+        return boundaries.of(here - 1 for pool in self.shelves.chains if (here := boundaries.leading(device[pool])))
 
     def _hold(self, lease: Lease, run: Run, positions: int) -> None:
         """Exchange what a lease pins. It refers to the deepest run that it pins something in, which therefore stays."""
@@ -321,15 +334,19 @@ class Core:
         lease.run = covering(run, deepest(positions)) if positions else self.shelves.root(lease.root)
         lease.held = positions
 
-    def _used(self, run: Run, boundary: int) -> None:
+    def _touch(self, run: Run, boundary: int) -> None:
         """A prompt resumed at, or was published up to, a boundary: everything that was read there is fresh again."""
-        if not boundary:
-            return
+        self.shelves.touch(run, self._near(boundary))
+
+    def _near(self, boundary: int) -> int:
+        """The positions that windows and states read before a boundary."""
         reach = max((back for back in self.lookbacks if back is not None), default=1)
-        near = span(max(0, boundary - reach), boundary)
-        self.shelves.touch(run, near)
+        return span(max(0, boundary - reach), boundary)
+
+    def _count_use(self, run: Run, boundary: int) -> None:
+        """A request resumes at a boundary: what it reads was used once more, and backups of it are worth new tries."""
         whole = self.config.write is WritePolicy.WRITE_THROUGH_SELECTIVE
-        for each, _ in upward(run, ones(boundary) if whole else near):
+        for each, _ in upward(run, ones(boundary) if whole else self._near(boundary)):
             each.uses += 1
             each.tries = 0
             each.asked = [0] * len(self.pools)
@@ -356,27 +373,35 @@ class Core:
             Probe(op, tuple(Page(page.pool, lease.key(page.position), NOWHERE, NOWHERE) for page in pages))
         )
 
+    def _not_stored(self, lease: Lease, pages: list[Moving]) -> None:
+        """Storage says that it does not have these pages: where we thought that it had, they are to be stored again."""
+        path, known = walk(self.shelves.root(lease.root), 0, lease.tokens)
+        for page in pages:
+            if page.position < known:
+                run = covering(path[-1], page.position)
+                run.stored[page.pool] &= ~(1 << page.position - run.first)
+                self._owe(run)
+
     def _fetch(self, lease: Lease) -> None:
         """Storage has answered: bring what the deepest boundary needs to the host, as far as there is room."""
-        path, known = walk(self.shelves.root(lease.root), 0, lease.tokens)
-        _, memory = self._present(path, known)
-        here = deepest(self._resume(memory, lease))
-        legal = self._resume([near | far for near, far in zip(memory, lease.probed, strict=True)], lease)
-        room = [len(lease.tokens)] * len(self.pools)
-        while (boundary := deepest(legal)) > here:
+        top = self.shelves.root(lease.root)
+        path, known = walk(top, 0, lease.tokens)
+        run = path[-1] if path else top
+        allowed, room = -1, [len(lease.tokens)] * len(self.pools)
+        while True:
+            device, memory = self._present(path, known)
+            both = [near | far for near, far in zip(memory, lease.probed, strict=True)]
+            boundary = deepest(self._legal(both, lease) & allowed)
+            if boundary <= deepest(self._legal(memory, lease)):
+                self._load(lease)
+                return
             need = [needed(boundary, back) & ~near for back, near in zip(self.lookbacks, memory, strict=True)]
-            if all(bits.bit_count() <= places for bits, places in zip(need, room, strict=True)):
-                taken = [self.shelves.reserve(self._host(pool), bits.bit_count()) for pool, bits in enumerate(need)]
-                if all(len(slots) == bits.bit_count() for slots, bits in zip(taken, need, strict=True)):
-                    break
-                for pool, slots in enumerate(taken):
-                    room[pool] = len(slots)
-                    for slot in slots:
-                        self.shelves.give_back(self._host(pool), slot)
-            legal &= ones(boundary)
-        else:
-            self._load(lease)
-            return
+            # What is in memory of it must not go to make room for the rest.
+            self._hold(lease, run, (self._footing(boundary, device) | self._ahead(memory)) & ones(known))
+            taken = self._reserve(Tier.HOST, need, room)
+            if taken is not None:
+                break
+            allowed = ones(boundary)
         lease.phase = Phase.FETCHING
         pages = [
             Moving(pool, position, NOWHERE, slot)
@@ -405,22 +430,16 @@ class Core:
         top = self.shelves.root(lease.root)
         path, known = walk(top, 0, lease.tokens)
         run = path[-1] if path else top
-        device, memory = self._present(path, known)
-        legal = self._resume(memory, lease)
-        room = [len(lease.tokens)] * len(self.pools)
+        allowed, room = -1, [len(lease.tokens)] * len(self.pools)
         while True:
-            boundary = deepest(legal)
+            device, memory = self._present(path, known)  # anew each time: making room may have cost a page of it
+            boundary = deepest(self._legal(memory, lease) & allowed)
             need = [needed(boundary, back) & ~near for back, near in zip(self.lookbacks, device, strict=True)]
-            if all(bits.bit_count() <= places for bits, places in zip(need, room, strict=True)):
-                self._hold(lease, run, self._footing(boundary, device))
-                taken = [self.shelves.reserve(pool, bits.bit_count()) for pool, bits in enumerate(need)]
-                if all(len(slots) == bits.bit_count() for slots, bits in zip(taken, need, strict=True)):
-                    break
-                for pool, slots in enumerate(taken):
-                    room[pool] = len(slots)
-                    for slot in slots:
-                        self.shelves.give_back(pool, slot)
-            legal &= ones(boundary)
+            self._hold(lease, run, self._footing(boundary, device))
+            taken = self._reserve(Tier.DEVICE, need, room)
+            if taken is not None:
+                break
+            allowed = ones(boundary)
         pages = []
         for pool, bits in enumerate(need):
             for position, slot in zip(members(bits), taken[pool], strict=True):
@@ -440,7 +459,7 @@ class Core:
         path, known = walk(top, 0, lease.tokens)
         run = path[-1] if path else top
         device, _ = self._present(path, known)
-        lease.boundary = deepest(self._resume(device, lease) & allowed)
+        lease.boundary = deepest(self._legal(device, lease) & allowed)
         # Pages beyond the boundary that are here already need not be kept again, so they must not go meanwhile.
         self._hold(lease, run, self._footing(lease.boundary, device) | self._ahead(device))
         lease.seen = device
@@ -533,17 +552,38 @@ class Core:
 
     def _settle(self, run: Run, place: int, position: int, slot: int) -> bool:
         """Make a page resident if the laws let it be; False if its slot is not needed."""
-        shelves, local, pool = self.shelves, position - run.first, place % len(self.pools)
+        shelves, local = self.shelves, position - run.first
         if run.here[place] >> local & 1:
-            return False
-        if place < len(self.pools):
-            if shelves.is_chain(place) and position and not self._on(run, place, position - 1):
+            if not run.bad[place] >> local & 1 or self._being_read(place, run.slot(place, position)):
                 return False
-            host = self._host(pool)
-            if run.bad[host] >> local & 1 and not run.pins.held() >> local & 1:
-                shelves.leave(run, host, position)  # the device has a good one now, to be backed up anew
+            shelves.leave(run, place, position)  # a good one takes its place
+        rests = position > 0 and place < len(self.pools) and shelves.is_chain(place)
+        if rests and not self._on(run, place, position - 1):
+            return False
         shelves.settle(run, place, position, slot)
+        if place < len(self.pools):
+            self._heal(run)
         return True
+
+    def _heal(self, run: Run) -> None:
+        """Bad host pages that the device has good ones of are dropped, to be backed up anew."""
+        for pool in range(len(self.pools)):
+            place = self._host(pool)
+            for local in members(run.bad[place] & run.here[pool]):
+                if not self._being_read(place, run.slot(place, run.first + local)):
+                    self.shelves.leave(run, place, run.first + local)
+                    run.asked[pool] &= ~(1 << local)
+                    self._owe(run)
+
+    def _being_read(self, place: int, slot: int) -> bool:
+        """Whether a copy in flight reads a slot of a memory tier."""
+        tier, pool = divmod(place, len(self.pools))
+        return any(
+            page.source == slot and page.pool == pool
+            for op in self.ops.values()
+            if op.edge[0] == tier
+            for page in op.pages
+        )
 
     def _on(self, run: Run, place: int, position: int) -> bool:
         run = covering(run, position)
@@ -590,6 +630,7 @@ class Core:
             assert lease is not None
             for page, good, _ in fates:
                 lease.probed[page.pool] |= good << page.position
+            self._not_stored(lease, [page for page, good, _ in fates if not good])
             if waited and lease.phase is Phase.PROBING:
                 self._fetch(lease)
         elif op.edge == FETCH:
@@ -653,6 +694,7 @@ class Core:
                     self.shelves.give_back(place, page.target)
             self.counters.failed += not good
         for run, good in touched.items():
+            self._heal(run)
             run.tries = 0 if good else run.tries + 1
             if run.tries < TRIES:
                 self._owe(run)

@@ -8,11 +8,11 @@ everything that it still had.
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 
 from kvarve.boundaries import leading, members, ones, span
-from kvarve.core.tree import Run, upward
+from kvarve.core.tree import Root, Run, upward
 from kvarve.errors import ConfigError
 from kvarve.model import MEMORY_TIERS, PoolSpec, Tier
 
@@ -27,6 +27,7 @@ class Order:
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Run]] = []
         self._ticket = count()
+        self._dead = 0  # about how many of them have left the tree
 
     def push(self, run: Run) -> None:
         heappush(self._heap, (run.used, next(self._ticket), run))
@@ -34,10 +35,21 @@ class Order:
     def pop(self) -> Run | None:
         while self._heap:
             used, _, run = heappop(self._heap)
-            if used == run.used:
+            if not run.pages:
+                self._dead = max(0, self._dead - 1)
+            elif used == run.used:
                 return run
-            self.push(run)
+            else:
+                self.push(run)
         return None
+
+    def bury(self) -> None:
+        """A run that stood here has left the tree; when half of them have, they go."""
+        self._dead += 1
+        if 2 * self._dead > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[2].pages]
+            heapify(self._heap)
+            self._dead = 0
 
     def runs(self) -> list[Run]:
         return [run for _, _, run in self._heap]
@@ -57,7 +69,7 @@ class Shelves:
         self.free = [array("i", range(room - 1, -1, -1)) for room in self.capacity]
         self.orders = [Order() for _ in self.capacity]
         self.chains = tuple(i for i, pool in enumerate(self.pools) if pool.lookback is None)
-        self.roots: dict[bytes, Run] = {}
+        self.roots: dict[bytes, Root] = {}
         self.evicted = [0] * len(self.capacity)
         self.tick = 0
         # Asked before pages leave (run, place, local positions, those of them that may not be lost); returns the
@@ -77,7 +89,7 @@ class Shelves:
     def root(self, key: bytes) -> Run:
         """The empty run at the top of everything that shares this root key."""
         if key not in self.roots:
-            self.roots[key] = Run(None, 0, b"", b"", len(self.pools), self.page_tokens)
+            self.roots[key] = Root(key, len(self.pools), self.page_tokens)
         return self.roots[key]
 
     def forget(self, key: bytes) -> None:
@@ -167,9 +179,7 @@ class Shelves:
                 spared.append(run)
         for run in spared:
             self._requeue(run, place)
-        freed = len(self.free[place]) - before
-        self.evicted[place] += freed
-        return freed
+        return len(self.free[place]) - before
 
     def _requeue(self, run: Run, place: int) -> None:
         run.queued &= ~(1 << place)
@@ -192,6 +202,7 @@ class Shelves:
             leaving &= span((moving | stuck).bit_length(), run.pages)
         for local in reversed([*members(leaving)]):
             self.leave(run, place, run.first + local)
+            self.evicted[place] += 1
         if leaving and (chain or not self.chains):
             self.prune(run)
         return leaving.bit_count() + moving.bit_count()
@@ -223,6 +234,12 @@ class Shelves:
                 return
             parent = run.parent
             run.detach()
+            for place in members(run.queued):
+                self.orders[place].bury()
+            run.queued = 0
+            if isinstance(parent, Root):
+                self.forget(parent.name)
+                return
             parent.used = max(parent.used, run.used)
             for place in range(len(self.capacity)):
                 self.offer(parent, place)

@@ -166,6 +166,16 @@ class Run:
         self.tokens = self.keys = b""
 
 
+class Root(Run):
+    """The empty run at the top of everything that shares a root key."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: bytes, pools: int, page_tokens: int) -> None:
+        super().__init__(None, 0, b"", b"", pools, page_tokens)
+        self.name = name
+
+
 def covering(run: Run, position: int) -> Run:
     """The run that holds `position`, for a position at or above the end of `run` on the way to the root."""
     while position < run.first:

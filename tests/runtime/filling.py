@@ -1,0 +1,194 @@
+"""An engine without a model: it fills each page with bytes that only this prompt has there, and looks before it resumes.
+
+What a page must hold is computed from pool, buffer, salt and all tokens up to the page's end, without a line of what
+is tested; so a page that is wrong, stale, half copied or somebody else's cannot pass.
+"""
+
+import hashlib
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvarve.config import CacheConfig
+from kvarve.core.audit import audit
+from kvarve.core.lease import Lease
+from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
+from kvarve.runtime import PrefixCache
+from kvarve.storage import MemoryStorage
+from kvarve.testing import FaultyStorage, Rule
+
+PAGE, CHUNK = 64, 128
+ATTENTION = PoolSpec("attention", (BufferSpec("k", (4, 3), "float32"), BufferSpec("v", (5,), "bfloat16")), None)
+WINDOW = PoolSpec("window", (BufferSpec("w", (2, 9), "float16"),), 3)
+STATE = PoolSpec("state", (BufferSpec("conv", (7,), "float32"), BufferSpec("ids", (3,), "int64")), 1, in_place=True)
+POOLS = (ATTENTION, WINDOW, STATE)
+ROOM = 1 << 20  # bytes of device memory in which nothing here runs short
+HOST_ROOM = 16 << 20
+TURNS = 1000
+
+
+class Clock:
+    """Stands still unless it is told otherwise."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def an_identity(pools: tuple[PoolSpec, ...] = POOLS, weights: str = "w1") -> ModelIdentity:
+    return ModelIdentity("test", weights, "float32", PAGE, CHUNK, pools)
+
+
+def a_config(device: int = ROOM, host: int = HOST_ROOM, **settings: object) -> CacheConfig:
+    return CacheConfig(device, host, **settings)  # type: ignore[arg-type]
+
+
+def a_region(identity: ModelIdentity | None = None) -> MemoryStorage:
+    return MemoryStorage(1 << 26, (identity or an_identity()).fingerprint(), "test")
+
+
+class StoreThatStays(FaultyStorage):
+    """Outlives a cache's shutdown, as a disk would; `hold_reads` makes it answer what it has but not read it."""
+
+    def __init__(self, inner: MemoryStorage, rules: Sequence[Rule] = (), seed: int = 0) -> None:
+        super().__init__(inner, rules, seed=seed)
+        self.reading = threading.Event()
+        self.reading.set()
+        self.read_begun = threading.Semaphore(0)
+
+    def hold_reads(self) -> None:
+        self.reading.clear()
+
+    def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
+        self.read_begun.release()
+        assert self.reading.wait(30)
+        return super().get(names, into)
+
+    def close(self) -> None:
+        pass
+
+
+def a_store(*rules: Rule, seed: int = 0, identity: ModelIdentity | None = None) -> StoreThatStays:
+    return StoreThatStays(a_region(identity), rules, seed)
+
+
+def prompt(pages: float, seed: int = 0, prefix: Sequence[int] = ()) -> list[int]:
+    """A prompt of so many pages, beginning with another one."""
+    rest = np.random.default_rng(seed).integers(0, 1 << 20, int(pages * PAGE) - len(prefix))
+    return [*prefix, *map(int, rest)]
+
+
+def page_bytes(pool: PoolSpec, buffer: BufferSpec, tokens: Sequence[int], salt: str, rank: int = 0) -> Tensor:
+    """What one buffer of the page that ends with the last of `tokens` holds."""
+    digest = hashlib.shake_256(f"{pool.name} {buffer.name} {salt} {rank} ".encode())
+    digest.update(np.asarray(tokens, dtype=np.int64).tobytes())
+    raw = np.frombuffer(bytearray(digest.digest(buffer.nbytes)), dtype=np.uint8)
+    return torch.from_numpy(raw).view(getattr(torch, buffer.dtype)).view(buffer.shape)
+
+
+def equal_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+
+
+class Request:
+    """One prompt on its way through a cache."""
+
+    def __init__(
+        self, cache: PrefixCache, tokens: Sequence[int], salt: str = "", read: bool = True, rank: int = 0
+    ) -> None:
+        self.cache, self.tokens, self.salt, self.rank = cache, tokens, salt, rank
+        self.lease: Lease = cache.open(tokens, salt, read)
+        self.at = 0
+        audit(cache.core)
+
+    def wait(self) -> "Request":
+        """Claim a place and step until it is ready."""
+        for _ in range(TURNS):
+            self.cache.step()
+            audit(self.cache.core)
+            if self.cache.claim(self.lease):
+                self.look()
+                return self
+            self.cache.wait(0.05)
+        raise AssertionError(f"not ready after {TURNS} turns, but {self.lease.phase}")
+
+    def look(self) -> None:
+        """Compare every page that this request resumes from with what it must hold."""
+        boundary = self.lease.boundary
+        assert boundary % (CHUNK // PAGE) == 0
+        assert boundary * PAGE < max(1, len(self.tokens)), "nothing is left to compute"
+        self.at = boundary * PAGE
+        for name, (positions, slots) in self.cache.pages(self.lease).items():
+            pool = next(pool for pool in self.cache.pools if pool.name == name)
+            assert positions == range(0 if pool.lookback is None else max(0, boundary - pool.lookback), boundary)
+            for position, slot in zip(positions, slots, strict=True):
+                for buffer in pool.buffers:
+                    found = self.cache.arena(name)[buffer.name][slot]
+                    assert equal_bits(found, self.expected(pool, buffer, position)), f"{name} page {position}"
+
+    def expected(self, pool: PoolSpec, buffer: BufferSpec, position: int) -> Tensor:
+        return page_bytes(pool, buffer, self.tokens[: (position + 1) * PAGE], self.salt, self.rank)
+
+    def chunk(self) -> bool:
+        """Compute up to the next line of the grid as an engine does; False when the prompt is done."""
+        stop = min(len(self.tokens), (self.at // CHUNK + 1) * CHUNK)
+        self.at = stop
+        if stop % CHUNK == 0 and (upto := min(stop // PAGE, self.cache.core.keepable(self.lease))) > self.lease.room:
+            fresh = self.cache.grow(self.lease, upto)
+            for pool in self.cache.pools:
+                for position, slot in fresh[pool.name].items():
+                    for buffer in pool.buffers:
+                        self.cache.arena(pool.name)[buffer.name][slot] = self.expected(pool, buffer, position)
+            audit(self.cache.core)
+            self.cache.publish(self.lease, self.lease.room)
+        audit(self.cache.core)
+        return stop < len(self.tokens)
+
+    def compute(self) -> "Request":
+        while self.chunk():
+            pass
+        return self
+
+    def close(self) -> Lease:
+        self.cache.close(self.lease)
+        audit(self.cache.core)
+        return self.lease
+
+
+def run(
+    cache: PrefixCache, tokens: Sequence[int], salt: str = "", read: bool = True, rank: int = 0
+) -> tuple[int, int, int]:
+    """A whole request; its pages from device, host and storage."""
+    return Request(cache, tokens, salt, read, rank).wait().compute().close().from_tiers()
+
+
+def settle(cache: PrefixCache) -> None:
+    assert cache.settle(30)
+    audit(cache.core)
+
+
+def used(cache: PrefixCache) -> dict[str, int]:
+    """Pages by tier and pool, of those that have any."""
+    return {
+        name.removeprefix("used."): int(value)
+        for name, value in cache.stats().items()
+        if name.startswith("used.") and value
+    }
+
+
+def nothing_is_left(cache: PrefixCache) -> bool:
+    """Whether, after a flush, every slot is free and nobody holds anything."""
+    cache.flush()
+    audit(cache.core)
+    return not used(cache) and not cache.core.leases and not cache.core.ops
+
+
+def shut(caches: Sequence[PrefixCache]) -> Iterator[None]:
+    yield
+    for cache in caches:
+        cache.shutdown(5)

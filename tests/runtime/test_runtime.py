@@ -1,0 +1,634 @@
+"""A request resumes from the right bytes, wherever they come from and whatever goes wrong on the way."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from filling import (
+    ATTENTION,
+    CHUNK,
+    PAGE,
+    POOLS,
+    ROOM,
+    STATE,
+    WINDOW,
+    Clock,
+    Request,
+    StoreThatStays,
+    a_config,
+    a_store,
+    an_identity,
+    nothing_is_left,
+    prompt,
+    run,
+    settle,
+    used,
+)
+
+from kvarve.core.audit import audit
+from kvarve.core.lease import Phase
+from kvarve.errors import ConfigError, StorageError
+from kvarve.keys import object_name
+from kvarve.memory.record import HEADER_BYTES
+from kvarve.model import PoolSpec, Tier
+from kvarve.runtime import PrefixCache
+
+Make = Callable[..., PrefixCache]
+LONG = prompt(8.5)  # of which 8 pages can be resumed from
+ALL = 8
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes caches, and shuts them down at the end."""
+    caches: list[PrefixCache] = []
+
+    def made(
+        storage: StoreThatStays | None = None,
+        clock: Clock | None = None,
+        pools: tuple[PoolSpec, ...] = POOLS,
+        **settings: object,
+    ) -> PrefixCache:
+        kwargs = {} if clock is None else {"clock": clock}
+        caches.append(PrefixCache(an_identity(pools), a_config(**settings), storage=storage, **kwargs))  # type: ignore[arg-type]
+        return caches[-1]
+
+    yield made
+    for cache in caches:
+        cache.shutdown(5)
+
+
+def a_full_store(tokens: list[int] = LONG) -> StoreThatStays:
+    """A store that has all pages of a prompt, written by a cache that is gone."""
+    store = a_store()
+    cache = PrefixCache(an_identity(), a_config(), storage=store)
+    run(cache, tokens)
+    settle(cache)
+    cache.shutdown(5)
+    return store
+
+
+# --- where pages come from
+
+
+@pytest.mark.parametrize(
+    "pools",
+    [(ATTENTION,), (WINDOW,), (STATE,), (ATTENTION, WINDOW), (ATTENTION, STATE), POOLS, POOLS[::-1]],
+    ids=lambda pools: "-".join(pool.name for pool in pools),
+)
+def test_a_prompt_is_found_on_the_device_then_the_host_then_in_storage_then_after_a_restart(
+    make: Make, pools: tuple[PoolSpec, ...]
+) -> None:
+    store = a_store(identity=an_identity(pools))
+    cache = make(store, pools=pools)
+    assert run(cache, LONG) == (0, 0, 0)
+    assert run(cache, LONG) == (ALL, 0, 0)
+    settle(cache)
+    assert cache.flush([Tier.DEVICE]) > 0
+    assert sum(run(cache, LONG)[1:]) > 0
+    cache.flush([Tier.DEVICE])
+    cache.flush()
+    assert not used(cache)
+    hit = run(cache, LONG)
+    assert (sum(hit), hit[1]) == (ALL, 0)
+    assert hit[2] > 0
+    cache.shutdown()
+    hit = run(make(store, pools=pools), LONG)
+    assert sum(hit) == ALL
+    assert hit[2] > 0
+
+
+def test_each_tier_is_named_for_the_pages_that_came_from_it(make: Make) -> None:
+    cache = make(a_store())
+    run(cache, LONG)
+    settle(cache)
+    cache.flush([Tier.DEVICE])
+    assert run(cache, LONG) == (0, ALL, 0)
+    cache.flush()
+    assert run(cache, LONG) == (0, 0, ALL)
+    assert run(cache, LONG) == (ALL, 0, 0)
+
+
+def test_a_folder_of_files_is_found_by_the_next_cache_that_opens_it(make: Make, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store?capacity=64MiB"
+    first = make(storage=None, device=ROOM)
+    first.shutdown()
+    cache = PrefixCache(an_identity(), a_config(storage=url))
+    assert run(cache, LONG) == (0, 0, 0)
+    cache.shutdown()  # without a settle: it finishes what is under way by itself
+    again = PrefixCache(an_identity(), a_config(storage=url))
+    assert run(again, LONG) == (0, 0, ALL)
+    usage = again.usage()
+    assert usage is not None
+    assert usage.objects >= ALL
+    again.shutdown()
+    assert not [*(tmp_path / "store").rglob("*~")], "a file that was never finished"
+
+
+@pytest.mark.parametrize("with_storage", [False, True])
+def test_a_continuation_resumes_where_the_prompt_before_it_ended(make: Make, with_storage: bool) -> None:
+    cache = make(a_store() if with_storage else None)
+    run(cache, LONG)
+    longer = prompt(13.2, seed=1, prefix=LONG)
+    assert run(cache, longer) == (ALL, 0, 0)
+    settle(cache)
+    cache.flush()
+    assert run(cache, longer) == ((0, 0, 12) if with_storage else (0, 0, 0))
+
+
+def test_prompts_that_part_share_what_is_before(make: Make) -> None:
+    cache = make(a_store(), pools=(ATTENTION,), snapshot_every=0)
+    store_of = [prompt(10.5, seed, prefix=LONG[: 6 * PAGE]) for seed in range(4)]
+    assert run(cache, store_of[0]) == (0, 0, 0)
+    for tokens in store_of[1:]:
+        assert sum(run(cache, tokens)) == 6
+    assert used(cache)["device.attention"] == 6 + 4 * 4
+
+
+def test_without_storage_the_host_is_the_last_tier(make: Make) -> None:
+    cache = make()
+    run(cache, LONG)
+    settle(cache)
+    cache.flush([Tier.DEVICE])
+    assert run(cache, LONG) == (0, ALL, 0)
+    cache.flush()
+    assert run(cache, LONG) == (0, 0, 0)
+    assert cache.usage() is None
+
+
+def test_without_a_host_the_device_is_all_there_is(make: Make) -> None:
+    cache = make(host=0)
+    run(cache, LONG)
+    settle(cache)
+    assert run(cache, LONG) == (ALL, 0, 0)
+    cache.flush()
+    assert run(cache, LONG) == (0, 0, 0)
+
+
+# --- who may share
+
+
+def test_another_salt_shares_nothing(make: Make) -> None:
+    cache = make(a_store())
+    for salt in ("", "a", "b"):
+        assert run(cache, LONG, salt) == (0, 0, 0)
+    for salt in ("", "a", "b"):
+        assert run(cache, LONG, salt) == (ALL, 0, 0)
+    settle(cache)
+    cache.flush()
+    for salt in ("b", "", "a"):
+        assert run(cache, LONG, salt) == (0, 0, ALL)
+    assert cache.lookup(LONG, "c").memory == 0
+
+
+def test_a_request_that_may_not_read_computes_all_and_still_leaves_its_pages(make: Make) -> None:
+    cache = make(a_store())
+    assert run(cache, LONG, read=False) == (0, 0, 0)
+    assert run(cache, LONG) == (ALL, 0, 0)
+    assert run(cache, LONG, read=False) == (0, 0, 0)
+    assert run(cache, LONG) == (ALL, 0, 0)
+    settle(cache)
+    assert nothing_is_left(cache)
+
+
+@pytest.mark.parametrize("pages", [0, 1 / PAGE, 0.5, 1 - 1 / PAGE, 1, 1.5])
+def test_a_prompt_shorter_than_a_chunk_is_served_and_nothing_of_it_is_kept(make: Make, pages: float) -> None:
+    cache = make(a_store())
+    tokens = prompt(pages)
+    for _ in range(2):
+        assert run(cache, tokens) == (0, 0, 0)
+        settle(cache)
+    assert not used(cache)
+
+
+@pytest.mark.parametrize(("pages", "found"), [(2, 0), (2 + 1 / PAGE, 2), (4, 2), (4 + 1 / PAGE, 4), (5, 4), (6, 4)])
+def test_at_least_one_token_is_left_to_compute(make: Make, pages: float, found: int) -> None:
+    cache = make()
+    run(cache, prompt(pages))
+    assert run(cache, prompt(pages)) == (found, 0, 0)
+    assert cache.lookup(prompt(pages)).device == found
+
+
+def test_asking_changes_nothing(make: Make) -> None:
+    cache = make(a_store())
+    run(cache, LONG)
+    settle(cache)
+    before = cache.stats()
+    assert cache.lookup(LONG) == cache.lookup(LONG)
+    assert cache.lookup(LONG).device == cache.lookup(LONG).memory == ALL
+    assert cache.lookup(prompt(3, seed=9)).known == 0
+    assert cache.stats() == before
+    assert cache.core.take() == []
+
+
+# --- when pages are written
+
+
+def test_write_through_backs_up_after_the_first_use(make: Make) -> None:
+    store = a_store()
+    cache = make(store)
+    run(cache, LONG)
+    settle(cache)
+    assert used(cache)["host.attention"] == ALL
+    assert store.usage().objects == sum(used(cache)[f"host.{pool.name}"] for pool in POOLS)
+
+
+@pytest.mark.parametrize("uses", [1, 2, 3])
+def test_selective_writing_backs_up_after_so_many_uses(make: Make, uses: int) -> None:
+    store = a_store()
+    cache = make(store, write_policy="write_through_selective", selective_uses=uses)
+    for use in range(1, uses + 1):
+        assert used(cache).get("host.attention", 0) == 0, f"backed up after {use - 1} uses"
+        run(cache, LONG)
+        settle(cache)
+    assert used(cache)["host.attention"] == ALL
+    cache.flush()
+    assert run(cache, LONG) == (0, 0, ALL)
+
+
+def test_write_back_backs_up_what_is_evicted(make: Make) -> None:
+    store = a_store()
+    cache = make(store, write_policy="write_back")
+    run(cache, LONG)
+    settle(cache)
+    assert "host.attention" not in used(cache)
+    cache.flush([Tier.DEVICE])
+    assert "device.attention" not in used(cache)
+    assert used(cache)["host.attention"] == ALL
+    assert store.usage().objects == 0
+    assert run(cache, LONG) == (0, ALL, 0)
+    cache.flush()
+    assert not used(cache)
+    assert run(cache, LONG) == (0, 0, ALL)
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+def test_under_every_write_policy_more_prompts_than_the_device_holds_come_back(make: Make, policy: str) -> None:
+    store = a_store()
+    cache = make(store, device=60_000, host=4 << 20, write_policy=policy, selective_uses=1)
+    prompts = [prompt(16.5, seed) for seed in range(30)]
+    room = cache.stats()["slots.device.attention"]
+    assert 16 < room < 30 * 16
+    for tokens in prompts:
+        run(cache, tokens)
+        settle(cache)
+    assert all(sum(run(cache, tokens)) > 0 for tokens in prompts)
+    settle(cache)
+    assert nothing_is_left(cache)
+
+
+# --- how long a request waits
+
+
+def test_best_effort_does_not_wait_for_a_storage_that_stalls(make: Make) -> None:
+    store, clock = a_full_store(), Clock()
+    cache = make(store, clock, prefetch_policy="best_effort")
+    store.stall()
+    request = Request(cache, LONG)
+    assert request.lease.phase is Phase.PROBING
+    assert cache.claim(request.lease)
+    assert request.lease.boundary == 0
+    request.compute().close()
+    store.release()
+    settle(cache)
+    assert nothing_is_left(cache)
+
+
+def test_best_effort_takes_what_has_come_before_its_turn(make: Make) -> None:
+    cache = make(a_full_store(), prefetch_policy="best_effort")
+    request = Request(cache, LONG)
+    settle(cache)  # it waits in the queue meanwhile
+    assert request.wait().lease.boundary == ALL
+    assert request.close().from_tiers() == (0, 0, ALL)
+
+
+@pytest.mark.parametrize("held", ["probe", "read"])
+@pytest.mark.parametrize(
+    ("settings", "patience_s"),
+    [
+        ({"prefetch_policy": "timeout", "prefetch_base_s": 3.0, "prefetch_per_ki_token_s": 2.0}, 3.0 + 2.0 * 0.5),
+        ({"prefetch_policy": "timeout", "prefetch_base_s": 99.0, "storage_deadline_s": 7.0}, 7.0 + 0.25 * 0.5),
+        ({"prefetch_policy": "wait_complete", "storage_deadline_s": 7.0}, 7.0),
+    ],
+    ids=["timeout", "timeout-beyond-the-deadline", "wait-complete"],
+)
+def test_a_request_waits_for_a_stalled_storage_as_long_as_its_patience_and_no_longer(
+    make: Make, settings: dict[str, object], patience_s: float, held: str
+) -> None:
+    store, clock = a_full_store(), Clock()
+    cache = make(store, clock, **settings)
+    if held == "probe":
+        store.stall()
+    else:
+        store.hold_reads()
+    request = Request(cache, LONG)
+    if held == "probe":
+        store.wait_for_stalled_call()
+    else:
+        while request.lease.phase is Phase.PROBING:
+            assert cache.wait(20)
+            cache.step()
+        assert request.lease.phase is Phase.FETCHING
+        assert store.read_begun.acquire(timeout=20)
+    for moment in (0.0, patience_s / 2, patience_s - 0.01):
+        clock.now = 1000.0 + moment
+        cache.step()
+        assert not cache.claim(request.lease), f"gave up after {moment} of {patience_s} s"
+    clock.now = 1000.0 + patience_s + 0.01
+    cache.step()
+    assert request.lease.ready
+    assert request.lease.boundary == 0
+    request.look()
+    request.compute().close()
+    store.release()
+    store.reading.set()
+    settle(cache)
+    assert run(cache, LONG) == (ALL, 0, 0)
+    assert nothing_is_left(cache)
+
+
+def test_what_arrives_after_patience_ran_out_is_not_wasted_room(make: Make) -> None:
+    store, clock = a_full_store(), Clock()
+    cache = make(store, clock, prefetch_policy="timeout", prefetch_base_s=1.0)
+    store.hold_reads()
+    request = Request(cache, LONG)
+    while request.lease.phase is Phase.PROBING:
+        assert cache.wait(20)
+        cache.step()
+    clock.now += 10
+    cache.step()
+    assert cache.claim(request.lease)
+    request.close()
+    store.reading.set()
+    settle(cache)
+    assert cache.core.counters.late > 0
+    assert not used(cache)
+    assert run(cache, LONG) == (0, 0, ALL)
+
+
+def test_a_closed_request_leaves_nothing_behind_in_any_phase(make: Make) -> None:
+    store = a_full_store()
+    cache = make(store)
+    store.stall()
+    Request(cache, LONG).close()
+    store.release()
+    settle(cache)
+    store.hold_reads()
+    request = Request(cache, LONG)
+    while request.lease.phase is not Phase.FETCHING:
+        assert cache.wait(20)
+        cache.step()
+    request.close()
+    store.reading.set()
+    settle(cache)
+    request = Request(cache, LONG)
+    while request.lease.phase in (Phase.PROBING, Phase.FETCHING):
+        assert cache.wait(20)
+        cache.step()
+    request.close()  # loading
+    settle(cache)
+    Request(cache, LONG).wait().close()
+    request = Request(cache, prompt(9, seed=5)).wait()
+    request.chunk()
+    cache.grow(request.lease, 4)
+    request.close()  # with room that it never filled
+    settle(cache)
+    assert nothing_is_left(cache)
+
+
+def test_two_requests_for_the_same_pages_wait_side_by_side(make: Make) -> None:
+    cache = make(a_full_store())
+    requests = [Request(cache, LONG) for _ in range(3)]
+    for request in requests:
+        assert request.wait().lease.boundary == ALL
+    for request in requests:
+        request.compute().close()
+    settle(cache)
+    assert nothing_is_left(cache)
+
+
+def test_two_requests_that_compute_the_same_pages_keep_them_once(make: Make) -> None:
+    cache = make(a_store())
+    first, second = Request(cache, LONG).wait(), Request(cache, LONG).wait()
+    while first.chunk() | second.chunk():
+        pass
+    first.close()
+    second.close()
+    assert used(cache)["device.attention"] == ALL
+    assert cache.core.counters.duplicates > 0
+    assert run(cache, LONG) == (ALL, 0, 0)
+
+
+# --- what goes wrong
+
+
+def test_when_storage_dies_requests_go_on_with_what_memory_has(make: Make) -> None:
+    store = a_full_store()
+    cache = make(store)
+    other = prompt(8.5, seed=3)
+    run(cache, other)
+    settle(cache)
+    store.dead = True
+    assert run(cache, LONG) == (0, 0, 0)
+    assert run(cache, LONG) == (ALL, 0, 0)
+    assert run(cache, other) == (ALL, 0, 0)
+    fresh = prompt(8.5, seed=4)
+    assert run(cache, fresh) == (0, 0, 0)
+    settle(cache)
+    cache.flush([Tier.DEVICE])
+    assert run(cache, fresh) == (0, ALL, 0)
+    store.dead = False
+    assert run(cache, fresh) == (ALL, 0, 0)  # used again, so its backup is tried again
+    settle(cache)
+    cache.flush()
+    assert run(cache, fresh) == (0, 0, ALL)
+
+
+def test_when_storage_dies_while_a_request_waits_for_it_the_request_is_computed(make: Make) -> None:
+    store = a_full_store()
+    cache = make(store)
+    store.stall()
+    request = Request(cache, LONG)
+    store.wait_for_stalled_call()
+    store.dead = True
+    store.release()
+    assert request.wait().lease.boundary == 0
+    request.compute().close()
+    assert cache.stats()["lane_failed.storage-to-host"] == 1
+
+
+@pytest.mark.parametrize("pool", POOLS, ids=lambda pool: pool.name)
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+def test_a_page_that_storage_damaged_or_lost_is_computed_and_stored_again(
+    make: Make, pool: PoolSpec, damage: str
+) -> None:
+    store = a_full_store()
+    names = [name for name in store.inner._region.objects if f".{pool.name}." in name]  # type: ignore[attr-defined]
+    {"flip": store.flip, "truncate": store.truncate, "delete": lambda name: store.delete([name])}[damage](names[-1])
+    if damage == "flip":  # not in the padding, which is nobody's
+        store.flip(names[-1], HEADER_BYTES)
+    cache = make(store)
+    assert sum(run(cache, LONG)) < ALL
+    assert cache.core.counters.bad_storage == (damage != "delete")
+    settle(cache)
+    cache.flush()
+    assert run(cache, LONG) == (0, 0, ALL)
+
+
+@pytest.mark.parametrize("pool", POOLS, ids=lambda pool: pool.name)
+def test_a_page_that_changed_in_host_memory_is_computed_anew(make: Make, pool: PoolSpec) -> None:
+    cache = make(a_store())
+    run(cache, LONG)
+    settle(cache)
+    cache.flush([Tier.DEVICE])
+    host = cache._host[POOLS.index(pool)]
+    for slot in range(host.slots):
+        host.record(slot)[HEADER_BYTES + 1] ^= 8
+    assert run(cache, LONG) == (0, 0, 0)
+    assert cache.core.counters.bad_host > 0
+    settle(cache)
+    assert run(cache, LONG) == (ALL, 0, 0)
+    cache.flush([Tier.DEVICE])
+    assert run(cache, LONG) == (0, ALL, 0)
+
+
+def test_a_flush_while_requests_run_takes_nothing_that_they_hold(make: Make) -> None:
+    cache = make(a_store())
+    run(cache, LONG)
+    settle(cache)
+    first, second = Request(cache, LONG).wait(), Request(cache, prompt(9, seed=1)).wait()
+    second.chunk()
+    other = prompt(9, seed=2)
+    run(cache, other)
+    assert cache.flush() > 0
+    audit(cache.core)
+    first.look()
+    assert cache.lookup(LONG).device == ALL
+    assert cache.lookup(other).memory == 0
+    first.compute().close()
+    second.compute().close()
+    assert run(cache, prompt(9, seed=1)) == (ALL, 0, 0)
+    settle(cache)
+    assert nothing_is_left(cache)
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+def test_a_flush_with_a_dead_storage_ends(make: Make, policy: str) -> None:
+    store = a_store()
+    cache = make(store, write_policy=policy, selective_uses=1)
+    run(cache, LONG)
+    store.dead = True
+    assert nothing_is_left(cache)
+
+
+def test_settling_ends_in_time_when_storage_hangs(make: Make) -> None:
+    store = a_store()
+    cache = make(store)
+    store.stall()
+    run(cache, LONG)
+    assert not cache.settle(0.2)
+    store.release()
+    settle(cache)
+    cache.flush()
+    assert run(cache, LONG) == (0, 0, ALL)
+
+
+def test_shutting_down_ends_in_time_when_storage_hangs(make: Make) -> None:
+    store = a_store()
+    cache = make(store)
+    store.stall()
+    run(cache, LONG)
+    cache.shutdown(0.2)
+    store.release()
+
+
+def test_shutting_down_twice_is_shutting_down(make: Make) -> None:
+    store = a_store()
+    cache = make(store)
+    run(cache, LONG)
+    cache.shutdown()
+    cache.shutdown()
+    assert run(make(store), LONG) == (0, 0, ALL)
+
+
+def test_shutting_down_while_requests_run_leaves_what_they_published(make: Make, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store?capacity=64MiB"
+    cache = PrefixCache(an_identity((ATTENTION,)), a_config(storage=url))
+    request = Request(cache, LONG).wait()
+    request.chunk()
+    request.chunk()
+    cache.shutdown()
+    again = PrefixCache(an_identity((ATTENTION,)), a_config(storage=url))
+    assert run(again, LONG) == (0, 0, 4)
+    again.shutdown()
+
+
+def test_waking_ends_a_wait(make: Make) -> None:
+    cache = make()
+    assert not cache.wait(0.0)
+    cache.wake()
+    assert cache.wait(20)
+
+
+def test_what_is_going_on_is_told_by_name(make: Make) -> None:
+    cache = make(a_store())
+    request = Request(cache, LONG).wait().compute()
+    stats = cache.stats()
+    assert stats["leases"] == 1
+    assert stats["requests"] == 1
+    assert stats["used.device.attention"] == ALL
+    assert stats["slots.host.state"] > 0
+    assert stats["lane_failed.host-to-storage"] == 0
+    request.close()
+    settle(cache)
+    assert cache.stats()["backed_up"] == cache.stats()["stored"] > 0
+
+
+# --- what is refused
+
+
+def test_a_store_of_another_model_is_refused_and_not_touched(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store?capacity=64MiB"
+    cache = PrefixCache(an_identity(), a_config(storage=url))
+    run(cache, LONG)
+    cache.shutdown()
+
+    def seen() -> dict[str, tuple[int, bytes]]:
+        files = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
+        return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+    before = seen()
+    with pytest.raises(StorageError, match="was written by another model"):
+        PrefixCache(an_identity(weights="w2"), a_config(storage=url))
+    assert seen() == before
+    again = PrefixCache(an_identity(), a_config(storage=url))
+    assert run(again, LONG) == (0, 0, ALL)
+    again.shutdown()
+
+
+def test_a_store_that_is_open_already_is_refused(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store?capacity=64MiB"
+    cache = PrefixCache(an_identity(), a_config(storage=url))
+    with pytest.raises(StorageError, match="open already"):
+        PrefixCache(an_identity(), a_config(storage=url))
+    run(cache, LONG)
+    cache.shutdown()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"device": 100}, {"host": 4096}, {"device": 1 << 60}, {"host": 1 << 60}, {"device": -1}, {"host": -1}]
+)
+def test_nothing_is_made_on_disk_for_a_cache_that_cannot_be(tmp_path: Path, settings: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        PrefixCache(an_identity(), a_config(storage=f"file://{tmp_path}/store?capacity=64MiB", **settings))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_page_lies_in_storage_under_a_name_that_the_prompt_alone_decides(make: Make) -> None:
+    store = a_full_store()
+    other = a_full_store()
+    names = {*store.inner._region.objects}  # type: ignore[attr-defined]
+    assert names == {*other.inner._region.objects}  # type: ignore[attr-defined]
+    assert object_name(b"\1" * 32, "state", 2) == "01" * 32 + ".state.2"
+    assert len([name for name in names if ".attention.0" in name]) == ALL
+    assert CHUNK % PAGE == 0

@@ -1,0 +1,274 @@
+"""Whatever a storage or a stray write does to a page, only the right bytes ever count as good."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from kvarve.core.effects import Copy, Ended, Page, Probe
+from kvarve.keys import object_name
+from kvarve.memory.arenas import DeviceArena, HostArena
+from kvarve.memory.record import HEADER_BYTES
+from kvarve.model import BufferSpec, PoolSpec, Tier
+from kvarve.storage import MemoryStorage
+from kvarve.testing import FaultyStorage, Rule
+from kvarve.transfer.hands import Hands
+
+KV = PoolSpec("attention", (BufferSpec("k", (4, 3), "float32"), BufferSpec("v", (4, 2), "bfloat16")), None)
+STATE = PoolSpec("state", (BufferSpec("conv", (1500,), "float32"),), 1, in_place=True)
+POOLS = (KV, STATE)
+NAMESPACE, SLOTS, LONG_S = b"m" * 32, 8, 20.0
+D, H, S = Tier.DEVICE, Tier.HOST, Tier.STORAGE
+
+
+class Recording(MemoryStorage):
+    """Remembers the names that were written, in order."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20, NAMESPACE, "test")
+        self.written: list[str] = []
+
+    def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
+        self.written += names
+        return super().put(names, data)
+
+
+class Bench:
+    """Real arenas and lanes around a storage; page `i` of a pool has the key `key(i)` and content of its own."""
+
+    def __init__(self, *rules: Rule, rank: int = 0, verify_host: bool = True) -> None:
+        self.device = [DeviceArena(pool, SLOTS) for pool in POOLS]
+        self.host = [HostArena(pool, SLOTS, NAMESPACE, rank) for pool in POOLS]
+        self.inner = Recording()
+        self.storage = FaultyStorage(self.inner, rules, seed=3)
+        self.hands = Hands(POOLS, self.device, self.host, self.storage, rank=rank, verify_host=verify_host)
+        self.rank, self.ops = rank, 0
+        for tensor in (tensor for arena in self.device for tensor in arena.buffers.values()):
+            tensor.copy_(torch.arange(float(tensor.numel())).view(tensor.shape))
+
+    def key(self, page: int) -> bytes:
+        return bytes([page + 1]) * 32
+
+    def name(self, page: int, pool: int = 0) -> str:
+        return object_name(self.key(page), POOLS[pool].name, self.rank)
+
+    def run(self, effect: Callable[[int], Copy | Probe]) -> Ended:
+        self.ops += 1
+        self.hands.send(effect(self.ops))
+        assert self.hands.ends.wait(LONG_S)
+        (ended,) = self.hands.collect()
+        assert ended.op == self.ops
+        return ended
+
+    def copy(self, source: Tier, target: Tier, *pages: tuple[int, int, int, int]) -> Ended:
+        """Pages as (pool, page, source slot, target slot)."""
+        moved = tuple(Page(pool, self.key(page), here, there) for pool, page, here, there in pages)
+        return self.run(lambda op: Copy(op, source, target, moved))
+
+    def store(self, *pages: tuple[int, int]) -> Ended:
+        """Device to storage; (pool, page) has the slot of its page's number everywhere."""
+        assert self.copy(D, H, *((pool, page, page, page) for pool, page in pages)).good == (1 << len(pages)) - 1
+        return self.copy(H, S, *((pool, page, page, -1) for pool, page in pages))
+
+    def fetch(self, *pages: tuple[int, int, int]) -> Ended:
+        """(pool, page, host slot)"""
+        return self.copy(S, H, *((pool, page, -1, slot) for pool, page, slot in pages))
+
+    def content(self, pool: int, slot: int) -> list[torch.Tensor]:
+        return [tensor[slot].clone() for tensor in self.device[pool].buffers.values()]
+
+    def wipe(self) -> None:
+        for arena in self.host:
+            for slot in range(SLOTS):
+                arena.record(slot)[:] = b"\xee" * arena.stride
+        for tensor in (tensor for device in self.device for tensor in device.buffers.values()):
+            tensor.fill_(-1)
+
+    def stored(self, *pages: tuple[int, int]) -> list[bool]:
+        return self.inner.exists([self.name(page, pool) for pool, page in pages])
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_a_page_goes_all_the_way_down_and_comes_back_as_it_was(bench: Bench) -> None:
+    before = {(pool, page): bench.content(pool, page) for pool in (0, 1) for page in (2, 5)}
+    assert bench.store(*before).good == 0b1111
+    bench.wipe()
+    assert bench.fetch((0, 2, 7), (1, 5, 1), (1, 2, 3), (0, 5, 0)) == Ended(bench.ops, 0b1111)
+    assert bench.copy(H, D, (0, 2, 7, 4), (1, 5, 1, 6), (1, 2, 3, 0), (0, 5, 0, 2)).good == 0b1111
+    for (pool, page), slot in {(0, 2): 4, (1, 5): 6, (1, 2): 0, (0, 5): 2}.items():
+        for found, expected in zip(bench.content(pool, slot), before[pool, page], strict=True):
+            assert torch.equal(found, expected)
+    assert all((tensor == -1).all() for tensor in bench.content(0, 3)), "a slot that nobody named was written"
+
+
+def test_a_probe_says_which_pages_are_there(bench: Bench) -> None:
+    bench.store((0, 0), (1, 3))
+    asked = tuple(Page(pool, bench.key(page), -1, -1) for pool, page in [(0, 0), (1, 0), (0, 3), (1, 3)])
+    assert bench.run(lambda op: Probe(op, asked)) == Ended(bench.ops, 0b1001)
+
+
+def test_ranks_do_not_share_names() -> None:
+    bench = Bench(rank=3)
+    bench.store((0, 0))
+    assert bench.inner.written == [f"{bench.key(0).hex()}.attention.3"]
+
+
+@pytest.mark.parametrize("pool", [0, 1])
+@pytest.mark.parametrize("part", ["first", "key", "checksum", "payload", "last"])
+def test_a_flipped_byte_in_storage_is_bad_and_deleted_and_the_others_are_good(
+    bench: Bench, pool: int, part: str
+) -> None:
+    end = HEADER_BYTES + (POOLS[pool].offsets()[-2] + POOLS[pool].buffers[-1].nbytes)
+    offset = {"first": 0, "key": 60, "checksum": HEADER_BYTES - 1, "payload": HEADER_BYTES + 5, "last": end - 1}[part]
+    pages = [(pool, 0), (pool, 1), (pool, 2)]
+    bench.store(*pages)
+    bench.storage.flip(bench.name(1, pool), offset)
+    bench.wipe()
+    assert bench.fetch(*((pool, page, page) for _, page in pages)) == Ended(bench.ops, 0b101, 0b010)
+    assert bench.stored(*pages) == [True, False, True]
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 10, 4095])
+def test_a_truncated_object_is_bad_and_deleted(bench: Bench, size_bytes: int) -> None:
+    bench.store((0, 0), (0, 1))
+    bench.storage.truncate(bench.name(0), size_bytes)
+    # What lies in memory already is the right page, so that only the length can tell.
+    assert bench.fetch((0, 0, 0), (0, 1, 1)) == Ended(bench.ops, 0b10, 0b01)
+    assert bench.stored((0, 0), (0, 1)) == [False, True]
+
+
+def test_an_object_that_is_too_long_is_bad_and_deleted(bench: Bench) -> None:
+    bench.store((0, 0))
+    bench.inner.put([bench.name(0)], [memoryview(bytes(bench.host[0].record(0)) + b"x")])
+    assert bench.fetch((0, 0, 1)) == Ended(bench.ops, 0, 1)
+    assert bench.stored((0, 0)) == [False]
+
+
+@pytest.mark.parametrize("other", [(0, 1), (1, 0)], ids=["another-page", "another-pool"])
+def test_the_bytes_of_another_page_are_bad_and_deleted(bench: Bench, other: tuple[int, int]) -> None:
+    bench.store((0, 0), (1, 0), (0, 1), (0, 2))
+    bench.storage.swap(bench.name(0), bench.name(other[1], other[0]))
+    bench.wipe()
+    assert bench.fetch((0, 0, 0), (other[0], other[1], 1), (0, 2, 2)) == Ended(bench.ops, 0b100, 0b011)
+    assert bench.stored((0, 0), other, (0, 2)) == [False, False, True]
+
+
+def test_the_bytes_of_another_model_are_bad() -> None:
+    bench = Bench()
+    bench.store((0, 0))
+    other = HostArena(KV, 1, b"n" * 32)
+    other.record(0)[:] = bench.host[0].record(0)
+    other.stamp.seal(other.record(0), bench.key(0))
+    bench.inner.put([bench.name(0)], [other.record(0)])
+    assert bench.fetch((0, 0, 1)) == Ended(bench.ops, 0, 1)
+
+
+def test_an_object_that_was_lost_is_neither_good_nor_bad() -> None:
+    bench = Bench(Rule("lose", probability=0.5))
+    pages = [(0, page) for page in range(SLOTS)]
+    assert bench.store(*pages).good == 0xFF, "the storage lies, and we cannot know"
+    there = bench.stored(*pages)
+    assert 0 < sum(there) < SLOTS
+    bench.wipe()
+    good = sum(1 << page for page in range(SLOTS) if there[page])
+    assert bench.fetch(*((0, page, page) for page in range(SLOTS))) == Ended(bench.ops, good)
+
+
+def test_what_is_read_short_is_not_good_even_over_the_right_bytes() -> None:
+    bench = Bench(Rule("short"))
+    bench.store((0, 0), (1, 0))
+    ended = bench.fetch((0, 0, 0), (1, 0, 0))
+    assert ended.good == 0
+
+
+@pytest.mark.parametrize("call", ["exists", "get"])
+def test_a_storage_that_fails_fails_every_page_of_the_copy(call: str) -> None:
+    bench = Bench()
+    bench.store((0, 0), (0, 1))
+    bench.storage.rules = [Rule("raise", call=call)]  # type: ignore[arg-type]
+    if call == "get":
+        assert bench.fetch((0, 0, 2), (0, 1, 3)) == Ended(bench.ops, 0)
+    else:
+        asked = tuple(Page(0, bench.key(page), -1, -1) for page in (0, 1))
+        assert bench.run(lambda op: Probe(op, asked)) == Ended(bench.ops, 0)
+        assert bench.copy(H, S, (0, 0, 0, -1)) == Ended(bench.ops, 0)
+    bench.storage.rules = []
+    assert bench.fetch((0, 0, 2), (0, 1, 3)) == Ended(bench.ops, 0b11), "and the lane goes on"
+
+
+def test_a_put_that_fails_half_way_fails_every_page_and_the_next_one_writes_only_the_rest() -> None:
+    bench = Bench(Rule("raise", call="put", nth=1))
+    pages = [(0, page) for page in range(SLOTS)]
+    assert bench.store(*pages) == Ended(bench.ops, 0)
+    done = [*bench.inner.written]
+    assert len(done) < SLOTS
+    assert bench.copy(H, S, *((0, page, page, -1) for page in range(SLOTS))) == Ended(bench.ops, 0xFF)
+    assert sorted(bench.inner.written) == sorted(bench.name(page) for page in range(SLOTS))
+
+
+def test_when_deleting_a_bad_page_fails_it_is_still_not_good() -> None:
+    bench = Bench()
+    bench.store((0, 0), (0, 1))
+    bench.storage.flip(bench.name(0), 0)
+    bench.storage.rules = [Rule("raise", call="delete")]
+    assert bench.fetch((0, 0, 0), (0, 1, 1)).good & 1 == 0
+
+
+def test_a_page_without_room_in_storage_is_not_good() -> None:
+    bench = Bench()
+    bench.hands._storage = MemoryStorage(3 * 4096, NAMESPACE, "small")
+    ended = bench.store(*((0, page) for page in range(4)))
+    assert ended == Ended(bench.ops, 0b0111)
+
+
+def test_what_storage_has_already_is_not_written_again(bench: Bench) -> None:
+    bench.store((0, 0), (0, 1))
+    assert bench.store((0, 0), (0, 2), (0, 1)).good == 0b111
+    assert bench.inner.written == [bench.name(0), bench.name(1), bench.name(2)]
+
+
+@pytest.mark.parametrize("pool", [0, 1])
+def test_a_page_that_changed_in_host_memory_does_not_reach_the_device(bench: Bench, pool: int) -> None:
+    before = bench.content(pool, 1)
+    bench.copy(D, H, (pool, 0, 0, 0), (pool, 1, 1, 1))
+    bench.host[pool].record(0)[HEADER_BYTES + 9] ^= 4
+    for tensor in bench.device[pool].buffers.values():
+        tensor.fill_(-1)
+    assert bench.copy(H, D, (pool, 0, 0, 5), (pool, 1, 1, 6)) == Ended(bench.ops, 0b10, 0b01)
+    assert all((tensor == -1).all() for tensor in bench.content(pool, 5))
+    assert all(torch.equal(a, b) for a, b in zip(bench.content(pool, 6), before, strict=True))
+
+
+def test_a_page_that_changed_in_host_memory_is_never_stored(bench: Bench) -> None:
+    bench.copy(D, H, (0, 0, 0, 0), (0, 1, 1, 1))
+    bench.host[0].record(0)[HEADER_BYTES + 9] ^= 4
+    assert bench.copy(H, S, (0, 0, 0, -1), (0, 1, 1, -1)) == Ended(bench.ops, 0b10, 0b01)
+    assert bench.inner.written == [bench.name(1)]
+    # Not even where storage has a good one: what is in memory must not count as the same.
+    bench.inner.put([bench.name(0)], [memoryview(bytes(4096))])
+    assert bench.copy(H, S, (0, 0, 0, -1)) == Ended(bench.ops, 0, 1)
+
+
+def test_a_host_slot_that_holds_another_page_is_not_taken_for_this_one(bench: Bench) -> None:
+    bench.copy(D, H, (0, 0, 0, 0))
+    assert bench.copy(H, D, (0, 1, 0, 5)) == Ended(bench.ops, 0, 1)
+
+
+def test_host_memory_is_trusted_where_an_operator_says_so() -> None:
+    bench = Bench(verify_host=False)
+    bench.copy(D, H, (0, 0, 0, 0))
+    bench.host[0].record(0)[0] ^= 1
+    assert bench.copy(H, D, (0, 0, 0, 5)) == Ended(bench.ops, 1)
+
+
+def test_closing_finishes_what_was_sent_and_closes_the_storage(bench: Bench) -> None:
+    bench.copy(D, H, (0, 0, 0, 0))
+    bench.hands.send(Copy(99, H, S, (Page(0, bench.key(0), 0, -1),)))
+    bench.hands.close(LONG_S)
+    assert bench.hands.collect() == [Ended(99, 1)]
+    assert bench.inner.written == [bench.name(0)]
+    assert bench.inner._region is None
