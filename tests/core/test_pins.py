@@ -26,9 +26,9 @@ def test_counters_count(changes: list[tuple[bool, int]]) -> None:
             pins.add(positions)
             counts.update(members(positions))
         else:
-            positions &= pins.held()
-            pins.remove(positions)
-            counts.subtract([*members(positions)])
+            held = positions & pins.held()
+            pins.remove(held)
+            counts.subtract([*members(held)])
         check(pins, counts)
 
 

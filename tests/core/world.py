@@ -426,8 +426,8 @@ def live(seed: int, steps: int) -> World:
             world.request(_tokens(dice), dice.choice("aaab"), chunks=dice.randint(1, 3), rest=dice.random() < 0.4)
         elif chance < 0.32 and len(world.leases) < crowd:
             world.open(_tokens(dice), dice.choice("aaab"), dice.choice(PATIENCES), dice.random() < 0.85)
-        elif chance < 0.36 and world.leases:
-            world.claim(dice.choice(world.leases))
+        elif chance < 0.36 and len(ready) < len(world.leases):
+            world.claim(dice.choice([lease for lease in world.leases if not lease.ready]))
         elif chance < 0.44 and ready:
             lease = dice.choice(ready)
             upto = min(world.core.keepable(lease), lease.room + grid * dice.randint(1, 12)) // grid * grid

@@ -1,4 +1,4 @@
-"""An engine without a model: it fills each page with bytes that only this prompt has there, and looks before it resumes.
+"""An engine without a model: it fills each page with bytes that only this prompt has, and looks before it resumes.
 
 What a page must hold is computed from pool, buffer, salt and all tokens up to the page's end, without a line of what
 is tested; so a page that is wrong, stale, half copied or somebody else's cannot pass.

@@ -375,7 +375,8 @@ class Core:
 
     def _not_stored(self, lease: Lease, pages: list[Moving]) -> None:
         """Storage says that it does not have these pages: where we thought that it had, they are to be stored again."""
-        path, known = walk(self.shelves.root(lease.root), 0, lease.tokens)
+        top = self.shelves.roots.get(lease.root)
+        path, known = walk(top, 0, lease.tokens) if top else ([], 0)
         for page in pages:
             if page.position < known:
                 run = covering(path[-1], page.position)
@@ -562,6 +563,7 @@ class Core:
             return False
         shelves.settle(run, place, position, slot)
         if place < len(self.pools):
+            run.asked[place] &= ~(1 << local)
             self._heal(run)
         return True
 

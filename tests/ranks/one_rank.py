@@ -1,0 +1,123 @@
+"""One rank of several, in a process of its own: `python one_rank.py what rank ranks file`; prints JSON."""
+
+import json
+import random
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
+
+import torch
+import torch.distributed as dist
+from filling import Clock, Request, a_config, a_store, an_identity, nothing_is_left, prompt
+
+from kvarve.core.audit import audit
+from kvarve.core.effects import Ended
+from kvarve.keys import object_name
+from kvarve.memory.record import HEADER_BYTES
+from kvarve.ranks.agreement import Group
+from kvarve.runtime import PrefixCache
+
+OPS, STEPS, PAGES = 60, 25, 200
+NEVER = STEPS
+
+
+def ends_of(rank: int) -> list[tuple[int, Ended]]:
+    """For each op the step in which it ends on this rank, and how; some never end on some rank."""
+    rng = random.Random(rank)
+    ends = []
+    for op in range(OPS):
+        step = NEVER if op % 20 == rank else rng.randrange(STEPS)
+        good, bad = rng.getrandbits(PAGES), rng.getrandbits(PAGES)
+        ends.append((step, Ended(op, good & ~bad, bad if rng.random() < 0.5 else 0)))
+    rng.shuffle(ends)
+    return ends
+
+
+def clock_of(rank: int, step: int) -> float:
+    return 1e6 * rank + step / 7
+
+
+def agreement(rank: int, ranks: int) -> object:
+    group, heard = Group(), []
+    for step in range(STEPS):
+        mine = [end for at, end in ends_of(rank) if at == step]
+        both, now = group.agree(mine, clock_of(rank, step))
+        heard.append([now, [[end.op, hex(end.good), hex(end.bad)] for end in both]])
+    return heard
+
+
+def caches(rank: int, ranks: int) -> object:
+    """Two whole caches, of which the second one's storage loses and spoils pages."""
+    dist.barrier()
+    store, clock = a_store(seed=rank), Clock()
+    clock.now += 1000 * rank
+    cache = PrefixCache(
+        an_identity(), a_config(device=40_000), storage=store, rank=rank, agreement=Group(), clock=clock
+    )
+    stem = prompt(6, seed=99)
+    prompts = [prompt(8.5 + i, seed=i, prefix=stem if i % 2 else ()) for i in range(5)]
+    said: list[object] = []
+
+    def serve(tokens: list[int]) -> None:
+        request = Request(cache, tokens, rank=rank)
+        for _ in range(2000):
+            cache.step()
+            audit(cache.core)
+            clock.now += 0.001
+            if cache.claim(request.lease):
+                request.look()
+                break
+            cache.wait(0.01)
+        request.compute()
+        said.append([request.lease.boundary, *request.close().from_tiers()])
+
+    def settle() -> None:
+        for _ in range(2000):
+            cache.step()
+            if cache.core.idle():
+                return
+            cache.wait(0.01)
+        raise AssertionError("copies do not end")
+
+    for tokens in prompts:
+        serve(tokens)
+    settle()
+    said.append(cache.core.flush((0, 1)))  # type: ignore[arg-type]
+    cache._send()
+    settle()
+    if rank == 1:
+        keys = Request(cache, prompts[0], rank=rank)
+        names = [object_name(keys.lease.key(page), "attention", rank) for page in (5, 6)]
+        states = [object_name(keys.lease.key(page), "state", rank) for page in range(8)]
+        keys.close()
+        there = [name for name, known in zip(states, store.exists(states), strict=True) if known]
+        store.flip(names[0], HEADER_BYTES)
+        store.delete(names[1:] + there[-1:])
+    else:
+        Request(cache, prompts[0], rank=rank).close()
+    for _ in range(3):
+        for tokens in prompts:
+            serve(tokens)
+        settle()
+    said.append(vars(cache.core.counters))
+    said.append(nothing_is_left(cache))
+    dist.barrier()
+    cache.shutdown(5)
+    return said
+
+
+def main(what: str, rank: int, ranks: int, file: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
+    parts: dict[str, Callable[[int, int], object]] = {"agreement": agreement, "caches": caches}
+    print(json.dumps({part: parts[part](rank, ranks) for part in what.split(",")}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -1,0 +1,196 @@
+"""Ranks that go through the same requests stay one cache, whatever happens on one of them."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filling import Clock, Request, a_config, a_store, an_identity, prompt, run, settle
+from one_rank import NEVER, OPS, STEPS, clock_of, ends_of
+
+from kvarve.core.effects import Ended
+from kvarve.ranks.agreement import Alone
+from kvarve.runtime import PrefixCache
+
+HERE = Path(__file__).parent
+
+
+def processes(what: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
+    """What each rank of a group of real processes has to say."""
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "one_rank.py"), what, str(rank), str(ranks), str(folder / "meeting")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        answers = [process.communicate(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for process, (_, errors) in zip(started, answers, strict=True):
+        assert process.returncode == 0, errors
+    return [json.loads(out.splitlines()[-1]) for out, _ in answers]
+
+
+def expected(ranks: int) -> list[list[Any]]:
+    """By the definition: an op ends when it has ended everywhere, good if good on all, bad if bad on any."""
+    by_rank = [{end.op: (step, end) for step, end in ends_of(rank)} for rank in range(ranks)]
+    steps: list[list[Any]] = [[clock_of(0, step), []] for step in range(STEPS)]
+    for op in range(OPS):
+        ends = [by_op[op] for by_op in by_rank]
+        last = max(step for step, _ in ends)
+        if last < NEVER:
+            bad = 0
+            for _, end in ends:
+                bad |= end.bad
+            good = ends[0][1].good
+            for _, end in ends[1:]:
+                good &= end.good
+            steps[last][1].append([op, hex(good & ~bad), hex(bad)])
+    return steps
+
+
+def test_a_rank_alone_hears_what_ended_as_it_ended() -> None:
+    ends = [Ended(3, 1), Ended(1, 0, 1), Ended(2, 5)]
+    assert Alone().agree(iter(ends), 12.5) == (ends, 12.5)
+
+
+def test_two_processes_agree_and_two_caches_in_them_find_the_same_boundaries(tmp_path: Path) -> None:
+    first, second = processes("agreement,caches", 2, tmp_path)
+    assert first["agreement"] == second["agreement"] == expected(2)
+    assert first["caches"] == second["caches"]
+    *found, counters, nothing_left = first["caches"]
+    assert nothing_left
+    cold, flushed, warm = found[:5], found[5], found[6:]
+    assert [boundary for boundary, *_ in cold] == [0, 0, 0, 6, 0]
+    assert flushed > 0
+    assert warm[0][0] < 8, "on one rank a page of it was lost"
+    assert sum(storage for *_, storage in warm) > 0
+    assert counters["bad_storage"] > 0
+
+
+def test_three_processes_agree_on_what_has_ended_and_when(tmp_path: Path) -> None:
+    answers = processes("agreement", 3, tmp_path)
+    assert [answer["agreement"] for answer in answers] == [expected(3)] * 3
+
+
+class Meeting:
+    """The agreement of ranks that are threads: each step is one on all of them, at the first one's time."""
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier = threading.Barrier(ranks, timeout=3)
+        self._said: dict[int, tuple[list[Ended], float]] = {}
+        self.ranks = ranks
+
+    def of(self, rank: int) -> "AtMeeting":
+        return AtMeeting(self, rank)
+
+    def agree(self, rank: int, ended: Iterable[Ended], now: float) -> tuple[list[Ended], float]:
+        self._said[rank] = ([*ended], now)
+        self._barrier.wait()
+        now = self._said[0][1]
+        self._barrier.wait()
+        return [], now
+
+
+class AtMeeting:
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._meeting, self._rank, self.steps = meeting, rank, 0
+
+    def agree(self, ended: Iterable[Ended], now: float) -> tuple[list[Ended], float]:
+        self.steps += 1
+        return self._meeting.agree(self._rank, ended, now)
+
+
+def side_by_side(what: Callable[[int], None], ranks: int = 2) -> list[BaseException]:
+    """Do something on every rank at once; what was raised."""
+    raised: list[BaseException] = []
+
+    def guarded(rank: int) -> None:
+        try:
+            what(rank)
+        except Exception as e:  # noqa: BLE001  it is the answer
+            raised.append(e)
+
+    threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return raised
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_a_request_waits_by_the_time_that_the_ranks_agreed_on(steps_before: int) -> None:
+    """Clocks of two machines have nothing to do with each other."""
+    store = a_store()
+    filling = PrefixCache(an_identity(), a_config(), storage=store)
+    run(filling, prompt(8.5))
+    settle(filling)
+    filling.shutdown()
+    store.stall()
+
+    class Agreed:
+        def agree(self, ended: Iterable[Ended], now: float) -> tuple[list[Ended], float]:
+            return [*ended], now + 5000
+
+    cache = PrefixCache(an_identity(), a_config(), storage=store, agreement=Agreed(), clock=Clock())
+    for _ in range(steps_before):
+        cache.step()
+    request = Request(cache, prompt(8.5))
+    cache.step()
+    try:
+        assert not cache.claim(request.lease), "it gave up at once, on this rank only"
+    finally:
+        request.close()
+        store.release()
+        cache.shutdown(5)
+
+
+def test_settling_gives_up_in_the_same_step_on_every_rank() -> None:
+    """Else one rank would wait for ever in a step that the others do not take."""
+    meeting, stores = Meeting(2), [a_store(), a_store()]
+
+    class Ticking(Clock):
+        def __init__(self, tick_s: float) -> None:
+            super().__init__()
+            self.tick_s = tick_s
+
+        def __call__(self) -> float:
+            self.now += self.tick_s
+            return self.now
+
+    at = [meeting.of(rank) for rank in range(2)]
+    caches = [
+        PrefixCache(
+            an_identity(), a_config(), storage=stores[rank], agreement=at[rank], clock=Ticking([1.0, 0.3][rank])
+        )
+        for rank in range(2)
+    ]
+    for cache, store in zip(caches, stores, strict=True):
+        store.stall()
+        cache.open(prompt(8.5))
+    settled: dict[int, bool] = {}
+
+    def give_up(rank: int) -> None:
+        settled[rank] = caches[rank].settle(5)
+
+    try:
+        assert side_by_side(give_up) == []
+        assert settled == {0: False, 1: False}
+        assert at[0].steps == at[1].steps
+    finally:
+        for cache, store in zip(caches, stores, strict=True):
+            store.release()
+            cache._hands.close(5)

@@ -1,0 +1,135 @@
+"""A long life with too little memory and a storage that does everything wrong: slow at worst, never a wrong byte."""
+
+import random
+
+import pytest
+from filling import (
+    PAGE,
+    Clock,
+    Request,
+    a_config,
+    a_store,
+    an_identity,
+    nothing_is_left,
+    prompt,
+)
+
+from kvarve.config import split
+from kvarve.core.audit import audit
+from kvarve.errors import ConfigError
+from kvarve.runtime import PrefixCache
+from kvarve.sizes import parse_size
+from kvarve.testing import Rule
+
+RULES = (
+    Rule("raise", probability=0.03),
+    Rule("raise", call="get", probability=0.03),
+    Rule("lose", probability=0.05),
+    Rule("truncate", probability=0.05),
+    Rule("flip", probability=0.05),
+    Rule("swap", probability=0.05),
+    Rule("short", probability=0.03),
+)
+PREFETCH = ("best_effort", "timeout", "wait_complete")
+
+
+def least(*, records: bool) -> int:
+    """The least memory that a cache accepts."""
+    identity = an_identity()
+    with pytest.raises(ConfigError) as refusal:
+        split(0, identity.pools, identity.page_tokens, identity.chunk_tokens, records=records, what="some")
+    return parse_size(str(refusal.value).rsplit("need ", maxsplit=1)[1]) + 1024
+
+
+class Life:
+    """Several requests side by side in random order; every page that one resumes from is looked at."""
+
+    def __init__(self, seed: int, policy: str, **settings: object) -> None:
+        self.rng = random.Random(seed)
+        self.clock = Clock()
+        self.store = a_store(*RULES, seed=seed)
+        self.settings = {
+            "device": least(records=False) + self.rng.randrange(6000),
+            "host": least(records=True) + 4096 * self.rng.randrange(40),
+            "write_policy": policy,
+            "selective_uses": self.rng.choice([1, 2]),
+            "prefetch_policy": self.rng.choice(PREFETCH),
+            "prefetch_base_s": 1.0,
+            "snapshot_every": self.rng.choice([0, 256]),
+        } | settings
+        stem = prompt(20, seed=99)
+        self.prompts = [prompt(10 + i, seed=i, prefix=stem[: i * PAGE * 2]) for i in range(7)]
+        self.requests: list[Request] = []
+        self.found = [0, 0, 0]
+        self.open()
+
+    def open(self) -> None:
+        self.cache = PrefixCache(an_identity(), a_config(**self.settings), storage=self.store, clock=self.clock)
+
+    def finish(self, request: Request) -> None:
+        self.requests.remove(request)
+        for tier, pages in enumerate(request.close().from_tiers()):
+            self.found[tier] += pages
+
+    def turn(self) -> None:
+        self.cache.step()
+        audit(self.cache.core)
+        self.clock.now += self.rng.choice([0.0, 0.0, 0.3])
+        if self.rng.random() < 0.3:
+            self.cache.wait(0.002)
+        if len(self.requests) < 3 and self.rng.random() < 0.5:
+            tokens = self.rng.choice(self.prompts)
+            tokens = tokens[: self.rng.randrange(len(tokens) + 1)] if self.rng.random() < 0.3 else tokens
+            salt, read = self.rng.choice(["", "", "s"]), self.rng.random() < 0.9
+            self.requests.append(Request(self.cache, tokens, salt, read))
+        for request in [*self.requests]:
+            if self.rng.random() < 0.02:
+                self.finish(request)
+            elif not request.lease.claimed or not request.lease.ready:
+                if self.rng.random() < 0.7 and self.cache.claim(request.lease):
+                    request.look()
+            elif not request.chunk():
+                self.finish(request)
+
+    def end(self) -> None:
+        for request in [*self.requests]:
+            self.finish(request)
+        self.store.rules.clear()
+        assert nothing_is_left(self.cache)
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("seed", range(3))
+def test_in_a_long_life_with_a_storage_full_of_faults_no_request_resumes_from_a_wrong_byte(
+    seed: int, policy: str
+) -> None:
+    print(f"Life({seed}, {policy!r})")
+    life = Life(seed, policy)
+    for turn in range(500):
+        life.turn()
+        if turn == 250:  # a restart in the middle of everything
+            for request in [*life.requests]:
+                life.finish(request)
+            life.cache.shutdown(10)
+            life.open()
+    life.end()
+    life.cache.shutdown(10)
+    assert sum(life.found) > 0
+    assert min(life.store.counts[fault] for fault in ("raise", "flip", "truncate", "swap", "lose")) > 0
+
+
+def test_long_lives_find_pages_on_every_tier_and_see_every_trouble() -> None:
+    """The test above proves little if nothing was ever found or refused."""
+    found, counters = [0, 0, 0], {"bad_storage": 0, "failed": 0, "uncached": 0, "duplicates": 0}
+    for seed, policy in ((10, "write_through"), (11, "write_back"), (12, "write_through")):
+        life = Life(seed, policy, prefetch_policy="wait_complete")
+        for _ in range(400):
+            life.turn()
+        life.end()
+        for tier in range(3):
+            found[tier] += life.found[tier]
+        for name in counters:
+            counters[name] += getattr(life.cache.core.counters, name)
+        life.cache.shutdown(10)
+    assert min(found) > 0, found
+    assert min(counters.values()) > 0, counters

@@ -1,0 +1,269 @@
+"""`kvarve serve` as an operator meets it: a line that says what is wrong, or a server that starts and ends whole."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvarve import __version__
+from kvarve.server.serve import Server
+from kvarve.storage.files import FileStorage
+
+# Runs each command in a process of its own, which begins where the imports of torch and transformers have ended.
+FORKER = """
+import json, os, sys
+import transformers.models.qwen3_5.modeling_qwen3_5
+import kvarve.server.serve
+from kvarve.cli import main
+for line in sys.stdin:
+    case = json.loads(line)
+    pid = os.fork()
+    if not pid:
+        for number, path in enumerate(case["files"], 1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+        code = main(case["argv"])
+        sys.stdout.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def a_process(*argv: str, **kwargs: Any) -> "subprocess.Popen[str]":
+    environment = {name: value for name, value in os.environ.items() if name != "KVARVE_API_KEY"}
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def forker() -> Iterator["subprocess.Popen[str]"]:
+    with a_process(sys.executable, "-c", FORKER, stdin=subprocess.PIPE) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+@pytest.fixture
+def run(forker: "subprocess.Popen[str]", tmp_path: Path) -> Run:
+    """Run `kvarve` with these words: the exit code, standard output and standard error."""
+
+    def run(*argv: object) -> tuple[int, str, str]:
+        files = [tmp_path / "stdout", tmp_path / "stderr"]
+        assert forker.stdin is not None and forker.stdout is not None
+        forker.stdin.write(json.dumps({"argv": [str(word) for word in argv], "files": [str(f) for f in files]}) + "\n")
+        forker.stdin.flush()
+        code = int(forker.stdout.readline())
+        return code, *[file.read_text() for file in files]  # type: ignore[return-value]
+
+    return run
+
+
+def one_line(result: tuple[int, str, str]) -> str:
+    code, out, error = result
+    assert (code, out) == (2, "")
+    assert error.startswith("kvarve: ")
+    assert error.endswith("\n") and error.count("\n") == 1, error
+    return error
+
+
+def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Everything below a folder: when it was changed last, and what it holds."""
+    return {
+        str(path): (path.stat().st_mtime_ns, b"" if path.is_dir() else path.read_bytes())
+        for path in (folder, *folder.rglob("*"))
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("", "which command? known: serve, demo"),
+        ("srve", "unknown command 'srve': did you mean serve?"),
+        ("--frob", "unknown option '--frob'"),
+        ("serve --pge-tokens 64", "unknown option '--pge-tokens': did you mean --page-tokens?"),
+        ("serve --device-memori=1GiB", "unknown option '--device-memori': did you mean --device-memory?"),
+        ("serve extra", "unknown argument 'extra'"),
+        ("serve --model", "--model: expected one argument"),
+        ("demo --quik", "did you mean --quick?"),
+        ("serve --device-memory 10XB", "--device-memory: '10XB' is not a size"),
+        ("serve --host-memory lots", "--host-memory: 'lots' is not a size"),
+        ("serve --device-memory -1GiB", "--device-memory: expected one argument"),
+        ("serve --device-memory 0", "0 B of device memory is too little for this model"),
+        ("serve --device-memory 1KiB", "1 KiB of device memory is too little for this model: two chunks of a prompt"),
+        ("serve --host-memory 1KiB", "1 KiB of host memory is too little for this model"),
+        ("serve --host-memory 900TiB", "more than this machine's"),
+        ("serve --host-memory 0", "storage needs host memory"),
+        ("serve --page-tokens 48", "a page of 48 tokens does not fit the model's prefill grid of 64"),
+        ("serve --page-tokens 0", "--page-tokens: '0' is not a whole number above zero"),
+        ("serve --chunk-tokens many", "--chunk-tokens: 'many' is not a whole number above zero"),
+        ("serve --write-policy later", "unknown write policy 'later'; known: write_through"),
+        ("serve --selective-uses 0", "--selective-uses"),
+        ("serve --prefetch-policy hope", "unknown prefetch policy 'hope'; known: best_effort"),
+        ("serve --prefetch-base-s soon", "'soon' is not a number of seconds"),
+        ("serve --prefetch-base-s nan", "cannot be negative"),
+        ("serve --snapshot-every 1.5", "--snapshot-every"),
+        ("serve --dtype int4", "unknown dtype 'int4'"),
+        ("serve --device abacus", "device 'abacus' cannot be used"),
+        ("serve --device meta", "device 'meta' cannot be used"),
+        ("serve --model /no/such/folder", "/no/such/folder: no such folder"),
+        ("serve --model builtin:huge", "there is no builtin:huge"),
+        ("serve --port 65536", "--port: '65536' is not a port"),
+        ("serve --port http", "--port: 'http' is not a port"),
+        ("serve --host 192.0.2.1", "cannot listen on 192.0.2.1"),
+        ("serve --max-running 0", "--max-running"),
+        ("serve --max-waiting 0", "--max-waiting"),
+        ("serve --threads 0", "--threads"),
+        ("serve --log-level loud", "unknown log level 'loud'; known: debug, info, warning, error"),
+        ("serve --ready-file /no/such/folder/ready", "no such folder to write the ready file to"),
+        ("serve --api-key=", "an API key cannot be empty"),
+        ("serve --storage tape:///dev/st0", "there is no storage of the kind 'tape'"),
+        ("serve --storage=", "is not a storage"),
+        ("serve --storage relative/path", "neither an absolute path nor a storage URL"),
+        ("serve --storage file:///pages", "say how much it may hold"),
+        ("serve --storage file:///pages?capacity=0", "capacity must be above zero"),
+        ("serve --storage /proc/pages", "/proc"),
+        ("serve --storage /dev/null/pages?", "parameters need a URL"),
+    ],
+)
+def test_a_bad_setting_is_one_clear_line_and_nothing_is_touched(
+    run: Run, checkpoint: Path, tmp_path: Path, words: str, complaint: str
+) -> None:
+    storage = tmp_path / "storage"
+    argv = words.split()
+    if argv[:1] == ["serve"]:
+        good = {"--model": checkpoint, "--storage": storage, "--port": 0, "--page-tokens": 16, "--chunk-tokens": 64}
+        argv[1:1] = [str(word) for flag, value in good.items() for word in (flag, value)]
+    assert complaint in one_line(run(*argv))
+    assert not storage.exists()
+
+
+@pytest.fixture
+def serve(run: Run, checkpoint: Path) -> Run:
+    def serve(*argv: object) -> tuple[int, str, str]:
+        return run("serve", "--model", checkpoint, "--port", 0, "--page-tokens", 16, "--chunk-tokens", 64, *argv)
+
+    return serve
+
+
+def test_a_port_in_use_is_refused_before_the_storage_is_touched(serve: Run, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = one_line(serve("--port", port, "--storage", tmp_path / "storage"))
+    assert f"port {port}: Address already in use" in line
+    assert not (tmp_path / "storage").exists()
+
+
+def test_another_models_storage_is_refused_and_left_as_it_was(serve: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "storage"
+    storage = FileStorage(folder, 1 << 20, b"another model", "llama of another farm")
+    storage.put(["page"], [memoryview(b"wool")])
+    storage.close()
+    before = tree(folder)
+    line = one_line(serve("--storage", folder))
+    assert "was written by another model or format" in line
+    assert "llama of another farm" in line
+    assert tree(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "complaint"),
+    [
+        ("notes.txt", "do not lose", "not empty and not a kvarve storage folder"),
+        ("kvarve.json", "{", "is damaged"),
+        ("kvarve.json", '{"format": "kvarve-files/999"}', "is in format 'kvarve-files/999'"),
+    ],
+)
+def test_a_folder_with_something_else_is_refused_and_left_as_it_was(
+    serve: Run, tmp_path: Path, file: str, content: str, complaint: str
+) -> None:
+    folder = tmp_path / "storage"
+    folder.mkdir()
+    (folder / file).write_text(content)
+    before = tree(folder)
+    assert complaint in one_line(serve("--storage", folder))
+    assert tree(folder) == before
+
+
+def test_a_storage_that_another_server_has_open_is_refused(serve: Run, server: Server, storage: Path) -> None:
+    assert f"is open already, in process {os.getpid()}" in one_line(serve("--storage", storage))
+
+
+def test_a_broken_checkpoint_is_named(serve: Run, checkpoint: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "broken"))
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert "model.safetensors: truncated" in one_line(serve("--model", folder))
+
+
+def test_help_is_short_and_shows_an_example_and_the_defaults(run: Run) -> None:
+    code, out, error = run("serve", "--help")
+    assert (code, error) == (0, "")
+    assert "default 256MiB" in out
+    assert "example:" in out
+    code, out, error = run("--help")
+    assert (code, error) == (0, "")
+    assert "serve" in out and "demo" in out
+    assert run("--version") == (0, f"kvarve {__version__}\n", "")
+
+
+@contextmanager
+def serving(tmp_path: Path, *argv: object) -> Iterator[tuple["subprocess.Popen[str]", httpx.Client]]:
+    """`kvarve serve` in a real process of its own, and a client to it."""
+    words = [sys.executable, "-m", "kvarve", "serve", "--port", "0", *map(str, argv)]
+    with (tmp_path / "log").open("w") as log, a_process(*words, stderr=log) as process:
+        try:
+            assert process.stdout is not None
+            told = {}
+            for line in process.stdout:
+                word, _, rest = line.strip().partition("  ")
+                told[word] = rest.strip()
+                if line.startswith("ready"):
+                    break
+            assert "url" in told, (told, (tmp_path / "log").read_text())
+            with httpx.Client(base_url=told["url"], timeout=60) as client:
+                yield process, client
+        finally:
+            process.kill()
+
+
+def test_ctrl_c_ends_it_whole_and_what_it_knew_is_there_after_a_restart(
+    checkpoint: Path, tmp_path: Path, song: str
+) -> None:
+    ready = tmp_path / "ready"
+    argv = ["--model", checkpoint, "--page-tokens", 16, "--chunk-tokens", 64, "--ready-file", ready]
+    argv += ["--storage", tmp_path / "storage", "--served-model-name", "singer", "--threads", 1]
+    prompt = {"prompt": song * 3, "temperature": 0, "max_tokens": 12}
+    answers = []
+    with serving(tmp_path, *argv) as (process, client):
+        assert httpx.URL(ready.read_text().strip()) == client.base_url
+        answers.append(client.post("/v1/completions", json=prompt).json())
+        endless = {"prompt": song, "max_tokens": 900, "ignore_eos": True, "stream": True}
+        with client.stream("POST", "/v1/completions", json=endless) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGINT)
+            last = [line for line in lines if line][-2:]
+        assert '"finish_reason":"abort"' in last[0]
+        assert last[1] == "data: [DONE]"
+        assert process.wait() == 0
+        assert not ready.exists()
+        assert (tmp_path / "log").read_text() == ""
+    with serving(tmp_path, *argv) as (process, client):
+        answers.append(client.post("/v1/completions", json=prompt).json())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
+        assert (tmp_path / "log").read_text() == ""
+    cold, warm = answers
+    assert cold["usage"]["kvarve"]["cached_tokens"] == {"device": 0, "host": 0, "storage": 0}
+    assert warm["usage"]["kvarve"]["cached_tokens"] == {"device": 0, "host": 0, "storage": 128}
+    assert cold["choices"] == warm["choices"]

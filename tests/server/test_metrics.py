@@ -1,0 +1,69 @@
+"""Numbers in, Prometheus' text out."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvarve.metrics import Histogram, Metrics, Snapshot
+from kvarve.storage import Usage
+
+CACHE = dict.fromkeys(
+    ("leases", "fetched", "loaded", "backed_up", "stored", "bad_storage", "bad_host", "failed", "late"), 1.0
+) | dict.fromkeys(("duplicates", "uncached", "slots.device.window-24", "used.device.window-24"), 2.0)
+
+
+def a_snapshot(storage: Usage | None) -> Snapshot:
+    ttft = Histogram((0.5, 1.0))
+    for seconds in (0.1, 0.5, 0.7, 9.0):
+        ttft.observe(seconds)
+    return Snapshot(
+        model='a "model"\n',
+        version="1",
+        up=True,
+        running=1,
+        waiting=2,
+        requests={"done": 3},
+        prompt_tokens=4,
+        computed_tokens=5,
+        output_tokens=6,
+        cached_tokens={"host": 7},
+        ttft_s=ttft,
+        cache=CACHE,
+        storage=storage,
+    )
+
+
+def test_a_histogram_counts_a_value_in_every_bucket_that_it_fits() -> None:
+    ttft = a_snapshot(None).ttft_s
+    assert ttft.buckets() == [("0.5", 2), ("1.0", 3), ("+Inf", 4)]
+    assert ttft.sum == 10.3
+
+
+def test_every_metric_is_ours_and_says_what_it_means() -> None:
+    text = Metrics(lambda: a_snapshot(Usage(1, 2, 3, 4))).text().decode()
+    families = list(text_string_to_metric_families(text))
+    assert len({family.name for family in families}) == len(families) > 20
+    for family in families:
+        assert family.name.startswith("kvarve")
+        assert family.documentation.endswith(".")
+    samples = {sample.name: sample for family in families for sample in family.samples}
+    assert samples["kvarve_info"].labels["model"] == 'a "model"\n'
+    assert samples["kvarve_slots"].labels == {"tier": "device", "pool": "window-24"}
+    assert samples["kvarve_ttft_seconds_sum"].value == 10.3
+
+
+def test_without_a_storage_nothing_is_said_of_one() -> None:
+    assert b"kvarve_storage" not in Metrics(lambda: a_snapshot(None)).text()
+    assert b"kvarve_storage_capacity" not in Metrics(lambda: a_snapshot(Usage(1, 2, None, 4))).text()
+
+
+def test_a_scrape_reads_the_numbers_of_its_own_moment() -> None:
+    asked = []
+
+    def read() -> Snapshot:
+        asked.append(None)
+        return a_snapshot(None)
+
+    metrics = Metrics(read)
+    assert not asked
+    metrics.text()
+    metrics.text()
+    assert len(asked) == 2

@@ -1,0 +1,165 @@
+"""Settings that cannot work are refused in words that say what would, and before anything is made."""
+
+import math
+import os
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarve.config import CacheConfig, split
+from kvarve.core.policies import WritePolicy
+from kvarve.errors import ConfigError
+from kvarve.memory.record import record_bytes
+from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
+from kvarve.runtime import PrefixCache, check
+from kvarve.sizes import parse_size
+
+ATTENTION = PoolSpec("attention", (BufferSpec("k", (64, 100), "float32"),), None)
+WINDOW = PoolSpec("window", (BufferSpec("w", (64, 10), "float32"),), 3)
+STATE = PoolSpec("state", (BufferSpec("s", (1001,), "float32"),), 1, in_place=True)
+POOLS = (ATTENTION, WINDOW, STATE)
+IDENTITY = ModelIdentity("test", "w", "float32", 64, 256, POOLS)
+MIB = 1 << 20
+
+
+def least(pools: tuple[PoolSpec, ...], page_tokens: int, chunk_tokens: int, records: bool) -> int:
+    """Two chunks of a prompt, in bytes, from the definition."""
+    total = 0
+    for pool in pools:
+        size = record_bytes(pool.payload_bytes) if records else pool.payload_bytes
+        total += size * 2 * (pool.lookback or chunk_tokens // page_tokens)
+    return total
+
+
+def test_the_defaults_are_sound() -> None:
+    config = CacheConfig(MIB)
+    assert config.write() is WritePolicy.WRITE_THROUGH
+    assert config.wait().seconds(2048) == 2.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"write_policy": "write_behind"}, "unknown write policy 'write_behind'; known: write_through, "),
+        ({"prefetch_policy": "eager"}, "unknown prefetch policy 'eager'; known: best_effort, wait_complete, timeout"),
+        ({"selective_uses": 0}, "at least 1"),
+        ({"selective_uses": -3}, "at least 1"),
+        ({"snapshot_every": -1}, "give 0 or more"),
+        ({"prefetch_base_s": -0.1}, "cannot be negative"),
+        ({"prefetch_per_ki_token_s": -1.0}, "cannot be negative"),
+        ({"prefetch_base_s": math.nan}, "cannot be negative"),
+        ({"storage_deadline_s": 0.0}, "above zero"),
+        ({"storage_deadline_s": -1.0}, "above zero"),
+        ({"storage_deadline_s": math.nan}, "above zero"),
+        ({"storage": "memory://x?capacity=1MiB"}, "storage needs host memory"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_in_one_line(settings: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        CacheConfig(MIB, **settings)  # type: ignore[arg-type]
+    assert told in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("policy", ["best_effort", "timeout", "wait_complete"])
+def test_no_prefetch_policy_waits_for_ever(policy: str) -> None:
+    config = CacheConfig(MIB, prefetch_policy=policy, prefetch_base_s=math.inf, storage_deadline_s=5.0)
+    assert config.wait().base_s <= 5.0
+
+
+@pytest.mark.parametrize(
+    "settings", [{"prefetch_per_ki_token_s": math.inf}, {"storage_deadline_s": math.inf}], ids=lambda it: next(iter(it))
+)
+def test_a_wait_without_a_bound_is_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        CacheConfig(MIB, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("records", [False, True], ids=["device", "host"])
+def test_too_little_memory_is_refused_with_the_least_that_would_do(records: bool) -> None:
+    need = least(POOLS, 64, 256, records)
+    assert split(need, POOLS, 64, 256, records=records, what="some") == (8, 6, 2)
+    with pytest.raises(ConfigError, match=r"of some memory is too little for this model: two chunks of a prompt need"):
+        split(need - 1, POOLS, 64, 256, records=records, what="some")
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 5000), st.sampled_from([None, 1, 2, 7])), min_size=1, max_size=4),
+    grid=st.sampled_from([1, 2, 4]),
+    records=st.booleans(),
+)
+def test_what_a_refusal_names_will_do(sizes: list[tuple[int, int | None]], grid: int, records: bool) -> None:
+    pools = tuple(
+        PoolSpec(f"pool-{i}", (BufferSpec("b", (size,), "float32"),), lookback)
+        for i, (size, lookback) in enumerate(sizes)
+    )
+    with pytest.raises(ConfigError) as refusal:
+        split(1, pools, 64, 64 * grid, records=records, what="some")
+    named = parse_size(str(refusal.value).rsplit("need ", maxsplit=1)[1])
+    split(named, pools, 64, 64 * grid, records=records, what="some")
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 5000), st.sampled_from([None, 1, 2, 7])), min_size=1, max_size=4),
+    extra=st.integers(0, 1 << 30),
+    records=st.booleans(),
+)
+def test_slots_never_take_more_memory_than_was_given_and_use_nearly_all_of_it(
+    sizes: list[tuple[int, int | None]], extra: int, records: bool
+) -> None:
+    pools = tuple(
+        PoolSpec(f"pool-{i}", (BufferSpec("b", (size,), "float32"),), lookback)
+        for i, (size, lookback) in enumerate(sizes)
+    )
+    memory = least(pools, 64, 128, records) + extra
+    slots = split(memory, pools, 64, 128, records=records, what="some")
+    each = [record_bytes(pool.payload_bytes) if records else pool.payload_bytes for pool in pools]
+    taken = sum(size * count for size, count in zip(each, slots, strict=True))
+    assert 0 <= memory - taken <= sum(each) + 1
+
+
+@pytest.mark.parametrize("memory", [0, -1, -(1 << 40), 1])
+@pytest.mark.parametrize("which", ["device_memory", "host_memory"])
+def test_a_size_that_holds_nothing_is_refused(which: str, memory: int) -> None:
+    if which == "host_memory" and memory == 0:
+        assert check(IDENTITY, CacheConfig(MIB, 0)).keys() == {0}
+        return
+    config = CacheConfig(**({"device_memory": MIB} | {which: memory}))
+    with pytest.raises(ConfigError, match=f"of {which.split('_')[0]} memory is too little"):
+        check(IDENTITY, config)
+
+
+def test_more_memory_than_the_machine_has_is_refused_with_what_it_has() -> None:
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for device, host in ((have + 1, 0), (MIB, have), (have, MIB), (1 << 62, 1 << 62)):
+        with pytest.raises(ConfigError, match=re.escape("more than this machine's")):
+            check(IDENTITY, CacheConfig(device, host))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"device_memory": 1},
+        {"host_memory": 1},
+        {"device_memory": 1 << 60},
+        {"storage": "file://{}/store?capacity=none"},
+        {"storage": "file://{}/store"},
+        {"storage": "ftp://{}/store"},
+    ],
+    ids=str,
+)
+def test_nothing_is_made_on_disk_by_what_is_refused(tmp_path: Path, settings: dict[str, object]) -> None:
+    given = {"device_memory": MIB, "host_memory": MIB, "storage": "file://{}/store?capacity=1GiB"} | settings
+    given["storage"] = str(given["storage"]).format(tmp_path)
+    with pytest.raises(ConfigError):
+        PrefixCache(IDENTITY, CacheConfig(**given))  # type: ignore[arg-type]
+    assert not [*tmp_path.iterdir()]
+
+
+def test_checking_alone_makes_nothing(tmp_path: Path) -> None:
+    slots = check(IDENTITY, CacheConfig(MIB, MIB, f"file://{tmp_path}/store?capacity=1GiB"))
+    assert {len(count) for count in slots.values()} == {3}
+    assert not [*tmp_path.iterdir()]
