@@ -128,7 +128,7 @@ def test_a_size_that_holds_nothing_is_refused(which: str, memory: int) -> None:
         assert check(IDENTITY, CacheConfig(MIB, 0)).keys() == {0}
         return
     config = CacheConfig(**({"device_memory": MIB} | {which: memory}))
-    with pytest.raises(ConfigError, match=f"of {which.split('_')[0]} memory is too little"):
+    with pytest.raises(ConfigError, match=f"of {which.removesuffix('_memory')} memory is too little"):
         check(IDENTITY, config)
 
 

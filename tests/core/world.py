@@ -397,8 +397,8 @@ def random_config(dice: random.Random) -> CoreConfig:
     pools = dice.sample([ATTENTION, INDEX, WINDOW, STATE], dice.randint(1, 4))
     return config(
         *pools,
-        device=[dice.randint(1, 20) for _ in pools],
-        host=[dice.choice([0, 5, 9, 14, 25, 40]) for _ in pools] if dice.random() < 0.85 else 0,
+        device=[dice.randint(3, 24) if dice.random() < 0.95 else 1 for _ in pools],
+        host=[dice.randint(4, 40) if dice.random() < 0.95 else 0 for _ in pools] if dice.random() < 0.85 else 0,
         grid=dice.choice([1, 1, 2]),
         storage=dice.random() < 0.7,
         write=dice.choice([*WritePolicy]),
@@ -415,6 +415,7 @@ def live(seed: int, steps: int) -> World:
     world = World(random_config(dice))
     grid, trouble = world.core.grid, dice.choice([0.0, 0.1, 0.3])
     flushes, crowd, told = dice.choice([0.0, 0.03, 0.1]), dice.choice([2, 5, 9]), dice.choice([0.1, 0.5, 1.0])
+    known: list[list[int]] = []
     for _ in range(steps):
         ready = [lease for lease in world.leases if lease.ready]
         chance = dice.random()
@@ -423,9 +424,11 @@ def live(seed: int, steps: int) -> World:
                 *dice.choice([(Tier.DEVICE,), (Tier.HOST,), (Tier.DEVICE, Tier.HOST), (Tier.DEVICE, Tier.HOST)])
             )
         elif chance < 0.16:
-            world.request(_tokens(dice), dice.choice("aaab"), chunks=dice.randint(1, 3), rest=dice.random() < 0.4)
+            known = (known + [_tokens(dice)])[-4:]
+            world.request(known[-1], dice.choice("aaab"), chunks=dice.randint(1, 3), rest=dice.random() < 0.4)
         elif chance < 0.32 and len(world.leases) < crowd:
-            world.open(_tokens(dice), dice.choice("aaab"), dice.choice(PATIENCES), dice.random() < 0.85)
+            tokens = _tokens(dice) if dice.random() < 0.4 or not known else dice.choice(known) + [2]
+            world.open(tokens, dice.choice("aaab"), dice.choice(PATIENCES), dice.random() < 0.85)
         elif chance < 0.36 and len(ready) < len(world.leases):
             world.claim(dice.choice([lease for lease in world.leases if not lease.ready]))
         elif chance < 0.44 and ready:

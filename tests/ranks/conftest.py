@@ -1,4 +1,4 @@
-"""Lets the tests of this folder import what stands beside them, and the engine without a model of the runtime's tests."""
+"""Lets the tests of this folder import what stands beside them, and the runtime's engine without a model."""
 
 import sys
 from pathlib import Path

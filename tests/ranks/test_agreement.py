@@ -73,7 +73,7 @@ def test_two_processes_agree_and_two_caches_in_them_find_the_same_boundaries(tmp
     *found, counters, nothing_left = first["caches"]
     assert nothing_left
     cold, flushed, warm = found[:5], found[5], found[6:]
-    assert [boundary for boundary, *_ in cold] == [0, 0, 0, 6, 0]
+    assert [boundary for boundary, *_ in cold] == [0] * 5
     assert flushed > 0
     assert warm[0][0] < 8, "on one rank a page of it was lost"
     assert sum(storage for *_, storage in warm) > 0

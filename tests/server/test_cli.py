@@ -30,8 +30,11 @@ for line in sys.stdin:
     pid = os.fork()
     if not pid:
         for number, path in enumerate(case["files"], 1):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-        code = main(case["argv"])
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        try:
+            code = main(case["argv"])
+        except SystemExit as e:
+            code = e.code
         sys.stdout.flush()
         os._exit(code)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)

@@ -7,7 +7,7 @@ from kvarve.storage import Usage
 
 CACHE = dict.fromkeys(
     ("leases", "fetched", "loaded", "backed_up", "stored", "bad_storage", "bad_host", "failed", "late"), 1.0
-) | dict.fromkeys(("duplicates", "uncached", "slots.device.window-24", "used.device.window-24"), 2.0)
+) | dict.fromkeys(("duplicates", "uncached", "page_tokens", "slots.device.window-24", "used.device.window-24"), 2.0)
 
 
 def a_snapshot(storage: Usage | None) -> Snapshot:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvarve.core.lease import Lease
 from kvarve.engine.model import Detokenizer, LoadedModel, forward
+from kvarve.engine.prefill import keep, resumed
 from kvarve.engine.requests import Finish, Piece, Request, Sampling, Usage
 from kvarve.engine.state import Workspace
 from kvarve.errors import Busy, ConfigError
@@ -216,26 +217,19 @@ class Engine:
     def _resume(self, request: Request, lease: Lease) -> _Running:
         """Copy the pages that the lease found into a state of the request's own."""
         room = len(request.prompt) + request.sampling.max_tokens
-        workspace = Workspace(self.model.layout, room, self.model.model.device)
-        for pool, (positions, slots) in self.cache.pages(lease).items():
-            if positions:
-                workspace.load(pool, positions, self.cache.arena(pool), slots)
-        workspace.resume(lease.boundary)
+        workspace = resumed(self.cache, lease, self.model.layout, room, self.model.model.device)
         return _Running(request, lease, workspace, self.model)
 
     def _chunk(self, run: _Running) -> None:
         """Compute up to the next line of the grid, and keep the pages if the chunk was a whole one."""
-        chunk, page = self.model.layout.chunk_tokens, self.model.layout.page_tokens
+        chunk = self.model.layout.chunk_tokens
         start, whole = run.workspace.tokens, run.prompt.shape[1]
         stop = min(whole, (start // chunk + 1) * chunk)
         run.logits = forward(self.model.model, run.workspace, run.prompt[:, start:stop])
         self.counts.computed_tokens += stop - start
         self._running.remove(run)
         self._running.append(run)
-        if stop % chunk == 0 and (upto := min(stop // page, self.cache.core.keepable(run.lease))) > run.lease.room:
-            for pool, fresh in self.cache.grow(run.lease, upto).items():
-                run.workspace.save(pool, [*fresh], self.cache.arena(pool), [*fresh.values()])
-            self.cache.publish(run.lease, run.lease.room)
+        keep(self.cache, run.lease, run.workspace)
         if stop == whole:
             self.counts.ttft_s.observe(time.monotonic() - run.request.submitted_s)
             self._say(run)

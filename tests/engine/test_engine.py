@@ -1,0 +1,686 @@
+"""The engine answers as if there were no cache, nobody else and no trouble; only sooner."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache as cached
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvarve.engine.engine as engine_module
+from kvarve.config import CacheConfig
+from kvarve.core.audit import audit
+from kvarve.engine.engine import Engine
+from kvarve.engine.model import LoadedModel
+from kvarve.engine.requests import Finish, Piece, Request, Sampling, Usage
+from kvarve.engine.state import StateLayout, Workspace
+from kvarve.errors import Busy, ConfigError
+from kvarve.model import ModelIdentity, Tier
+from kvarve.runtime import PrefixCache
+from kvarve.storage import MemoryStorage
+from kvarve.testing import FaultyStorage
+from kvarve.testing.models import VOCAB, byte_tokenizer, tiny_model
+
+PAGE, CHUNK = 16, 64
+PROMPT = 5 * CHUNK + 23
+GRID_FLOOR = 5 * CHUNK
+DECODED = 6
+LONG_S = 60.0
+MIB = 1 << 20
+FAMILIES = ["qwen3", "qwen3_5", "gpt_oss", "deepseek_v32"]
+every_family = pytest.mark.parametrize("family", FAMILIES)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+@cached
+def a_model(family: str = "qwen3_5", dtype: torch.dtype = torch.float32) -> LoadedModel:
+    model = tiny_model(family, dtype)
+    layout = StateLayout.of(model, PAGE, CHUNK)
+    name = str(dtype).removeprefix("torch.")
+    identity = ModelIdentity(family, "random", name, PAGE, CHUNK, layout.pools)
+    return LoadedModel(family, model, byte_tokenizer(), layout, identity, 1024, frozenset({256}))
+
+
+def a_prompt(tokens: int = PROMPT, seed: int = 7) -> list[int]:
+    return list(map(int, torch.randint(256, (tokens,), generator=torch.Generator().manual_seed(seed))))
+
+
+def a_request(prompt: Sequence[int] | None = None, max_tokens: int = DECODED, **kwargs: Any) -> Request:
+    sampling = {key: kwargs.pop(key) for key in ("temperature", "top_p", "seed", "stop") if key in kwargs}
+    settings = Sampling(max_tokens, ignore_eos=kwargs.pop("ignore_eos", True), **sampling)
+    return Request(a_prompt() if prompt is None else prompt, settings, **kwargs)
+
+
+class Recorder:
+    """Stands between the engine and the model and keeps the logits after every forward, by position, per workspace."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._forward = engine_module.forward
+        self.calls: list[tuple[Workspace, int, int]] = []  # workspace, tokens before and after
+        self.logits: list[Tensor] = []
+        self.before: Callable[[Workspace, Tensor], None] = lambda workspace, ids: None
+        self.after: Callable[[Workspace, Tensor], Tensor] = lambda workspace, logits: logits
+        monkeypatch.setattr(engine_module, "forward", self._record)
+
+    def _record(self, model: Any, workspace: Workspace, ids: Tensor) -> Tensor:
+        self.before(workspace, ids)
+        start = workspace.tokens
+        logits = self.after(workspace, self._forward(model, workspace, ids))
+        self.calls.append((workspace, start, workspace.tokens))
+        self.logits.append(logits.clone())
+        return logits
+
+    def take(self) -> dict[int, Tensor]:
+        """The logits of one request by the number of tokens before them; then it begins anew."""
+        found = {stop: logits for (_, _, stop), logits in zip(self.calls, self.logits, strict=True)}
+        assert len(found) == len(self.calls), "more than one request has been recorded"
+        self.calls, self.logits = [], []
+        return found
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes engines, started unless told otherwise, and shuts them down at the end."""
+    engines: list[Engine] = []
+
+    def made(
+        model: LoadedModel | None = None,
+        *,
+        start: bool = True,
+        storage: Any = None,
+        clock: Callable[[], float] | None = None,
+        max_running: int = 8,
+        max_waiting: int = 256,
+        device: int = 64 * MIB,
+        host: int = 64 * MIB,
+        **settings: Any,
+    ) -> Engine:
+        model = model or a_model()
+        url = storage if isinstance(storage, str) else None
+        kwargs: dict[str, Any] = {} if clock is None else {"clock": clock}
+        if storage is not None and url is None:
+            kwargs["storage"] = storage
+        cache = PrefixCache(model.identity, CacheConfig(device, host, url, **settings), **kwargs)
+        engine = Engine(model, cache, max_running=max_running, max_waiting=max_waiting)
+        engines.append(engine.start() if start else engine)
+        return engine
+
+    yield made
+    for engine in engines:
+        engine.shutdown(10)
+
+
+def turns(engine: Engine, until: Callable[[], bool], at_most: int = 2000) -> int:
+    """Turn a stopped engine by hand until something holds; how many turns that took."""
+    for turn in range(at_most):
+        if until():
+            return turn
+        if not engine._turn():
+            engine.cache.wait(0.02)
+        audit(engine.cache.core)
+    raise AssertionError(f"not within {at_most} turns")
+
+
+def by_hand(engine: Engine, *requests: Request) -> list[tuple[str, list[int], Piece]]:
+    """Submit to an engine that is not started, and turn it until all have been answered."""
+    finished = engine.counts.finished
+    for request in requests:
+        engine.submit(request)
+    turns(engine, lambda: engine.counts.finished == finished + len(requests))
+    return [request.result(0.1) for request in requests]
+
+
+@cached
+def alone(family: str, tokens: int, seed: int, max_tokens: int) -> list[int]:
+    """What a model answers without anybody else and without a cache."""
+    model = a_model(family)
+    cache = PrefixCache(model.identity, CacheConfig(MIB * 64))
+    engine = Engine(model, cache)
+    ((_, answer, _),) = by_hand(engine, a_request(a_prompt(tokens, seed), max_tokens))
+    engine.shutdown(5)
+    return answer
+
+
+# --- the same bits from every tier
+
+
+@every_dtype
+@every_family
+def test_the_logits_are_the_same_bits_wherever_the_pages_come_from(
+    family: str, dtype: torch.dtype, make: Make, recorder: Recorder, tmp_path: Path
+) -> None:
+    model, url = a_model(family, dtype), f"file://{tmp_path}/store?capacity=1GiB"
+    engine = make(model, storage=url)
+    _, expected, last = engine.submit(a_request()).result(LONG_S)
+    cold = recorder.take()
+    assert last.finish is Finish.LENGTH
+    assert last.usage == Usage(PROMPT, DECODED, 0, 0, 0)
+    assert [*cold] == [64, 128, 192, 256, 320, *range(PROMPT, PROMPT + DECODED)]
+    assert all(logits.isfinite().all() for logits in cold.values())
+
+    def again(engine: Engine, tier: Tier) -> None:
+        _, tokens, last = engine.submit(a_request()).result(LONG_S)
+        warm = recorder.take()
+        assert tokens == expected, tier
+        assert [*warm] == [*range(PROMPT, PROMPT + DECODED)], tier
+        for position, logits in warm.items():
+            assert torch.equal(logits, cold[position]), f"{tier} at {position}"
+        assert last.usage is not None
+        assert last.usage.cached == GRID_FLOOR
+        assert last.usage[2 + tier] == GRID_FLOOR, last.usage
+
+    again(engine, Tier.DEVICE)
+    assert engine.settle()
+    assert engine.flush([Tier.DEVICE]) > 0
+    again(engine, Tier.HOST)
+    again(engine, Tier.DEVICE)
+    assert engine.flush() > 0
+    again(engine, Tier.STORAGE)
+    engine.shutdown()
+    engine = make(model, storage=url)
+    again(engine, Tier.STORAGE)
+    again(engine, Tier.DEVICE)
+    assert engine.counts.computed_tokens == 2 * (PROMPT - GRID_FLOOR)
+
+
+@every_family
+@pytest.mark.parametrize("tokens", [1, 15, 16, 63, 64, 65, 128, 129, 2 * CHUNK + 16])
+def test_a_prompt_of_any_length_resumes_at_the_last_line_of_the_grid_before_its_end(
+    family: str, tokens: int, make: Make, recorder: Recorder
+) -> None:
+    engine = make(a_model(family), start=False)
+    first, second = a_request(a_prompt(tokens), 3), a_request(a_prompt(tokens), 3)
+    ((_, expected, _),) = by_hand(engine, first)
+    cold = recorder.take()
+    ((_, found, last),) = by_hand(engine, second)
+    warm = recorder.take()
+    assert found == expected
+    assert all(torch.equal(logits, cold[position]) for position, logits in warm.items())
+    assert last.usage == Usage(tokens, 3, (tokens - 1) // CHUNK * CHUNK, 0, 0)
+
+
+@every_family
+def test_a_conversation_goes_on_from_what_was_kept_of_it(family: str, make: Make, recorder: Recorder) -> None:
+    engine, other = make(a_model(family), start=False), make(a_model(family), start=False)
+    history = a_prompt(200)
+    for turn in range(3):
+        ((_, found, last),) = by_hand(engine, a_request(history, 5))
+        warm = recorder.take()
+        ((_, expected, _),) = by_hand(other, a_request(history, 5, read_cache=False))
+        cold = recorder.take()
+        assert found == expected
+        assert all(torch.equal(logits, cold[position]) for position, logits in warm.items())
+        assert last.usage is not None
+        assert last.usage.cached == (0 if turn == 0 else (len(history) - 95) // CHUNK * CHUNK), turn
+        history = [*history, *found, *a_prompt(90, seed=turn)]
+
+
+def test_a_prompt_that_branches_off_another_is_answered_as_if_it_were_alone(make: Make, recorder: Recorder) -> None:
+    engine, stem = make(start=False), a_prompt(200)
+    prompts = [[*stem, *a_prompt(60 + seed, seed)] for seed in range(4)]
+    cached_tokens = []
+    for prompt in prompts:
+        ((_, found, last),) = by_hand(engine, a_request(prompt))
+        warm = recorder.take()
+        ((_, expected, _),) = by_hand(make(start=False), a_request(prompt))
+        cold = recorder.take()
+        assert found == expected
+        assert all(torch.equal(logits, cold[position]) for position, logits in warm.items())
+        assert last.usage is not None
+        cached_tokens.append(last.usage.cached)
+    assert cached_tokens == [0, 0, 192, 192]  # the state where they part is kept when the second one parts
+
+
+def test_another_salt_or_no_wish_to_read_computes_everything(make: Make) -> None:
+    engine = make()
+    engine.submit(a_request()).result(LONG_S)
+    for request in (a_request(salt="another"), a_request(read_cache=False)):
+        _, tokens, last = engine.submit(request).result(LONG_S)
+        assert tokens == alone("qwen3_5", PROMPT, 7, DECODED)
+        assert last.usage == Usage(PROMPT, DECODED, 0, 0, 0)
+
+
+# --- several at once
+
+
+@every_family
+def test_requests_side_by_side_are_answered_as_if_each_were_alone(family: str, make: Make) -> None:
+    engine = make(a_model(family), max_running=3)
+    asked = [(50 + 37 * seed, seed, 4 + seed) for seed in range(8)]
+    requests = [engine.submit(a_request(a_prompt(tokens, seed), most)) for tokens, seed, most in asked]
+    requests += [engine.submit(a_request(a_prompt(tokens, seed), most)) for tokens, seed, most in asked[::-1]]
+    for request, (tokens, seed, most) in zip(requests, asked + asked[::-1], strict=True):
+        _, answer, last = request.result(LONG_S)
+        assert answer == alone(family, tokens, seed, most)
+        assert last.finish is Finish.LENGTH
+    assert engine.load() == (0, 0)
+    assert engine.counts.output_tokens == 2 * sum(most for *_, most in asked)
+
+
+@every_family
+def test_with_memory_for_hardly_one_prompt_two_at_once_are_still_answered_right(family: str, make: Make) -> None:
+    model = a_model(family)
+    with pytest.raises(ConfigError, match="is too little") as refusal:
+        make(model, device=1)
+    least = float(str(refusal.value).split()[-2]) * 1024
+    engine = make(model, start=False, device=int(least * 1.1), host=2 * MIB)
+    for _ in range(2):
+        answers = by_hand(engine, *(a_request(a_prompt(PROMPT, seed)) for seed in (1, 2, 1)))
+        for (_, tokens, _), seed in zip(answers, (1, 2, 1), strict=True):
+            assert tokens == alone(family, PROMPT, seed, DECODED)
+    assert engine.cache.core.counters.uncached > 0
+    assert not engine.cache.core.leases
+
+
+def test_a_long_prompt_delays_no_answer_by_more_than_one_chunk(make: Make, recorder: Recorder) -> None:
+    engine = make(start=False)
+    short = [engine.submit(a_request(a_prompt(10, seed), 50)) for seed in range(3)]
+    turns(engine, lambda: all(not run.prefilling for run in engine._running) and len(engine._running) == 3)
+    for request in short:
+        while not request.pieces.empty():
+            request.pieces.get()
+    long = engine.submit(a_request(a_prompt(6 * CHUNK), 4))
+    recorder.calls.clear()
+    for turn in range(1, 7):
+        assert engine._turn()
+        for request in short:
+            assert len(request.pieces.get_nowait().tokens) == 1
+            assert request.pieces.empty()
+        chunks = [stop - start for _, start, stop in recorder.calls if stop - start > 1]
+        assert chunks == [CHUNK] * turn, "one chunk for the prompt in each turn"
+    assert len(long.pieces.get_nowait().tokens) == 1
+    for _ in range(3):
+        engine._turn()
+        assert len(long.pieces.get_nowait().tokens) == 1
+
+
+def test_prompts_take_turns(make: Make, recorder: Recorder) -> None:
+    engine = make(start=False)
+    requests = [engine.submit(a_request(a_prompt(4 * CHUNK + 1, seed), 1)) for seed in range(3)]
+    for _ in range(15):
+        engine._turn()
+    workspaces = [id(workspace) for workspace, _, _ in recorder.calls]
+    assert workspaces == workspaces[:3] * 5
+    assert len({*workspaces}) == 3
+    assert all(request.result(0.1)[2].finish is Finish.LENGTH for request in requests)
+
+
+def test_who_waits_for_storage_is_passed_by(make: Make) -> None:
+    model = a_model()
+    storage = FaultyStorage(MemoryStorage(64 * MIB, model.identity.fingerprint(), "test"))
+    engine = make(start=False, storage=storage, max_running=1, clock=lambda: 1000.0, prefetch_policy="wait_complete")
+    storage.stall()
+    slow = engine.submit(a_request(a_prompt(PROMPT, 1)))
+    quick = engine.submit(a_request(a_prompt(PROMPT, 2), read_cache=False))
+    try:
+        turns(engine, lambda: not quick.pieces.empty(), at_most=30)
+        assert slow.pieces.empty()
+    finally:
+        storage.release()
+    turns(engine, lambda: engine.counts.finished == 2)
+    assert slow.result(0.1)[1] == alone("qwen3_5", PROMPT, 1, DECODED)
+
+
+# --- going away, failing, dying
+
+
+def test_an_aborted_request_leaves_nothing_held_wherever_it_was(make: Make) -> None:
+    engine = make(start=False, max_running=2)
+    decoding, prefilling, waiting = (engine.submit(a_request(a_prompt(size), 40)) for size in (10, 400, 20))
+    turns(engine, lambda: len(engine._running) == 2 and not engine._running[0].prefilling)
+    assert engine.load() == (2, 1)
+    assert [run.prefilling for run in engine._running] == [False, True]
+    for request in (waiting, prefilling, decoding):
+        engine.abort(request)
+        engine.abort(request)
+    turns(engine, lambda: engine.counts.finished == 3)
+    for request in (waiting, prefilling, decoding):
+        _, tokens, last = request.result(0.1)
+        assert last.finish is Finish.ABORT
+        assert last.usage is not None
+        assert last.usage.completion == len(tokens)
+        assert request.pieces.empty()
+    assert not engine.cache.core.leases
+    assert engine.load() == (0, 0)
+    assert engine.counts.aborted == 3
+    engine.cache.flush()
+    audit(engine.cache.core)
+    assert not any(value for name, value in engine.cache.stats().items() if name.startswith("used."))
+    ((_, tokens, _),) = by_hand(engine, a_request(a_prompt(PROMPT, 3)))
+    assert tokens == alone("qwen3_5", PROMPT, 3, DECODED)
+
+
+def test_aborting_what_is_over_or_never_came_is_nothing(make: Make) -> None:
+    engine = make(start=False)
+    request = a_request(a_prompt(5), 1)
+    by_hand(engine, request)
+    engine.abort(request)
+    engine.abort(a_request())
+    engine._turn()
+    assert request.pieces.empty()
+    assert engine.counts.finished == 1
+
+
+@pytest.mark.parametrize("when", ["prompt", "answer"])
+def test_a_request_that_fails_harms_no_other(when: str, make: Make, recorder: Recorder) -> None:
+    poison = 299
+
+    def fail(workspace: Workspace, ids: Tensor) -> None:
+        if when == "prompt" and bool((ids == poison).any()):
+            raise RuntimeError("out of memory")
+        if when == "answer" and ids.shape[1] == 1 and workspace.max_tokens == 77 + 9:
+            raise RuntimeError("out of memory")
+
+    recorder.before = fail
+    engine = make(start=False)
+    bad = a_request([*a_prompt(76), poison], 9)
+    good = [a_request(a_prompt(PROMPT, seed)) for seed in (1, 2)]
+    (_, _, failed), *answers = by_hand(engine, bad, *good)
+    assert failed.finish is Finish.ERROR
+    assert failed.error == "RuntimeError: out of memory"
+    for (_, tokens, last), seed in zip(answers, (1, 2), strict=True):
+        assert last.finish is Finish.LENGTH
+        assert tokens == alone("qwen3_5", PROMPT, seed, DECODED)
+    assert engine.counts.failed == 1
+    assert not engine.cache.core.leases
+    assert not engine.broken
+
+
+def test_a_request_whose_state_finds_no_memory_harms_no_other(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small(Workspace):
+        def __init__(self, layout: StateLayout, max_tokens: int, device: Any = "cpu") -> None:
+            if max_tokens > 500:
+                raise RuntimeError("out of memory")
+            super().__init__(layout, max_tokens, device)
+
+    monkeypatch.setattr(engine_module, "Workspace", Small)
+    engine = make(start=False)
+    large, small = by_hand(engine, a_request(a_prompt(600)), a_request(a_prompt(PROMPT, 1)))
+    assert (large[2].finish, large[2].error) == (Finish.ERROR, "RuntimeError: out of memory")
+    assert small[1] == alone("qwen3_5", PROMPT, 1, DECODED)
+    assert not engine.cache.core.leases
+
+
+def test_a_listener_that_fails_harms_no_other(make: Make) -> None:
+    """A client that is gone, say, whose event loop is closed."""
+
+    def deliver(piece: Piece) -> None:
+        raise RuntimeError("the event loop is closed")
+
+    engine = make(start=False)
+    engine.submit(a_request(a_prompt(10), deliver=deliver))
+    engine.submit(other := a_request(a_prompt(PROMPT, 1)))
+    turns(engine, lambda: engine.counts.finished == 2)
+    assert other.result(0.1)[1] == alone("qwen3_5", PROMPT, 1, DECODED)
+    assert not engine.cache.core.leases
+
+
+def test_when_the_engine_dies_everybody_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, steps = make(start=False, max_running=2), iter(range(1000))
+    step = engine.cache.step
+
+    def broken() -> None:
+        if next(steps) == 4:
+            raise AssertionError("a bug")
+        step()
+
+    monkeypatch.setattr(engine.cache, "step", broken)
+    requests = [engine.submit(a_request(a_prompt(PROMPT, seed), 50)) for seed in range(4)]
+    engine.start()
+    for request in requests:
+        *_, last = request.result(LONG_S)
+        assert last.finish is Finish.ERROR
+        assert last.error == "the engine has stopped: AssertionError: a bug"
+    engine._thread.join(LONG_S)
+    with pytest.raises(Busy, match="AssertionError: a bug"):
+        engine.submit(a_request())
+    assert not engine.cache.core.leases
+
+
+def test_when_the_cache_cannot_open_a_request_everybody_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(start=False)
+
+    def broken(*args: object) -> None:
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(engine.cache, "open", broken)
+    requests = [engine.submit(a_request(a_prompt(20, seed))) for seed in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", lambda args: None)
+        engine.start()
+        engine._thread.join(LONG_S)
+    assert not engine._thread.is_alive() or not engine.broken
+    told = [request.pieces.qsize() for request in requests]
+    assert told == [1, 1, 1], "somebody waits for ever"
+
+
+def test_a_request_that_comes_while_the_engine_stops_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    call = engine._call
+
+    def late(what: Callable[[], None]) -> None:
+        engine.shutdown(LONG_S)  # between the look at whether it is stopping, and the queue
+        call(what)
+
+    monkeypatch.setattr(engine, "_call", late)
+    request = a_request(a_prompt(20))
+    try:
+        engine.submit(request)
+    except Busy:
+        return
+    _, _, last = request.result(2)
+    assert last.finish is Finish.ABORT
+
+
+def test_when_every_place_is_taken_the_next_is_told_to_come_again(make: Make) -> None:
+    engine = make(start=False, max_running=1, max_waiting=2)
+    requests = [a_request(a_prompt(10, seed), 2) for seed in range(3)]
+    for request in requests:
+        engine.submit(request)
+    with pytest.raises(Busy, match="3 requests are being served or wait already"):
+        engine.submit(a_request())
+    turns(engine, lambda: engine.counts.finished == 1)
+    engine.submit(last := a_request(a_prompt(10, 9), 2))
+    turns(engine, lambda: engine.counts.finished == 4)
+    assert last.result(0.1)[2].finish is Finish.LENGTH
+
+
+def test_shutting_down_ends_those_that_run_and_keeps_what_they_computed(make: Make, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store?capacity=1GiB"
+    engine = make(storage=url, max_running=1)
+    pieces: "queue.SimpleQueue[Piece]" = queue.SimpleQueue()
+    said = threading.Event()
+
+    def deliver(piece: Piece) -> None:
+        pieces.put(piece)
+        if pieces.qsize() == 3:
+            said.set()
+            assert engine._stopping.wait(LONG_S)
+
+    engine.submit(a_request(max_tokens=500, deliver=deliver))
+    waiting = engine.submit(a_request(a_prompt(20)))
+    assert said.wait(LONG_S)
+    engine.shutdown()
+    while (piece := pieces.get(timeout=LONG_S)).finish is None:
+        pass
+    assert piece.finish is Finish.ABORT
+    assert waiting.result(LONG_S)[2].finish is Finish.ABORT
+    with pytest.raises(Busy, match="shutting down"):
+        engine.submit(a_request())
+    engine.shutdown()
+    _, tokens, last = make(storage=url).submit(a_request()).result(LONG_S)
+    assert tokens == alone("qwen3_5", PROMPT, 7, DECODED)
+    assert last.usage is not None
+    assert last.usage.storage == GRID_FLOOR
+
+
+def test_an_engine_that_was_never_started_shuts_down(make: Make) -> None:
+    make(start=False).shutdown(5)
+
+
+def test_what_others_ask_of_the_engine_is_answered_by_its_thread(make: Make) -> None:
+    engine = make()
+    engine.submit(a_request()).result(LONG_S)
+    assert engine.settle(LONG_S)
+    assert engine.flush(timeout_s=LONG_S) > 0
+    assert engine.flush(timeout_s=LONG_S) == 0
+    engine.shutdown()
+    with pytest.raises(Busy):
+        engine._ask(lambda: 1, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "most", "told"),
+    [
+        ([], 1, "the prompt is empty"),
+        ([1, VOCAB], 1, "outside the model's vocabulary of 300"),
+        ([-1], 1, "outside the model's vocabulary"),
+        ([1] * 1000, 25, "more than the 1024 that qwen3_5 can attend to"),
+    ],
+)
+def test_a_request_that_can_never_be_answered_is_refused_and_takes_no_place(
+    prompt: list[int], most: int, told: str, make: Make
+) -> None:
+    engine = make(start=False, max_running=1, max_waiting=1)
+    for _ in range(3):
+        with pytest.raises(ConfigError, match=told):
+            engine.submit(a_request(prompt, most))
+    by_hand(engine, a_request([1] * 20, 2), a_request([2] * 20, 2))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_tokens": 0},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": 101.0},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"stop": ("",)},
+    ],
+    ids=str,
+)
+def test_sampling_that_cannot_be_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Sampling(**settings)
+
+
+# --- what is said
+
+
+def say(recorder: Recorder, script: Sequence[int], prompt_tokens: int = 5) -> None:
+    """Have the model say these tokens, whatever it thinks."""
+
+    def scripted(workspace: Workspace, logits: Tensor) -> Tensor:
+        said = workspace.tokens - prompt_tokens
+        logits = torch.zeros_like(logits)
+        logits[script[min(said, len(script) - 1)] if said >= 0 else 0] = 1
+        return logits
+
+    recorder.after = scripted
+
+
+def pieces_of(request: Request) -> list[Piece]:
+    found = []
+    while not request.pieces.empty():
+        found.append(request.pieces.get())
+    return found
+
+
+def scripted(
+    make: Make, recorder: Recorder, text: str, stop: tuple[str, ...], most: int = 200, **kwargs: Any
+) -> list[Piece]:
+    script = [*text.encode(), 256]
+    say(recorder, script)
+    engine, request = make(start=False), a_request(a_prompt(5), most, stop=stop, ignore_eos=False, **kwargs)
+    engine.submit(request)
+    turns(engine, lambda: engine.counts.finished == 1)
+    return pieces_of(request)
+
+
+def test_an_answer_ends_at_the_end_token_which_is_no_text(make: Make, recorder: Recorder) -> None:
+    pieces = scripted(make, recorder, "hello", ())
+    assert [piece.text for piece in pieces] == ["h", "e", "l", "l", "o", ""]
+    assert pieces[-1].finish is Finish.STOP
+    assert pieces[-1].tokens == (256,)
+    assert pieces[-1].usage == Usage(5, 6, 0, 0, 0)
+
+
+def test_the_end_token_can_be_ignored(make: Make, recorder: Recorder) -> None:
+    say(recorder, [104, 256, 105, 256])
+    engine = make(start=False)
+    ((text, tokens, last),) = by_hand(engine, a_request(a_prompt(5), 4))
+    assert (text, tokens, last.finish) == ("hi", [104, 256, 105, 256], Finish.LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("hello wor END ld", ("END",), "hello wor "),
+        ("hello wor ENd ld", ("END",), "hello wor ENd ld"),
+        ("aab aaab", ("aaab",), "aab "),
+        ("one two three", ("three", "two"), "one "),
+        ("one two", ("two three", "two"), "one "),
+        ("one tw", ("two",), "one tw"),
+        ("ENDless", ("END",), ""),
+        ("héllo wörld", ("ör",), "héllo w"),
+        ("héllo", ("h",), ""),
+    ],
+)
+def test_a_stop_text_ends_an_answer_and_nothing_of_it_is_ever_said(
+    text: str, stop: tuple[str, ...], expected: str, make: Make, recorder: Recorder
+) -> None:
+    pieces = scripted(make, recorder, text, stop)
+    assert "".join(piece.text for piece in pieces) == expected
+    assert [piece.finish for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert pieces[-1].finish is Finish.STOP
+    assert sum(len(piece.tokens) for piece in pieces) == pieces[-1].usage.completion  # type: ignore[union-attr]
+    assert all("\ufffd" not in piece.text for piece in pieces)
+
+
+def test_what_could_become_a_stop_text_is_held_back_until_it_cannot(make: Make, recorder: Recorder) -> None:
+    pieces = scripted(make, recorder, "aENxEND", ("END",))
+    assert [piece.text for piece in pieces] == ["a", "", "", "ENx", "", "", ""]
+
+
+def test_an_answer_cut_off_by_its_length_says_what_was_held_back(make: Make, recorder: Recorder) -> None:
+    pieces = scripted(make, recorder, "aEN", ("END",), most=3)
+    assert "".join(piece.text for piece in pieces) == "aEN"
+    assert pieces[-1].finish is Finish.LENGTH
+
+
+def test_a_character_is_said_when_it_is_whole(make: Make, recorder: Recorder) -> None:
+    pieces = scripted(make, recorder, "é😀!", ())
+    assert [piece.text for piece in pieces] == ["", "é", "", "", "", "😀", "!", ""]
+
+
+def test_a_seed_repeats_an_answer_whoever_else_is_served(make: Make) -> None:
+    engine = make(start=False)
+
+    def ask(seed: int | None) -> Request:
+        return a_request(a_prompt(30), 12, temperature=1.5, seed=seed)
+
+    ((_, first, _),) = by_hand(engine, ask(1))
+    answers = [tokens for _, tokens, _ in by_hand(engine, ask(2), ask(None), ask(1), ask(3), ask(1))]
+    assert answers[2] == answers[4] == first
+    assert len({tuple(tokens) for tokens in (answers[0], answers[3], first)}) == 3
+
+
+def test_a_small_top_p_leaves_only_the_likeliest_token(make: Make) -> None:
+    engine = make(start=False)
+    ((_, greedy, _),) = by_hand(engine, a_request(a_prompt(30), 8))
+    ((_, found, _),) = by_hand(engine, a_request(a_prompt(30), 8, temperature=2.0, top_p=1e-6, seed=5))
+    assert found == greedy
