@@ -13,8 +13,9 @@ import numpy.typing as npt
 from torch import Tensor
 
 from kvarve.config import CacheConfig, split
-from kvarve.core.cache import Core, CoreConfig, Hit
+from kvarve.core.cache import Core, Hit
 from kvarve.core.lease import Lease
+from kvarve.core.settings import CoreConfig
 from kvarve.errors import ConfigError
 from kvarve.keys import pack, root_key
 from kvarve.memory.arenas import DeviceArena, HostArena

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvarve.config import CacheConfig, split
-from kvarve.core.cache import Core, CoreConfig
+from kvarve.core.cache import Core
 from kvarve.core.effects import Effect, Ended, Page, Probe
 from kvarve.core.policies import WAIT_COMPLETE
+from kvarve.core.settings import CoreConfig
 from kvarve.errors import ConfigError
 from kvarve.keys import TOKEN_BYTES, object_name, root_key
 from kvarve.memory.record import record_bytes
@@ -164,27 +165,34 @@ class Report:
 
 def read_trace(path: Path, block_tokens: int, advance: Advance = lambda done, size: None) -> Iterator[Request]:
     """The requests of a trace file, one at a time. ConfigError names the line that is not one."""
-    line, before = 0, 0.0
+    line, before, found = 0, 0.0, False
+    rests_on: dict[int, int | None] = {}  # by id: the block before it, always the same one
     try:
         size = path.stat().st_size
         with path.open("rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
             lines = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if packed else raw
-            for line, text in enumerate(lines, 1):  # noqa: B007: the line that was being read, for the message below
+            for text in lines:
+                line += 1
                 if text.strip():
                     request = _request(text, block_tokens)
                     if request.timestamp_ms < before:
                         raise ValueError("it happened before the line above: sort the trace by timestamp")
-                    before = request.timestamp_ms
+                    for last, each in zip([None, *request.ids], request.ids, strict=False):
+                        if rests_on.setdefault(each, last) != last:
+                            raise ValueError(
+                                f"hash id {each} comes after {rests_on[each]} elsewhere, here after {last}"
+                            )
+                    before, found = request.timestamp_ms, True
                     yield request
                     advance(raw.tell(), size)
     except (OSError, EOFError, zlib.error) as e:
         raise ConfigError(f"trace {path}: cannot be read after line {line}: {e}") from e
     except (ValueError, RecursionError) as e:
         raise ConfigError(f"trace {path}, line {line}: {e}") from e
-    if not line:
-        raise ConfigError(f"trace {path} is empty")
+    if not found:
+        raise ConfigError(f"trace {path} holds no requests")
 
 
 def _request(text: bytes, block_tokens: int) -> Request:
@@ -209,8 +217,6 @@ def _request(text: bytes, block_tokens: int) -> Request:
     full, rest = divmod(tokens, block_tokens)
     if len(ids) not in (full, full + (rest > 0)):
         raise ValueError(f"{len(ids)} hash_ids do not stand for {tokens} tokens in blocks of {block_tokens}")
-    if len(set(ids)) != len(ids):
-        raise ValueError("an id comes twice, though it stands for everything before it as well")
     return Request(timestamp, tokens, output, ids)
 
 
@@ -345,9 +351,8 @@ def replay(
     report.moved_bytes = hands.moved_bytes
     report.uncached_pages = core.counters.uncached
     for place, capacity in enumerate(core.shelves.capacity):
-        tier, pool = divmod(place, len(core.pools))
         if capacity:
-            name = f"{Tier(tier).name.lower()}.{core.pools[pool].name}"
+            name = f"{Tier(place // len(core.pools)).name.lower()}.{core.pools[place % len(core.pools)].name}"
             report.slots[name], report.evicted[name] = capacity, core.shelves.evicted[place]
     if config.storage_memory:
         report.evicted["storage"] = hands.storage.evicted
@@ -372,7 +377,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--state-bytes", type=_size, default=0, metavar="SIZE", help="of a recurrent state; none unless given")
     add("--window-tokens", type=int, default=0, metavar="N", help="length of a sliding window; none unless given")
     add("--window-bytes-per-token", type=_size, default=0, metavar="SIZE", help="that the window keeps")
-    count = {"type": int, "metavar": "N"}
+    count: dict[str, Any] = {"type": int, "metavar": "N"}
     add(
         "--block-tokens",
         default=preset.block_tokens,
@@ -398,10 +403,9 @@ def main(args: argparse.Namespace) -> int:
     if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
         raise ConfigError(f"{args.json}: not a file that can be written")  # better said before the work than after it
     console = Console()
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    with Progress(
-        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
-    ) as progress:
+    errors = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task(args.trace.name)
         report = replay(
             args.trace,

@@ -6,7 +6,7 @@ import pytest
 from world import ATTENTION, INDEX, PAGE_TOKENS, STATE, WINDOW, World, config, dump, fork, prompt, runs
 
 from kvarve.core.audit import audit
-from kvarve.core.cache import TRIES
+from kvarve.core.backups import TRIES
 from kvarve.core.effects import Copy, Probe
 from kvarve.core.lease import Phase
 from kvarve.core.policies import BEST_EFFORT, WAIT_COMPLETE, Patience, WritePolicy, patience

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvarve.core.audit import audit
-from kvarve.core.cache import Core, CoreConfig
+from kvarve.core.cache import Core
 from kvarve.core.effects import Copy, Effect, Ended, Probe
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import BEST_EFFORT, WAIT_COMPLETE, Patience, WritePolicy
+from kvarve.core.settings import CoreConfig
 from kvarve.core.tree import Run
 from kvarve.keys import extend, pack, root_key
 from kvarve.model import BufferSpec, PoolSpec, Tier
@@ -235,7 +236,7 @@ class World:
         for lease in [*self.leases]:
             self.close(lease)
         self.settle()
-        assert not self.core.ops and not self.core.leases and self.core.idle()
+        assert not self.core.copies.ops and not self.core.leases and self.core.idle()
         assert not any(run.pins.held() for run in runs(self.core)), "nobody is here, so nothing is pinned"
         for _ in range(40):
             self.flush(Tier.DEVICE, Tier.HOST)
@@ -363,17 +364,17 @@ def dump(core: Core) -> Mapping[str, Any]:
         "orders": [[names.get(id(run), gone) for run in core.shelves.orders[place].runs()] for place in places],
         "evicted": [*core.shelves.evicted],
         "tick": core.shelves.tick,
-        "owing": [names.get(id(run), gone) for run in core._owing],
-        "background": core._background,
-        "number": core._number,
-        "effects": [*core._effects],
+        "owing": [names.get(id(run), gone) for run in core.backups.owing],
+        "background": core.backups.flying,
+        "number": core.copies._number,
+        "effects": [*core.copies.effects],
         "counters": vars(core.counters).copy(),
         "leases": [
             [(each, _plain(getattr(lease, each), names)) for each in Lease.__slots__] for lease in core.leases.values()
         ],
         "ops": [
             (number, op.edge, [*op.pages], op.lease and op.lease.number, names.get(id(op.run)), op.pinned, op.leaving)
-            for number, op in core.ops.items()
+            for number, op in core.copies.ops.items()
         ],
     }
 

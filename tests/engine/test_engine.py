@@ -500,7 +500,7 @@ def test_when_every_place_is_taken_the_next_is_told_to_come_again(make: Make) ->
 def test_shutting_down_ends_those_that_run_and_keeps_what_they_computed(make: Make, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store?capacity=1GiB"
     engine = make(storage=url, max_running=1)
-    pieces: "queue.SimpleQueue[Piece]" = queue.SimpleQueue()
+    pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
     said = threading.Event()
 
     def deliver(piece: Piece) -> None:
@@ -603,7 +603,7 @@ def pieces_of(request: Request) -> list[Piece]:
 def scripted(
     make: Make, recorder: Recorder, text: str, stop: tuple[str, ...], most: int = 200, **kwargs: Any
 ) -> list[Piece]:
-    script = [*text.encode(), 256]
+    script = [*a_model().tokenizer.encode(text), 256]
     say(recorder, script)
     engine, request = make(start=False), a_request(a_prompt(5), most, stop=stop, ignore_eos=False, **kwargs)
     engine.submit(request)
@@ -620,10 +620,11 @@ def test_an_answer_ends_at_the_end_token_which_is_no_text(make: Make, recorder: 
 
 
 def test_the_end_token_can_be_ignored(make: Make, recorder: Recorder) -> None:
-    say(recorder, [104, 256, 105, 256])
+    h, i = a_model().tokenizer.encode("hi")
+    say(recorder, [h, 256, i, 256])
     engine = make(start=False)
     ((text, tokens, last),) = by_hand(engine, a_request(a_prompt(5), 4))
-    assert (text, tokens, last.finish) == ("hi", [104, 256, 105, 256], Finish.LENGTH)
+    assert (text, tokens, last.finish) == ("hi", [h, 256, i, 256], Finish.LENGTH)
 
 
 @pytest.mark.parametrize(

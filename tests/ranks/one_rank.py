@@ -88,16 +88,14 @@ def caches(rank: int, ranks: int) -> object:
     said.append(cache.core.flush((0, 1)))  # type: ignore[arg-type]
     cache._send()
     settle()
+    keys = [Request(cache, tokens, rank=rank) for tokens in (prompts[0], prompts[2], prompts[4])]
+    spoilt, lost, stateless = (request.close() for request in keys)
+    settle()
     if rank == 1:
-        keys = Request(cache, prompts[0], rank=rank)
-        names = [object_name(keys.lease.key(page), "attention", rank) for page in (5, 6)]
-        states = [object_name(keys.lease.key(page), "state", rank) for page in range(8)]
-        keys.close()
-        there = [name for name, known in zip(states, store.exists(states), strict=True) if known]
-        store.flip(names[0], HEADER_BYTES)
-        store.delete(names[1:] + there[-1:])
-    else:
-        Request(cache, prompts[0], rank=rank).close()
+        store.flip(object_name(spoilt.key(5), "attention", rank), HEADER_BYTES)
+        assert store.delete([object_name(lost.key(6), "attention", rank)]) == [True]
+        states = [object_name(stateless.key(page), "state", rank) for page in range(12)]
+        assert any(store.delete(states))
     for _ in range(3):
         for tokens in prompts:
             serve(tokens)

@@ -185,7 +185,7 @@ def nothing_is_left(cache: PrefixCache) -> bool:
     """Whether, after a flush, every slot is free and nobody holds anything."""
     cache.flush()
     audit(cache.core)
-    return not used(cache) and not cache.core.leases and not cache.core.ops
+    return not used(cache) and not cache.core.leases and not cache.core.copies.ops
 
 
 def shut(caches: Sequence[PrefixCache]) -> Iterator[None]:

@@ -37,10 +37,12 @@ for line in sys.stdin:
             code = e.code
         sys.stdout.flush()
         os._exit(code)
+    print(pid, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
 Run = Callable[..., tuple[int, str, str]]
+Meanwhile = Callable[[int, Path], None]  # gets the process and the file of its standard output
 
 
 def a_process(*argv: str, **kwargs: Any) -> "subprocess.Popen[str]":
@@ -60,11 +62,14 @@ def forker() -> Iterator["subprocess.Popen[str]"]:
 def run(forker: "subprocess.Popen[str]", tmp_path: Path) -> Run:
     """Run `kvarve` with these words: the exit code, standard output and standard error."""
 
-    def run(*argv: object) -> tuple[int, str, str]:
+    def run(*argv: object, meanwhile: Meanwhile | None = None) -> tuple[int, str, str]:
         files = [tmp_path / "stdout", tmp_path / "stderr"]
         assert forker.stdin is not None and forker.stdout is not None
         forker.stdin.write(json.dumps({"argv": [str(word) for word in argv], "files": [str(f) for f in files]}) + "\n")
         forker.stdin.flush()
+        pid = int(forker.stdout.readline())
+        if meanwhile is not None:
+            meanwhile(pid, files[0])
         code = int(forker.stdout.readline())
         return code, *[file.read_text() for file in files]  # type: ignore[return-value]
 
@@ -152,8 +157,9 @@ def test_a_bad_setting_is_one_clear_line_and_nothing_is_touched(
 
 @pytest.fixture
 def serve(run: Run, checkpoint: Path) -> Run:
-    def serve(*argv: object) -> tuple[int, str, str]:
-        return run("serve", "--model", checkpoint, "--port", 0, "--page-tokens", 16, "--chunk-tokens", 64, *argv)
+    def serve(*argv: object, **more: Any) -> tuple[int, str, str]:
+        good = ("--model", checkpoint, "--port", 0, "--page-tokens", 16, "--chunk-tokens", 64, "--threads", 1)
+        return run("serve", *good, *argv, **more)
 
     return serve
 
@@ -270,3 +276,22 @@ def test_ctrl_c_ends_it_whole_and_what_it_knew_is_there_after_a_restart(
     assert cold["usage"]["kvarve"]["cached_tokens"] == {"device": 0, "host": 0, "storage": 0}
     assert warm["usage"]["kvarve"]["cached_tokens"] == {"device": 0, "host": 0, "storage": 128}
     assert cold["choices"] == warm["choices"]
+
+
+def test_a_second_ctrl_c_does_not_wait_for_anybody(serve: Run, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+
+    def interrupt_twice(pid: int, out: Path) -> None:
+        while not ready.exists():
+            os.kill(pid, 0)
+        url = httpx.URL(ready.read_text().strip())
+        with socket.create_connection((url.host, url.port or 0)) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            assert httpx.get(url.join("/health")).status_code == 200  # so the server knows of the slow one
+            os.kill(pid, signal.SIGINT)
+            while "kvarve stops" not in out.read_text():
+                os.kill(pid, 0)
+            os.kill(pid, signal.SIGINT)
+
+    code, _, error = serve("--ready-file", ready, meanwhile=interrupt_twice)
+    assert (code, error) == (130, "")

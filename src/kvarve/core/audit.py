@@ -66,7 +66,7 @@ def audit(core: Core) -> None:
                 far = lease.boundary if spec.lookback is None else min(spec.lookback, lease.boundary)
                 _check(len(positions) == far, "a ready lease has its pages")
                 _check(len(set(slots_)) == len(slots_), "each page of a lease has its own slot")
-    for op in core.ops.values():
+    for op in core.copies.ops.values():
         if op.run is not None:
             hold(op.run, op.pinned)
         if op.edge[1] < 2 and op.edge[0] != op.edge[1]:

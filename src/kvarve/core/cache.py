@@ -5,37 +5,21 @@ same inputs give the same tree and the same effects, so ranks that agree on inpu
 replays from its seed, and the simulator runs this very code.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvarve import boundaries
 from kvarve.boundaries import deepest, members, needed, ones, span
-from kvarve.core.effects import Copy, Effect, Ended, Page, Probe
+from kvarve.core.backups import Backups
+from kvarve.core.copies import FETCH, LOAD, PROBE, Copies, Fate, Moving, Op
+from kvarve.core.effects import Effect, Ended
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import BEST_EFFORT, Patience, WritePolicy
+from kvarve.core.settings import CoreConfig, Counters
 from kvarve.core.shelves import Shelves
 from kvarve.core.tree import NOWHERE, Run, covering, upward, walk
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES, extend
-from kvarve.model import PoolSpec, Tier
-
-TRIES = 3  # backups of a run that may fail before it has to be used again to be tried again
-
-
-@dataclass(frozen=True)
-class CoreConfig:
-    """What the core has to know. `slots[tier][pool]` says how many pages fit; without a host tier leave it out."""
-
-    pools: tuple[PoolSpec, ...]
-    slots: dict[Tier, tuple[int, ...]]
-    page_tokens: int = 64
-    chunk_tokens: int = 256
-    storage: bool = False
-    write: WritePolicy = WritePolicy.WRITE_THROUGH
-    selective_uses: int = 2  # write_through_selective: uses before the first backup
-    snapshot_every: int = 0  # keep windows and states every so many tokens too; 0: only where a prompt ends or branches
-    batch_pages: int = 64  # pages per copy: what can be late together
-    backup_pages: int = 256  # pages that backups may have in flight at once: what a slow storage can hold of the host
+from kvarve.model import Tier
 
 
 class Hit(NamedTuple):
@@ -51,51 +35,6 @@ class Hit(NamedTuple):
     by_pool: tuple[int, ...]
 
 
-@dataclass
-class Counters:
-    """What happened so far, in pages unless the name says otherwise."""
-
-    requests: int = 0
-    fetched: int = 0  # storage to host
-    loaded: int = 0  # host to device
-    backed_up: int = 0  # device to host
-    stored: int = 0  # host to storage
-    bad_storage: int = 0  # failed their check when read from storage
-    bad_host: int = 0  # failed their check when read from the host
-    failed: int = 0  # copies that did not end well
-    late: int = 0  # arrived when nobody waited any more
-    duplicates: int = 0  # published by somebody else meanwhile
-    uncached: int = 0  # computed without room to keep them
-
-
-class Moving(NamedTuple):
-    """One page of a copy in flight: pool, position, and the slots at both ends."""
-
-    pool: int
-    position: int
-    source: int
-    target: int
-
-
-@dataclass
-class Op:
-    """A copy or probe in flight; it owns its target slots and pins both ends until it has ended."""
-
-    edge: tuple[Tier, Tier]
-    pages: list[Moving]
-    lease: Lease | None = None
-    run: Run | None = None
-    pinned: int = 0
-    leaving: bool = False  # an eviction that waits for its copy
-
-
-PROBE = (Tier.STORAGE, Tier.STORAGE)
-FETCH = (Tier.STORAGE, Tier.HOST)
-LOAD = (Tier.HOST, Tier.DEVICE)
-BACKUP = (Tier.DEVICE, Tier.HOST)
-STORE = (Tier.HOST, Tier.STORAGE)
-
-
 class Core:
     def __init__(self, config: CoreConfig) -> None:
         self.config = config
@@ -104,15 +43,11 @@ class Core:
         self.grid = config.chunk_tokens // config.page_tokens
         self.width = config.page_tokens * TOKEN_BYTES
         self.shelves = Shelves(config.pools, config.slots, config.page_tokens)
-        self.shelves.rescue = self._rescue
         self.has_host = any(self.shelves.capacity[len(self.pools) :])
         self.counters = Counters()
+        self.copies = Copies(self.shelves)
+        self.backups = Backups(config, self.shelves, self.copies, self.counters)
         self.leases: dict[int, Lease] = {}
-        self.ops: dict[int, Op] = {}
-        self._effects: list[Effect] = []
-        self._number = 0
-        self._owing: dict[Run, None] = {}  # runs that have pages to back up, oldest first
-        self._background = 0  # pages that backups have in flight
 
     # --- questions: they change nothing
 
@@ -135,11 +70,11 @@ class Core:
 
     def idle(self) -> bool:
         """Whether nothing is in flight and no backup waits."""
-        return not self.ops and not self._owing
+        return not self.copies.ops and not self.backups.owing
 
     def take(self) -> list[Effect]:
         """The effects that came up since the last call, in order."""
-        effects, self._effects = self._effects, []
+        effects, self.copies.effects = self.copies.effects, []
         return effects
 
     # --- a request's life
@@ -153,9 +88,8 @@ class Core:
         run = path[-1] if path else top
         keys = b"".join(each.keys for each in path)[: known * KEY_BYTES]
         keys += b"".join(extend(keys[-KEY_BYTES:] or root, tokens[known * self.width :], self.config.page_tokens))
-        self._number += 1
         self.counters.requests += 1
-        lease = Lease(self._number, root, tokens, keys, self._limit(tokens), run, len(self.pools))
+        lease = Lease(self.counters.requests, root, tokens, keys, self._limit(tokens), run, len(self.pools))
         lease.read, lease.known = read, known
         self.leases[lease.number] = lease
         self._plan_snapshots(lease)
@@ -171,7 +105,7 @@ class Core:
         if ask:
             lease.deadline = now + patience.seconds((lease.limit - boundary) * self.config.page_tokens)
             pages = [Moving(pool, position, NOWHERE, NOWHERE) for pool, position in ask]
-            self._probe(lease, pages)
+            self.copies.send(Op(PROBE, pages, lease), lease.key)
         else:
             self._load(lease)
         return lease
@@ -242,7 +176,7 @@ class Core:
             self._touch(tail, kept)
         for run, _ in upward(tail, span(0, end) & ~ones(min(lease.boundary, end))):
             run.uses = max(run.uses, 1)
-            self._owe(run)
+            self.backups.owe(run)
 
     def close(self, lease: Lease) -> None:
         """End a request in whatever phase it is. Its published pages stay; what it still owned is free at once."""
@@ -264,8 +198,8 @@ class Core:
             self._apply(end)
         for lease in [*self.leases.values()]:
             self._lose_patience(lease, now)
-        self._keep_room()
-        self._back_up()
+        self.backups.keep_room()
+        self.backups.send_owed()
 
     def flush(self, tiers: Sequence[Tier]) -> int:
         """Evict from memory tiers everything that nobody holds; returns how many pages went."""
@@ -350,7 +284,7 @@ class Core:
             each.uses += 1
             each.tries = 0
             each.asked = [0] * len(self.pools)
-            self._owe(each)
+            self.backups.owe(each)
 
     # --- before a lease is ready
 
@@ -367,12 +301,6 @@ class Core:
             ask.extend((pool, position) for position in members(want & ~memory[pool]))
         return ask
 
-    def _probe(self, lease: Lease, pages: list[Moving]) -> None:
-        op = self._start(Op(PROBE, pages, lease))
-        self._effects.append(
-            Probe(op, tuple(Page(page.pool, lease.key(page.position), NOWHERE, NOWHERE) for page in pages))
-        )
-
     def _not_stored(self, lease: Lease, pages: list[Moving]) -> None:
         """Storage says that it does not have these pages: where we thought that it had, they are to be stored again."""
         top = self.shelves.roots.get(lease.root)
@@ -381,7 +309,7 @@ class Core:
             if page.position < known:
                 run = covering(path[-1], page.position)
                 run.stored[page.pool] &= ~(1 << page.position - run.first)
-                self._owe(run)
+                self.backups.owe(run)
 
     def _fetch(self, lease: Lease) -> None:
         """Storage has answered: bring what the deepest boundary needs to the host, as far as there is room."""
@@ -413,7 +341,7 @@ class Core:
         pages.sort(key=lambda page: page.position)
         for start in range(0, len(pages), self.config.batch_pages):
             batch = pages[start : start + self.config.batch_pages]
-            self._copy(Op(FETCH, batch, lease), lease.key)
+            self.copies.send(Op(FETCH, batch, lease), lease.key)
 
     def _land(self, lease: Lease) -> None:
         """The wait for storage is over: give the tree what has arrived, as deep as it reaches."""
@@ -452,7 +380,7 @@ class Core:
             return
         lease.phase = Phase.LOADING
         pages.sort(key=lambda page: page.position)
-        self._copy(Op(LOAD, pages, lease, run), lease.key)
+        self.copies.send(Op(LOAD, pages, lease, run), lease.key)
 
     def _ready(self, lease: Lease, allowed: int) -> None:
         """The engine may start, at the deepest of the allowed boundaries that the device can serve."""
@@ -526,7 +454,7 @@ class Core:
         for pool, slots in enumerate(pages):
             place = self.shelves.place(tier, pool)
             for position, slot in slots.items():
-                if position >= end or not self._settle(covering(tail, position), place, position, slot):
+                if position >= end or not self.backups.settle(covering(tail, position), place, position, slot):
                     self.counters.duplicates += 1
                     self.shelves.give_back(place, slot)
                 elif tier is Tier.HOST:
@@ -541,9 +469,9 @@ class Core:
             lease.keys[known * KEY_BYTES : end * KEY_BYTES],
         )
         if known < tail.end:
-            owing, tail = tail in self._owing, self.shelves.split(tail, known)
+            owing, tail = tail in self.backups.owing, self.shelves.split(tail, known)
             if owing:
-                self._owe(tail)
+                self.backups.owe(tail)
         if tail.parent is not None and not tail.children:
             tail.append(tokens, keys)
             return tail
@@ -551,83 +479,18 @@ class Core:
         tail.children[tokens[: self.width]] = child
         return child
 
-    def _settle(self, run: Run, place: int, position: int, slot: int) -> bool:
-        """Make a page resident if the laws let it be; False if its slot is not needed."""
-        shelves, local = self.shelves, position - run.first
-        if run.here[place] >> local & 1:
-            if not run.bad[place] >> local & 1 or self._being_read(place, run.slot(place, position)):
-                return False
-            shelves.leave(run, place, position)  # a good one takes its place
-        rests = position > 0 and place < len(self.pools) and shelves.is_chain(place)
-        if rests and not self._on(run, place, position - 1):
-            return False
-        shelves.settle(run, place, position, slot)
-        if place < len(self.pools):
-            run.asked[place] &= ~(1 << local)
-            self._heal(run)
-        return True
-
-    def _heal(self, run: Run) -> None:
-        """Bad host pages that the device has good ones of are dropped, to be backed up anew."""
-        for pool in range(len(self.pools)):
-            place = self._host(pool)
-            for local in members(run.bad[place] & run.here[pool]):
-                if not self._being_read(place, run.slot(place, run.first + local)):
-                    self.shelves.leave(run, place, run.first + local)
-                    run.asked[pool] &= ~(1 << local)
-                    self._owe(run)
-
-    def _being_read(self, place: int, slot: int) -> bool:
-        """Whether a copy in flight reads a slot of a memory tier."""
-        tier, pool = divmod(place, len(self.pools))
-        return any(
-            page.source == slot and page.pool == pool
-            for op in self.ops.values()
-            if op.edge[0] == tier
-            for page in op.pages
-        )
-
-    def _on(self, run: Run, place: int, position: int) -> bool:
-        run = covering(run, position)
-        return bool(run.here[place] >> position - run.first & 1)
-
     def _host(self, pool: int) -> int:
         return len(self.pools) + pool
 
-    # --- copies
-
-    def _start(self, op: Op) -> int:
-        self._number += 1
-        self.ops[self._number] = op
-        if op.lease is not None:
-            op.lease.ops.add(self._number)
-        if op.run is not None:
-            op.pinned = boundaries.of({page.position for page in op.pages})
-            op.run = covering(op.run, deepest(op.pinned))
-            self.shelves.pin(op.run, op.pinned)
-        return self._number
-
-    def _copy(self, op: Op, key: Callable[[int], bytes]) -> None:
-        """Send a copy on its way; its ends are pinned and its targets marked until it has ended."""
-        number = self._start(op)
-        source, target = op.edge
-        if op.run is not None and op.edge in (BACKUP, STORE):
-            self._background += len(op.pages)
-            for page in op.pages:
-                run = covering(op.run, page.position)
-                run.coming[self.shelves.place(target, page.pool)] |= 1 << page.position - run.first
-        pages = tuple(Page(page.pool, key(page.position), page.source, page.target) for page in op.pages)
-        self._effects.append(Copy(number, source, target, pages))
+    # --- what has ended
 
     def _apply(self, end: Ended) -> None:
-        op = self.ops.pop(end.op)
+        op = self.copies.end(end.op)
         lease = op.lease
         waited = lease is not None and end.op in lease.ops
         if lease is not None:
             lease.ops.discard(end.op)
-        if op.run is not None:
-            self.shelves.unpin(op.run, op.pinned)
-        fates = [(page, bool(end.good >> i & 1), bool(end.bad >> i & 1)) for i, page in enumerate(op.pages)]
+        fates = [Fate(page, bool(end.good >> i & 1), bool(end.bad >> i & 1)) for i, page in enumerate(op.pages)]
         if op.edge == PROBE:
             assert lease is not None
             for page, good, _ in fates:
@@ -645,9 +508,9 @@ class Core:
                 self._ready(lease, ones(lease.limit + 1))
         else:
             assert op.run is not None
-            self._backed_up(op, op.run, fates)
+            self.backups.ended(op, op.run, fates)
 
-    def _fetched(self, lease: Lease, fates: list[tuple[Moving, bool, bool]], waited: bool) -> None:
+    def _fetched(self, lease: Lease, fates: list[Fate], waited: bool) -> None:
         waited = waited and lease.phase is Phase.FETCHING
         for page, good, bad in fates:
             self.counters.fetched += good
@@ -661,7 +524,7 @@ class Core:
         if waited and not lease.ops:
             self._land(lease)
 
-    def _loaded(self, tail: Run, fates: list[tuple[Moving, bool, bool]]) -> None:
+    def _loaded(self, tail: Run, fates: list[Fate]) -> None:
         for page, good, bad in fates:
             run = covering(tail, page.position)
             local = page.position - run.first
@@ -670,131 +533,5 @@ class Core:
             self.counters.failed += not good and not bad
             if bad and run.here[self._host(page.pool)] >> local & 1:
                 run.bad[self._host(page.pool)] |= 1 << local
-            if not good or not self._settle(run, page.pool, page.position, page.target):
+            if not good or not self.backups.settle(run, page.pool, page.position, page.target):
                 self.shelves.give_back(page.pool, page.target)
-
-    def _backed_up(self, op: Op, tail: Run, fates: list[tuple[Moving, bool, bool]]) -> None:
-        self._background -= len(op.pages)
-        target = op.edge[1]
-        touched: dict[Run, bool] = {}
-        for page, good, bad in fates:
-            run = covering(tail, page.position)
-            local = 1 << page.position - run.first
-            place = self.shelves.place(target, page.pool)
-            run.coming[place] &= ~local
-            touched[run] = touched.get(run, True) and good
-            if target is Tier.STORAGE:
-                self.counters.stored += good
-                run.stored[page.pool] |= local if good else 0
-                if bad:  # the host's own bytes were not what they should be: never spread them
-                    self.counters.bad_host += 1
-                    run.bad[self._host(page.pool)] |= local
-            else:
-                self.counters.backed_up += good
-                run.asked[page.pool] |= local if good else 0
-                if not good or not self._settle(run, place, page.position, page.target):
-                    self.shelves.give_back(place, page.target)
-            self.counters.failed += not good
-        for run, good in touched.items():
-            self._heal(run)
-            run.tries = 0 if good else run.tries + 1
-            if run.tries < TRIES:
-                self._owe(run)
-        if op.leaving:
-            self._leave(op, tail, [page for page, good, _ in fates if good])
-
-    def _leave(self, op: Op, tail: Run, pages: list[Moving]) -> None:
-        """The copies that an eviction waited for have landed: now the pages may go, if nobody took them up again."""
-        for page in sorted(pages, key=lambda page: -page.position):
-            place, run = self.shelves.place(op.edge[0], page.pool), tail
-            while run.first > page.position and run.parent is not None:
-                run = run.parent
-            if page.position < run.end:
-                self.shelves.drop(run, place, page.position)
-
-    # --- backups
-
-    def _owe(self, run: Run) -> None:
-        if self.config.write is not WritePolicy.WRITE_BACK and run.pages:
-            self._owing[run] = None
-
-    def _missing(self, run: Run, pool: int) -> tuple[int, int]:
-        """Local positions of a run to copy to the host, and to storage."""
-        host = self._host(pool)
-        # Once per use: where the host is smaller than the run, its pages would chase each other for ever.
-        settled = run.here[host] | run.coming[host] | run.asked[pool]
-        to_host = run.here[pool] & ~settled if self.shelves.capacity[host] else 0
-        to_storage = run.here[host] & ~run.bad[host] & ~run.stored[pool] & ~run.coming[2 * len(self.pools) + pool]
-        return to_host, to_storage if self.config.storage else 0
-
-    def _back_up(self) -> None:
-        """Send what the write policy wants backed up, within the bound of what may be in flight."""
-        for run in [*self._owing]:
-            if self._background >= self.config.backup_pages:
-                return
-            del self._owing[run]
-            if not run.pages:
-                continue
-            selective = self.config.write is WritePolicy.WRITE_THROUGH_SELECTIVE
-            if selective and run.uses < self.config.selective_uses:
-                continue
-            sent = missing = 0
-            for edge in (BACKUP, STORE):
-                wanted = [self._missing(run, pool)[edge is STORE] for pool in range(len(self.pools))]
-                missing += sum(bits.bit_count() for bits in wanted)
-                sent += self._send(run, edge, wanted, leaving=False)
-            run.tries += missing > 0 and not sent  # no room below: not for ever
-            if sent < missing and run.tries < TRIES:
-                self._owing[run] = None
-
-    def _send(self, run: Run, edge: tuple[Tier, Tier], wanted: list[int], leaving: bool) -> int:
-        """Start copying local positions of a run, pool by pool, down one tier; returns how many are on their way."""
-        held = 0
-        for bits in wanted:
-            held |= bits
-        if not held:
-            return 0
-        self.shelves.pin(run, held << run.first)  # finding room must not evict what it is for
-        pages: list[Moving] = []
-        for pool, bits in enumerate(wanted):
-            source = self.shelves.place(edge[0], pool)
-            room = self.config.batch_pages - len(pages) if not leaving else bits.bit_count()
-            positions = [run.first + local for local in members(bits)]
-            # What leaves goes from the tail; what is backed up for good comes from the front.
-            positions = positions[::-1][:room] if leaving else positions[:room]
-            targets = [NOWHERE] * len(positions)
-            if edge is BACKUP:
-                targets = self.shelves.reserve(self._host(pool), len(positions))
-            for position, slot in zip(positions, targets, strict=False):
-                pages.append(Moving(pool, position, run.slot(source, position), slot))
-        if pages:
-            self._copy(Op(edge, pages, run=run, leaving=leaving), run.key)
-        self.shelves.unpin(run, held << run.first)
-        return len(pages)
-
-    def _rescue(self, run: Run, place: int, lost: int, stuck: int) -> int:
-        """Pages about to leave memory: under write-back, and where others rest on them, copy them down first."""
-        tier, pool = divmod(place, len(self.pools))
-        want = lost if self.config.write is WritePolicy.WRITE_BACK and run.tries < TRIES else stuck
-        if tier == Tier.DEVICE:
-            edge = BACKUP
-            want &= ~run.coming[self._host(pool)] if self.shelves.capacity[self._host(pool)] else 0
-        else:
-            edge = STORE
-            want &= ~run.stored[pool] & ~run.bad[place] if self.config.storage else 0
-        if not want:
-            return 0
-        before = run.coming[self.shelves.place(edge[1], pool)]
-        wanted = [want if each == pool else 0 for each in range(len(self.pools))]
-        self._send(run, edge, wanted, leaving=True)
-        return run.coming[self.shelves.place(edge[1], pool)] & ~before
-
-    def _keep_room(self) -> None:
-        """Under write-back a slot comes free only when its page has been copied, so start before the room is needed."""
-        if self.config.write is not WritePolicy.WRITE_BACK:
-            return
-        for place, capacity in enumerate(self.shelves.capacity):
-            short = capacity // 8 - len(self.shelves.free[place])
-            coming = sum(len(op.pages) for op in self.ops.values() if op.leaving)
-            if short > coming:
-                self.shelves.evict(place, short - coming)

@@ -1,5 +1,6 @@
 """A model, its cache, its engine and an HTTP server as one thing that starts whole or not at all, and ends whole."""
 
+import asyncio
 import errno
 import logging
 import os
@@ -93,7 +94,6 @@ class Server:
                 access_log=False,
                 server_header=False,
                 backlog=BACKLOG,
-                timeout_graceful_shutdown=int(LEAVE_S),
             )
             self._http = _Uvicorn(config)
             self._thread = threading.Thread(target=self._serve, args=(listener,), name="kvarve http", daemon=True)
@@ -113,7 +113,9 @@ class Server:
             self.settings.ready_file.unlink(missing_ok=True)
         self._http.should_exit = True
         self.engine.shutdown()
-        self._thread.join(2 * LEAVE_S)
+        self._thread.join(LEAVE_S)
+        self._http.force_exit = True  # whoever does not read, or not finish asking, is left behind
+        self._thread.join(LEAVE_S)
 
     def __enter__(self) -> "Server":
         return self
@@ -185,9 +187,14 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
 
 
 def quiet_libraries() -> None:
-    """What a checkpoint's library tells of its loading is not for who runs a server."""
+    """What libraries tell of a checkpoint's loading, or of clients left behind at the end, is not for operators."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
+    logging.getLogger("uvicorn.error").addFilter(_not_cancelled)
+
+
+def _not_cancelled(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def check_settings(settings: Settings) -> None:

@@ -1,0 +1,190 @@
+"""Pages on their way down: what the write policy owes, evictions that wait for a copy, and pages that heal.
+
+A run *owes* when it may have pages to back up; owing is cheap and may be in vain. Each step sends what is owed, within
+a bound on what may be in flight, so a slow storage holds no more of the host than that.
+"""
+
+from kvarve.boundaries import members
+from kvarve.core.copies import BACKUP, STORE, Copies, Edge, Fate, Moving, Op
+from kvarve.core.policies import WritePolicy
+from kvarve.core.settings import CoreConfig, Counters
+from kvarve.core.shelves import Shelves
+from kvarve.core.tree import NOWHERE, Run, covering
+from kvarve.model import Tier
+
+TRIES = 3  # backups of a run that may fail before it has to be used again to be tried again
+
+
+class Backups:
+    def __init__(self, config: CoreConfig, shelves: Shelves, copies: Copies, counters: Counters) -> None:
+        self.config, self.shelves, self.copies, self.counters = config, shelves, copies, counters
+        self.pools = range(len(config.pools))
+        self.owing: dict[Run, None] = {}  # oldest first
+        self.flying = 0  # pages in flight
+        shelves.rescue = self.rescue
+
+    def owe(self, run: Run) -> None:
+        """A run may have pages to back up."""
+        if self.config.write is not WritePolicy.WRITE_BACK and run.pages:
+            self.owing[run] = None
+
+    def settle(self, run: Run, place: int, position: int, slot: int) -> bool:
+        """Make a page resident if the laws let it be; False if its slot is not needed."""
+        shelves, local = self.shelves, position - run.first
+        if run.here[place] >> local & 1:
+            if not run.bad[place] >> local & 1 or self.copies.reads(place, run.slot(place, position)):
+                return False
+            shelves.leave(run, place, position)  # a good one takes its place
+        rests = position > 0 and place < len(self.pools) and shelves.is_chain(place)
+        if rests and not self._on(run, place, position - 1):
+            return False
+        shelves.settle(run, place, position, slot)
+        if place < len(self.pools):
+            run.asked[place] &= ~(1 << local)
+            self._heal(run)
+        return True
+
+    def _heal(self, run: Run) -> None:
+        """Bad host pages that the device has good ones of are dropped, to be backed up anew."""
+        for pool in self.pools:
+            place = self._host(pool)
+            for local in members(run.bad[place] & run.here[pool]):
+                if not self.copies.reads(place, run.slot(place, run.first + local)):
+                    self.shelves.leave(run, place, run.first + local)
+                    run.asked[pool] &= ~(1 << local)
+                    self.owe(run)
+
+    def _on(self, run: Run, place: int, position: int) -> bool:
+        run = covering(run, position)
+        return bool(run.here[place] >> position - run.first & 1)
+
+    def _host(self, pool: int) -> int:
+        return self.shelves.place(Tier.HOST, pool)
+
+    # --- what has ended
+
+    def ended(self, op: Op, tail: Run, fates: list[Fate]) -> None:
+        """A copy down has ended; `tail` is its deepest run."""
+        self.flying -= len(op.pages)
+        target = op.edge[1]
+        touched: dict[Run, bool] = {}
+        for page, good, bad in fates:
+            run = covering(tail, page.position)
+            local = 1 << page.position - run.first
+            place = self.shelves.place(target, page.pool)
+            run.coming[place] &= ~local
+            touched[run] = touched.get(run, True) and good
+            if target is Tier.STORAGE:
+                self.counters.stored += good
+                run.stored[page.pool] |= local if good else 0
+                if bad:  # the host's own bytes were not what they should be: never spread them
+                    self.counters.bad_host += 1
+                    run.bad[self._host(page.pool)] |= local
+            else:
+                self.counters.backed_up += good
+                run.asked[page.pool] |= local if good else 0
+                if not good or not self.settle(run, place, page.position, page.target):
+                    self.shelves.give_back(place, page.target)
+            self.counters.failed += not good
+        for run, good in touched.items():
+            self._heal(run)
+            run.tries = 0 if good else run.tries + 1
+            if run.tries < TRIES:
+                self.owe(run)
+        if op.leaving:
+            self._leave(op, tail, [page for page, good, _ in fates if good])
+
+    def _leave(self, op: Op, tail: Run, pages: list[Moving]) -> None:
+        """The copies that an eviction waited for have landed: now the pages may go, if nobody took them up again."""
+        for page in sorted(pages, key=lambda page: -page.position):
+            place, run = self.shelves.place(op.edge[0], page.pool), tail
+            while run.first > page.position and run.parent is not None:
+                run = run.parent
+            if page.position < run.end:
+                self.shelves.drop(run, place, page.position)
+
+    # --- what is sent
+
+    def _missing(self, run: Run, pool: int) -> tuple[int, int]:
+        """Local positions of a run to copy to the host, and to storage."""
+        host = self._host(pool)
+        # Once per use: where the host is smaller than the run, its pages would chase each other for ever.
+        settled = run.here[host] | run.coming[host] | run.asked[pool]
+        to_host = run.here[pool] & ~settled if self.shelves.capacity[host] else 0
+        to_storage = run.here[host] & ~run.bad[host] & ~run.stored[pool] & ~run.coming[2 * len(self.pools) + pool]
+        return to_host, to_storage if self.config.storage else 0
+
+    def send_owed(self) -> None:
+        """Send what the write policy wants backed up, within the bound of what may be in flight."""
+        for run in [*self.owing]:
+            if self.flying >= self.config.backup_pages:
+                return
+            del self.owing[run]
+            if not run.pages:
+                continue
+            selective = self.config.write is WritePolicy.WRITE_THROUGH_SELECTIVE
+            if selective and run.uses < self.config.selective_uses:
+                continue
+            sent = missing = 0
+            for edge in (BACKUP, STORE):
+                wanted = [self._missing(run, pool)[edge is STORE] for pool in self.pools]
+                missing += sum(bits.bit_count() for bits in wanted)
+                sent += self._send(run, edge, wanted, leaving=False)
+            run.tries += missing > 0 and not sent  # no room below: not for ever
+            if sent < missing and run.tries < TRIES:
+                self.owing[run] = None
+
+    def _send(self, run: Run, edge: Edge, wanted: list[int], leaving: bool) -> int:
+        """Start copying local positions of a run, pool by pool, down one tier; returns how many are on their way."""
+        held = 0
+        for bits in wanted:
+            held |= bits
+        if not held:
+            return 0
+        self.shelves.pin(run, held << run.first)  # finding room must not evict what it is for
+        pages: list[Moving] = []
+        for pool, bits in enumerate(wanted):
+            source = self.shelves.place(edge[0], pool)
+            room = self.config.batch_pages - len(pages) if not leaving else bits.bit_count()
+            positions = [run.first + local for local in members(bits)]
+            # What leaves goes from the tail; what is backed up for good comes from the front.
+            positions = positions[::-1][:room] if leaving else positions[:room]
+            targets = [NOWHERE] * len(positions)
+            if edge is BACKUP:
+                targets = self.shelves.reserve(self._host(pool), len(positions))
+            for position, slot in zip(positions, targets, strict=False):
+                pages.append(Moving(pool, position, run.slot(source, position), slot))
+        if pages:
+            self.flying += len(pages)
+            for page in pages:
+                run.coming[self.shelves.place(edge[1], page.pool)] |= 1 << page.position - run.first
+            self.copies.send(Op(edge, pages, run=run, leaving=leaving), run.key)
+        self.shelves.unpin(run, held << run.first)
+        return len(pages)
+
+    def rescue(self, run: Run, place: int, lost: int, stuck: int) -> int:
+        """Pages about to leave memory: under write-back, and where others rest on them, copy them down first."""
+        tier, pool = divmod(place, len(self.pools))
+        want = lost if self.config.write is WritePolicy.WRITE_BACK and run.tries < TRIES else stuck
+        if tier == Tier.DEVICE:
+            edge = BACKUP
+            want &= ~run.coming[self._host(pool)] if self.shelves.capacity[self._host(pool)] else 0
+        else:
+            edge = STORE
+            want &= ~run.stored[pool] & ~run.bad[place] if self.config.storage else 0
+        if not want:
+            return 0
+        before = run.coming[self.shelves.place(edge[1], pool)]
+        wanted = [want if each == pool else 0 for each in self.pools]
+        self._send(run, edge, wanted, leaving=True)
+        return run.coming[self.shelves.place(edge[1], pool)] & ~before
+
+    def keep_room(self) -> None:
+        """Under write-back a slot comes free only when its page has been copied, so start before the room is needed."""
+        if self.config.write is not WritePolicy.WRITE_BACK:
+            return
+        for place, capacity in enumerate(self.shelves.capacity):
+            short = capacity // 8 - len(self.shelves.free[place])
+            coming = sum(len(op.pages) for op in self.copies.ops.values() if op.leaving)
+            if short > coming:
+                self.shelves.evict(place, short - coming)
