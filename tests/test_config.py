@@ -16,6 +16,7 @@ from kvarve.memory.record import record_bytes
 from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
 from kvarve.runtime import PrefixCache, check
 from kvarve.sizes import parse_size
+from kvarve.storage import MemoryStorage
 
 ATTENTION = PoolSpec("attention", (BufferSpec("k", (64, 100), "float32"),), None)
 WINDOW = PoolSpec("window", (BufferSpec("w", (64, 10), "float32"),), 3)
@@ -157,6 +158,12 @@ def test_nothing_is_made_on_disk_by_what_is_refused(tmp_path: Path, settings: di
     with pytest.raises(ConfigError):
         PrefixCache(IDENTITY, CacheConfig(**given))  # type: ignore[arg-type]
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_storage_that_could_never_be_used_is_refused_however_it_is_given() -> None:
+    storage = MemoryStorage(MIB, IDENTITY.fingerprint(), "test")
+    with pytest.raises(ConfigError, match="storage needs host memory"):
+        PrefixCache(IDENTITY, CacheConfig(MIB), storage=storage)
 
 
 def test_checking_alone_makes_nothing(tmp_path: Path) -> None:

@@ -34,6 +34,14 @@ def of(elements: Iterable[int]) -> int:
     return bits
 
 
+def union(sets: Iterable[int]) -> int:
+    """What is in any of the sets."""
+    bits = 0
+    for each in sets:
+        bits |= each
+    return bits
+
+
 def leading(pages: int) -> int:
     """How many pages are here without a gap from page 0 on."""
     return (pages + 1 & ~pages).bit_length() - 1

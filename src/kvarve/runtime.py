@@ -25,6 +25,8 @@ from kvarve.sizes import format_size
 from kvarve.storage import Storage, Usage, check_storage, open_storage
 from kvarve.transfer.hands import Hands
 
+GROW_WAIT_S = 0.5  # for evictions under way; then a request goes on without keeping its pages
+
 Tokens = Sequence[int] | npt.NDArray[np.integer]
 
 
@@ -123,7 +125,16 @@ class PrefixCache:
         return {pool.name: self.core.slots(lease, i) for i, pool in enumerate(self.pools)}
 
     def grow(self, lease: Lease, upto: int) -> dict[str, dict[int, int]]:
-        """Room for the pages up to `upto` that are worth keeping: for each pool the device slots by position."""
+        """Room for the pages up to `upto` that are worth keeping: for each pool the device slots by position.
+
+        Under write-back this waits a moment for pages that are being copied down; if there is no room even then, fewer
+        pages are kept.
+        """
+        end = self._now + GROW_WAIT_S
+        while self.core.short(lease, upto) and self._now < end:
+            self._send()
+            self.wait(0.01)
+            self.step()
         fresh = self.core.grow(lease, upto)
         self._send()
         return {pool.name: slots for pool, slots in zip(self.pools, fresh, strict=True)}
@@ -171,12 +182,17 @@ class PrefixCache:
 
     def flush(self, tiers: Sequence[Tier] = MEMORY_TIERS, timeout_s: float = 30.0) -> int:
         """Evict what nobody holds from memory tiers, after the backups under way; storage stays. Pages that went."""
-        gone = 0
-        while self.settle(timeout_s):
-            gone += self.core.flush(tiers)
-            self._send()
-            if self.core.idle():  # write-back copies pages down before they go; then there is more to do
-                break
+        end, gone = self._clock() + timeout_s, 0
+        while True:
+            self.settle(end - self._clock())
+            gone += self.evict(tiers)
+            if self.core.idle() or self._clock() >= end:  # write-back copies pages down before they go
+                return gone
+
+    def evict(self, tiers: Sequence[Tier]) -> int:
+        """Evict what nobody holds from memory tiers now, backed up or not. Pages that went at once."""
+        gone = self.core.flush(tiers)
+        self._send()
         return gone
 
     def shutdown(self, timeout_s: float = 30.0) -> None:

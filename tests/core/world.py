@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvarve.core.audit import audit
-from kvarve.core.cache import Core
+from kvarve.core.cache import ROOM_RETRIES, Core
 from kvarve.core.effects import Copy, Effect, Ended, Probe
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import BEST_EFFORT, WAIT_COMPLETE, Patience, WritePolicy
@@ -209,9 +209,9 @@ class World:
         if rest:
             self.settle()
         self.claim(lease)
-        for _ in range(4):
+        for _ in range(4 + ROOM_RETRIES):
             self.step([self.end(op) for op in sorted(lease.ops)])
-        assert lease.ready, "probe, fetch and load: no request waits for more"
+        assert lease.ready, "probe, fetch, room, load: no request waits for more"
         grid = self.core.grid
         start, pages = lease.done, self.core.keepable(lease) // grid * grid
         for chunk in range(1, chunks + 1):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import kvarve.engine.engine as engine_module
+import kvarve.engine.prefill as prefill_module
 from kvarve.config import CacheConfig
 from kvarve.core.audit import audit
 from kvarve.engine.engine import Engine
@@ -405,7 +406,7 @@ def test_a_request_whose_state_finds_no_memory_harms_no_other(make: Make, monkey
                 raise RuntimeError("out of memory")
             super().__init__(layout, max_tokens, device)
 
-    monkeypatch.setattr(engine_module, "Workspace", Small)
+    monkeypatch.setattr(prefill_module, "Workspace", Small)
     engine = make(start=False)
     large, small = by_hand(engine, a_request(a_prompt(600)), a_request(a_prompt(PROMPT, 1)))
     assert (large[2].finish, large[2].error) == (Finish.ERROR, "RuntimeError: out of memory")
@@ -427,9 +428,15 @@ def test_a_listener_that_fails_harms_no_other(make: Make) -> None:
     assert not engine.cache.core.leases
 
 
-def test_when_the_engine_dies_everybody_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("leases_close", [True, False])
+def test_when_the_engine_dies_everybody_is_told(
+    leases_close: bool, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, steps = make(start=False, max_running=2), iter(range(1000))
     step = engine.cache.step
+
+    def stuck(lease: object) -> None:
+        raise AssertionError("another bug")
 
     def broken() -> None:
         if next(steps) == 4:
@@ -437,16 +444,19 @@ def test_when_the_engine_dies_everybody_is_told(make: Make, monkeypatch: pytest.
         step()
 
     monkeypatch.setattr(engine.cache, "step", broken)
+    if not leases_close:
+        monkeypatch.setattr(engine.cache, "close", stuck)
+        monkeypatch.setattr(threading, "excepthook", lambda args: None)
     requests = [engine.submit(a_request(a_prompt(PROMPT, seed), 50)) for seed in range(4)]
     engine.start()
+    engine._thread.join(LONG_S)
     for request in requests:
-        *_, last = request.result(LONG_S)
+        *_, last = request.result(0.1)
         assert last.finish is Finish.ERROR
         assert last.error == "the engine has stopped: AssertionError: a bug"
-    engine._thread.join(LONG_S)
     with pytest.raises(Busy, match="AssertionError: a bug"):
         engine.submit(a_request())
-    assert not engine.cache.core.leases
+    assert not leases_close or not engine.cache.core.leases
 
 
 def test_when_the_cache_cannot_open_a_request_everybody_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

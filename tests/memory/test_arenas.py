@@ -20,7 +20,8 @@ SHAPES = [(1,), (3, 5), (2, 1, 7), (70,)]
 
 
 def a_pool(*dtypes: str) -> PoolSpec:
-    buffers = [BufferSpec(f"layers.{i}.{dtype}", shape, dtype) for dtype in dtypes for i, shape in enumerate(SHAPES)]
+    wanted = [(dtype, shape) for dtype in dtypes for shape in SHAPES]
+    buffers = [BufferSpec(f"layers.{i}.{dtype}", shape, dtype) for i, (dtype, shape) in enumerate(wanted)]
     return PoolSpec("attention", tuple(buffers), lookback=None)
 
 

@@ -4,7 +4,7 @@ A run *owes* when it may have pages to back up; owing is cheap and may be in vai
 a bound on what may be in flight, so a slow storage holds no more of the host than that.
 """
 
-from kvarve.boundaries import members
+from kvarve.boundaries import members, of, union
 from kvarve.core.copies import BACKUP, STORE, Copies, Edge, Fate, Moving, Op
 from kvarve.core.policies import WritePolicy
 from kvarve.core.settings import CoreConfig, Counters
@@ -27,6 +27,10 @@ class Backups:
         """A run may have pages to back up."""
         if self.config.write is not WritePolicy.WRITE_BACK and run.pages:
             self.owing[run] = None
+
+    def leaving(self) -> bool:
+        """Whether evictions wait for copies in flight."""
+        return any(op.leaving for op in self.copies.ops.values())
 
     def settle(self, run: Run, place: int, position: int, slot: int) -> bool:
         """Make a page resident if the laws let it be; False if its slot is not needed."""
@@ -60,6 +64,9 @@ class Backups:
 
     def _host(self, pool: int) -> int:
         return self.shelves.place(Tier.HOST, pool)
+
+    def _storage(self, pool: int) -> int:
+        return self.shelves.place(Tier.STORAGE, pool)
 
     # --- what has ended
 
@@ -100,7 +107,10 @@ class Backups:
             place, run = self.shelves.place(op.edge[0], page.pool), tail
             while run.first > page.position and run.parent is not None:
                 run = run.parent
-            if page.position < run.end:
+            local = 1 << page.position - run.first
+            host = self._host(page.pool)
+            kept = run.stored[page.pool] if op.edge == STORE else run.here[host] & ~run.bad[host]
+            if page.position < run.end and kept & local:
                 self.shelves.drop(run, place, page.position)
 
     # --- what is sent
@@ -111,7 +121,7 @@ class Backups:
         # Once per use: where the host is smaller than the run, its pages would chase each other for ever.
         settled = run.here[host] | run.coming[host] | run.asked[pool]
         to_host = run.here[pool] & ~settled if self.shelves.capacity[host] else 0
-        to_storage = run.here[host] & ~run.bad[host] & ~run.stored[pool] & ~run.coming[2 * len(self.pools) + pool]
+        to_storage = run.here[host] & ~run.bad[host] & ~run.stored[pool] & ~run.coming[self._storage(pool)]
         return to_host, to_storage if self.config.storage else 0
 
     def send_owed(self) -> None:
@@ -129,18 +139,16 @@ class Backups:
             for edge in (BACKUP, STORE):
                 wanted = [self._missing(run, pool)[edge is STORE] for pool in self.pools]
                 missing += sum(bits.bit_count() for bits in wanted)
-                sent += self._send(run, edge, wanted, leaving=False)
+                sent += len(self._send(run, edge, wanted, leaving=False))
             run.tries += missing > 0 and not sent  # no room below: not for ever
             if sent < missing and run.tries < TRIES:
                 self.owing[run] = None
 
-    def _send(self, run: Run, edge: Edge, wanted: list[int], leaving: bool) -> int:
-        """Start copying local positions of a run, pool by pool, down one tier; returns how many are on their way."""
-        held = 0
-        for bits in wanted:
-            held |= bits
+    def _send(self, run: Run, edge: Edge, wanted: list[int], leaving: bool) -> list[Moving]:
+        """Start copying local positions of a run, pool by pool, down one tier; returns what is on its way."""
+        held = union(wanted)
         if not held:
-            return 0
+            return []
         self.shelves.pin(run, held << run.first)  # finding room must not evict what it is for
         pages: list[Moving] = []
         for pool, bits in enumerate(wanted):
@@ -160,24 +168,34 @@ class Backups:
                 run.coming[self.shelves.place(edge[1], page.pool)] |= 1 << page.position - run.first
             self.copies.send(Op(edge, pages, run=run, leaving=leaving), run.key)
         self.shelves.unpin(run, held << run.first)
-        return len(pages)
+        return pages
 
     def rescue(self, run: Run, place: int, lost: int, stuck: int) -> int:
         """Pages about to leave memory: under write-back, and where others rest on them, copy them down first."""
         tier, pool = divmod(place, len(self.pools))
-        want = lost if self.config.write is WritePolicy.WRITE_BACK and run.tries < TRIES else stuck
-        if tier == Tier.DEVICE:
-            edge = BACKUP
-            want &= ~run.coming[self._host(pool)] if self.shelves.capacity[self._host(pool)] else 0
-        else:
-            edge = STORE
-            want &= ~run.stored[pool] & ~run.bad[place] if self.config.storage else 0
-        if not want:
+        write_back = self.config.write is WritePolicy.WRITE_BACK and run.tries < TRIES
+        want = lost if write_back else stuck
+        if tier == Tier.HOST:
+            return self._rescue_from_host(run, pool, want) if write_back and self.config.storage else 0
+        if not self.shelves.capacity[self._host(pool)]:
             return 0
-        before = run.coming[self.shelves.place(edge[1], pool)]
-        wanted = [want if each == pool else 0 for each in self.pools]
-        self._send(run, edge, wanted, leaving=True)
-        return run.coming[self.shelves.place(edge[1], pool)] & ~before
+        wanted = [want & ~run.coming[self._host(pool)] if each == pool else 0 for each in self.pools]
+        return _positions(run, self._send(run, BACKUP, wanted, leaving=True))
+
+    def _rescue_from_host(self, run: Run, pool: int, lost: int) -> int:
+        """What leaves the host leaves memory; where a chain's page goes, so does all that its position still has."""
+        going = [lost if each == pool or self.shelves.is_chain(pool) else 0 for each in self.pools]
+        hosts = [self._host(each) for each in self.pools]
+        above = [
+            bits & run.here[each] & ~run.here[host] & ~run.coming[host] if self.shelves.capacity[host] else 0
+            for each, host, bits in zip(self.pools, hosts, going, strict=True)
+        ]
+        waiting = _positions(run, self._send(run, BACKUP, above, leaving=False))  # down to the host first
+        below = [
+            bits & ~waiting & run.here[host] & ~run.bad[host] & ~run.stored[each] & ~run.coming[self._storage(each)]
+            for each, host, bits in zip(self.pools, hosts, going, strict=True)
+        ]
+        return lost & (waiting | _positions(run, self._send(run, STORE, below, leaving=True)))
 
     def keep_room(self) -> None:
         """Under write-back a slot comes free only when its page has been copied, so start before the room is needed."""
@@ -188,3 +206,8 @@ class Backups:
             coming = sum(len(op.pages) for op in self.copies.ops.values() if op.leaving)
             if short > coming:
                 self.shelves.evict(place, short - coming)
+
+
+def _positions(run: Run, pages: list[Moving]) -> int:
+    """The local positions of pages of a run."""
+    return of(page.position - run.first for page in pages)

@@ -21,6 +21,8 @@ from kvarve.core.tree import NOWHERE, Run, covering, upward, walk
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES, extend
 from kvarve.model import Tier
 
+ROOM_RETRIES = 8  # how often a load waits for evictions under write-back before it makes do with what there is
+
 
 class Hit(NamedTuple):
     """Boundaries in pages: where a prompt may resume by what is on the device alone, and with the host.
@@ -159,6 +161,14 @@ class Core:
         lease.room = upto
         return fresh
 
+    def short(self, lease: Lease, upto: int) -> bool:
+        """Whether `grow` would be short of room that is on its way: evictions that wait for their copy are started."""
+        for pool in self.shelves.chains:
+            wanted = (span(lease.room, upto) & ~lease.seen[pool]).bit_count() - len(self.shelves.free[pool])
+            if wanted > 0 and self.shelves.evict(pool, wanted) < wanted and self.backups.leaving():
+                return True
+        return False
+
     def keepable(self, lease: Lease) -> int:
         """The page up to which this request can be kept: all its full pages, unless room ran out on the way."""
         return len(lease.keys) // KEY_BYTES
@@ -198,6 +208,8 @@ class Core:
             self._apply(end)
         for lease in [*self.leases.values()]:
             self._lose_patience(lease, now)
+            if lease.phase is Phase.LOADING and not lease.ops:
+                self._load(lease)
         self.backups.keep_room()
         self.backups.send_owed()
 
@@ -368,6 +380,10 @@ class Core:
             taken = self._reserve(Tier.DEVICE, need, room)
             if taken is not None:
                 break
+            if self.backups.leaving() and lease.retries < ROOM_RETRIES:
+                lease.retries += 1  # room is on its way: `step` tries again
+                lease.phase = Phase.LOADING
+                return
             allowed = ones(boundary)
         pages = []
         for pool, bits in enumerate(need):

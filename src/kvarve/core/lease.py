@@ -40,6 +40,7 @@ class Lease:
         "phase",
         "probed",
         "read",
+        "retries",
         "room",
         "root",
         "run",
@@ -70,6 +71,7 @@ class Lease:
         self.seen = [0] * pools  # pages on the device when we became ready
         self.own: list[dict[int, int]] = [{} for _ in range(pools)]  # our device slots, by position
         self.snapshots = 0  # boundaries at which windows and states are worth keeping
+        self.retries = 0  # loads put off because room was on its way
         self.done = 0
         self.room = 0
 

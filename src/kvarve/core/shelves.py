@@ -197,9 +197,11 @@ class Shelves:
             # A page that only the host has may rest on one that only the device has (its own backup failed).
             stuck = lost if run.kids[other] else lost & ones(run.here[other].bit_length())
         moving = self.rescue(run, place, lost, stuck) if lost else 0
-        leaving = take & ~moving & ~stuck
+        # Making room for what moves may have cost the other tier a page that was safe there: then it stays here.
+        safe = run.here[other] & ~run.bad[other]
+        leaving = take & ~moving & ~stuck & (lost | safe)
         if chain:
-            leaving &= span((moving | stuck).bit_length(), run.pages)
+            leaving &= span((take & ~leaving).bit_length(), run.pages)
         for local in reversed([*members(leaving)]):
             self.leave(run, place, run.first + local)
             self.evicted[place] += 1

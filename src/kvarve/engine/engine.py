@@ -30,6 +30,7 @@ from kvarve.runtime import PrefixCache
 
 log = logging.getLogger(__name__)
 
+POLL_S = 0.005  # between two looks at whether backups have been written
 IDLE_S = 0.2  # how long a turn without work sleeps at most; whatever happens wakes it
 
 
@@ -83,6 +84,7 @@ class Engine:
         self._pending = 0  # submitted and not finished, whatever their state
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="kvarve engine", daemon=True)
+        self._ended = False  # the thread takes no calls any more
         self.broken = ""  # why the engine cannot serve any more
 
     # --- from any thread
@@ -108,25 +110,43 @@ class Engine:
         """Queue a request. ConfigError if it can never be served, Busy if too many wait or the engine has stopped."""
         self.check(request.prompt, request.sampling)
         with self._lock:
-            if self._stopping.is_set() or self.broken:
+            if self._stopping.is_set() or self._ended:
                 raise Busy(self.broken or "the engine is shutting down")
             if self._pending >= self._max_running + self._max_waiting:
                 raise Busy(f"{self._pending} requests are being served or wait already: try again later")
             self._pending += 1
-        self._call(lambda: self._waiting.append((request, self._open(request))))
+            self._calls.put(lambda: self._enqueue(request))
+        self.cache.wake()
         return request
 
     def abort(self, request: Request) -> None:
         """Nobody waits for this request any more; its last piece says so."""
-        self._call(lambda: self._abort(request))
+        with self._lock:
+            self._calls.put(lambda: self._abort(request))
+        self.cache.wake()
 
     def flush(self, tiers: Sequence[Tier] = MEMORY_TIERS, timeout_s: float = 60.0) -> int:
-        """Empty memory tiers of what no request holds; storage stays. Returns how many pages went."""
-        return int(self._ask(lambda: self.cache.flush(tiers), timeout_s))
+        """Empty memory tiers of what no request holds, after the backups under way; storage stays.
+
+        Returns how many pages went. Answers go on meanwhile; after `timeout_s` it goes ahead without the backups.
+        """
+        end = time.monotonic() + timeout_s
+        gone = 0
+        while True:
+            self.settle(end - time.monotonic())
+            pages, idle = self._ask(lambda: (self.cache.evict(tiers), self.cache.core.idle()), timeout_s)
+            gone += int(pages)
+            if idle or time.monotonic() >= end:  # write-back copies pages down before they go
+                return gone
 
     def settle(self, timeout_s: float = 60.0) -> bool:
-        """Wait until every backup has been written."""
-        return bool(self._ask(lambda: self.cache.settle(timeout_s), timeout_s + 5))
+        """Wait until every backup has been written; False if that takes longer."""
+        end = time.monotonic() + timeout_s
+        while not self._ask(self.cache.core.idle, max(timeout_s, 1.0)):
+            if time.monotonic() >= end:
+                return False
+            time.sleep(POLL_S)
+        return True
 
     def shutdown(self, timeout_s: float = 30.0) -> None:
         """Stop taking requests, end those that run, finish the backups and leave the storage whole."""
@@ -135,15 +155,14 @@ class Engine:
         self.cache.wake()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
+        if self._thread.is_alive():  # the cache is that thread's; what is in storage is whole at any time
+            log.warning("the engine is still computing after %.0f s: left behind", timeout_s)
+            return
         self.cache.shutdown(timeout_s)
 
     def load(self) -> tuple[int, int]:
         """How many requests run, and how many wait."""
         return len(self._running), len(self._waiting)
-
-    def _call(self, what: Callable[[], None]) -> None:
-        self._calls.put(what)
-        self.cache.wake()
 
     def _ask(self, what: Callable[[], Any], timeout_s: float) -> Any:
         """Have the engine's thread do something and wait for its answer."""
@@ -155,7 +174,11 @@ class Engine:
             except Exception as e:  # noqa: BLE001  it belongs to the caller, who gets it from the future
                 answer.set_exception(e)
 
-        self._call(call)
+        with self._lock:
+            if self._ended:
+                raise Busy(self.broken or "the engine has stopped")
+            self._calls.put(call)
+        self.cache.wake()
         try:
             return answer.result(timeout_s)
         except TimeoutError:
@@ -172,18 +195,22 @@ class Engine:
             log.exception("the engine has stopped")
             with self._lock:
                 self.broken = f"the engine has stopped: {type(e).__name__}: {e}"
+        with self._lock:
+            self._ended = True  # nothing is put on the list of calls any more
         finish, error = (Finish.ERROR, self.broken) if self.broken else (Finish.ABORT, "")
-        while not self._calls.empty():
-            self._calls.get()()
+        self._take_calls()
         for run in [*self._running]:
             self._end(run, finish, error)
         for request, lease in [*self._waiting]:
             self._turn_away(request, lease, finish, error)
 
-    def _turn(self) -> bool:
-        """One turn; False if there was nothing to compute."""
+    def _take_calls(self) -> None:
         while not self._calls.empty():
             self._calls.get()()
+
+    def _turn(self) -> bool:
+        """One turn; False if there was nothing to compute."""
+        self._take_calls()
         self.cache.step()
         self._admit()
         if not self._running:
@@ -198,8 +225,13 @@ class Engine:
                 self._end(run, Finish.ERROR, f"{type(e).__name__}: {e}")
         return True
 
-    def _open(self, request: Request) -> Lease:
-        return self.cache.open(request.prompt, request.salt, request.read_cache)
+    def _enqueue(self, request: Request) -> None:
+        if self._ended:
+            finish = Finish.ERROR if self.broken else Finish.ABORT
+            self._finish(request, Piece("", (), finish, Usage(len(request.prompt), 0, 0, 0, 0), self.broken))
+            return
+        lease = self.cache.open(request.prompt, request.salt, request.read_cache)
+        self._waiting.append((request, lease))
 
     def _admit(self) -> None:
         """Give free places to waiting requests, first come first served; who still waits for storage is passed by."""
@@ -271,7 +303,7 @@ class Engine:
         self._running.remove(run)
         page = self.model.layout.page_tokens
         usage = Usage(len(run.request.prompt), len(run.tokens), *(n * page for n in run.lease.from_tiers()))
-        self.cache.close(run.lease)
+        self._close(run.lease)
         self.counts.prompt_tokens += usage.prompt
         self.counts.cached_device += usage.device
         self.counts.cached_host += usage.host
@@ -281,8 +313,12 @@ class Engine:
     def _turn_away(self, request: Request, lease: Lease, finish: Finish, error: str = "", queued: bool = True) -> None:
         if queued:
             self._waiting.remove((request, lease))
-        self.cache.close(lease)
+        self._close(lease)
         self._finish(request, Piece("", (), finish, Usage(len(request.prompt), 0, 0, 0, 0), error))
+
+    def _close(self, lease: Lease) -> None:
+        if not self.broken:  # else the cache is in an unknown state, and everybody still gets a last piece
+            self.cache.close(lease)
 
     def _finish(self, request: Request, piece: Piece) -> None:
         self.counts.finished += 1
@@ -303,7 +339,9 @@ def choose(logits: Tensor, sampling: Sampling, random: torch.Generator | None) -
     """The next token from logits [vocabulary]."""
     if sampling.temperature == 0:
         return int(logits.argmax())
-    chances = torch.softmax(logits.float().cpu() / sampling.temperature, -1)
+    logits = logits.double().cpu()
+    # The best token at 0, so that no temperature however small makes an infinity of the others.
+    chances = torch.softmax((logits - logits.max()) / sampling.temperature, -1)
     if sampling.top_p < 1:
         ordered, index = chances.sort(descending=True)
         # A token stays if those before it do not reach top_p yet; so at least one does.

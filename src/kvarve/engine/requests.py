@@ -25,6 +25,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"a seed has 64 bits at most, {self.seed} has more")
         if not 0 <= self.temperature <= 100:
             raise ConfigError(f"temperature must be between 0 and 100, not {self.temperature}")
         if not 0 < self.top_p <= 1:

@@ -1,0 +1,254 @@
+"""The replayer runs the product's own core, so what small traces must give can be worked out by hand."""
+
+import argparse
+import gzip
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvarve import simulate
+from kvarve.errors import ConfigError
+from kvarve.simulate import SimulationConfig, replay
+
+BLOCK = 512
+PAGE_BYTES = BLOCK * 1024  # at 1 KiB of KV per token
+RECORD_BYTES = PAGE_BYTES + 4096
+
+
+def settings(pages: int, host: int = 0, storage: int = 0, **rest: Any) -> SimulationConfig:
+    """Memory for so many pages in each tier."""
+    return SimulationConfig(
+        pages * PAGE_BYTES, host * RECORD_BYTES, storage * RECORD_BYTES, **({"kv_bytes_per_token": 1024} | rest)
+    )
+
+
+def line(ids: Sequence[int], extra: int = 1, at: int = 0, **rest: Any) -> dict[str, Any]:
+    """A prompt of full blocks `ids` and `extra` tokens that have no id."""
+    length = len(ids) * BLOCK + extra
+    return {"timestamp": at, "input_length": length, "output_length": 7, "hash_ids": [*ids]} | rest
+
+
+def trace(folder: Path, *lines: dict[str, Any] | str) -> Path:
+    path = folder / "trace.jsonl"
+    path.write_text("".join(text if isinstance(text, str) else json.dumps(text) + "\n" for text in lines))
+    return path
+
+
+def branching(requests: int, seed: int = 7) -> list[dict[str, Any]]:
+    """Conversations that go on and branch, side by side."""
+    chance, fresh = random.Random(seed), iter(range(10**9))
+    known: list[list[int]] = [[]]
+    lines = []
+    for at in range(requests):
+        base = chance.choice(known)
+        ids = base[: chance.randint(0, len(base))] + [next(fresh) for _ in range(chance.randint(1, 6))]
+        known.append(ids)
+        lines.append(line(ids, chance.randint(1, BLOCK - 1), at))
+    return lines
+
+
+def test_with_room_for_everything_the_core_finds_what_a_set_of_ids_finds(tmp_path: Path) -> None:
+    report = replay(trace(tmp_path, *branching(300)), settings(10_000))
+    assert report.requests == 300
+    assert report.hit_tokens == {"device": report.infinite_hit_tokens, "host": 0, "storage": 0}
+    assert 0.3 < report.hit_rate == report.infinite_hit_rate < 0.9
+    assert report.slots == {"device.kv": 10_000}
+    assert report.evicted == {"device.kv": 0}
+    assert report.moved_bytes == {}
+
+
+def test_a_prompt_that_ends_with_its_last_page_computes_that_page_again(tmp_path: Path) -> None:
+    report = replay(trace(tmp_path, line([1, 2], extra=0), line([1, 2], extra=0)), settings(16))
+    assert report.infinite_hit_tokens == 2 * BLOCK
+    assert report.hit_tokens["device"] == BLOCK, "at least one token has to be computed"
+
+
+def test_a_short_last_block_has_an_id_or_has_none(tmp_path: Path) -> None:
+    lines = [line([1], 100, hash_ids=[1, 2]), line([1], 100), line([1], 100), line([1], 100, hash_ids=[1, 2])]
+    report = replay(trace(tmp_path, *lines), settings(64, page_tokens=64, chunk_tokens=64))
+    # Of the 612 tokens nine pages are full, and only the id says that the ninth was here before.
+    assert report.hit_tokens["device"] == 512 + 512 + 576
+    assert report.infinite_hit_tokens == 3 * 512
+    assert report.unique_blocks == 1
+
+
+def test_the_least_recently_used_prompt_goes_first_and_from_its_tail(tmp_path: Path) -> None:
+    lines = [line([1, 2, 3]), line([4, 5, 6]), line([1, 2, 3]), line([7, 8]), line([1, 2, 3]), line([4, 5, 6])]
+    report = replay(trace(tmp_path, *lines), settings(6))
+    # 7 and 8 take the room of 6 and 5; then 4 is still here, and needs 5 and 6 anew.
+    assert report.hit_tokens["device"] == (3 + 3 + 1) * BLOCK
+    assert report.evicted == {"device.kv": 4}
+
+
+def test_what_left_the_device_is_found_on_the_host_and_then_in_storage(tmp_path: Path) -> None:
+    a, b, c = line([1, 2]), line([3, 4]), line([5, 6])
+    on_host = replay(trace(tmp_path, a, b, a), settings(2, host=4))
+    assert on_host.hit_tokens == {"device": 0, "host": 2 * BLOCK, "storage": 0}
+    assert on_host.moved_bytes == {"device_to_host": 4 * PAGE_BYTES, "host_to_device": 2 * PAGE_BYTES}
+    in_storage = replay(trace(tmp_path, a, b, c, a), settings(2, host=4, storage=6))
+    assert in_storage.hit_tokens == {"device": 0, "host": 0, "storage": 2 * BLOCK}
+    assert in_storage.moved_bytes["host_to_storage"] == 6 * RECORD_BYTES
+    assert in_storage.moved_bytes["storage_to_host"] == 2 * RECORD_BYTES
+    assert in_storage.evicted == {"device.kv": 6, "host.kv": 4, "storage": 0}
+
+
+def test_storage_forgets_too(tmp_path: Path) -> None:
+    prompts = [line([2 * at, 2 * at + 1]) for at in range(5)]
+    report = replay(trace(tmp_path, *prompts, prompts[0]), settings(2, host=2, storage=4))
+    assert sum(report.hit_tokens.values()) == 0
+    assert report.evicted["storage"] == 8, "twelve pages were written, and four have room"
+
+
+def test_a_recurrent_model_resumes_only_where_a_state_was_kept(tmp_path: Path) -> None:
+    lines = [line([1, 2, 3, 4]), line([1, 2, 5]), line([1, 2, 6]), line([1, 2, 3, 4])]
+    room = {"device_memory": 1 << 30, "kv_bytes_per_token": 1024}
+    attention = replay(trace(tmp_path, *lines), SimulationConfig(**room))
+    assert attention.hit_tokens["device"] == (2 + 2 + 4) * BLOCK
+    hybrid = replay(trace(tmp_path, *lines), SimulationConfig(**room, state_bytes=4096))
+    assert hybrid.hit_tokens["device"] == (0 + 2 + 4) * BLOCK, "the branch is known after the first that took it"
+    often = replay(trace(tmp_path, *lines), SimulationConfig(**room, state_bytes=4096, snapshot_every=BLOCK))
+    assert often.hit_tokens["device"] == (2 + 2 + 4) * BLOCK
+    assert {*often.slots} == {"device.kv", "device.state"}
+
+
+def test_a_window_is_a_pool_of_its_own(tmp_path: Path) -> None:
+    config = SimulationConfig(1 << 30, kv_bytes_per_token=1024, window_tokens=1024, window_bytes_per_token=512)
+    assert [(pool.name, pool.lookback) for pool in config.pools()] == [("kv", None), ("window", 2)]
+    report = replay(trace(tmp_path, line([1, 2, 3]), line([1, 2, 3])), config)
+    assert report.hit_tokens["device"] == 3 * BLOCK
+
+
+def test_a_prompt_larger_than_memory_is_kept_as_far_as_it_fits(tmp_path: Path) -> None:
+    report = replay(trace(tmp_path, line(range(10)), line(range(10))), settings(4))
+    assert report.hit_tokens["device"] == 4 * BLOCK
+    assert report.uncached_pages == 12
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+def test_no_policy_finds_more_than_there_ever_was_and_replays_are_equal(tmp_path: Path, policy: str) -> None:
+    path = trace(tmp_path, *branching(200))
+    beside = {"state_bytes": 2048, "window_tokens": 600, "window_bytes_per_token": 64}
+    config = settings(24, host=48, storage=200, write_policy=policy, **beside)
+    report = replay(path, config)
+    assert 0 < sum(report.hit_tokens.values()) <= report.infinite_hit_tokens
+    assert replay(path, config) == report
+
+
+def test_ids_may_be_wider_than_tokens_are(tmp_path: Path) -> None:
+    wide = [2**63, -5, 2**32]
+    report = replay(trace(tmp_path, line(wide), line(wide)), settings(16))
+    assert report.hit_tokens["device"] == 3 * BLOCK
+
+
+def test_a_trace_may_be_packed_and_cut_short(tmp_path: Path) -> None:
+    lines = branching(50)
+    plain = replay(trace(tmp_path, *lines), settings(100))
+    packed = tmp_path / "trace.jsonl.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "trace.jsonl").read_bytes()))
+    steps: list[tuple[int, int]] = []
+    assert replay(packed, settings(100), advance=lambda done, size: steps.append((done, size))) == plain
+    assert len(steps) == 50
+    assert steps[-1][0] == packed.stat().st_size
+    assert replay(packed, settings(100), limit=20).requests == 20
+
+
+@pytest.mark.parametrize(
+    ("bad", "complaint"),
+    [
+        ("{]\n", "not JSON"),
+        ("[1]\n", "not a JSON object"),
+        ('{"timestamp": 1}\n', "no input_length, output_length, hash_ids"),
+        (line([1], timestamp="soon"), "timestamp is 'soon'"),
+        (line([1], timestamp=float("nan")), "timestamp is nan"),
+        (line([1], input_length=0), "input_length is 0"),
+        (line([1], input_length=True), "input_length is True"),
+        (line([1], input_length=10**18), "input_length is 1000000000000000000"),
+        (line([1], output_length=-1), "output_length is -1"),
+        (line([1], hash_ids=["a"]), "hash_ids is not a list of whole numbers"),
+        (line([1], hash_ids=7), "hash_ids is not a list of whole numbers"),
+        (line([1], hash_ids=[]), "0 hash_ids do not stand for 513 tokens in blocks of 512"),
+        (line([1], hash_ids=[0, 1, 2]), "3 hash_ids do not stand for 513 tokens"),
+        (line([0, 5, 5]), "hash id 5 comes after 0 elsewhere, here after 5"),
+        (line([4, 0]), "hash id 0 comes after None elsewhere, here after 4"),
+        ('{"timestamp": 1, "input_length": \udcff}\n', "not JSON"),
+    ],
+)
+def test_a_line_that_is_no_request_is_named(tmp_path: Path, bad: dict[str, Any] | str, complaint: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    text = json.dumps(line([0])) + "\n" + (bad if isinstance(bad, str) else json.dumps(bad) + "\n")
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError) as error:
+        replay(path, settings(16))
+    assert str(error.value).startswith(f"trace {path}, line 2: {complaint}")
+
+
+def test_time_does_not_run_backwards(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="line 2: it happened before the line above"):
+        replay(trace(tmp_path, line([1], at=5), line([2], at=4)), settings(16))
+
+
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        replay(tmp_path / "nowhere", settings(16))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        replay(tmp_path, settings(16))
+    with pytest.raises(ConfigError, match="holds no requests"):
+        replay(trace(tmp_path, "\n"), settings(16))
+    broken = tmp_path / "broken.gz"
+    broken.write_bytes(gzip.compress(json.dumps(line(range(300))).encode())[:-12])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        replay(broken, settings(16))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"device_memory": 1}, "1 B of device memory is too little"),
+        ({"host_memory": 1}, "1 B of host memory is too little"),
+        ({"storage_memory": 1 << 30}, "storage needs host memory"),
+        ({"kv_bytes_per_token": 0}, "nothing to cache"),
+        ({"window_tokens": 100}, "a window needs both"),
+        ({"state_bytes": -1}, "state bytes cannot be below zero"),
+        ({"page_tokens": 0}, "at least one token"),
+        ({"page_tokens": 64, "chunk_tokens": 100}, "chunks of 100 tokens do not consist of pages of 64"),
+        ({"write_policy": "never"}, "unknown write policy 'never'"),
+        ({"selective_uses": 0}, "selective uses must be at least 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        SimulationConfig(**({"device_memory": 1 << 40} | wrong))
+
+
+def command(*words: str | Path) -> int:
+    parser = argparse.ArgumentParser()
+    simulate.add_arguments(parser)
+    return simulate.main(parser.parse_args([str(word) for word in words]))
+
+
+def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = trace(tmp_path, *branching(60)), tmp_path / "report.json"
+    memory = ("--device-memory", "1GiB", "--host-memory", "2GiB", "--storage-memory", "1TiB")
+    assert command(path, *memory, "--kv-bytes-per-token", "1KiB", "--limit", "40", "--json", out) == 0
+    report = json.loads(out.read_text())
+    assert report["requests"] == 40
+    assert report["config"]["kv_bytes_per_token"] == 1024
+    assert report["hit_rate"] == report["infinite_hit_rate"] > 0
+    printed = capsys.readouterr()
+    assert f"{report['hit_rate']:.1%}" in printed.out
+    assert "storage" in printed.out
+    assert printed.err == ""
+
+
+def test_the_command_refuses_before_it_works(tmp_path: Path) -> None:
+    path = trace(tmp_path, line([1]))
+    with pytest.raises(ConfigError, match="not a file that can be written"):
+        command(path, "--device-memory", "1GiB", "--json", tmp_path / "missing" / "report.json")
+    with pytest.raises(ConfigError, match="a limit of 0 requests"):
+        command(path, "--device-memory", "1GiB", "--limit", "0")
+    with pytest.raises(SystemExit):
+        command(path, "--device-memory", "plenty")
