@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser, commands = _parsers()
+    parser, commands = _parsers(argv)
     first = next((word for word in argv if not word.startswith("-")), None)
     if first is not None and first not in commands:
         raise ConfigError(f"unknown command {first!r}{_closest(first, commands)}; known: {', '.join(commands)}")
@@ -80,7 +80,7 @@ def _closest(word: str, known: Any) -> str:
     return f": did you mean {close[0]}?" if close else ""
 
 
-def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
+def _parsers(words: Sequence[str]) -> tuple[_Parser, dict[str, _Parser]]:
     parser = _Parser(
         prog="kvarve", description="A hierarchical prefix cache for hybrid language models.", epilog=_EXAMPLE
     )
@@ -96,7 +96,14 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     demo.option("--model", "builtin:... or a checkpoint folder", default="builtin:tiny-hybrid")
     demo.add_argument("--quick", action="store_true", help="a shorter run")
     demo.option("--port", "port of the server that it starts, 0 for any free one", type=_port, default=0)
-    return parser, {"serve": serve, "demo": demo}
+    text = "replay a trace through the cache's own code and say what memory buys"
+    simulate = commands.add_parser("simulate", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    simulate.set_defaults(command=_simulate)
+    if "simulate" in words[:1]:
+        from kvarve.simulate import add_arguments  # the core comes with it
+
+        add_arguments(simulate)
+    return parser, {"serve": serve, "demo": demo, "simulate": simulate}
 
 
 def _serve_options(parser: _Parser) -> None:
@@ -171,6 +178,12 @@ def _demo(args: argparse.Namespace) -> int | None:
     from kvarve import demo
 
     return demo.main(args)
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from kvarve import simulate
+
+    return simulate.main(args)
 
 
 # --- what an option's text means; argparse puts the option's name before the complaint
