@@ -153,7 +153,7 @@ class Bench:
     def _filled(self, prompt: np.ndarray[Any, np.dtype[np.int64]]) -> Lease:
         """A request whose pages are computed, and not yet published."""
         lease = self.cache.open(prompt)
-        self._until(lambda: self.cache.claim(lease))
+        self._claimed(lease)
         fresh = self.cache.grow(lease, self.size.pages)
         assert [len(slots) for slots in fresh.values()] == [self.size.pages, 1], "there is room for everything"
         for name, slots in fresh.items():
@@ -167,7 +167,7 @@ class Bench:
         start = time.perf_counter()
         leases = [self.cache.open(prompt) for prompt in prompts]
         for lease in leases:
-            self._until(lambda lease=lease: self.cache.claim(lease))
+            self._claimed(lease)
         seconds = time.perf_counter() - start
         for lease, prompt in zip(leases, prompts, strict=True):
             self._finish(lease, prompt)
@@ -175,7 +175,7 @@ class Bench:
 
     def _finish(self, lease: Lease, prompt: np.ndarray[Any, np.dtype[np.int64]]) -> None:
         """What a request resumes from is what was computed for it."""
-        self._until(lambda: self.cache.claim(lease))
+        self._claimed(lease)
         assert lease.boundary == self.size.pages, f"only {lease.boundary} of {self.size.pages} pages came back"
         for name, (positions, slots) in self.cache.pages(lease).items():
             buffer = [*self.cache.arena(name).values()][-1]
@@ -194,6 +194,9 @@ class Bench:
 
     def _value(self, prompt: np.ndarray[Any, np.dtype[np.int64]], position: int) -> int:
         return int(prompt[0] // len(prompt) * 31 + position) % 251  # small enough for bfloat16 to hold it exactly
+
+    def _claimed(self, lease: Lease) -> None:
+        self._until(lambda: self.cache.claim(lease))
 
     def _until(self, done: Callable[[], bool]) -> None:
         end = time.monotonic() + PATIENCE_S
@@ -227,7 +230,7 @@ class Limits:
         file = os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o600)
         try:
             for start, stop in _spans(self._records):
-                assert os.pwritev(file, [self._source[start:stop]], start) == stop - start
+                assert os.pwritev(file, [memoryview(self._source)[start:stop]], start) == stop - start
         finally:
             os.close(file)
 
@@ -235,7 +238,7 @@ class Limits:
         file = os.open(self._file, os.O_RDONLY)
         try:
             for start, stop in _spans(self._records):
-                assert os.preadv(file, [self._target[start:stop]], start) == stop - start
+                assert os.preadv(file, [memoryview(self._target)[start:stop]], start) == stop - start
         finally:
             os.close(file)
 

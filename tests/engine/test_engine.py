@@ -456,7 +456,6 @@ def test_when_the_engine_dies_everybody_is_told(
         assert last.error == "the engine has stopped: AssertionError: a bug"
     with pytest.raises(Busy, match="AssertionError: a bug"):
         engine.submit(a_request())
-    assert not leases_close or not engine.cache.core.leases
 
 
 def test_when_the_cache_cannot_open_a_request_everybody_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,22 +475,49 @@ def test_when_the_cache_cannot_open_a_request_everybody_is_told(make: Make, monk
     assert told == [1, 1, 1], "somebody waits for ever"
 
 
-def test_a_request_that_comes_while_the_engine_stops_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make()
-    call = engine._call
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_request_that_comes_while_the_engine_stops_is_told(
+    broken: bool, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever it comes: before the last look at what has come, or after it."""
+    engine, going, ready = make(start=False), threading.Event(), threading.Event()
+    step = engine.cache.step
 
-    def late(what: Callable[[], None]) -> None:
-        engine.shutdown(LONG_S)  # between the look at whether it is stopping, and the queue
-        call(what)
+    def last_step() -> None:
+        ready.set()
+        assert going.wait(LONG_S)
+        if broken:
+            raise AssertionError("a bug")
+        step()
 
-    monkeypatch.setattr(engine, "_call", late)
-    request = a_request(a_prompt(20))
-    try:
-        engine.submit(request)
-    except Busy:
-        return
-    _, _, last = request.result(2)
-    assert last.finish is Finish.ABORT
+    monkeypatch.setattr(engine.cache, "step", last_step)
+    engine.start()
+    assert ready.wait(LONG_S)
+    told: list[str] = []
+
+    def submit(seed: int) -> None:
+        while not told or told[-1] != "busy":  # until the door is closed
+            try:
+                request = engine.submit(a_request(a_prompt(5, seed), 1))
+            except Busy:
+                told.append("busy")
+                return
+            told.append("queued")
+            requests.append(request)
+
+    requests: list[Request] = [engine.submit(a_request(a_prompt(5), 1))]
+    others = [threading.Thread(target=submit, args=(seed,)) for seed in range(3)]
+    for other in others:
+        other.start()
+    if not broken:
+        engine._stopping.set()
+    going.set()
+    engine._thread.join(LONG_S)
+    for other in others:
+        other.join(LONG_S)
+    for request in requests:
+        assert request.result(1)[2].finish in (Finish.ERROR, Finish.ABORT, Finish.LENGTH)
+    assert told[-1] == "busy"
 
 
 def test_when_every_place_is_taken_the_next_is_told_to_come_again(make: Make) -> None:

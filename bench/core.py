@@ -1,0 +1,203 @@
+"""What does the core cost before every token? Match, open and close, insert, evict and a conversation's turn.
+
+    .venv/bin/python bench/core.py [--quick] [--json FILE] [--pages 64,16]
+
+Times are of the calling thread's CPU as well as of the wall, since the machine may be shared. `match` is `lookup`, with
+the packing of the prompt's tokens left out: an engine packs a prompt once.
+"""
+
+import gc
+import random
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+from common import arguments, machine, show, watched, write_json
+from kvarve.core.cache import Core
+from kvarve.core.settings import CoreConfig
+from kvarve.keys import pack, root_key
+from kvarve.model import BufferSpec, PoolSpec, Tier
+
+ROOT = root_key(b"bench")
+LOOKBACKS = (None, 2, 1, 16)  # attention, a window, a state, a long window
+
+
+def core(pools: int, page: int, slots: int) -> Core:
+    rows = tuple(PoolSpec(f"pool{i}", (BufferSpec("x", (1,), "uint8"),), LOOKBACKS[i]) for i in range(pools))
+    return Core(CoreConfig(rows, {Tier.DEVICE: (slots,) * pools}, page_tokens=page, chunk_tokens=page))
+
+
+def tokens(rng: random.Random, count: int) -> bytes:
+    return pack([rng.randrange(1, 150_000) for _ in range(count)])
+
+
+def insert(cache: Core, prompt: bytes, read: bool = True) -> int:
+    """A request's whole life; returns the pages that it resumed from."""
+    lease = cache.open(ROOT, prompt, 0.0, read=read)
+    pages = cache.keepable(lease)
+    cache.grow(lease, pages)
+    cache.publish(lease, pages)
+    cache.close(lease)
+    return lease.boundary
+
+
+def fill(cache: Core, rng: random.Random, total: int) -> int:
+    """64 system prompts of 1,024 tokens, each with users of 1,024 more, until the tree holds `total` tokens."""
+    systems = [tokens(rng, 1024) for _ in range(64)]
+    held = 0
+    while held < total:
+        held += 2048 - insert(cache, rng.choice(systems) + tokens(rng, 1024)) * cache.config.page_tokens
+    return held
+
+
+def timed(work: Callable[[], object], times: int) -> dict[str, float]:
+    wall, cpu = [], []
+    for _ in range(times):
+        c, w = time.thread_time(), time.perf_counter()
+        work()
+        wall.append((time.perf_counter() - w) * 1e6)
+        cpu.append((time.thread_time() - c) * 1e6)
+    return summary(wall, cpu)
+
+
+def summary(wall: list[float], cpu: list[float]) -> dict[str, float]:
+    wall, cpu = sorted(wall), sorted(cpu)
+    return {
+        "p50_us": round(wall[len(wall) // 2], 1),
+        "p99_us": round(wall[int(len(wall) * 0.99)], 1),
+        "cpu_us": round(cpu[len(cpu) // 2], 1),
+    }
+
+
+def match_rows(page: int, pools: int, tree: int, quick: bool) -> list[dict[str, Any]]:
+    rng = random.Random(7)
+    cache = core(pools, page, (tree + 400_000) // page)
+    held = fill(cache, rng, tree)
+    rows = []
+    for length in (1024, 10_240) if quick else (1024, 10_240, 102_400):
+        one, chain = tokens(rng, length), tokens(rng, length)
+        insert(cache, one)
+        for end in range(256, length + 1, 256):
+            # Another prompt leaves at each end, so that every 256 tokens are a run of their own.
+            insert(cache, chain[: end * 4])
+            insert(cache, chain[: end * 4] + tokens(rng, page))
+        for case, prompt in (("one_run", one), ("runs_256", chain), ("miss", tokens(rng, length))):
+            row = {
+                "bench": "match",
+                "page": page,
+                "pools": pools,
+                "tree_tokens": held,
+                "prompt_tokens": length,
+                "case": case,
+            }
+            asked = prompt + tokens(rng, 1)
+            rows.append(row | timed(lambda asked=asked: cache.lookup(ROOT, asked), 40 if length > 20_000 else 100))
+
+            def life(asked: bytes = asked) -> None:
+                cache.close(cache.open(ROOT, asked, 0.0))
+
+            rows.append(row | {"bench": "open_close"} | timed(life, 20 if length > 20_000 else 50))
+    return rows
+
+
+def insert_rows(page: int, pools: int, tree: int) -> list[dict[str, Any]]:
+    """Fresh: 1,024 shared and 1,024 new tokens a prompt; duplicate: computed again without reading the cache."""
+    rng = random.Random(11)
+    cache = core(pools, page, 2 * tree // page)
+    systems = [tokens(rng, 1024) for _ in range(64)]
+    prompts = [rng.choice(systems) + tokens(rng, 1024) for _ in range(tree // 1024)]
+    base = {"page": page, "pools": pools, "tree_tokens": tree, "prompt_tokens": 2048}
+    rows = []
+    for case, read, work in (("fresh", True, prompts), ("duplicate", False, prompts[:200])):
+        wall, cpu = [], []
+        for prompt in work:
+            c, w = time.thread_time(), time.perf_counter()
+            insert(cache, prompt, read)
+            wall.append((time.perf_counter() - w) * 1e6)
+            cpu.append((time.thread_time() - c) * 1e6)
+        rows.append({"bench": "insert", **base, "case": case} | summary(wall, cpu))
+    calls = max(1, tree // 2 // 2048)
+    wants = [cache.shelves.place(Tier.DEVICE, pool) for pool in range(pools)]
+
+    def evict() -> None:
+        for place in wants:
+            cache.shelves.evict(place, 2048 // page)
+
+    rows.append({"bench": "evict", **base, "case": "2048_a_call"} | timed(evict, calls))
+    return rows
+
+
+def turn_rows(page: int, pools: int, quick: bool) -> list[dict[str, Any]]:
+    """Conversations that grow by 512 tokens a turn, in half the memory that they would need."""
+    rng = random.Random(3)
+    count, turns, step = (40, 6, 512) if quick else (160, 12, 512)
+    room = count * turns * step // 2
+    cache = core(pools, page, room // page)
+    systems = [tokens(rng, 1024) for _ in range(8)]
+    talks = [systems[i % 8] + tokens(rng, 64) for i in range(count)]
+    wall, cpu = [], []
+    for _ in range(turns):
+        order = list(range(count))
+        rng.shuffle(order)
+        for i in order:
+            talks[i] += tokens(rng, step)
+            c, w = time.thread_time(), time.perf_counter()
+            insert(cache, talks[i])
+            wall.append((time.perf_counter() - w) * 1e6)
+            cpu.append((time.thread_time() - c) * 1e6)
+    return [
+        {"bench": "turn", "page": page, "pools": pools, "tree_tokens": room, "prompt_tokens": step, "case": "fresh"}
+        | summary(wall, cpu)
+    ]
+
+
+def bytes_per_token(page: int) -> float:
+    """Memory of a tree of 256-token runs with one pool, per token: what Python allocated for it."""
+    gc.collect()
+    rng = random.Random(5)
+    cache = core(1, page, 300_000 // page)
+    stem = tokens(rng, 256)
+    prompts = [stem + tokens(rng, 256) for _ in range(1000)]
+    insert(cache, stem)
+    tracemalloc.start()
+    for prompt in prompts:
+        insert(cache, prompt)
+    gc.collect()
+    used = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return used / (256 * len(prompts))
+
+
+def main() -> None:
+    parser = arguments("What the core costs before every token.")
+    parser.add_argument("--pages", default="64,16", help="page sizes (default %(default)s)")
+    args = parser.parse_args()
+    tree = 100_000 if args.quick else 1_000_000
+    rows: list[dict[str, Any]] = []
+    cases = [(int(page), pools) for page in args.pages.split(",") for pools in (1, 4)]
+    for page, pools in watched(cases, "core", len(cases)):
+        rows += match_rows(page, pools, tree, args.quick)
+        rows += insert_rows(page, pools, tree)
+        rows += turn_rows(page, pools, args.quick)
+    page = cases[0][0]
+    small = [*match_rows(page, 1, tree // 10, True), *insert_rows(page, 1, tree // 10)]
+
+    def cost(among: list[dict[str, Any]], **want: object) -> float:
+        return float(next(row["cpu_us"] for row in among if all(row[name] == value for name, value in want.items())))
+
+    run = {"bench": "match", "page": page, "prompt_tokens": 10_240, "case": "one_run"}
+    ratios = {
+        "match_10x_tree": cost(rows, **run, pools=1) / cost(small, **run),
+        "evict_10x_tree": cost(rows, bench="evict", page=page, pools=1) / cost(small, bench="evict"),
+        "four_pools_over_one": cost(rows, **run, pools=4) / cost(rows, **run, pools=1),
+        "bytes_per_token": bytes_per_token(page),
+    }
+    show("The core, microseconds a call", rows)
+    for name, value in ratios.items():
+        print(f"{name}: {value:.2f}")
+    write_json(args.json, {"machine": machine(), "rows": rows, "ratios": ratios})
+
+
+if __name__ == "__main__":
+    main()
