@@ -1,5 +1,6 @@
 """What an operator sets for a cache, and how bytes become slots."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -7,10 +8,12 @@ from kvarve.core.policies import Patience, WritePolicy, patience
 from kvarve.errors import ConfigError
 from kvarve.memory.record import record_bytes
 from kvarve.model import PoolSpec
-from kvarve.sizes import format_size
+from kvarve.sizes import format_size, parse_size
 
-# Windows and states are kept where prompts end and branch; room is divided as if that were every so many tokens.
-TOKENS_PER_SNAPSHOT = 1024
+# Windows and states are kept where prompts end and branch; room is divided as if that were every so many tokens. On
+# a real trace with 24 KiB of KV per token and 77 MB states, 430 GB give 30% of the tokens at 8,192 and 18% at 1,024.
+TOKENS_PER_SNAPSHOT = 8192
+NO_HOST = "storage needs host memory, through which its pages travel: give host memory too"
 
 
 @dataclass(frozen=True)
@@ -31,15 +34,19 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         self.write()
+        if not 0 < self.storage_deadline_s < math.inf:
+            raise ConfigError(
+                f"the storage deadline must be above zero seconds and finite, not {self.storage_deadline_s}"
+            )
+        if math.isinf(self.prefetch_per_ki_token_s):
+            raise ConfigError("a wait needs an end: give a finite number of seconds per 1,024 tokens")
         self.wait()
         if self.selective_uses < 1:
             raise ConfigError(f"selective uses must be at least 1, not {self.selective_uses}")
         if self.snapshot_every < 0:
             raise ConfigError(f"snapshot every {self.snapshot_every} tokens: give 0 or more")
-        if not self.storage_deadline_s > 0:
-            raise ConfigError("the storage deadline must be above zero seconds")
         if self.storage and not self.host_memory:
-            raise ConfigError("storage needs host memory, through which its pages travel: give host memory too")
+            raise ConfigError(NO_HOST)
 
     def write(self) -> WritePolicy:
         try:
@@ -68,7 +75,7 @@ def split(
     if memory < least:
         raise ConfigError(
             f"{format_size(memory)} of {what} memory is too little for this model: two chunks of a prompt "
-            f"need {format_size(least)}"
+            f"need {format_size(least) if parse_size(format_size(least)) >= least else least}"
         )
     spare = (memory - least) / sum(size * share for size, share in zip(sizes, shares, strict=True))
     return tuple(few + int(spare * share) for few, share in zip(fewest, shares, strict=True))

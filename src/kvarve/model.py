@@ -74,7 +74,7 @@ class PoolSpec:
     replicated: bool = False
 
     def __post_init__(self) -> None:
-        if not self.name or not self.name.replace("-", "").replace("_", "").isalnum() or len(self.name) > 32:
+        if not self.name.isascii() or not self.name.replace("-", "").replace("_", "").isalnum() or len(self.name) > 32:
             raise ConfigError(f"pool name {self.name!r}: use 1 to 32 letters, digits, '-' and '_'")
         if not self.buffers:
             raise ConfigError(f"pool {self.name}: it needs at least one buffer")

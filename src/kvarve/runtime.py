@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from kvarve.config import CacheConfig, split
+from kvarve.config import NO_HOST, CacheConfig, split
 from kvarve.core.cache import Core, Hit
 from kvarve.core.lease import Lease
 from kvarve.core.settings import CoreConfig
@@ -67,10 +67,13 @@ class PrefixCache:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         slots = check(identity, config)
+        if storage is not None and not config.host_memory:
+            raise ConfigError(NO_HOST)
         self.identity, self.config = identity, config
         self.pools = identity.pools
         self._clock, self._agreement = clock, agreement or Alone()
-        self._now = clock()
+        self._now = 0.0  # the ranks agree on the time in each step
+        self._early: list[Lease] = []  # opened before the first step: their patience begins with it
         self._namespace = identity.fingerprint()
         self._device = [DeviceArena(pool, n, device) for pool, n in zip(self.pools, slots[Tier.DEVICE], strict=True)]
         self._host = [
@@ -111,6 +114,8 @@ class PrefixCache:
     def open(self, tokens: Tokens, salt: str = "", read: bool = True) -> Lease:
         """Start a request: pin what is here, start bringing what storage has. `read` false resumes from nothing."""
         lease = self.core.open(root_key(self._namespace, salt), pack(tokens), self._now, self.config.wait(), read)
+        if not self._now:
+            self._early.append(lease)
         self._send()
         return lease
 
@@ -158,6 +163,8 @@ class PrefixCache:
     def step(self) -> None:
         """Once per scheduler turn: take in what has ended, send what is to be done next."""
         ended, self._now = self._agreement.agree(self._hands.collect(), self._clock())
+        while self._early:
+            self._early.pop().deadline += self._now
         self.core.step(ended, self._now)
         self._send()
 
@@ -171,10 +178,10 @@ class PrefixCache:
 
     def settle(self, timeout_s: float = 30.0) -> bool:
         """Step until every copy has ended and every backup has been written; False if that takes too long."""
-        end = self._clock() + timeout_s
         self.step()
+        end = self._now + timeout_s  # by the time that the ranks agree on, so that all give up in the same step
         while not self.core.idle():
-            if self._clock() >= end:
+            if self._now >= end:
                 return False
             self.wait(0.05)
             self.step()
@@ -182,11 +189,11 @@ class PrefixCache:
 
     def flush(self, tiers: Sequence[Tier] = MEMORY_TIERS, timeout_s: float = 30.0) -> int:
         """Evict what nobody holds from memory tiers, after the backups under way; storage stays. Pages that went."""
-        end, gone = self._clock() + timeout_s, 0
+        end, gone = self._now + timeout_s, 0
         while True:
-            self.settle(end - self._clock())
+            self.settle(end - self._now)
             gone += self.evict(tiers)
-            if self.core.idle() or self._clock() >= end:  # write-back copies pages down before they go
+            if self.core.idle() or self._now >= end:  # write-back copies pages down before they go
                 return gone
 
     def evict(self, tiers: Sequence[Tier]) -> int:

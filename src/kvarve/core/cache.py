@@ -163,8 +163,9 @@ class Core:
 
     def short(self, lease: Lease, upto: int) -> bool:
         """Whether `grow` would be short of room that is on its way: evictions that wait for their copy are started."""
-        for pool in self.shelves.chains:
-            wanted = (span(lease.room, upto) & ~lease.seen[pool]).bit_count() - len(self.shelves.free[pool])
+        for pool, here in enumerate(lease.seen):
+            keep = self._worth_keeping(lease, pool, lease.room, upto) & ~here
+            wanted = keep.bit_count() - len(self.shelves.free[pool])
             if wanted > 0 and self.shelves.evict(pool, wanted) < wanted and self.backups.leaving():
                 return True
         return False

@@ -170,6 +170,9 @@ class Shelves:
             run = order.pop()
             if run is None:
                 break
+            if not self.droppable(run, place):  # it stood there in vain; whoever frees it offers it again
+                run.queued &= ~(1 << place)
+                continue
             # While we look at it the run counts as queued, so that nothing on the way can queue it a second time.
             went = self._trim(run, place, wanted - handled)
             handled += went

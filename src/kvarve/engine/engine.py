@@ -230,13 +230,19 @@ class Engine:
             finish = Finish.ERROR if self.broken else Finish.ABORT
             self._finish(request, Piece("", (), finish, Usage(len(request.prompt), 0, 0, 0, 0), self.broken))
             return
-        lease = self.cache.open(request.prompt, request.salt, request.read_cache)
+        try:
+            lease = self.cache.open(request.prompt, request.salt, request.read_cache)
+        except BaseException as e:
+            usage = Usage(len(request.prompt), 0, 0, 0, 0)
+            self._finish(request, Piece("", (), Finish.ERROR, usage, f"{type(e).__name__}: {e}"))
+            raise
         self._waiting.append((request, lease))
 
     def _admit(self) -> None:
         """Give free places to waiting requests, first come first served; who still waits for storage is passed by."""
-        free = self._max_running - len(self._running)
-        for request, lease in [*self._waiting][:free]:
+        for request, lease in [*self._waiting]:
+            if len(self._running) >= self._max_running:
+                return
             if not self.cache.claim(lease):
                 continue
             self._waiting.remove((request, lease))
@@ -291,7 +297,7 @@ class Engine:
         else:
             held = _held_back(run.text, sampling.stop)
             text, run.text = run.text[: len(run.text) - held], run.text[len(run.text) - held :]
-            run.request.give(Piece(text, (token,)))
+            self._give(run.request, Piece(text, (token,)))
 
     def _end(
         self, run: _Running, finish: Finish, error: str = "", last: tuple[int, ...] = (), flush: bool = True
@@ -326,7 +332,13 @@ class Engine:
         self.counts.aborted += piece.finish is Finish.ABORT
         with self._lock:
             self._pending -= 1
-        request.give(piece)
+        self._give(request, piece)
+
+    def _give(self, request: Request, piece: Piece) -> None:
+        try:
+            request.give(piece)
+        except Exception:  # whoever listens is gone or broken (a closed event loop, say): that is no trouble of ours
+            log.exception("request %d: nobody takes its answer", request.number)
 
     def _abort(self, request: Request) -> None:
         for run in [run for run in self._running if run.request is request]:

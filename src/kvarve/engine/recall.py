@@ -100,23 +100,15 @@ class RecallTask:
         return messages
 
 
-def recall_task(
-    seed: int,
-    *,
-    tokens: int = 2800,
-    facts: int = 48,
-    questions: int = 4,
-    keys: Sequence[str] = KEYS,
-    values: Sequence[str] = VALUES,
-) -> RecallTask:
+def recall_task(seed: int, *, tokens: int = 2800, facts: int = 48, questions: int = 4) -> RecallTask:
     """A task of about `tokens` tokens, of which each fact takes about 8; the same seed gives the same text.
 
     Raises ConfigError when there are more questions than facts, or more facts than there are keys to tell apart.
     """
-    if not 1 <= questions <= facts <= len(keys):
-        raise ConfigError(f"{questions} questions about {facts} facts: want 1 <= questions <= facts <= {len(keys)}")
+    if not 1 <= questions <= facts <= len(KEYS):
+        raise ConfigError(f"{questions} questions about {facts} facts: want 1 <= questions <= facts <= {len(KEYS)}")
     rng = random.Random(seed)
-    known = [Question(key, rng.choice(values)) for key in rng.sample(keys, facts)]
+    known = [Question(key, rng.choice(VALUES)) for key in rng.sample(KEYS, facts)]
     sentences = [f"{fact.plain} {fact.answer}.\n" for fact in known]
     lines = _filler(rng, round(tokens * CHARS_PER_TOKEN) - sum(map(len, sentences)))
     for sentence in sentences:

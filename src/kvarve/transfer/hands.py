@@ -4,14 +4,18 @@ Every page is checked here before it can get nearer to a model: always when it c
 memory as well unless that is switched off.
 """
 
+import logging
 from collections.abc import Sequence
 
 from kvarve.core.effects import Copy, Effect, Ended, Page, Probe
+from kvarve.errors import StorageError
 from kvarve.keys import object_name
 from kvarve.memory.arenas import DeviceArena, HostArena, to_device, to_host
 from kvarve.model import PoolSpec, Tier
 from kvarve.storage import Storage
 from kvarve.transfer.lanes import Ends, Lane
+
+log = logging.getLogger(__name__)
 
 
 class Hands:
@@ -103,7 +107,10 @@ class Hands:
             else:
                 bad |= 1 << i
         if bad:  # gone from storage, so that the page computed anew is written again
-            self._storage.delete([name for i, name in enumerate(names) if bad >> i & 1])
+            try:
+                self._storage.delete([name for i, name in enumerate(names) if bad >> i & 1])
+            except StorageError as e:  # the good pages are good all the same
+                log.warning("bad pages could not be deleted: %s", e)
         return good, bad
 
     def _probe(self, probe: Probe) -> tuple[int, int]:

@@ -106,11 +106,14 @@ class Lane:
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Let what waits be done, then stop; False if a worker still hangs after `timeout_s` (it is abandoned)."""
+        end = time.monotonic() + timeout_s
         if not self._closed:
             self._closed = True
-            for _ in self._threads:
-                self._queue.put(None)
-        end = time.monotonic() + timeout_s
+            try:
+                for _ in self._threads:
+                    self._queue.put(None, timeout=max(0.0, end - time.monotonic()))
+            except queue.Full:  # a worker hangs with a full lane behind it
+                return False
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
