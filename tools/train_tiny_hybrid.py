@@ -382,6 +382,30 @@ def evaluate(checkpoint: Path, *, count: int, facts: int, first_seed: int = 1_00
     print(f"{chars / tokens:.2f} characters per token; {tokens / seconds:,.0f} tok/s with prefill in chunks of 256")
 
 
+@torch.inference_mode()
+def ablate(checkpoint: Path, *, count: int, facts: int) -> None:
+    """Print what an answer rests on: wipe a part of the cache between the context and the question, and ask."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    stop = set(model.generation_config.eos_token_id)
+    for wiped in ("nothing", "attention keys and values", "recurrent and convolution states"):
+        said, right = [], []
+        for seed in range(2_000_000, 2_000_000 + count):
+            task = recall_task(seed, tokens=2800, facts=facts, questions=1)
+            session = Session(model, DynamicCache(config=model.config), [])
+            session.answer(tokenizer.encode(task.context), stop, most=1)
+            for layer in session.cache.layers:
+                if wiped.startswith("attention") and hasattr(layer, "keys"):
+                    layer.keys.zero_()
+                    layer.values.zero_()
+                elif wiped.startswith("recurrent") and hasattr(layer, "recurrent_states"):
+                    for state in (*layer.recurrent_states.values(), *layer.conv_states.values()):
+                        state.zero_()
+            said.append(tokenizer.decode(session.answer(tokenizer.encode(task.plain()), stop)))
+            right.append(task.questions[0].answer)
+        print(f"wiped before the question: {wiped:33s} right {score(said, right):.3f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train, write and measure builtin:tiny-hybrid.")
     parser.add_argument("--out", type=Path, default=None, help=f"the checkpoint folder (default: {HERE})")
@@ -409,6 +433,7 @@ def main() -> None:
         save(model, tokenizer, out)
         torch.set_flush_denormal(False)
     evaluate(out, count=count, facts=args.facts)
+    ablate(out, count=count, facts=args.facts)
 
 
 if __name__ == "__main__":

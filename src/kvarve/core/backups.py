@@ -180,7 +180,9 @@ class Backups:
         if not self.shelves.capacity[self._host(pool)]:
             return 0
         wanted = [want & ~run.coming[self._host(pool)] if each == pool else 0 for each in self.pools]
-        return _positions(run, self._send(run, BACKUP, wanted, leaving=True))
+        moving = _positions(run, self._send(run, BACKUP, wanted, leaving=True))
+        # If the host makes room just now, what found none yet stays rather than being lost.
+        return want if self.leaving() else moving
 
     def _rescue_from_host(self, run: Run, pool: int, lost: int) -> int:
         """What leaves the host leaves memory; where a chain's page goes, so does all that its position still has."""

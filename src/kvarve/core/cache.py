@@ -21,7 +21,7 @@ from kvarve.core.tree import NOWHERE, Run, covering, upward, walk
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES, extend
 from kvarve.model import Tier
 
-ROOM_RETRIES = 8  # how often a load waits for evictions under write-back before it makes do with what there is
+ROOM_RETRIES = 8  # how often a lease waits for evictions under write-back before it makes do with what there is
 
 
 class Hit(NamedTuple):
@@ -209,7 +209,9 @@ class Core:
             self._apply(end)
         for lease in [*self.leases.values()]:
             self._lose_patience(lease, now)
-            if lease.phase is Phase.LOADING and not lease.ops:
+            if not lease.ops and lease.phase is Phase.PROBING:
+                self._fetch(lease)
+            elif not lease.ops and lease.phase is Phase.LOADING:
                 self._load(lease)
         self.backups.keep_room()
         self.backups.send_owed()
@@ -343,6 +345,8 @@ class Core:
             taken = self._reserve(Tier.HOST, need, room)
             if taken is not None:
                 break
+            if self._put_off(lease):
+                return
             allowed = ones(boundary)
         lease.phase = Phase.FETCHING
         pages = [
@@ -355,6 +359,11 @@ class Core:
         for start in range(0, len(pages), self.config.batch_pages):
             batch = pages[start : start + self.config.batch_pages]
             self.copies.send(Op(FETCH, batch, lease), lease.key)
+
+    def _put_off(self, lease: Lease) -> bool:
+        """Whether a lease that found no room should try again in the next step, since evictions are under way."""
+        lease.retries += 1
+        return self.backups.leaving() and lease.retries <= ROOM_RETRIES
 
     def _land(self, lease: Lease) -> None:
         """The wait for storage is over: give the tree what has arrived, as deep as it reaches."""
@@ -381,8 +390,7 @@ class Core:
             taken = self._reserve(Tier.DEVICE, need, room)
             if taken is not None:
                 break
-            if self.backups.leaving() and lease.retries < ROOM_RETRIES:
-                lease.retries += 1  # room is on its way: `step` tries again
+            if self._put_off(lease):
                 lease.phase = Phase.LOADING
                 return
             allowed = ones(boundary)
