@@ -5,7 +5,7 @@ touch one slot at a time because a slot has one owner.
 """
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ def to_host(device: DeviceArena, host: HostArena, slots: Sequence[tuple[int, int
         host.stamp.seal(host.record(far), key)
 
 
-def to_device(host: HostArena, device: DeviceArena, slots: Sequence[tuple[int, int]]) -> None:
+def to_device(host: HostArena, device: DeviceArena, slots: Iterable[tuple[int, int]]) -> None:
     """Copy pages (host slot, device slot) out of records into the device's layers; done when it returns."""
     for far, near in slots:
         for name, layer in device.buffers.items():

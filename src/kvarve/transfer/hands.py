@@ -5,7 +5,7 @@ memory as well unless that is switched off.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvarve.core.effects import Copy, Effect, Ended, Page, Probe
 from kvarve.errors import StorageError
@@ -74,11 +74,19 @@ class Hands:
         return _all(copy.pages), 0
 
     def _load(self, copy: Copy) -> tuple[int, int]:
-        bad = self._broken(copy.pages) if self._verify_host else 0
+        bad = 0
+
+        def checked(pages: list[tuple[int, Page]]) -> Iterator[tuple[int, int]]:
+            """Each page just before it is copied, so that its bytes are still in the processor's cache."""
+            nonlocal bad
+            for i, page in pages:
+                if self._verify_host and not self._intact(page):
+                    bad |= 1 << i
+                else:
+                    yield page.source, page.target
+
         for pool, pages in _by_pool(copy.pages).items():
-            slots = [(page.source, page.target) for i, page in pages if not bad >> i & 1]
-            if slots:
-                to_device(self._host[pool], self._device[pool], slots)
+            to_device(self._host[pool], self._device[pool], checked(pages))
         return _all(copy.pages) & ~bad, bad
 
     def _store(self, copy: Copy) -> tuple[int, int]:
@@ -123,11 +131,11 @@ class Hands:
 
     def _broken(self, pages: Sequence[Page]) -> int:
         """The pages whose host record is not what its key says."""
-        return sum(
-            1 << i
-            for i, page in enumerate(pages)
-            if not self._host[page.pool].stamp.intact(self._host[page.pool].record(page.source), page.key)
-        )
+        return sum(1 << i for i, page in enumerate(pages) if not self._intact(page))
+
+    def _intact(self, page: Page) -> bool:
+        arena = self._host[page.pool]
+        return arena.stamp.intact(arena.record(page.source), page.key)
 
 
 def _all(pages: Sequence[Page]) -> int:
