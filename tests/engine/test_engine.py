@@ -546,8 +546,8 @@ def test_shutting_down_ends_those_that_run_and_keeps_what_they_computed(make: Ma
             assert engine._stopping.wait(LONG_S)
 
     engine.submit(a_request(max_tokens=500, deliver=deliver))
-    waiting = engine.submit(a_request(a_prompt(20)))
     assert said.wait(LONG_S)
+    waiting = engine.submit(a_request(a_prompt(20)))
     engine.shutdown()
     while (piece := pieces.get(timeout=LONG_S)).finish is None:
         pass
