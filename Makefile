@@ -32,7 +32,7 @@ lint: setup
 	.venv/bin/mypy
 
 bench: setup
-	@for script in bench/*.py; do echo "== $$script"; .venv/bin/python $$script || exit 1; done
+	@for script in $(filter-out bench/common.py,$(wildcard bench/*.py)); do echo "== $$script"; .venv/bin/python $$script || exit 1; done
 
 train: setup
 	.venv/bin/python tools/train_tiny_hybrid.py

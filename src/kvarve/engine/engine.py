@@ -232,7 +232,7 @@ class Engine:
             return
         try:
             lease = self.cache.open(request.prompt, request.salt, request.read_cache)
-        except BaseException as e:
+        except Exception as e:  # a bug of ours ends the engine below; who is in no list yet is told here
             usage = Usage(len(request.prompt), 0, 0, 0, 0)
             self._finish(request, Piece("", (), Finish.ERROR, usage, f"{type(e).__name__}: {e}"))
             raise
