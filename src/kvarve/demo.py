@@ -50,7 +50,7 @@ class Size:
     turns: int = 3
     tokens: int = 3000  # of each context, about
     answer_tokens: int = 24
-    facts: int = 32
+    facts: int = 48
 
 
 QUICK = Size(conversations=1, tasks=2, turns=2, answer_tokens=8)
