@@ -1,8 +1,9 @@
 """Train `builtin:tiny-hybrid`, the model that kvarve carries inside itself. Nothing is downloaded.
 
 A hybrid of the Qwen3.5 architecture (three Gated DeltaNet layers, then one of full attention; 0.8 million parameters)
-that does one thing reliably: find a fact in a few thousand tokens of other text. One wrong page in a cache, one page
-missing or one stale recurrent state, and its answers go wrong: that is what it is for.
+that does one thing reliably: find a fact in a few thousand tokens of other text. The answers rest on the attention
+pages of the prompt; what the recurrent state adds is local, so that a wrong state shows in the logits and seldom in an
+answer (`ablate` below measures both). Figures: docs/tiny-hybrid.md.
 
     python tools/train_tiny_hybrid.py                # train, write the checkpoint, measure it
     python tools/train_tiny_hybrid.py --quick        # a minute, to see that the script works
@@ -243,7 +244,7 @@ def train(
     model: Qwen3_5ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, seed: int, steps: int, minutes: float
 ) -> None:
     """Train in place. Progress, which sets phase and learning rate, is by steps, or by the clock if that is further."""
-    # Muon (https://kellerjordan.github.io/posts/muon) for the matrices inside: AdamW alone took 5 times the steps here.
+    # Muon (https://kellerjordan.github.io/posts/muon) for the matrices inside: AdamW alone took 4 times the steps.
     embedding = model.model.embed_tokens.weight
     matrices = [p for p in model.parameters() if p.ndim == 2 and p is not embedding]
     others = [p for p in model.parameters() if p.ndim != 2 or p is embedding]
@@ -414,7 +415,7 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=60.0, help="finish the schedule in this time if steps are slow"
     )
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--facts", type=int, default=48, help="facts per context when measuring")
     parser.add_argument("--samples", type=int, default=64, help="contexts per form when measuring")
     parser.add_argument("--quick", action="store_true", help="40 steps and 2 samples into out/, to see that it works")

@@ -277,9 +277,10 @@ def table(rows: list[dict[str, Any]]) -> Table:
         title=f"{rows[0]['requests']} requests, {rows[0]['prompt_tokens']:,} prompt tokens, four times",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
+        show_edge=False,
     )
-    shown.add_column("round")
-    for column in ("cached", "from", "TTFT ms", "p50", "p99", "of cold", "tok/s", "accuracy", "answers"):
+    shown.add_column("round", no_wrap=True)
+    for column in ("cached", "from", "TTFT ms", "p50", "p99", "/cold", "tok/s", "right", "answers"):
         shown.add_column(column, justify="right", no_wrap=True)
     cold = rows[0]["ttft_ms"]["mean"]
     for row in rows:
@@ -287,14 +288,15 @@ def table(rows: list[dict[str, Any]]) -> Table:
         shown.add_row(
             row["name"],
             f"{row['cached_tokens'] / row['prompt_tokens']:.1%}",
-            ", ".join(f"{tier} {tokens:,}" for tier, tokens in row["cached_by_tier"].items() if tokens) or "-",
+            ", ".join(f"{tier} {tokens / 1000:,.0f}k" for tier, tokens in row["cached_by_tier"].items() if tokens)
+            or "-",
             f"{ttft['mean']:.0f}",
             f"{ttft['p50']:.0f}",
             f"{ttft['p99']:.0f}",
             f"{ttft['mean'] / cold:.2f}",
             f"{row['output_tok_s']:.0f}",
             "" if row["accuracy"] is None else f"{row['accuracy']:.1%}",
-            row["outputs_sha256"][:8],
+            row["outputs_sha256"][:7],
         )
     return shown
 

@@ -49,7 +49,7 @@ _VALUE_WORDS = """
 KEYS = tuple(_KEY_WORDS.split())
 VALUES = tuple(_VALUE_WORDS.split())
 
-# Measured with the tokenizer of builtin:tiny-hybrid; `tools/train_tiny_hybrid.py --evaluate` prints it.
+# About what the tokenizer of builtin:tiny-hybrid gives here (`tools/train_tiny_hybrid.py --evaluate` prints it).
 CHARS_PER_TOKEN = 3.35
 
 
