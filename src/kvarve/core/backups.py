@@ -45,7 +45,8 @@ class Backups:
         shelves.settle(run, place, position, slot)
         if place < len(self.pools):
             run.asked[place] &= ~(1 << local)
-            self._heal(run)
+            if any(run.bad):
+                self._heal(run)
         return True
 
     def _heal(self, run: Run) -> None:
