@@ -170,3 +170,10 @@ def test_checking_alone_makes_nothing(tmp_path: Path) -> None:
     slots = check(IDENTITY, CacheConfig(MIB, MIB, f"file://{tmp_path}/store?capacity=1GiB"))
     assert {len(count) for count in slots.values()} == {3}
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_storage_too_small_for_two_chunks_is_refused_and_its_pages_stay(tmp_path: Path) -> None:
+    """A forgotten unit must not empty a folder."""
+    with pytest.raises(ConfigError, match="too little"):
+        check(IDENTITY, CacheConfig(MIB, MIB, f"file://{tmp_path}/store?capacity=10"))
+    assert not [*tmp_path.iterdir()]

@@ -23,6 +23,7 @@ from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
 from kvarve.ranks.agreement import Agreement, Alone
 from kvarve.sizes import format_size
 from kvarve.storage import Storage, Usage, check_storage, open_storage
+from kvarve.storage.urls import parse_url
 from kvarve.transfer.hands import Hands
 
 GROW_WAIT_S = 0.5  # for evictions under way; then a request goes on without keeping its pages
@@ -43,6 +44,11 @@ def check(identity: ModelIdentity, config: CacheConfig) -> dict[Tier, tuple[int,
             f"than this machine's {format_size(have)}: give less"
         )
     if config.storage:
+        capacity = parse_url(config.storage).size_bytes("capacity")
+        try:
+            split(capacity, *shape, records=True, what="storage")
+        except ConfigError as e:
+            raise ConfigError(f"{config.storage}: {e}") from None
         check_storage(config.storage, label=identity.fingerprint(), description=str(identity))
     return slots
 

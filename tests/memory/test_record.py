@@ -62,12 +62,12 @@ def test_memory_that_was_never_written_is_no_record() -> None:
     assert not a_stamp(b"12345678").intact(memoryview(bytearray(BLOCK_BYTES)), bytes(32))
 
 
-def test_the_padding_behind_the_payload_is_nobodys_and_is_not_checked() -> None:
-    """Known and accepted: no tensor reads those bytes, and checking them would cost a pass over zeros."""
+@pytest.mark.parametrize("at", [HEADER_BYTES + 8, -1])
+def test_a_flipped_bit_in_the_padding_is_noticed_too(at: int) -> None:
     payload = b"12345678"
     record = a_record(payload)
-    record[HEADER_BYTES + len(payload) :] = b"\xff" * (len(record) - HEADER_BYTES - len(payload))
-    assert a_stamp(payload).intact(memoryview(record), KEY)
+    record[at] ^= 1
+    assert not a_stamp(payload).intact(memoryview(record), KEY)
 
 
 @pytest.mark.parametrize(

@@ -210,8 +210,8 @@ class Engine:
 
     def _turn(self) -> bool:
         """One turn; False if there was nothing to compute."""
+        self.cache.step()  # first: it clears the alarm that a call rings, so a call after it is never slept through
         self._take_calls()
-        self.cache.step()
         self._admit()
         if not self._running:
             return False
@@ -372,7 +372,7 @@ def _held_back(text: str, stops: tuple[str, ...]) -> int:
     """How many characters at the end could be the beginning of a stop text."""
     longest = 0
     for stop in stops:
-        for length in range(1, len(stop)):
+        for length in range(1, min(len(stop), len(text) + 1)):
             if text.endswith(stop[:length]):
                 longest = max(longest, length)
     return longest

@@ -1,8 +1,8 @@
 """A page as it lies in host memory, in storage and on a wire: a header that says what it is, then its bytes.
 
 Layout (little-endian): magic 8, format u32, rank u32, namespace 32, key 32, pool name 32, payload length u64, checksum
-u64, payload. The checksum (XXH3, 64 bits) covers everything before and after itself. A record is padded to whole
-4 KiB blocks, so that direct I/O can move it as it is.
+u64, payload. A record is padded to whole 4 KiB blocks, so that direct I/O can move it as it is; the checksum (XXH3, 64
+bits) covers everything before and after itself, the padding too.
 """
 
 import math
@@ -28,7 +28,7 @@ class Stamp:
 
     def __init__(self, namespace: bytes, pool: str, payload_bytes: int, rank: int = 0) -> None:
         self._namespace, self._pool, self._rank = namespace, pool.encode(), rank
-        self._end = HEADER_BYTES + payload_bytes
+        self._length = record_bytes(payload_bytes)
         self._payload_bytes = payload_bytes
 
     def _header(self, key: bytes) -> bytes:
@@ -38,14 +38,14 @@ class Stamp:
         """Write the header of a record whose payload is complete."""
         header = self._header(key)
         digest = xxhash.xxh3_64(header)
-        digest.update(record[HEADER_BYTES : self._end])
+        digest.update(record[HEADER_BYTES:])
         record[:HEADER_BYTES] = header + CHECKSUM.pack(digest.intdigest())
 
     def intact(self, record: memoryview, key: bytes) -> bool:
         """Whether a record is this page of this pool and model, every bit of it."""
         header = self._header(key)
-        if len(record) < self._end or record[: HEADER.size] != header:
+        if len(record) != self._length or record[: HEADER.size] != header:
             return False
         digest = xxhash.xxh3_64(header)
-        digest.update(record[HEADER_BYTES : self._end])
+        digest.update(record[HEADER_BYTES:])
         return bool(CHECKSUM.unpack(record[HEADER.size : HEADER_BYTES])[0] == digest.intdigest())

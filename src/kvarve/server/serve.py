@@ -29,6 +29,7 @@ from kvarve.storage.urls import parse_url
 log = logging.getLogger(__name__)
 
 BACKLOG = 128
+MOST_THREADS = 1024  # of torch, which ends the process rather than say that it cannot have more
 LEAVE_S = 5.0  # how long clients may take to read the end of their answers at shutdown
 
 
@@ -204,6 +205,8 @@ def check_settings(settings: Settings) -> None:
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name.replace('_', ' ')} must be at least 1, not {value}")
+    if settings.threads is not None and settings.threads > MOST_THREADS:
+        raise ConfigError(f"{settings.threads} threads: give at most {MOST_THREADS}")
     if not 0 <= settings.port <= 65535:
         raise ConfigError(f"port {settings.port}: a port is a number from 0 (any free one) to 65535")
     if settings.api_key is not None and not settings.api_key.strip():
