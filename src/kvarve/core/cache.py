@@ -85,14 +85,12 @@ class Core:
         self, root: bytes, tokens: bytes, now: float, patience: Patience = BEST_EFFORT, read: bool = True
     ) -> Lease:
         """Start a request: pin what is in memory, ask storage for more. With `read` false it resumes from nothing."""
-        top = self.shelves.root(root)
-        path, known = walk(top, 0, tokens)
-        run = path[-1] if path else top
+        run, path, known = self._find(root, tokens)
         keys = b"".join(each.keys for each in path)[: known * KEY_BYTES]
         keys += b"".join(extend(keys[-KEY_BYTES:] or root, tokens[known * self.width :], self.config.page_tokens))
         self.counters.requests += 1
         lease = Lease(self.counters.requests, root, tokens, keys, self._limit(tokens), run, len(self.pools))
-        lease.read, lease.known = read, known
+        lease.known = known
         self.leases[lease.number] = lease
         self._plan_snapshots(lease)
         if not read:
@@ -228,6 +226,12 @@ class Core:
     def _limit(self, tokens: bytes) -> int:
         return max(0, len(tokens) // TOKEN_BYTES - 1) // self.config.page_tokens
 
+    def _find(self, root: bytes, tokens: bytes) -> tuple[Run, list[Run], int]:
+        """The deepest run that a prompt reaches, all runs on the way there, and how many of its pages they know."""
+        top = self.shelves.root(root)
+        path, known = walk(top, 0, tokens)
+        return path[-1] if path else top, path, known
+
     def _present(self, path: list[Run], known: int) -> tuple[list[int], list[int]]:
         """For each pool the positions of a path that are on the device, and those in memory at all (and not bad)."""
         pools = len(self.pools)
@@ -328,9 +332,7 @@ class Core:
 
     def _fetch(self, lease: Lease) -> None:
         """Storage has answered: bring what the deepest boundary needs to the host, as far as there is room."""
-        top = self.shelves.root(lease.root)
-        path, known = walk(top, 0, lease.tokens)
-        run = path[-1] if path else top
+        run, path, known = self._find(lease.root, lease.tokens)
         allowed, room = -1, [len(lease.tokens)] * len(self.pools)
         while True:
             device, memory = self._present(path, known)
@@ -378,9 +380,7 @@ class Core:
 
     def _load(self, lease: Lease) -> None:
         """Bring to the device what the deepest boundary in memory needs, as far as there is room."""
-        top = self.shelves.root(lease.root)
-        path, known = walk(top, 0, lease.tokens)
-        run = path[-1] if path else top
+        run, path, known = self._find(lease.root, lease.tokens)
         allowed, room = -1, [len(lease.tokens)] * len(self.pools)
         while True:
             device, memory = self._present(path, known)  # anew each time: making room may have cost a page of it
@@ -409,9 +409,7 @@ class Core:
 
     def _ready(self, lease: Lease, allowed: int) -> None:
         """The engine may start, at the deepest of the allowed boundaries that the device can serve."""
-        top = self.shelves.root(lease.root)
-        path, known = walk(top, 0, lease.tokens)
-        run = path[-1] if path else top
+        run, path, known = self._find(lease.root, lease.tokens)
         device, _ = self._present(path, known)
         lease.boundary = deepest(self._legal(device, lease) & allowed)
         # Pages beyond the boundary that are here already need not be kept again, so they must not go meanwhile.
@@ -466,9 +464,8 @@ class Core:
         What does not fit in (there already, or with nothing to rest on) goes back to the free list. Returns the
         deepest run of the prompt and how many of its pages the tree now knows.
         """
-        top = self.shelves.root(lease.root)
-        path, known = walk(top, 0, lease.tokens)
-        tail, end = (path[-1] if path else top), known
+        tail, _, known = self._find(lease.root, lease.tokens)
+        end = known
         if self.shelves.chains:
             while all(end in pages[pool] for pool in self.shelves.chains):
                 end += 1

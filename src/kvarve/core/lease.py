@@ -39,7 +39,6 @@ class Lease:
         "own",
         "phase",
         "probed",
-        "read",
         "retries",
         "room",
         "root",
@@ -56,7 +55,6 @@ class Lease:
         self.keys = keys
         self.limit = limit  # deepest boundary that leaves at least one token to compute
         self.phase = Phase.PROBING
-        self.read = True
         self.boundary = 0
         self.known = 0  # pages whose tokens the tree knew at opening, whatever was resident
         self.deadline = 0.0

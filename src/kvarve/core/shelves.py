@@ -271,7 +271,8 @@ class Shelves:
             self.evict(place, wanted - len(free))
         return [free.pop() for _ in range(min(wanted, len(free)))]
 
-    def shed(self, tier: Tier) -> int:
-        """Evict everything that nobody holds from a tier; returns how many pages went."""
-        places = [self.place(tier, pool) for pool in range(len(self.pools))]
-        return sum(self.evict(place, self.capacity[place]) for place in places)
+    def shed(self, tier: Tier) -> None:
+        """Evict everything that nobody holds from a tier."""
+        for pool in range(len(self.pools)):
+            place = self.place(tier, pool)
+            self.evict(place, self.capacity[place])
