@@ -59,8 +59,7 @@ def audit(core: Core) -> None:
             owners[pool].update(slots.values())
         for pool, slots in enumerate(lease.landed):
             owners[pools + pool].update(slots.values())
-        # The engine takes its private copy before it publishes; after that windows and states may go.
-        if lease.phase is Phase.READY and lease.done == lease.boundary:
+        if lease.phase is Phase.READY and not lease.resumed:
             for pool, spec in enumerate(core.pools):
                 positions, slots_ = core.slots(lease, pool)
                 far = lease.boundary if spec.lookback is None else min(spec.lookback, lease.boundary)

@@ -6,7 +6,7 @@ leases, copies or policies.
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvarve import boundaries
 from kvarve.core.pins import Pins
@@ -34,6 +34,7 @@ class Run:
         "kids",
         "parent",
         "pins",
+        "priority",
         "queued",
         "slots",
         "stored",
@@ -61,6 +62,7 @@ class Run:
         self.pins = Pins()
         self.used = 0  # when it was used last, in the core's own ticks
         self.uses = 0
+        self.priority = 0  # the highest of those who used it
         self.tries = 0  # backups of it that failed since it was used last
         self.queued = 0  # bit per place: it stands in that place's eviction order
 
@@ -87,6 +89,20 @@ class Run:
         assert table[local] == NOWHERE, "two slots for one page"
         table[local] = slot
         self.here[place] |= 1 << local
+        if local == 0 and self.parent is not None:
+            self.parent.kids[place] += 1
+
+    def put_row(self, place: int, position: int, slots: Sequence[int]) -> None:
+        """Make positions from `position` to the end of the run resident at a place where nothing beyond them was."""
+        local = position - self.first
+        table = self.slots[place]
+        if table is None:
+            table = self.slots[place] = array("i")
+        assert not self.here[place] >> local and local + len(slots) == self.pages, "a row reaches to the end of its run"
+        del table[local:]
+        table.extend([NOWHERE] * (local - len(table)))
+        table.extend(slots)
+        self.here[place] |= boundaries.span(local, local + len(slots))
         if local == 0 and self.parent is not None:
             self.parent.kids[place] += 1
 
@@ -140,7 +156,7 @@ class Run:
         low = boundaries.ones(cut)
         front = Run(self.parent, self.first, self.tokens[: cut * self.width], self.keys[: cut * KEY_BYTES], 0, 0)
         front.width = self.width
-        front.used, front.uses, front.tries, front.queued = self.used, self.uses, self.tries, 0
+        front.used, front.uses, front.tries, front.priority = self.used, self.uses, self.tries, self.priority
         front.here, self.here = [bits & low for bits in self.here], [bits >> cut for bits in self.here]
         front.bad, self.bad = [bits & low for bits in self.bad], [bits >> cut for bits in self.bad]
         front.coming, self.coming = [bits & low for bits in self.coming], [bits >> cut for bits in self.coming]
