@@ -855,7 +855,7 @@ def test_what_a_waiting_request_lost_in_memory_is_asked_of_storage_when_its_turn
     waiting = world.open(prompt(6))
     world.request(prompt(6, seed=1))
     assert world.hit(prompt(6)) == (0, 0)
-    assert world.ready(waiting) and waiting.boundary == 6 and waiting.from_tiers() == (0, 0, 6)
+    assert world.ready(waiting) and waiting.boundary == 6 and waiting.from_tiers() == (2, 0, 4)
 
 
 def test_waiting_for_storage_never_holds_more_of_the_host_than_its_share() -> None:

@@ -80,7 +80,12 @@ class World:
     # --- what the house does
 
     def open(
-        self, tokens: Sequence[int], salt: str = "", patience: Patience = WAIT_COMPLETE, read: bool = True
+        self,
+        tokens: Sequence[int],
+        salt: str = "",
+        patience: Patience = WAIT_COMPLETE,
+        read: bool = True,
+        priority: int = 0,
     ) -> Lease:
         root, packed = root_key(b"world", salt), pack(tokens)
         keys = extend(root, packed, self.core.config.page_tokens)
@@ -88,7 +93,7 @@ class World:
         hit = self.core.lookup(root, packed)
         assert dump(self.core) == before, "a lookup changes nothing"
         assert (hit.device, hit.memory) == self._expected_hit(keys, len(tokens)), "a hit is what a brute force finds"
-        lease = self.core.open(root, packed, self.now, patience, read)
+        lease = self.core.open(root, packed, self.now, patience, read, priority)
         self._prompts[lease.number] = keys
         self._grown[lease.number] = [{} for _ in self.core.pools]
         self.leases.append(lease)
@@ -263,7 +268,7 @@ class World:
             self.close(lease)
         self.settle()
         assert not self.core.copies.ops and not self.core.leases and self.core.idle()
-        assert not any(run.pins.held() for run in runs(self.core)), "nobody is here, so nothing is pinned"
+        assert not any(run.held() for run in runs(self.core)), "nobody is here, so nothing is pinned"
         for _ in range(40):
             self.flush(Tier.DEVICE, Tier.HOST)
             self.settle()
@@ -370,7 +375,7 @@ def runs(core: Core) -> Iterator[Run]:
 def dump(core: Core) -> Mapping[str, Any]:
     """All that a core knows, as plain values: equal dumps, equal cores."""
     places = range(2 * len(core.pools))
-    pointers = {"parent", "children", "slots", "pins"}
+    pointers = {"parent", "children", "slots", "pins", "rests"}
     names: dict[int, tuple[bytes, bytes]] = {}
 
     def describe(root: bytes, run: Run) -> Any:
@@ -378,7 +383,7 @@ def dump(core: Core) -> Mapping[str, Any]:
         return (
             [(each, _plain(getattr(run, each), {})) for each in Run.__slots__ if each not in pointers],
             [table and table.tolist() for table in run.slots],
-            [run.pins.count(local) for local in range(run.pages)],
+            [(run.pins.count(local), run.rests.count(local)) for local in range(run.pages)],
             [(first, describe(root, child)) for first, child in run.children.items()],
         )
 

@@ -38,9 +38,10 @@ def audit(core: Core) -> None:
     runs = _runs(core)
     owners: list[Counter[int]] = [Counter(slots) for slots in core.shelves.free]
     holds: Counter[tuple[int, int]] = Counter()
+    rests: Counter[tuple[int, int]] = Counter()
     by_id = {id(run): run for run in runs}
 
-    def hold(run: Run | None, positions: int) -> None:
+    def hold(run: Run | None, positions: int, holds: Counter[tuple[int, int]] = holds) -> None:
         position = 0
         while positions >> position:
             if positions >> position & 1:
@@ -55,6 +56,7 @@ def audit(core: Core) -> None:
     for lease in core.leases.values():
         _check(lease.phase is not Phase.CLOSED, "a closed lease is gone")
         hold(lease.run, lease.held)
+        hold(lease.run, lease.rests, rests)
         for pool, slots in enumerate(lease.own):
             owners[pool].update(slots.values())
         for pool, slots in enumerate(lease.landed):
@@ -77,6 +79,7 @@ def audit(core: Core) -> None:
         _check(len(run.keys) == 32 * length, "every page has a key")
         for local in range(length):
             _check(run.pins.count(local) == holds[id(run), local], "pins are exactly what leases and copies hold")
+            _check(run.rests.count(local) == rests[id(run), local], "rests are exactly what leases rest on")
             resident = [bool(run.here[place] >> local & 1) for place in range(places)]
             for place in range(places):
                 if resident[place]:
@@ -110,10 +113,11 @@ def audit(core: Core) -> None:
         _check(all(count == 1 for count in standing.values()), "no run stands twice in an eviction order")
         for run in runs:
             held = [local for local in range(len(run.tokens) // run.width) if holds[id(run), local]]
+            needed = [local for local in range(len(run.tokens) // run.width) if rests[id(run), local]] + held
             here = {local for local in range(len(run.tokens) // run.width) if run.here[place] >> local & 1}
             if place % pools in chains:
                 resting = any(child.here[place] & 1 for child in run.children.values())
-                giveable = set() if resting else {local for local in here if not held or local > max(held)}
+                giveable = set() if resting else {local for local in here if not needed or local > max(needed)}
             else:
                 giveable = here - set(held)
             if giveable:

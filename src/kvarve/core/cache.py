@@ -142,8 +142,7 @@ class Core:
         assert lease.phase is Phase.READY
         if not lease.resumed:
             lease.resumed = True
-            last = span(max(0, lease.boundary - 1), lease.boundary)
-            self.paths.hold(lease, lease.run, (last | self.paths.ahead(lease.seen)) & lease.held)
+            self.paths.hold(lease, lease.run, 0, lease.rests)
 
     def extend(self, lease: Lease, tokens: bytes) -> None:
         """The sequence of a ready lease goes on: with what was decoded, or with the next turn of a session.
@@ -225,7 +224,7 @@ class Core:
         tail, end = self.paths.insert(lease, Tier.DEVICE, pages)
         lease.done, lease.resumed = upto, True
         if kept := min(upto, end):
-            self.paths.hold(lease, tail, 1 << kept - 1 | self.paths.ahead(lease.seen))
+            self.paths.hold(lease, tail, 0, self.paths.ends(kept) | self.paths.ahead(lease.seen))
             self.shelves.touch(tail, self.paths.near(kept))
         for run, _ in upward(tail, span(0, end) & ~ones(min(lease.boundary, end))):
             run.uses = max(run.uses, 1)
@@ -244,7 +243,7 @@ class Core:
             self.prefetch.land(lease)
         self.prefetch.release(lease)
         lease.ops.clear()  # what is still in flight for it nobody waits for
-        self.paths.hold(lease, lease.run, 0)
+        self.paths.hold(lease, lease.run, 0, 0)
         lease.phase = Phase.CLOSED
         del self.leases[lease.number]
         self.shelves.forget(lease.root)
@@ -350,7 +349,7 @@ class Core:
             if (boundary - near) * self.config.page_tokens < self.config.load_at_least:
                 boundary = min(boundary, near)
             need = [needed(boundary, back) & ~here for back, here in zip(self.lookbacks, device, strict=True)]
-            self.paths.hold(lease, run, self.paths.footing(boundary, device))
+            self.paths.hold(lease, run, *self.paths.footing(boundary, device))
             if not any(need):
                 self._ready(lease, ones(boundary + 1))
                 return
@@ -377,7 +376,8 @@ class Core:
         lease.known = known
         lease.boundary = deepest(self.paths.legal(device, lease) & allowed)
         # Pages beyond the boundary that are here already need not be kept again, so they must not go meanwhile.
-        self.paths.hold(lease, run, self.paths.footing(lease.boundary, device) | self.paths.ahead(device))
+        positions, rests = self.paths.footing(lease.boundary, device)
+        self.paths.hold(lease, run, positions, rests | self.paths.ahead(device))
         lease.seen = device
         lease.done = lease.room = lease.boundary
         lease.snapshots = self._snapshots(lease)

@@ -47,6 +47,7 @@ class Lease:
         "probed",
         "promised",
         "reads",
+        "rests",
         "resumed",
         "retries",
         "room",
@@ -85,8 +86,9 @@ class Lease:
         self.deadline = 0.0  # of what it waits for now: storage, or a load
         self.resumed = False  # the engine has copies of its own of windows and states
         self.claimed = False
-        self.run = run  # the deepest run that `held` reaches
-        self.held = 0  # positions pinned in our name
+        self.run = run  # the deepest run that `held` and `rests` reach
+        self.held = 0  # positions pinned in our name with all that is there
+        self.rests = 0  # positions whose chains are pinned in our name
         self.ops: set[int] = set()  # copies in flight that we wait for
         self.probed = [0] * pools  # what storage said that it has
         self.landed: list[dict[int, int]] = [{} for _ in range(pools)]  # host slots filled from storage, by position

@@ -78,30 +78,35 @@ class Paths:
 
     # --- what is pinned
 
-    def footing(self, boundary: int, device: list[int]) -> int:
-        """The positions to pin so that a boundary stays legal in memory.
+    def footing(self, boundary: int, device: list[int]) -> tuple[int, int]:
+        """What to pin so that a boundary stays legal in memory: windows and states, and the ends of chains.
 
         Pages rest on each other, so the last page of a chain pins all of it; and the last one on the device pins
         what the device has of it.
         """
-        positions = span(max(0, boundary - 1), boundary)
+        positions, rests = 0, self.ends(boundary)
         for pool, lookback in enumerate(self.lookbacks):
             if lookback is not None:
                 positions |= needed(boundary, lookback)
             elif on_device := boundaries.leading(device[pool] & ones(boundary)):
-                positions |= 1 << on_device - 1
-        return positions
+                rests |= 1 << on_device - 1
+        return positions, rests
+
+    def ends(self, boundary: int) -> int:
+        """Where the chains of a boundary end."""
+        return span(boundary - 1, boundary) if boundary and self.shelves.chains else 0
 
     def ahead(self, present: list[int]) -> int:
-        """The positions to pin so that all that is present of a prompt's chains stays."""
+        """The chains to pin so that all that is present of them stays."""
         return boundaries.of(here - 1 for pool in self.shelves.chains if (here := boundaries.leading(present[pool])))
 
-    def hold(self, lease: Lease, run: Run, positions: int) -> None:
+    def hold(self, lease: Lease, run: Run, positions: int, rests: int) -> None:
         """Exchange what a lease pins. It refers to the deepest run that it pins something in, which therefore stays."""
-        self.shelves.pin(run, positions)
-        self.shelves.unpin(lease.run, lease.held)
-        lease.run = covering(run, deepest(positions)) if positions else self.shelves.root(lease.root)
-        lease.held = positions
+        self.shelves.pin(run, positions, rests)
+        self.shelves.unpin(lease.run, lease.held, lease.rests)
+        both = positions | rests
+        lease.run = covering(run, deepest(both)) if both else self.shelves.root(lease.root)
+        lease.held, lease.rests = positions, rests
 
     def near(self, boundary: int) -> int:
         """The positions that windows and states read before a boundary."""

@@ -104,14 +104,15 @@ class Prefetch:
                 return True
             if fits:
                 # What is in memory of it must not go to make room for the rest.
-                guard = (self.paths.footing(boundary, device) | self.paths.ahead(memory)) & ones(known)
-                self.shelves.pin(run, guard)
+                positions, rests = self.paths.footing(boundary, device)
+                guard = positions & ones(known), (rests | self.paths.ahead(memory)) & ones(known)
+                self.shelves.pin(run, *guard)
                 taken = self.paths.reserve(Tier.HOST, need, room)
                 if taken is not None:
                     if lease.claimed:
-                        self.paths.hold(lease, run, guard | lease.held)
+                        self.paths.hold(lease, run, guard[0] | lease.held, guard[1] | lease.rests)
                     self._send(lease, need, taken, boundary)
-                self.shelves.unpin(run, guard)
+                self.shelves.unpin(run, *guard)
                 if taken is not None:
                     return True
                 if self.put_off(lease):
@@ -135,7 +136,7 @@ class Prefetch:
                 return
             if other.phase is Phase.QUEUED and not other.claimed and any(other.lent):
                 self.release(other)
-                self.paths.hold(other, other.run, 0)
+                self.paths.hold(other, other.run, 0, 0)
 
     def put_off(self, lease: Lease) -> bool:
         """Whether a lease that found no room should try again in the next step, since evictions are under way."""
@@ -192,11 +193,14 @@ class Prefetch:
             for position in slots:
                 lease.fetched |= 1 << position
         tail, end = self.paths.insert(lease, Tier.HOST, landed, stored=True)
-        holds = lease.held
+        held, rests = lease.held, lease.rests
         for lookback, slots in zip(self.paths.lookbacks, landed, strict=True):
             kept = [position for position in slots if position < end]
-            holds |= of(kept[-1:] if lookback is None else kept)
-        self.paths.hold(lease, tail, holds)
+            if lookback is None:
+                rests |= of(kept[-1:])
+            else:
+                held |= of(kept)
+        self.paths.hold(lease, tail, held, rests)
 
     def release(self, lease: Lease) -> None:
         """A lease stops waiting: what came for it is the tree's."""

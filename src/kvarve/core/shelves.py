@@ -118,17 +118,26 @@ class Shelves:
         for each, _ in upward(run, positions):
             each.used = self.tick
 
-    def pin(self, run: Run, positions: int) -> None:
+    def pin(self, run: Run, positions: int, rests: int = 0) -> None:
+        """Keep all that is at `positions`, and the chains at `rests`."""
         for each, share in upward(run, positions):
             each.pins.add(share)
+        for each, share in upward(run, rests):
+            each.rests.add(share)
 
-    def unpin(self, run: Run, positions: int) -> None:
+    def unpin(self, run: Run, positions: int, rests: int = 0) -> None:
         for each, share in upward(run, positions):
             each.pins.remove(share)
-            for place in range(len(self.capacity)):
-                self.offer(each, place)
-            if not self.chains:  # a held position may have been all that was left of its run
-                self.prune(each)
+            self._let_go(each)
+        for each, share in upward(run, rests):
+            each.rests.remove(share)
+            self._let_go(each)
+
+    def _let_go(self, run: Run) -> None:
+        for place in range(len(self.capacity)):
+            self.offer(run, place)
+        if not self.chains:  # a held position may have been all that was left of its run
+            self.prune(run)
 
     def split(self, run: Run, at: int) -> Run:
         front = run.split(at)
@@ -149,11 +158,11 @@ class Shelves:
         here = run.here[place]
         if not here:
             return 0
-        held = run.pins.held()
         if not self.is_chain(place):
-            return here & ~held
+            return here & ~run.pins.held()
         if run.kids[place]:
             return 0
+        held = run.held()
         # Tail-first: everything resident above the last held position.
         return here & span(held.bit_length(), run.pages)
 
@@ -225,7 +234,7 @@ class Shelves:
             alive = self._alive(run)
             if alive == run.end:
                 return
-            held = run.pins.held()
+            held = run.held()
             assert not held >> alive - run.first, "a held position lost its page"
             for place, here in enumerate(run.here):
                 for local in members(here & span(alive - run.first, run.pages)):
@@ -254,7 +263,7 @@ class Shelves:
             for pool in self.chains:
                 pages = min(pages, leading(run.here[pool] | run.here[self.other(pool)]))
             return run.first + pages
-        anything = run.pins.held()
+        anything = run.held()
         for here in run.here:
             anything |= here
         return run.first + anything.bit_length()

@@ -36,6 +36,7 @@ class Run:
         "pins",
         "priority",
         "queued",
+        "rests",
         "slots",
         "stored",
         "tokens",
@@ -59,7 +60,8 @@ class Run:
         self.slots: list[array[int] | None] = [None] * (2 * pools)
         self.stored = [0] * pools
         self.asked = [0] * pools  # backups to the host that were sent since the run was used last
-        self.pins = Pins()
+        self.pins = Pins()  # who needs all that is at a position
+        self.rests = Pins()  # who needs only its chains, to rest something on them
         self.used = 0  # when it was used last, in the core's own ticks
         self.uses = 0
         self.priority = 0  # the highest of those who used it
@@ -73,6 +75,10 @@ class Run:
     @property
     def end(self) -> int:
         return self.first + self.pages
+
+    def held(self) -> int:
+        """The local positions that anybody needs for anything."""
+        return self.pins.held() | self.rests.held()
 
     def key(self, position: int) -> bytes:
         at = (position - self.first) * KEY_BYTES
@@ -166,7 +172,7 @@ class Run:
         self.slots = [table and table[cut:] for table in self.slots]
         for run in (front, self):
             run.slots = [table if run.here[place] else None for place, table in enumerate(run.slots)]
-        front.pins = self.pins.cut(cut)
+        front.pins, front.rests = self.pins.cut(cut), self.rests.cut(cut)
         front.kids = [bits & 1 for bits in self.here]
         self.parent.children[front.tokens[: self.width]] = front
         self.tokens, self.keys = self.tokens[cut * self.width :], self.keys[cut * KEY_BYTES :]
@@ -177,7 +183,7 @@ class Run:
     def detach(self) -> None:
         """Take an empty leaf out of the tree. It keeps its parent: who found a position by walking up from here
         still does."""
-        assert self.parent is not None and not self.children and not self.pins.held()
+        assert self.parent is not None and not self.children and not self.held()
         del self.parent.children[self.tokens[: self.width]]
         self.tokens = self.keys = b""
 

@@ -31,7 +31,7 @@ class S3Fifo(Order):
         if run not in self._proven:
             self._proven[run] = run.keys[:KEY_BYTES] in self._ghosts
             self._ghosts.pop(run.keys[:KEY_BYTES], None)
-            self._counted[run] = run.uses
+            self._counted[run] = max(1, run.uses)  # who computed it counts as its first use
         queue = self._main if self._proven[run] else self._small
         if run is self._last:
             queue.appendleft(run)
