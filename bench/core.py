@@ -15,6 +15,7 @@ from typing import Any
 
 from common import arguments, machine, show, watched, write_json
 from kvarve.core.cache import Core
+from kvarve.core.lease import Lease
 from kvarve.core.settings import CoreConfig
 from kvarve.keys import pack, root_key
 from kvarve.model import BufferSpec, PoolSpec, Tier
@@ -32,12 +33,24 @@ def tokens(rng: random.Random, count: int) -> bytes:
     return pack([rng.randrange(1, 150_000) for _ in range(count)])
 
 
-def insert(cache: Core, prompt: bytes, read: bool = True) -> int:
-    """A request's whole life; returns the pages that it resumed from."""
+def begin(cache: Core, prompt: bytes, read: bool = True) -> Lease:
+    """A request whose turn comes at once; nothing has to be copied, so it is ready."""
     lease = cache.open(ROOT, prompt, 0.0, read=read)
+    assert cache.claim(lease, 0.0)
+    return lease
+
+
+def keep(cache: Core, lease: Lease) -> None:
+    """Room for all of a prompt's new pages, and into the tree with them: what the peer's alloc and insert do."""
     pages = cache.keepable(lease)
     cache.grow(lease, pages)
     cache.publish(lease, pages)
+
+
+def request(cache: Core, prompt: bytes, read: bool = True) -> int:
+    """A request's whole life; returns the pages that it resumed from."""
+    lease = begin(cache, prompt, read)
+    keep(cache, lease)
     cache.close(lease)
     return lease.boundary
 
@@ -47,7 +60,7 @@ def fill(cache: Core, rng: random.Random, total: int) -> int:
     systems = [tokens(rng, 1024) for _ in range(64)]
     held = 0
     while held < total:
-        held += 2048 - insert(cache, rng.choice(systems) + tokens(rng, 1024)) * cache.config.page_tokens
+        held += 2048 - request(cache, rng.choice(systems) + tokens(rng, 1024)) * cache.config.page_tokens
     return held
 
 
@@ -77,11 +90,11 @@ def match_rows(page: int, pools: int, tree: int, quick: bool) -> list[dict[str, 
     rows = []
     for length in (1024, 10_240) if quick else (1024, 10_240, 102_400):
         one, chain = tokens(rng, length), tokens(rng, length)
-        insert(cache, one)
+        request(cache, one)
         for end in range(256, length + 1, 256):
             # Another prompt leaves at each end, so that every 256 tokens are a run of their own.
-            insert(cache, chain[: end * 4])
-            insert(cache, chain[: end * 4] + tokens(rng, page))
+            request(cache, chain[: end * 4])
+            request(cache, chain[: end * 4] + tokens(rng, page))
         for case, prompt in (("one_run", one), ("runs_256", chain), ("miss", tokens(rng, length))):
             row = {
                 "bench": "match",
@@ -95,7 +108,7 @@ def match_rows(page: int, pools: int, tree: int, quick: bool) -> list[dict[str, 
             rows.append(row | timed(lambda asked=asked: cache.lookup(ROOT, asked), 40 if length > 20_000 else 100))
 
             def life(asked: bytes = asked) -> None:
-                cache.close(cache.open(ROOT, asked, 0.0))
+                cache.close(begin(cache, asked))
 
             rows.append(row | {"bench": "open_close"} | timed(life, 20 if length > 20_000 else 50))
     return rows
@@ -112,10 +125,12 @@ def insert_rows(page: int, pools: int, tree: int) -> list[dict[str, Any]]:
     for case, read, work in (("fresh", True, prompts), ("duplicate", False, prompts[:200])):
         wall, cpu = [], []
         for prompt in work:
+            lease = begin(cache, prompt, read)
             c, w = time.thread_time(), time.perf_counter()
-            insert(cache, prompt, read)
+            keep(cache, lease)
             wall.append((time.perf_counter() - w) * 1e6)
             cpu.append((time.thread_time() - c) * 1e6)
+            cache.close(lease)
         rows.append({"bench": "insert", **base, "case": case} | summary(wall, cpu))
     calls = max(1, tree // 2 // 2048)
     wants = [cache.shelves.place(Tier.DEVICE, pool) for pool in range(pools)]
@@ -143,7 +158,7 @@ def turn_rows(page: int, pools: int, quick: bool) -> list[dict[str, Any]]:
         for i in order:
             talks[i] += tokens(rng, step)
             c, w = time.thread_time(), time.perf_counter()
-            insert(cache, talks[i])
+            request(cache, talks[i])
             wall.append((time.perf_counter() - w) * 1e6)
             cpu.append((time.thread_time() - c) * 1e6)
     return [
@@ -159,10 +174,10 @@ def bytes_per_token(page: int) -> float:
     cache = core(1, page, 300_000 // page)
     stem = tokens(rng, 256)
     prompts = [stem + tokens(rng, 256) for _ in range(1000)]
-    insert(cache, stem)
+    request(cache, stem)
     tracemalloc.start()
     for prompt in prompts:
-        insert(cache, prompt)
+        request(cache, prompt)
     gc.collect()
     used = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()

@@ -74,6 +74,8 @@ def shared(sets: Iterable[int], limit: int) -> int:
 
 def multiples(stride: int, limit: int) -> int:
     """The boundaries 0, stride, 2 * stride, ... up to `limit`: the prefill grid."""
+    if stride == 1:
+        return ones(limit + 1)
     # A geometric series in base 2**stride, written as one division.
     count = limit // stride + 1
     return ((1 << stride * count) - 1) // ((1 << stride) - 1)

@@ -17,7 +17,7 @@ TOKEN_BYTES = 4
 def pack(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
     """Token ids as the tree and the keys read them: little-endian unsigned 32-bit. ValueError if one does not fit."""
     ids = np.asarray(tokens, dtype=np.int64)
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= 2**32):
+    if ids.size and int(ids.view(np.uint64).max()) >= 2**32:  # what is below zero is huge without a sign
         raise ValueError("token ids must be between 0 and 2**32 - 1")
     return ids.astype("<u4").tobytes()
 

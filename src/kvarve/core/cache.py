@@ -117,10 +117,11 @@ class Core:
         )
         self.leases[lease.number] = lease
         if read:
-            _, memory = self.paths.present(path, known)
-            lease.promised = deepest(self.paths.legal(memory, lease))
-            self.shelves.touch(run, self.paths.near(lease.promised))  # it will be read soon
-            self.prefetch.ask(lease, lease.promised, memory, now)
+            self.shelves.touch(run, self.paths.near(known))  # it will be read soon
+            if self.copies.storage:
+                _, memory = self.paths.present(path, known)
+                lease.promised = deepest(self.paths.legal(memory, lease))
+                self.prefetch.ask(lease, lease.promised, memory, now)
         return lease
 
     def claim(self, lease: Lease, now: float) -> bool:
@@ -351,7 +352,7 @@ class Core:
             need = [needed(boundary, back) & ~here for back, here in zip(self.lookbacks, device, strict=True)]
             self.paths.hold(lease, run, *self.paths.footing(boundary, device))
             if not any(need):
-                self._ready(lease, ones(boundary + 1))
+                self._resume(lease, boundary, run, known, device)
                 return
             taken = self.paths.reserve(Tier.DEVICE, need, room)
             if taken is not None:
@@ -373,8 +374,10 @@ class Core:
         """The engine may start, at the deepest of the allowed boundaries that the device can serve."""
         run, path, known = self.paths.find(lease.root, lease.tokens)
         device, _ = self.paths.present(path, known)
-        lease.known = known
-        lease.boundary = deepest(self.paths.legal(device, lease) & allowed)
+        self._resume(lease, deepest(self.paths.legal(device, lease) & allowed), run, known, device)
+
+    def _resume(self, lease: Lease, boundary: int, run: Run, known: int, device: list[int]) -> None:
+        lease.boundary, lease.known = boundary, known
         # Pages beyond the boundary that are here already need not be kept again, so they must not go meanwhile.
         positions, rests = self.paths.footing(lease.boundary, device)
         self.paths.hold(lease, run, positions, rests | self.paths.ahead(device))

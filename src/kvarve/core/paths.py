@@ -21,6 +21,7 @@ class Paths:
         self.reach = max((back for back in self.lookbacks if back is not None), default=1)
         self.grid = config.chunk_tokens // config.page_tokens
         self.width = config.page_tokens * TOKEN_BYTES
+        self._found: tuple[bytes, bytes, int, tuple[Run, list[Run], int]] | None = None  # the last answer of `find`
 
     # --- what is here
 
@@ -29,10 +30,18 @@ class Paths:
         return max(0, len(tokens) // TOKEN_BYTES - 1) // self.config.page_tokens
 
     def find(self, root: bytes, tokens: bytes) -> tuple[Run, list[Run], int]:
-        """The deepest run that a prompt reaches, all runs on the way there, and how many of its pages they know."""
+        """The deepest run that a prompt reaches, all runs on the way there, and how many of its pages they know.
+
+        A request asks this several times in a row, so the last answer is kept for as long as the tree keeps its shape.
+        """
+        last = self._found
+        if last is not None and last[0] is tokens and last[1] == root and last[2] == self.shelves.shape:
+            return last[3]
         top = self.shelves.root(root)
         path, known = walk(top, 0, tokens)
-        return path[-1] if path else top, path, known
+        found = path[-1] if path else top, path, known
+        self._found = tokens, root, self.shelves.shape, found
+        return found
 
     def present(self, path: list[Run], known: int) -> tuple[list[int], list[int]]:
         """For each pool the positions of a path that are on the device, and those in memory at all (and not bad)."""
@@ -127,8 +136,7 @@ class Paths:
         chains = self.shelves.chains
         end = known
         if chains:
-            while all(end in pages[pool] for pool in chains):
-                end += 1
+            end = min(self._reach(pages[pool], known) for pool in chains)
         else:
             end = max([known, *(position + 1 for slots in pages for position in slots)])
         if end > known:
@@ -149,8 +157,15 @@ class Paths:
                     run.stored[pool] |= share
         return tail, end
 
+    def _reach(self, slots: dict[int, int], start: int) -> int:
+        """How far slots go on from a position without a gap."""
+        while start in slots:
+            start += 1
+        return start
+
     def _lengthen(self, tail: Run, known: int, end: int, lease: Lease) -> Run:
         """Make positions [known, end) of a prompt below the run where it left the tree."""
+        self.shelves.shape += 1
         tokens, keys = (
             lease.tokens[known * self.width : end * self.width],
             lease.keys[known * KEY_BYTES : end * KEY_BYTES],

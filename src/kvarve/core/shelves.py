@@ -8,8 +8,9 @@ everything that it still had.
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 
-from kvarve.boundaries import leading, members, ones, span
+from kvarve.boundaries import leading, members, of, ones, span
 from kvarve.core.eviction import order_for
 from kvarve.core.eviction.order import Place
 from kvarve.core.policies import FLAT_COST, PageCost
@@ -47,6 +48,7 @@ class Shelves:
         self.roots: dict[bytes, Root] = {}
         self.evicted = [0] * len(self.capacity)
         self.tick = 0
+        self.shape = 0  # how often runs were made, cut, lengthened or dropped
         self.spoiled = 0  # pages that are bad
         # Asked before pages leave (run, place, local positions, those of them that may not be lost); returns the
         # positions that are being copied down instead, and that leave when their copy has ended.
@@ -65,6 +67,7 @@ class Shelves:
     def root(self, key: bytes) -> Run:
         """The empty run at the top of everything that shares this root key."""
         if key not in self.roots:
+            self.shape += 1
             self.roots[key] = Root(key, len(self.pools), self.page_tokens)
         return self.roots[key]
 
@@ -79,6 +82,7 @@ class Shelves:
     def forget(self, key: bytes) -> None:
         """Drop a root under which nothing is kept, so that salts of the past cost nothing."""
         if key in self.roots and not self.roots[key].children:
+            self.shape += 1
             del self.roots[key]
 
     # --- slots and residency
@@ -97,7 +101,27 @@ class Shelves:
         """A page leaves a place; its slot is free, and what it rested on may go next."""
         self.spoiled -= run.bad[place] >> position - run.first & 1
         self.free[place].append(run.take(place, position))
-        if position == run.first and run.parent is not None and run.parent.kids[place] == 0:
+        if position == run.first:
+            self._let_parent_go(run, place)
+
+    def _leave_all(self, run: Run, place: int, leaving: int) -> None:
+        """Pages of a run leave a place, the last first."""
+        count = leaving.bit_count()
+        self.evicted[place] += count
+        start = leaving.bit_length() - count
+        if leaving != span(start, start + count) or run.here[place] >> start + count:
+            for local in reversed([*members(leaving)]):
+                self.leave(run, place, run.first + local)
+            return
+        if run.bad[place]:
+            self.spoiled -= (run.bad[place] >> start).bit_count()
+        self.free[place].extend(reversed(run.take_tail(place, start)))
+        if start == 0:
+            self._let_parent_go(run, place)
+
+    def _let_parent_go(self, run: Run, place: int) -> None:
+        """What a run rests on may leave a place after it."""
+        if run.parent is not None and run.parent.kids[place] == 0:
             run.parent.used = max(run.parent.used, run.used)
             self.offer(run.parent, place)
 
@@ -140,6 +164,7 @@ class Shelves:
             self.prune(run)
 
     def split(self, run: Run, at: int) -> Run:
+        self.shape += 1
         front = run.split(at)
         for place in range(len(self.capacity)):
             self.offer(front, place)
@@ -196,10 +221,14 @@ class Shelves:
 
     def _trim(self, run: Run, place: int, wanted: int) -> int:
         """Drop, or start to move down, up to `wanted` droppable pages of a run; returns how many."""
-        other, chain, droppable, take = self.other(place), self.is_chain(place), self.droppable(run, place), 0
-        for _ in range(min(wanted, droppable.bit_count())):
-            # Of a chain the last page goes first; of windows and states the earliest, for prompts grow at the end.
-            take |= 1 << (droppable ^ take if chain else (droppable ^ take) & -(droppable ^ take)).bit_length() - 1
+        other, chain, droppable = self.other(place), self.is_chain(place), self.droppable(run, place)
+        # Of a chain the last page goes first; of windows and states the earliest, for prompts grow at the end.
+        if chain:
+            take = droppable & ~ones(max(0, droppable.bit_length() - wanted))
+        elif droppable.bit_count() <= wanted:
+            take = droppable
+        else:
+            take = of(islice(members(droppable), wanted))
         lost = take & ~(run.here[other] & ~run.bad[other])  # in no memory tier after this
         stuck = 0
         if chain:
@@ -211,11 +240,10 @@ class Shelves:
         leaving = take & ~moving & ~stuck & (lost | safe)
         if chain:
             leaving &= span((take & ~leaving).bit_length(), run.pages)
-        for local in reversed([*members(leaving)]):
-            self.leave(run, place, run.first + local)
-            self.evicted[place] += 1
-        if leaving and (chain or not self.chains):
-            self.prune(run)
+        if leaving:
+            self._leave_all(run, place, leaving)
+            if chain or not self.chains:
+                self.prune(run)
         return leaving.bit_count() + moving.bit_count()
 
     def drop(self, run: Run, place: int, position: int) -> None:
@@ -234,6 +262,7 @@ class Shelves:
             alive = self._alive(run)
             if alive == run.end:
                 return
+            self.shape += 1
             held = run.held()
             assert not held >> alive - run.first, "a held position lost its page"
             for place, here in enumerate(run.here):

@@ -127,6 +127,21 @@ class Run:
             self.slots[place] = None
         return slot
 
+    def take_tail(self, place: int, local: int) -> Sequence[int]:
+        """End the residency at a place of everything from a local position on, where there is no gap; its slots."""
+        table, here = self.slots[place], self.here[place]
+        assert table is not None
+        slots = table[local : here.bit_length()]
+        del table[local:]
+        low = boundaries.ones(local)
+        self.here[place] = here & low
+        self.bad[place] &= low
+        if local == 0:
+            self.slots[place] = None
+            if self.parent is not None:
+                self.parent.kids[place] -= 1
+        return slots
+
     def slot(self, place: int, position: int) -> int:
         table = self.slots[place]
         assert table is not None
@@ -245,12 +260,13 @@ def walk(run: Run, done: int, tokens: bytes) -> tuple[list[Run], int]:
         if same < rest:
             return [], done
     passed: list[Run] = []
+    at, in_tokens = done * width, tokens.startswith
     while True:
-        child = run.children.get(tokens[done * width : (done + 1) * width])
+        child = run.children.get(tokens[at : at + width])
         if child is None:
-            return passed, done
+            return passed, at // width
         passed.append(child)
-        if not tokens.startswith(child.tokens, done * width):
-            return passed, done + same_pages(child.tokens, tokens, done * width, child.pages, width)
-        done += child.pages
+        if not in_tokens(child.tokens, at):
+            return passed, at // width + same_pages(child.tokens, tokens, at, child.pages, width)
+        at += len(child.tokens)
         run = child
