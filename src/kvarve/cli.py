@@ -126,6 +126,15 @@ def _serve_options(parser: _Parser) -> None:
     option("--prefetch-base-s", "seconds to wait for storage", type=_seconds, default=2.0, metavar="S")
     option("--prefetch-per-ki-token-s", "and per 1,024 tokens", type=_seconds, default=0.25, metavar="S")
     option("--snapshot-every", "keep windows and states every so many tokens too", type=_whole, default=0, metavar="N")
+    least = "the fewest tokens that a kept window or state has to save"
+    option("--snapshot-gap", least, type=_whole, default=0, metavar="N")
+    option("--eviction", "which pages go first: lru, lfu, s3fifo, priority or flops", default="lru", metavar="ORDER")
+    doubles = "tokens after which attention costs as much as all else, for --eviction flops; 0: never"
+    option("--cost-doubles-at", doubles, type=_whole, default=0, metavar="N")
+    least = "the fewest tokens that a copy from the host to the device has to save"
+    option("--load-at-least", least, type=_whole, default=0, metavar="N")
+    option("--fetch-at-least", "and one from storage to the host", type=_whole, default=0, metavar="N")
+    option("--host-share", "of host memory, what waiting for storage may hold", type=_share, default=0.8, metavar="X")
     parser.add_argument("--no-verify-host", action="store_true", help="trust host memory: do not check its pages")
     option("--max-running", "requests computed side by side", type=_count, default=8, metavar="N")
     option("--max-waiting", "requests that may wait; more are told to come back", type=_count, default=256, metavar="N")
@@ -148,6 +157,12 @@ def _serve(args: argparse.Namespace) -> None:
         prefetch_base_s=args.prefetch_base_s,
         prefetch_per_ki_token_s=args.prefetch_per_ki_token_s,
         snapshot_every=args.snapshot_every,
+        snapshot_gap=args.snapshot_gap,
+        eviction=args.eviction,
+        cost_doubles_at=args.cost_doubles_at,
+        load_at_least=args.load_at_least,
+        fetch_at_least=args.fetch_at_least,
+        host_share=args.host_share,
         verify_host=not args.no_verify_host,
     )
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -212,6 +227,13 @@ def _whole(text: str) -> int:
 
 def _port(text: str) -> int:
     return _number(text, 0, 65535, "a port: 0 to 65535")
+
+
+def _share(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1") from None
 
 
 def _seconds(text: str) -> float:

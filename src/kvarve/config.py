@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvarve.core.eviction import ORDERS
-from kvarve.core.policies import Patience, WritePolicy, patience
+from kvarve.core.policies import PageCost, Patience, WritePolicy, patience
 from kvarve.core.settings import CoreConfig
 from kvarve.core.snapshots import Snapshots
 from kvarve.errors import ConfigError
@@ -21,7 +21,13 @@ NO_HOST = "storage needs host memory, through which its pages travel: give host 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The settings of one cache. Sizes in bytes, times in seconds; ConfigError for what cannot work."""
+    """The settings of one cache. Sizes in bytes, times in seconds; ConfigError for what cannot work.
+
+    `cost_doubles_at`: how many tokens before a token make attending to them as dear as all else that is computed for
+    it (0: never), for eviction by "flops". `snapshot_gap`, `load_at_least` and `fetch_at_least`: the fewest tokens that
+    a kept window or state, a copy to the device, or one from storage has to save. `host_share`: of each pool in the
+    host, what waiting for storage may hold at once.
+    """
 
     device_memory: int
     host_memory: int = 0
@@ -32,6 +38,7 @@ class CacheConfig:
     prefetch_base_s: float = 2.0
     prefetch_per_ki_token_s: float = 0.25
     eviction: str = "lru"
+    cost_doubles_at: int = 0
     snapshot_every: int = 0
     snapshot_gap: int = 0
     load_at_least: int = 0
@@ -53,6 +60,8 @@ class CacheConfig:
             raise ConfigError(f"selective uses must be at least 1, not {self.selective_uses}")
         if self.eviction not in ORDERS:
             raise ConfigError(f"unknown eviction order {self.eviction!r}; known: {', '.join(ORDERS)}")
+        if self.cost_doubles_at < 0:
+            raise ConfigError(f"attention cannot cost as much as all else after {self.cost_doubles_at} tokens")
         if min(self.load_at_least, self.fetch_at_least) < 0:
             raise ConfigError("the fewest tokens that a copy has to save cannot be negative")
         if not 0 < self.host_share <= 1:
@@ -81,6 +90,7 @@ class CacheConfig:
             write=self.write(),
             selective_uses=self.selective_uses,
             eviction=self.eviction,
+            cost=PageCost(1.0, page_tokens / self.cost_doubles_at if self.cost_doubles_at else 0.0),
             snapshots=Snapshots(every=self.snapshot_every, gap=self.snapshot_gap),
             load_at_least=self.load_at_least,
             fetch_at_least=self.fetch_at_least,

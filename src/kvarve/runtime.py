@@ -94,6 +94,7 @@ class PrefixCache:
             self._host,
             storage,
             rank=rank,
+            ranks=self._agreement.ranks,
             verify_host=config.verify_host,
             deadline_s=config.storage_deadline_s,
         )

@@ -60,6 +60,7 @@ class SimulationConfig:
     write_policy: str = "write_through"
     selective_uses: int = 2
     eviction: str = "lru"
+    cost_doubles_at: int = 0
     snapshot_every: int = 0
     snapshot_gap: int = 0
 
@@ -108,6 +109,7 @@ class SimulationConfig:
             write_policy=self.write_policy,
             selective_uses=self.selective_uses,
             eviction=self.eviction,
+            cost_doubles_at=self.cost_doubles_at,
             snapshot_every=self.snapshot_every,
             snapshot_gap=self.snapshot_gap,
         )
@@ -389,6 +391,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--snapshot-gap", default=0, help="the fewest tokens that a kept window or state has to save", **count)
     orders = f"which page goes first: {', '.join(ORDERS)} (default %(default)s)"
     add("--eviction", default=preset.eviction, metavar="ORDER", help=orders)
+    doubles = "tokens after which attention costs as much as all else does, for --eviction flops (0: never)"
+    add("--cost-doubles-at", default=0, help=doubles, **count)
     add("--limit", default=None, help="only the first requests of the trace", **count)
     add("--json", type=Path, metavar="FILE", help="write the report there too")
 

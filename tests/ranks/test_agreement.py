@@ -110,6 +110,8 @@ class Meeting:
 
 
 class AtMeeting:
+    ranks = 2
+
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank, self.steps = meeting, rank, 0
 
@@ -147,6 +149,8 @@ def test_a_request_waits_by_the_time_that_the_ranks_agreed_on(steps_before: int)
     store.stall()
 
     class Agreed:
+        ranks = 1
+
         def agree(self, ended: Iterable[Ended], now: float) -> tuple[list[Ended], float]:
             return [*ended], now + 5000
 

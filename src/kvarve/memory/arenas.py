@@ -38,7 +38,7 @@ class HostArena:
     def __init__(self, pool: PoolSpec, slots: int, namespace: bytes, rank: int = 0) -> None:
         self.pool, self.slots = pool, slots
         self.stride = record_bytes(pool.payload_bytes)
-        self.stamp = Stamp(namespace, pool.name, pool.payload_bytes, rank)
+        self.stamp = Stamp(namespace, pool.name, pool.payload_bytes, 0 if pool.replicated else rank)
         try:
             self._memory = mmap.mmap(-1, slots * self.stride)
         except (OSError, ValueError, OverflowError) as e:

@@ -15,6 +15,11 @@ from kvarve.core.effects import Ended
 
 
 class Agreement(Protocol):
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        ...
+
     def agree(self, ended: Iterable[Ended], now: float) -> tuple[list[Ended], float]:
         """What has ended on every rank by now, in one order, and one time for all. Every rank has to call it."""
         ...
@@ -22,6 +27,8 @@ class Agreement(Protocol):
 
 class Alone:
     """One rank: everything that ended, as it ended."""
+
+    ranks = 1
 
     def agree(self, ended: Iterable[Ended], now: float) -> tuple[list[Ended], float]:
         return [*ended], now
@@ -35,8 +42,8 @@ class Group:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
-        self._ranks = dist.get_world_size(group)
-        self._waiting: list[dict[int, Ended]] = [{} for _ in range(self._ranks)]
+        self.ranks = dist.get_world_size(group)
+        self._waiting: list[dict[int, Ended]] = [{} for _ in range(self.ranks)]
 
     def agree(self, ended: Iterable[Ended], now: float) -> tuple[list[Ended], float]:
         news = [[end.op, hex(end.good), hex(end.bad)] for end in ended]
@@ -56,10 +63,10 @@ class Group:
 
     def _exchange(self, mine: bytes) -> list[bytes]:
         """Everybody's bytes, by rank: first the lengths, then the bytes padded to the longest."""
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self._ranks)]
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
         dist.all_gather(lengths, torch.tensor([len(mine)]), group=self._group)
         longest = max(int(length) for length in lengths)
-        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self._ranks)]
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.ranks)]
         padded = torch.frombuffer(bytearray(mine.ljust(longest, b" ")), dtype=torch.uint8)
         dist.all_gather(texts, padded, group=self._group)
         return [bytes(text.tolist())[: int(length)] for text, length in zip(texts, lengths, strict=True)]

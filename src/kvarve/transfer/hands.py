@@ -27,12 +27,13 @@ class Hands:
         storage: Storage | None,
         *,
         rank: int = 0,
+        ranks: int = 1,
         verify_host: bool = True,
         deadline_s: float = 30.0,
         storage_readers: int = 2,
     ) -> None:
         self._pools, self._device, self._host, self._storage = pools, device, host, storage
-        self._rank, self._verify_host, self._deadline_s = rank, verify_host, deadline_s
+        self._rank, self._ranks, self._verify_host, self._deadline_s = rank, ranks, verify_host, deadline_s
         self.ends = Ends()
         edges = {(Tier.DEVICE, Tier.HOST): 1, (Tier.HOST, Tier.DEVICE): 1}
         if storage is not None:
@@ -94,11 +95,13 @@ class Hands:
         bad = self._broken(copy.pages) if self._verify_host else 0
         names = [self._name(page) for page in copy.pages]
         there = self._storage.exists(names)
-        missing = [i for i, known in enumerate(there) if not known and not bad >> i & 1]
+        missing = [i for i, known in enumerate(there) if not known and not bad >> i & 1 and self._writes(copy.pages[i])]
         stored = self._storage.put(
             [names[i] for i in missing], [self._host[copy.pages[i].pool].record(copy.pages[i].source) for i in missing]
         )
-        good = sum(1 << i for i, known in enumerate(there) if known and not bad >> i & 1)
+        good = sum(
+            1 << i for i, known in enumerate(there) if not bad >> i & 1 and (known or not self._writes(copy.pages[i]))
+        )
         return good | sum(1 << i for i, done in zip(missing, stored, strict=True) if done), bad
 
     def _fetch(self, copy: Copy) -> tuple[int, int]:
@@ -127,7 +130,12 @@ class Hands:
         return sum(1 << i for i, known in enumerate(there) if known), 0
 
     def _name(self, page: Page) -> str:
-        return object_name(page.key, self._pools[page.pool].name, self._rank)
+        pool = self._pools[page.pool]
+        return object_name(page.key, pool.name, 0 if pool.replicated else self._rank)
+
+    def _writes(self, page: Page) -> bool:
+        """Whether this rank writes a page to storage: of what all ranks hold alike, each writes its part for all."""
+        return not self._pools[page.pool].replicated or page.key[0] % self._ranks == self._rank
 
     def _broken(self, pages: Sequence[Page]) -> int:
         """The pages whose host record is not what its key says."""

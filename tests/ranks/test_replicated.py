@@ -1,0 +1,70 @@
+"""What all ranks hold alike is written to storage once, and read by all."""
+
+import torch
+from filling import STATE, StoreThatStays, a_store, an_identity
+
+from kvarve.core.effects import Copy, Page
+from kvarve.keys import extend, pack, root_key
+from kvarve.memory.arenas import DeviceArena, HostArena, to_host
+from kvarve.model import BufferSpec, PoolSpec, Tier
+from kvarve.transfer.hands import Hands
+
+LATENTS = PoolSpec("latents", (BufferSpec("kv", (6,), "float32"),), None, replicated=True)
+POOLS = (LATENTS, STATE)
+PAGES, RANKS = 8, 2
+KEYS = extend(root_key(b"ranks"), pack(range(PAGES * 64)), 64)
+
+
+class Rank:
+    """One rank's arenas and hands; its latents are everybody's, its states are its own."""
+
+    def __init__(self, rank: int, store: StoreThatStays) -> None:
+        namespace = an_identity(POOLS).fingerprint()
+        self.device = [DeviceArena(pool, PAGES, "cpu") for pool in POOLS]
+        self.host = [HostArena(pool, PAGES, namespace, rank) for pool in POOLS]
+        self.hands = Hands(POOLS, self.device, self.host, store, rank=rank, ranks=RANKS)
+        for pool, arena in enumerate(self.device):
+            for buffer in arena.buffers.values():
+                buffer.copy_(torch.arange(buffer.numel()).reshape(buffer.shape) + 100 * rank * pool)
+            to_host(arena, self.host[pool], [(slot, slot) for slot in range(PAGES)], KEYS)
+
+    def copy(self, source: Tier, target: Tier) -> tuple[int, int]:
+        """All pages of both pools along an edge: those that arrived, and those that were bad."""
+        pages = tuple(Page(pool, key, slot, slot) for pool in range(2) for slot, key in enumerate(KEYS))
+        self.hands.send(Copy(1, source, target, pages))
+        assert self.hands.ends.wait(20)
+        (ended,) = self.hands.collect()
+        return ended.good, ended.bad
+
+
+def test_pages_that_all_ranks_hold_are_written_once_and_read_by_all() -> None:
+    store = a_store(identity=an_identity(POOLS))
+    ranks = [Rank(rank, store) for rank in range(RANKS)]
+    everything = (1 << 2 * PAGES) - 1
+    try:
+        for rank in ranks:
+            assert rank.copy(Tier.HOST, Tier.STORAGE) == (everything, 0)
+        assert store.usage().objects == PAGES + RANKS * PAGES, "latents once, states for each rank"
+        for rank in ranks:
+            before = [bytes(arena.record(slot)) for arena in rank.host for slot in range(PAGES)]
+            for arena in rank.host:
+                for slot in range(PAGES):
+                    arena.record(slot)[:] = bytes(len(arena.record(slot)))
+            assert rank.copy(Tier.STORAGE, Tier.HOST) == (everything, 0)
+            assert [bytes(arena.record(slot)) for arena in rank.host for slot in range(PAGES)] == before
+    finally:
+        for rank in ranks:
+            rank.hands.close(5)
+
+
+def test_each_rank_writes_a_part_of_what_all_hold() -> None:
+    parts = []
+    for rank in range(RANKS):
+        store = a_store(identity=an_identity(POOLS))
+        one = Rank(rank, store)
+        try:
+            one.copy(Tier.HOST, Tier.STORAGE)
+            parts.append(store.usage().objects - PAGES)
+        finally:
+            one.hands.close(5)
+    assert sum(parts) == PAGES and all(parts), parts
