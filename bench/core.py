@@ -3,7 +3,10 @@
     .venv/bin/python bench/core.py [--quick] [--json FILE] [--pages 64,16]
 
 Times are of the calling thread's CPU as well as of the wall, since the machine may be shared. `match` is `lookup`, with
-the packing of the prompt's tokens left out: an engine packs a prompt once.
+the packing of the prompt's tokens left out (an engine packs a prompt once); `insert` is room on the device for the new
+pages of a prompt, and into the tree with them; `open_close` finds, names and pins a prompt's pages and lets them go;
+`turn` is all of a request's life in the core. In `runs_256` another prompt branches off after every 256 tokens, so
+that the path really consists of so many runs.
 """
 
 import gc
@@ -105,41 +108,49 @@ def match_rows(page: int, pools: int, tree: int, quick: bool) -> list[dict[str, 
                 "case": case,
             }
             asked = prompt + tokens(rng, 1)
-            rows.append(row | timed(lambda asked=asked: cache.lookup(ROOT, asked), 40 if length > 20_000 else 100))
+            rows.append(row | timed(lambda asked=asked: cache.lookup(ROOT, asked), 100 if length > 20_000 else 300))
+            times = 40 if length > 20_000 else 100
+            strangers = [bytes(bytearray(asked)) for _ in range(times)]  # equal, but nobody can know that
 
-            def life(asked: bytes = asked) -> None:
-                cache.close(begin(cache, asked))
+            def life(strangers: list[bytes] = strangers) -> None:
+                cache.close(begin(cache, strangers.pop()))
 
-            rows.append(row | {"bench": "open_close"} | timed(life, 20 if length > 20_000 else 50))
+            rows.append(row | {"bench": "open_close"} | timed(life, times))
     return rows
 
 
-def insert_rows(page: int, pools: int, tree: int) -> list[dict[str, Any]]:
-    """Fresh: 1,024 shared and 1,024 new tokens a prompt; duplicate: computed again without reading the cache."""
+def insert_rows(page: int, pools: int, tree: int, quick: bool) -> list[dict[str, Any]]:
+    """Of two requests that computed the same, the first one's pages are fresh, the other's are given back.
+
+    Half of a prompt of 2,048 tokens is shared with others; prompts of other lengths are all new.
+    """
     rng = random.Random(11)
-    cache = core(pools, page, 2 * tree // page)
+    lengths = {1024: 100, 10_240: 20} if quick else {1024: 200, 10_240: 40, 102_400: 8}
+    cache = core(pools, page, (2 * tree + sum(length * count for length, count in lengths.items())) // page)
     systems = [tokens(rng, 1024) for _ in range(64)]
-    prompts = [rng.choice(systems) + tokens(rng, 1024) for _ in range(tree // 1024)]
-    base = {"page": page, "pools": pools, "tree_tokens": tree, "prompt_tokens": 2048}
+    batches = {2048: [rng.choice(systems) + tokens(rng, 1024) for _ in range(tree // 1024)]}
+    batches |= {length: [tokens(rng, length) for _ in range(count)] for length, count in lengths.items()}
+    base = {"page": page, "pools": pools, "tree_tokens": tree}
     rows = []
-    for case, read, work in (("fresh", True, prompts), ("duplicate", False, prompts[:200])):
-        wall, cpu = [], []
-        for prompt in work:
-            lease = begin(cache, prompt, read)
-            c, w = time.thread_time(), time.perf_counter()
-            keep(cache, lease)
-            wall.append((time.perf_counter() - w) * 1e6)
-            cpu.append((time.thread_time() - c) * 1e6)
-            cache.close(lease)
-        rows.append({"bench": "insert", **base, "case": case} | summary(wall, cpu))
+    for length, prompts in batches.items():
+        times: dict[str, tuple[list[float], list[float]]] = {"fresh": ([], []), "duplicate": ([], [])}
+        for prompt in prompts:
+            for lease, case in [(begin(cache, prompt), "fresh"), (begin(cache, prompt), "duplicate")]:
+                c, w = time.thread_time(), time.perf_counter()
+                keep(cache, lease)
+                times[case][0].append((time.perf_counter() - w) * 1e6)
+                times[case][1].append((time.thread_time() - c) * 1e6)
+                cache.close(lease)
+        for case, (wall, cpu) in times.items():
+            rows.append({"bench": "insert", **base, "prompt_tokens": length, "case": case} | summary(wall, cpu))
     calls = max(1, tree // 2 // 2048)
-    wants = [cache.shelves.place(Tier.DEVICE, pool) for pool in range(pools)]
+    places = [cache.shelves.place(Tier.DEVICE, pool) for pool in range(pools)]
 
     def evict() -> None:
-        for place in wants:
+        for place in places:
             cache.shelves.evict(place, 2048 // page)
 
-    rows.append({"bench": "evict", **base, "case": "2048_a_call"} | timed(evict, calls))
+    rows.append({"bench": "evict", **base, "prompt_tokens": 2048, "case": "2048_a_call"} | timed(evict, calls))
     return rows
 
 
@@ -193,10 +204,10 @@ def main() -> None:
     cases = [(int(page), pools) for page in args.pages.split(",") for pools in (1, 4)]
     for page, pools in watched(cases, "core", len(cases)):
         rows += match_rows(page, pools, tree, args.quick)
-        rows += insert_rows(page, pools, tree)
+        rows += insert_rows(page, pools, tree, args.quick)
         rows += turn_rows(page, pools, args.quick)
     page = cases[0][0]
-    small = [*match_rows(page, 1, tree // 10, True), *insert_rows(page, 1, tree // 10)]
+    small = [*match_rows(page, 1, tree // 10, True), *insert_rows(page, 1, tree // 10, True)]
 
     def cost(among: list[dict[str, Any]], **want: object) -> float:
         return float(next(row["cpu_us"] for row in among if all(row[name] == value for name, value in want.items())))

@@ -18,55 +18,49 @@ NOWHERE = -1  # a slot number that is none
 class Run:
     """Pages `first` to `end` of every prompt that passes here. A *place* is tier * pools + pool, device first.
 
-    `here[place]` is the set of positions that are resident there, `slots[place]` their slot numbers, `bad[place]`
-    those of them whose bytes failed their check; `stored[pool]` the positions known to be in storage. `kids[place]`
-    counts the child runs whose first position is resident at that place: what rests on this run's last position.
+    Sets of positions are local: bit i is position `first + i`.
     """
 
-    __slots__ = (
-        "asked",
-        "bad",
-        "children",
-        "coming",
-        "first",
-        "here",
-        "keys",
-        "kids",
-        "parent",
-        "pins",
-        "priority",
-        "queued",
-        "rests",
-        "slots",
-        "stored",
-        "tokens",
-        "tries",
-        "used",
-        "uses",
-        "width",
-    )
+    __slots__ = {  # noqa: RUF023  what it is, what is where, who needs it, how it was used
+        "parent": "the run that this one goes on from; None for the root",
+        "children": "the runs that go on from here, by the packed tokens of their first page",
+        "first": "how many pages come before this run",
+        "tokens": "its packed tokens",
+        "keys": "its keys, one after another",
+        "width": "bytes of packed tokens in a page",
+        "here": "[place] positions that are resident there",
+        "slots": "[place] in which slot, by position; None where nothing is resident",
+        "bad": "[place] positions whose bytes there failed their check: no hit, and no source of a copy",
+        "coming": "[place, and each pool in storage] positions of which a backup to there is in flight",
+        "stored": "[pool] positions known to be in storage",
+        "asked": "[pool] positions backed up to the host since the run was used last: not again before the next use",
+        "kids": "[place] how many child runs begin with a page there: what rests on this run's last position",
+        "pins": "by position: how many leases and copies need all that is there",
+        "rests": "by position: how many leases need its chains, to rest something on them",
+        "used": "when it was used last, in ticks of the core",
+        "uses": "how many requests have used it",
+        "priority": "the highest priority of those",
+        "tries": "backups of it that failed since it was used last",
+        "queued": "bit per place: it stands in that place's eviction order",
+    }
 
     def __init__(self, parent: "Run | None", first: int, tokens: bytes, keys: bytes, pools: int, page_tokens: int):
         self.parent = parent
         self.first = first
         self.tokens = tokens
         self.keys = keys
-        self.width = page_tokens * TOKEN_BYTES  # bytes of packed tokens per page
+        self.width = page_tokens * TOKEN_BYTES
         self.children: dict[bytes, Run] = {}
         self.here = [0] * (2 * pools)
         self.bad = [0] * (2 * pools)
-        self.coming = [0] * (3 * pools)  # copies in flight to a place, or to storage
+        self.coming = [0] * (3 * pools)
         self.kids = [0] * (2 * pools)
         self.slots: list[array[int] | None] = [None] * (2 * pools)
         self.stored = [0] * pools
-        self.asked = [0] * pools  # backups to the host that were sent since the run was used last
-        self.pins = Pins()  # who needs all that is at a position
-        self.rests = Pins()  # who needs only its chains, to rest something on them
-        self.used = 0  # when it was used last, in the core's own ticks
-        self.uses = 0
-        self.priority = 0  # the highest of those who used it
-        self.tries = 0  # backups of it that failed since it was used last
-        self.queued = 0  # bit per place: it stands in that place's eviction order
+        self.asked = [0] * pools
+        self.pins = Pins()
+        self.rests = Pins()
+        self.used = self.uses = self.priority = self.tries = self.queued = 0
 
     @property
     def pages(self) -> int:
