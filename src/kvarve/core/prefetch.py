@@ -83,7 +83,15 @@ class Prefetch:
 
     def fetch(self, lease: Lease) -> bool:
         """Bring what the deepest boundary needs to the host; False if there is nothing that it could wait for."""
-        self.deferred.pop(lease.number, None)
+        waits = self._fetch(lease)
+        if not waits or lease.ops:
+            self.deferred.pop(lease.number, None)
+        else:
+            self.deferred.setdefault(lease.number, lease)  # who tries again keeps its place in the line
+        return waits
+
+    def _fetch(self, lease: Lease) -> bool:
+        """The same; True without a copy under way if there is no room yet."""
         allowed, room = -1, [len(lease.tokens)] * len(self.pools)
         while self.copies.storage:
             # Anew each time: making room may have cost a page of it.
@@ -100,7 +108,6 @@ class Prefetch:
             if fits and lease.claimed:
                 self._take_turn(need)
             if fits and not self._room_in_share(need):
-                self.deferred[lease.number] = lease
                 return True
             if fits:
                 # What is in memory of it must not go to make room for the rest.
@@ -113,10 +120,7 @@ class Prefetch:
                         self.paths.hold(lease, run, guard[0] | lease.held, guard[1] | lease.rests)
                     self._send(lease, need, taken, boundary)
                 self.shelves.unpin(run, *guard)
-                if taken is not None:
-                    return True
-                if self.put_off(lease):
-                    self.deferred[lease.number] = lease
+                if taken is not None or self.put_off(lease):
                     return True
             allowed = ones(boundary)
         return False
