@@ -139,6 +139,8 @@ class Report:
     output_tokens: int = 0
     hit_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys((tier.name.lower() for tier in Tier), 0))
     infinite_hit_tokens: int = 0
+    cost: float = 0.0  # of computing all prompts, in pages at a prompt's beginning
+    saved_cost: float = 0.0  # of what did not have to be computed
     unique_blocks: int = 0
     slots: dict[str, int] = field(default_factory=dict)
     evicted: dict[str, int] = field(default_factory=dict)
@@ -154,8 +156,13 @@ class Report:
     def infinite_hit_rate(self) -> float:
         return self.infinite_hit_tokens / max(1, self.prompt_tokens)
 
+    @property
+    def saved_rate(self) -> float:
+        return self.saved_cost / max(1.0, self.cost)
+
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"hit_rate": self.hit_rate, "infinite_hit_rate": self.infinite_hit_rate}
+        rates = ("hit_rate", "infinite_hit_rate", "saved_rate")
+        return asdict(self) | {name: getattr(self, name) for name in rates}
 
 
 # --- the trace
@@ -335,6 +342,8 @@ def replay(
             core.step([hands.answer(effect) for effect in core.take()], now)
         for tier, pages in zip(Tier, lease.from_tiers(), strict=True):
             report.hit_tokens[tier.name.lower()] += pages * config.page_tokens
+        report.cost += core.config.cost.of(0, request.input_length // config.page_tokens)
+        report.saved_cost += core.config.cost.of(0, lease.boundary)
         core.grow(lease, core.keepable(lease))
         core.publish(lease, lease.room)
         core.close(lease)
@@ -444,7 +453,10 @@ def _table(report: Report, config: SimulationConfig) -> Table:
     table.add_row("all tiers", "", "", f"{sum(report.hit_tokens.values()):,}", f"{report.hit_rate:.1%}")
     table.add_row("never forgetting", "", "", f"{report.infinite_hit_tokens:,}", f"{report.infinite_hit_rate:.1%}")
     moved = ", ".join(f"{edge.replace('_', ' ')} {format_size(size)}" for edge, size in report.moved_bytes.items())
-    table.caption = f"moved: {moved or 'nothing'}; computed without room to keep them: {report.uncached_pages:,} pages"
+    saved = f"{report.saved_rate:.1%} of the computing saved"
+    table.caption = (
+        f"{saved}; moved: {moved or 'nothing'}; computed without room to keep them: {report.uncached_pages:,} pages"
+    )
     return table
 
 

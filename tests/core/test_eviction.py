@@ -73,30 +73,47 @@ def test_a_page_that_an_important_request_used_goes_last() -> None:
     assert survivors(world, 5) == [0, 2, 4]
 
 
-def test_a_page_far_into_a_prompt_is_dear_to_compute_and_stays() -> None:
-    world = World(config(ATTENTION, device=12, eviction="flops", cost=PageCost(1.0, 1.0)))
-    world.request(prompt(8, seed=0))
-    for seed in (1, 2, 3):
+def passers_by(world: World, count: int, first: int) -> None:
+    """Short prompts that never come again, from which an order learns how long a page lasts."""
+    for seed in range(first, first + count):
         world.request(prompt(2, seed=seed))
-    assert world.hit(prompt(8, seed=0)) == (8, 8) and world.hit(prompt(2, seed=1))[0] < 2
 
 
-def test_a_state_that_stands_alone_is_dearer_than_one_close_behind_another() -> None:
-    world = World(config(ATTENTION, STATE, device=[64, 3], eviction="flops"))
-    world.request(prompt(8, seed=0))
-    world.request(prompt(2, seed=1))
-    world.request(prompt(3, seed=2))
-    world.request(prompt(4, seed=3))
-    assert world.hit(prompt(8, seed=0)) == (8, 8)
-    assert world.hit(prompt(2, seed=1)) == (0, 0)
+@pytest.mark.parametrize(("order", "stays"), [("lru", False), ("flops", True)])
+def test_a_page_far_into_a_prompt_is_dear_to_compute_and_stays(order: str, stays: bool) -> None:
+    world = World(config(ATTENTION, device=16, eviction=order, cost=PageCost(1.0, 1.0)))
+    passers_by(world, 100, first=100)
+    world.request(prompt(8))
+    passers_by(world, 6, first=300)
+    assert (world.hit(prompt(8)) == (8, 8)) is stays
+
+
+@pytest.mark.parametrize(("order", "stays"), [("lru", False), ("flops", True)])
+def test_a_state_that_stands_alone_is_dearer_than_one_close_behind_another(order: str, stays: bool) -> None:
+    world = World(config(ATTENTION, STATE, device=[256, 4], eviction=order))
+    passers_by(world, 100, first=100)
+    world.request(prompt(16))
+    passers_by(world, 6, first=300)
+    assert (world.hit(prompt(16)) == (16, 16)) is stays
 
 
 def test_what_is_dear_ages_too() -> None:
-    world = World(config(ATTENTION, STATE, device=[64, 2], eviction="flops"))
-    world.request(prompt(8, seed=0))
-    for seed in range(1, 12):
-        world.request(prompt(2, seed=seed))
-    assert world.hit(prompt(8, seed=0)) == (0, 0), "nobody used it while much else went by"
+    world = World(config(ATTENTION, STATE, device=[256, 4], eviction="flops"))
+    passers_by(world, 100, first=100)
+    world.request(prompt(16))
+    passers_by(world, 60, first=300)
+    assert world.hit(prompt(16)) == (0, 0), "nobody used it while much else went by"
+
+
+def test_where_all_costs_the_same_flops_is_lru() -> None:
+    worlds = [World(config(ATTENTION, device=9, eviction=order)) for order in ("lru", "flops")]
+    for turn in range(120):
+        for world in worlds:
+            world.request(prompt(1 + turn % 3, seed=turn * turn % 7))
+    assert worlds[0].log == worlds[1].log
+    assert [world.hit(prompt(3, seed=seed)) for world in worlds[:1] for seed in range(7)] == [
+        world.hit(prompt(3, seed=seed)) for world in worlds[1:] for seed in range(7)
+    ]
 
 
 @pytest.mark.parametrize("order", ORDERS)

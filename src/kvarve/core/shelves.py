@@ -40,7 +40,7 @@ class Shelves:
         self.free = [array("i", range(room - 1, -1, -1)) for room in self.capacity]
         lookbacks = [pool.lookback for pool in self.pools]
         self.orders = [
-            order_for(eviction, Place(place, lookbacks[place % len(self.pools)], cost))
+            order_for(eviction, Place(place, lookbacks[place % len(self.pools)], cost, lambda: self.tick))
             for place in range(len(self.capacity))
         ]
         self.counts_uses = any(order.counts_uses for order in self.orders)

@@ -1,9 +1,10 @@
-"""What is cheap to compute anew goes first, for each byte that it takes, unless it was used lately or often.
+"""What is cheap to compute anew goes sooner than its last use says, and what is dear goes later.
 
-This is GreedyDual-Size-Frequency (Cherkasova 1998): a page is worth `uses * cost / size` above the worth of what was
-evicted last, so worth ages as others leave. All pages of a place have one size, so cost alone is compared. A page of
-a chain costs itself, which is dear where much comes before it; a window or a state costs everything from the boundary
-before it that is kept, so one that stands alone and deep is dear and one that stands close behind another is cheap.
+The weighing of recency against FLOPs saved per byte is Marconi's (Pan et al., 2024). All pages of a place are of one
+size, so cost alone is compared. A page of a chain costs itself, which is dear where much comes before it; a window or a
+state costs everything since the boundary before it that is kept, so one that stands alone and deep is dear and one
+close behind another is cheap. The unit of time is how long an average page lasts at the moment: a page of twice the
+average cost outlives it by half of that. Where all costs are equal this is LRU.
 """
 
 from typing import Any
@@ -11,26 +12,32 @@ from typing import Any
 from kvarve.core.eviction.order import Place, Ranked
 from kvarve.core.tree import Run
 
+WEIGHT = 0.5  # lifetimes that a page outlives another by, if it costs more by the average cost
+MOST = 4.0  # times the average cost, beyond which dearer is no better
+MEMORY = 64  # how many of the pages that left last make the average
 LOOK_UP = 16  # runs towards the root in which the state before this one is looked for
 
 
 class Flops(Ranked):
-    counts_uses = True
-
     def __init__(self, place: Place) -> None:
         super().__init__(place)
-        self._age = 0.0  # the worth of what was asked last
+        self._lifetime = 0.0  # from the last use of a page to its turn to go, in ticks
+        self._average = 0.0  # cost of the pages whose turn came lately
 
-    def rank(self, run: Run) -> tuple[float, int, int]:
-        return self._age + max(1, run.uses) * self._cost(run), run.uses, run.used
+    def rank(self, run: Run) -> tuple[float, int]:
+        dear = min(MOST, self._cost(run) / self._average) if self._average else 0.0
+        return run.used + WEIGHT * self._lifetime * dear, run.used
 
     def stale(self, rank: Any, run: Run) -> bool:
-        return bool(rank[1:] != (run.uses, run.used))  # its worth is of the time of its last use
+        return bool(rank[1] != run.used)  # it keeps the worth that it had when it was put here
 
-    def taken(self, rank: Any) -> None:
-        self._age = rank[0]
+    def taken(self, run: Run) -> None:
+        steps = 1 / MEMORY
+        self._lifetime += (self.place.tick() - run.used - self._lifetime) * steps
+        self._average += (self._cost(run) - self._average) * (steps if self._average else 1)
 
     def _cost(self, run: Run) -> float:
+        """Of the page that would go first."""
         here = run.here[self.place.number]
         if not here:
             return 0.0
@@ -38,10 +45,10 @@ class Flops(Ranked):
             last = run.first + here.bit_length() - 1
             return self.place.cost.of(last, last + 1)
         first = run.first + (here & -here).bit_length() - 1
-        return self.place.cost.of(self._before(run, first), first + 1)
+        return self.place.cost.of(self._before(run), first + 1)
 
-    def _before(self, run: Run, position: int) -> int:
-        """The boundary before a position at which this pool was kept last."""
+    def _before(self, run: Run) -> int:
+        """The boundary before a run at which this pool was kept last."""
         above = run.parent
         for _ in range(LOOK_UP):
             if above is None:

@@ -5,6 +5,7 @@ at most once; who asks takes it out, and puts it back if it has more to give.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -16,11 +17,13 @@ from kvarve.core.tree import Run
 
 @dataclass(frozen=True)
 class Place:
-    """What an order may know of its place: which one it is, what its pool's layers read, and what computing costs."""
+    """What an order may know of its place: which one it is, what its pool's layers read, what computing costs, and how
+    often anything has been used so far."""
 
     number: int
     lookback: int | None
     cost: PageCost
+    tick: Callable[[], int]
 
 
 class Order(ABC):
@@ -74,7 +77,7 @@ class Ranked(Order):
             elif self.stale(rank, run):
                 self.push(run)
             else:
-                self.taken(rank)
+                self.taken(run)
                 return run
         return None
 
@@ -82,8 +85,8 @@ class Ranked(Order):
         """Whether a run stands at a rank that is not its own any more."""
         return bool(rank != self.rank(run))
 
-    def taken(self, rank: Any) -> None:
-        """The turn of a run of this rank has come."""
+    def taken(self, run: Run) -> None:
+        """The turn of a run has come."""
 
     def bury(self) -> None:
         self._dead += 1
