@@ -334,6 +334,41 @@ def test_who_waits_for_storage_is_passed_by(make: Make) -> None:
     assert slow.result(0.1)[1] == alone("qwen3_5", PROMPT, 1, DECODED)
 
 
+def test_equal_prompts_that_wait_behind_each_other_are_computed_once(make: Make) -> None:
+    engine = make(start=False, max_running=1)
+    requests = [engine.submit(a_request(a_prompt(PROMPT, 1))) for _ in range(6)]
+    turns(engine, lambda: engine.counts.finished == len(requests))
+    found = [request.result(0.1)[2].usage for request in requests]
+    cached = [usage and usage.device + usage.host + usage.storage for usage in found]
+    assert cached == [0] + [(PROMPT - 1) // CHUNK * CHUNK] * 5
+    assert len({tuple(request.prompt) for request in requests}) == 1
+
+
+def test_a_crowd_that_comes_at_once_hits_as_if_it_came_one_by_one(make: Make) -> None:
+    model = a_model()
+    room = 40 * sum(pool.payload_bytes for pool in model.identity.pools)  # for a few such prompts, not for twelve
+    engine = make(model, start=False, max_running=2, device=room)
+    prompts = [a_prompt(PROMPT, seed) for seed in range(12)]
+    for prompt in prompts:
+        request = engine.submit(a_request(prompt))
+        turns(engine, lambda request=request: not request.pieces.empty() and not any(engine.load()))
+        engine.cache.settle()
+    engine.cache.flush([Tier.DEVICE])
+    crowd = [engine.submit(a_request(prompt)) for prompt in prompts]
+    turns(engine, lambda: engine.counts.finished == 24)
+    hits = [request.result(0.1)[2].usage for request in crowd]
+    assert [usage and usage.host for usage in hits] == [(PROMPT - 1) // CHUNK * CHUNK] * 12
+
+
+def test_a_requests_priority_reaches_its_pages(make: Make) -> None:
+    engine = make(start=False, eviction="priority")
+    request = a_request(a_prompt(PROMPT))
+    request.priority = 7
+    engine.submit(request)
+    turns(engine, lambda: engine.counts.finished == 1)
+    assert {run.priority for run in engine.cache.core.shelves.runs() if run.parent} == {7}
+
+
 # --- going away, failing, dying
 
 

@@ -231,7 +231,7 @@ class Engine:
             self._finish(request, Piece("", (), finish, Usage(len(request.prompt), 0, 0, 0, 0), self.broken))
             return
         try:
-            lease = self.cache.open(request.prompt, request.salt, request.read_cache)
+            lease = self.cache.open(request.prompt, request.salt, request.read_cache, request.priority)
         except Exception as e:  # a bug of ours ends the engine below; who is in no list yet is told here
             usage = Usage(len(request.prompt), 0, 0, 0, 0)
             self._finish(request, Piece("", (), Finish.ERROR, usage, f"{type(e).__name__}: {e}"))

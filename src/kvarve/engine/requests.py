@@ -79,6 +79,7 @@ class Request:
     prompt: Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
     salt: str = ""
+    priority: int = 0  # of its pages, where eviction is by priority: high stays longest
     read_cache: bool = True
     deliver: Callable[[Piece], None] | None = None
     number: int = field(default_factory=lambda: next(_numbers))

@@ -113,6 +113,7 @@ class Asked(_Words):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    cache_priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # for --eviction priority: high stays
     skip_reading_prefix_cache: bool | None = None
 
     @property

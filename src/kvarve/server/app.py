@@ -280,6 +280,7 @@ class _Answer:
             prepared.prompt,
             prepared.sampling,
             salt=asked.cache_salt or "",
+            priority=asked.cache_priority or 0,
             read_cache=not asked.skip_reading_prefix_cache,
             deliver=self._deliver,
         )
