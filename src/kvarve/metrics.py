@@ -30,9 +30,14 @@ _COPIES = {"fetched": ("storage", "host"), "loaded": ("host", "device")} | {
 }
 _PAGE_COUNTERS = {
     "failed": ("kvarve_failed_copies", "Copies between tiers that did not end well."),
-    "late": ("kvarve_late_pages", "Pages that arrived when nobody waited for them any more."),
+    "late": ("kvarve_late_pages", "Pages that arrived when nobody waited for them any more; kept if they fit."),
     "duplicates": ("kvarve_duplicate_pages", "Pages computed that another request had published meanwhile."),
     "uncached": ("kvarve_uncached_pages", "Pages computed without room on the device to keep them."),
+    "given_up": (
+        "kvarve_given_up_backups",
+        "Runs of pages whose backup failed too often; tried again at the next use.",
+    ),
+    "strays": ("kvarve_stray_answers", "Answers about copies that were not in flight."),
 }
 
 
