@@ -1,10 +1,13 @@
-"""The laws of the core, checked page by page. Written from the design alone: it shares no code with what it checks."""
+"""The laws of the core, checked page by page. Written from the design alone: it shares no code with what it checks.
 
-from collections import Counter
+Sets of positions are integers, as in the core, so that the laws can be looked at after every input of a long life.
+"""
+
+from collections.abc import Iterator
 
 from kvarve.core.cache import Core
 from kvarve.core.lease import Phase
-from kvarve.core.tree import Run
+from kvarve.core.tree import NOWHERE, Run
 
 
 class BrokenLaw(AssertionError):
@@ -16,107 +19,146 @@ def _check(true: object, law: str) -> None:
         raise BrokenLaw(law)
 
 
+def _each(positions: int) -> Iterator[int]:
+    position = 0
+    while positions >> position:
+        if positions >> position & 1:
+            yield position
+        position += 1
+
+
 def _runs(core: Core) -> list[Run]:
     found: list[Run] = []
     stack: list[Run] = [*core.shelves.roots.values()]
+    for root in stack:
+        _check(not root.tokens and not root.keys and not any(root.here), "a root is no page")
     while stack:
         run = stack.pop()
         found.append(run)
+        end = run.first + len(run.tokens) // run.width
         for first_page, child in run.children.items():
             _check(child.parent is run, "a child knows its parent")
             _check(child.tokens[: child.width] == first_page, "a child stands under its first page")
-            _check(child.first == run.first + len(run.tokens) // run.width, "a child begins where its parent ends")
+            _check(child.first == end, "a child begins where its parent ends")
             _check(len(child.tokens) > 0, "a run holds at least one page")
             stack.append(child)
     return found
 
 
-def audit(core: Core) -> None:
-    """Raise `BrokenLaw` if any law does not hold now."""
-    pools, places = len(core.pools), 2 * len(core.pools)
-    chains = [i for i, pool in enumerate(core.pools) if pool.lookback is None]
-    runs = _runs(core)
-    owners: list[Counter[int]] = [Counter(slots) for slots in core.shelves.free]
-    holds: Counter[tuple[int, int]] = Counter()
-    by_id = {id(run): run for run in runs}
+def _held(core: Core, runs: list[Run]) -> dict[int, list[int]]:
+    """The sets of its positions that leases and copies hold, for each run by its id."""
+    held: dict[int, list[int]] = {id(run): [] for run in runs}
 
     def hold(run: Run | None, positions: int) -> None:
-        position = 0
-        while positions >> position:
-            if positions >> position & 1:
-                at = run
-                while at is not None and position < at.first:
-                    at = at.parent
-                _check(at is not None and id(at) in by_id, "what is held is in the tree")
-                assert at is not None
-                holds[id(at), position - at.first] += 1
-            position += 1
+        while positions:
+            _check(run is not None, "what is held is in the tree")
+            assert run is not None
+            if share := positions >> run.first:  # a reference may be to a run below, even to one that has left the tree
+                _check(id(run) in held and not share >> len(run.keys) // 32, "what is held is in the tree")
+                held[id(run)].append(share)
+            positions, run = positions & (1 << run.first) - 1, run.parent
 
     for lease in core.leases.values():
-        _check(lease.phase is not Phase.CLOSED, "a closed lease is gone")
         hold(lease.run, lease.held)
-        for pool, slots in enumerate(lease.own):
-            owners[pool].update(slots.values())
-        for pool, slots in enumerate(lease.landed):
-            owners[pools + pool].update(slots.values())
-        # The engine takes its private copy before it publishes; after that windows and states may go.
-        if lease.phase is Phase.READY and lease.done == lease.boundary:
-            for pool, spec in enumerate(core.pools):
-                positions, slots_ = core.slots(lease, pool)
-                far = lease.boundary if spec.lookback is None else min(spec.lookback, lease.boundary)
-                _check(len(positions) == far, "a ready lease has its pages")
-                _check(len(set(slots_)) == len(slots_), "each page of a lease has its own slot")
     for op in core.copies.ops.values():
         if op.run is not None:
             hold(op.run, op.pinned)
+    return held
+
+
+def _audit_leases(core: Core) -> None:
+    for lease in core.leases.values():
+        _check(lease.phase is not Phase.CLOSED, "a closed lease is gone")
+        # The engine takes its private copy before it publishes; after that windows and states may go.
+        if lease.phase is Phase.READY and lease.done == lease.boundary:
+            for pool, spec in enumerate(core.pools):
+                positions, slots = core.slots(lease, pool)
+                far = lease.boundary if spec.lookback is None else min(spec.lookback, lease.boundary)
+                _check(len(positions) == far, "a ready lease has its pages")
+                _check(len(set(slots)) == len(slots), "each page of a lease has its own slot")
+
+
+def _audit_slots(core: Core, runs: list[Run]) -> None:
+    """Every slot is free, or owned by exactly one page position, lease or copy."""
+    pools = len(core.pools)
+    owned = [free.tolist() for free in core.shelves.free]
+    for lease in core.leases.values():
+        for place, slots in enumerate((*lease.own, *lease.landed)):
+            owned[place].extend(slots.values())
+    for op in core.copies.ops.values():
         if op.edge[1] < 2 and op.edge[0] != op.edge[1]:
             for page in op.pages:
-                owners[int(op.edge[1]) * pools + page.pool][page.target] += 1
+                owned[op.edge[1] * pools + page.pool].append(page.target)
+    for run in runs:
+        for place, (here, table) in enumerate(zip(run.here, run.slots, strict=True)):
+            if table is not None:
+                owned[place].extend([slot for slot in table if slot != NOWHERE])
+                absent = table.count(NOWHERE)
+                _check(here.bit_count() == len(table) - absent, "a page has a slot if and only if it is resident")
+                if absent:
+                    _check(all(table[local] != NOWHERE for local in _each(here)), "a resident page has a slot")
+            else:
+                _check(not here, "a resident page has a slot")
+    for place, slots_ in enumerate(owned):
+        slots_.sort()
+        if slots_ != [*range(core.shelves.capacity[place])]:
+            raise BrokenLaw(f"every slot of place {place} has exactly one owner")
+
+
+def audit(core: Core) -> None:
+    """Raise `BrokenLaw` if any law does not hold now."""
+    pools = len(core.pools)
+    chains = [i for i, pool in enumerate(core.pools) if pool.lookback is None]
+    runs = _runs(core)
+    held = _held(core, runs)
+    _audit_leases(core)
+    _audit_slots(core, runs)
+
+    # A run stands in an eviction order exactly once if it has a page to give; it may stand there in vain, not twice.
+    standing = dict.fromkeys(held, 0)
+    for place, order in enumerate(core.shelves.orders):
+        for run in order.runs():
+            if id(run) in standing:
+                _check(not standing[id(run)] >> place & 1, "no run stands twice in an eviction order")
+                standing[id(run)] |= 1 << place
 
     for run in runs:
         length = len(run.tokens) // run.width
         _check(len(run.keys) == 32 * length, "every page has a key")
-        for local in range(length):
-            _check(run.pins.count(local) == holds[id(run), local], "pins are exactly what leases and copies hold")
-            resident = [bool(run.here[place] >> local & 1) for place in range(places)]
-            for place in range(places):
-                if resident[place]:
-                    table = run.slots[place]
-                    assert table is not None
-                    owners[place][table[local]] += 1
-                else:
-                    _check(not run.bad[place] >> local & 1, "only a page that is here can be bad")
-            above, up = (run, local - 1) if local else (run.parent, -1)
-            if above is not None and up < 0:
-                up = len(above.tokens) // above.width - 1
-            for chain in chains:
-                _check(resident[chain] or resident[pools + chain], "a position keeps its attention page in memory")
-                if resident[chain] and above is not None and up >= 0:
-                    _check(above.here[chain] >> up & 1, "an attention page is on the device only if its parent is")
-        for bits in (*run.here, *run.bad, *run.stored, *run.coming):
-            _check(bits >> length == 0, "nothing is known of positions that are not there")
-        for place in range(places):
-            below = sum(child.here[place] & 1 for child in run.children.values())
-            _check(run.kids[place] == below, "a run knows how many pages rest on its end")
+        sets, pinned = held[id(run)], 0
+        for each in sets:
+            pinned |= each
+        _check(run.pins.held() == pinned, "pins are exactly what leases and copies hold")
+        for local in _each(pinned):
+            count = sum(each >> local & 1 for each in sets)
+            _check(run.pins.count(local) == count, "pins are exactly what leases and copies hold")
 
-    for place, owned in enumerate(owners):
-        _check(
-            all(count == 1 for count in owned.values()) and set(owned) == set(range(core.shelves.capacity[place])),
-            f"every slot of place {place} has exactly one owner",
-        )
+        known = 0
+        for here, bad in zip(run.here, run.bad, strict=True):
+            known |= here
+            _check(not bad & ~here, "only a page that is here can be bad")
+        for bits in (*run.stored, *run.coming):
+            known |= bits
+        _check(not known >> length, "nothing is known of positions that are not there")
+        for chain in chains:
+            near = run.here[chain]
+            _check(near | run.here[pools + chain] == (1 << length) - 1, "a position keeps its attention page in memory")
+            _check(not near & near + 1, "an attention page is on the device only if its parent is")
+            above = run.parent
+            if near and above is not None and above.keys:
+                parent = above.here[chain] >> len(above.keys) // 32 - 1 & 1
+                _check(parent, "an attention page is on the device only if its parent is")
 
-    # A run stands in an eviction order exactly once if it has a page to give; it may stand there in vain, not twice.
-    for place, order in enumerate(core.shelves.orders):
-        standing = Counter(id(run) for run in order.runs())
-        _check(all(count == 1 for count in standing.values()), "no run stands twice in an eviction order")
-        for run in runs:
-            held = [local for local in range(len(run.tokens) // run.width) if holds[id(run), local]]
-            here = {local for local in range(len(run.tokens) // run.width) if run.here[place] >> local & 1}
-            if place % pools in chains:
-                resting = any(child.here[place] & 1 for child in run.children.values())
-                giveable = set() if resting else {local for local in here if not held or local > max(held)}
+        giveable, children = 0, [child.here for child in run.children.values()]
+        for place, here in enumerate(run.here):
+            resting = 0
+            for theirs in children:
+                resting += theirs[place] & 1
+            _check(run.kids[place] == resting, "a run knows how many pages rest on its end")
+            if place % pools not in chains:
+                may_go = here & ~pinned
             else:
-                giveable = here - set(held)
-            if giveable:
-                _check(standing[id(run)], "what may be evicted stands in the eviction order")
-            _check(bool(run.queued >> place & 1) == bool(standing[id(run)]), "a run knows where it stands")
+                may_go = 0 if resting else here >> pinned.bit_length()
+            giveable |= bool(may_go) << place
+        _check(not giveable & ~standing[id(run)], "what may be evicted stands in the eviction order")
+        _check(run.queued == standing[id(run)], "a run knows where it stands")
