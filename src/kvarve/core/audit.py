@@ -155,10 +155,7 @@ def audit(core: Core) -> None:
             for theirs in children:
                 resting += theirs[place] & 1
             _check(run.kids[place] == resting, "a run knows how many pages rest on its end")
-            if place % pools not in chains:
-                may_go = here & ~pinned
-            else:
-                may_go = 0 if resting else here >> pinned.bit_length()
-            giveable |= bool(may_go) << place
+            rests = place % pools in chains
+            giveable |= bool(here >> pinned.bit_length() and not resting if rests else here & ~pinned) << place
         _check(not giveable & ~standing[id(run)], "what may be evicted stands in the eviction order")
         _check(run.queued == standing[id(run)], "a run knows where it stands")

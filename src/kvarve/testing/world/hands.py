@@ -44,9 +44,9 @@ class Hands:
     def arena(self, tier: Tier, pool: int) -> list[bytes]:
         return self.arenas[int(tier) * len(self.pools) + pool]
 
-    def name(self, page: Page) -> Name:
+    def name(self, key: bytes, pool: int) -> Name:
         """What a page is called in storage; of pages that are the same on every rank there is one for all."""
-        return page.key, page.pool, 0 if self.pools[page.pool].replicated else self.rank
+        return key, pool, 0 if self.pools[pool].replicated else self.rank
 
     def start(self, effect: Effect) -> None:
         """Look at both ends of a copy that begins, and mark its targets."""
@@ -69,7 +69,9 @@ class Hands:
         for i, page in enumerate(effect.pages):
             away, decayed = bool(lost >> i & 1), bool(rotten >> i & 1)
             if isinstance(effect, Probe):
-                arrived = self.name(page) in store.objects and not away and not store.mute >> self.rank & 1
+                arrived = (
+                    self.name(page.key, page.pool) in store.objects and not away and not store.mute >> self.rank & 1
+                )
                 spoiled = False
             elif effect.target is Tier.STORAGE:
                 arrived, spoiled = self._store(effect, page, store, away, decayed)
@@ -100,10 +102,13 @@ class Hands:
             content = self.arena(Tier.HOST, page.pool)[page.source] = ROTTEN
         return content
 
+    def _has(self, store: Store, page: Page) -> bool:
+        return not store.mute >> self.rank & 1 and self.name(page.key, page.pool) in store.objects
+
     def _fetched(self, page: Page, store: Store, decayed: bool) -> bytes | None:
         """What storage gives for a page; what is bad is deleted there, so that the page computed anew is written."""
-        name = self.name(page)
-        if store.mute >> self.rank & 1 or name not in store.objects:
+        name = self.name(page.key, page.pool)
+        if not self._has(store, page):
             return None
         content = ROTTEN if decayed else store.objects[name]
         if content == ROTTEN:
@@ -111,7 +116,7 @@ class Hands:
         return content
 
     def _store(self, copy: Copy, page: Page, store: Store, away: bool, decayed: bool) -> tuple[bool, bool]:
-        content, name = self._read(copy, page, decayed), self.name(page)
+        content, name = self._read(copy, page, decayed), self.name(page.key, page.pool)
         if name[2] != self.rank:  # another rank writes it for all
             return True, False
         if content == ROTTEN or away or store.mute >> self.rank & 1:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from kvarve.core.effects import Ended
 from kvarve.core.lease import Lease
 from kvarve.errors import ConfigError
-from kvarve.model import MEMORY_TIERS, Tier
+from kvarve.model import MEMORY_TIERS
 from kvarve.testing.world.hands import PAGE, ROTTEN
 from kvarve.testing.world.scenes import PATIENCES, configure, draw, draw_prompt, words
 from kvarve.testing.world.world import World
@@ -162,21 +162,26 @@ def _unheard(world: World, number: int, good: int) -> bool:
 
 def _rot(world: World, pick: int, rank: int, storage: int) -> bool:
     """A page decays on one rank where nobody looks: in the host, or in storage."""
-    rank %= len(world.hands)
-    hands = world.hands[rank]
     if storage:
         name = _one(pick, [*world.storage.objects])
         if name is not None:
             world.storage.objects[name] = ROTTEN
         found = name is not None
     else:
-        arenas = hands.arenas[len(hands.pools) :]
-        place = _one(pick, [(arena, at) for arena in arenas for at, content in enumerate(arena) if len(content) == PAGE])
-        if place is not None:
-            place[0][place[1]] = ROTTEN
-        found = place is not None
+        arenas = world.hands[rank % len(world.hands)].arenas[len(world.core.pools) :]
+        pages = [(arena, at) for arena in arenas for at, content in enumerate(arena) if len(content) == PAGE]
+        page = _one(pick, pages)
+        if page is not None:
+            page[0][page[1]] = ROTTEN
+        found = page is not None
     world.seen[f"rotten in {'storage' if storage else 'the host'}"] += found
     return found
+
+
+def _elsewhere(world: World, text: str, salt: str, missing: int) -> bool:
+    """Another server stores a prompt in the storage that we share, but for some pages (bits)."""
+    world.stock(words(text), salt, missing)
+    return True
 
 
 def _forget(world: World, pick: int, many: int) -> bool:
@@ -209,6 +214,7 @@ ACTIONS: Mapping[str, Callable[..., bool]] = {
     "again": _again,
     "unheard": _unheard,
     "rot": _rot,
+    "elsewhere": _elsewhere,
     "forget": _forget,
     "mute": _mute,
 }
@@ -231,25 +237,26 @@ class Fate:
     def __init__(self, dice: random.Random) -> None:
         self.dice = dice
         self.trouble = dice.choice([0.0, 0.05, 0.3])  # chance that a page of a copy does not arrive
-        self.told = dice.choice([0.1, 0.5, 1.0])  # share of what is in flight that ends in a step
-        self.crowd = dice.choice([2, 5, 9])
+        self.told = dice.choice([0.2, 0.6, 1.0])  # share of what is in flight that ends in a step
+        self.crowd = dice.choice([1, 2, 4, 8])
         self.newest = dice.random() < 0.3  # what was sent last ends first, so some of it is very late
         self.known: list[str] = []
         faults = dice.choice([0.0, 0.3, 1.0])
         weights = {
             "step": dice.choice([30, 60]),
-            "request": dice.choice([4, 16]),
-            "open": 16,
-            "claim": 12,
+            "request": dice.choice([2, 12]),
+            "open": 18,
+            "claim": dice.choice([4, 20]),
             "grow": 12,
             "publish": 10,
-            "close": dice.choice([3, 6]),
-            "flush": dice.choice([0, 2, 8]),
+            "close": dice.choice([6, 14]),
+            "flush": dice.choice([0, 4, 10]),
             "half": 6,
             "lose": 1.5 * faults,
+            "elsewhere": dice.choice([0, 2]),
             "rot": 4 * faults,
             "forget": 2 * faults,
-            "mute": 1 * faults,
+            "mute": 0.5 * faults,
         }
         self.kinds, self.weights = [*weights], [*weights.values()]
 
@@ -262,7 +269,7 @@ class Fate:
             case "step":
                 return ["step", dice.choice([0.0, 0.5, 2.0]), self._ends(len(world.flying))]
             case "request":
-                return ["request", self._prompt(), dice.choice("aaab"), 1, dice.randint(1, 3), int(dice.random() < 0.3)]
+                return ["request", self._prompt(), dice.choice("aaab"), 1, dice.randint(1, 3), int(dice.random() < 0.5)]
             case "open":
                 return ["open", self._prompt(), dice.choice("aaab"), dice.randrange(4), int(dice.random() < 0.85)]
             case "grow":
@@ -275,10 +282,12 @@ class Fate:
                 return ["half", pick, dice.randrange(4), self._some(self.trouble), self._some(self.trouble / 3)]
             case "rot":
                 return ["rot", pick, dice.randrange(4), dice.randrange(2)]
+            case "elsewhere":
+                return ["elsewhere", self._prompt(), dice.choice("aaab"), self._some(self.trouble)]
             case "forget":
                 return ["forget", pick, dice.choice([1, 1, 3, 100])]
             case "mute":
-                return ["mute", dice.choice([0, 0, 0, 1, 2, 15])]
+                return ["mute", dice.choice([0, 0, 0, 0, 1, 2, 15])]
             case _:
                 return [kind, pick]
 
@@ -292,9 +301,9 @@ class Fate:
 
     def _prompt(self) -> str:
         dice = self.dice
-        if self.known and dice.random() < 0.6:
-            return dice.choice(self.known) + dice.choice(["", "1", "1", "10", "0111"])
-        self.known = [*self.known, draw_prompt(dice)][-4:]
+        if self.known and dice.random() < 0.8:
+            return dice.choice(self.known) + dice.choice(["", "", "", "1", "10", "0111"])
+        self.known = [*self.known, draw_prompt(dice)][-3:]
         return self.known[-1]
 
     def _some(self, chance: float) -> int:

@@ -95,6 +95,6 @@ def configure(plain: Mapping[str, Any]) -> CoreConfig:
 
 def draw_prompt(dice: random.Random) -> str:
     """A prompt that shares a beginning with others, or several: few tokens, few places to branch."""
-    text = "0" * dice.choice([0, 4, 8, 13, 20])
+    text = "0" * dice.choice([0, 4, 8, 8, 13, 20])
     text += dice.choice("01") * dice.choice([0, 1, 4, 6])
     return text + "".join(dice.choice("01") for _ in range(dice.choice([0, 0, 1, 3])))

@@ -12,14 +12,14 @@ from typing import TypeVar
 
 from kvarve.core.audit import audit
 from kvarve.core.cache import ROOM_RETRIES, Core
-from kvarve.core.effects import Copy, Effect, Ended, Probe
+from kvarve.core.effects import Copy, Effect, Ended
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import WAIT_COMPLETE, Patience
 from kvarve.core.settings import CoreConfig
 from kvarve.core.tree import Run
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES, extend, pack, root_key
 from kvarve.model import Tier
-from kvarve.testing.world.hands import BROKEN, FREE, ROTTEN, Hands, Store, empty, flying
+from kvarve.testing.world.hands import BROKEN, FREE, ROTTEN, Hands, Store, empty
 from kvarve.testing.world.looks import differ, runs
 from kvarve.testing.world.scenes import configure, draw
 
@@ -67,7 +67,7 @@ class World:
 
     def open_packed(self, tokens: bytes, salt: str, patience: Patience, read: bool) -> Lease:
         root = root_key(b"world", salt)
-        keys = self._learn(root, tokens, 0)
+        keys = self._learn(root, tokens)
         hit = self.core.lookup(root, tokens)  # on one rank only: if it changed anything, the ranks would differ
         assert (hit.device, hit.memory, hit.by_pool) == self._expected_hit(keys, len(tokens) // TOKEN_BYTES), (
             "a hit is what a brute force finds"
@@ -190,6 +190,15 @@ class World:
         """Let the storage lose one page of a prompt."""
         del self.storage.objects[self._key(tokens, position, salt), pool, 0]
 
+    def stock(self, tokens: bytes, salt: str = "", missing: int = 0) -> None:
+        """Storage has got a prompt's pages from another server, but for some of them (bits)."""
+        for position, key in enumerate(self._learn(root_key(b"world", salt), tokens)):
+            for pool in range(len(self.core.pools) if not missing >> position & 1 else 0):
+                for hands in self.hands:
+                    name = hands.name(key, pool)
+                    self.storage.objects.setdefault(name, key)
+                    self.storage.ever.add(name)
+
     def settle(self, lost: bool = False) -> None:
         """Let everything in flight end, well or badly, until nothing new comes up."""
         for _ in range(400):
@@ -257,6 +266,12 @@ class World:
         assert free == self.core.shelves.capacity, "after a flush everything is free"
         assert not self.core.shelves.roots, "after a flush nothing is remembered"
 
+    def happened(self) -> Counter[str]:
+        """What the core counted, and from where hits came."""
+        counted = Counter({f"pages {what}": times for what, times in vars(self.core.counters).items()})
+        counted.update({f"hit pages from {tier.name.lower()}": self.hits[tier] for tier in Tier})
+        return counted
+
     # --- all ranks at once
 
     def _each(self, call: Callable[[Core], T]) -> T:
@@ -274,12 +289,12 @@ class World:
 
     # --- what the shadow knows
 
-    def _learn(self, root: bytes, tokens: bytes, known: int) -> list[bytes]:
+    def _learn(self, root: bytes, tokens: bytes) -> list[bytes]:
         """The keys of a prompt's pages, and from now on what stands behind each."""
         page_tokens = self.core.config.page_tokens
         keys = extend(root, tokens, page_tokens)
         width = page_tokens * TOKEN_BYTES
-        for at in range(known, len(keys)):
+        for at in range(len(keys)):
             self._truth[keys[at]] = (keys[at - 1] if at else root, tokens[at * width : (at + 1) * width])
         return keys
 
