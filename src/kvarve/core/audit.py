@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from kvarve.core.cache import Core
 from kvarve.core.lease import Phase
 from kvarve.core.tree import NOWHERE, Run
+from kvarve.model import Tier
 
 
 class BrokenLaw(AssertionError):
@@ -69,8 +70,7 @@ def _held(core: Core, runs: list[Run]) -> dict[int, list[int]]:
 def _audit_leases(core: Core) -> None:
     for lease in core.leases.values():
         _check(lease.phase is not Phase.CLOSED, "a closed lease is gone")
-        # The engine takes its private copy before it publishes; after that windows and states may go.
-        if lease.phase is Phase.READY and lease.done == lease.boundary:
+        if lease.phase is Phase.READY and not lease.resumed:
             for pool, spec in enumerate(core.pools):
                 positions, slots = core.slots(lease, pool)
                 far = lease.boundary if spec.lookback is None else min(spec.lookback, lease.boundary)
@@ -105,6 +105,27 @@ def _audit_slots(core: Core, runs: list[Run]) -> None:
             raise BrokenLaw(f"every slot of place {place} has exactly one owner")
 
 
+def _audit_counts(core: Core, runs: list[Run]) -> None:
+    """What is counted as under way, held for storage or bad is so."""
+    pools = range(len(core.pools))
+    fetching, storing, down = [0 for _ in pools], [0 for _ in pools], 0
+    for op in core.copies.ops.values():
+        down += len(op.pages) if op.edge[1] > op.edge[0] else 0
+        if Tier.STORAGE in op.edge and op.edge[0] != op.edge[1]:
+            counts = storing if op.edge[1] is Tier.STORAGE else fetching
+            for page in op.pages:
+                counts[page.pool] += 1
+    for lease in core.leases.values():
+        for pool in pools:
+            fetching[pool] += lease.lent[pool]
+    _check(core.prefetch.held == fetching, "what waits for storage is counted")
+    _check(core.backups.storing == storing, "what goes to storage is counted")
+    _check(core.backups.flying == down, "what goes down is counted")
+    for held, share in zip(fetching, core.backups.share, strict=False):
+        _check(held <= share, "what waits for storage keeps to its share of the host")
+    _check(core.shelves.spoiled == sum(bits.bit_count() for run in runs for bits in run.bad), "bad pages are counted")
+
+
 def audit(core: Core) -> None:
     """Raise `BrokenLaw` if any law does not hold now."""
     pools = len(core.pools)
@@ -113,6 +134,7 @@ def audit(core: Core) -> None:
     held = _held(core, runs)
     _audit_leases(core)
     _audit_slots(core, runs)
+    _audit_counts(core, runs)
 
     # A run stands in an eviction order exactly once if it has a page to give; it may stand there in vain, not twice.
     standing = dict.fromkeys(held, 0)

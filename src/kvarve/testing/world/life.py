@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvarve.core.effects import Ended
+from kvarve.core.effects import Ended, Probe
 from kvarve.core.lease import Lease
 from kvarve.errors import ConfigError
-from kvarve.model import MEMORY_TIERS
+from kvarve.keys import TOKEN_BYTES
+from kvarve.model import MEMORY_TIERS, Tier
 from kvarve.testing.world.hands import PAGE, ROTTEN
 from kvarve.testing.world.scenes import PATIENCES, configure, draw, draw_prompt, words
 from kvarve.testing.world.world import World
@@ -24,6 +25,7 @@ T = TypeVar("T")
 Action = list[Any]
 
 FORMAT = "kvarve-life/1"
+LONGEST = 32  # tokens that a session may grow to
 
 
 @dataclass
@@ -60,8 +62,13 @@ def play(life: Life) -> World:
     world = life.world()
     for action in life.actions:
         act(world, action)
-    world.drain()
+    finish(world)
     return world
+
+
+def finish(world: World) -> None:
+    world.everybody()
+    world.drain()
 
 
 def act(world: World, action: Action) -> bool:
@@ -72,13 +79,14 @@ def act(world: World, action: Action) -> bool:
 # --- what may happen
 
 
-def _open(world: World, text: str, salt: str, patience: int, read: int) -> bool:
-    world.open_packed(words(text), salt, PATIENCES[patience], bool(read))
+def _open(world: World, text: str, salt: str, patience: int, read: int, priority: int) -> bool:
+    world.open_packed(words(text), salt, PATIENCES[patience], bool(read), priority)
     return True
 
 
-def _request(world: World, text: str, salt: str, read: int, chunks: int, rest: int) -> bool:
-    world.request_packed(words(text), salt, bool(read), chunks, bool(rest))
+def _request(world: World, text: str, salt: str, chunks: int, rest: int) -> bool:
+    """From beginning to end, with nothing going wrong; patient, but not for ever, for others' copies may be lost."""
+    world.compute(world.open_packed(words(text), salt, PATIENCES[2]), chunks, bool(rest))
     return True
 
 
@@ -87,6 +95,23 @@ def _claim(world: World, pick: int) -> bool:
     if lease is not None:
         world.claim(lease)
     return lease is not None
+
+
+def _resumed(world: World, pick: int) -> bool:
+    lease = _one(pick, _ready(world))
+    if lease is not None:
+        world.resumed(lease)
+    return lease is not None
+
+
+def _extend(world: World, pick: int, text: str) -> bool:
+    """A session goes on while its lease stays open."""
+    lease = _one(pick, _ready(world))
+    if lease is None or len(lease.tokens) // TOKEN_BYTES + len(text) > LONGEST:
+        return False
+    world.seen["extended"] += 1
+    world.extend_packed(lease, words(text))
+    return True
 
 
 def _grow(world: World, pick: int, more: int) -> bool:
@@ -115,6 +140,24 @@ def _close(world: World, pick: int) -> bool:
 
 def _flush(world: World, tiers: int) -> bool:
     world.flush(*[tier for tier in MEMORY_TIERS if tiers >> tier & 1])
+    return True
+
+
+def _attach(world: World, empty: int, back_up: int) -> bool:
+    """The storage that was here last comes back, or an empty one comes."""
+    if world.attached or not world.core.has_host:
+        return False
+    world.seen["attached an empty storage" if empty else "attached again"] += 1
+    world.attach(None if empty else world.storage, bool(back_up))
+    return True
+
+
+def _detach(world: World) -> bool:
+    if not world.attached:
+        return False
+    busy = any(isinstance(each, Probe) or Tier.STORAGE in (each.source, each.target) for each in world.flying.values())
+    world.seen["detached in flight" if busy else "detached"] += 1
+    world.detach()
     return True
 
 
@@ -153,10 +196,10 @@ def _again(world: World, pick: int) -> bool:
     return ended is not None
 
 
-def _unheard(world: World, number: int, good: int) -> bool:
-    """The end of something that never began."""
-    world.seen["never begun"] += 1
-    world.step([Ended(number, good)])
+def _unheard(world: World, ahead: int, good: int) -> bool:
+    """The end of something that has not begun."""
+    world.seen["ended before it began"] += 1
+    world.step([Ended(max((effect.op for effect in world.log[-1:]), default=0) + ahead, good)])
     return True
 
 
@@ -204,10 +247,14 @@ ACTIONS: Mapping[str, Callable[..., bool]] = {
     "open": _open,
     "request": _request,
     "claim": _claim,
+    "resumed": _resumed,
+    "extend": _extend,
     "grow": _grow,
     "publish": _publish,
     "close": _close,
     "flush": _flush,
+    "attach": _attach,
+    "detach": _detach,
     "step": _step,
     "half": _half,
     "lose": _lose,
@@ -247,10 +294,16 @@ class Fate:
             "request": dice.choice([2, 12]),
             "open": 18,
             "claim": dice.choice([4, 20]),
+            "resumed": 3,
+            "extend": dice.choice([0, 3]),
             "grow": 12,
             "publish": 10,
             "close": dice.choice([6, 14]),
             "flush": dice.choice([0, 4, 10]),
+            "attach": 1,
+            "detach": dice.choice([0, 0, 0.6]),
+            "again": 1,
+            "unheard": 0.5,
             "half": 6,
             "lose": 1.5 * faults,
             "elsewhere": dice.choice([0, 2]),
@@ -269,15 +322,30 @@ class Fate:
             case "step":
                 return ["step", dice.choice([0.0, 0.5, 2.0]), self._ends(len(world.flying))]
             case "request":
-                return ["request", self._prompt(), dice.choice("aaab"), 1, dice.randint(1, 3), int(dice.random() < 0.5)]
+                return ["request", self._prompt(), dice.choice("aaab"), dice.randint(1, 3), int(dice.random() < 0.5)]
             case "open":
-                return ["open", self._prompt(), dice.choice("aaab"), dice.randrange(4), int(dice.random() < 0.85)]
+                return [
+                    "open",
+                    self._prompt(),
+                    dice.choice("aaab"),
+                    dice.randrange(4),
+                    int(dice.random() < 0.85),
+                    dice.choice([0, 0, 1, 2]),
+                ]
             case "grow":
                 return ["grow", pick, dice.randint(1, 12)]
             case "publish":
                 return ["publish", pick, dice.choice([0, 0, 1, 3])]
             case "flush":
                 return ["flush", dice.choice([1, 2, 3, 3])]
+            case "extend":
+                return ["extend", pick, dice.choice(["0", "1", "11", "0111", "101010"])]
+            case "attach":
+                return ["attach", dice.randrange(2), dice.randrange(2)]
+            case "detach":
+                return ["detach"]
+            case "unheard":
+                return ["unheard", dice.choice([1, 2, 1000]), dice.choice([0, 1, 2**70 - 1])]
             case "half":
                 return ["half", pick, dice.randrange(4), self._some(self.trouble), self._some(self.trouble / 3)]
             case "rot":
@@ -328,5 +396,5 @@ def live(life: Life, dice: random.Random, steps: int | None = None) -> World:
         life.actions.append(fate.action(world))
         if not act(world, life.actions[-1]):
             life.actions.pop()
-    world.drain()
+    finish(world)
     return world

@@ -4,15 +4,18 @@ Nothing here is a law; `audit` has those. These are the eyes of the world's own 
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
 from kvarve.core.cache import Core
+from kvarve.core.copies import Op
 from kvarve.core.lease import Lease
 from kvarve.core.tree import Run
 
 _POINTERS = {"parent", "children", "pins"}
 _run_facts = attrgetter(*(name for name in Run.__slots__ if name not in _POINTERS), "pins._planes")
+_op_facts = attrgetter(*(each.name for each in fields(Op) if each.name not in ("lease", "run")))
 _lease_facts = attrgetter(*(name for name in Lease.__slots__ if name != "run"))
 
 
@@ -54,13 +57,16 @@ def differ(one: Core, two: Core) -> str:
         if _lease_facts(lease) != _lease_facts(other) or not same(lease.run, other.run):
             return f"lease {lease.number}"
     for op, its in zip(one.copies.ops.values(), two.copies.ops.values(), strict=True):
-        if (op.edge, op.pages, op.pinned, op.leaving, op.lease and op.lease.number) != (
-            *(its.edge, its.pages, its.pinned, its.leaving, its.lease and its.lease.number),
-        ) or not same(op.run, its.run):
+        whose = op.lease and op.lease.number, its.lease and its.lease.number
+        if _op_facts(op) != _op_facts(its) or whose[0] != whose[1] or not same(op.run, its.run):
             return "a copy"
     owing = [*one.backups.owing], [*two.backups.owing]
-    if one.backups.flying != two.backups.flying or len(owing[0]) != len(owing[1]) or not all(map(same, *owing)):
-        return "backups"
+    if (
+        len(owing[0]) != len(owing[1])
+        or not all(map(same, *owing))
+        or [*one.prefetch.deferred] != [*two.prefetch.deferred]
+    ):
+        return "what waits"
     return ""
 
 
@@ -87,7 +93,9 @@ def dump(core: Core) -> Mapping[str, Any]:
         "evicted": [*core.shelves.evicted],
         "tick": core.shelves.tick,
         "owing": [names.get(id(run), gone) for run in core.backups.owing],
-        "background": core.backups.flying,
+        "deferred": [*core.prefetch.deferred],
+        "counts": (core.backups.flying, [*core.backups.storing], [*core.prefetch.held], core.shelves.spoiled),
+        "storage": core.copies.storage,
         "number": core.copies._number,
         "effects": [*core.copies.effects],
         "counters": vars(core.counters).copy(),
@@ -95,7 +103,7 @@ def dump(core: Core) -> Mapping[str, Any]:
             [(each, _plain(getattr(lease, each), names)) for each in Lease.__slots__] for lease in core.leases.values()
         ],
         "ops": [
-            (number, op.edge, [*op.pages], op.lease and op.lease.number, names.get(id(op.run)), op.pinned, op.leaving)
+            (number, *_op_facts(op), op.lease and op.lease.number, names.get(id(op.run)))
             for number, op in core.copies.ops.items()
         ],
     }

@@ -8,8 +8,10 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvarve.core.policies import BEST_EFFORT, WAIT_COMPLETE, Patience, WritePolicy
+from kvarve.core.eviction import ORDERS
+from kvarve.core.policies import BEST_EFFORT, WAIT_COMPLETE, PageCost, Patience, WritePolicy
 from kvarve.core.settings import CoreConfig
+from kvarve.core.snapshots import Snapshots
 from kvarve.keys import pack
 from kvarve.model import BufferSpec, PoolSpec, Tier
 
@@ -77,9 +79,20 @@ def draw(dice: random.Random) -> dict[str, Any]:
         "storage": dice.random() < 0.75,
         "write": dice.choice([*WritePolicy]).value,
         "selective_uses": dice.randint(1, 3),
-        "snapshot_every": dice.choice([0, 0, 4, 6]),
+        "eviction": dice.choice([*ORDERS]),
+        "cost": {"page": 1.0, "per_page_before": dice.choice([0.0, 0.5])},
+        "snapshots": {
+            "ends": dice.random() < 0.9,
+            "branches": dice.random() < 0.8,
+            "every": dice.choice([0, 0, 4, 6]),
+            "gap": dice.choice([0, 0, 3, 8]),
+        },
+        "load_at_least": dice.choice([0, 0, 3, 9]),
+        "fetch_at_least": dice.choice([0, 0, 3, 9]),
+        "load_deadline_s": dice.choice([1.0, 4.0, 30.0]),
         "batch_pages": dice.choice([1, 2, 3, 64]),
         "backup_pages": dice.choice([2, 7, 50]),
+        "host_share": dice.choice([0.0, 0.2, 0.5, 0.8, 1.0]),
     }
 
 
@@ -90,7 +103,9 @@ def _room(dice: random.Random, least: int, most: int) -> int:
 def configure(plain: Mapping[str, Any]) -> CoreConfig:
     rest = dict(plain)
     pools = [pool(**each) for each in rest.pop("pools")]
-    return config(*pools, write=WritePolicy(rest.pop("write")), **rest)
+    rest["write"], rest["cost"] = WritePolicy(rest["write"]), PageCost(**rest["cost"])
+    rest["snapshots"] = Snapshots(**rest["snapshots"])
+    return config(*pools, **rest)
 
 
 def draw_prompt(dice: random.Random) -> str:

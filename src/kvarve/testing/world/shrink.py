@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
-from kvarve.testing.world.life import Action, Life, act
+from kvarve.testing.world.life import Action, Life, act, finish
 
 HANG_S = 20.0  # of the processor's time: no life is that long
 
@@ -59,7 +59,7 @@ def attempt(life: Life) -> tuple[Trouble | None, int]:
             for action in life.actions:
                 done += 1
                 act(world, action)
-            world.drain()
+            finish(world)
     except Exception as error:  # noqa: BLE001 - whatever a core in trouble raises is what we are looking for
         return Trouble.of(error), done
     return None, done
@@ -87,7 +87,9 @@ def shrink(life: Life, trouble: Trouble, seconds: float = 60.0) -> Life:
 
 
 def _drop(life: Life, breaks: Callable[[list[Action]], Life | None]) -> Life:
-    """Leave out half of the actions, a quarter, ... one, wherever the rest still breaks."""
+    """Leave out all actions of a kind, then half of all, a quarter, ... one, wherever the rest still breaks."""
+    for kind in sorted({action[0] for action in life.actions}):
+        life = breaks([action for action in life.actions if action[0] != kind]) or life
     size = max(1, len(life.actions) // 2)
     while True:
         start = len(life.actions) - size  # from the end, where most of what matters is

@@ -8,13 +8,15 @@ keeps names from the tokens alone; what it knows of the core it sees from outsid
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import TypeVar
 
 from kvarve.core.audit import audit
-from kvarve.core.cache import ROOM_RETRIES, Core
+from kvarve.core.cache import Core
 from kvarve.core.effects import Copy, Effect, Ended
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import WAIT_COMPLETE, Patience
+from kvarve.core.prefetch import ROOM_RETRIES
 from kvarve.core.settings import CoreConfig
 from kvarve.core.tree import Run
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES, extend, pack, root_key
@@ -24,7 +26,9 @@ from kvarve.testing.world.looks import differ, runs
 from kvarve.testing.world.scenes import configure, draw
 
 T = TypeVar("T")
-TURNS = ROOM_RETRIES + 4  # steps that a lease with nothing to wait for may take: probe, fetch, room, load
+TURNS = (
+    2 * ROOM_RETRIES + 12
+)  # steps in which a lease that waits for no copy gets ready: probe, fetch, room, load, again
 
 
 class World:
@@ -37,6 +41,7 @@ class World:
         self.core = self.cores[0]
         self.hands = [Hands(config.pools, self.core.shelves.capacity, rank) for rank in range(ranks)]
         self.storage = Store()
+        self.attached = self.core.copies.storage
         self.flying: dict[int, Effect] = {}  # under way, on some rank at least
         self.lost: dict[int, Effect] = {}  # will never be heard of again
         self.ended: list[Ended] = []  # what the core has been told, the last of it
@@ -51,6 +56,7 @@ class World:
         self._carried: dict[int, list[tuple[int, int] | None]] = {}  # by copy: what it came to on each rank
         self._truth: dict[bytes, tuple[bytes, bytes]] = {}  # by key: the key before it, and the page's tokens
         self._proved: dict[int, tuple[Run, bytes, bytes, bytes]] = {}  # runs whose keys are what their tokens say
+        self._stored: dict[int, tuple[Run, bytes, list[int], Store]] = {}  # runs whose pages have been in storage
         self._prompts: dict[int, list[bytes]] = {}  # by lease: the keys of its pages
         self._handed: dict[int, list[tuple[list[int], list[bytes]]]] = {}  # by lease and pool: slots, what is in them
         self._grown: dict[int, list[dict[int, int]]] = {}  # by lease and pool: room that is not published yet
@@ -61,18 +67,25 @@ class World:
     # --- what the house does
 
     def open(
-        self, tokens: Sequence[int], salt: str = "", patience: Patience = WAIT_COMPLETE, read: bool = True
+        self,
+        tokens: Sequence[int],
+        salt: str = "",
+        patience: Patience = WAIT_COMPLETE,
+        read: bool = True,
+        priority: int = 0,
     ) -> Lease:
-        return self.open_packed(pack(tokens), salt, patience, read)
+        return self.open_packed(pack(tokens), salt, patience, read, priority)
 
-    def open_packed(self, tokens: bytes, salt: str, patience: Patience, read: bool) -> Lease:
+    def open_packed(
+        self, tokens: bytes, salt: str, patience: Patience = WAIT_COMPLETE, read: bool = True, priority: int = 0
+    ) -> Lease:
         root = root_key(b"world", salt)
         keys = self._learn(root, tokens)
         hit = self.core.lookup(root, tokens)  # on one rank only: if it changed anything, the ranks would differ
         assert (hit.device, hit.memory, hit.by_pool) == self._expected_hit(keys, len(tokens) // TOKEN_BYTES), (
             "a hit is what a brute force finds"
         )
-        twins = [core.open(root, tokens, self.now, patience, read) for core in self.cores]
+        twins = [core.open(root, tokens, self.now, patience, read, priority) for core in self.cores]
         lease = twins[0]
         self._twins[lease.number] = twins
         self._prompts[lease.number] = keys
@@ -81,10 +94,34 @@ class World:
         self._check()
         return lease
 
+    def start(self, tokens: Sequence[int], salt: str = "", read: bool = True) -> Lease:
+        """A request whose turn comes at once."""
+        lease = self.open(tokens, salt, read=read)
+        self.claim(lease)
+        return lease
+
     def claim(self, lease: Lease) -> bool:
         ready = self._all(lease, lambda core, twin: core.claim(twin, self.now))
         self._check()
         return ready
+
+    def ready(self, lease: Lease) -> bool:
+        """Its turn has come, and everything in flight ends."""
+        self.claim(lease)
+        self.settle()
+        return self.claim(lease)
+
+    def resumed(self, lease: Lease) -> None:
+        self._all(lease, lambda core, twin: core.resumed(twin))
+        self._check()
+
+    def extend(self, lease: Lease, tokens: Sequence[int]) -> None:
+        self.extend_packed(lease, pack(tokens))
+
+    def extend_packed(self, lease: Lease, tokens: bytes) -> None:
+        self._prompts[lease.number] = self._learn(lease.root, lease.tokens + tokens)
+        self._all(lease, lambda core, twin: core.extend(twin, tokens))
+        self._check()
 
     def grow(self, lease: Lease, upto: int) -> list[dict[int, int]]:
         start = lease.room
@@ -125,11 +162,25 @@ class World:
         self._check()
         return gone
 
+    def attach(self, store: Store | None = None, back_up: bool = False) -> None:
+        """A storage comes: one that we know, or a new and empty one."""
+        self.storage, self.attached = store or Store(), True
+        for core in self.cores:
+            core.attach(back_up)
+        self._check()
+
+    def detach(self) -> None:
+        """The storage goes, whatever is under way to it or from it."""
+        self.attached = False
+        for core in self.cores:
+            core.detach()
+        self._check()
+
     def step(self, ended: Sequence[Ended] = (), later_s: float = 0.0) -> None:
         self.now += later_s
         if len(self.cores) > 1:  # as ranks/agreement.py has it
             ended = sorted({end.op: end for end in ended}.values(), key=lambda end: end.op)
-        self.ended = [*self.ended, *ended][-40:]
+        self.ended = [*self.ended, *[end for end in ended if end.op in self.core.copies.ops]][-40:]
         for core in self.cores:
             core.step(ended, self.now)
         self._check()
@@ -213,10 +264,7 @@ class World:
         self, tokens: Sequence[int], salt: str = "", read: bool = True, chunks: int = 1, rest: bool = True
     ) -> Lease:
         """A prompt from beginning to end, with nothing going wrong; computed and published in so many parts."""
-        return self.request_packed(pack(tokens), salt, read, chunks, rest)
-
-    def request_packed(self, tokens: bytes, salt: str, read: bool, chunks: int, rest: bool) -> Lease:
-        lease = self.open_packed(tokens, salt, WAIT_COMPLETE, read)
+        lease = self.open(tokens, salt, read=read)
         self.compute(lease, chunks, rest)
         return lease
 
@@ -226,9 +274,10 @@ class World:
             self.settle()
         self.claim(lease)
         for _ in range(TURNS):
-            if lease.ready:
-                break
-            self.step([self.end(op) for op in sorted(lease.ops)])
+            if not lease.ready:  # its own copies end; if it waits for room, those of others do
+                mine = [op for op in sorted(lease.ops) if op in self.flying]
+                self.step([self.end(op) for op in mine or [*self.flying]], later_s=1.0 if self.lost else 0.0)
+                self.claim(lease)
         assert lease.ready, "probe, fetch, room, load: no request waits for more"
         grid = self.core.grid
         start, pages = lease.done, self.core.keepable(lease) // grid * grid
@@ -249,6 +298,19 @@ class World:
         place = int(tier) * len(self.core.pools) + pool
         return sum(run.here[place].bit_count() for run in runs(self.core))
 
+    def everybody(self) -> None:
+        """All who wait get their turn and all copies that are not lost end; then nobody waits for ever."""
+        for lease in self.leases:
+            self.claim(lease)
+        self.settle()
+        for _ in range(TURNS):
+            self.step([self.end(op) for op in [*self.flying]], later_s=10.0)
+        waiting = [lease for lease in self.leases if not lease.ready and lease.patience.base_s < inf]
+        assert not waiting, f"lease {waiting[0].number} is still {waiting[0].phase.value}"
+        self.step([self.give_up(op) for op in [*self.lost]])
+        self.settle()
+        assert all(lease.ready for lease in self.leases), "when all copies have ended, everybody is ready"
+
     def drain(self) -> None:
         """The end of a life: everybody leaves, everything in flight ends, and nothing must be left behind."""
         for lease in [*self.leases]:
@@ -257,7 +319,7 @@ class World:
         self.settle()
         assert not self.core.copies.ops and not self.core.leases and self.core.idle()
         assert not any(run.pins.held() for run in runs(self.core)), "nobody is here, so nothing is pinned"
-        for _ in range(40):
+        for _ in range(10 + 8 * sum(self.core.shelves.capacity)):  # under write-back few pages at a time pass a small tier
             self.flush(Tier.DEVICE, Tier.HOST)
             self.settle()
             if not self.core.shelves.roots:
@@ -346,6 +408,7 @@ class World:
         self._count(here)
         for run in here:
             self._check_names(run)
+            self._check_stored(run)
         for lease in self.leases:
             if lease.phase is Phase.READY and lease.number not in self._handed:
                 self._hand(lease)
@@ -361,6 +424,9 @@ class World:
         effects = self._each(lambda core: core.take())
         for effect in effects:
             assert effect.pages, "an effect is about something"
+            assert self.attached or (isinstance(effect, Copy) and Tier.STORAGE not in (effect.source, effect.target)), (
+                "without a storage nothing is asked of it"
+            )
             assert effect.op not in self.flying and effect.op not in self.lost, "every copy has a number of its own"
             self.flying[effect.op] = effect
             self._stores[effect.op] = self.storage
@@ -411,6 +477,21 @@ class World:
             before = key
         self._proved[id(run)] = (run, run.keys, run.tokens, above)
 
+    def _check_stored(self, run: Run) -> None:
+        """What the core takes to be in storage has been there, in the storage that is there now."""
+        if not any(run.stored) or not self.attached:
+            return
+        seen = self._stored.get(id(run))
+        if seen and seen[0] is run and seen[1] is run.keys and seen[2] == run.stored and seen[3] is self.storage:
+            return
+        for pool, stored in enumerate(run.stored):
+            for local in range(stored.bit_length()):
+                if stored >> local & 1:
+                    key = run.keys[local * KEY_BYTES : (local + 1) * KEY_BYTES]
+                    there = all(hands.name(key, pool) in self.storage.ever for hands in self.hands)
+                    assert there, "what is known to be stored has been stored"
+        self._stored[id(run)] = (run, run.keys, [*run.stored], self.storage)
+
     def _root_of(self, run: Run) -> bytes:
         top = run if run.parent is None else run.parent
         return next(name for name, root in self.core.shelves.roots.items() if root is top)
@@ -443,16 +524,17 @@ class World:
         self._handed[lease.number] = handed
 
     def _check_handed(self, lease: Lease, hands: Hands) -> None:
-        """What a request was handed stays as long as it may read it: windows and states until it publishes."""
+        """What a request was handed stays as long as it may read it: windows and states until it has copies of them."""
         for pool, (slots, contents) in enumerate(self._handed[lease.number]):
-            if lease.done == lease.boundary or self.core.pools[pool].lookback is None:
+            if not lease.resumed or self.core.pools[pool].lookback is None:
                 arena = hands.arenas[pool]
                 found = [arena[slot] for slot in slots]
                 assert found == contents, f"lease {lease.number} reads {found} in pool {pool}, not its own pages"
 
     def _check_waiting(self) -> None:
-        """A claimed lease that has nothing to wait for becomes ready."""
+        """Who has its turn waits until a deadline, and not for nothing."""
         for lease in self.leases:
-            if lease.claimed and not lease.ready and not lease.ops and self.now >= lease.deadline:
-                self._stalled[lease.number] += 1
+            if lease.claimed and not lease.ready:
+                assert self.now < lease.deadline, f"lease {lease.number} waits longer than it should"
+                self._stalled[lease.number] += not self.flying and not self.lost
                 assert self._stalled[lease.number] <= TURNS, f"lease {lease.number} waits for nothing"
