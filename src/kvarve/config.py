@@ -4,10 +4,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvarve.core.eviction import ORDERS
 from kvarve.core.policies import Patience, WritePolicy, patience
+from kvarve.core.settings import CoreConfig
+from kvarve.core.snapshots import Snapshots
 from kvarve.errors import ConfigError
 from kvarve.memory.record import record_bytes
-from kvarve.model import PoolSpec
+from kvarve.model import PoolSpec, Tier
 from kvarve.sizes import format_size, parse_size
 
 # Windows and states are kept where prompts end and branch; room is divided as if that were every so many tokens. On
@@ -28,7 +31,12 @@ class CacheConfig:
     prefetch_policy: str = "timeout"
     prefetch_base_s: float = 2.0
     prefetch_per_ki_token_s: float = 0.25
+    eviction: str = "lru"
     snapshot_every: int = 0
+    snapshot_gap: int = 0
+    load_at_least: int = 0
+    fetch_at_least: int = 0
+    host_share: float = 0.8
     verify_host: bool = True
     storage_deadline_s: float = 30.0
 
@@ -43,10 +51,41 @@ class CacheConfig:
         self.wait()
         if self.selective_uses < 1:
             raise ConfigError(f"selective uses must be at least 1, not {self.selective_uses}")
-        if self.snapshot_every < 0:
-            raise ConfigError(f"snapshot every {self.snapshot_every} tokens: give 0 or more")
+        if self.eviction not in ORDERS:
+            raise ConfigError(f"unknown eviction order {self.eviction!r}; known: {', '.join(ORDERS)}")
+        if min(self.load_at_least, self.fetch_at_least) < 0:
+            raise ConfigError("the fewest tokens that a copy has to save cannot be negative")
+        if not 0 < self.host_share <= 1:
+            raise ConfigError(
+                f"the share of the host that waits for storage is above 0 and at most 1, not {self.host_share}"
+            )
+        Snapshots(every=self.snapshot_every, gap=self.snapshot_gap)
         if self.storage and not self.host_memory:
             raise ConfigError(NO_HOST)
+
+    def core(
+        self,
+        pools: tuple[PoolSpec, ...],
+        slots: dict[Tier, tuple[int, ...]],
+        page_tokens: int,
+        chunk_tokens: int,
+        storage: bool,
+    ) -> CoreConfig:
+        """What these settings mean to the core of a cache of this shape."""
+        return CoreConfig(
+            pools,
+            slots,
+            page_tokens=page_tokens,
+            chunk_tokens=chunk_tokens,
+            storage=storage,
+            write=self.write(),
+            selective_uses=self.selective_uses,
+            eviction=self.eviction,
+            snapshots=Snapshots(every=self.snapshot_every, gap=self.snapshot_gap),
+            load_at_least=self.load_at_least,
+            fetch_at_least=self.fetch_at_least,
+            host_share=self.host_share,
+        )
 
     def write(self) -> WritePolicy:
         try:

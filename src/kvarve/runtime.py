@@ -15,7 +15,6 @@ from torch import Tensor
 from kvarve.config import NO_HOST, CacheConfig, split
 from kvarve.core.cache import Core, Hit
 from kvarve.core.lease import Lease
-from kvarve.core.settings import CoreConfig
 from kvarve.errors import ConfigError
 from kvarve.keys import pack, root_key
 from kvarve.memory.arenas import DeviceArena, HostArena
@@ -98,18 +97,8 @@ class PrefixCache:
             verify_host=config.verify_host,
             deadline_s=config.storage_deadline_s,
         )
-        self.core = Core(
-            CoreConfig(
-                self.pools,
-                slots,
-                page_tokens=identity.page_tokens,
-                chunk_tokens=identity.chunk_tokens,
-                storage=storage is not None,
-                write=config.write(),
-                selective_uses=config.selective_uses,
-                snapshot_every=config.snapshot_every,
-            )
-        )
+        shape = (self.pools, slots, identity.page_tokens, identity.chunk_tokens)
+        self.core = Core(config.core(*shape, storage=storage is not None))
 
     # --- a request's life
 
@@ -117,19 +106,33 @@ class PrefixCache:
         """How deep a prompt could resume now, in pages; changes nothing."""
         return self.core.lookup(root_key(self._namespace, salt), pack(tokens))
 
-    def open(self, tokens: Tokens, salt: str = "", read: bool = True) -> Lease:
-        """Start a request: pin what is here, start bringing what storage has. `read` false resumes from nothing."""
-        lease = self.core.open(root_key(self._namespace, salt), pack(tokens), self._now, self.config.wait(), read)
+    def open(self, tokens: Tokens, salt: str = "", read: bool = True, priority: int = 0) -> Lease:
+        """A request begins to wait: what storage has of it comes nearer. `read` false resumes from nothing; what is
+        used at a high `priority` goes last, where eviction is by priority."""
+        root = root_key(self._namespace, salt)
+        lease = self.core.open(root, pack(tokens), self._now, self.config.wait(), read, priority)
         if not self._now:
             self._early.append(lease)
         self._send()
         return lease
 
     def claim(self, lease: Lease) -> bool:
-        """The engine has a place for this request; True once the lease is ready (see `Core.claim`)."""
+        """The engine has a place for this request, so its pages come to the device; True once the lease is ready.
+
+        Ask again after each `step` (see `Core.claim`).
+        """
         ready = self.core.claim(lease, self._now)
         self._send()
         return ready
+
+    def resumed(self, lease: Lease) -> None:
+        """The engine has its own copies of the windows and states that it resumed from (see `Core.resumed`)."""
+        self.core.resumed(lease)
+        self._send()
+
+    def extend(self, lease: Lease, tokens: Tokens) -> None:
+        """The sequence of a ready lease goes on with more tokens (see `Core.extend`)."""
+        self.core.extend(lease, pack(tokens))
 
     def pages(self, lease: Lease) -> dict[str, tuple[range, list[int]]]:
         """What a ready lease resumes from: for each pool the positions and their device slots."""

@@ -24,6 +24,7 @@ from rich.table import Table
 from kvarve.config import CacheConfig, split
 from kvarve.core.cache import Core
 from kvarve.core.effects import Effect, Ended, Page, Probe
+from kvarve.core.eviction import ORDERS
 from kvarve.core.policies import WAIT_COMPLETE
 from kvarve.core.settings import CoreConfig
 from kvarve.errors import ConfigError
@@ -58,7 +59,9 @@ class SimulationConfig:
     chunk_tokens: int = 0  # 0: the page size
     write_policy: str = "write_through"
     selective_uses: int = 2
+    eviction: str = "lru"
     snapshot_every: int = 0
+    snapshot_gap: int = 0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -104,22 +107,15 @@ class SimulationConfig:
             self.device_memory,
             write_policy=self.write_policy,
             selective_uses=self.selective_uses,
+            eviction=self.eviction,
             snapshot_every=self.snapshot_every,
+            snapshot_gap=self.snapshot_gap,
         )
         shape = (self.pools(), self.page_tokens, self.grid)
         slots = {Tier.DEVICE: split(self.device_memory, *shape, records=False, what="device")}
         if self.host_memory:
             slots[Tier.HOST] = split(self.host_memory, *shape, records=True, what="host")
-        return CoreConfig(
-            self.pools(),
-            slots,
-            page_tokens=self.page_tokens,
-            chunk_tokens=self.grid,
-            storage=bool(self.storage_memory),
-            write=cache.write(),
-            selective_uses=cache.selective_uses,
-            snapshot_every=cache.snapshot_every,
-        )
+        return cache.core(self.pools(), slots, self.page_tokens, self.grid, storage=bool(self.storage_memory))
 
 
 @dataclass(frozen=True)
@@ -390,6 +386,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--write-policy", default=preset.write_policy, metavar="POLICY", help=policies)
     add("--selective-uses", default=preset.selective_uses, help="uses before write_through_selective writes", **count)
     add("--snapshot-every", default=0, help="keep windows and states every so many tokens too", **count)
+    add("--snapshot-gap", default=0, help="the fewest tokens that a kept window or state has to save", **count)
+    orders = f"which page goes first: {', '.join(ORDERS)} (default %(default)s)"
+    add("--eviction", default=preset.eviction, metavar="ORDER", help=orders)
     add("--limit", default=None, help="only the first requests of the trace", **count)
     add("--json", type=Path, metavar="FILE", help="write the report there too")
 

@@ -10,11 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvarve.core.audit import audit
-from kvarve.core.cache import ROOM_RETRIES, Core
+from kvarve.core.cache import Core
 from kvarve.core.effects import Copy, Effect, Ended, Probe
+from kvarve.core.eviction import ORDERS
 from kvarve.core.lease import Lease, Phase
-from kvarve.core.policies import BEST_EFFORT, WAIT_COMPLETE, Patience, WritePolicy
+from kvarve.core.policies import BEST_EFFORT, WAIT_COMPLETE, PageCost, Patience, WritePolicy
+from kvarve.core.prefetch import ROOM_RETRIES
 from kvarve.core.settings import CoreConfig
+from kvarve.core.snapshots import Snapshots
 from kvarve.core.tree import Run
 from kvarve.keys import extend, pack, root_key
 from kvarve.model import BufferSpec, PoolSpec, Tier
@@ -77,7 +80,12 @@ class World:
     # --- what the house does
 
     def open(
-        self, tokens: Sequence[int], salt: str = "", patience: Patience = WAIT_COMPLETE, read: bool = True
+        self,
+        tokens: Sequence[int],
+        salt: str = "",
+        patience: Patience = WAIT_COMPLETE,
+        read: bool = True,
+        priority: int = 0,
     ) -> Lease:
         root, packed = root_key(b"world", salt), pack(tokens)
         keys = extend(root, packed, self.core.config.page_tokens)
@@ -85,17 +93,38 @@ class World:
         hit = self.core.lookup(root, packed)
         assert dump(self.core) == before, "a lookup changes nothing"
         assert (hit.device, hit.memory) == self._expected_hit(keys, len(tokens)), "a hit is what a brute force finds"
-        lease = self.core.open(root, packed, self.now, patience, read)
+        lease = self.core.open(root, packed, self.now, patience, read, priority)
         self._prompts[lease.number] = keys
         self._grown[lease.number] = [{} for _ in self.core.pools]
         self.leases.append(lease)
         self._check()
         return lease
 
+    def start(self, tokens: Sequence[int], salt: str = "", read: bool = True) -> Lease:
+        """A request whose turn comes at once."""
+        lease = self.open(tokens, salt, read=read)
+        self.claim(lease)
+        return lease
+
     def claim(self, lease: Lease) -> bool:
         ready = self.core.claim(lease, self.now)
         self._check()
         return ready
+
+    def ready(self, lease: Lease) -> bool:
+        """Its turn has come, and everything in flight ends."""
+        self.claim(lease)
+        self.settle()
+        return self.claim(lease)
+
+    def resumed(self, lease: Lease) -> None:
+        self.core.resumed(lease)
+        self._check()
+
+    def extend(self, lease: Lease, tokens: Sequence[int]) -> None:
+        self.core.extend(lease, pack(tokens))
+        self._prompts[lease.number] = extend(lease.root, lease.tokens, self.core.config.page_tokens)
+        self._check()
 
     def grow(self, lease: Lease, upto: int) -> list[dict[int, int]]:
         start = lease.room
@@ -209,8 +238,10 @@ class World:
         if rest:
             self.settle()
         self.claim(lease)
-        for _ in range(4 + ROOM_RETRIES):
-            self.step([self.end(op) for op in sorted(lease.ops)])
+        for _ in range(12 + 2 * ROOM_RETRIES):
+            if not lease.ready:  # its own copies end; if it waits for room, those of others do
+                self.step([self.end(op) for op in sorted(lease.ops) or [*self.flying]])
+                self.claim(lease)
         assert lease.ready, "probe, fetch, room, load: no request waits for more"
         grid = self.core.grid
         start, pages = lease.done, self.core.keepable(lease) // grid * grid
@@ -237,7 +268,7 @@ class World:
             self.close(lease)
         self.settle()
         assert not self.core.copies.ops and not self.core.leases and self.core.idle()
-        assert not any(run.pins.held() for run in runs(self.core)), "nobody is here, so nothing is pinned"
+        assert not any(run.held() for run in runs(self.core)), "nobody is here, so nothing is pinned"
         for _ in range(40):
             self.flush(Tier.DEVICE, Tier.HOST)
             self.settle()
@@ -300,7 +331,7 @@ class World:
                 pages = [(slot, (keys[position], at)) for position, slot in zip(positions, slots, strict=True)]
                 self._resumed[lease.number].append(pages)
         for at, pages in enumerate(self._resumed[lease.number]):
-            if lease.done == lease.boundary or self.core.pools[at].lookback is None:
+            if not lease.resumed or self.core.pools[at].lookback is None:
                 for slot, content in pages:
                     found = self.arenas[Tier.DEVICE][at][slot]
                     assert found == content, f"lease {lease.number} reads {found} in pool {at}, not its own page"
@@ -344,7 +375,7 @@ def runs(core: Core) -> Iterator[Run]:
 def dump(core: Core) -> Mapping[str, Any]:
     """All that a core knows, as plain values: equal dumps, equal cores."""
     places = range(2 * len(core.pools))
-    pointers = {"parent", "children", "slots", "pins"}
+    pointers = {"parent", "children", "slots", "pins", "rests"}
     names: dict[int, tuple[bytes, bytes]] = {}
 
     def describe(root: bytes, run: Run) -> Any:
@@ -352,7 +383,7 @@ def dump(core: Core) -> Mapping[str, Any]:
         return (
             [(each, _plain(getattr(run, each), {})) for each in Run.__slots__ if each not in pointers],
             [table and table.tolist() for table in run.slots],
-            [run.pins.count(local) for local in range(run.pages)],
+            [(run.pins.count(local), run.rests.count(local)) for local in range(run.pages)],
             [(first, describe(root, child)) for first, child in run.children.items()],
         )
 
@@ -404,7 +435,12 @@ def random_config(dice: random.Random) -> CoreConfig:
         storage=dice.random() < 0.7,
         write=dice.choice([*WritePolicy]),
         selective_uses=dice.randint(1, 3),
-        snapshot_every=dice.choice([0, 0, 4]),
+        eviction=dice.choice([*ORDERS]),
+        snapshots=Snapshots(every=dice.choice([0, 0, 4]), gap=dice.choice([0, 0, 3])),
+        load_at_least=dice.choice([0, 0, 5]),
+        fetch_at_least=dice.choice([0, 0, 5]),
+        host_share=dice.choice([0.2, 0.5, 1.0]),
+        cost=PageCost(1, dice.choice([0, 0.5])),
         batch_pages=dice.choice([1, 3, 64]),
         backup_pages=dice.choice([2, 50]),
     )
@@ -448,8 +484,9 @@ def live(seed: int, steps: int) -> World:
             if world.storage and dice.random() < trouble / 3:
                 world.storage[dice.choice([*world.storage])] = ROTTEN
             decay = trouble if dice.random() < 0.3 else 0.0
+            strays = [Ended(op + 1, 1) for op in ops[:1] if op + 1 not in world.flying and dice.random() < 0.05]
             world.step(
-                [world.end(op, lost=_some(dice, trouble), rotten=_some(dice, decay)) for op in ops],
+                strays + [world.end(op, lost=_some(dice, trouble), rotten=_some(dice, decay)) for op in ops],
                 later_s=dice.choice([0.0, 0.5, 2.0]),
             )
     return world

@@ -345,7 +345,7 @@ def test_a_request_waits_for_a_stalled_storage_as_long_as_its_patience_and_no_lo
     assert nothing_is_left(cache)
 
 
-def test_what_arrives_after_patience_ran_out_is_not_wasted_room(make: Make) -> None:
+def test_what_arrives_after_patience_ran_out_is_kept_and_held_by_nobody(make: Make) -> None:
     store, clock = a_full_store(), Clock()
     cache = make(store, clock, prefetch_policy="timeout", prefetch_base_s=1.0)
     store.hold_reads()
@@ -360,6 +360,8 @@ def test_what_arrives_after_patience_ran_out_is_not_wasted_room(make: Make) -> N
     store.reading.set()
     settle(cache)
     assert cache.core.counters.late > 0
+    assert used(cache)
+    cache.flush()
     assert not used(cache)
     assert run(cache, LONG) == (0, 0, ALL)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from kvarve.core.cache import Core
 from kvarve.core.lease import Phase
+from kvarve.core.pins import Pins
 from kvarve.core.tree import NOWHERE, Run
 from kvarve.model import Tier
 
@@ -46,24 +47,31 @@ def _runs(core: Core) -> list[Run]:
     return found
 
 
-def _held(core: Core, runs: list[Run]) -> dict[int, list[int]]:
-    """The sets of its positions that leases and copies hold, for each run by its id."""
-    held: dict[int, list[int]] = {id(run): [] for run in runs}
-
-    def hold(run: Run | None, positions: int) -> None:
-        while positions:
+def _shares(runs: list[Run], holds: list[tuple[Run, int]]) -> dict[int, list[int]]:
+    """Sets of positions as sets of local positions, for each run by its id."""
+    shares: dict[int, list[int]] = {id(run): [] for run in runs}
+    for deepest, positions in holds:
+        run: Run | None = deepest
+        left = positions
+        while left:
             _check(run is not None, "what is held is in the tree")
             assert run is not None
-            if share := positions >> run.first:  # a reference may be to a run below, even to one that has left the tree
-                _check(id(run) in held and not share >> len(run.keys) // 32, "what is held is in the tree")
-                held[id(run)].append(share)
-            positions, run = positions & (1 << run.first) - 1, run.parent
+            if share := left >> run.first:  # a reference may be to a run below, even to one that has left the tree
+                _check(id(run) in shares and not share >> len(run.keys) // 32, "what is held is in the tree")
+                shares[id(run)].append(share)
+            left, run = left & (1 << run.first) - 1, run.parent
+    return shares
 
-    for lease in core.leases.values():
-        hold(lease.run, lease.held)
-    for op in core.copies.ops.values():
-        if op.run is not None:
-            hold(op.run, op.pinned)
+
+def _audit_pins(pins: Pins, sets: list[int]) -> int:
+    """The positions of a run that are held, each exactly as often as it should be."""
+    held = 0
+    for each in sets:
+        held |= each
+    _check(pins.held() == held, "pins are exactly what leases and copies hold")
+    for local in _each(held):
+        count = sum(each >> local & 1 for each in sets)
+        _check(pins.count(local) == count, "pins are exactly what leases and copies hold")
     return held
 
 
@@ -131,13 +139,15 @@ def audit(core: Core) -> None:
     pools = len(core.pools)
     chains = [i for i, pool in enumerate(core.pools) if pool.lookback is None]
     runs = _runs(core)
-    held = _held(core, runs)
+    held = [(lease.run, lease.held) for lease in core.leases.values()]
+    pins = _shares(runs, held + [(op.run, op.pinned) for op in core.copies.ops.values() if op.run is not None])
+    rests = _shares(runs, [(lease.run, lease.rests) for lease in core.leases.values()])
     _audit_leases(core)
     _audit_slots(core, runs)
     _audit_counts(core, runs)
 
     # A run stands in an eviction order exactly once if it has a page to give; it may stand there in vain, not twice.
-    standing = dict.fromkeys(held, 0)
+    standing = dict.fromkeys(pins, 0)
     for place, order in enumerate(core.shelves.orders):
         for run in order.runs():
             if id(run) in standing:
@@ -147,13 +157,8 @@ def audit(core: Core) -> None:
     for run in runs:
         length = len(run.tokens) // run.width
         _check(len(run.keys) == 32 * length, "every page has a key")
-        sets, pinned = held[id(run)], 0
-        for each in sets:
-            pinned |= each
-        _check(run.pins.held() == pinned, "pins are exactly what leases and copies hold")
-        for local in _each(pinned):
-            count = sum(each >> local & 1 for each in sets)
-            _check(run.pins.count(local) == count, "pins are exactly what leases and copies hold")
+        pinned = _audit_pins(run.pins, pins[id(run)])
+        needed = pinned | _audit_pins(run.rests, rests[id(run)])
 
         known = 0
         for here, bad in zip(run.here, run.bad, strict=True):
@@ -177,7 +182,9 @@ def audit(core: Core) -> None:
             for theirs in children:
                 resting += theirs[place] & 1
             _check(run.kids[place] == resting, "a run knows how many pages rest on its end")
-            rests = place % pools in chains
-            giveable |= bool(here >> pinned.bit_length() and not resting if rests else here & ~pinned) << place
+            if place % pools in chains:
+                giveable |= (not resting and here >> needed.bit_length() > 0) << place
+            else:
+                giveable |= (here & ~pinned > 0) << place
         _check(not giveable & ~standing[id(run)], "what may be evicted stands in the eviction order")
         _check(run.queued == standing[id(run)], "a run knows where it stands")

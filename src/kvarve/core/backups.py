@@ -21,6 +21,13 @@ class Backups:
         self.pools = range(len(config.pools))
         self.owing: dict[Run, None] = {}  # oldest first
         self.flying = 0  # pages in flight
+        self.storing = [0] * len(config.pools)  # those of them that storage is to take
+        # Of each pool in the host, what waits for storage may hold: fetches all of it, stores half.
+        self.share = [
+            max(int(config.host_share * room), min(room, 2 * (pool.lookback or 1)))
+            for pool, room in zip(config.pools, shelves.capacity[len(config.pools) :], strict=True)
+        ]
+        self.store_share = [max(1, share // 2) for share in self.share]
         shelves.rescue = self.rescue
 
     def owe(self, run: Run) -> None:
@@ -84,10 +91,11 @@ class Backups:
             touched[run] = touched.get(run, True) and good
             if target is Tier.STORAGE:
                 self.counters.stored += good
-                run.stored[page.pool] |= local if good else 0
+                self.storing[page.pool] -= 1
+                run.stored[page.pool] |= local if good and not op.void else 0
                 if bad:  # the host's own bytes were not what they should be: never spread them
                     self.counters.bad_host += 1
-                    run.bad[self._host(page.pool)] |= local
+                    self.shelves.spoil(run, self._host(page.pool), page.position)
             else:
                 self.counters.backed_up += good
                 run.asked[page.pool] |= local if good else 0
@@ -97,6 +105,7 @@ class Backups:
         for run, good in touched.items():
             self._heal(run)
             run.tries = 0 if good else run.tries + 1
+            self.counters.given_up += run.tries == TRIES
             if run.tries < TRIES:
                 self.owe(run)
         if op.leaving:
@@ -123,7 +132,7 @@ class Backups:
         settled = run.here[host] | run.coming[host] | run.asked[pool]
         to_host = run.here[pool] & ~settled if self.shelves.capacity[host] else 0
         to_storage = run.here[host] & ~run.bad[host] & ~run.stored[pool] & ~run.coming[self._storage(pool)]
-        return to_host, to_storage if self.config.storage else 0
+        return to_host, to_storage if self.copies.storage else 0
 
     def send_owed(self) -> None:
         """Send what the write policy wants backed up, within the bound of what may be in flight."""
@@ -160,9 +169,11 @@ class Backups:
             positions = [run.first + local for local in members(bits)]
             # What leaves goes from the tail; what is backed up for good comes from the front.
             positions = positions[::-1][:room] if leaving else positions[:room]
-            targets = [NOWHERE] * len(positions)
             if edge is BACKUP:
                 targets = self.shelves.reserve(self._host(pool), len(positions))
+            else:
+                targets = [NOWHERE] * min(len(positions), max(0, self.store_share[pool] - self.storing[pool]))
+                self.storing[pool] += len(targets)
             for position, slot in zip(positions, targets, strict=False):
                 pages.append(Moving(pool, position, run.slot(source, position), slot))
         if pages:
@@ -179,7 +190,7 @@ class Backups:
         write_back = self.config.write is WritePolicy.WRITE_BACK and run.tries < TRIES
         want = lost if write_back else stuck
         if tier == Tier.HOST:
-            return self._rescue_from_host(run, pool, want) if write_back and self.config.storage else 0
+            return self._rescue_from_host(run, pool, want) if write_back and self.copies.storage else 0
         if not self.shelves.capacity[self._host(pool)]:
             return 0
         wanted = [want & ~run.coming[self._host(pool)] if each == pool else 0 for each in self.pools]

@@ -48,6 +48,7 @@ class Op:
     run: Run | None = None
     pinned: int = 0
     leaving: bool = False  # an eviction that waits for its copy
+    void: bool = False  # the storage that it was for has been detached
 
 
 class Copies:
@@ -56,6 +57,7 @@ class Copies:
     def __init__(self, shelves: Shelves) -> None:
         self.ops: dict[int, Op] = {}
         self.effects: list[Effect] = []  # not taken yet
+        self.storage = False  # whether there is one now
         self._shelves = shelves
         self._number = 0
 
@@ -75,10 +77,10 @@ class Copies:
         else:
             self.effects.append(Copy(self._number, *op.edge, pages))
 
-    def end(self, number: int) -> Op:
-        """A copy has ended: its pins are gone, its target slots are the caller's."""
-        op = self.ops.pop(number)
-        if op.run is not None:
+    def end(self, number: int) -> Op | None:
+        """A copy has ended: its pins are gone, its target slots are the caller's. None if there is no such copy."""
+        op = self.ops.pop(number, None)
+        if op is not None and op.run is not None:
             self._shelves.unpin(op.run, op.pinned)
         return op
 

@@ -2,15 +2,18 @@
 
 from enum import Enum
 
+from kvarve.core.policies import Patience
 from kvarve.core.tree import Run
 from kvarve.keys import KEY_BYTES
 
 
 class Phase(Enum):
-    """Where a lease stands. It only ever moves down this list, and any phase may go straight to CLOSED."""
+    """Where a lease stands. It moves down this list; what is lost on the way may send it back to ask storage again,
+    and any phase may go straight to CLOSED."""
 
     PROBING = "probing"  # storage is asked what it has
     FETCHING = "fetching"  # pages come from storage to the host
+    QUEUED = "queued"  # nothing is under way until the engine has a place
     LOADING = "loading"  # pages come from the host to the device
     READY = "ready"  # the engine may resume at `boundary`
     CLOSED = "closed"
@@ -32,13 +35,20 @@ class Lease:
         "keys",
         "known",
         "landed",
+        "lent",
         "limit",
         "loaded",
         "number",
         "ops",
         "own",
+        "patience",
         "phase",
+        "priority",
         "probed",
+        "promised",
+        "reads",
+        "rests",
+        "resumed",
         "retries",
         "room",
         "root",
@@ -48,22 +58,41 @@ class Lease:
         "tokens",
     )
 
-    def __init__(self, number: int, root: bytes, tokens: bytes, keys: bytes, limit: int, run: Run, pools: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        root: bytes,
+        tokens: bytes,
+        keys: bytes,
+        limit: int,
+        run: Run,
+        pools: int,
+        patience: Patience,
+        priority: int,
+        reads: bool,
+    ) -> None:
         self.number = number
         self.root = root
         self.tokens = tokens
         self.keys = keys
         self.limit = limit  # deepest boundary that leaves at least one token to compute
-        self.phase = Phase.PROBING
+        self.patience = patience
+        self.priority = priority
+        self.reads = reads  # else it resumes from nothing
+        self.phase = Phase.QUEUED
         self.boundary = 0
-        self.known = 0  # pages whose tokens the tree knew at opening, whatever was resident
-        self.deadline = 0.0
+        self.promised = 0  # the boundary that memory could serve when it was queued
+        self.known = 0  # pages whose tokens the tree knew when its turn came, whatever was resident
+        self.deadline = 0.0  # of what it waits for now: storage, or a load
+        self.resumed = False  # the engine has copies of its own of windows and states
         self.claimed = False
-        self.run = run  # the deepest run that `held` reaches
-        self.held = 0  # positions pinned in our name
+        self.run = run  # the deepest run that `held` and `rests` reach
+        self.held = 0  # positions pinned in our name with all that is there
+        self.rests = 0  # positions whose chains are pinned in our name
         self.ops: set[int] = set()  # copies in flight that we wait for
         self.probed = [0] * pools  # what storage said that it has
         self.landed: list[dict[int, int]] = [{} for _ in range(pools)]  # host slots filled from storage, by position
+        self.lent = [0] * pools  # how many of the pages that landed count as held by us
         self.fetched = 0  # positions that something came from storage for
         self.loaded = 0  # positions that something came from the host for
         self.seen = [0] * pools  # pages on the device when we became ready
@@ -74,8 +103,18 @@ class Lease:
         self.room = 0
 
     @property
+    def pages(self) -> int:
+        """The full pages that can be kept: all, unless room ran out on the way."""
+        return len(self.keys) // KEY_BYTES
+
+    @property
     def ready(self) -> bool:
         return self.phase is Phase.READY
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it holds pages on the device, or room for them."""
+        return self.phase in (Phase.LOADING, Phase.READY)
 
     def key(self, position: int) -> bytes:
         return self.keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]

@@ -1,4 +1,4 @@
-"""The choices that an operator makes, as data: when to back up, and how long to wait for storage."""
+"""The choices that an operator makes, as data: when to back up, how long to wait for storage, what computing costs."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -34,6 +34,20 @@ class Patience:
         return self.base_s + self.per_ki_token_s * tokens / 1024
 
 
+@dataclass(frozen=True)
+class PageCost:
+    """What it costs to compute a page anew, in any unit: a part that is the same for each page (linear layers), and a
+    part for each page before it (attention)."""
+
+    page: float = 1.0
+    per_page_before: float = 0.0
+
+    def of(self, start: int, stop: int) -> float:
+        """The cost of pages [start, stop) of a prompt."""
+        return (stop - start) * (self.page + self.per_page_before * (start + stop - 1) / 2)
+
+
+FLAT_COST = PageCost()
 BEST_EFFORT = Patience(0.0)
 WAIT_COMPLETE = Patience(inf)
 

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from kvarve.core.policies import WritePolicy
+from kvarve.core.policies import FLAT_COST, PageCost, WritePolicy
+from kvarve.core.snapshots import ENDS_AND_BRANCHES, Snapshots
+from kvarve.errors import ConfigError
 from kvarve.model import PoolSpec, Tier
 
 
@@ -17,9 +19,19 @@ class CoreConfig:
     storage: bool = False
     write: WritePolicy = WritePolicy.WRITE_THROUGH
     selective_uses: int = 2  # write_through_selective: uses before the first backup
-    snapshot_every: int = 0  # keep windows and states every so many tokens too; 0: only where a prompt ends or branches
+    eviction: str = "lru"  # which page goes first: one of `kvarve.core.eviction.ORDERS`
+    cost: PageCost = FLAT_COST  # what computing a page anew costs: for the eviction orders that weigh it
+    snapshots: Snapshots = ENDS_AND_BRANCHES  # which windows and states are worth keeping
+    load_at_least: int = 0  # tokens that the host must save, for a copy to the device to be worth it
+    fetch_at_least: int = 0  # tokens that storage must save, for a copy to the host to be worth it
+    load_deadline_s: float = 30.0  # how long a request waits for a copy to the device that never ends
     batch_pages: int = 64  # pages per copy: what can be late together
-    backup_pages: int = 256  # pages that backups may have in flight at once: what a slow storage can hold of the host
+    backup_pages: int = 256  # pages that backups may have in flight at once
+    host_share: float = 0.8  # of each host pool, what waiting for storage may hold at once
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.host_share <= 1:
+            raise ConfigError(f"the share of the host that waits for storage is between 0 and 1, not {self.host_share}")
 
 
 @dataclass
@@ -37,3 +49,5 @@ class Counters:
     late: int = 0  # arrived when nobody waited any more
     duplicates: int = 0  # published by somebody else meanwhile
     uncached: int = 0  # computed without room to keep them
+    given_up: int = 0  # runs whose backup failed too often, until they are used again
+    strays: int = 0  # answers about copies that are not in flight (copies, not pages)

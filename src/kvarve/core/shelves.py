@@ -7,56 +7,26 @@ everything that it still had.
 """
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from heapq import heapify, heappop, heappush
-from itertools import count
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvarve.boundaries import leading, members, ones, span
+from kvarve.core.eviction import order_for
+from kvarve.core.eviction.order import Place
+from kvarve.core.policies import FLAT_COST, PageCost
 from kvarve.core.tree import Root, Run, upward
 from kvarve.errors import ConfigError
 from kvarve.model import MEMORY_TIERS, PoolSpec, Tier
 
 
-class Order:
-    """The eviction order of one place: runs that may have something to give, least recently used first.
-
-    A run stands in it at most once; a run that was used after it was queued is found out and queued again when its
-    turn comes, so using a page costs nothing here.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Run]] = []
-        self._ticket = count()
-        self._dead = 0  # about how many of them have left the tree
-
-    def push(self, run: Run) -> None:
-        heappush(self._heap, (run.used, next(self._ticket), run))
-
-    def pop(self) -> Run | None:
-        while self._heap:
-            used, _, run = heappop(self._heap)
-            if not run.pages:
-                self._dead = max(0, self._dead - 1)
-            elif used == run.used:
-                return run
-            else:
-                self.push(run)
-        return None
-
-    def bury(self) -> None:
-        """A run that stood here has left the tree; when half of them have, they go."""
-        self._dead += 1
-        if 2 * self._dead > len(self._heap):
-            self._heap = [entry for entry in self._heap if entry[2].pages]
-            heapify(self._heap)
-            self._dead = 0
-
-    def runs(self) -> list[Run]:
-        return [run for _, _, run in self._heap]
-
-
 class Shelves:
-    def __init__(self, pools: Sequence[PoolSpec], slots: Mapping[Tier, Sequence[int]], page_tokens: int) -> None:
+    def __init__(
+        self,
+        pools: Sequence[PoolSpec],
+        slots: Mapping[Tier, Sequence[int]],
+        page_tokens: int,
+        eviction: str = "lru",
+        cost: PageCost = FLAT_COST,
+    ) -> None:
         """`slots[tier][pool]`: how many pages fit. A tier that is not given, or has no slots, is not there."""
         self.pools = tuple(pools)
         self.page_tokens = page_tokens
@@ -67,11 +37,17 @@ class Shelves:
                     raise ConfigError(f"pool {self.pools[pool].name}: {room} slots on the {tier.name.lower()}")
                 self.capacity[self.place(tier, pool)] = room
         self.free = [array("i", range(room - 1, -1, -1)) for room in self.capacity]
-        self.orders = [Order() for _ in self.capacity]
+        lookbacks = [pool.lookback for pool in self.pools]
+        self.orders = [
+            order_for(eviction, Place(place, lookbacks[place % len(self.pools)], cost))
+            for place in range(len(self.capacity))
+        ]
+        self.counts_uses = any(order.counts_uses for order in self.orders)
         self.chains = tuple(i for i, pool in enumerate(self.pools) if pool.lookback is None)
         self.roots: dict[bytes, Root] = {}
         self.evicted = [0] * len(self.capacity)
         self.tick = 0
+        self.spoiled = 0  # pages that are bad
         # Asked before pages leave (run, place, local positions, those of them that may not be lost); returns the
         # positions that are being copied down instead, and that leave when their copy has ended.
         self.rescue: Callable[[Run, int, int, int], int] = lambda run, place, lost, stuck: 0
@@ -92,6 +68,14 @@ class Shelves:
             self.roots[key] = Root(key, len(self.pools), self.page_tokens)
         return self.roots[key]
 
+    def runs(self) -> Iterator[Run]:
+        """All of the tree, parents first."""
+        stack: list[Run] = [*self.roots.values()]
+        while stack:
+            run = stack.pop()
+            yield run
+            stack.extend(run.children.values())
+
     def forget(self, key: bytes) -> None:
         """Drop a root under which nothing is kept, so that salts of the past cost nothing."""
         if key in self.roots and not self.roots[key].children:
@@ -104,12 +88,25 @@ class Shelves:
         run.put(place, position, slot)
         self.offer(run, place)
 
+    def settle_row(self, run: Run, place: int, position: int, slots: Sequence[int]) -> None:
+        """The pages from `position` to the end of a run are now at a place."""
+        run.put_row(place, position, slots)
+        self.offer(run, place)
+
     def leave(self, run: Run, place: int, position: int) -> None:
         """A page leaves a place; its slot is free, and what it rested on may go next."""
+        self.spoiled -= run.bad[place] >> position - run.first & 1
         self.free[place].append(run.take(place, position))
         if position == run.first and run.parent is not None and run.parent.kids[place] == 0:
             run.parent.used = max(run.parent.used, run.used)
             self.offer(run.parent, place)
+
+    def spoil(self, run: Run, place: int, position: int) -> None:
+        """A page's bytes are not what they should be."""
+        local = 1 << position - run.first
+        if run.here[place] & ~run.bad[place] & local:
+            run.bad[place] |= local
+            self.spoiled += 1
 
     def give_back(self, place: int, slot: int) -> None:
         """A slot that a lease or a copy owned is free again."""
@@ -121,17 +118,26 @@ class Shelves:
         for each, _ in upward(run, positions):
             each.used = self.tick
 
-    def pin(self, run: Run, positions: int) -> None:
+    def pin(self, run: Run, positions: int, rests: int = 0) -> None:
+        """Keep all that is at `positions`, and the chains at `rests`."""
         for each, share in upward(run, positions):
             each.pins.add(share)
+        for each, share in upward(run, rests):
+            each.rests.add(share)
 
-    def unpin(self, run: Run, positions: int) -> None:
+    def unpin(self, run: Run, positions: int, rests: int = 0) -> None:
         for each, share in upward(run, positions):
             each.pins.remove(share)
-            for place in range(len(self.capacity)):
-                self.offer(each, place)
-            if not self.chains:  # a held position may have been all that was left of its run
-                self.prune(each)
+            self._let_go(each)
+        for each, share in upward(run, rests):
+            each.rests.remove(share)
+            self._let_go(each)
+
+    def _let_go(self, run: Run) -> None:
+        for place in range(len(self.capacity)):
+            self.offer(run, place)
+        if not self.chains:  # a held position may have been all that was left of its run
+            self.prune(run)
 
     def split(self, run: Run, at: int) -> Run:
         front = run.split(at)
@@ -152,11 +158,11 @@ class Shelves:
         here = run.here[place]
         if not here:
             return 0
-        held = run.pins.held()
         if not self.is_chain(place):
-            return here & ~held
+            return here & ~run.pins.held()
         if run.kids[place]:
             return 0
+        held = run.held()
         # Tail-first: everything resident above the last held position.
         return here & span(held.bit_length(), run.pages)
 
@@ -228,7 +234,7 @@ class Shelves:
             alive = self._alive(run)
             if alive == run.end:
                 return
-            held = run.pins.held()
+            held = run.held()
             assert not held >> alive - run.first, "a held position lost its page"
             for place, here in enumerate(run.here):
                 for local in members(here & span(alive - run.first, run.pages)):
@@ -257,7 +263,7 @@ class Shelves:
             for pool in self.chains:
                 pages = min(pages, leading(run.here[pool] | run.here[self.other(pool)]))
             return run.first + pages
-        anything = run.pins.held()
+        anything = run.held()
         for here in run.here:
             anything |= here
         return run.first + anything.bit_length()

@@ -6,7 +6,7 @@ leases, copies or policies.
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvarve import boundaries
 from kvarve.core.pins import Pins
@@ -34,7 +34,9 @@ class Run:
         "kids",
         "parent",
         "pins",
+        "priority",
         "queued",
+        "rests",
         "slots",
         "stored",
         "tokens",
@@ -58,9 +60,11 @@ class Run:
         self.slots: list[array[int] | None] = [None] * (2 * pools)
         self.stored = [0] * pools
         self.asked = [0] * pools  # backups to the host that were sent since the run was used last
-        self.pins = Pins()
+        self.pins = Pins()  # who needs all that is at a position
+        self.rests = Pins()  # who needs only its chains, to rest something on them
         self.used = 0  # when it was used last, in the core's own ticks
         self.uses = 0
+        self.priority = 0  # the highest of those who used it
         self.tries = 0  # backups of it that failed since it was used last
         self.queued = 0  # bit per place: it stands in that place's eviction order
 
@@ -71,6 +75,10 @@ class Run:
     @property
     def end(self) -> int:
         return self.first + self.pages
+
+    def held(self) -> int:
+        """The local positions that anybody needs for anything."""
+        return self.pins.held() | self.rests.held()
 
     def key(self, position: int) -> bytes:
         at = (position - self.first) * KEY_BYTES
@@ -87,6 +95,20 @@ class Run:
         assert table[local] == NOWHERE, "two slots for one page"
         table[local] = slot
         self.here[place] |= 1 << local
+        if local == 0 and self.parent is not None:
+            self.parent.kids[place] += 1
+
+    def put_row(self, place: int, position: int, slots: Sequence[int]) -> None:
+        """Make positions from `position` to the end of the run resident at a place where nothing beyond them was."""
+        local = position - self.first
+        table = self.slots[place]
+        if table is None:
+            table = self.slots[place] = array("i")
+        assert not self.here[place] >> local and local + len(slots) == self.pages, "a row reaches to the end of its run"
+        del table[local:]
+        table.extend([NOWHERE] * (local - len(table)))
+        table.extend(slots)
+        self.here[place] |= boundaries.span(local, local + len(slots))
         if local == 0 and self.parent is not None:
             self.parent.kids[place] += 1
 
@@ -140,7 +162,7 @@ class Run:
         low = boundaries.ones(cut)
         front = Run(self.parent, self.first, self.tokens[: cut * self.width], self.keys[: cut * KEY_BYTES], 0, 0)
         front.width = self.width
-        front.used, front.uses, front.tries, front.queued = self.used, self.uses, self.tries, 0
+        front.used, front.uses, front.tries, front.priority = self.used, self.uses, self.tries, self.priority
         front.here, self.here = [bits & low for bits in self.here], [bits >> cut for bits in self.here]
         front.bad, self.bad = [bits & low for bits in self.bad], [bits >> cut for bits in self.bad]
         front.coming, self.coming = [bits & low for bits in self.coming], [bits >> cut for bits in self.coming]
@@ -150,7 +172,7 @@ class Run:
         self.slots = [table and table[cut:] for table in self.slots]
         for run in (front, self):
             run.slots = [table if run.here[place] else None for place, table in enumerate(run.slots)]
-        front.pins = self.pins.cut(cut)
+        front.pins, front.rests = self.pins.cut(cut), self.rests.cut(cut)
         front.kids = [bits & 1 for bits in self.here]
         self.parent.children[front.tokens[: self.width]] = front
         self.tokens, self.keys = self.tokens[cut * self.width :], self.keys[cut * KEY_BYTES :]
@@ -161,7 +183,7 @@ class Run:
     def detach(self) -> None:
         """Take an empty leaf out of the tree. It keeps its parent: who found a position by walking up from here
         still does."""
-        assert self.parent is not None and not self.children and not self.pins.held()
+        assert self.parent is not None and not self.children and not self.held()
         del self.parent.children[self.tokens[: self.width]]
         self.tokens = self.keys = b""
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvarve.core.lease import Lease
+from kvarve.core.lease import Lease, Phase
 from kvarve.engine.model import Detokenizer, LoadedModel, forward
 from kvarve.engine.prefill import keep, resumed
 from kvarve.engine.requests import Finish, Piece, Request, Sampling, Usage
@@ -239,11 +239,22 @@ class Engine:
         self._waiting.append((request, lease))
 
     def _admit(self) -> None:
-        """Give free places to waiting requests, first come first served; who still waits for storage is passed by."""
+        """Give free places to waiting requests, first come first served; who still waits for storage is passed by.
+
+        A request takes its pages to the device when it is claimed, so no more are claimed than there are places, and
+        those behind them find what the ones before have computed.
+        """
+        claimed = [lease for _, lease in self._waiting if lease.claimed]
+        fetching = sum(not lease.on_device for lease in claimed)
+        places = self._max_running - len(self._running) - (len(claimed) - fetching)
         for request, lease in [*self._waiting]:
-            if len(self._running) >= self._max_running:
-                return
-            if not self.cache.claim(lease):
+            if not lease.claimed:
+                if places <= 0 or (lease.phase is not Phase.QUEUED and fetching >= self._max_running):
+                    continue
+                self.cache.claim(lease)
+                places -= lease.on_device
+                fetching += not lease.on_device
+            if not lease.ready or len(self._running) >= self._max_running:
                 continue
             self._waiting.remove((request, lease))
             try:

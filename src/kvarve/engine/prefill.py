@@ -16,6 +16,7 @@ def resumed(
         if positions:
             workspace.load(pool, positions, cache.arena(pool), slots)
     workspace.resume(lease.boundary)
+    cache.resumed(lease)
     return workspace
 
 

@@ -13,8 +13,8 @@ from kvarve.core.copies import Op
 from kvarve.core.lease import Lease
 from kvarve.core.tree import Run
 
-_POINTERS = {"parent", "children", "pins"}
-_run_facts = attrgetter(*(name for name in Run.__slots__ if name not in _POINTERS), "pins._planes")
+_POINTERS = {"parent", "children", "pins", "rests"}
+_run_facts = attrgetter(*(name for name in Run.__slots__ if name not in _POINTERS), "pins._planes", "rests._planes")
 _op_facts = attrgetter(*(each.name for each in fields(Op) if each.name not in ("lease", "run")))
 _lease_facts = attrgetter(*(name for name in Lease.__slots__ if name != "run"))
 
@@ -80,7 +80,7 @@ def dump(core: Core) -> Mapping[str, Any]:
         return (
             [(each, _plain(getattr(run, each), {})) for each in Run.__slots__ if each not in _POINTERS | {"slots"}],
             [table and table.tolist() for table in run.slots],
-            [run.pins.count(local) for local in range(run.pages)],
+            [(run.pins.count(local), run.rests.count(local)) for local in range(run.pages)],
             [(first, describe(root, child)) for first, child in run.children.items()],
         )
 

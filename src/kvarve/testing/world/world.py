@@ -318,8 +318,8 @@ class World:
         self.step([self.give_up(op) for op in [*self.lost]])
         self.settle()
         assert not self.core.copies.ops and not self.core.leases and self.core.idle()
-        assert not any(run.pins.held() for run in runs(self.core)), "nobody is here, so nothing is pinned"
-        for _ in range(10 + 8 * sum(self.core.shelves.capacity)):  # under write-back few pages at a time pass a small tier
+        assert not any(run.held() for run in runs(self.core)), "nobody is here, so nothing is pinned"
+        for _ in range(10 + 8 * sum(self.core.shelves.capacity)):  # a small tier passes few at a time
             self.flush(Tier.DEVICE, Tier.HOST)
             self.settle()
             if not self.core.shelves.roots:

@@ -1,0 +1,9 @@
+"""Least recently used goes first."""
+
+from kvarve.core.eviction.order import Ranked
+from kvarve.core.tree import Run
+
+
+class Lru(Ranked):
+    def rank(self, run: Run) -> int:
+        return run.used

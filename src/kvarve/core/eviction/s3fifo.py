@@ -1,0 +1,79 @@
+"""New pages prove themselves in a small queue; only what was used again there gets into the main one.
+
+S3-FIFO (Yang et al., SOSP 2023): most pages are never used again, so they pass through a small queue quickly and do not
+push out what is used. What left the small queue lately and comes back goes to the main queue at once.
+"""
+
+from collections import deque
+
+from kvarve.core.eviction.order import Order, Place
+from kvarve.core.tree import Run
+from kvarve.keys import KEY_BYTES
+
+SMALL_SHARE = 10  # a tenth of all runs stand in the small queue
+MOST_USES = 3  # how many uses count for another turn in the main queue
+
+
+class S3Fifo(Order):
+    counts_uses = True
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._small: deque[Run] = deque()
+        self._main: deque[Run] = deque()
+        self._proven: dict[Run, bool] = {}  # whether a run belongs into the main queue
+        self._counted: dict[Run, int] = {}  # how many of its uses have been counted
+        self._ghosts: dict[bytes, None] = {}  # first keys of what left the small queue, oldest first
+        self._last: Run | None = None  # who was asked last: if it has more to give, it stays next
+        self._dead = 0
+
+    def push(self, run: Run) -> None:
+        if run not in self._proven:
+            self._proven[run] = run.keys[:KEY_BYTES] in self._ghosts
+            self._ghosts.pop(run.keys[:KEY_BYTES], None)
+            self._counted[run] = max(1, run.uses)  # who computed it counts as its first use
+        queue = self._main if self._proven[run] else self._small
+        if run is self._last:
+            queue.appendleft(run)
+        else:
+            queue.append(run)
+
+    def pop(self) -> Run | None:
+        while self._small or self._main:
+            small = len(self._small) * SMALL_SHARE >= len(self._small) + len(self._main) or not self._main
+            run = (self._small if small else self._main).popleft()
+            if not run.keys:
+                self._dead = max(0, self._dead - 1)
+                self._forget(run)
+                continue
+            uses = min(MOST_USES, run.uses - self._counted[run])
+            if uses <= 0:
+                if small:
+                    self._remember(run)
+                self._last = run
+                return run
+            self._counted[run] = run.uses - (0 if small else uses - 1)
+            self._proven[run] = True
+            self._main.append(run)
+        return None
+
+    def bury(self) -> None:
+        self._dead += 1
+        if 2 * self._dead > len(self._small) + len(self._main):
+            self._small = deque(run for run in self._small if run.keys)
+            self._main = deque(run for run in self._main if run.keys)
+            for run in [run for run in self._proven if not run.keys]:
+                self._forget(run)
+            self._dead = 0
+
+    def runs(self) -> list[Run]:
+        return [*self._small, *self._main]
+
+    def _forget(self, run: Run) -> None:
+        self._proven.pop(run, None)
+        self._counted.pop(run, None)
+
+    def _remember(self, run: Run) -> None:
+        self._ghosts[run.keys[:KEY_BYTES]] = None
+        while len(self._ghosts) > 16 + len(self._main) + len(self._small):
+            del self._ghosts[next(iter(self._ghosts))]

@@ -1,0 +1,167 @@
+"""A prompt's way through the tree: what is known and present of it, what a lease pins of it, and what it adds to it."""
+
+from collections.abc import Sequence
+
+from kvarve import boundaries
+from kvarve.boundaries import deepest, needed, ones, span
+from kvarve.core.backups import Backups
+from kvarve.core.lease import Lease
+from kvarve.core.settings import CoreConfig, Counters
+from kvarve.core.shelves import Shelves
+from kvarve.core.tree import Run, covering, upward, walk
+from kvarve.keys import KEY_BYTES, TOKEN_BYTES
+from kvarve.model import Tier
+
+
+class Paths:
+    def __init__(self, config: CoreConfig, shelves: Shelves, backups: Backups, counters: Counters) -> None:
+        self.config, self.shelves, self.backups, self.counters = config, shelves, backups, counters
+        self.pools = range(len(config.pools))
+        self.lookbacks = [pool.lookback for pool in config.pools]
+        self.reach = max((back for back in self.lookbacks if back is not None), default=1)
+        self.grid = config.chunk_tokens // config.page_tokens
+        self.width = config.page_tokens * TOKEN_BYTES
+
+    # --- what is here
+
+    def limit(self, tokens: bytes) -> int:
+        """The deepest boundary that leaves at least one token to compute."""
+        return max(0, len(tokens) // TOKEN_BYTES - 1) // self.config.page_tokens
+
+    def find(self, root: bytes, tokens: bytes) -> tuple[Run, list[Run], int]:
+        """The deepest run that a prompt reaches, all runs on the way there, and how many of its pages they know."""
+        top = self.shelves.root(root)
+        path, known = walk(top, 0, tokens)
+        return path[-1] if path else top, path, known
+
+    def present(self, path: list[Run], known: int) -> tuple[list[int], list[int]]:
+        """For each pool the positions of a path that are on the device, and those in memory at all (and not bad)."""
+        pools = len(self.pools)
+        device, memory, mask = [0] * pools, [0] * pools, ones(known)
+        spoiled = self.shelves.spoiled
+        for pool, lookback in enumerate(self.lookbacks):
+            if lookback is None and not spoiled:
+                # By the laws a chain is on the device without a gap, and somewhere in memory throughout.
+                for run in reversed(path):
+                    if here := run.here[pool]:
+                        device[pool] = ones(min(known, run.first + here.bit_length()))
+                        break
+                memory[pool] = mask
+                continue
+            near_all, far_all, host = 0, 0, pools + pool
+            for run in path:
+                near, far = run.here[pool], run.here[host]
+                if near or far:
+                    near_all |= near << run.first
+                    far_all |= (far & ~run.bad[host]) << run.first
+            device[pool] = near_all & mask
+            memory[pool] = (near_all | far_all) & mask
+        return device, memory
+
+    def legal(self, present: list[int], lease: Lease) -> int:
+        """The boundaries on the prefill grid at which a lease could resume from these pages."""
+        return boundaries.resume_at(present, self.lookbacks, lease.limit, self.grid)
+
+    def reserve(self, tier: Tier, need: Sequence[int], room: list[int]) -> list[list[int]] | None:
+        """A slot for each page needed of each pool, or None and nothing taken; `room` learns what could be had."""
+        if any(bits.bit_count() > places for bits, places in zip(need, room, strict=True)):
+            return None
+        places = [self.shelves.place(tier, pool) for pool in self.pools]
+        taken = [self.shelves.reserve(place, bits.bit_count()) for place, bits in zip(places, need, strict=True)]
+        if all(len(slots) == bits.bit_count() for slots, bits in zip(taken, need, strict=True)):
+            return taken
+        for pool, slots in enumerate(taken):
+            room[pool] = len(slots)
+            for slot in slots:
+                self.shelves.give_back(places[pool], slot)
+        return None
+
+    # --- what is pinned
+
+    def footing(self, boundary: int, device: list[int]) -> tuple[int, int]:
+        """What to pin so that a boundary stays legal in memory: windows and states, and the ends of chains.
+
+        Pages rest on each other, so the last page of a chain pins all of it; and the last one on the device pins
+        what the device has of it.
+        """
+        positions, rests = 0, self.ends(boundary)
+        for pool, lookback in enumerate(self.lookbacks):
+            if lookback is not None:
+                positions |= needed(boundary, lookback)
+            elif on_device := boundaries.leading(device[pool] & ones(boundary)):
+                rests |= 1 << on_device - 1
+        return positions, rests
+
+    def ends(self, boundary: int) -> int:
+        """Where the chains of a boundary end."""
+        return span(boundary - 1, boundary) if boundary and self.shelves.chains else 0
+
+    def ahead(self, present: list[int]) -> int:
+        """The chains to pin so that all that is present of them stays."""
+        return boundaries.of(here - 1 for pool in self.shelves.chains if (here := boundaries.leading(present[pool])))
+
+    def hold(self, lease: Lease, run: Run, positions: int, rests: int) -> None:
+        """Exchange what a lease pins. It refers to the deepest run that it pins something in, which therefore stays."""
+        self.shelves.pin(run, positions, rests)
+        self.shelves.unpin(lease.run, lease.held, lease.rests)
+        both = positions | rests
+        lease.run = covering(run, deepest(both)) if both else self.shelves.root(lease.root)
+        lease.held, lease.rests = positions, rests
+
+    def near(self, boundary: int) -> int:
+        """The positions that windows and states read before a boundary."""
+        return span(max(0, boundary - self.reach), boundary)
+
+    # --- the tree gains pages
+
+    def insert(
+        self, lease: Lease, tier: Tier, pages: Sequence[dict[int, int]], stored: bool = False
+    ) -> tuple[Run, int]:
+        """Give filled slots to the tree, making positions for them as far as every chain reaches without a gap.
+
+        `pages` (by pool: slots by ascending position) that do not fit in, being there already or with nothing to rest
+        on, go back to the free list. `stored`: the storage has them. Returns the deepest run of the prompt and how
+        many of its pages the tree now knows.
+        """
+        tail, _, known = self.find(lease.root, lease.tokens)
+        chains = self.shelves.chains
+        end = known
+        if chains:
+            while all(end in pages[pool] for pool in chains):
+                end += 1
+        else:
+            end = max([known, *(position + 1 for slots in pages for position in slots)])
+        if end > known:
+            tail = self._lengthen(tail, known, end, lease)
+        for pool, slots in enumerate(pages):
+            place = self.shelves.place(tier, pool)
+            row = end - known if pool in chains else 0  # new positions, all in one run: these go in together
+            for position, slot in slots.items():
+                if row and known <= position < end:
+                    continue
+                if position >= end or not self.backups.settle(covering(tail, position), place, position, slot):
+                    self.counters.duplicates += 1
+                    self.shelves.give_back(place, slot)
+            if row:
+                self.shelves.settle_row(tail, place, known, [slots[position] for position in range(known, end)])
+            if stored:
+                for run, share in upward(tail, boundaries.of(slots) & ones(end)):
+                    run.stored[pool] |= share
+        return tail, end
+
+    def _lengthen(self, tail: Run, known: int, end: int, lease: Lease) -> Run:
+        """Make positions [known, end) of a prompt below the run where it left the tree."""
+        tokens, keys = (
+            lease.tokens[known * self.width : end * self.width],
+            lease.keys[known * KEY_BYTES : end * KEY_BYTES],
+        )
+        if known < tail.end:
+            owing, tail = tail in self.backups.owing, self.shelves.split(tail, known)
+            if owing:
+                self.backups.owe(tail)
+        if tail.parent is not None and not tail.children:
+            tail.append(tokens, keys)
+            return tail
+        child = Run(tail, known, tokens, keys, len(self.pools), self.config.page_tokens)
+        tail.children[tokens[: self.width]] = child
+        return child

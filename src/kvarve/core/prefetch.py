@@ -1,0 +1,214 @@
+"""What storage has of a waiting prompt: asked, brought to the host in time, and no more of the host than its share.
+
+A request that waits holds nothing on the device. What it holds of the host is what came from storage for it; all
+waiting requests and stores under way together hold at most a set share of each pool, and who finds no room in it waits
+until somebody else's pages have arrived.
+"""
+
+from kvarve.boundaries import deepest, members, needed, of, ones, span
+from kvarve.core.backups import Backups
+from kvarve.core.copies import FETCH, PROBE, Copies, Fate, Moving, Op
+from kvarve.core.lease import Lease, Phase
+from kvarve.core.paths import Paths
+from kvarve.core.settings import CoreConfig, Counters
+from kvarve.core.tree import NOWHERE, covering, walk
+from kvarve.model import Tier
+
+ROOM_RETRIES = 8  # how often a lease waits for evictions under write-back before it makes do with what there is
+
+
+class Prefetch:
+    def __init__(
+        self,
+        config: CoreConfig,
+        paths: Paths,
+        copies: Copies,
+        backups: Backups,
+        counters: Counters,
+        leases: dict[int, Lease],
+    ) -> None:
+        self.leases = leases
+        self.config, self.paths, self.copies, self.backups, self.counters = config, paths, copies, backups, counters
+        self.shelves = paths.shelves
+        self.pools = paths.pools
+        self.held = [0] * len(config.pools)  # host slots by pool that waiting requests hold
+        self.deferred: dict[int, Lease] = {}  # they wait for room, first come first served
+
+    # --- asking
+
+    def ask(self, lease: Lease, boundary: int, memory: list[int], now: float) -> bool:
+        """Ask storage what it has beyond a boundary; False if there is nothing to ask."""
+        pages = self._worth_asking(lease, boundary, memory) if self.copies.storage else []
+        if pages:
+            missing = (lease.limit - boundary) * self.config.page_tokens
+            lease.phase, lease.deadline = Phase.PROBING, now + lease.patience.seconds(missing)
+            lease.probed = [0] * len(self.pools)
+            self.copies.send(Op(PROBE, pages, lease), lease.key)
+        return bool(pages)
+
+    def _worth_asking(self, lease: Lease, boundary: int, memory: list[int]) -> list[Moving]:
+        """The pages beyond a boundary that could make a deeper one legal and that memory does not have."""
+        grid = self.paths.grid
+        deepest_line = lease.limit // grid * grid
+        if (deepest_line - boundary) * self.config.page_tokens < max(1, self.config.fetch_at_least):
+            return []
+        pages: list[Moving] = []
+        for pool, lookback in enumerate(self.paths.lookbacks):
+            first = boundary // grid * grid + grid
+            if lookback is None:
+                want = ones(deepest_line)
+            elif lookback >= grid:
+                want = span(max(0, first - lookback), deepest_line)
+            else:
+                want = 0
+                for deeper in range(first, deepest_line + 1, grid):
+                    want |= needed(deeper, lookback)
+            pages.extend(Moving(pool, at, NOWHERE, NOWHERE) for at in members(want & ~memory[pool]))
+        return pages
+
+    def answered(self, lease: Lease, fates: list[Fate]) -> None:
+        """Storage has said what it has."""
+        for page, good, _ in fates:
+            lease.probed[page.pool] |= good << page.position
+        # Where we thought that it had more, that is to be stored again.
+        top = self.shelves.roots.get(lease.root)
+        path, known = walk(top, 0, lease.tokens) if top else ([], 0)
+        for page, good, _ in fates:
+            if not good and page.position < known:
+                run = covering(path[-1], page.position)
+                run.stored[page.pool] &= ~(1 << page.position - run.first)
+                self.backups.owe(run)
+
+    # --- fetching
+
+    def fetch(self, lease: Lease) -> bool:
+        """Bring what the deepest boundary needs to the host; False if there is nothing that it could wait for."""
+        self.deferred.pop(lease.number, None)
+        allowed, room = -1, [len(lease.tokens)] * len(self.pools)
+        while self.copies.storage:
+            # Anew each time: making room may have cost a page of it.
+            run, path, known = self.paths.find(lease.root, lease.tokens)
+            device, memory = self.paths.present(path, known)
+            both = [near | far for near, far in zip(memory, lease.probed, strict=True)]
+            boundary = deepest(self.paths.legal(both, lease) & allowed)
+            gain = boundary - deepest(self.paths.legal(memory, lease))
+            if gain * self.config.page_tokens < max(1, self.config.fetch_at_least):
+                break
+            need = [needed(boundary, back) & ~near for back, near in zip(self.paths.lookbacks, memory, strict=True)]
+            limits = zip(need, lease.lent, self.backups.share, strict=True)
+            fits = all(not bits or bits.bit_count() + lent <= share for bits, lent, share in limits)
+            if fits and lease.claimed:
+                self._take_turn(need)
+            if fits and not self._room_in_share(need):
+                self.deferred[lease.number] = lease
+                return True
+            if fits:
+                # What is in memory of it must not go to make room for the rest.
+                positions, rests = self.paths.footing(boundary, device)
+                guard = positions & ones(known), (rests | self.paths.ahead(memory)) & ones(known)
+                self.shelves.pin(run, *guard)
+                taken = self.paths.reserve(Tier.HOST, need, room)
+                if taken is not None:
+                    if lease.claimed:
+                        self.paths.hold(lease, run, guard[0] | lease.held, guard[1] | lease.rests)
+                    self._send(lease, need, taken, boundary)
+                self.shelves.unpin(run, *guard)
+                if taken is not None:
+                    return True
+                if self.put_off(lease):
+                    self.deferred[lease.number] = lease
+                    return True
+            allowed = ones(boundary)
+        return False
+
+    def _room_in_share(self, need: list[int]) -> bool:
+        return all(
+            not bits or bits.bit_count() + held + storing <= share
+            for bits, held, storing, share in zip(
+                need, self.held, self.backups.storing, self.backups.share, strict=True
+            )
+        )
+
+    def _take_turn(self, need: list[int]) -> None:
+        """Who has its turn comes before those who still wait: what landed for them stays, but is held no more."""
+        for other in reversed(self.leases.values()):
+            if self._room_in_share(need):
+                return
+            if other.phase is Phase.QUEUED and not other.claimed and any(other.lent):
+                self.release(other)
+                self.paths.hold(other, other.run, 0, 0)
+
+    def put_off(self, lease: Lease) -> bool:
+        """Whether a lease that found no room should try again in the next step, since evictions are under way."""
+        lease.retries += 1
+        return self.backups.leaving() and lease.retries <= ROOM_RETRIES
+
+    def _send(self, lease: Lease, need: list[int], taken: list[list[int]], boundary: int) -> None:
+        lease.phase, lease.promised = Phase.FETCHING, boundary
+        pages = [
+            Moving(pool, position, NOWHERE, slot)
+            for pool, bits in enumerate(need)
+            for position, slot in zip(members(bits), taken[pool], strict=True)
+        ]
+        for pool, slots in enumerate(taken):
+            self.held[pool] += len(slots)
+            lease.probed[pool] &= ~need[pool]  # what is lost on the way is not asked for again
+        # Shallow pages first: if patience runs out, what has arrived is a prefix.
+        pages.sort(key=lambda page: page.position)
+        for start in range(0, len(pages), self.config.batch_pages):
+            self.copies.send(Op(FETCH, pages[start : start + self.config.batch_pages], lease), lease.key)
+
+    def next_in_line(self) -> list[Lease]:
+        """Who may try again for room now: the first of those whose turn has come, else the first of all."""
+        waiting = [*self.deferred.values()]
+        return [lease for lease in waiting if lease.claimed][:1] or waiting[:1]
+
+    # --- what has come
+
+    def arrived(self, lease: Lease, fates: list[Fate], waited: bool, void: bool) -> None:
+        """A fetch has ended. Pages that nobody waits for any more are kept all the same, if they fit into the tree."""
+        late: list[dict[int, int]] = [{} for _ in self.pools]
+        for page, good, bad in fates:
+            self.counters.fetched += good
+            self.counters.bad_storage += bad
+            self.counters.failed += not good and not bad
+            if good and waited:
+                lease.landed[page.pool][page.position] = page.target
+                lease.lent[page.pool] += 1
+                continue
+            self.held[page.pool] -= 1
+            if good and page.position < lease.pages:
+                late[page.pool][page.position] = page.target
+            else:
+                self.shelves.give_back(self.shelves.place(Tier.HOST, page.pool), page.target)
+        if any(late):
+            self.counters.late += sum(map(len, late))
+            self.paths.insert(lease, Tier.HOST, _ascending(late), stored=not void)
+            self.shelves.forget(lease.root)
+
+    def land(self, lease: Lease) -> None:
+        """Give the tree what has arrived, as deep as it reaches; the lease holds it until it is loaded."""
+        landed, lease.landed = _ascending(lease.landed), [{} for _ in self.pools]
+        for slots in landed:
+            for position in slots:
+                lease.fetched |= 1 << position
+        tail, end = self.paths.insert(lease, Tier.HOST, landed, stored=True)
+        held, rests = lease.held, lease.rests
+        for lookback, slots in zip(self.paths.lookbacks, landed, strict=True):
+            kept = [position for position in slots if position < end]
+            if lookback is None:
+                rests |= of(kept[-1:])
+            else:
+                held |= of(kept)
+        self.paths.hold(lease, tail, held, rests)
+
+    def release(self, lease: Lease) -> None:
+        """A lease stops waiting: what came for it is the tree's."""
+        self.deferred.pop(lease.number, None)
+        for pool, lent in enumerate(lease.lent):
+            self.held[pool] -= lent
+            lease.lent[pool] = 0
+
+
+def _ascending(pages: list[dict[int, int]]) -> list[dict[int, int]]:
+    return [dict(sorted(slots.items())) for slots in pages]
