@@ -66,6 +66,8 @@ def _shares(runs: list[Run], holds: list[tuple[Run, int]]) -> dict[int, list[int
 def _audit_pins(pins: Pins, sets: list[int]) -> int:
     """The positions of a run that are held, each exactly as often as it should be."""
     held = 0
+    if not sets:
+        _check(not pins.held(), "pins are exactly what leases and copies hold")
     for each in sets:
         held |= each
     _check(pins.held() == held, "pins are exactly what leases and copies hold")
@@ -99,14 +101,17 @@ def _audit_slots(core: Core, runs: list[Run]) -> None:
                 owned[op.edge[1] * pools + page.pool].append(page.target)
     for run in runs:
         for place, (here, table) in enumerate(zip(run.here, run.slots, strict=True)):
-            if table is not None:
+            if table is None:
+                if here:
+                    raise BrokenLaw("a resident page has a slot")
+                continue
+            absent = table.count(NOWHERE)
+            _check(here.bit_count() == len(table) - absent, "a page has a slot if and only if it is resident")
+            if absent:
                 owned[place].extend([slot for slot in table if slot != NOWHERE])
-                absent = table.count(NOWHERE)
-                _check(here.bit_count() == len(table) - absent, "a page has a slot if and only if it is resident")
-                if absent:
-                    _check(all(table[local] != NOWHERE for local in _each(here)), "a resident page has a slot")
+                _check(all(table[local] != NOWHERE for local in _each(here)), "a resident page has a slot")
             else:
-                _check(not here, "a resident page has a slot")
+                owned[place].extend(table)
     for place, slots_ in enumerate(owned):
         slots_.sort()
         if slots_ != [*range(core.shelves.capacity[place])]:
@@ -115,29 +120,48 @@ def _audit_slots(core: Core, runs: list[Run]) -> None:
 
 def _audit_counts(core: Core, runs: list[Run]) -> None:
     """What is counted as under way, held for storage or bad is so."""
-    pools = range(len(core.pools))
-    fetching, storing, down = [0 for _ in pools], [0 for _ in pools], 0
+    pools = len(core.pools)
+    fetching, storing, down = [0] * pools, [0] * pools, 0
+    coming: dict[tuple[int, int], int] = {}
     for op in core.copies.ops.values():
-        down += len(op.pages) if op.edge[1] > op.edge[0] else 0
-        if Tier.STORAGE in op.edge and op.edge[0] != op.edge[1]:
-            counts = storing if op.edge[1] is Tier.STORAGE else fetching
+        if op.edge == (Tier.STORAGE, Tier.HOST):
             for page in op.pages:
-                counts[page.pool] += 1
+                fetching[page.pool] += 1
+        elif op.edge[1] > op.edge[0]:
+            down += len(op.pages)
+            for page in op.pages:
+                storing[page.pool] += op.edge[1] is Tier.STORAGE
+                run = op.run
+                while run is not None and page.position < run.first:
+                    run = run.parent
+                _check(run is not None, "what is held is in the tree")
+                assert run is not None
+                what, bit = (id(run), op.edge[1] * pools + page.pool), 1 << page.position - run.first
+                _check(not coming.get(what, 0) & bit, "no page goes the same way twice")
+                coming[what] = coming.get(what, 0) | bit
     for lease in core.leases.values():
-        for pool in pools:
+        for pool in range(pools):
             fetching[pool] += lease.lent[pool]
     _check(core.prefetch.held == fetching, "what waits for storage is counted")
     _check(core.backups.storing == storing, "what goes to storage is counted")
     _check(core.backups.flying == down, "what goes down is counted")
     for held, share in zip(fetching, core.backups.share, strict=False):
         _check(held <= share, "what waits for storage keeps to its share of the host")
-    _check(core.shelves.spoiled == sum(bits.bit_count() for run in runs for bits in run.bad), "bad pages are counted")
+    spoiled = 0
+    for run in runs:
+        for bits in run.bad:
+            spoiled += bits.bit_count()
+        for place, bits in enumerate(run.coming):
+            if bits != coming.get((id(run), place), 0):
+                raise BrokenLaw("a run knows what is on its way down")
+    _check(core.shelves.spoiled == spoiled, "bad pages are counted")
 
 
 def audit(core: Core) -> None:
     """Raise `BrokenLaw` if any law does not hold now."""
     pools = len(core.pools)
     chains = [i for i, pool in enumerate(core.pools) if pool.lookback is None]
+    rest = [place % pools in chains for place in range(2 * pools)]
     runs = _runs(core)
     held = [(lease.run, lease.held) for lease in core.leases.values()]
     pins = _shares(runs, held + [(op.run, op.pinned) for op in core.copies.ops.values() if op.run is not None])
@@ -161,10 +185,7 @@ def audit(core: Core) -> None:
         needed = pinned | _audit_pins(run.rests, rests[id(run)])
 
         known = 0
-        for here, bad in zip(run.here, run.bad, strict=True):
-            known |= here
-            _check(not bad & ~here, "only a page that is here can be bad")
-        for bits in (*run.stored, *run.coming):
+        for bits in (*run.here, *run.stored, *run.coming, *run.asked):
             known |= bits
         _check(not known >> length, "nothing is known of positions that are not there")
         for chain in chains:
@@ -176,15 +197,16 @@ def audit(core: Core) -> None:
                 parent = above.here[chain] >> len(above.keys) // 32 - 1 & 1
                 _check(parent, "an attention page is on the device only if its parent is")
 
-        giveable, children = 0, [child.here for child in run.children.values()]
+        resting = [0] * (2 * pools)
+        for child in run.children.values():
+            resting = [count + (here & 1) for count, here in zip(resting, child.here, strict=True)]
+        _check(run.kids == resting, "a run knows how many pages rest on its end")
+        giveable = 0
         for place, here in enumerate(run.here):
-            resting = 0
-            for theirs in children:
-                resting += theirs[place] & 1
-            _check(run.kids[place] == resting, "a run knows how many pages rest on its end")
-            if place % pools in chains:
-                giveable |= (not resting and here >> needed.bit_length() > 0) << place
-            else:
-                giveable |= (here & ~pinned > 0) << place
+            if run.bad[place] & ~here:
+                raise BrokenLaw("only a page that is here can be bad")
+            if here:
+                may_go = here >> needed.bit_length() if rest[place] else here & ~pinned
+                giveable |= (may_go > 0 and not (rest[place] and resting[place])) << place
         _check(not giveable & ~standing[id(run)], "what may be evicted stands in the eviction order")
         _check(run.queued == standing[id(run)], "a run knows where it stands")

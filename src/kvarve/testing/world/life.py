@@ -9,6 +9,7 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,11 +51,24 @@ class Life:
             plain = json.loads(path.read_text())
             if plain.pop("format") != FORMAT:
                 raise ConfigError(f"{path}: not a life in the format {FORMAT}")
-            return cls(**plain)
+            life = cls(**plain)
+            life.check()
         except OSError as e:
             raise ConfigError(f"{path}: {e.strerror}") from e
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise ConfigError(f"{path}: not a life that kvarve.testing.world has written ({e})") from e
+            raise ConfigError(f"{path}: not a life that kvarve.testing.world has written ({e!r})") from e
+        return life
+
+    def check(self) -> None:
+        """ConfigError if there is no such core or no such action."""
+        configure(self.config)
+        for name, *rest in self.actions:
+            if name not in ACTIONS:
+                raise ConfigError(f"not a life: nothing is called {name!r}")
+            try:
+                signature(ACTIONS[name]).bind(None, *rest)
+            except TypeError as e:
+                raise ConfigError(f"not a life: {name} {rest}: {e}") from e
 
 
 def play(life: Life) -> World:

@@ -330,7 +330,7 @@ class World:
 
     def happened(self) -> Counter[str]:
         """What the core counted, and from where hits came."""
-        counted = Counter({f"pages {what}": times for what, times in vars(self.core.counters).items()})
+        counted = Counter({f"counted {what}": times for what, times in vars(self.core.counters).items()})
         counted.update({f"hit pages from {tier.name.lower()}": self.hits[tier] for tier in Tier})
         return counted
 
