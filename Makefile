@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: setup run test lint bench train lock clean
+.PHONY: setup run test lint soak bench train lock clean
 
 setup: .venv/ready
 
@@ -30,6 +30,11 @@ lint: setup
 	.venv/bin/ruff check --fix
 	.venv/bin/ruff format
 	.venv/bin/mypy
+
+# Ten million steps of the core in random lives with random trouble, on all cores; SEED=8 lives others.
+SEED ?= 7
+soak: setup
+	.venv/bin/python -m kvarve.testing.world --seed $(SEED) --steps 10000000 --jobs $$(getconf _NPROCESSORS_ONLN) --all
 
 bench: setup
 	@for script in $(filter-out bench/common.py,$(wildcard bench/*.py)); do echo "== $$script"; .venv/bin/python $$script || exit 1; done

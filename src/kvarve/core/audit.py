@@ -1,10 +1,15 @@
-"""The laws of the core, checked page by page. Written from the design alone: it shares no code with what it checks."""
+"""The laws of the core, checked page by page. Written from the design alone: it shares no code with what it checks.
 
-from collections import Counter
+Sets of positions are integers, as in the core, so that the laws can be looked at after every input of a long life.
+"""
+
+from collections.abc import Iterator
 
 from kvarve.core.cache import Core
 from kvarve.core.lease import Phase
-from kvarve.core.tree import Run
+from kvarve.core.pins import Pins
+from kvarve.core.tree import NOWHERE, Run
+from kvarve.model import Tier
 
 
 class BrokenLaw(AssertionError):
@@ -16,110 +21,192 @@ def _check(true: object, law: str) -> None:
         raise BrokenLaw(law)
 
 
+def _each(positions: int) -> Iterator[int]:
+    position = 0
+    while positions >> position:
+        if positions >> position & 1:
+            yield position
+        position += 1
+
+
 def _runs(core: Core) -> list[Run]:
     found: list[Run] = []
     stack: list[Run] = [*core.shelves.roots.values()]
+    for root in stack:
+        _check(not root.tokens and not root.keys and not any(root.here), "a root is no page")
     while stack:
         run = stack.pop()
         found.append(run)
+        end = run.first + len(run.tokens) // run.width
         for first_page, child in run.children.items():
             _check(child.parent is run, "a child knows its parent")
             _check(child.tokens[: child.width] == first_page, "a child stands under its first page")
-            _check(child.first == run.first + len(run.tokens) // run.width, "a child begins where its parent ends")
+            _check(child.first == end, "a child begins where its parent ends")
             _check(len(child.tokens) > 0, "a run holds at least one page")
             stack.append(child)
     return found
 
 
-def audit(core: Core) -> None:
-    """Raise `BrokenLaw` if any law does not hold now."""
-    pools, places = len(core.pools), 2 * len(core.pools)
-    chains = [i for i, pool in enumerate(core.pools) if pool.lookback is None]
-    runs = _runs(core)
-    owners: list[Counter[int]] = [Counter(slots) for slots in core.shelves.free]
-    holds: Counter[tuple[int, int]] = Counter()
-    rests: Counter[tuple[int, int]] = Counter()
-    by_id = {id(run): run for run in runs}
+def _shares(runs: list[Run], holds: list[tuple[Run, int]]) -> dict[int, list[int]]:
+    """Sets of positions as sets of local positions, for each run by its id."""
+    shares: dict[int, list[int]] = {id(run): [] for run in runs}
+    for deepest, positions in holds:
+        run: Run | None = deepest
+        left = positions
+        while left:
+            _check(run is not None, "what is held is in the tree")
+            assert run is not None
+            if share := left >> run.first:  # a reference may be to a run below, even to one that has left the tree
+                _check(id(run) in shares and not share >> len(run.keys) // 32, "what is held is in the tree")
+                shares[id(run)].append(share)
+            left, run = left & (1 << run.first) - 1, run.parent
+    return shares
 
-    def hold(run: Run | None, positions: int, holds: Counter[tuple[int, int]] = holds) -> None:
-        position = 0
-        while positions >> position:
-            if positions >> position & 1:
-                at = run
-                while at is not None and position < at.first:
-                    at = at.parent
-                _check(at is not None and id(at) in by_id, "what is held is in the tree")
-                assert at is not None
-                holds[id(at), position - at.first] += 1
-            position += 1
 
+def _audit_pins(pins: Pins, sets: list[int]) -> int:
+    """The positions of a run that are held, each exactly as often as it should be."""
+    held = 0
+    if not sets:
+        _check(not pins.held(), "pins are exactly what leases and copies hold")
+    for each in sets:
+        held |= each
+    _check(pins.held() == held, "pins are exactly what leases and copies hold")
+    for local in _each(held):
+        count = sum(each >> local & 1 for each in sets)
+        _check(pins.count(local) == count, "pins are exactly what leases and copies hold")
+    return held
+
+
+def _audit_leases(core: Core) -> None:
     for lease in core.leases.values():
         _check(lease.phase is not Phase.CLOSED, "a closed lease is gone")
-        hold(lease.run, lease.held)
-        hold(lease.run, lease.rests, rests)
-        for pool, slots in enumerate(lease.own):
-            owners[pool].update(slots.values())
-        for pool, slots in enumerate(lease.landed):
-            owners[pools + pool].update(slots.values())
         if lease.phase is Phase.READY and not lease.resumed:
             for pool, spec in enumerate(core.pools):
-                positions, slots_ = core.slots(lease, pool)
+                positions, slots = core.slots(lease, pool)
                 far = lease.boundary if spec.lookback is None else min(spec.lookback, lease.boundary)
                 _check(len(positions) == far, "a ready lease has its pages")
-                _check(len(set(slots_)) == len(slots_), "each page of a lease has its own slot")
+                _check(len(set(slots)) == len(slots), "each page of a lease has its own slot")
+
+
+def _audit_slots(core: Core, runs: list[Run]) -> None:
+    """Every slot is free, or owned by exactly one page position, lease or copy."""
+    pools = len(core.pools)
+    owned = [free.tolist() for free in core.shelves.free]
+    for lease in core.leases.values():
+        for place, slots in enumerate((*lease.own, *lease.landed)):
+            owned[place].extend(slots.values())
     for op in core.copies.ops.values():
-        if op.run is not None:
-            hold(op.run, op.pinned)
         if op.edge[1] < 2 and op.edge[0] != op.edge[1]:
             for page in op.pages:
-                owners[int(op.edge[1]) * pools + page.pool][page.target] += 1
+                owned[op.edge[1] * pools + page.pool].append(page.target)
+    for run in runs:
+        for place, (here, table) in enumerate(zip(run.here, run.slots, strict=True)):
+            if table is None:
+                if here:
+                    raise BrokenLaw("a resident page has a slot")
+                continue
+            absent = table.count(NOWHERE)
+            _check(here.bit_count() == len(table) - absent, "a page has a slot if and only if it is resident")
+            if absent:
+                owned[place].extend([slot for slot in table if slot != NOWHERE])
+                _check(all(table[local] != NOWHERE for local in _each(here)), "a resident page has a slot")
+            else:
+                owned[place].extend(table)
+    for place, slots_ in enumerate(owned):
+        slots_.sort()
+        if slots_ != [*range(core.shelves.capacity[place])]:
+            raise BrokenLaw(f"every slot of place {place} has exactly one owner")
+
+
+def _audit_counts(core: Core, runs: list[Run]) -> None:
+    """What is counted as under way, held for storage or bad is so."""
+    pools = len(core.pools)
+    fetching, storing, down = [0] * pools, [0] * pools, 0
+    coming: dict[tuple[int, int], int] = {}
+    for op in core.copies.ops.values():
+        if op.edge == (Tier.STORAGE, Tier.HOST):
+            for page in op.pages:
+                fetching[page.pool] += 1
+        elif op.edge[1] > op.edge[0]:
+            down += len(op.pages)
+            for page in op.pages:
+                storing[page.pool] += op.edge[1] is Tier.STORAGE
+                run = op.run
+                while run is not None and page.position < run.first:
+                    run = run.parent
+                _check(run is not None, "what is held is in the tree")
+                assert run is not None
+                what, bit = (id(run), op.edge[1] * pools + page.pool), 1 << page.position - run.first
+                _check(not coming.get(what, 0) & bit, "no page goes the same way twice")
+                coming[what] = coming.get(what, 0) | bit
+    for lease in core.leases.values():
+        for pool in range(pools):
+            fetching[pool] += lease.lent[pool]
+    _check(core.prefetch.held == fetching, "what waits for storage is counted")
+    _check(core.backups.storing == storing, "what goes to storage is counted")
+    _check(core.backups.flying == down, "what goes down is counted")
+    for held, share in zip(fetching, core.backups.share, strict=False):
+        _check(held <= share, "what waits for storage keeps to its share of the host")
+    spoiled = 0
+    for run in runs:
+        for bits in run.bad:
+            spoiled += bits.bit_count()
+        for place, bits in enumerate(run.coming):
+            if bits != coming.get((id(run), place), 0):
+                raise BrokenLaw("a run knows what is on its way down")
+    _check(core.shelves.spoiled == spoiled, "bad pages are counted")
+
+
+def audit(core: Core) -> None:
+    """Raise `BrokenLaw` if any law does not hold now."""
+    pools = len(core.pools)
+    chains = [i for i, pool in enumerate(core.pools) if pool.lookback is None]
+    rest = [place % pools in chains for place in range(2 * pools)]
+    runs = _runs(core)
+    held = [(lease.run, lease.held) for lease in core.leases.values()]
+    pins = _shares(runs, held + [(op.run, op.pinned) for op in core.copies.ops.values() if op.run is not None])
+    rests = _shares(runs, [(lease.run, lease.rests) for lease in core.leases.values()])
+    _audit_leases(core)
+    _audit_slots(core, runs)
+    _audit_counts(core, runs)
+
+    # A run stands in an eviction order exactly once if it has a page to give; it may stand there in vain, not twice.
+    standing = dict.fromkeys(pins, 0)
+    for place, order in enumerate(core.shelves.orders):
+        for run in order.runs():
+            if id(run) in standing:
+                _check(not standing[id(run)] >> place & 1, "no run stands twice in an eviction order")
+                standing[id(run)] |= 1 << place
 
     for run in runs:
         length = len(run.tokens) // run.width
         _check(len(run.keys) == 32 * length, "every page has a key")
-        for local in range(length):
-            _check(run.pins.count(local) == holds[id(run), local], "pins are exactly what leases and copies hold")
-            _check(run.rests.count(local) == rests[id(run), local], "rests are exactly what leases rest on")
-            resident = [bool(run.here[place] >> local & 1) for place in range(places)]
-            for place in range(places):
-                if resident[place]:
-                    table = run.slots[place]
-                    assert table is not None
-                    owners[place][table[local]] += 1
-                else:
-                    _check(not run.bad[place] >> local & 1, "only a page that is here can be bad")
-            above, up = (run, local - 1) if local else (run.parent, -1)
-            if above is not None and up < 0:
-                up = len(above.tokens) // above.width - 1
-            for chain in chains:
-                _check(resident[chain] or resident[pools + chain], "a position keeps its attention page in memory")
-                if resident[chain] and above is not None and up >= 0:
-                    _check(above.here[chain] >> up & 1, "an attention page is on the device only if its parent is")
-        for bits in (*run.here, *run.bad, *run.stored, *run.coming):
-            _check(bits >> length == 0, "nothing is known of positions that are not there")
-        for place in range(places):
-            below = sum(child.here[place] & 1 for child in run.children.values())
-            _check(run.kids[place] == below, "a run knows how many pages rest on its end")
+        pinned = _audit_pins(run.pins, pins[id(run)])
+        needed = pinned | _audit_pins(run.rests, rests[id(run)])
 
-    for place, owned in enumerate(owners):
-        _check(
-            all(count == 1 for count in owned.values()) and set(owned) == set(range(core.shelves.capacity[place])),
-            f"every slot of place {place} has exactly one owner",
-        )
+        known = 0
+        for bits in (*run.here, *run.stored, *run.coming, *run.asked):
+            known |= bits
+        _check(not known >> length, "nothing is known of positions that are not there")
+        for chain in chains:
+            near = run.here[chain]
+            _check(near | run.here[pools + chain] == (1 << length) - 1, "a position keeps its attention page in memory")
+            _check(not near & near + 1, "an attention page is on the device only if its parent is")
+            above = run.parent
+            if near and above is not None and above.keys:
+                parent = above.here[chain] >> len(above.keys) // 32 - 1 & 1
+                _check(parent, "an attention page is on the device only if its parent is")
 
-    # A run stands in an eviction order exactly once if it has a page to give; it may stand there in vain, not twice.
-    for place, order in enumerate(core.shelves.orders):
-        standing = Counter(id(run) for run in order.runs())
-        _check(all(count == 1 for count in standing.values()), "no run stands twice in an eviction order")
-        for run in runs:
-            held = [local for local in range(len(run.tokens) // run.width) if holds[id(run), local]]
-            needed = [local for local in range(len(run.tokens) // run.width) if rests[id(run), local]] + held
-            here = {local for local in range(len(run.tokens) // run.width) if run.here[place] >> local & 1}
-            if place % pools in chains:
-                resting = any(child.here[place] & 1 for child in run.children.values())
-                giveable = set() if resting else {local for local in here if not needed or local > max(needed)}
-            else:
-                giveable = here - set(held)
-            if giveable:
-                _check(standing[id(run)], "what may be evicted stands in the eviction order")
-            _check(bool(run.queued >> place & 1) == bool(standing[id(run)]), "a run knows where it stands")
+        resting = [0] * (2 * pools)
+        for child in run.children.values():
+            resting = [count + (here & 1) for count, here in zip(resting, child.here, strict=True)]
+        _check(run.kids == resting, "a run knows how many pages rest on its end")
+        giveable = 0
+        for place, here in enumerate(run.here):
+            if run.bad[place] & ~here:
+                raise BrokenLaw("only a page that is here can be bad")
+            if here:
+                may_go = here >> needed.bit_length() if rest[place] else here & ~pinned
+                giveable |= (may_go > 0 and not (rest[place] and resting[place])) << place
+        _check(not giveable & ~standing[id(run)], "what may be evicted stands in the eviction order")
+        _check(run.queued == standing[id(run)], "a run knows where it stands")

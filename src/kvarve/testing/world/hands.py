@@ -1,0 +1,126 @@
+"""Honest hands for one rank: arenas made of lists and a storage made of a dict, in which every page says what it is.
+
+What stands in a slot is the key of the page that was computed or copied there, so a core that mixes up two slots,
+frees one that is still read, or resumes a prompt from another prompt's page is found out at once. What is not a page
+says so too: a slot that is free, room that nobody has filled, the target of a copy that is still in flight.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvarve.core.effects import Copy, Effect, Page, Probe
+from kvarve.model import PoolSpec, Tier
+
+FREE, ROTTEN, BROKEN = b"free", b"rotten", b"broken"
+PAGE = 32  # bytes: only a page's key is as long as this
+
+Name = tuple[bytes, int, int]  # key, pool, rank
+
+
+def flying(op: int) -> bytes:
+    return b"target of %d" % op
+
+
+def empty(lease: int) -> bytes:
+    return b"room of %d" % lease
+
+
+@dataclass
+class Store:
+    """A storage for all ranks: what it has, what it ever had, and the ranks to which it answers nothing (bits)."""
+
+    objects: dict[Name, bytes] = field(default_factory=dict)
+    ever: set[Name] = field(default_factory=set)
+    mute: int = 0
+
+
+class Hands:
+    """The arenas of one rank, by place (tier * pools + pool), and what its lanes do to them."""
+
+    def __init__(self, pools: Sequence[PoolSpec], capacity: Sequence[int], rank: int) -> None:
+        self.pools, self.rank = pools, rank
+        self.arenas = [[FREE] * slots for slots in capacity]
+
+    def arena(self, tier: Tier, pool: int) -> list[bytes]:
+        return self.arenas[int(tier) * len(self.pools) + pool]
+
+    def name(self, key: bytes, pool: int) -> Name:
+        """What a page is called in storage; of pages that are the same on every rank there is one for all."""
+        return key, pool, 0 if self.pools[pool].replicated else self.rank
+
+    def start(self, effect: Effect) -> None:
+        """Look at both ends of a copy that begins, and mark its targets."""
+        if isinstance(effect, Probe):
+            return
+        mark = flying(effect.op)
+        for page in effect.pages:
+            if effect.source is not Tier.STORAGE:
+                self._source(effect, page)
+            if effect.target is not Tier.STORAGE:
+                # Slots that came free in this very call may be taken again in it; what they held is gone.
+                self.arena(effect.target, page.pool)[page.target] = mark
+
+    def carry(self, effect: Effect, store: Store, lost: int, rotten: int) -> tuple[int, int]:
+        """Carry out an effect on this rank and say which pages are good and which are bad.
+
+        Bit i of `lost`: page i does not arrive; of `rotten`: its source has decayed before it was read.
+        """
+        good = bad = 0
+        for i, page in enumerate(effect.pages):
+            away, decayed = bool(lost >> i & 1), bool(rotten >> i & 1)
+            if isinstance(effect, Probe):
+                arrived = (
+                    self.name(page.key, page.pool) in store.objects and not away and not store.mute >> self.rank & 1
+                )
+                spoiled = False
+            elif effect.target is Tier.STORAGE:
+                arrived, spoiled = self._store(effect, page, store, away, decayed)
+            else:
+                if effect.source is Tier.STORAGE:
+                    content = self._fetched(page, store, decayed)
+                else:
+                    content = self._read(effect, page, decayed)
+                arrived, spoiled = content == page.key and not away, content == ROTTEN and not away
+                arena = self.arena(effect.target, page.pool)
+                assert arena[page.target] == flying(effect.op), "a copy's target is nobody else's until it has ended"
+                arena[page.target] = page.key if arrived else BROKEN
+            good |= arrived << i
+            bad |= spoiled << i
+        return good, bad
+
+    def _source(self, copy: Copy, page: Page) -> bytes:
+        content = self.arena(copy.source, page.pool)[page.source]
+        assert content == page.key or (content == ROTTEN and copy.source is Tier.HOST), (
+            f"a copy from the {copy.source.name.lower()} reads the page that it names until it has ended, "
+            f"not {content!r} (pool {page.pool}, slot {page.source})"
+        )
+        return content
+
+    def _read(self, copy: Copy, page: Page, decayed: bool) -> bytes:
+        content = self._source(copy, page)
+        if decayed and copy.source is Tier.HOST:
+            content = self.arena(Tier.HOST, page.pool)[page.source] = ROTTEN
+        return content
+
+    def _has(self, store: Store, page: Page) -> bool:
+        return not store.mute >> self.rank & 1 and self.name(page.key, page.pool) in store.objects
+
+    def _fetched(self, page: Page, store: Store, decayed: bool) -> bytes | None:
+        """What storage gives for a page; what is bad is deleted there, so that the page computed anew is written."""
+        name = self.name(page.key, page.pool)
+        if not self._has(store, page):
+            return None
+        content = ROTTEN if decayed else store.objects[name]
+        if content == ROTTEN:
+            del store.objects[name]
+        return content
+
+    def _store(self, copy: Copy, page: Page, store: Store, away: bool, decayed: bool) -> tuple[bool, bool]:
+        content, name = self._read(copy, page, decayed), self.name(page.key, page.pool)
+        if name[2] != self.rank:  # another rank writes it for all
+            return True, False
+        if content == ROTTEN or away or store.mute >> self.rank & 1:
+            return False, content == ROTTEN
+        store.objects.setdefault(name, content)
+        store.ever.add(name)
+        return True, False

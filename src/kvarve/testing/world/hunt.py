@@ -1,0 +1,71 @@
+"""Many short lives, one after another or in several processes, until one breaks or enough has happened."""
+
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from itertools import islice
+
+from kvarve.testing.world.life import Life, born, live
+from kvarve.testing.world.shrink import Trouble, bounded
+
+
+@dataclass
+class Story:
+    """What became of one life: the life itself only if it broke."""
+
+    steps: int
+    seen: Counter[str]
+    broken: tuple[Life, Trouble] | None = None
+
+
+@dataclass
+class Tally:
+    """What became of all lives so far."""
+
+    lives: int = 0
+    steps: int = 0
+    seen: Counter[str] = field(default_factory=Counter)
+    troubles: Counter[str] = field(default_factory=Counter)
+    began: float = field(default_factory=time.monotonic)
+
+    def add(self, story: Story) -> None:
+        self.lives += 1
+        self.steps += story.steps
+        self.seen.update(story.seen)
+        if story.broken:
+            self.troubles[story.broken[1].place] += 1
+
+    def line(self) -> str:
+        rate = self.steps / max(1e-9, time.monotonic() - self.began)
+        broke = f" · {sum(self.troubles.values())} broke" if self.troubles else ""
+        return f"{self.steps:,} steps · {self.lives:,} lives · {rate:,.0f} steps/s{broke}"
+
+
+def tell(seed: int) -> Story:
+    """Live one life."""
+    life, dice = born(seed)
+    try:
+        with bounded():
+            world = live(life, dice)
+    except Exception as error:  # noqa: BLE001 - whatever a core in trouble raises is what we are looking for
+        return Story(len(life.actions), Counter(), (life, Trouble.of(error)))
+    return Story(world.steps, world.seen + world.happened())
+
+
+def hunt(seeds: Iterator[int], jobs: int = 1) -> Iterator[Story]:
+    """Lives with these seeds, each as soon as it has ended."""
+    if jobs == 1:
+        yield from map(tell, seeds)
+        return
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        coming = {pool.submit(tell, seed) for seed in islice(seeds, 4 * jobs)}
+        try:
+            while coming:
+                here, coming = wait(coming, return_when=FIRST_COMPLETED)
+                coming |= {pool.submit(tell, seed) for seed in islice(seeds, len(here))}
+                yield from (each.result() for each in here)
+        finally:
+            pool.shutdown(cancel_futures=True)

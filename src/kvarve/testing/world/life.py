@@ -1,0 +1,414 @@
+"""Lives: lists of plain actions, drawn from a seed, kept in a file, played to a world.
+
+An action is a name and a few numbers. Who or what it is about is a number modulo how many there are at that moment,
+so an action still means something when others before it are left out, which is what shrinking needs; one that means
+nothing (to close a lease where there is none) does nothing.
+"""
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from inspect import signature
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvarve.core.effects import Ended, Probe
+from kvarve.core.lease import Lease
+from kvarve.errors import ConfigError
+from kvarve.keys import TOKEN_BYTES
+from kvarve.model import MEMORY_TIERS, Tier
+from kvarve.testing.world.hands import PAGE, ROTTEN
+from kvarve.testing.world.scenes import PATIENCES, configure, draw, draw_prompt, words
+from kvarve.testing.world.world import World
+
+T = TypeVar("T")
+Action = list[Any]
+
+FORMAT = "kvarve-life/1"
+LONGEST = 32  # tokens that a session may grow to
+
+
+@dataclass
+class Life:
+    """All that happens to one world: how it is set up, and the actions in their order."""
+
+    seed: int
+    ranks: int
+    config: dict[str, Any]
+    actions: list[Action] = field(default_factory=list)
+
+    def world(self) -> World:
+        return World(config=configure(self.config), ranks=self.ranks)
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> "Life":
+        """ConfigError if the file is not one that `write` has written."""
+        try:
+            plain = json.loads(path.read_text())
+            if plain.pop("format") != FORMAT:
+                raise ConfigError(f"{path}: not a life in the format {FORMAT}")
+            life = cls(**plain)
+            life.check()
+        except OSError as e:
+            raise ConfigError(f"{path}: {e.strerror}") from e
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise ConfigError(f"{path}: not a life that kvarve.testing.world has written ({e!r})") from e
+        return life
+
+    def check(self) -> None:
+        """ConfigError if there is no such core or no such action."""
+        configure(self.config)
+        for name, *rest in self.actions:
+            if name not in ACTIONS:
+                raise ConfigError(f"not a life: nothing is called {name!r}")
+            try:
+                signature(ACTIONS[name]).bind(None, *rest)
+            except TypeError as e:
+                raise ConfigError(f"not a life: {name} {rest}: {e}") from e
+
+
+def play(life: Life) -> World:
+    """A life from beginning to end."""
+    world = life.world()
+    for action in life.actions:
+        act(world, action)
+    finish(world)
+    return world
+
+
+def finish(world: World) -> None:
+    world.everybody()
+    world.drain()
+
+
+def act(world: World, action: Action) -> bool:
+    """Let one action happen; whether it meant anything."""
+    return ACTIONS[action[0]](world, *action[1:])
+
+
+# --- what may happen
+
+
+def _open(world: World, text: str, salt: str, patience: int, read: int, priority: int) -> bool:
+    world.open_packed(words(text), salt, PATIENCES[patience], bool(read), priority)
+    return True
+
+
+def _request(world: World, text: str, salt: str, chunks: int, rest: int) -> bool:
+    """From beginning to end, with nothing going wrong; patient, but not for ever, for others' copies may be lost."""
+    world.compute(world.open_packed(words(text), salt, PATIENCES[2]), chunks, bool(rest))
+    return True
+
+
+def _claim(world: World, pick: int) -> bool:
+    lease = _one(pick, [lease for lease in world.leases if not lease.ready])
+    if lease is not None:
+        world.claim(lease)
+    return lease is not None
+
+
+def _resumed(world: World, pick: int) -> bool:
+    lease = _one(pick, _ready(world))
+    if lease is not None:
+        world.resumed(lease)
+    return lease is not None
+
+
+def _extend(world: World, pick: int, text: str) -> bool:
+    """A session goes on while its lease stays open."""
+    lease = _one(pick, _ready(world))
+    if lease is None or len(lease.tokens) // TOKEN_BYTES + len(text) > LONGEST:
+        return False
+    world.seen["extended"] += 1
+    world.extend_packed(lease, words(text))
+    return True
+
+
+def _grow(world: World, pick: int, more: int) -> bool:
+    lease, grid = _one(pick, _ready(world)), world.core.grid
+    upto = min(world.core.keepable(lease), lease.room + grid * more) // grid * grid if lease is not None else 0
+    if lease is None or upto <= lease.room:
+        return False
+    world.grow(lease, upto)
+    return True
+
+
+def _publish(world: World, pick: int, less: int) -> bool:
+    lease, grid = _one(pick, _ready(world)), world.core.grid
+    if lease is None:
+        return False
+    world.publish(lease, max(lease.done, (lease.room - less) // grid * grid))
+    return True
+
+
+def _close(world: World, pick: int) -> bool:
+    lease = _one(pick, world.leases)
+    if lease is not None:
+        world.close(lease)
+    return lease is not None
+
+
+def _flush(world: World, tiers: int) -> bool:
+    world.flush(*[tier for tier in MEMORY_TIERS if tiers >> tier & 1])
+    return True
+
+
+def _attach(world: World, empty: int, back_up: int) -> bool:
+    """The storage that was here last comes back, or an empty one comes."""
+    if world.attached or not world.core.has_host:
+        return False
+    world.seen["attached an empty storage" if empty else "attached again"] += 1
+    world.attach(None if empty else world.storage, bool(back_up))
+    return True
+
+
+def _detach(world: World) -> bool:
+    if not world.attached:
+        return False
+    busy = any(isinstance(each, Probe) or Tier.STORAGE in (each.source, each.target) for each in world.flying.values())
+    world.seen["detached in flight" if busy else "detached"] += 1
+    world.detach()
+    return True
+
+
+def _step(world: World, later_s: float, ends: Sequence[Sequence[int]]) -> bool:
+    """Time passes, and some of what is in flight ends: [pick, lost pages, rotten pages, on which rank (-1: all)]."""
+    ended = []
+    for pick, lost, rotten, rank in ends:
+        op = _one(pick, [*world.flying])
+        if op is not None:
+            ended.append(world.end(op, lost, rotten, rank % len(world.cores) if rank >= 0 else -1))
+    world.step(ended, later_s)
+    return True
+
+
+def _half(world: World, pick: int, rank: int, lost: int, rotten: int) -> bool:
+    """One rank is done with an effect; the others take their time."""
+    op = _one(pick, [*world.flying])
+    if op is not None:
+        world.carry(op, rank % len(world.cores), lost, rotten)
+    return op is not None
+
+
+def _lose(world: World, pick: int) -> bool:
+    op = _one(pick, [*world.flying])
+    if op is not None:
+        world.lose(op)
+    return op is not None
+
+
+def _again(world: World, pick: int) -> bool:
+    """What has ended ends once more."""
+    ended = _one(pick, world.ended)
+    if ended is not None:
+        world.seen["duplicated"] += 1
+        world.step([ended])
+    return ended is not None
+
+
+def _unheard(world: World, ahead: int, good: int) -> bool:
+    """The end of something that has not begun."""
+    world.seen["ended before it began"] += 1
+    world.step([Ended(max((effect.op for effect in world.log[-1:]), default=0) + ahead, good)])
+    return True
+
+
+def _rot(world: World, pick: int, rank: int, storage: int) -> bool:
+    """A page decays on one rank where nobody looks: in the host, or in storage."""
+    if storage:
+        name = _one(pick, [*world.storage.objects])
+        if name is not None:
+            world.storage.objects[name] = ROTTEN
+        found = name is not None
+    else:
+        arenas = world.hands[rank % len(world.hands)].arenas[len(world.core.pools) :]
+        pages = [(arena, at) for arena in arenas for at, content in enumerate(arena) if len(content) == PAGE]
+        page = _one(pick, pages)
+        if page is not None:
+            page[0][page[1]] = ROTTEN
+        found = page is not None
+    world.seen[f"rotten in {'storage' if storage else 'the host'}"] += found
+    return found
+
+
+def _elsewhere(world: World, text: str, salt: str, missing: int) -> bool:
+    """Another server stores a prompt in the storage that we share, but for some pages (bits)."""
+    world.stock(words(text), salt, missing)
+    return True
+
+
+def _forget(world: World, pick: int, many: int) -> bool:
+    """Storage loses some objects."""
+    names = [*world.storage.objects]
+    for at in range(many if names else 0):
+        world.storage.objects.pop(names[(pick + at) % len(names)], None)
+    world.seen["forgotten by storage"] += bool(names)
+    return bool(names)
+
+
+def _mute(world: World, ranks: int) -> bool:
+    """From now on storage answers nothing to some ranks (bits)."""
+    world.storage.mute = ranks
+    world.seen["storage answers nothing"] += bool(ranks)
+    return True
+
+
+ACTIONS: Mapping[str, Callable[..., bool]] = {
+    "open": _open,
+    "request": _request,
+    "claim": _claim,
+    "resumed": _resumed,
+    "extend": _extend,
+    "grow": _grow,
+    "publish": _publish,
+    "close": _close,
+    "flush": _flush,
+    "attach": _attach,
+    "detach": _detach,
+    "step": _step,
+    "half": _half,
+    "lose": _lose,
+    "again": _again,
+    "unheard": _unheard,
+    "rot": _rot,
+    "elsewhere": _elsewhere,
+    "forget": _forget,
+    "mute": _mute,
+}
+
+
+def _one(pick: int, those: Sequence[T]) -> T | None:
+    return those[pick % len(those)] if those else None
+
+
+def _ready(world: World) -> list[Lease]:
+    return [lease for lease in world.leases if lease.ready]
+
+
+# --- from a seed
+
+
+class Fate:
+    """Draws the actions of one life; how much of each kind there is, and how much goes wrong, is drawn first."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self.dice = dice
+        self.trouble = dice.choice([0.0, 0.05, 0.3])  # chance that a page of a copy does not arrive
+        self.told = dice.choice([0.2, 0.6, 1.0])  # share of what is in flight that ends in a step
+        self.crowd = dice.choice([1, 2, 4, 8])
+        self.newest = dice.random() < 0.3  # what was sent last ends first, so some of it is very late
+        self.known: list[str] = []
+        faults = dice.choice([0.0, 0.3, 1.0])
+        weights = {
+            "step": dice.choice([30, 60]),
+            "request": dice.choice([2, 12]),
+            "open": 18,
+            "claim": dice.choice([4, 20]),
+            "resumed": 3,
+            "extend": dice.choice([0, 3]),
+            "grow": 12,
+            "publish": 10,
+            "close": dice.choice([6, 14]),
+            "flush": dice.choice([0, 4, 10]),
+            "attach": 1,
+            "detach": dice.choice([0, 0, 0.6]),
+            "again": 1,
+            "unheard": 0.5,
+            "half": 6,
+            "lose": 1.5 * faults,
+            "elsewhere": dice.choice([0, 2]),
+            "rot": 4 * faults,
+            "forget": 2 * faults,
+            "mute": 0.5 * faults,
+        }
+        self.kinds, self.weights = [*weights], [*weights.values()]
+
+    def action(self, world: World) -> Action:
+        dice, pick = self.dice, self.dice.randrange(60)
+        (kind,) = dice.choices(self.kinds, self.weights)
+        if kind == "open" and len(world.leases) >= self.crowd:
+            kind = "claim"
+        match kind:
+            case "step":
+                return ["step", dice.choice([0.0, 0.5, 2.0]), self._ends(len(world.flying))]
+            case "request":
+                return ["request", self._prompt(), dice.choice("aaab"), dice.randint(1, 3), int(dice.random() < 0.5)]
+            case "open":
+                return [
+                    "open",
+                    self._prompt(),
+                    dice.choice("aaab"),
+                    dice.randrange(4),
+                    int(dice.random() < 0.85),
+                    dice.choice([0, 0, 1, 2]),
+                ]
+            case "grow":
+                return ["grow", pick, dice.randint(1, 12)]
+            case "publish":
+                return ["publish", pick, dice.choice([0, 0, 1, 3])]
+            case "flush":
+                return ["flush", dice.choice([1, 2, 3, 3])]
+            case "extend":
+                return ["extend", pick, dice.choice(["0", "1", "11", "0111", "101010"])]
+            case "attach":
+                return ["attach", dice.randrange(2), dice.randrange(2)]
+            case "detach":
+                return ["detach"]
+            case "unheard":
+                return ["unheard", dice.choice([1, 2, 1000]), dice.choice([0, 1, 2**70 - 1])]
+            case "half":
+                return ["half", pick, dice.randrange(4), self._some(self.trouble), self._some(self.trouble / 3)]
+            case "rot":
+                return ["rot", pick, dice.randrange(4), dice.randrange(2)]
+            case "elsewhere":
+                return ["elsewhere", self._prompt(), dice.choice("aaab"), self._some(self.trouble)]
+            case "forget":
+                return ["forget", pick, dice.choice([1, 1, 3, 100])]
+            case "mute":
+                return ["mute", dice.choice([0, 0, 0, 0, 1, 2, 15])]
+            case _:
+                return [kind, pick]
+
+    def _ends(self, flying: int) -> list[list[int]]:
+        dice, ends = self.dice, []
+        for at in range(round(dice.random() ** 0.5 * self.told * flying)):
+            pick = flying - 1 - at if self.newest else dice.randrange(flying)
+            decay = self._some(self.trouble / 2) if dice.random() < 0.3 else 0
+            ends.append([pick, self._some(self.trouble), decay, dice.choice([-1, -1, 0, 1, 2, 3])])
+        return ends
+
+    def _prompt(self) -> str:
+        dice = self.dice
+        if self.known and dice.random() < 0.8:
+            return dice.choice(self.known) + dice.choice(["", "", "", "1", "10", "0111"])
+        self.known = [*self.known, draw_prompt(dice)][-3:]
+        return self.known[-1]
+
+    def _some(self, chance: float) -> int:
+        if not chance or self.dice.random() < 0.4:
+            return 0
+        if self.dice.random() < 0.1:
+            return 2**70 - 1
+        return sum((self.dice.random() < chance) << i for i in range(12))
+
+
+def born(seed: int) -> tuple[Life, random.Random]:
+    """A life that has not happened yet, and the dice that will draw it."""
+    dice = random.Random(seed)
+    return Life(seed, dice.choice([1, 1, 1, 1, 2, 2, 3, 4]), draw(dice)), dice
+
+
+def live(life: Life, dice: random.Random, steps: int | None = None) -> World:
+    """Draw the actions of a life while it happens, so that `life` holds them if it breaks. Same seed, same life."""
+    world, fate = life.world(), Fate(dice)
+    steps = dice.randint(200, 900) if steps is None else steps
+    while world.steps < steps:
+        life.actions.append(fate.action(world))
+        if not act(world, life.actions[-1]):
+            life.actions.pop()
+    finish(world)
+    return world

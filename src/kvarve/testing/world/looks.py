@@ -1,0 +1,119 @@
+"""What can be seen of a core from outside: its runs, all that it knows as plain values, whether two know the same.
+
+Nothing here is a law; `audit` has those. These are the eyes of the world's own checks and of tests.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from operator import attrgetter
+from typing import Any
+
+from kvarve.core.cache import Core
+from kvarve.core.copies import Op
+from kvarve.core.lease import Lease
+from kvarve.core.tree import Run
+
+_POINTERS = {"parent", "children", "pins", "rests"}
+_run_facts = attrgetter(*(name for name in Run.__slots__ if name not in _POINTERS), "pins._planes", "rests._planes")
+_op_facts = attrgetter(*(each.name for each in fields(Op) if each.name not in ("lease", "run")))
+_lease_facts = attrgetter(*(name for name in Lease.__slots__ if name != "run"))
+
+
+def runs(core: Core) -> Iterator[Run]:
+    stack: list[Run] = [*core.shelves.roots.values()]
+    while stack:
+        run = stack.pop()
+        yield run
+        stack.extend(run.children.values())
+
+
+def differ(one: Core, two: Core) -> str:
+    """The first thing in which two cores differ, or an empty string. As strict as comparing dumps, and much faster."""
+    twin: dict[int, Run | None] = {id(None): None}
+    if [*one.shelves.roots] != [*two.shelves.roots]:
+        return "roots"
+    stack: list[tuple[Run, Run]] = [*zip(one.shelves.roots.values(), two.shelves.roots.values(), strict=True)]
+    while stack:
+        left, right = stack.pop()
+        twin[id(left)] = right
+        if _run_facts(left) != _run_facts(right) or [*left.children] != [*right.children]:
+            return "runs"
+        stack.extend(zip(left.children.values(), right.children.values(), strict=True))
+
+    def same(left: Run | None, right: Run | None) -> bool:
+        return twin[id(left)] is right if id(left) in twin else right is not None and not right.pages
+
+    if one.shelves.free != two.shelves.free or one.shelves.tick != two.shelves.tick:
+        return "shelves"
+    for ours, theirs in zip(one.shelves.orders, two.shelves.orders, strict=True):
+        standing = ours.runs(), theirs.runs()
+        if len(standing[0]) != len(standing[1]) or not all(map(same, *standing)):
+            return "eviction orders"
+    if one.counters != two.counters or one.shelves.evicted != two.shelves.evicted:
+        return "counters"
+    if [*one.leases] != [*two.leases] or [*one.copies.ops] != [*two.copies.ops]:
+        return "leases or copies"
+    for lease, other in zip(one.leases.values(), two.leases.values(), strict=True):
+        if _lease_facts(lease) != _lease_facts(other) or not same(lease.run, other.run):
+            return f"lease {lease.number}"
+    for op, its in zip(one.copies.ops.values(), two.copies.ops.values(), strict=True):
+        whose = op.lease and op.lease.number, its.lease and its.lease.number
+        if _op_facts(op) != _op_facts(its) or whose[0] != whose[1] or not same(op.run, its.run):
+            return "a copy"
+    owing = [*one.backups.owing], [*two.backups.owing]
+    if (
+        len(owing[0]) != len(owing[1])
+        or not all(map(same, *owing))
+        or [*one.prefetch.deferred] != [*two.prefetch.deferred]
+    ):
+        return "what waits"
+    return ""
+
+
+def dump(core: Core) -> Mapping[str, Any]:
+    """All that a core knows, as plain values: equal dumps, equal cores."""
+    places = range(2 * len(core.pools))
+    names: dict[int, tuple[bytes, bytes]] = {}
+
+    def describe(root: bytes, run: Run) -> Any:
+        names[id(run)] = (root, run.keys[:32])
+        return (
+            [(each, _plain(getattr(run, each), {})) for each in Run.__slots__ if each not in _POINTERS | {"slots"}],
+            [table and table.tolist() for table in run.slots],
+            [(run.pins.count(local), run.rests.count(local)) for local in range(run.pages)],
+            [(first, describe(root, child)) for first, child in run.children.items()],
+        )
+
+    trees = [(root, describe(root, run)) for root, run in core.shelves.roots.items()]
+    gone = (b"", b"")
+    return {
+        "trees": trees,
+        "free": [slots.tolist() for slots in core.shelves.free],
+        "orders": [[names.get(id(run), gone) for run in core.shelves.orders[place].runs()] for place in places],
+        "evicted": [*core.shelves.evicted],
+        "tick": core.shelves.tick,
+        "owing": [names.get(id(run), gone) for run in core.backups.owing],
+        "deferred": [*core.prefetch.deferred],
+        "counts": (core.backups.flying, [*core.backups.storing], [*core.prefetch.held], core.shelves.spoiled),
+        "storage": core.copies.storage,
+        "number": core.copies._number,
+        "effects": [*core.copies.effects],
+        "counters": vars(core.counters).copy(),
+        "leases": [
+            [(each, _plain(getattr(lease, each), names)) for each in Lease.__slots__] for lease in core.leases.values()
+        ],
+        "ops": [
+            (number, *_op_facts(op), op.lease and op.lease.number, names.get(id(op.run)))
+            for number, op in core.copies.ops.items()
+        ],
+    }
+
+
+def _plain(value: Any, names: dict[int, tuple[bytes, bytes]]) -> Any:
+    if isinstance(value, Run):
+        return names.get(id(value))
+    if isinstance(value, set):
+        return sorted(value)
+    if isinstance(value, list):
+        return [dict(each) if isinstance(each, dict) else each for each in value]
+    return value

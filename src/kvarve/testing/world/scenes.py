@@ -1,0 +1,115 @@
+"""Small cores and small prompts, written by hand for a test or drawn from a seed for a hunt.
+
+A drawn setting is plain data (`draw`), so that a failing life can be kept in a file and read by people; `configure`
+turns it into what the core takes.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvarve.core.eviction import ORDERS
+from kvarve.core.policies import BEST_EFFORT, WAIT_COMPLETE, PageCost, Patience, WritePolicy
+from kvarve.core.settings import CoreConfig
+from kvarve.core.snapshots import Snapshots
+from kvarve.keys import pack
+from kvarve.model import BufferSpec, PoolSpec, Tier
+
+PAGE_TOKENS = 2
+PATIENCES = (BEST_EFFORT, WAIT_COMPLETE, Patience(3), Patience(1, 100))
+
+
+def pool(name: str, lookback: int | None, in_place: bool = False, replicated: bool = False) -> PoolSpec:
+    return PoolSpec(name, (BufferSpec("x", (4,), "float32"),), lookback, in_place, replicated)
+
+
+ATTENTION, INDEX, WINDOW, STATE = pool("attention", None), pool("index", None), pool("window", 3), pool("state", 1)
+
+
+def config(
+    *pools: PoolSpec, device: int | Sequence[int] = 64, host: int | Sequence[int] = 0, grid: int = 1, **rest: Any
+) -> CoreConfig:
+    """A small core: slots for every pool, or one number for each; no host tier unless it is asked for."""
+    slots = {Tier.DEVICE: (device,) * len(pools) if isinstance(device, int) else tuple(device)}
+    if host:
+        slots[Tier.HOST] = (host,) * len(pools) if isinstance(host, int) else tuple(host)
+    return CoreConfig(pools, slots, page_tokens=PAGE_TOKENS, chunk_tokens=PAGE_TOKENS * grid, **rest)
+
+
+def prompt(pages: int, seed: int = 0, extra: int = 1) -> list[int]:
+    """Tokens that fill so many pages and begin another; prompts of one seed are prefixes of each other."""
+    return [1000 * seed + at for at in range(pages * PAGE_TOKENS + extra)]
+
+
+def fork(pages: int, word: int, more: int = 6) -> list[int]:
+    """A prompt that shares so many pages with `prompt` and goes on with other words."""
+    return prompt(pages, extra=0) + [10**6 + word] * more
+
+
+def words(text: str) -> bytes:
+    """The packed tokens of a drawn prompt, which is written as one digit for each token."""
+    return pack([int(digit) for digit in text])
+
+
+# --- from a seed
+
+
+def draw(dice: random.Random) -> dict[str, Any]:
+    """The settings of some core, as plain data."""
+    names = dice.sample(["attention", "index", "window", "state"], dice.randint(1, 4))
+    lookbacks: dict[str, list[int | None]] = {
+        "attention": [None],
+        "index": [None],
+        "window": [2, 3, 3, 5],
+        "state": [1],
+    }
+    return {
+        "pools": [
+            {
+                "name": name,
+                "lookback": dice.choice(lookbacks[name]),
+                "in_place": name == "state" and dice.random() < 0.8,
+                "replicated": dice.random() < 0.25,
+            }
+            for name in names
+        ],
+        "device": [_room(dice, 3, 24) for _ in names],
+        "host": [_room(dice, 4, 40) for _ in names] if dice.random() < 0.85 else [],
+        "grid": dice.choice([1, 1, 2, 3]),
+        "storage": dice.random() < 0.75,
+        "write": dice.choice([*WritePolicy]).value,
+        "selective_uses": dice.randint(1, 3),
+        "eviction": dice.choice([*ORDERS]),
+        "cost": {"page": 1.0, "per_page_before": dice.choice([0.0, 0.5])},
+        "snapshots": {
+            "ends": dice.random() < 0.9,
+            "branches": dice.random() < 0.8,
+            "every": dice.choice([0, 0, 4, 6]),
+            "gap": dice.choice([0, 0, 3, 8]),
+        },
+        "load_at_least": dice.choice([0, 0, 3, 9]),
+        "fetch_at_least": dice.choice([0, 0, 3, 9]),
+        "load_deadline_s": dice.choice([1.0, 4.0, 30.0]),
+        "batch_pages": dice.choice([1, 2, 3, 64]),
+        "backup_pages": dice.choice([2, 7, 50]),
+        "host_share": dice.choice([0.0, 0.2, 0.5, 0.8, 1.0]),
+    }
+
+
+def _room(dice: random.Random, least: int, most: int) -> int:
+    return dice.choice([0, 1, 2]) if dice.random() < 0.06 else dice.randint(least, most)
+
+
+def configure(plain: Mapping[str, Any]) -> CoreConfig:
+    rest = dict(plain)
+    pools = [pool(**each) for each in rest.pop("pools")]
+    rest["write"], rest["cost"] = WritePolicy(rest["write"]), PageCost(**rest["cost"])
+    rest["snapshots"] = Snapshots(**rest["snapshots"])
+    return config(*pools, **rest)
+
+
+def draw_prompt(dice: random.Random) -> str:
+    """A prompt that shares a beginning with others, or several: few tokens, few places to branch."""
+    text = "0" * dice.choice([0, 4, 8, 8, 13, 20])
+    text += dice.choice("01") * dice.choice([0, 1, 4, 6])
+    return text + "".join(dice.choice("01") for _ in range(dice.choice([0, 0, 1, 3])))

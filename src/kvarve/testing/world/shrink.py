@@ -1,0 +1,125 @@
+"""From a life that breaks to the shortest list of actions that still breaks in the same place: delta debugging."""
+
+import re
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any
+
+from kvarve.testing.world.life import Action, Life, act, finish
+
+HANG_S = 20.0  # of the processor's time: no life is that long
+
+
+class Hung(AssertionError):
+    """A life that does not come to an end."""
+
+
+@contextmanager
+def bounded(seconds: float = HANG_S) -> Iterator[None]:
+    """Raise `Hung` after so much of the processor's time. In the main thread only, for that is where signals arrive."""
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise Hung(f"still busy after {seconds:g} s")
+
+    before = signal.signal(signal.SIGVTALRM, ring)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """How a life broke: `place` tells one kind of trouble from another, `text` is for people."""
+
+    place: str
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Trouble":
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name != "_check"]
+        at = "hung" if isinstance(error, Hung) else f"{frames[-1].filename}:{frames[-1].name}"
+        what = re.sub(r"b'.*?'|b\".*?\"|\d+|\[.*\]", "…", str(error))
+        return cls(f"{type(error).__name__} {at} {what}", "".join(traceback.format_exception(error)))
+
+
+def attempt(life: Life) -> tuple[Trouble | None, int]:
+    """Play a life; how it broke, if it did, and how many actions that took."""
+    done = 0
+    try:
+        with bounded():
+            world = life.world()
+            for action in life.actions:
+                done += 1
+                act(world, action)
+            finish(world)
+    except Exception as error:  # noqa: BLE001 - whatever a core in trouble raises is what we are looking for
+        return Trouble.of(error), done
+    return None, done
+
+
+def shrink(life: Life, trouble: Trouble, seconds: float = 60.0) -> Life:
+    """The shortest life found within so many seconds that has the same trouble."""
+    end = time.monotonic() + seconds
+
+    def breaks(actions: list[Action], **changes: Any) -> Life | None:
+        if time.monotonic() >= end:
+            return None
+        shorter = replace(life, actions=actions, **changes)
+        found, done = attempt(shorter)
+        return replace(shorter, actions=actions[:done]) if found and found.place == trouble.place else None
+
+    life = breaks(life.actions, ranks=1) or breaks(life.actions) or life
+    while time.monotonic() < end:
+        before = life.actions
+        life = _drop(life, breaks)
+        life = _simplify(life, breaks)
+        if life.actions == before:
+            break
+    return life
+
+
+def _drop(life: Life, breaks: Callable[[list[Action]], Life | None]) -> Life:
+    """Leave out all actions of a kind, then half of all, a quarter, ... one, wherever the rest still breaks."""
+    for kind in sorted({action[0] for action in life.actions}):
+        life = breaks([action for action in life.actions if action[0] != kind]) or life
+    size = max(1, len(life.actions) // 2)
+    while True:
+        start = len(life.actions) - size  # from the end, where most of what matters is
+        while start > -size:
+            shorter = breaks(life.actions[: max(0, start)] + life.actions[start + size :])
+            life = shorter or life
+            start = min(start - size, len(life.actions) - size)
+        if size == 1:
+            return life
+        size //= 2
+
+
+def _simplify(life: Life, breaks: Callable[[list[Action]], Life | None]) -> Life:
+    """Leave out parts of what ends in a step, and parts of prompts."""
+    at = 0
+    while at < len(life.actions):
+        for simpler in _simpler(life.actions[at]):
+            shorter = breaks([*life.actions[:at], simpler, *life.actions[at + 1 :]])
+            if shorter:
+                life = shorter
+                break
+        else:
+            at += 1
+    return life
+
+
+def _simpler(action: Action) -> Iterator[Action]:
+    name, *rest = action
+    for i, value in enumerate(rest):
+        if isinstance(value, list):
+            yield from ([name, *rest[:i], value[:k] + value[k + 1 :], *rest[i + 1 :]] for k in range(len(value)))
+        elif isinstance(value, str) and len(value) > 1:
+            yield [name, *rest[:i], value[:-1], *rest[i + 1 :]]

@@ -1,0 +1,540 @@
+"""A world for the core: ranks, arenas, lanes, a storage and a clock that a test or a seed drives, and that watches.
+
+After every input the laws are audited, slots are counted, all ranks must know the same, and a shadow model that knows
+the true bytes of every page looks at whatever stands in a slot, goes over a lane or is handed to a request. The shadow
+keeps names from the tokens alone; what it knows of the core it sees from outside.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import TypeVar
+
+from kvarve.core.audit import audit
+from kvarve.core.cache import Core
+from kvarve.core.effects import Copy, Effect, Ended
+from kvarve.core.lease import Lease, Phase
+from kvarve.core.policies import WAIT_COMPLETE, Patience
+from kvarve.core.prefetch import ROOM_RETRIES
+from kvarve.core.settings import CoreConfig
+from kvarve.core.tree import Run
+from kvarve.keys import KEY_BYTES, TOKEN_BYTES, extend, pack, root_key
+from kvarve.model import Tier
+from kvarve.testing.world.hands import BROKEN, FREE, ROTTEN, Hands, Store, empty
+from kvarve.testing.world.looks import differ, runs
+from kvarve.testing.world.scenes import configure, draw
+
+T = TypeVar("T")
+TURNS = (
+    2 * ROOM_RETRIES + 12
+)  # steps in which a lease that waits for no copy gets ready: probe, fetch, room, load, again
+
+
+class World:
+    """Cores, one for each rank, and everything that they talk to. Every method checks everything afterwards."""
+
+    def __init__(self, seed: int = 0, config: CoreConfig | None = None, ranks: int = 1) -> None:
+        """Without a `config` the settings are drawn from the seed."""
+        config = config or configure(draw(random.Random(seed)))
+        self.cores = [Core(config) for _ in range(ranks)]
+        self.core = self.cores[0]
+        self.hands = [Hands(config.pools, self.core.shelves.capacity, rank) for rank in range(ranks)]
+        self.storage = Store()
+        self.attached = self.core.copies.storage
+        self.flying: dict[int, Effect] = {}  # under way, on some rank at least
+        self.lost: dict[int, Effect] = {}  # will never be heard of again
+        self.ended: list[Ended] = []  # what the core has been told, the last of it
+        self.leases: list[Lease] = []  # those of the first rank
+        self.log: list[Effect] = []
+        self.now = 0.0
+        self.steps = 0  # inputs, each followed by all checks
+        self.hits = [0, 0, 0]  # pages that leases resumed from, by the farthest tier that they came from
+        self.seen: Counter[str] = Counter()  # kinds of trouble
+        self._twins: dict[int, list[Lease]] = {}  # by lease: the same on all ranks
+        self._stores: dict[int, Store] = {}  # by copy: the storage that it was sent to
+        self._carried: dict[int, list[tuple[int, int] | None]] = {}  # by copy: what it came to on each rank
+        self._truth: dict[bytes, tuple[bytes, bytes]] = {}  # by key: the key before it, and the page's tokens
+        self._proved: dict[int, tuple[Run, bytes, bytes, bytes]] = {}  # runs whose keys are what their tokens say
+        self._stored: dict[int, tuple[Run, bytes, list[int], Store]] = {}  # runs whose pages have been in storage
+        self._prompts: dict[int, list[bytes]] = {}  # by lease: the keys of its pages
+        self._handed: dict[int, list[tuple[list[int], list[bytes]]]] = {}  # by lease and pool: slots, what is in them
+        self._grown: dict[int, list[dict[int, int]]] = {}  # by lease and pool: room that is not published yet
+        self._stalled: Counter[int] = Counter()  # by lease: steps in which it had nothing to wait for
+        self._swept = [slots[:0] for slots in self.core.shelves.free]
+        self._check()
+
+    # --- what the house does
+
+    def open(
+        self,
+        tokens: Sequence[int],
+        salt: str = "",
+        patience: Patience = WAIT_COMPLETE,
+        read: bool = True,
+        priority: int = 0,
+    ) -> Lease:
+        return self.open_packed(pack(tokens), salt, patience, read, priority)
+
+    def open_packed(
+        self, tokens: bytes, salt: str, patience: Patience = WAIT_COMPLETE, read: bool = True, priority: int = 0
+    ) -> Lease:
+        root = root_key(b"world", salt)
+        keys = self._learn(root, tokens)
+        hit = self.core.lookup(root, tokens)  # on one rank only: if it changed anything, the ranks would differ
+        assert (hit.device, hit.memory, hit.by_pool) == self._expected_hit(keys, len(tokens) // TOKEN_BYTES), (
+            "a hit is what a brute force finds"
+        )
+        twins = [core.open(root, tokens, self.now, patience, read, priority) for core in self.cores]
+        lease = twins[0]
+        self._twins[lease.number] = twins
+        self._prompts[lease.number] = keys
+        self._grown[lease.number] = [{} for _ in self.core.pools]
+        self.leases.append(lease)
+        self._check()
+        return lease
+
+    def start(self, tokens: Sequence[int], salt: str = "", read: bool = True) -> Lease:
+        """A request whose turn comes at once."""
+        lease = self.open(tokens, salt, read=read)
+        self.claim(lease)
+        return lease
+
+    def claim(self, lease: Lease) -> bool:
+        ready = self._all(lease, lambda core, twin: core.claim(twin, self.now))
+        self._check()
+        return ready
+
+    def ready(self, lease: Lease) -> bool:
+        """Its turn has come, and everything in flight ends."""
+        self.claim(lease)
+        self.settle()
+        return self.claim(lease)
+
+    def resumed(self, lease: Lease) -> None:
+        self._all(lease, lambda core, twin: core.resumed(twin))
+        self._check()
+
+    def extend(self, lease: Lease, tokens: Sequence[int]) -> None:
+        self.extend_packed(lease, pack(tokens))
+
+    def extend_packed(self, lease: Lease, tokens: bytes) -> None:
+        self._prompts[lease.number] = self._learn(lease.root, lease.tokens + tokens)
+        self._all(lease, lambda core, twin: core.extend(twin, tokens))
+        self._check()
+
+    def grow(self, lease: Lease, upto: int) -> list[dict[int, int]]:
+        start = lease.room
+        fresh = self._all(lease, lambda core, twin: core.grow(twin, upto))
+        for pool, slots in enumerate(fresh):
+            for position, slot in slots.items():
+                assert start <= position < lease.room, "room is where it was asked for"
+                self._fill(pool, slot, empty(lease.number))
+            self._grown[lease.number][pool].update(slots)
+        self._check()
+        return fresh
+
+    def publish(self, lease: Lease, upto: int) -> None:
+        keys = self._prompts[lease.number]
+        for pool, slots in enumerate(self._grown[lease.number]):
+            for position in [position for position in slots if position < upto]:
+                slot = slots.pop(position)
+                for hands in self.hands:
+                    assert hands.arenas[pool][slot] == empty(lease.number), "room is ours until published"
+                self._fill(pool, slot, keys[position])
+        self._all(lease, lambda core, twin: core.publish(twin, upto))
+        self._check()
+
+    def close(self, lease: Lease) -> None:
+        self.seen[f"closed while {lease.phase.value}"] += 1
+        self.seen["closed between grow and publish"] += any(self._grown[lease.number])
+        if lease.ready:
+            self.hits = [had + more for had, more in zip(self.hits, lease.from_tiers(), strict=True)]
+        self._all(lease, lambda core, twin: core.close(twin))
+        self.leases.remove(lease)
+        for notes in (self._twins, self._prompts, self._handed, self._grown, self._stalled):
+            notes.pop(lease.number, None)
+        self._check()
+
+    def flush(self, *tiers: Tier) -> int:
+        self.seen["flushed with copies in flight"] += any(isinstance(each, Copy) for each in self.flying.values())
+        gone = self._each(lambda core: core.flush(tiers))
+        self._check()
+        return gone
+
+    def attach(self, store: Store | None = None, back_up: bool = False) -> None:
+        """A storage comes: one that we know, or a new and empty one."""
+        self.storage, self.attached = store or Store(), True
+        for core in self.cores:
+            core.attach(back_up)
+        self._check()
+
+    def detach(self) -> None:
+        """The storage goes, whatever is under way to it or from it."""
+        self.attached = False
+        for core in self.cores:
+            core.detach()
+        self._check()
+
+    def step(self, ended: Sequence[Ended] = (), later_s: float = 0.0) -> None:
+        self.now += later_s
+        if len(self.cores) > 1:  # as ranks/agreement.py has it
+            ended = sorted({end.op: end for end in ended}.values(), key=lambda end: end.op)
+        self.ended = [*self.ended, *[end for end in ended if end.op in self.core.copies.ops]][-40:]
+        for core in self.cores:
+            core.step(ended, self.now)
+        self._check()
+        self._check_waiting()
+
+    # --- what the lanes and the storage do
+
+    def end(self, op: int, lost: int = 0, rotten: int = 0, rank: int = -1) -> Ended:
+        """Carry out one effect wherever it has not been yet, and let the ranks agree on how it went.
+
+        Bit i of `lost`: page i does not arrive; of `rotten`: its source has decayed; on one rank, or on all.
+        """
+        for each in range(len(self.hands)):
+            if self._carried[op][each] is None:
+                self.carry(op, each, lost if rank in (-1, each) else 0, rotten if rank in (-1, each) else 0)
+        effect = self.flying.pop(op)
+        del self._stores[op]
+        good, bad = (1 << len(effect.pages)) - 1, 0
+        for fate in self._carried.pop(op):
+            assert fate is not None
+            good, bad = good & fate[0], bad | fate[1]
+        good &= ~bad
+        self.seen["torn"] += isinstance(effect, Copy) and good not in (0, (1 << len(effect.pages)) - 1)
+        return Ended(op, good, bad)
+
+    def carry(self, op: int, rank: int, lost: int = 0, rotten: int = 0) -> None:
+        """Carry out one effect on one rank; the others have not come to it yet, so nobody hears of it."""
+        if self._carried[op][rank] is None:
+            effect = self.flying[op]
+            self._carried[op][rank] = self.hands[rank].carry(effect, self._stores[op], lost, rotten)
+
+    def lose(self, op: int) -> None:
+        """Nobody will hear of this effect, however far it got, until whoever owns the lane gives it up."""
+        self.lost[op] = self.flying.pop(op)
+        self.seen["lost"] += 1
+
+    def give_up(self, op: int) -> Ended:
+        """The owner of a lane declares that a lost effect has failed."""
+        effect = self.lost.pop(op)
+        del self._stores[op], self._carried[op]
+        if isinstance(effect, Copy) and effect.target is not Tier.STORAGE:
+            for page in effect.pages:
+                for hands in self.hands:
+                    hands.arena(effect.target, page.pool)[page.target] = BROKEN
+        return Ended(op, 0)
+
+    def rot(self, tier: Tier, position: int, tokens: Sequence[int], pool: int = 0, salt: str = "") -> None:
+        """Let one resident page of a prompt decay in the host or in storage, before anybody has noticed."""
+        key = self._key(tokens, position, salt)
+        if tier is Tier.STORAGE:
+            assert (key, pool, 0) in self.storage.objects
+            self.storage.objects[key, pool, 0] = ROTTEN
+        else:
+            arena = self.hands[0].arena(tier, pool)
+            arena[arena.index(key)] = ROTTEN
+
+    def forget(self, position: int, tokens: Sequence[int], pool: int = 0, salt: str = "") -> None:
+        """Let the storage lose one page of a prompt."""
+        del self.storage.objects[self._key(tokens, position, salt), pool, 0]
+
+    def stock(self, tokens: bytes, salt: str = "", missing: int = 0) -> None:
+        """Storage has got a prompt's pages from another server, but for some of them (bits)."""
+        for position, key in enumerate(self._learn(root_key(b"world", salt), tokens)):
+            for pool in range(len(self.core.pools) if not missing >> position & 1 else 0):
+                for hands in self.hands:
+                    name = hands.name(key, pool)
+                    self.storage.objects.setdefault(name, key)
+                    self.storage.ever.add(name)
+
+    def settle(self, lost: bool = False) -> None:
+        """Let everything in flight end, well or badly, until nothing new comes up."""
+        for _ in range(400):
+            self.step([self.end(op, lost=-1 if lost else 0) for op in [*self.flying]])
+            if not self.flying and (self.core.idle() or self.lost):
+                return
+        raise AssertionError("the core never comes to rest")
+
+    # --- whole requests
+
+    def request(
+        self, tokens: Sequence[int], salt: str = "", read: bool = True, chunks: int = 1, rest: bool = True
+    ) -> Lease:
+        """A prompt from beginning to end, with nothing going wrong; computed and published in so many parts."""
+        lease = self.open(tokens, salt, read=read)
+        self.compute(lease, chunks, rest)
+        return lease
+
+    def compute(self, lease: Lease, chunks: int = 1, rest: bool = True) -> None:
+        """The rest of a request's life; with `rest`, everything that is in flight ends before and after it."""
+        if rest:
+            self.settle()
+        self.claim(lease)
+        for _ in range(TURNS):
+            if not lease.ready:  # its own copies end; if it waits for room, those of others do
+                mine = [op for op in sorted(lease.ops) if op in self.flying]
+                self.step([self.end(op) for op in mine or [*self.flying]], later_s=1.0 if self.lost else 0.0)
+                self.claim(lease)
+        assert lease.ready, "probe, fetch, room, load: no request waits for more"
+        grid = self.core.grid
+        start, pages = lease.done, self.core.keepable(lease) // grid * grid
+        for chunk in range(1, chunks + 1):
+            upto = min((start + (pages - start) * chunk // chunks) // grid * grid, self.core.keepable(lease))
+            self.grow(lease, max(lease.room, upto))
+            self.publish(lease, max(lease.done, min(upto, lease.room // grid * grid)))
+        self.close(lease)
+        if rest:
+            self.settle()
+
+    def hit(self, tokens: Sequence[int], salt: str = "") -> tuple[int, int]:
+        found = self.core.lookup(root_key(b"world", salt), pack(tokens))
+        return found.device, found.memory
+
+    def resident(self, tier: Tier, pool: int = 0) -> int:
+        """How many pages of a pool the tree has in a tier."""
+        place = int(tier) * len(self.core.pools) + pool
+        return sum(run.here[place].bit_count() for run in runs(self.core))
+
+    def everybody(self) -> None:
+        """All who wait get their turn and all copies that are not lost end; then nobody waits for ever."""
+        for lease in self.leases:
+            self.claim(lease)
+        self.settle()
+        for _ in range(TURNS):
+            self.step([self.end(op) for op in [*self.flying]], later_s=10.0)
+        waiting = [lease for lease in self.leases if not lease.ready and lease.patience.base_s < inf]
+        assert not waiting, f"lease {waiting[0].number} is still {waiting[0].phase.value}"
+        self.step([self.give_up(op) for op in [*self.lost]])
+        self.settle()
+        assert all(lease.ready for lease in self.leases), "when all copies have ended, everybody is ready"
+
+    def drain(self) -> None:
+        """The end of a life: everybody leaves, everything in flight ends, and nothing must be left behind."""
+        for lease in [*self.leases]:
+            self.close(lease)
+        self.step([self.give_up(op) for op in [*self.lost]])
+        self.settle()
+        assert not self.core.copies.ops and not self.core.leases and self.core.idle()
+        assert not any(run.held() for run in runs(self.core)), "nobody is here, so nothing is pinned"
+        for _ in range(10 + 8 * sum(self.core.shelves.capacity)):  # a small tier passes few at a time
+            self.flush(Tier.DEVICE, Tier.HOST)
+            self.settle()
+            if not self.core.shelves.roots:
+                break
+        free = [len(slots) for slots in self.core.shelves.free]
+        assert free == self.core.shelves.capacity, "after a flush everything is free"
+        assert not self.core.shelves.roots, "after a flush nothing is remembered"
+
+    def happened(self) -> Counter[str]:
+        """What the core counted, and from where hits came."""
+        counted = Counter({f"counted {what}": times for what, times in vars(self.core.counters).items()})
+        counted.update({f"hit pages from {tier.name.lower()}": self.hits[tier] for tier in Tier})
+        return counted
+
+    # --- all ranks at once
+
+    def _each(self, call: Callable[[Core], T]) -> T:
+        answers = [call(core) for core in self.cores]
+        assert all(answer == answers[0] for answer in answers), "every rank gives the same answer"
+        return answers[0]
+
+    def _all(self, lease: Lease, call: Callable[[Core, Lease], T]) -> T:
+        twins = iter(self._twins[lease.number])
+        return self._each(lambda core: call(core, next(twins)))
+
+    def _fill(self, pool: int, slot: int, content: bytes) -> None:
+        for hands in self.hands:
+            hands.arenas[pool][slot] = content
+
+    # --- what the shadow knows
+
+    def _learn(self, root: bytes, tokens: bytes) -> list[bytes]:
+        """The keys of a prompt's pages, and from now on what stands behind each."""
+        page_tokens = self.core.config.page_tokens
+        keys = extend(root, tokens, page_tokens)
+        width = page_tokens * TOKEN_BYTES
+        for at in range(len(keys)):
+            self._truth[keys[at]] = (keys[at - 1] if at else root, tokens[at * width : (at + 1) * width])
+        return keys
+
+    def _key(self, tokens: Sequence[int], position: int, salt: str) -> bytes:
+        return extend(root_key(b"world", salt), pack(tokens), self.core.config.page_tokens)[position]
+
+    def _expected_hit(self, keys: list[bytes], tokens: int) -> tuple[int, int, tuple[int, ...]]:
+        """The deepest boundary from the device, from memory, and in memory for each pool, as the definition reads."""
+        pools = range(len(self.core.pools))
+        wanted = {key: position for position, key in enumerate(keys)}
+        near: list[set[int]] = [set() for _ in pools]
+        memory: list[set[int]] = [set() for _ in pools]
+        for run in runs(self.core):
+            for local in range(len(run.tokens) // run.width):
+                position = wanted.get(run.keys[local * KEY_BYTES : (local + 1) * KEY_BYTES])
+                if position is not None:
+                    for pool in pools:
+                        host = len(pools) + pool
+                        if run.here[pool] >> local & 1:
+                            near[pool].add(position)
+                        if run.here[pool] >> local & 1 or (run.here[host] & ~run.bad[host]) >> local & 1:
+                            memory[pool].add(position)
+
+        def deepest(present: list[set[int]], those: Sequence[int]) -> int:
+            for boundary in range(max(0, tokens - 1) // self.core.config.page_tokens, 0, -1):
+                if boundary % self.core.grid == 0 and all(
+                    position in present[pool] for pool in those for position in self._reads(pool, boundary)
+                ):
+                    return boundary
+            return 0
+
+        return deepest(near, pools), deepest(memory, pools), tuple(deepest(memory, [pool]) for pool in pools)
+
+    def _reads(self, pool: int, boundary: int) -> range:
+        """The positions that a pool has to have for a boundary."""
+        lookback = self.core.pools[pool].lookback
+        return range(0 if lookback is None else max(0, boundary - lookback), boundary)
+
+    # --- what must hold after every input
+
+    def _check(self) -> None:
+        self.steps += 1
+        self._take()
+        self._sweep()
+        audit(self.core)
+        for rank, core in enumerate(self.cores[1:], 1):
+            assert not (what := differ(self.core, core)), f"rank {rank} differs from rank 0: {what}"
+        here = [*runs(self.core)]
+        self._count(here)
+        for run in here:
+            self._check_names(run)
+            self._check_stored(run)
+        for lease in self.leases:
+            if lease.phase is Phase.READY and lease.number not in self._handed:
+                self._hand(lease)
+        for rank, hands in enumerate(self.hands):
+            if rank == 0 or hands.arenas != self.hands[0].arenas:
+                for run in here:
+                    self._check_bytes(run, hands)
+                for lease in self.leases:
+                    if lease.number in self._handed:
+                        self._check_handed(lease, hands)
+
+    def _take(self) -> None:
+        effects = self._each(lambda core: core.take())
+        for effect in effects:
+            assert effect.pages, "an effect is about something"
+            assert self.attached or (isinstance(effect, Copy) and Tier.STORAGE not in (effect.source, effect.target)), (
+                "without a storage nothing is asked of it"
+            )
+            assert effect.op not in self.flying and effect.op not in self.lost, "every copy has a number of its own"
+            self.flying[effect.op] = effect
+            self._stores[effect.op] = self.storage
+            self._carried[effect.op] = [None] * len(self.hands)
+            for hands in self.hands:
+                hands.start(effect)
+        self.log += effects
+
+    def _sweep(self) -> None:
+        """What is free holds nothing."""
+        for place, slots in enumerate(self.core.shelves.free):
+            if slots != self._swept[place]:
+                self._swept[place] = slots[:]
+                for hands in self.hands:
+                    arena = hands.arenas[place]
+                    for slot in slots:
+                        arena[slot] = FREE
+
+    def _count(self, here: list[Run]) -> None:
+        """Slots are neither made nor lost: free, in the tree, a request's, or a copy's target."""
+        pools, shelves = len(self.core.pools), self.core.shelves
+        counts = [len(slots) for slots in shelves.free]
+        for run in here:
+            for place, bits in enumerate(run.here):
+                counts[place] += bits.bit_count()
+        for lease in self.leases:
+            for pool in range(pools):
+                counts[pool] += len(self._grown[lease.number][pool])
+                counts[pools + pool] += len(lease.landed[pool])
+        for effects in (self.flying, self.lost):
+            for effect in effects.values():
+                if isinstance(effect, Copy) and effect.target is not Tier.STORAGE:
+                    for page in effect.pages:
+                        counts[int(effect.target) * pools + page.pool] += 1
+        assert counts == shelves.capacity, f"slots are conserved: {counts} of {shelves.capacity}"
+
+    def _check_names(self, run: Run) -> None:
+        """A run's keys are those of its tokens. Looked at again only when something of it is new."""
+        above = run.parent.keys if run.parent is not None else b""
+        seen = self._proved.get(id(run))
+        if seen and seen[0] is run and seen[1] is run.keys and seen[2] is run.tokens and seen[3] is above:
+            return
+        before = above[-KEY_BYTES:] or self._root_of(run)
+        for local in range(len(run.tokens) // run.width):
+            key = run.keys[local * KEY_BYTES : (local + 1) * KEY_BYTES]
+            page = run.tokens[local * run.width : (local + 1) * run.width]
+            assert self._truth.get(key) == (before, page), "a page's key is that of its tokens and all before them"
+            before = key
+        self._proved[id(run)] = (run, run.keys, run.tokens, above)
+
+    def _check_stored(self, run: Run) -> None:
+        """What the core takes to be in storage has been there, in the storage that is there now."""
+        if not any(run.stored) or not self.attached:
+            return
+        seen = self._stored.get(id(run))
+        if seen and seen[0] is run and seen[1] is run.keys and seen[2] == run.stored and seen[3] is self.storage:
+            return
+        for pool, stored in enumerate(run.stored):
+            for local in range(stored.bit_length()):
+                if stored >> local & 1:
+                    key = run.keys[local * KEY_BYTES : (local + 1) * KEY_BYTES]
+                    there = all(hands.name(key, pool) in self.storage.ever for hands in self.hands)
+                    assert there, "what is known to be stored has been stored"
+        self._stored[id(run)] = (run, run.keys, [*run.stored], self.storage)
+
+    def _root_of(self, run: Run) -> bytes:
+        top = run if run.parent is None else run.parent
+        return next(name for name, root in self.core.shelves.roots.items() if root is top)
+
+    def _check_bytes(self, run: Run, hands: Hands) -> None:
+        for place, here in enumerate(run.here):
+            table = run.slots[place]
+            if not here or table is None:
+                continue
+            arena = hands.arenas[place]
+            if b"".join([arena[slot] for slot in table if slot >= 0]) == run.keys:
+                continue
+            host = place >= len(self.core.pools)
+            for local in range(here.bit_length()):
+                if here >> local & 1:
+                    content = arena[table[local]]
+                    right = run.keys[local * KEY_BYTES : (local + 1) * KEY_BYTES]
+                    assert content == right or (host and content == ROTTEN), f"a page is what it says, not {content!r}"
+
+    def _hand(self, lease: Lease) -> None:
+        """A lease has become ready: it resumes from exactly its own prompt's pages."""
+        keys = self._prompts[lease.number]
+        assert lease.boundary % self.core.grid == 0
+        assert lease.boundary * self.core.config.page_tokens < max(1, len(lease.tokens) // TOKEN_BYTES)
+        handed = []
+        for pool in range(len(self.core.pools)):
+            positions, slots = self.core.slots(lease, pool)
+            assert positions == self._reads(pool, lease.boundary), "it has what its boundary reads"
+            handed.append((slots, [keys[position] for position in positions]))
+        self._handed[lease.number] = handed
+
+    def _check_handed(self, lease: Lease, hands: Hands) -> None:
+        """What a request was handed stays as long as it may read it: windows and states until it has copies of them."""
+        for pool, (slots, contents) in enumerate(self._handed[lease.number]):
+            if not lease.resumed or self.core.pools[pool].lookback is None:
+                arena = hands.arenas[pool]
+                found = [arena[slot] for slot in slots]
+                assert found == contents, f"lease {lease.number} reads {found} in pool {pool}, not its own pages"
+
+    def _check_waiting(self) -> None:
+        """Who has its turn waits until a deadline, and not for nothing."""
+        for lease in self.leases:
+            if lease.claimed and not lease.ready:
+                assert self.now < lease.deadline, f"lease {lease.number} waits longer than it should"
+                self._stalled[lease.number] += not self.flying and not self.lost
+                assert self._stalled[lease.number] <= TURNS, f"lease {lease.number} waits for nothing"

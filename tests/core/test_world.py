@@ -1,0 +1,289 @@
+"""Many short lives of the core, with everything that can go wrong; and whether the world that watches them can see."""
+
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvarve.core.backups import Backups
+from kvarve.core.cache import Core
+from kvarve.core.copies import Copies
+from kvarve.core.lease import Lease, Phase
+from kvarve.core.settings import CoreConfig, Counters
+from kvarve.core.shelves import Shelves
+from kvarve.core.tree import Run
+from kvarve.errors import ConfigError
+from kvarve.testing.world import Life, Trouble, attempt, born, live, shrink
+from kvarve.testing.world.__main__ import main
+from kvarve.testing.world.life import ACTIONS
+from kvarve.testing.world.scenes import configure, draw
+
+CHUNKS, CHUNK_STEPS = 20, 6000
+
+
+@cache
+def chunk(number: int) -> tuple[int, Counter[str]]:
+    """Lives of one seed after the other until so many steps have been made: their steps, and what happened in them."""
+    steps, seen = 0, Counter[str]()
+    for seed in count(1000 * number):
+        if steps >= CHUNK_STEPS:
+            return steps, seen
+        print(f"python -m kvarve.testing.world --seeds {seed}:{seed + 1}")
+        world = live(*born(seed))
+        steps, seen = steps + world.steps, seen + world.seen + world.happened()
+    raise AssertionError
+
+
+@pytest.mark.parametrize("number", range(CHUNKS))
+def test_a_life_full_of_trouble_breaks_no_law(number: int) -> None:
+    assert chunk(number)[0] >= CHUNK_STEPS
+
+
+def test_the_world_sees_every_kind_of_thing_happen() -> None:
+    """The lives above prove little if nothing ever hits, fails, comes too late, or runs out of room."""
+    steps, seen = 0, Counter[str]()
+    for number in range(CHUNKS):
+        more, happened = chunk(number)
+        steps, seen = steps + more, seen + happened
+    assert steps >= 10**5
+    expected = {f"counted {each.name}" for each in fields(Counters)}
+    expected |= {f"hit pages from {tier}" for tier in ("device", "host", "storage")}
+    expected |= {f"closed while {phase.value}" for phase in Phase if phase is not Phase.CLOSED}
+    expected |= {
+        "attached again",
+        "attached an empty storage",
+        "closed between grow and publish",
+        "detached",
+        "detached in flight",
+        "duplicated",
+        "ended before it began",
+        "extended",
+        "flushed with copies in flight",
+        "forgotten by storage",
+        "lost",
+        "rotten in storage",
+        "rotten in the host",
+        "storage answers nothing",
+        "torn",
+    }
+    assert not (missing := expected - set(+seen)), missing
+
+
+def test_every_setting_of_the_core_is_drawn() -> None:
+    drawn = [configure(draw(random.Random(seed))) for seed in range(200)]
+    for each in fields(CoreConfig):
+        if each.name != "page_tokens":
+            assert len({repr(getattr(config, each.name)) for config in drawn}) > 1, each.name
+
+
+def test_the_same_seed_is_the_same_life() -> None:
+    for seed in range(5):
+        lives = born(seed), born(seed)
+        one, two = live(*lives[0]), live(*lives[1])
+        assert lives[0][0] == lives[1][0] and one.log == two.log
+
+
+# --- a world that finds nothing may be blind
+
+
+def hand_the_wrong_slot(broken: pytest.MonkeyPatch) -> None:
+    honest = Core.slots
+
+    def slots(core: Core, lease: Lease, pool: int) -> tuple[range, list[int]]:
+        positions, found = honest(core, lease, pool)
+        turned = (core.shelves.capacity[pool] - 1 - slot for slot in found)
+        return positions, [*turned] if core.lookbacks[pool] == 1 and lease.number % 5 == 0 else found
+
+    broken.setattr(Core, "slots", slots)
+
+
+def forget_to_pin_what_is_copied(broken: pytest.MonkeyPatch) -> None:
+    honest = Copies.send
+
+    def send(copies: Copies, op: Any, key: Any) -> None:
+        honest(copies, op, key)
+        if op.run is not None and copies._number % 7 == 0:
+            copies._shelves.unpin(op.run, op.pinned)
+            op.pinned = 0
+
+    broken.setattr(Copies, "send", send)
+
+
+def mix_up_two_pages(broken: pytest.MonkeyPatch) -> None:
+    """All that is counted stays right: only the bytes of two pages change places."""
+    honest = Backups.settle
+
+    def settle(backups: Backups, run: Run, place: int, position: int, slot: int) -> bool:
+        settled = honest(backups, run, place, position, slot)
+        table, local = run.slots[place], position - run.first
+        if settled and table is not None and local and table[local - 1] >= 0 and backups.shelves.tick % 7 == 0:
+            table[local], table[local - 1] = table[local - 1], table[local]
+        return settled
+
+    broken.setattr(Backups, "settle", settle)
+
+
+def never_lose_patience(broken: pytest.MonkeyPatch) -> None:
+    broken.setattr(Core, "_lose_patience", lambda core, lease: None)
+
+
+def throw_dice(broken: pytest.MonkeyPatch) -> None:
+    honest = Shelves.touch
+
+    def touch(shelves: Shelves, run: Run, positions: int) -> None:
+        honest(shelves, run, positions)
+        shelves.tick += random.randrange(2)
+
+    broken.setattr(Shelves, "touch", touch)
+
+
+def end_a_copy_twice(broken: pytest.MonkeyPatch) -> None:
+    honest = Copies.end
+
+    def end(copies: Copies, number: int) -> Any:
+        op = honest(copies, number)
+        if op is not None and number % 5 == 0:
+            copies.ops[number] = op
+            op.run, op.pinned = None, 0
+        return op
+
+    broken.setattr(Copies, "end", end)
+
+
+def broken_life() -> tuple[Life, Trouble]:
+    for seed in range(200):
+        life, dice = born(seed)
+        try:
+            live(life, dice)
+        except Exception as error:  # noqa: BLE001 - whatever a broken core raises
+            return life, Trouble.of(error)
+    raise AssertionError("nothing was found in 200 lives")
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        hand_the_wrong_slot,
+        forget_to_pin_what_is_copied,
+        mix_up_two_pages,
+        never_lose_patience,
+        throw_dice,
+        end_a_copy_twice,
+    ],
+)
+def test_a_planted_bug_is_found_played_again_and_shrunk(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plant(monkeypatch)
+    life, trouble = broken_life()
+    if plant is throw_dice:  # no life that throws dice can be played again
+        assert "differs from rank 0" in trouble.text
+        return
+    again, done = attempt(life)
+    assert again is not None and again.place == trouble.place and done == len(life.actions)
+    shortest = shrink(life, trouble, seconds=5)
+    assert len(shortest.actions) < len(life.actions) / 2
+    found, _ = attempt(shortest)
+    assert found is not None and found.place == trouble.place
+    shortest.write(tmp_path / "life.json")
+    assert Life.read(tmp_path / "life.json") == shortest
+    monkeypatch.undo()
+    assert attempt(life)[0] is None, "it was the planted bug that broke it"
+
+
+# --- the command
+
+
+def test_a_hunt_in_several_processes_tells_what_it_saw() -> None:
+    command = [sys.executable, "-m", "kvarve.testing.world", "--seed", "3", "--steps", "2000", "--jobs", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "steps/s" in done.stdout and "hit pages from device" in done.stdout and "broke" not in done.stdout
+
+
+def test_a_hunt_that_finds_something_keeps_it_and_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    never_lose_patience(monkeypatch)
+    assert main(["--seeds", "0:50", "--shrink", "3", "--out", str(tmp_path)]) == 1
+    (kept,) = tmp_path.iterdir()
+    told = capsys.readouterr().out
+    assert f"--replay {kept}" in told and "waits longer than it should" in told and "1 broke" in told
+    assert main(["--replay", str(kept)]) == 1
+    monkeypatch.undo()
+    assert main(["--replay", str(kept)]) == 0
+    assert "nothing broke" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--seeds", "5:3"], "'5:3' is not a range of seeds"),
+        (["--steps", "many"], "'many' is not a whole number"),
+        (["--steps", "0"], "0 is too few"),
+        (["--out", "/nowhere"], "'/nowhere' is not a folder"),
+        (["--seed", "-1"], "is not a whole number"),
+    ],
+)
+def test_an_argument_that_cannot_work_is_refused(
+    arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "No such file"),
+        ("[", "not a life"),
+        ("[]", "not a life"),
+        ('{"format": "other"}', "not a life in the format"),
+        ("actions", "not a life"),
+        ("config", "not a life"),
+    ],
+)
+def test_a_file_that_is_no_life_is_refused(
+    text: str | None, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "life.json"
+    if text in ("actions", "config"):
+        born(0)[0].write(path)
+        plain = json.loads(path.read_text())
+        plain[text] = {"pools": []} if text == "config" else [["fly", 1]]
+        text = json.dumps(plain)
+    if text is not None:
+        path.write_text(text)
+    assert main(["--replay", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and why in told and told.count("\n") == 1
+
+
+def test_an_action_needs_what_it_takes() -> None:
+    with pytest.raises(ConfigError, match="grow"):
+        Life(0, 1, draw(random.Random(0)), [["grow", 1]]).check()
+
+
+def test_an_action_that_means_nothing_does_nothing() -> None:
+    """Shrinking leaves out what others were about, so each action has to bear a world in which there is nothing."""
+    world = born(3)[0].world()
+    steps = world.steps
+    for name in ("claim", "close", "resumed", "lose", "again"):
+        assert not ACTIONS[name](world, 7)
+    assert not ACTIONS["grow"](world, 7, 1) and not ACTIONS["publish"](world, 7, 0)
+    assert not ACTIONS["half"](world, 7, 0, 0, 0) and not ACTIONS["rot"](world, 7, 0, 0)
+    assert world.steps == steps
+
+
+def test_the_world_needs_neither_torch_nor_pytest() -> None:
+    code = "import kvarve.testing.world.hunt, sys; sys.exit(not {'torch', 'pytest'}.isdisjoint(sys.modules))"
+    subprocess.run([sys.executable, "-c", code], check=True)
