@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: setup run test lint soak bench train lock clean
+.PHONY: setup run test lint soak docs bench train lock clean
 
 setup: .venv/ready
 
@@ -35,6 +35,10 @@ lint: setup
 SEED ?= 7
 soak: setup
 	.venv/bin/python -m kvarve.testing.world --seed $(SEED) --steps 10000000 --jobs $$(getconf _NPROCESSORS_ONLN) --all
+
+# What docs/architecture.md takes from the code.
+docs: setup
+	.venv/bin/python tools/docs.py
 
 bench: setup
 	@for script in $(filter-out bench/common.py,$(wildcard bench/*.py)); do echo "== $$script"; .venv/bin/python $$script || exit 1; done

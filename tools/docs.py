@@ -11,6 +11,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+import residency
 from kvarve.core import copies
 from kvarve.core.tree import Run
 from kvarve.model import Tier
@@ -41,7 +42,7 @@ def facts() -> str:
     return "\n".join(["| fact | meaning |", "|---|---|", *rows]) + "\n"
 
 
-PARTS: dict[str, Callable[[], str]] = {"edges": edges, "facts": facts}
+PARTS: dict[str, Callable[[], str]] = {"edges": edges, "facts": facts, "residency": residency.table}
 
 
 def rendered(page: str) -> str:

@@ -234,8 +234,11 @@ class Shelves:
         if chain:
             # A page that only the host has may rest on one that only the device has (its own backup failed).
             stuck = lost if run.kids[other] else lost & ones(run.here[other].bit_length())
-        moving = self.rescue(run, place, lost, stuck) if lost else 0
-        # Making room for what moves may have cost the other tier a page that was safe there: then it stays here.
+        moving = 0
+        if lost:
+            moving = self.rescue(run, place, lost, stuck)
+            # Making room for what moves may have moved or cost other pages, of this run and of the other tier too.
+            take &= self.droppable(run, place) | moving
         safe = run.here[other] & ~run.bad[other]
         leaving = take & ~moving & ~stuck & (lost | safe)
         if chain:

@@ -1,0 +1,14 @@
+"""Lives that broke a law once, as short as the hunt could make them: none of them may break one again."""
+
+from pathlib import Path
+
+import pytest
+
+from kvarve.testing.world import Life, play
+
+LIVES = sorted((Path(__file__).parent / "lives").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", LIVES, ids=lambda path: path.stem)
+def test_what_broke_once_does_not_break_again(path: Path) -> None:
+    play(Life.read(path))
