@@ -138,8 +138,8 @@ class Prefetch:
         for other in reversed(self.leases.values()):
             if self._room_in_share(need):
                 return
-            if other.phase is Phase.QUEUED and not other.claimed and any(other.lent):
-                self.release(other)
+            if not other.claimed and not other.ops and any(other.lent):
+                self._give_share_back(other)
                 self.paths.hold(other, other.run, 0, 0)
 
     def put_off(self, lease: Lease) -> bool:
@@ -209,6 +209,9 @@ class Prefetch:
     def release(self, lease: Lease) -> None:
         """A lease stops waiting: what came for it is the tree's."""
         self.deferred.pop(lease.number, None)
+        self._give_share_back(lease)
+
+    def _give_share_back(self, lease: Lease) -> None:
         for pool, lent in enumerate(lease.lent):
             self.held[pool] -= lent
             lease.lent[pool] = 0
