@@ -353,22 +353,10 @@ class Fate:
             case "step":
                 return ["step", dice.choice([0.0, 0.5, 2.0]), self._ends(len(world.flying))]
             case "request":
-                return [
-                    "request",
-                    self._prompt(),
-                    salt,
-                    dice.randint(1, 3),
-                    int(dice.random() < 0.5),
-                ]
+                return ["request", self._prompt(), salt, dice.randint(1, 3), int(dice.random() < 0.5)]
             case "open":
-                return [
-                    "open",
-                    self._prompt(),
-                    salt,
-                    dice.randrange(4),
-                    int(dice.random() < 0.85),
-                    dice.choice([0, 0, 1, 2]),
-                ]
+                reads, priority = int(dice.random() < 0.85), dice.choice([0, 0, 1, 2])
+                return ["open", self._prompt(), salt, dice.randrange(4), reads, priority]
             case "grow" | "short":
                 return [kind, pick, dice.randint(1, 12)]
             case "publish":
