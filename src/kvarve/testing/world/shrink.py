@@ -66,18 +66,18 @@ def attempt(life: Life) -> tuple[Trouble | None, int]:
 
 
 def shrink(life: Life, trouble: Trouble, seconds: float = 60.0) -> Life:
-    """The shortest life found within so many seconds that has the same trouble."""
-    end = time.monotonic() + seconds
+    """The shortest life found within so many seconds of the processor's time that has the same trouble."""
+    end = time.process_time() + seconds
 
     def breaks(actions: list[Action], **changes: Any) -> Life | None:
-        if time.monotonic() >= end:
+        if time.process_time() >= end:
             return None
         shorter = replace(life, actions=actions, **changes)
         found, done = attempt(shorter)
         return replace(shorter, actions=actions[:done]) if found and found.place == trouble.place else None
 
     life = breaks(life.actions, ranks=1) or breaks(life.actions) or life
-    while time.monotonic() < end:
+    while time.process_time() < end:
         before = life.actions
         life = _drop(life, breaks)
         life = _simplify(life, breaks)
