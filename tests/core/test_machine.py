@@ -178,7 +178,7 @@ def test_ranks_in_processes_of_their_own_do_not_drift_apart() -> None:
         subprocess.run(
             [sys.executable, "-c", code],
             cwd=here,
-            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(here)},
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
             capture_output=True,
             text=True,
             check=True,
