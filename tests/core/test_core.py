@@ -885,6 +885,18 @@ def test_who_has_its_turn_takes_the_share_of_those_who_wait() -> None:
     assert world.ready(second) and second.boundary == 8
 
 
+def test_room_for_the_rest_of_a_prompt_is_never_made_at_the_cost_of_its_beginning() -> None:
+    world = World(config(ATTENTION, host=6, storage=True))
+    world.request(prompt(6))
+    world.flush(DEVICE, HOST)
+    world.request(prompt(3))
+    world.request(prompt(3, seed=1))
+    world.flush(DEVICE)
+    lease = world.open(prompt(6))
+    world.open(prompt(3, seed=1))  # so the first one's beginning is the coldest that there is
+    assert world.ready(lease) and lease.boundary == 6 and lease.from_tiers() == (0, 3, 3)
+
+
 # --- private copies, and sequences that go on
 
 
