@@ -1035,6 +1035,17 @@ def test_a_store_that_takes_the_place_of_another_is_not_taken_for_it() -> None:
     assert len(world.storage) == 4
 
 
+def test_what_was_to_leave_for_a_storage_that_has_gone_stays() -> None:
+    world = World(config(ATTENTION, device=8, host=8, storage=True, write=WritePolicy.WRITE_BACK))
+    world.request(prompt(3))
+    world.flush(DEVICE)
+    world.settle()
+    assert world.flush(HOST) == 0 and copies(world, HOST, STORAGE)
+    world.core.detach()
+    world.settle()
+    assert world.hit(prompt(3)) == (0, 3)
+
+
 def test_a_core_without_a_host_refuses_a_storage() -> None:
     with pytest.raises(ConfigError, match="host"):
         World(config(ATTENTION)).core.attach()
