@@ -275,6 +275,13 @@ def test_a_state_goes_with_the_attention_pages_that_lead_to_it() -> None:
     assert world.hit(prompt(7, seed=1)) == (7, 7)
 
 
+def test_attention_pages_go_with_the_index_keys_of_their_positions() -> None:
+    world = World(config(ATTENTION, INDEX, STATE, device=[16, 6, 16]))
+    world.request(prompt(4))
+    world.request(prompt(4, seed=1))
+    assert [world.resident(DEVICE, pool) for pool in range(3)] == [6, 6, 1]
+
+
 def test_a_flush_says_how_many_pages_went() -> None:
     world = World(config(ATTENTION, STATE, device=8))
     world.request(prompt(4))
@@ -324,6 +331,24 @@ def test_a_host_page_found_bad_on_its_way_to_storage_is_backed_up_anew_from_the_
     world.settle()
     assert world.hit(prompt(4)) == (0, 4), "the device had a good page all the time"
     assert len(world.storage) == 4
+
+
+def test_a_page_with_a_bad_copy_in_the_host_may_leave_when_a_good_one_has_taken_its_place() -> None:
+    world = World(config(ATTENTION, device=8, host=64))
+    world.request(prompt(4))
+    world.flush(DEVICE)
+    world.rot(HOST, 2, prompt(4))
+    one, two = world.start(prompt(4)), world.start(prompt(4))
+    first, second = world.flying
+    world.step([world.end(first)])
+    assert one.boundary == 2
+    world.compute(one, rest=False)  # while the other still reads the bad one, which therefore stays
+    world.step([world.end(second)])
+    world.close(two)
+    for _ in range(2):
+        world.flush(DEVICE)
+        world.settle()
+    assert world.hit(prompt(4)) == (0, 4) and world.resident(DEVICE) == 0
 
 
 def test_a_bad_host_page_is_replaced_by_the_one_in_storage() -> None:
@@ -660,6 +685,19 @@ def test_write_back_keeps_what_could_not_be_copied() -> None:
     assert world.hit(prompt(4)) == (4, 4)
 
 
+def test_what_loses_its_copy_below_to_another_that_comes_down_stays_itself() -> None:
+    world = World(config(ATTENTION, STATE, device=[32, 2], host=[32, 1], write=WritePolicy.WRITE_BACK))
+    world.request(prompt(2))
+    for _ in range(2):
+        world.flush(DEVICE)
+        world.settle()
+    world.request(prompt(2))
+    world.request(prompt(4))
+    assert [world.resident(tier, pool=1) for tier in (DEVICE, HOST)] == [2, 1]
+    world.request(prompt(6, seed=1, extra=0))  # needs the room of both states, of which the host can keep only one
+    assert world.hit(prompt(2)) == (2, 2) and world.hit(prompt(4))[1] == 4
+
+
 def test_write_back_makes_room_before_it_is_needed() -> None:
     world = World(config(ATTENTION, device=16, host=64, write=WritePolicy.WRITE_BACK))
     for seed in range(1, 5):
@@ -694,6 +732,18 @@ def test_pages_seen_at_the_start_may_leave_the_device_before_the_rest_is_publish
     audit(world.core)
     world.close(lease)
     world.drain()
+
+
+def test_pages_beyond_the_boundary_that_need_no_room_stay_while_the_rest_is_computed() -> None:
+    world = World(config(ATTENTION, STATE))
+    world.request(prompt(6))
+    lease = world.start(prompt(5))
+    assert lease.boundary == 0, "there is no state at 5"
+    assert [len(slots) for slots in world.grow(lease, 5)] == [0, 1], "but the attention pages are here already"
+    world.flush(DEVICE)
+    world.publish(lease, 5)
+    world.close(lease)
+    assert world.hit(prompt(5)) == (5, 5)
 
 
 def test_the_attention_pages_that_a_request_resumed_from_stay_until_it_is_closed() -> None:
@@ -820,6 +870,16 @@ def test_a_request_that_waited_behind_one_that_computed_its_prefix_resumes_from_
     for lease in waiting:
         assert world.ready(lease) and lease.boundary == 6
         world.close(lease)
+
+
+def test_what_a_waiting_request_counts_on_may_go_before_its_turn() -> None:
+    world = World(config(ATTENTION))
+    world.request(prompt(4))
+    world.request(prompt(2, seed=1))
+    world.start(prompt(2, seed=1))  # stays, and so does the tree
+    waiting = world.open(prompt(4))
+    assert world.flush(DEVICE) == 4
+    assert world.claim(waiting) and waiting.boundary == 0
 
 
 def test_waiting_requests_take_no_room_on_the_device() -> None:
