@@ -13,7 +13,7 @@ from kvarve.core.policies import BEST_EFFORT, WAIT_COMPLETE, Patience, WritePoli
 from kvarve.core.shelves import Shelves
 from kvarve.core.snapshots import Snapshots
 from kvarve.errors import ConfigError
-from kvarve.keys import pack, root_key
+from kvarve.keys import extend, pack, root_key
 from kvarve.model import Tier
 
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
@@ -365,6 +365,24 @@ def test_a_bad_host_page_is_replaced_by_the_one_in_storage() -> None:
     assert world.ready(lease) and lease.boundary == 4, "storage had a good page all the time"
 
 
+def test_a_bad_host_page_is_not_replaced_while_a_copy_still_reads_it() -> None:
+    world = World(config(ATTENTION, host=64, storage=True))
+    world.request(prompt(4))
+    world.flush(DEVICE)
+    world.rot(HOST, 2, prompt(4))
+    one, two = world.start(prompt(4)), world.start(prompt(4))
+    first, second = world.flying
+    world.step([world.end(first)])
+    three = world.open(prompt(4))
+    while three.ops:  # storage has a good one, and brings it
+        world.step([world.end(op) for op in sorted(three.ops)])
+    world.step([world.end(second)])
+    assert one.boundary == two.boundary == 2 and world.core.counters.fetched == 1
+    for lease in (one, two, three):
+        world.close(lease)
+    assert world.request(prompt(4)).boundary == 4, "now it may"
+
+
 def test_a_page_that_storage_lost_lowers_the_boundary() -> None:
     world = World(config(ATTENTION, host=64, storage=True))
     world.request(prompt(5))
@@ -696,6 +714,22 @@ def test_what_loses_its_copy_below_to_another_that_comes_down_stays_itself() -> 
     assert [world.resident(tier, pool=1) for tier in (DEVICE, HOST)] == [2, 1]
     world.request(prompt(6, seed=1, extra=0))  # needs the room of both states, of which the host can keep only one
     assert world.hit(prompt(2)) == (2, 2) and world.hit(prompt(4))[1] == 4
+
+
+def test_what_only_the_device_has_comes_down_before_it_goes_when_pages_in_the_host_rest_on_it() -> None:
+    world = World(config(ATTENTION, host=64))
+    for word in (7, 8):
+        world.request(fork(2, word), rest=False)
+    world.step()
+    stem = extend(root_key(b"world"), pack(prompt(2)), PAGE_TOKENS)
+    while not world.core.idle():  # the backups of what both begin with fail, those of their ends do not
+        failing = {op: effect.pages[0].key in stem for op, effect in world.flying.items()}
+        world.step([world.end(op, lost=-1 if fails else 0) for op, fails in failing.items()])
+    assert (world.resident(DEVICE), world.resident(HOST)) == (8, 6)
+    for _ in range(2):
+        world.flush(DEVICE)
+        world.settle()
+    assert world.hit(fork(2, 7)) == world.hit(fork(2, 8)) == (0, 4)
 
 
 def test_write_back_makes_room_before_it_is_needed() -> None:
@@ -1093,6 +1127,29 @@ def test_a_store_that_takes_the_place_of_another_is_not_taken_for_it() -> None:
     world.step(ended)
     world.request(prompt(4))
     assert len(world.storage) == 4
+
+
+def test_a_storage_that_takes_the_place_of_another_gets_what_that_one_had() -> None:
+    world = World(config(ATTENTION, host=64, storage=True))
+    world.request(prompt(4))
+    world.core.detach()
+    world.storage.clear()
+    world.core.attach(back_up=True)
+    world.settle()
+    assert len(world.storage) == 4
+
+
+def test_what_comes_late_from_a_storage_that_has_gone_is_stored_in_the_next_one() -> None:
+    world = fetching(WAIT_COMPLETE)
+    world.core.detach()
+    world.core.attach()
+    ended = [world.end(op) for op in [*world.flying]]
+    world.storage.clear()
+    world.step(ended)
+    assert world.core.counters.late == 6
+    world.close(world.leases[0])
+    assert world.request(prompt(6)).boundary == 6
+    assert len(world.storage) == 6
 
 
 def test_what_was_to_leave_for_a_storage_that_has_gone_stays() -> None:
