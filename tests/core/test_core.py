@@ -174,7 +174,7 @@ def test_the_host_brings_back_the_windows_tail_and_one_state_and_no_more() -> No
 
 
 def test_shallow_pages_travel_first() -> None:
-    world = World(config(ATTENTION, STATE, host=64, storage=True, batch_pages=2))
+    world = World(config(STATE, ATTENTION, host=64, storage=True, batch_pages=2))
     world.request(prompt(6))
     world.flush(DEVICE, HOST)
     lease = world.open(prompt(6))
