@@ -97,6 +97,15 @@ def test_salts_share_nothing() -> None:
     assert world.resident(DEVICE) == 8
 
 
+def test_salts_share_nothing_even_where_the_tokens_are_the_same_bytes_in_memory() -> None:
+    world = World(config(ATTENTION))
+    world.request(prompt(4), salt="mine")
+    tokens = pack(prompt(4))
+    mine, yours = (world.core.open(root_key(b"world", salt), tokens, now=0.0) for salt in ("mine", "yours"))
+    assert world.core.claim(mine, now=0.0) and world.core.claim(yours, now=0.0)
+    assert (mine.boundary, yours.boundary) == (4, 0)
+
+
 def test_a_request_that_must_not_read_resumes_from_nothing_and_still_keeps_what_is_new() -> None:
     world = World(config=config(ATTENTION, STATE))
     world.request(prompt(4))
