@@ -98,7 +98,7 @@ def test_salts_share_nothing() -> None:
 
 
 def test_salts_share_nothing_even_where_the_tokens_are_the_same_bytes_in_memory() -> None:
-    world = World(config(ATTENTION))
+    world = World(config=config(ATTENTION))
     world.request(prompt(4), salt="mine")
     tokens = pack(prompt(4))
     mine, yours = (world.core.open(root_key(b"world", salt), tokens, now=0.0) for salt in ("mine", "yours"))
