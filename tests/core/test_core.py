@@ -12,7 +12,7 @@ from kvarve.core.policies import BEST_EFFORT, WAIT_COMPLETE, Patience, WritePoli
 from kvarve.core.shelves import Shelves
 from kvarve.core.snapshots import Snapshots
 from kvarve.errors import ConfigError
-from kvarve.keys import pack, root_key
+from kvarve.keys import extend, pack, root_key
 from kvarve.model import Tier
 from kvarve.testing.world import ATTENTION, INDEX, PAGE_TOKENS, STATE, WINDOW, World, config, dump, fork, prompt, runs
 
@@ -97,6 +97,15 @@ def test_salts_share_nothing() -> None:
     assert world.resident(DEVICE) == 8
 
 
+def test_salts_share_nothing_even_where_the_tokens_are_the_same_bytes_in_memory() -> None:
+    world = World(config=config(ATTENTION))
+    world.request(prompt(4), salt="mine")
+    tokens = pack(prompt(4))
+    mine, yours = (world.core.open(root_key(b"world", salt), tokens, now=0.0) for salt in ("mine", "yours"))
+    assert world.core.claim(mine, now=0.0) and world.core.claim(yours, now=0.0)
+    assert (mine.boundary, yours.boundary) == (4, 0)
+
+
 def test_a_request_that_must_not_read_resumes_from_nothing_and_still_keeps_what_is_new() -> None:
     world = World(config=config(ATTENTION, STATE))
     world.request(prompt(4))
@@ -174,7 +183,7 @@ def test_the_host_brings_back_the_windows_tail_and_one_state_and_no_more() -> No
 
 
 def test_shallow_pages_travel_first() -> None:
-    world = World(config=config(ATTENTION, STATE, host=64, storage=True, batch_pages=2))
+    world = World(config=config(STATE, ATTENTION, host=64, storage=True, batch_pages=2))
     world.request(prompt(6))
     world.flush(DEVICE, HOST)
     lease = world.open(prompt(6))
@@ -275,6 +284,13 @@ def test_a_state_goes_with_the_attention_pages_that_lead_to_it() -> None:
     assert world.hit(prompt(7, seed=1)) == (7, 7)
 
 
+def test_attention_pages_go_with_the_index_keys_of_their_positions() -> None:
+    world = World(config=config(ATTENTION, INDEX, STATE, device=[16, 6, 16]))
+    world.request(prompt(4))
+    world.request(prompt(4, seed=1))
+    assert [world.resident(DEVICE, pool) for pool in range(3)] == [6, 6, 1]
+
+
 def test_a_flush_says_how_many_pages_went() -> None:
     world = World(config=config(ATTENTION, STATE, device=8))
     world.request(prompt(4))
@@ -326,6 +342,24 @@ def test_a_host_page_found_bad_on_its_way_to_storage_is_backed_up_anew_from_the_
     assert len(world.storage.objects) == 4
 
 
+def test_a_page_with_a_bad_copy_in_the_host_may_leave_when_a_good_one_has_taken_its_place() -> None:
+    world = World(config=config(ATTENTION, device=8, host=64))
+    world.request(prompt(4))
+    world.flush(DEVICE)
+    world.rot(HOST, 2, prompt(4))
+    one, two = world.start(prompt(4)), world.start(prompt(4))
+    first, second = world.flying
+    world.step([world.end(first)])
+    assert one.boundary == 2
+    world.compute(one, rest=False)  # while the other still reads the bad one, which therefore stays
+    world.step([world.end(second)])
+    world.close(two)
+    for _ in range(2):
+        world.flush(DEVICE)
+        world.settle()
+    assert world.hit(prompt(4)) == (0, 4) and world.resident(DEVICE) == 0
+
+
 def test_a_bad_host_page_is_replaced_by_the_one_in_storage() -> None:
     world = World(config=config(ATTENTION, host=64, storage=True))
     world.request(prompt(4))
@@ -338,6 +372,24 @@ def test_a_bad_host_page_is_replaced_by_the_one_in_storage() -> None:
     lease = world.open(prompt(4))
     world.settle()
     assert world.ready(lease) and lease.boundary == 4, "storage had a good page all the time"
+
+
+def test_a_bad_host_page_is_not_replaced_while_a_copy_still_reads_it() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    world.request(prompt(4))
+    world.flush(DEVICE)
+    world.rot(HOST, 2, prompt(4))
+    one, two = world.start(prompt(4)), world.start(prompt(4))
+    first, second = world.flying
+    world.step([world.end(first)])
+    three = world.open(prompt(4))
+    while three.ops:  # storage has a good one, and brings it
+        world.step([world.end(op) for op in sorted(three.ops)])
+    world.step([world.end(second)])
+    assert one.boundary == two.boundary == 2 and world.core.counters.fetched == 1
+    for lease in (one, two, three):
+        world.close(lease)
+    assert world.request(prompt(4)).boundary == 4, "now it may"
 
 
 def test_a_page_that_storage_lost_lowers_the_boundary() -> None:
@@ -660,6 +712,35 @@ def test_write_back_keeps_what_could_not_be_copied() -> None:
     assert world.hit(prompt(4)) == (4, 4)
 
 
+def test_what_loses_its_copy_below_to_another_that_comes_down_stays_itself() -> None:
+    world = World(config=config(ATTENTION, STATE, device=[32, 2], host=[32, 1], write=WritePolicy.WRITE_BACK))
+    world.request(prompt(2))
+    for _ in range(2):
+        world.flush(DEVICE)
+        world.settle()
+    world.request(prompt(2))
+    world.request(prompt(4))
+    assert [world.resident(tier, pool=1) for tier in (DEVICE, HOST)] == [2, 1]
+    world.request(prompt(6, seed=1, extra=0))  # needs the room of both states, of which the host can keep only one
+    assert world.hit(prompt(2)) == (2, 2) and world.hit(prompt(4))[1] == 4
+
+
+def test_what_only_the_device_has_comes_down_before_it_goes_when_pages_in_the_host_rest_on_it() -> None:
+    world = World(config=config(ATTENTION, host=64))
+    for word in (7, 8):
+        world.request(fork(2, word), rest=False)
+    world.step()
+    stem = extend(root_key(b"world"), pack(prompt(2)), PAGE_TOKENS)
+    while not world.core.idle():  # the backups of what both begin with fail, those of their ends do not
+        failing = {op: effect.pages[0].key in stem for op, effect in world.flying.items()}
+        world.step([world.end(op, lost=-1 if fails else 0) for op, fails in failing.items()])
+    assert (world.resident(DEVICE), world.resident(HOST)) == (8, 6)
+    for _ in range(2):
+        world.flush(DEVICE)
+        world.settle()
+    assert world.hit(fork(2, 7)) == world.hit(fork(2, 8)) == (0, 4)
+
+
 def test_write_back_makes_room_before_it_is_needed() -> None:
     world = World(config=config(ATTENTION, device=16, host=64, write=WritePolicy.WRITE_BACK))
     for seed in range(1, 5):
@@ -694,6 +775,18 @@ def test_pages_seen_at_the_start_may_leave_the_device_before_the_rest_is_publish
     audit(world.core)
     world.close(lease)
     world.drain()
+
+
+def test_pages_beyond_the_boundary_that_need_no_room_stay_while_the_rest_is_computed() -> None:
+    world = World(config=config(ATTENTION, STATE))
+    world.request(prompt(6))
+    lease = world.start(prompt(5))
+    assert lease.boundary == 0, "there is no state at 5"
+    assert [len(slots) for slots in world.grow(lease, 5)] == [0, 1], "but the attention pages are here already"
+    world.flush(DEVICE)
+    world.publish(lease, 5)
+    world.close(lease)
+    assert world.hit(prompt(5)) == (5, 5)
 
 
 def test_the_attention_pages_that_a_request_resumed_from_stay_until_it_is_closed() -> None:
@@ -822,6 +915,16 @@ def test_a_request_that_waited_behind_one_that_computed_its_prefix_resumes_from_
         world.close(lease)
 
 
+def test_what_a_waiting_request_counts_on_may_go_before_its_turn() -> None:
+    world = World(config=config(ATTENTION))
+    world.request(prompt(4))
+    world.request(prompt(2, seed=1))
+    world.start(prompt(2, seed=1))  # stays, and so does the tree
+    waiting = world.open(prompt(4))
+    assert world.flush(DEVICE) == 4
+    assert world.claim(waiting) and waiting.boundary == 0
+
+
 def test_waiting_requests_take_no_room_on_the_device() -> None:
     world = World(config=config(ATTENTION, STATE, host=64, storage=True, device=14))
     for seed in range(8):
@@ -883,6 +986,18 @@ def test_who_has_its_turn_takes_the_share_of_those_who_wait() -> None:
         world.step([world.end(op) for op in [*world.flying]])
     assert first.phase is Phase.QUEUED and second.phase is Phase.PROBING
     assert world.ready(second) and second.boundary == 8
+
+
+def test_room_for_the_rest_of_a_prompt_is_never_made_at_the_cost_of_its_beginning() -> None:
+    world = World(config=config(ATTENTION, host=6, storage=True))
+    world.request(prompt(6))
+    world.flush(DEVICE, HOST)
+    world.request(prompt(3))
+    world.request(prompt(3, seed=1))
+    world.flush(DEVICE)
+    lease = world.open(prompt(6))
+    world.open(prompt(3, seed=1))  # so the first one's beginning is the coldest that there is
+    assert world.ready(lease) and lease.boundary == 6 and lease.from_tiers() == (0, 3, 3)
 
 
 # --- private copies, and sequences that go on
@@ -1019,6 +1134,37 @@ def test_a_store_that_takes_the_place_of_another_is_not_taken_for_it() -> None:
     world.step([world.end(op) for op in [*world.flying]])
     world.request(prompt(4))
     assert len(world.storage.objects) == 4
+
+
+def test_a_storage_that_takes_the_place_of_another_gets_what_that_one_had() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    world.request(prompt(4))
+    world.detach()
+    world.attach(back_up=True)
+    world.settle()
+    assert len(world.storage.objects) == 4
+
+
+def test_what_comes_late_from_a_storage_that_has_gone_is_stored_in_the_next_one() -> None:
+    world = fetching(WAIT_COMPLETE)
+    world.detach()
+    world.attach()
+    world.step([world.end(op) for op in [*world.flying]])
+    assert world.core.counters.late == 6
+    world.close(world.leases[0])
+    assert world.request(prompt(6)).boundary == 6
+    assert len(world.storage.objects) == 6
+
+
+def test_what_was_to_leave_for_a_storage_that_has_gone_stays() -> None:
+    world = World(config=config(ATTENTION, device=8, host=8, storage=True, write=WritePolicy.WRITE_BACK))
+    world.request(prompt(3))
+    world.flush(DEVICE)
+    world.settle()
+    assert world.flush(HOST) == 0 and copies(world, HOST, STORAGE)
+    world.detach()
+    world.settle()
+    assert world.hit(prompt(3)) == (0, 3)
 
 
 def test_a_core_without_a_host_refuses_a_storage() -> None:
