@@ -88,6 +88,14 @@ def test_attention_alone_resumes_anywhere() -> None:
     assert world.request(fork(3, 7)).boundary == 3
 
 
+def test_a_model_without_attention_resumes_where_its_states_and_windows_are() -> None:
+    world = World(config=config(STATE, WINDOW))
+    world.request(prompt(6))
+    assert world.request(prompt(6)).boundary == 6
+    assert world.request(prompt(9)).boundary == 6
+    assert [world.resident(DEVICE, pool) for pool in (0, 1)] == [2, 6], "what 6 and 9 need"
+
+
 def test_salts_share_nothing() -> None:
     world = World(config=config(ATTENTION))
     world.request(prompt(4), salt="mine")
