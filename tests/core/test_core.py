@@ -1187,3 +1187,14 @@ def test_a_state_close_behind_another_is_not_admitted() -> None:
     world = World(config=config(ATTENTION, STATE, snapshots=Snapshots(every=PAGE_TOKENS, gap=3 * PAGE_TOKENS)))
     world.request(prompt(8))
     assert world.resident(DEVICE, pool=1) == 2 and world.hit(prompt(5)) == (3, 3) and world.hit(prompt(8)) == (6, 6)
+
+
+def test_a_storage_that_is_attached_in_place_of_another_is_not_taken_for_it() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    world.request(prompt(4), rest=False)
+    while not copies(world, HOST, STORAGE):
+        world.step([world.end(op) for op in [*world.flying]])
+    world.attach()
+    world.step([world.end(op) for op in [*world.flying]])
+    world.request(prompt(4))
+    assert len(world.storage.objects) == 4
