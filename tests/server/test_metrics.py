@@ -6,7 +6,20 @@ from kvarve.metrics import Histogram, Metrics, Snapshot
 from kvarve.storage import Usage
 
 CACHE = dict.fromkeys(
-    ("leases", "fetched", "loaded", "backed_up", "stored", "bad_storage", "bad_host", "failed", "late"), 1.0
+    (
+        "leases",
+        "fetched",
+        "loaded",
+        "backed_up",
+        "stored",
+        "bad_storage",
+        "bad_host",
+        "failed",
+        "late",
+        "given_up",
+        "strays",
+    ),
+    1.0,
 ) | dict.fromkeys(("duplicates", "uncached", "page_tokens", "slots.device.window-24", "used.device.window-24"), 2.0)
 
 
