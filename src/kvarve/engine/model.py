@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from kvarve.engine.state import StateLayout, Workspace
+from kvarve.engine.stepwise import teach
 from kvarve.errors import ConfigError, ModelError
 from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
 
@@ -130,6 +131,7 @@ def load_model(
     if attention == "sdpa" and not found.model_class._supports_sdpa:
         attention = "eager"
     model = found.model(attention).to(device)
+    teach(model)
     layout = StateLayout.of(model, page_tokens, chunk_tokens)
     versions = ".".join(torch.__version__.split(".")[:2]), ".".join(transformers.__version__.split(".")[:2])
     return LoadedModel(
