@@ -116,7 +116,7 @@ class _Layer:
 
 
 class _OnTape(_Layer):
-    """Attention: keys and values of every token, or of a window's."""
+    """Attention: keys and values of every token, or of a window's. Where the values are the keys, one tape is both."""
 
     keys: Tensor
     values: Tensor
@@ -134,8 +134,9 @@ class _OnTape(_Layer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Take [1, heads, n, width] and give back what the layer attends to, new tokens included."""
-        self.keys = self._push("keys", key_states[0].transpose(0, 1)).transpose(0, 1)[None]
-        self.values = self._push("values", value_states[0].transpose(0, 1)).transpose(0, 1)[None]
+        self.keys = self.values = self._push("keys", key_states[0].transpose(0, 1)).transpose(0, 1)[None]
+        if "values" in self.tapes:
+            self.values = self._push("values", value_states[0].transpose(0, 1)).transpose(0, 1)[None]
         self.cumulative_length = self.get_seq_length()
         return self.keys, self.values
 
@@ -179,7 +180,7 @@ class _Indexed(_OnTape):
 
 
 class _Compressing(_OnTape):
-    """DeepSeek-V4: a window whose keys are its values, and the tokens before it compressed, 4 or 128 into one entry.
+    """DeepSeek-V4: a window, and the tokens before it compressed, 4 or 128 into one entry.
 
     Tokens that do not fill an entry yet are buffered, so a page has to end where an entry does: then nothing is in the
     buffers. Overlapping entries also need the last tokens of the entry before, which is a state.
@@ -195,7 +196,7 @@ class _Compressing(_OnTape):
 
     @staticmethod
     def per_token(layer: Any) -> dict[str, Kept]:
-        kept = {"keys": _OnTape.per_token(layer)["keys"]}
+        kept = _OnTape.per_token(layer)
         for name, entries in layer.compressed_kv.items():
             kept[f"compressed_kv.{name}"] = Kept(entries[0], layer.compress_rate)
         return kept
@@ -216,11 +217,6 @@ class _Compressing(_OnTape):
         for name in self.entry_count:
             self.entry_count[name] = tokens // self.compress_rate
             self.buffer_kv[name] = self.buffer_gate[name] = None
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        self.keys = self.values = self._push("keys", key_states[0].transpose(0, 1)).transpose(0, 1)[None]
-        self.cumulative_length = self.get_seq_length()
-        return self.keys, self.values
 
     def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
         """Take new entries [1, n, width], n may be 0, and give back all."""
@@ -315,7 +311,8 @@ _MIXED: dict[tuple[type, type], type] = {}
 
 def _mixed(mixin: type, base: type) -> Any:
     if (mixin, base) not in _MIXED:
-        _MIXED[mixin, base] = type(f"{base.__name__}OnTape", (mixin, base), {})
+        # A layer type of its own would make transformers take ours for everybody's.
+        _MIXED[mixin, base] = type(f"{base.__name__}OnTape", (mixin, base), {"_layer_type": None})
     return _MIXED[mixin, base]
 
 
@@ -344,8 +341,9 @@ class LayerPlan:
         return rate
 
     def build(self) -> Any:
-        layer = copy.deepcopy(self.fresh)
-        layer.__class__ = _mixed(self.mixin, type(layer))
+        ours = _mixed(self.mixin, type(self.fresh))
+        layer = ours.__new__(ours)
+        layer.__dict__.update(copy.deepcopy(self.fresh.__dict__))
         layer.past = None if self.window is None else self.window - 1
         layer.tapes = {}
         return layer
@@ -376,22 +374,37 @@ def new_cache(cache_class: type, layers: Sequence[Any]) -> Any:
     return Cache(layers=[*layers]) if mixin is None else _mixed(mixin, cache_class)([*layers])
 
 
-def probe(model: Any, plans: Sequence[LayerPlan]) -> tuple[type, list[Any]]:
-    """The class of cache that a model asks for, and transformers' own layers after it has computed a few tokens.
+@dataclass(frozen=True)
+class Probe:
+    """What a model did with a few tokens."""
 
-    Raises ModelError for a model that computes with no cache that is known here.
-    """
+    cache_class: type  # of transformers, which the model insists on
+    layers: list[Any]  # transformers' own, with what they have kept
+    one_for_both: frozenset[int]  # those that were given one tensor as keys and as values
+
+
+def probe(model: Any, plans: Sequence[LayerPlan]) -> Probe:
+    """Have a model compute a few tokens; ModelError if it does so with no cache that is known here."""
     name = type(model).__name__
     # Enough for what appears only when an entry is full.
     tokens = max([4, *(plan.rate for plan in plans if hasattr(plan.fresh, "overlap_kv"))])
     ids = torch.zeros((1, tokens), dtype=torch.long, device=model.device)
+    one_for_both = set()
     try:
         with torch.no_grad():
             own = type(model(input_ids=ids, use_cache=True).past_key_values)
             if own.__name__ not in CACHES:
                 raise ModelError(f"{name} keeps its state in a {own.__name__}, which this version cannot keep yet")
             cache = new_cache(own, [copy.deepcopy(plan.fresh) for plan in plans])
+            update = cache.update
+
+            def spy(keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+                if keys is values:
+                    one_for_both.add(layer_idx)
+                return update(keys, values, layer_idx, *args, **kwargs)
+
+            cache.update = spy
             model(input_ids=ids, past_key_values=cache, use_cache=True)
     except (TypeError, ValueError, AttributeError) as e:
         raise ModelError(f"{name} does not compute with a cache of transformers' own: {e}") from e
-    return own, list(cache.layers)
+    return Probe(own, list(cache.layers), frozenset(one_for_both))

@@ -38,19 +38,21 @@ class StateLayout:
         name = type(model).__name__
         plans = plan_layers(model.config, name)
         check_pages(plans, page_tokens, name)
-        cache_class, kept = probe(model, plans)
-        if model.device.type != "meta" and (anew := begin_anew(model, plans, cache_class)):
+        probed = probe(model, plans)
+        if model.device.type != "meta" and (anew := begin_anew(model, plans, probed.cache_class)):
             raise ModelError(
-                f"{name}: layer {min(anew)} forgets its recurrent state whenever several tokens are computed at once: "
-                f"call kvarve.engine.stepwise.teach(model) first"
+                f"{name}: layer {min(anew)} forgets its state when several tokens are computed at once, so a prompt "
+                f"cannot be resumed: call kvarve.engine.stepwise.teach(model) first"
             )
         # By what one entry is of: so many tokens, within a window of so many or None.
         entries: dict[tuple[int, int | None], list[BufferSpec]] = {}
         states: list[BufferSpec] = []
-        for number, (plan, layer) in enumerate(zip(plans, kept, strict=True)):
+        for number, (plan, layer) in enumerate(zip(plans, probed.layers, strict=True)):
             per_token, per_sequence = plan.mixin.per_token(layer), plan.mixin.per_sequence(layer)
             if not (per_token or per_sequence) and plan.keeps:
                 raise ModelError(f"{name}: layer {number} ({layer}) kept nothing to put in a page")
+            if number in probed.one_for_both:
+                del per_token["values"]
             for what, found in per_token.items():
                 shape = (page_tokens // found.tokens, *found.entries.shape[1:])
                 kind = found.tokens, plan.window if found.tokens == 1 else None
@@ -70,7 +72,7 @@ class StateLayout:
         ]
         if states:
             pools.append(PoolSpec("state", tuple(states), lookback=1, in_place=True))
-        return cls(page_tokens, chunk_tokens, tuple(pools), plans, cache_class)
+        return cls(page_tokens, chunk_tokens, tuple(pools), plans, probed.cache_class)
 
     @property
     def page_multiple(self) -> int:

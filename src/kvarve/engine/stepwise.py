@@ -19,32 +19,33 @@ from transformers.cache_utils import Cache
 from kvarve.engine.layers import LayerPlan, new_cache, plan_layers, probe
 
 
-def begin_anew(model: Any, plans: Sequence[LayerPlan], cache_class: type) -> set[int]:
-    """The layers whose recurrent state after several tokens does not depend on what it was before them."""
+def begin_anew(model: Any, plans: Sequence[LayerPlan], cache_class: type) -> dict[int, Any]:
+    """The layers that never look at their recurrent state when they get several tokens, and the modules they are."""
     if not any(hasattr(plan.fresh, "recurrent_states") for plan in plans):
-        return set()
-    with_past = new_cache(cache_class, [copy.deepcopy(plan.fresh) for plan in plans])
-    _compute(model, with_past, 0, 4)
-    without = copy.deepcopy(with_past)
-    for state in _recurrent(without).values():
-        state.zero_()
-    for cache in (with_past, without):
-        _compute(model, cache, 4, 6)
-    others = _recurrent(without)
-    same: dict[int, list[bool]] = {}
-    for (number, name), state in _recurrent(with_past).items():
-        same.setdefault(number, []).append(state.equal(others[number, name]))
-    return {number for number, states in same.items() if all(states)}
+        return {}
+    primed = new_cache(cache_class, [copy.deepcopy(plan.fresh) for plan in plans])
+    writers = _writers(model, primed)
+    firsts: dict[type, int] = {}
+    for number in sorted(writers):
+        firsts.setdefault(type(writers[number]), number)
+    anew = {kind for kind, number in firsts.items() if not _looks_at_its_state(model, primed, number)}
+    return {number: module for number, module in writers.items() if type(module) in anew}
 
 
 def teach(model: Any) -> None:
     """Let the layers that begin anew go on instead, one token at a time. Does nothing to any other layer."""
     plans = plan_layers(model.config, type(model).__name__)
-    cache_class, _ = probe(model, plans)
-    if anew := begin_anew(model, plans, cache_class):
-        writers = _writers(model, new_cache(cache_class, [copy.deepcopy(plan.fresh) for plan in plans]))
-        for number in anew:
-            writers[number].forward = _one_by_one(writers[number].forward, number)
+    for number, module in begin_anew(model, plans, probe(model, plans).cache_class).items():
+        module.forward = _one_by_one(module.forward, number)
+
+
+def _looks_at_its_state(model: Any, primed: Any, number: int) -> bool:
+    """Whether what is not a number in the state before two tokens is still none after them."""
+    cache = copy.deepcopy(primed)
+    for state in _recurrent(cache, number):
+        state.fill_(torch.nan)
+    _compute(model, cache, 4, 6)
+    return any(bool(state.isnan().any()) for state in _recurrent(cache, number))
 
 
 def _one_by_one(forward: Callable[..., Tensor], number: int) -> Callable[..., Tensor]:
@@ -68,7 +69,7 @@ def _one_by_one(forward: Callable[..., Tensor], number: int) -> Callable[..., Te
 
 
 def _writers(model: Any, cache: Any) -> dict[int, Any]:
-    """By layer, the module that writes its recurrent state."""
+    """By layer, the module that writes a recurrent state when the first tokens are computed into the cache."""
     inside: list[Any] = []  # the modules that are being computed, the innermost last
     writers: dict[int, Any] = {}
     update = cache.update_recurrent_state
@@ -78,17 +79,21 @@ def _writers(model: Any, cache: Any) -> dict[int, Any]:
         written: Tensor = update(state, layer_idx, *args, **kwargs)
         return written
 
+    def enter(module: Any, _: Any) -> None:
+        inside.append(module)
+
+    def leave(module: Any, *_: Any) -> None:
+        inside.pop()
+
     cache.update_recurrent_state = spy
-    hooks = [
-        register_module_forward_pre_hook(lambda module, _: inside.append(module)),
-        register_module_forward_hook(lambda *_: inside.pop() and None, always_call=True),
-    ]
+    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
     try:
         _compute(model, cache, 0, 4)
     finally:
         for hook in hooks:
             hook.remove()
-    return writers
+        del cache.update_recurrent_state
+    return {number: module for number, module in writers.items() if _recurrent(cache, number)}
 
 
 def _compute(model: Any, cache: Any, start: int, stop: int) -> None:
@@ -97,11 +102,7 @@ def _compute(model: Any, cache: Any, start: int, stop: int) -> None:
         model(input_ids=ids, position_ids=ids, past_key_values=cache, use_cache=True)
 
 
-def _recurrent(cache: Any) -> dict[tuple[int, int], Tensor]:
-    """States by layer and number, but not those that merely repeat the last few tokens' ids."""
-    return {
-        (number, name): state
-        for number, layer in enumerate(cache.layers)
-        for name, state in getattr(layer, "recurrent_states", {}).items()
-        if state is not None and state.is_floating_point()
-    }
+def _recurrent(cache: Any, number: int) -> list[Tensor]:
+    """The recurrent states of a layer, without those that merely repeat the last few tokens' ids."""
+    states = getattr(cache.layers[number], "recurrent_states", {})
+    return [state for state in states.values() if state is not None and state.is_floating_point()]

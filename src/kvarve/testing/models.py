@@ -16,6 +16,7 @@ from kvarve.engine.stepwise import teach
 
 VOCAB = 300
 EOS, PAD = 256, 257  # behind the 256 bytes
+INITIALIZER_RANGE = 0.15  # so wide that a wrong state shows
 COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -24,7 +25,7 @@ COMMON = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 1024,
-    "initializer_range": 0.15,
+    "initializer_range": INITIALIZER_RANGE,
     "eos_token_id": EOS,
     "pad_token_id": PAD,
     "bos_token_id": None,
@@ -108,7 +109,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
             hc_mult=2,
             index_n_heads=24,
             index_head_dim=16,
-            index_topk=8,
+            index_topk=48,
             sliding_window=24,
             partial_rotary_factor=0.5,
         ),
@@ -213,6 +214,11 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, *
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(tiny_config(family, **changed), dtype=dtype).eval()
+        for weight in model.parameters():
+            if (
+                weight.ndim > 1 and not weight.any()
+            ):  # what training would have moved away from zero, and decides nothing there
+                torch.nn.init.normal_(weight, std=COMMON["initializer_range"])
     teach(model)
     return model
 
