@@ -36,7 +36,7 @@ SEED ?= 7
 soak: setup
 	.venv/bin/python -m kvarve.testing.world --seed $(SEED) --steps 10000000 --jobs $$(getconf _NPROCESSORS_ONLN) --all
 
-# What docs/architecture.md takes from the code.
+# What the pages in docs/ take from the code.
 docs: setup
 	.venv/bin/python tools/docs.py
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache
 from transformers.cache_utils import Cache
 
 from kvarve.errors import ModelError
@@ -351,6 +351,8 @@ class LayerPlan:
 
 def plan_layers(config: Any, whose: str) -> tuple[LayerPlan, ...]:
     """The cache layers for a model of this config; ModelError if one of them is of a kind that is not known here."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # some layers are known only once their model has been imported
     try:
         fresh = DynamicCache(config=config).layers
     except KeyError as e:
@@ -389,22 +391,32 @@ def probe(model: Any, plans: Sequence[LayerPlan]) -> Probe:
     # Enough for what appears only when an entry is full.
     tokens = max([4, *(plan.rate for plan in plans if hasattr(plan.fresh, "overlap_kv"))])
     ids = torch.zeros((1, tokens), dtype=torch.long, device=model.device)
-    one_for_both = set()
+    cache_class: type = DynamicCache
     try:
         with torch.no_grad():
-            own = type(model(input_ids=ids, use_cache=True).past_key_values)
-            if own.__name__ not in CACHES:
-                raise ModelError(f"{name} keeps its state in a {own.__name__}, which this version cannot keep yet")
-            cache = new_cache(own, [copy.deepcopy(plan.fresh) for plan in plans])
-            update = cache.update
-
-            def spy(keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-                if keys is values:
-                    one_for_both.add(layer_idx)
-                return update(keys, values, layer_idx, *args, **kwargs)
-
-            cache.update = spy
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            try:
+                cache, one_for_both = _watched(cache_class, plans)
+                model(input_ids=ids, past_key_values=cache, use_cache=True)
+            except ValueError:  # it insists on a cache of its own
+                cache_class = type(model(input_ids=ids, use_cache=True).past_key_values)
+                if CACHES.get(cache_class.__name__) is None:
+                    raise
+                cache, one_for_both = _watched(cache_class, plans)
+                model(input_ids=ids, past_key_values=cache, use_cache=True)
     except (TypeError, ValueError, AttributeError) as e:
-        raise ModelError(f"{name} does not compute with a cache of transformers' own: {e}") from e
-    return Probe(own, list(cache.layers), frozenset(one_for_both))
+        raise ModelError(f"{name} does not compute with a cache that this version knows: {e}") from e
+    return Probe(cache_class, list(cache.layers), frozenset(one_for_both))
+
+
+def _watched(cache_class: type, plans: Sequence[LayerPlan]) -> tuple[Any, set[int]]:
+    """A fresh cache, and the layers that have been given one tensor as keys and as values."""
+    cache, one_for_both = new_cache(cache_class, [copy.deepcopy(plan.fresh) for plan in plans]), set()
+    update = cache.update
+
+    def spy(keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if keys is values:
+            one_for_both.add(layer_idx)
+        return update(keys, values, layer_idx, *args, **kwargs)
+
+    cache.update = spy
+    return cache, one_for_both

@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from kvarve.engine.state import StateLayout, Workspace
+from kvarve.engine.layers import plan_layers
+from kvarve.engine.state import StateLayout, Workspace, check_pages
 from kvarve.engine.stepwise import teach
 from kvarve.errors import ConfigError, ModelError
 from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
@@ -107,6 +108,15 @@ def forward(model: Any, workspace: Workspace, ids: Tensor) -> Tensor:
     return logits
 
 
+def read_config(name: str) -> Any:
+    """The config of `builtin:...` or a folder, if it is that of a causal language model; ModelError otherwise."""
+    folder = _folder(name)
+    config = _read_config(folder)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"{folder}: a {config.model_type} is not a causal language model that transformers knows")
+    return config
+
+
 def check_model(name: str, *, page_tokens: int = 64, chunk_tokens: int = 256, dtype: str = "auto") -> None:
     """Everything about a model that can be refused without reading a weight: raises what `load_model` would raise."""
     _Checkpoint.find(name, page_tokens, chunk_tokens, dtype)
@@ -167,9 +177,8 @@ class _Checkpoint:
         if dtype not in DTYPES:
             raise ConfigError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
         folder = _folder(name)
-        config = _read_config(folder)
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise ModelError(f"{folder}: a {config.model_type} is not a causal language model that transformers knows")
+        config = read_config(name)
+        check_pages(plan_layers(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__), page_tokens, str(folder))
         weights = tuple(sorted(folder.glob("*.safetensors")))
         if not weights:
             others = [path.name for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".pt", ".pth", ".gguf")]

@@ -215,10 +215,8 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, *
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(tiny_config(family, **changed), dtype=dtype).eval()
         for weight in model.parameters():
-            if (
-                weight.ndim > 1 and not weight.any()
-            ):  # what training would have moved away from zero, and decides nothing there
-                torch.nn.init.normal_(weight, std=COMMON["initializer_range"])
+            if weight.ndim > 1 and not weight.any():  # it begins at zero, where it would decide nothing
+                torch.nn.init.normal_(weight, std=INITIALIZER_RANGE)
     teach(model)
     return model
 
