@@ -16,10 +16,9 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM
 
 from kvarve.engine.layers import page_multiple, plan_layers
-from kvarve.engine.model import DTYPES, load_model, read_config
+from kvarve.engine.model import DTYPES, build_model, load_model, read_config
 from kvarve.engine.state import StateLayout
 from kvarve.errors import ConfigError, KvarveError, ModelError
 from kvarve.sizes import format_size
@@ -151,7 +150,7 @@ def describe(name: str, config: Any, dtype: torch.dtype, page_tokens: int, chunk
     """
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+            model = build_model(config, dtype)
         with NOTHING_IS_ZERO.patch(meta_nonzero_assume_all_nonzero=True):
             layout = StateLayout.of(model, page_tokens, chunk_tokens)
     except (RuntimeError, NotImplementedError) as e:  # an operation that wants to see a value

@@ -108,6 +108,21 @@ def forward(model: Any, workspace: Workspace, ids: Tensor) -> Tensor:
     return logits
 
 
+def build_model(config: Any, dtype: torch.dtype) -> Any:
+    """A model with random weights, or none on the meta device, in the types in which a checkpoint would be loaded.
+
+    transformers keeps some weights in float32 whatever the others are, but only where it loads them.
+    """
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    precise = {*(model._keep_in_fp32_modules_strict or ())} if dtype in (torch.float16, torch.bfloat16) else set()
+    if dtype == torch.float16:
+        precise |= {*(model._keep_in_fp32_modules or ())}
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+        if weight.is_floating_point() and any(part in name for part in precise):
+            weight.data = weight.data.float()
+    return model
+
+
 def read_config(name: str) -> Any:
     """The config of `builtin:...` or a folder, if it is that of a causal language model; ModelError otherwise."""
     folder = _folder(name)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
+from kvarve.engine.model import build_model
 from kvarve.engine.stepwise import teach
 
 VOCAB = 300
@@ -213,7 +214,7 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, *
     """A model of one of FAMILIES with random weights, ready to compute; with some settings of its config changed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(tiny_config(family, **changed), dtype=dtype).eval()
+        model = build_model(tiny_config(family, **changed), dtype)
         for weight in model.parameters():
             if weight.ndim > 1 and not weight.any():  # it begins at zero, where it would decide nothing
                 torch.nn.init.normal_(weight, std=INITIALIZER_RANGE)
