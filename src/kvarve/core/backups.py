@@ -202,8 +202,11 @@ class Backups:
         """What leaves the host leaves memory; where a chain's page goes, so does all that its position still has."""
         going = [lost if each == pool or self.shelves.is_chain(pool) else 0 for each in self.pools]
         hosts = [self._host(each) for each in self.pools]
+        # Once per use here too: what came down and was evicted again for what comes next would come down for ever.
         above = [
-            bits & run.here[each] & ~run.here[host] & ~run.coming[host] if self.shelves.capacity[host] else 0
+            bits & run.here[each] & ~run.here[host] & ~run.coming[host] & ~run.asked[each]
+            if self.shelves.capacity[host]
+            else 0
             for each, host, bits in zip(self.pools, hosts, going, strict=True)
         ]
         waiting = _positions(run, self._send(run, BACKUP, above, leaving=False))  # down to the host first

@@ -72,7 +72,7 @@ class Prefetch:
             lease.probed[page.pool] |= good << page.position
         # Where we thought that it had more, that is to be stored again.
         top = self.shelves.roots.get(lease.root)
-        path, known = walk(top, 0, lease.tokens) if top else ([], 0)
+        path, known = walk(top, lease.tokens) if top else ([], 0)
         for page, good, _ in fates:
             if not good and page.position < known:
                 run = covering(path[-1], page.position)
@@ -108,7 +108,9 @@ class Prefetch:
             if fits and lease.claimed:
                 self._take_turn(need)
             if fits and not self._room_in_share(need):
-                return True
+                if not (lease.claimed and any(lease.lent)):
+                    return True
+                fits = False  # two whose turn has come would wait for what each of them holds
             if fits:
                 # What is in memory of it must not go to make room for the rest.
                 positions, rests = self.paths.footing(boundary, device)
@@ -138,8 +140,8 @@ class Prefetch:
         for other in reversed(self.leases.values()):
             if self._room_in_share(need):
                 return
-            if other.phase is Phase.QUEUED and not other.claimed and any(other.lent):
-                self.release(other)
+            if not other.claimed and not other.ops and any(other.lent):
+                self._give_share_back(other)
                 self.paths.hold(other, other.run, 0, 0)
 
     def put_off(self, lease: Lease) -> bool:
@@ -209,6 +211,9 @@ class Prefetch:
     def release(self, lease: Lease) -> None:
         """A lease stops waiting: what came for it is the tree's."""
         self.deferred.pop(lease.number, None)
+        self._give_share_back(lease)
+
+    def _give_share_back(self, lease: Lease) -> None:
         for pool, lent in enumerate(lease.lent):
             self.held[pool] -= lent
             lease.lent[pool] = 0
