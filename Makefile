@@ -40,7 +40,7 @@ soak: setup
 mutants: setup
 	.venv/bin/python tools/mutants.py
 
-# What docs/architecture.md takes from the code.
+# What the pages in docs/ take from the code.
 docs: setup
 	.venv/bin/python tools/docs.py
 

@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_architecture_page_shows_the_code_as_it_is() -> None:
+def test_the_pages_show_the_code_as_it_is() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "tools" / "docs.py", "--check"],
         capture_output=True,

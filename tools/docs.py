@@ -1,4 +1,4 @@
-"""Writes the parts of docs/architecture.md that are the code's own words: python tools/docs.py [--check]
+"""Writes the parts of the pages in docs/ that are the code's own words: python tools/docs.py [--check]
 
 A part stands between `<!-- from the code: NAME -->` and `<!-- end -->`. With --check nothing is written, and the exit
 code says whether everything is up to date.
@@ -11,12 +11,15 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+import transformers
+
 import residency
 from kvarve.core import copies
 from kvarve.core.tree import Run
+from kvarve.engine import families
 from kvarve.model import Tier
 
-PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
+DOCS = Path(__file__).parents[1] / "docs"
 PART = re.compile(r"(<!-- from the code: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -42,26 +45,41 @@ def facts() -> str:
     return "\n".join(["| fact | meaning |", "|---|---|", *rows]) + "\n"
 
 
-PARTS: dict[str, Callable[[], str]] = {"edges": edges, "facts": facts, "residency": residency.table}
+# By page, its parts in order.
+PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "architecture.md": {"edges": edges, "facts": facts, "residency": residency.table},
+    "families.md": {"families": families.markdown},
+}
+
+SLOW = "families.md"  # half a minute of describing models: tests/engine/test_families_table.py checks it by samples
 
 
-def rendered(page: str) -> str:
+def rendered(page: str, parts: dict[str, Callable[[], str]]) -> str:
     """The page with each part as the code says it now."""
-    assert [name for _, name, _ in PART.findall(page)] == [*PARTS], "each part stands in the page once, in order"
-    return PART.sub(lambda part: part[1] + PARTS[part[2]]() + part[3], page)
+    assert [name for _, name, _ in PART.findall(page)] == [*parts], "each part stands in the page once, in order"
+    return PART.sub(lambda part: part[1] + parts[part[2]]() + part[3], page)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write what docs/architecture.md takes from the code.")
-    parser.add_argument("--check", action="store_true", help="only say whether it is up to date")
+    parser = argparse.ArgumentParser(description="Write what the pages in docs/ take from the code.")
+    parser.add_argument(
+        "--check", action="store_true", help="only say whether they are up to date, but for the slow one"
+    )
     check = parser.parse_args().check
-    old = PAGE.read_text()
-    new = rendered(old)
-    if check and old != new:
-        print(f"{PAGE.name} is not what the code says: run make docs", file=sys.stderr)
+    transformers.utils.logging.set_verbosity_error()
+    stale = []
+    for name, parts in PAGES.items():
+        if check and name == SLOW:
+            continue
+        old = (DOCS / name).read_text()
+        new = rendered(old, parts)
+        if old != new:
+            stale.append(name)
+        if not check:
+            (DOCS / name).write_text(new)
+    if check and stale:
+        print(f"{', '.join(stale)}: not what the code says: run make docs", file=sys.stderr)
         return 1
-    if not check:
-        PAGE.write_text(new)
     return 0
 
 

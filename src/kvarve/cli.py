@@ -103,7 +103,18 @@ def _parsers(words: Sequence[str]) -> tuple[_Parser, dict[str, _Parser]]:
         from kvarve.simulate import add_arguments  # the core comes with it
 
         add_arguments(simulate)
-    return parser, {"serve": serve, "demo": demo, "simulate": simulate}
+    text = "say which models can be cached, and what is kept of each"
+    models = commands.add_parser("models", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    models.set_defaults(command=_models)
+    models.option("--model", "builtin:... or a folder with config.json; its weights are not read", metavar="NAME")
+    models.option("--json", "write all of it there too", type=Path, metavar="FILE")
+    models.option(
+        "--page-tokens", "tokens of a page; 64, or what a model needs, unless given", type=_count, metavar="N"
+    )
+    chunk = "tokens of a prompt that are computed at once; 256, or what a model needs, unless given"
+    models.option("--chunk-tokens", chunk, type=_count, metavar="N")
+    models.option("--dtype", "for --model: auto, float32, bfloat16 or float16", default="auto")
+    return parser, {"serve": serve, "demo": demo, "simulate": simulate, "models": models}
 
 
 def _serve_options(parser: _Parser) -> None:
@@ -199,6 +210,12 @@ def _simulate(args: argparse.Namespace) -> int:
     from kvarve import simulate
 
     return simulate.main(args)
+
+
+def _models(args: argparse.Namespace) -> int:
+    from kvarve.engine import families  # torch and transformers take seconds to import
+
+    return families.main(args)
 
 
 # --- what an option's text means; argparse puts the option's name before the complaint

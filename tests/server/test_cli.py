@@ -18,6 +18,7 @@ import pytest
 from kvarve import __version__
 from kvarve.server.serve import Server
 from kvarve.storage.files import FileStorage
+from kvarve.testing.models import tiny_config
 
 # Runs each command in a process of its own, which begins where the imports of torch and transformers have ended.
 FORKER = """
@@ -141,6 +142,17 @@ def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
         ("serve --storage file:///pages?capacity=0", "capacity must be above zero"),
         ("serve --storage /proc/pages", "/proc"),
         ("serve --storage /dev/null/pages?", "parameters need a URL"),
+        ("models --jsn out", "unknown option '--jsn': did you mean --json?"),
+        ("models --model /no/such/folder", "/no/such/folder: no such folder"),
+        ("models --model builtin:huge", "there is no builtin:huge"),
+        ("models --model builtin:tiny-hybrid --dtype int4", "unknown dtype 'int4'"),
+        (
+            "models --model builtin:tiny-hybrid --page-tokens 48 --chunk-tokens 64",
+            "chunks of 64 tokens are not whole pages of 48",
+        ),
+        ("models --page-tokens none", "--page-tokens: 'none' is not a whole number above zero"),
+        ("models --model builtin:tiny-hybrid --json /no/such/folder/out.json", "no such folder to write to"),
+        ("models --model builtin:tiny-hybrid --json /", "/: Is a directory"),
     ],
 )
 def test_a_bad_setting_is_one_clear_line_and_nothing_is_touched(
@@ -153,6 +165,29 @@ def test_a_bad_setting_is_one_clear_line_and_nothing_is_touched(
         argv[1:1] = [str(word) for flag, value in good.items() for word in (flag, value)]
     assert complaint in one_line(run(*argv))
     assert not storage.exists()
+
+
+def test_a_model_is_described_by_its_config_alone(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    bare, answer = tmp_path / "bare", tmp_path / "facts.json"
+    bare.mkdir()
+    shutil.copy(checkpoint / "config.json", bare)
+    code, out, error = run("models", "--model", bare, "--json", answer)
+    assert (code, error) == (0, "")
+    assert "reads all pages" in out and "prompts of 257 tokens and more; a token takes 256 B, a snapshot" in out
+    (facts,) = json.loads(answer.read_text())["models"]
+    assert facts["supported"] and facts["model_type"] == "qwen3_5_text" and facts["dtype"] == "float32"
+    assert [pool["name"] for pool in facts["pools"]] == ["attention", "state"]
+    assert (facts["page_tokens"], facts["chunk_tokens"], facts["shortest_hit"]) == (64, 256, 257)
+    assert facts["bytes_per_token"] == 2 * 2 * 16 * 4  # keys and values of two heads in one layer
+
+
+@pytest.mark.parametrize(("command", "page"), [("serve", 64), ("models", 192)])
+def test_a_model_whose_pages_have_to_be_larger_says_so_before_its_weights_are_read(
+    run: Run, tmp_path: Path, command: str, page: int
+) -> None:
+    tiny_config("deepseek_v4").save_pretrained(tmp_path)
+    line = one_line(run(command, "--model", tmp_path, "--page-tokens", page, "--chunk-tokens", 2 * page))
+    assert f"compresses 128 tokens into one entry, which a page of {page} tokens would cut in two" in line
 
 
 @pytest.fixture
@@ -276,6 +311,15 @@ def test_ctrl_c_ends_it_whole_and_what_it_knew_is_there_after_a_restart(
     assert cold["usage"]["kvarve"]["cached_tokens"] == {"device": 0, "host": 0, "storage": 0}
     assert warm["usage"]["kvarve"]["cached_tokens"] == {"device": 0, "host": 0, "storage": 128}
     assert cold["choices"] == warm["choices"]
+
+
+def test_at_the_start_it_says_what_is_kept_and_what_can_hit(server: Server) -> None:
+    said = server.describe().splitlines()
+    pools = [line.split()[1] for line in said if line.split()[0] == "pool"]
+    assert pools == ["attention", "state"]
+    assert any("reads all pages" in line and "on the host" in line for line in said)
+    (hits,) = [line for line in said if line.split()[0] == "hits"]
+    assert f"prompts of {64 + 1} tokens and more; a token takes 256 B, a snapshot 4 KiB" in hits
 
 
 def test_a_second_ctrl_c_does_not_wait_for_anybody(serve: Run, tmp_path: Path) -> None:

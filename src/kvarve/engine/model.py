@@ -20,7 +20,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from kvarve.engine.state import StateLayout, Workspace
+from kvarve.engine.layers import plan_layers
+from kvarve.engine.state import StateLayout, Workspace, check_pages
+from kvarve.engine.stepwise import teach
 from kvarve.errors import ConfigError, ModelError
 from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
 
@@ -106,6 +108,30 @@ def forward(model: Any, workspace: Workspace, ids: Tensor) -> Tensor:
     return logits
 
 
+def build_model(config: Any, dtype: torch.dtype) -> Any:
+    """A model with random weights, or none on the meta device, in the types in which a checkpoint would be loaded.
+
+    transformers keeps some weights in float32 whatever the others are, but only where it loads them.
+    """
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    precise = {*(model._keep_in_fp32_modules_strict or ())} if dtype in (torch.float16, torch.bfloat16) else set()
+    if dtype == torch.float16:
+        precise |= {*(model._keep_in_fp32_modules or ())}
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+        if weight.is_floating_point() and any(part in name for part in precise):
+            weight.data = weight.data.float()
+    return model
+
+
+def read_config(name: str) -> Any:
+    """The config of `builtin:...` or a folder, if it is that of a causal language model; ModelError otherwise."""
+    folder = _folder(name)
+    config = _read_config(folder)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"{folder}: a {config.model_type} is not a causal language model that transformers knows")
+    return config
+
+
 def check_model(name: str, *, page_tokens: int = 64, chunk_tokens: int = 256, dtype: str = "auto") -> None:
     """Everything about a model that can be refused without reading a weight: raises what `load_model` would raise."""
     _Checkpoint.find(name, page_tokens, chunk_tokens, dtype)
@@ -130,6 +156,7 @@ def load_model(
     if attention == "sdpa" and not found.model_class._supports_sdpa:
         attention = "eager"
     model = found.model(attention).to(device)
+    teach(model)
     layout = StateLayout.of(model, page_tokens, chunk_tokens)
     versions = ".".join(torch.__version__.split(".")[:2]), ".".join(transformers.__version__.split(".")[:2])
     return LoadedModel(
@@ -165,9 +192,8 @@ class _Checkpoint:
         if dtype not in DTYPES:
             raise ConfigError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
         folder = _folder(name)
-        config = _read_config(folder)
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise ModelError(f"{folder}: a {config.model_type} is not a causal language model that transformers knows")
+        config = read_config(name)
+        check_pages(plan_layers(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__), page_tokens, str(folder))
         weights = tuple(sorted(folder.glob("*.safetensors")))
         if not weights:
             others = [path.name for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".pt", ".pth", ".gguf")]

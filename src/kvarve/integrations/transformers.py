@@ -20,6 +20,7 @@ from kvarve.config import CacheConfig
 from kvarve.engine.model import forward
 from kvarve.engine.prefill import keep, resumed
 from kvarve.engine.state import StateLayout
+from kvarve.engine.stepwise import teach
 from kvarve.errors import ConfigError
 from kvarve.model import ModelIdentity
 from kvarve.runtime import PrefixCache
@@ -39,10 +40,12 @@ class PrefixCachedModel:
     ) -> None:
         """`weights` names the weights: give another name whenever they are others, or stored pages will be wrong.
 
+        Layers of the model that would forget what came before a chunk (Jamba's) are taught to go on from it.
         Raises ConfigError, ModelError or StorageError as `PrefixCache` and `StateLayout` do.
         """
         if not weights:
             raise ConfigError("the weights need a name, by which stored pages are told apart")
+        teach(model)
         self.model = model
         self.layout = StateLayout.of(model, page_tokens, chunk_tokens)
         self.identity = ModelIdentity(

@@ -19,6 +19,7 @@ import uvicorn
 
 from kvarve.config import CacheConfig
 from kvarve.engine.engine import Engine
+from kvarve.engine.families import reads, takes
 from kvarve.engine.model import check_model, load_model
 from kvarve.errors import ConfigError
 from kvarve.runtime import PrefixCache, check
@@ -134,11 +135,12 @@ class Server:
             ("pages", f"{settings.page_tokens} tokens, prompts computed {settings.chunk_tokens} at a time"),
         ]
         for number, pool in enumerate(model.layout.pools):
-            back = "all pages" if pool.lookback is None else f"last {pool.lookback} page{'s' * (pool.lookback > 1)}"
             slots = ", ".join(f"{slots[number]} on the {tier.name.lower()}" for tier, slots in self.slots.items())
-            lines.append(
-                (f"pool {pool.name}", f"reads {back}, {format_size(pool.payload_bytes)} a page; slots: {slots}")
-            )
+            size = format_size(pool.payload_bytes)
+            lines.append((f"pool {pool.name}", f"reads {reads(pool.lookback)}, {size} a page; slots: {slots}"))
+        layout = model.layout
+        room = takes(layout.bytes_per_token, layout.bytes_per_snapshot)
+        lines.append(("hits", f"prompts of {layout.shortest_hit} tokens and more; {room}"))
         usage = self.engine.cache.usage()
         held = f", {usage.objects} objects, {format_size(usage.bytes)}" if usage else ""
         lines.append(("storage", f"{settings.cache.storage or 'none'}{held}"))

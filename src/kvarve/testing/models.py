@@ -4,28 +4,20 @@ Each is made so that its own kind of state decides what it says: windows smaller
 that picks few tokens, experts that a rounding error could switch.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV32Config,
-    FalconH1Config,
-    Gemma3TextConfig,
-    GptOssConfig,
-    Lfm2Config,
-    PreTrainedTokenizerFast,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3NextConfig,
-    Qwen4ExpTextConfig,
-)
+from transformers import PreTrainedTokenizerFast
+
+from kvarve.engine.model import build_model
+from kvarve.engine.stepwise import teach
 
 VOCAB = 300
 EOS, PAD = 256, 257  # behind the 256 bytes
+INITIALIZER_RANGE = 0.15  # so wide that a wrong state shows
 COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -34,103 +26,200 @@ COMMON = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 1024,
-    "initializer_range": 0.15,
+    "initializer_range": INITIALIZER_RANGE,
     "eos_token_id": EOS,
     "pad_token_id": PAD,
     "bos_token_id": None,
 }
-LINEAR = {
-    "num_hidden_layers": 3,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+ALTERNATING = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+HYBRID = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+DELTA_NET = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
-EXPERTS = {
-    "num_experts": 4,
+MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 32}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SHARED_EXPERTS = EXPERTS | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+ROUTED_EXPERTS = {
+    "n_routed_experts": 4,
     "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
     "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
+    "first_k_dense_replace": 1,
 }
-ALTERNATING = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+# With few heads most tokens would score exactly 0, and which of them the indexer picks depends on how many there are.
+INDEX = {"index_topk": 20, "index_head_dim": 16, "index_n_heads": 24}
 
 
-def _qwen3() -> Any:
-    return Qwen3Config(**COMMON, num_hidden_layers=2)
+def _but(settings: dict[str, Any], *left_out: str, **changed: Any) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key not in left_out} | changed
 
 
-def _qwen3_5() -> Any:
-    return Qwen3_5TextConfig(**COMMON, **LINEAR)
+def _deepseek(**settings: Any) -> dict[str, Any]:
+    return _but(COMMON, num_key_value_heads=4, head_dim=8) | LATENT | ROUTED_EXPERTS | settings
 
 
-def _qwen3_next() -> Any:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2}
-    return Qwen3NextConfig(**COMMON, **LINEAR, **experts, moe_intermediate_size=16, shared_expert_intermediate_size=16)
-
-
-def _gpt_oss(window: int = 24) -> Any:
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    return GptOssConfig(**COMMON, **ALTERNATING, **experts, sliding_window=window)
-
-
-def _gpt_oss_wide() -> Any:
-    return _gpt_oss(window=100)
-
-
-def _gemma3(window: int = 9) -> Any:
-    return Gemma3TextConfig(**COMMON, **ALTERNATING, sliding_window=window, query_pre_attn_scalar=16)
-
-
-def _falcon_h1() -> Any:
-    mamba = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 32}
-    return FalconH1Config(**COMMON, **mamba, num_hidden_layers=2)
-
-
-def _lfm2() -> Any:
-    layer_types = ["conv", "full_attention", "conv"]
-    return Lfm2Config(**COMMON, num_hidden_layers=3, layer_types=layer_types, block_multiple_of=16)
-
-
-def _deepseek_v32() -> Any:
-    latent = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
-    index = {"index_topk": 20, "index_head_dim": 16, "index_n_heads": 2}
-    shape = COMMON | {"head_dim": 8, "num_key_value_heads": 4}
-    return DeepseekV32Config(
-        **shape, **latent, **experts, **index, num_hidden_layers=3, first_k_dense_replace=1, moe_intermediate_size=16
-    )
-
-
-def _qwen4_exp() -> Any:
-    """Three states in a layer, one of them of token ids, and positions kept beside the keys of the indexer."""
-    index = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16}
-    ngrams = {"ple_layer_ids": [2], "ple_embed_dim": 32, "ngram_vocab_size_base": 500, "heads_per_ngram": 2}
-    rest = {"make_ngram_vocab_size_divisible_by": 4, "split_ngram_parts": 4, "hc_count": 2, "hc_lowrank": 8}
-    shape = {key: value for key, value in (COMMON | LINEAR | EXPERTS).items() if key != "intermediate_size"}
-    shape |= {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"]}
-    return Qwen4ExpTextConfig(**shape, **index, **ngrams, **rest, indexer_compress_ratio=4)
-
-
-FAMILIES: dict[str, Callable[[], Any]] = {
-    "qwen3": _qwen3,
-    "qwen3_5": _qwen3_5,
-    "qwen3_next": _qwen3_next,
-    "gpt_oss": _gpt_oss,
-    "gpt_oss_wide": _gpt_oss_wide,
-    "gemma3": _gemma3,
-    "falcon_h1": _falcon_h1,
-    "lfm2": _lfm2,
-    "deepseek_v32": _deepseek_v32,
-    "qwen4_exp": _qwen4_exp,
+# By family: transformers' class of config, and what to give it.
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3Config", COMMON | {"num_hidden_layers": 2}),
+    "llama": ("LlamaConfig", COMMON | {"num_hidden_layers": 2}),
+    "qwen3_5": ("Qwen3_5TextConfig", COMMON | HYBRID | DELTA_NET),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", _but(COMMON, "intermediate_size") | HYBRID | DELTA_NET | SHARED_EXPERTS),
+    "qwen3_next": ("Qwen3NextConfig", COMMON | HYBRID | DELTA_NET | SHARED_EXPERTS),
+    "gpt_oss": ("GptOssConfig", COMMON | ALTERNATING | LOCAL_EXPERTS | {"sliding_window": 24}),
+    "gpt_oss_wide": ("GptOssConfig", COMMON | ALTERNATING | LOCAL_EXPERTS | {"sliding_window": 100}),
+    "gemma3": ("Gemma3TextConfig", COMMON | ALTERNATING | {"sliding_window": 9, "query_pre_attn_scalar": 16}),
+    # Layers that read the keys and values of earlier ones, and keep none.
+    "gemma4": (
+        "Gemma4TextConfig",
+        _but(
+            COMMON | ALTERNATING,
+            num_hidden_layers=6,
+            layer_types=["sliding_attention", "full_attention"] * 3,
+            num_kv_shared_layers=2,
+            sliding_window=9,
+            global_head_dim=8,
+            vocab_size_per_layer_input=VOCAB,
+            hidden_size_per_layer_input=8,
+        ),
+    ),
+    "deepseek_v3": ("DeepseekV3Config", _deepseek(num_hidden_layers=3)),
+    "deepseek_v32": ("DeepseekV32Config", _deepseek(num_hidden_layers=3, **INDEX)),
+    # Every other layer picks what the one before it has picked, and keeps no index keys.
+    "glm_moe_dsa": ("GlmMoeDsaConfig", _deepseek(num_hidden_layers=4, index_topk_freq=2, **INDEX)),
+    "deepseek_v4": (
+        "DeepseekV4Config",
+        _but(
+            COMMON,
+            "intermediate_size",
+            num_hidden_layers=3,
+            layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+            mlp_layer_types=["hash_moe", "moe", "moe"],
+            num_key_value_heads=1,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            q_lora_rank=24,
+            o_groups=2,
+            o_lora_rank=8,
+            hc_mult=2,
+            index_n_heads=24,
+            index_head_dim=16,
+            index_topk=48,
+            sliding_window=24,
+            partial_rotary_factor=0.5,
+        ),
+    ),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        _but(COMMON, "head_dim", "num_key_value_heads")
+        | HYBRID
+        | _but(LATENT, "q_lora_rank", linear_head_dim=8, linear_num_heads=2)
+        | LOCAL_EXPERTS
+        | {"moe_intermediate_size": 16},
+    ),
+    "jamba": (
+        "JambaConfig",
+        _but(COMMON, "head_dim", num_hidden_layers=3, attn_layer_period=3, attn_layer_offset=1)
+        | EXPERTS
+        | {"mamba_d_state": 8, "mamba_dt_rank": 4},
+    ),
+    "bamba": ("BambaConfig", _but(COMMON, "head_dim", num_hidden_layers=3, attn_layer_indices=[1]) | MAMBA2),
+    "falcon_h1": (
+        "FalconH1Config",
+        COMMON | _but(MAMBA2, mamba_d_ssm=32, mamba_d_head=8, num_hidden_layers=2),
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        _but(
+            COMMON,
+            layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+            ssm_state_size=8,
+            mamba_num_heads=4,
+            mamba_head_dim=16,
+            n_groups=2,
+            chunk_size=32,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            moe_shared_expert_intermediate_size=16,
+        ),
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        _but(COMMON, "head_dim", shared_intermediate_size=16) | HYBRID | LOCAL_EXPERTS | MAMBA2,
+    ),
+    # Layers with attention and a state; the weights of their attention are the same in all.
+    "zamba2": (
+        "Zamba2Config",
+        _but(
+            COMMON,
+            "head_dim",
+            num_hidden_layers=3,
+            layers_block_type=["hybrid", "linear_attention", "hybrid"],
+            num_key_value_heads=4,
+            n_mamba_heads=4,
+            mamba_d_state=8,
+            chunk_size=32,
+            adapter_rank=4,
+            use_mem_rope=True,
+        ),
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        COMMON | {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16},
+    ),
+    "olmo_hybrid": ("OlmoHybridConfig", _but(COMMON, "head_dim") | HYBRID | DELTA_NET),
+    "minimax": ("MiniMaxConfig", COMMON | HYBRID | LOCAL_EXPERTS | {"block_size": 32}),
+    # Three states in a layer, one of them of token ids, and positions kept beside the keys of the indexer.
+    "qwen4_exp": (
+        "Qwen4ExpTextConfig",
+        _but(COMMON, "intermediate_size")
+        | DELTA_NET
+        | SHARED_EXPERTS
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 16,
+            "indexer_compress_ratio": 4,
+            "ple_layer_ids": [2],
+            "ple_embed_dim": 32,
+            "ngram_vocab_size_base": 500,
+            "heads_per_ngram": 2,
+            "make_ngram_vocab_size_divisible_by": 4,
+            "split_ngram_parts": 4,
+            "hc_count": 2,
+            "hc_lowrank": 8,
+        },
+    ),
 }
+FAMILIES = tuple(SETTINGS)
 
 
-def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    """A model of one of FAMILIES with random weights, ready to compute."""
+def tiny_config(family: str, **changed: Any) -> Any:
+    """The config of one of FAMILIES, with some settings changed."""
+    config_class, settings = SETTINGS[family]
+    return getattr(transformers, config_class)(**(settings | changed))
+
+
+def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changed: Any) -> Any:
+    """A model of one of FAMILIES with random weights, ready to compute; with some settings of its config changed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=dtype).eval()
+        model = build_model(tiny_config(family, **changed), dtype)
+        for weight in model.parameters():
+            if weight.ndim > 1 and not weight.any():  # it begins at zero, where it would decide nothing
+                torch.nn.init.normal_(weight, std=INITIALIZER_RANGE)
+    teach(model)
+    return model
 
 
 CHAT_TEMPLATE = """\

@@ -1,0 +1,289 @@
+"""Which models can be cached, what is kept of each, and why some cannot be: asked of the code, never written down.
+
+A model is built from its config on torch's meta device, where tensors have shapes and no bytes: 600 billion parameters
+are described in seconds, and no weight is read.
+"""
+
+import argparse
+import importlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+from kvarve.engine.layers import page_multiple, plan_layers
+from kvarve.engine.model import DTYPES, build_model, load_model, read_config
+from kvarve.engine.state import StateLayout
+from kvarve.errors import ConfigError, KvarveError, ModelError
+from kvarve.sizes import format_size
+
+# Where a shape depends on how many values are not zero, torch may be told that all of them are.
+NOTHING_IS_ZERO: Any = importlib.import_module("torch.fx.experimental._config")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models: its name, transformers' class of config, and what that class leaves open."""
+
+    name: str
+    config_class: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self) -> Any:
+        """The config with the sizes that transformers gives it by default; ModelError if it cannot be had."""
+        known = getattr(transformers, self.config_class, None)
+        if known is None:
+            raise ModelError(f"transformers {transformers.__version__} has no {self.config_class}")
+        try:
+            return known(**self.settings)
+        except Exception as e:  # each config class checks its fields with exceptions of its own
+            raise ModelError(f"transformers {transformers.__version__} refuses this config: {e}") from e
+
+
+FAMILIES = (
+    Family("Qwen3", "Qwen3Config"),
+    Family("Llama", "LlamaConfig"),
+    Family("Qwen3.5", "Qwen3_5TextConfig"),
+    Family("Qwen3.5 MoE", "Qwen3_5MoeTextConfig"),
+    Family("Qwen3-Next", "Qwen3NextConfig"),
+    Family("gpt-oss", "GptOssConfig"),
+    Family("Gemma 3", "Gemma3TextConfig"),
+    Family("Gemma 4", "Gemma4TextConfig"),
+    Family("DeepSeek-V3, Kimi-K2", "DeepseekV3Config"),
+    Family("DeepSeek-V3.2", "DeepseekV32Config"),
+    Family("GLM-5", "GlmMoeDsaConfig"),
+    Family("DeepSeek-V4", "DeepseekV4Config"),
+    Family("Kimi-Linear", "KimiLinearConfig"),
+    Family("Jamba", "JambaConfig"),
+    # Without these its layers would all be of one kind.
+    Family("Bamba", "BambaConfig", {"attn_layer_indices": [9, 18, 27]}),
+    Family("Falcon-H1", "FalconH1Config"),
+    Family("Nemotron-H", "NemotronHConfig"),
+    Family(
+        "Granite 4 (MoE hybrid)",
+        "GraniteMoeHybridConfig",
+        {"layer_types": [["linear_attention", "full_attention"][number % 10 == 9] for number in range(32)]},
+    ),
+    Family("Zamba2", "Zamba2Config"),
+    Family("LFM2", "Lfm2Config", {"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]}),
+    Family("OLMo-hybrid", "OlmoHybridConfig"),
+    Family("MiniMax-01", "MiniMaxConfig"),
+    Family(
+        "Qwen4 (experimental)",
+        "Qwen4ExpTextConfig",
+        {
+            "indexer_n_heads": 16,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 256,
+            "indexer_budget": 2048,
+            "indexer_compress_ratio": 4,
+            "output_gate_type": "sigmoid",
+        },
+    ),
+    Family(
+        "MiniMax-M3",
+        "MiniMaxM3VLTextConfig",
+        {"num_hidden_layers": 4, "layer_types": ["full_attention"] + ["minimax_m3_sparse"] * 3},
+    ),
+    Family("Falcon-Mamba", "FalconMambaConfig"),
+    Family("RWKV", "RwkvConfig"),
+)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A pool in figures: how many pages before a boundary are read (None: all), and what a page takes."""
+
+    name: str
+    lookback: int | None
+    page_bytes: int
+    buffers: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What there is to know of a family or a model. Where it is not supported, `why` says why, and there is no more."""
+
+    name: str
+    model_type: str
+    supported: bool
+    why: str = ""
+    dtype: str = ""
+    parameters: int = 0
+    page_tokens: int = 0
+    chunk_tokens: int = 0
+    page_multiple: int = 1
+    shortest_hit: int = 0  # tokens
+    bytes_per_token: float = 0.0
+    bytes_per_snapshot: int = 0
+    pools: tuple[Pool, ...] = ()
+
+
+def facts(name: str, config: Any, layout: StateLayout, dtype: str, parameters: int) -> Facts:
+    """The facts of a model with this layout."""
+    return Facts(
+        name=name,
+        model_type=config.model_type,
+        supported=True,
+        dtype=dtype,
+        parameters=parameters,
+        page_tokens=layout.page_tokens,
+        chunk_tokens=layout.chunk_tokens,
+        page_multiple=layout.page_multiple,
+        shortest_hit=layout.shortest_hit,
+        bytes_per_token=layout.bytes_per_token,
+        bytes_per_snapshot=layout.bytes_per_snapshot,
+        pools=tuple(Pool(pool.name, pool.lookback, pool.payload_bytes, len(pool.buffers)) for pool in layout.pools),
+    )
+
+
+def describe(name: str, config: Any, dtype: torch.dtype, page_tokens: int, chunk_tokens: int) -> Facts:
+    """The facts of a model of this config, without its weights.
+
+    Raises ModelError or ConfigError as `StateLayout.of` does, and _Opaque if shapes alone do not tell.
+    """
+    try:
+        with torch.device("meta"):
+            model = build_model(config, dtype)
+        with NOTHING_IS_ZERO.patch(meta_nonzero_assume_all_nonzero=True):
+            layout = StateLayout.of(model, page_tokens, chunk_tokens)
+    except (RuntimeError, NotImplementedError) as e:  # an operation that wants to see a value
+        text = config.get_text_config(decoder=True)
+        if text is config:
+            raise _Opaque(str(e)) from e
+        return describe(name, text, dtype, page_tokens, chunk_tokens)
+    parameters = sum(tensor.numel() for tensor in model.parameters())
+    return facts(name, config, layout, str(dtype).removeprefix("torch."), parameters)
+
+
+class _Opaque(Exception):
+    """A model whose shapes cannot be found out without values."""
+
+
+def describe_model(name: str, dtype: str, page_tokens: int | None, chunk_tokens: int | None) -> Facts:
+    """The facts of `builtin:...` or of a folder with a config.json; weights are read only if there is no other way."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+    config = read_config(name)
+    torch_dtype = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
+    page, chunk = _grid(config, name, page_tokens, chunk_tokens)
+    try:
+        return describe(name, config, torch_dtype, page, chunk)
+    except _Opaque:
+        loaded = load_model(name, dtype=dtype, page_tokens=page, chunk_tokens=chunk)
+        parameters = sum(tensor.numel() for tensor in loaded.model.parameters())
+        return facts(name, config, loaded.layout, loaded.identity.dtype, parameters)
+
+
+def survey(
+    families: Iterable[Family] = FAMILIES, page_tokens: int | None = None, chunk_tokens: int | None = None
+) -> Iterator[Facts]:
+    """The facts of each family in bfloat16, one after the other, since each takes a moment."""
+    for family in families:
+        model_type = family.config_class
+        try:
+            config = family.config()
+            model_type = config.model_type
+            page, chunk = _grid(config, family.name, page_tokens, chunk_tokens)
+            yield describe(family.name, config, torch.bfloat16, page, chunk)
+        except (KvarveError, _Opaque) as e:
+            yield Facts(family.name, model_type, supported=False, why=" ".join(str(e).split()))
+
+
+def _grid(config: Any, whose: str, page_tokens: int | None, chunk_tokens: int | None) -> tuple[int, int]:
+    """What was asked for, or else pages of 64 tokens and chunks of 256, or the next that this model can have."""
+    if page_tokens is None:
+        page_tokens = math.lcm(64, page_multiple(plan_layers(config, whose)))
+    if chunk_tokens is None:
+        chunk_tokens = math.lcm(256, page_tokens)
+    if chunk_tokens % page_tokens:
+        raise ConfigError(f"chunks of {chunk_tokens} tokens are not whole pages of {page_tokens}")
+    return page_tokens, chunk_tokens
+
+
+# --- for people
+
+
+def reads(lookback: int | None) -> str:
+    """How far back a pool reads, in words."""
+    return "all pages" if lookback is None else f"last {lookback} page{'s' * (lookback > 1)}"
+
+
+def takes(bytes_per_token: float, bytes_per_snapshot: int) -> str:
+    """What a token and a snapshot take, in words."""
+    snapshot = f", a snapshot {format_size(bytes_per_snapshot)}" if bytes_per_snapshot else ""
+    return f"a token takes {format_size(round(bytes_per_token))}{snapshot}"
+
+
+def lines(fact: Facts) -> str:
+    """One model that can be cached, line by line."""
+    multiple = f", any multiple of {fact.page_multiple}" if fact.page_multiple > 1 else ""
+    words = [
+        ("model", f"{fact.name}, {fact.model_type}, {fact.dtype}, {fact.parameters:,} parameters"),
+        ("pages", f"{fact.page_tokens} tokens{multiple}; prompts computed {fact.chunk_tokens} at a time"),
+    ]
+    for pool in fact.pools:
+        size = f"{format_size(pool.page_bytes)} a page in {pool.buffers} buffers"
+        words.append((f"pool {pool.name}", f"reads {reads(pool.lookback)}, {size}"))
+    room = takes(fact.bytes_per_token, fact.bytes_per_snapshot)
+    words.append(("hits", f"prompts of {fact.shortest_hit} tokens and more; {room}"))
+    width = max(len(word) for word, _ in words)
+    return "\n".join(f"  {word:<{width}}  {text}" for word, text in words)
+
+
+def columns(fact: Facts) -> tuple[str, ...]:
+    """One row of the table: family, type, pools, bytes per token, bytes per snapshot, page, shortest hit."""
+    if not fact.supported:
+        return (fact.name, fact.model_type, f"no: {fact.why}", "", "", "", "")
+    pools = ", ".join(f"{pool.name} ({reads(pool.lookback)})" for pool in fact.pools)
+    page = f"× {fact.page_multiple}" if fact.page_multiple > 1 else "any"
+    snapshot = format_size(fact.bytes_per_snapshot) if fact.bytes_per_snapshot else "—"
+    per_token = format_size(round(fact.bytes_per_token))
+    return (fact.name, fact.model_type, pools, per_token, snapshot, page, f"{fact.shortest_hit} tokens")
+
+
+HEADINGS = ("family", "model type", "pools (what they read)", "a token", "a snapshot", "page", "shortest hit")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the table; with --model, of that model alone, and an error if it cannot be cached."""
+    transformers.utils.logging.set_verbosity_error()
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise ConfigError(f"{args.json}: no such folder to write to")
+    console = Console()
+    if args.model is not None:
+        found = [describe_model(args.model, args.dtype, args.page_tokens, args.chunk_tokens)]
+    else:
+        with console.status("building models without weights"):
+            found = [*survey(FAMILIES, args.page_tokens, args.chunk_tokens)]
+    if args.json is not None:
+        document = {"transformers": transformers.__version__, "models": [asdict(fact) for fact in found]}
+        try:
+            args.json.write_text(json.dumps(document, indent=2) + "\n")
+        except OSError as e:
+            raise ConfigError(f"{args.json}: {e.strerror}") from e
+    if args.model is not None:
+        print(lines(found[0]))
+        return 0
+    table = Table(*HEADINGS, caption=CAPTION.format(version=transformers.__version__), caption_justify="left")
+    for fact in found:
+        table.add_row(*columns(fact))
+    console.print(table)
+    return 0
+
+
+CAPTION = """\
+sizes: what transformers {version} takes by default for the family, in bfloat16; --model DIR says a checkpoint's
+a snapshot: windows and states, kept where a prompt ends or branches off"""
+
+
+def markdown() -> str:
+    """The table for docs/families.md."""
+    rows = [HEADINGS, ("---",) * len(HEADINGS), *(columns(fact) for fact in survey())]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -1,0 +1,422 @@
+"""What each cache layer of transformers keeps, and the layer of ours that stands in for it.
+
+This is the one module that knows the cache classes of transformers, and it knows them by their names, never by a
+model's. It knows no page and no pool: a layer is read token by token or whole, and gets tapes and tensors to write to.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache
+from transformers.cache_utils import Cache
+
+from kvarve.errors import ModelError
+
+
+class Tape:
+    """The entries of one buffer, one after the other in one tensor [room, *shape], from `front` up to `end`.
+
+    An entry is a token's, or that of several tokens compressed into one. A page is a slice and a run of pages is a
+    longer slice, so both are copied without a loop. `keep` says how many entries before a chunk are still of use: None
+    all of them, or a sliding window's, whose older pages are dropped, always whole ones, when the room is used up. So
+    every page between `front` and `end` is complete.
+    """
+
+    def __init__(self, room: Tensor, per_page: int, limit: int, keep: int | None) -> None:
+        """Begin with `room` [entries, *shape], of any content; without a `keep` it is doubled, up to the limit."""
+        self._data, self.per_page, self.limit, self.keep = room, per_page, limit, keep
+        self.front = self.end = 0
+
+    def append(self, entries: Tensor) -> None:
+        """Write [n, *shape] behind the last entry."""
+        stop = self.end + len(entries)
+        self._make_room(stop)
+        self._data[self.end - self.front : stop - self.front].copy_(entries)
+        self.end = stop
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """The entries [stop - start, *shape] as a view, whose strides say nothing about the room behind them."""
+        return self._data[start - self.front : stop - self.front]
+
+    def pages(self, start: int, stop: int) -> Tensor:
+        """The pages [stop - start, per_page, *shape] as a view."""
+        entries = self.read(start * self.per_page, stop * self.per_page)
+        return entries.view(stop - start, self.per_page, *entries.shape[1:])
+
+    def extend(self, pages: range) -> Tensor:
+        """A view of those pages to write into; the tape reaches to their end, and a window's begins with its first."""
+        start, stop = pages.start * self.per_page, pages.stop * self.per_page
+        if self.keep is not None:
+            if not self.end:
+                self.front = self.end = start
+            assert start == self.end, f"the pages of a window come in order: token {start} after {self.end}"
+        self._make_room(stop)
+        self.end = max(self.end, stop)
+        return self.pages(pages.start, pages.stop)
+
+    def rewind(self, end: int) -> None:
+        """Forget what is behind entry `end`; nothing at all is left at 0."""
+        assert end == 0 or self.front <= end <= self.end
+        self.end, self.front = end, self.front if end else 0
+
+    def _make_room(self, stop: int) -> None:
+        room = len(self._data)
+        if stop - self.front <= room:
+            return
+        front = self.front
+        if self.keep is not None:
+            front = max(front, (self.end - self.keep) // self.per_page * self.per_page)
+        else:
+            room = min(2 * room, self.limit)
+        kept = self.read(front, self.end)
+        self._data = kept.new_empty((max(room, stop - front), *kept.shape[1:]))
+        self._data[: len(kept)] = kept
+        self.front = front
+
+
+# What a layer keeps is named by where it is found in transformers' layer, and by the key if that is a dictionary:
+# "keys", "recurrent.0", "compressed_kv.indexer".
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a layer of transformers has kept of a few tokens: entries [n, *shape], each for so many tokens."""
+
+    entries: Tensor
+    tokens: int = 1
+
+
+class _Layer:
+    """Mixed into a layer of transformers, whose types and masks stay its own; this one keeps nothing."""
+
+    tapes: dict[str, Tape]
+    past: int | None  # how many tokens before the new ones the layer reads: None all of them
+
+    @staticmethod
+    def per_token(layer: Any) -> dict[str, Kept]:
+        """What a layer of transformers keeps for each token."""
+        return {}
+
+    @staticmethod
+    def per_sequence(layer: Any) -> dict[str, Tensor]:
+        """What a layer of transformers keeps once for all tokens, as [1, *shape]."""
+        return {}
+
+    def hold(self, name: str, state: Tensor) -> Tensor:
+        """Keep what `per_sequence` names in a tensor like `state`; from here on it is only ever written in place."""
+        raise NotImplementedError
+
+    def resume_at(self, tokens: int) -> None:
+        """What comes next is the token behind so many; tapes and states hold what belongs to those before it."""
+
+
+class _OnTape(_Layer):
+    """Attention: keys and values of every token, or of a window's. Where the values are the keys, one tape is both."""
+
+    keys: Tensor
+    values: Tensor
+    cumulative_length: int  # where a sliding layer looks when it makes its mask
+
+    @staticmethod
+    def per_token(layer: Any) -> dict[str, Kept]:
+        if not layer.is_initialized:
+            return {}
+        return {name: Kept(getattr(layer, name)[0].transpose(0, 1)) for name in ("keys", "values")}
+
+    def resume_at(self, tokens: int) -> None:
+        super().resume_at(tokens)
+        self.cumulative_length = tokens
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Take [1, heads, n, width] and give back what the layer attends to, new tokens included."""
+        self.keys = self.values = self._push("keys", key_states[0].transpose(0, 1)).transpose(0, 1)[None]
+        if "values" in self.tapes:
+            self.values = self._push("values", value_states[0].transpose(0, 1)).transpose(0, 1)[None]
+        self.cumulative_length = self.get_seq_length()
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self.tapes["keys"].end
+
+    def _push(self, name: str, tokens: Tensor) -> Tensor:
+        tape = self.tapes[name]
+        start = 0 if self.past is None else max(0, tape.end - self.past)
+        tape.append(tokens)
+        return tape.read(start, tape.end)
+
+
+class _Indexed(_OnTape):
+    """Sparse attention, which also keeps the keys of its indexer and, in some models, their positions."""
+
+    @staticmethod
+    def per_token(layer: Any) -> dict[str, Kept]:
+        kept = _OnTape.per_token(layer)
+        if layer.is_indexer_initialized:
+            kept["indexer_keys"] = Kept(layer.indexer_keys[0])
+        if layer.indexer_position_ids is not None:
+            kept["indexer_position_ids"] = Kept(layer.indexer_position_ids[:, 0].T)
+        return kept
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Take [1, n, width] and give back the index keys of all tokens."""
+        return self._push("indexer_keys", indexer_key_states[0])[None]
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """Positions [dims, 1, tokens] of all tokens, or None before the first: models set it whole, we add the new."""
+        tape = self.tapes.get("indexer_position_ids")
+        return tape.read(0, tape.end).T[:, None] if tape and tape.end else None
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor | None) -> None:
+        if positions is not None:
+            tape = self.tapes["indexer_position_ids"]
+            tape.append(positions[:, 0, tape.end :].T)
+
+
+class _Compressing(_OnTape):
+    """DeepSeek-V4: a window, and the tokens before it compressed, 4 or 128 into one entry.
+
+    Tokens that do not fill an entry yet are buffered, so a page has to end where an entry does: then nothing is in the
+    buffers. Overlapping entries also need the last tokens of the entry before, which is a state.
+    """
+
+    compress_rate: int
+    entry_count: dict[str, int]  # by compressor: the layer's own and, with sparse attention, the indexer's
+    compressed_kv: dict[str, Tensor]
+    buffer_kv: dict[str, Tensor | None]
+    buffer_gate: dict[str, Tensor | None]
+    overlap_kv: dict[str, Tensor]
+    overlap_gate: dict[str, Tensor]
+
+    @staticmethod
+    def per_token(layer: Any) -> dict[str, Kept]:
+        kept = _OnTape.per_token(layer)
+        for name, entries in layer.compressed_kv.items():
+            kept[f"compressed_kv.{name}"] = Kept(entries[0], layer.compress_rate)
+        return kept
+
+    @staticmethod
+    def per_sequence(layer: Any) -> dict[str, Tensor]:
+        overlaps = {of: getattr(layer, of, {}) for of in ("overlap_kv", "overlap_gate")}
+        return {f"{of}.{name}": state for of, states in overlaps.items() for name, state in states.items()}
+
+    def hold(self, name: str, state: Tensor) -> Tensor:
+        of, _, compressor = name.partition(".")
+        getattr(self, of)[compressor] = state
+        return state
+
+    def resume_at(self, tokens: int) -> None:
+        super().resume_at(tokens)
+        assert tokens % self.compress_rate == 0
+        for name in self.entry_count:
+            self.entry_count[name] = tokens // self.compress_rate
+            self.buffer_kv[name] = self.buffer_gate[name] = None
+
+    def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
+        """Take new entries [1, n, width], n may be 0, and give back all."""
+        tape = self.tapes[f"compressed_kv.{name}"]
+        tape.append(compressed[0])
+        self.entry_count[name] = tape.end
+        return tape.read(0, tape.end)[None]
+
+    def update_overlap_state(
+        self, name: str, chunk_kv: Tensor, chunk_gate: Tensor, head_dim: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Keep the last window of [1, windows, rate, width], and give back the one before, or None at the beginning."""
+        before: list[Tensor | None] = []
+        for state, windows in ((self.overlap_kv[name], chunk_kv), (self.overlap_gate[name], chunk_gate)):
+            before.append(state.clone() if self.entry_count[name] else None)
+            state.copy_(windows[:, -1, :, :head_dim])
+        return before[0], before[1]
+
+
+class _Recurrent(_Layer):
+    """Linear attention and state spaces: what all tokens so far have left behind, overwritten by each."""
+
+    number_of_states: int
+    conv_states: dict[int, Tensor]
+    recurrent_states: dict[int, Tensor]
+    is_conv_states_initialized: dict[int, bool]
+    is_recurrent_states_initialized: dict[int, bool]
+    has_previous_state: dict[int, bool]
+    lazy_initialization: Callable[..., None]
+
+    @staticmethod
+    def per_sequence(layer: Any) -> dict[str, Tensor]:
+        of = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
+        return {f"{name}.{n}": state for name, states in of.items() for n, state in states.items() if state is not None}
+
+    def hold(self, name: str, state: Tensor) -> Tensor:
+        of, _, number = name.partition(".")
+        states = f"{of}_states"
+        self.lazy_initialization(**{states: state}, state_idx=int(number))
+        held: Tensor = getattr(self, states)[int(number)]
+        return held
+
+    def resume_at(self, tokens: int) -> None:
+        super().resume_at(tokens)
+        for number in range(self.number_of_states):  # a layer may have room for more states than it uses
+            used = self.is_conv_states_initialized[number] or self.is_recurrent_states_initialized[number]
+            self.has_previous_state[number] = tokens > 0 and used
+
+
+class _OnTapeAndRecurrent(_OnTape, _Recurrent):
+    """Attention and a recurrent state side by side in one layer."""
+
+    @staticmethod
+    def per_sequence(layer: Any) -> dict[str, Tensor]:
+        return _Recurrent.per_sequence(layer)
+
+
+class _LinearInLayers(Cache):  # type: ignore[misc]  # transformers is untyped
+    """MiniMax's cache holds the states of linear attention in a list of its own; here they are in the layers."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        Cache.__init__(self, layers=layers)
+        self.linear_cache: list[Tensor] = []  # by which MiniMax's cache tells its length
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        state: Tensor | None = self.get_recurrent_state(layer_idx)
+        return state
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self.update_recurrent_state(linear_cache, layer_idx)
+        self.layers[layer_idx].has_previous_state[0] = True
+
+
+# By the names of transformers' classes, some of which are defined beside a model that need not be imported for this.
+# A layer that is not here keeps something that we do not know.
+LAYERS: dict[str, type[_Layer]] = {
+    "DynamicLayer": _OnTape,
+    "DynamicSlidingWindowLayer": _OnTape,
+    "DynamicIndexedLayer": _Indexed,
+    "DeepseekV4HCACache": _Compressing,
+    "DeepseekV4CSACache": _Compressing,
+    "LinearAttentionLayer": _Recurrent,
+    "LinearAttentionAndFullAttentionLayer": _OnTapeAndRecurrent,
+    "LinearAttentionAndSlidingWindowAttentionLayer": _OnTapeAndRecurrent,
+    "DummyLayer": _Layer,
+}
+CACHES: dict[str, type[Any] | None] = {"DynamicCache": None, "MiniMaxCache": _LinearInLayers}
+
+
+_MIXED: dict[tuple[type, type], type] = {}
+
+
+def _mixed(mixin: type, base: type) -> Any:
+    if (mixin, base) not in _MIXED:
+        # A layer type of its own would make transformers take ours for everybody's.
+        _MIXED[mixin, base] = type(f"{base.__name__}OnTape", (mixin, base), {"_layer_type": None})
+    return _MIXED[mixin, base]
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """How to build one layer: a fresh one of transformers, to be copied and to become ours."""
+
+    fresh: Any
+    mixin: type[_Layer]
+
+    @property
+    def window(self) -> int | None:
+        """Tokens of the sliding window, the one that is being computed included."""
+        window: int | None = getattr(self.fresh, "sliding_window", None)
+        return window
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it keeps anything; a layer without attention does not, nor one that reads what another keeps."""
+        return self.mixin is not _Layer
+
+    @property
+    def rate(self) -> int:
+        """Tokens that are compressed into one entry; 1 if they are not."""
+        rate: int = getattr(self.fresh, "compress_rate", 1)
+        return rate
+
+    def build(self) -> Any:
+        ours = _mixed(self.mixin, type(self.fresh))
+        layer = ours.__new__(ours)
+        layer.__dict__.update(copy.deepcopy(self.fresh.__dict__))
+        layer.past = None if self.window is None else self.window - 1
+        layer.tapes = {}
+        return layer
+
+
+def plan_layers(config: Any, whose: str) -> tuple[LayerPlan, ...]:
+    """The cache layers for a model of this config; ModelError if one of them is of a kind that is not known here."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # some layers are known only once their model has been imported
+    try:
+        fresh = DynamicCache(config=config).layers
+    except KeyError as e:
+        raise ModelError(f"{whose}: transformers has no cache layer for {e}") from e
+    for number, layer in enumerate(fresh):
+        if type(layer).__name__ not in LAYERS:
+            raise ModelError(
+                f"{whose}: layer {number} keeps its state in a {layer}, which this version cannot keep yet"
+            )
+    return tuple(LayerPlan(layer, LAYERS[type(layer).__name__]) for layer in fresh)
+
+
+def page_multiple(plans: Sequence[LayerPlan]) -> int:
+    """What a page has to be a multiple of, so that no entry of any layer is cut in two."""
+    return math.lcm(*(plan.rate for plan in plans))
+
+
+def new_cache(cache_class: type, layers: Sequence[Any]) -> Any:
+    """A cache of the class that a model asks for, over these layers."""
+    mixin = CACHES[cache_class.__name__]
+    return Cache(layers=[*layers]) if mixin is None else _mixed(mixin, cache_class)([*layers])
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a model did with a few tokens."""
+
+    cache_class: type  # of transformers, which the model insists on
+    layers: list[Any]  # transformers' own, with what they have kept
+    one_for_both: frozenset[int]  # those that were given one tensor as keys and as values
+
+
+def probe(model: Any, plans: Sequence[LayerPlan]) -> Probe:
+    """Have a model compute a few tokens; ModelError if it does so with no cache that is known here."""
+    name = type(model).__name__
+    # Enough for what appears only when an entry is full.
+    tokens = max([4, *(plan.rate for plan in plans if hasattr(plan.fresh, "overlap_kv"))])
+    ids = torch.zeros((1, tokens), dtype=torch.long, device=model.device)
+    cache_class: type = DynamicCache
+    try:
+        with torch.no_grad():
+            try:
+                cache, one_for_both = _watched(cache_class, plans)
+                model(input_ids=ids, past_key_values=cache, use_cache=True)
+            except ValueError:  # it insists on a cache of its own
+                cache_class = type(model(input_ids=ids, use_cache=True).past_key_values)
+                if CACHES.get(cache_class.__name__) is None:
+                    raise
+                cache, one_for_both = _watched(cache_class, plans)
+                model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except (TypeError, ValueError, AttributeError) as e:
+        raise ModelError(f"{name} does not compute with a cache that this version knows: {e}") from e
+    return Probe(cache_class, list(cache.layers), frozenset(one_for_both))
+
+
+def _watched(cache_class: type, plans: Sequence[LayerPlan]) -> tuple[Any, set[int]]:
+    """A fresh cache, and the layers that have been given one tensor as keys and as values."""
+    cache, one_for_both = new_cache(cache_class, [copy.deepcopy(plan.fresh) for plan in plans]), set()
+    update = cache.update
+
+    def spy(keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if keys is values:
+            one_for_both.add(layer_idx)
+        return update(keys, values, layer_idx, *args, **kwargs)
+
+    cache.update = spy
+    return cache, one_for_both

@@ -1,0 +1,108 @@
+"""Layers that begin anew whenever several tokens are computed at once, taught to go on from where they were.
+
+Mamba's scan in transformers (Jamba's layers) takes no initial state: a call of several tokens starts from nothing and
+overwrites the state of those before, so a prompt that is computed in chunks would be forgotten chunk by chunk. The same
+code does go on when it gets one token, so that is how such a layer gets what follows its first chunk; the rest of the
+model still computes whole chunks.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from transformers.cache_utils import Cache
+
+from kvarve.engine.layers import LayerPlan, new_cache, plan_layers, probe
+
+
+def begin_anew(model: Any, plans: Sequence[LayerPlan], cache_class: type) -> dict[int, Any]:
+    """The layers that never look at their recurrent state when they get several tokens, and the modules they are."""
+    if not any(hasattr(plan.fresh, "recurrent_states") for plan in plans):
+        return {}
+    primed = new_cache(cache_class, [copy.deepcopy(plan.fresh) for plan in plans])
+    writers = _writers(model, primed)
+    firsts: dict[type, int] = {}
+    for number in sorted(writers):
+        firsts.setdefault(type(writers[number]), number)
+    anew = {kind for kind, number in firsts.items() if not _looks_at_its_state(model, primed, number)}
+    return {number: module for number, module in writers.items() if type(module) in anew}
+
+
+def teach(model: Any) -> None:
+    """Let the layers that begin anew go on instead, one token at a time. Does nothing to any other layer."""
+    plans = plan_layers(model.config, type(model).__name__)
+    for number, module in begin_anew(model, plans, probe(model, plans).cache_class).items():
+        module.forward = _one_by_one(module.forward, number)
+
+
+def _looks_at_its_state(model: Any, primed: Any, number: int) -> bool:
+    """Whether what is not a number in the state before two tokens is still none after them."""
+    cache = copy.deepcopy(primed)
+    for state in _recurrent(cache, number):
+        state.fill_(torch.nan)
+    _compute(model, cache, 4, 6)
+    return any(bool(state.isnan().any()) for state in _recurrent(cache, number))
+
+
+def _one_by_one(forward: Callable[..., Tensor], number: int) -> Callable[..., Tensor]:
+    signature = inspect.signature(forward)
+
+    def stepping(*args: Any, **kwargs: Any) -> Tensor:
+        given = signature.bind(*args, **kwargs).arguments
+        cache = next((value for value in given.values() if isinstance(value, Cache)), None)
+        hidden = given["hidden_states"]
+        if cache is None or hidden.shape[1] == 1 or not cache.has_previous_state(number):
+            return forward(*args, **kwargs)
+        assert given.get("attention_mask") is None, "a sequence of its own has no padding"
+        steps = []
+        for token in hidden.split(1, dim=1):
+            bound = signature.bind(*args, **kwargs)
+            bound.arguments["hidden_states"] = token
+            steps.append(forward(*bound.args, **bound.kwargs))
+        return torch.cat(steps, dim=1)
+
+    return stepping
+
+
+def _writers(model: Any, cache: Any) -> dict[int, Any]:
+    """By layer, the module that writes a recurrent state when the first tokens are computed into the cache."""
+    inside: list[Any] = []  # the modules that are being computed, the innermost last
+    writers: dict[int, Any] = {}
+    update = cache.update_recurrent_state
+
+    def spy(state: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        writers[layer_idx] = inside[-1]
+        written: Tensor = update(state, layer_idx, *args, **kwargs)
+        return written
+
+    def enter(module: Any, _: Any) -> None:
+        inside.append(module)
+
+    def leave(module: Any, *_: Any) -> None:
+        inside.pop()
+
+    cache.update_recurrent_state = spy
+    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    try:
+        _compute(model, cache, 0, 4)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        del cache.update_recurrent_state
+    return {number: module for number, module in writers.items() if _recurrent(cache, number)}
+
+
+def _compute(model: Any, cache: Any, start: int, stop: int) -> None:
+    ids = torch.arange(start, stop, device=model.device)[None]
+    with torch.no_grad():
+        model(input_ids=ids, position_ids=ids, past_key_values=cache, use_cache=True)
+
+
+def _recurrent(cache: Any, number: int) -> list[Tensor]:
+    """The recurrent states of a layer, without those that merely repeat the last few tokens' ids."""
+    states = getattr(cache.layers[number], "recurrent_states", {})
+    return [state for state in states.values() if state is not None and state.is_floating_point()]
