@@ -25,13 +25,14 @@ from kvarve.server.serve import check_device, quiet_libraries
 from kvarve.sizes import format_size
 from kvarve.storage import open_storage
 from kvarve.storage.urls import parse_url
-from kvarve.verify.damages import damages
+from kvarve.verify.damage import ADVICE, damages
 from kvarve.verify.paths import PATHS
 from kvarve.verify.plan import Plan
 from kvarve.verify.prover import Prover
 from kvarve.verify.report import Path, Report
 
 LOG = logging.getLogger("kvarve")
+STEPS = (*PATHS, damages)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -44,8 +45,8 @@ def main(args: argparse.Namespace) -> int:
         parse_url(args.storage)
     check_device(args.device)
     shape: dict[str, Any] = {"page_tokens": args.page_tokens, "chunk_tokens": args.chunk_tokens, "dtype": args.dtype}
-    check_model(args.model, **shape)
     quiet_libraries()
+    check_model(args.model, **shape)
     model = load_model(args.model, device=args.device, **shape)
     plan = Plan.of(
         page=args.page_tokens,
@@ -67,6 +68,10 @@ def main(args: argparse.Namespace) -> int:
     if args.json is not None:
         args.json.write_text(json.dumps(report.as_json(), indent=2) + "\n")
         console.print(f"Written: {args.json}")
+    if report.uncovered:
+        console.print(
+            f"[yellow]Not covered[/yellow]: {', '.join(report.uncovered)}: no answer depended on it; {ADVICE}"
+        )
     console.print(_verdict(report), highlight=False)
     return 0 if report.ok else 1
 
@@ -88,8 +93,7 @@ def prove(model: LoadedModel, plan: Plan, storage: str | None, console: Console)
         else:
             url = storage
             undo.callback(lambda: _clear(model, url, prover.written))
-        steps = (*PATHS, damages)
-        tick, advance = undo.enter_context(_progress(console, len(steps)))
+        tick, advance = undo.enter_context(_progress(console, len(STEPS)))
         prover = Prover(model, plan, url, f"verify {secrets.token_hex(8)}", report, tick)
         try:
             check(model.identity, prover.config())
@@ -98,7 +102,7 @@ def prove(model: LoadedModel, plan: Plan, storage: str | None, console: Console)
         with prover.store() as store:
             _check_room(model, plan, url, store.usage().capacity_bytes, store.usage().bytes)
         undo.enter_context(_listening(prover))
-        for step in steps:
+        for step in STEPS:
             step(prover)
             advance()
     return report

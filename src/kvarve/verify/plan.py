@@ -52,16 +52,21 @@ class Plan:
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt: half a chunk and a token more than whole ones."""
-        return self.chunks * self.chunk + self.chunk // 2 + 1
+        return self.whole + self.chunk // 2 + 1
+
+    @property
+    def whole(self) -> int:
+        """Tokens of its whole chunks: with one token behind them, nothing stands between a page and the logits."""
+        return self.chunks * self.chunk
 
     @property
     def leaves_windows(self) -> bool:
         """Whether the longest prompt resumes where the widest window has forgotten its beginning."""
-        return self.chunks * self.chunk >= self.reach
+        return self.whole >= self.reach
 
     def lengths(self) -> list[int]:
         """On each kind of line, one before it and one behind it."""
-        page, chunk, last = self.page, self.chunk, self.chunks * self.chunk
+        page, chunk, last = self.page, self.chunk, self.whole
         lines = [chunk, last] if self.quick else [page, chunk, last, last + page]
         some = {page + 1, self.longest} if self.quick else {1, self.longest}
         around = {line + more for line in lines for more in ((0, 1) if self.quick else (-1, 0, 1))}

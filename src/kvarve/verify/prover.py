@@ -17,6 +17,7 @@ from kvarve.verify.requests import Request, Stuck, Uncached, differences, larges
 from kvarve.verify.veil import Veil
 
 SETTLE_S = 60.0
+STORAGE_S = 30.0  # who waits that long for a storage waits for something that never comes
 
 
 class Notes(logging.Handler):
@@ -80,6 +81,7 @@ class Prover:
         return CacheConfig(
             room_for(device or most, *shape, records=False, per_snapshot=chunk),
             room_for(host or most, *shape, records=True, per_snapshot=chunk),
+            storage_deadline_s=STORAGE_S,
             **{"prefetch_policy": "wait_complete", "tokens_per_snapshot": chunk} | settings,  # type: ignore[arg-type]
         )
 
@@ -164,6 +166,8 @@ class Prover:
                 f"{who}, resumed after {sum(tiers)}: logits differ at {len(wrong)} of {len(request.said.logits)} "
                 f"places, first after {wrong[0]} tokens, by {largest(request.said, expected, wrong):.3g} at most"
             )
+        if request.waited_s >= 0.9 * STORAGE_S:
+            row.troubles.append(f"{who} waited for its pages until its patience ran out, {request.waited_s:.1f} s")
         if resumed is not None and sum(tiers) != resumed:
             row.troubles.append(f"{who} resumed after {sum(tiers)} tokens instead of {resumed}")
         elif tier is not None and tiers[tier] != resumed:

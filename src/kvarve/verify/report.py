@@ -36,13 +36,17 @@ class Path:
 
 @dataclass
 class Damage:
-    """Something that was broken on purpose. `expected`: "caught" by a check that is on, or "noticed" in the logits."""
+    """Something that was broken on purpose. `expected`: "caught" by a check that is on, or "noticed" in the logits.
+
+    `idle`: it changed nothing, as one kind of numbers among others in a pool may; so the proof says nothing about it.
+    """
 
     pool: str
     what: str
     where: str
     expected: str
     check: str  # on, off, or none where nothing could check
+    idle: bool = False
     troubles: list[str] = field(default_factory=list)
 
     @property
@@ -68,11 +72,17 @@ class Report:
         rows = [row.ok for row in self.paths], [row.ok for row in self.damages]
         return all(all(each) and bool(each) for each in rows)
 
+    @property
+    def uncovered(self) -> list[str]:
+        """What a page holds and what no answer depended on."""
+        return [f"{row.what} ({row.pool})" for row in self.damages if row.idle]
+
     def as_json(self) -> dict[str, Any]:
         return {
             "ok": self.ok,
             "about": self.about,
             "notes": self.notes,
+            "uncovered": self.uncovered,
             "paths": [path.as_json() for path in self.paths],
             "damages": [damage.as_json() for damage in self.damages],
             "compared": sum(path.compared for path in self.paths),
@@ -89,7 +99,8 @@ class Report:
             paths.add_row(path.name, f"{path.requests:,}", *tiers, f"{path.compared:,}", found, f"{path.seconds:.1f}")
         damages = _table("damage to", "what", "where", "check", "has to be", "was")
         for damage in self.damages:
-            was = damage.expected if damage.ok else "[bold red]not[/bold red]"
+            was = "[yellow]idle[/yellow]" if damage.idle else damage.expected
+            was = was if damage.ok else "[bold red]not[/bold red]"
             damages.add_row(damage.pool, damage.what, damage.where, damage.check, damage.expected, was)
         return [paths, damages]
 

@@ -110,6 +110,7 @@ class Request:
         self.model, self.cache, self.prompt, self.decode = model, cache, prompt, decode
         self.said = Said()
         self._ids = torch.tensor([[*prompt]], device=model.model.device)
+        self.waited_s = 0.0
         self._workspace: Workspace | None = None
         self.lease = cache.open(prompt, salt, read)
 
@@ -121,12 +122,13 @@ class Request:
 
     def wait(self) -> None:
         """Claim a place and step until the pages are on the device."""
-        end = time.monotonic() + READY_S
+        start = time.monotonic()
         while True:
             self.cache.step()
-            if self.cache.claim(self.lease):
+            ready, self.waited_s = self.cache.claim(self.lease), time.monotonic() - start
+            if ready:
                 return
-            if time.monotonic() > end:
+            if self.waited_s > READY_S:
                 raise Stuck(f"a request was still {self.lease.phase.value} after {READY_S:.0f} s")
             self.cache.wait(0.05)
 

@@ -21,9 +21,10 @@ from kvarve.verify.requests import Request, differences
 from kvarve.verify.veil import Veil
 
 SALT = "damage"
+Before = Callable[[Request], None]
 ADVICE = (
-    "the answers do not depend on it, so the proof says nothing about it: try a prompt of another length with --tokens "
-    "(longer than what a sparse indexer picks, or shorter than what a model forgets), or another --seed"
+    "try prompts of another length with --tokens (longer than what a sparse indexer picks, or shorter than what a "
+    "model forgets), or another --seed"
 )
 
 
@@ -57,8 +58,8 @@ class _Patient:
 
     def __init__(self, prover: Prover, cache: PrefixCache) -> None:
         self.prover, self.cache, self.plan = prover, cache, prover.plan
-        self.prompt = self.plan.prompt(self.plan.longest)
-        self.whole = self.plan.chunks * self.plan.chunk
+        self.whole = self.plan.whole
+        self.prompt = self.plan.prompt(self.whole + 1)
         self.lease = prover.check(prover.run(cache, self.prompt, SALT)).lease
         prover.settle(cache)
         self.key = self.lease.key(self.whole // self.plan.page - 1)
@@ -67,7 +68,7 @@ class _Patient:
     def name(self, pool: PoolSpec) -> str:
         return object_name(self.key, pool.name)
 
-    def ask(self, before: Callable[[Request], None] | None = None) -> Request:
+    def ask(self, before: Before | None = None) -> Request:
         return self.prover.run(self.cache, self.prompt, SALT, before=before)
 
     def healthy(self, empty: tuple[Tier, ...] = ()) -> Request:
@@ -90,13 +91,15 @@ class _Patient:
         except Exception as e:  # noqa: BLE001  whatever a broken cache does is what we look for
             row.troubles.append(f"{type(e).__name__}: {e}")
 
-    def noticed(self, row: Damage, request: Request, resumed: int) -> None:
-        """The comparison has to say that something is wrong."""
+    def noticed(self, row: Damage, request: Request, alone: bool = False) -> None:
+        """The comparison has to say that something is wrong; one kind of numbers `alone` may be idle."""
         self.prover.row.requests += 1
-        if sum(request.from_tiers()) != resumed:
-            row.troubles.append(f"it was not used: resumed after {sum(request.from_tiers())} tokens, not {resumed}")
+        if sum(request.from_tiers()) != self.whole:
+            row.troubles.append(f"it was not used: resumed after {sum(request.from_tiers())} of {self.whole} tokens")
         elif not differences(request.said, self.prover.uncached(self.prompt)):
-            row.troubles.append(ADVICE)
+            row.idle = alone
+            if not alone:
+                row.troubles.append(f"no answer depends on it, so the proof says nothing about it: {ADVICE}")
         self.prover.tick(self.prover.row)
 
     def caught(self, row: Damage, counter: str, before: float, request: Request) -> None:
@@ -111,28 +114,38 @@ class _Patient:
 
 
 def on_the_device(patient: _Patient) -> None:
-    """No check stands between the device and the model: every kind of number in a page has to matter."""
+    """No check stands between the device and the model: a page has to matter, and each kind of numbers in it should."""
     for pool in patient.cache.pools:
-        for kind in kinds(pool):
-            with patient.damage(pool, kind, "device", "noticed", "none") as row:
-                undo: list[tuple[Tensor, Tensor]] = []
-
-                def spoil_kind(
-                    request: Request, pool: PoolSpec = pool, kind: str = kind, undo: list[tuple[Tensor, Tensor]] = undo
-                ) -> None:
-                    slot = patient.cache.pages(request.lease)[pool.name][1][-1]
-                    for name, slots in patient.cache.arena(pool.name).items():
-                        if name.split(".", 2)[2] == kind:
-                            undo.append((slots[slot], slots[slot].clone()))
-                            spoil(slots[slot])
-
-                try:
-                    request = patient.ask(before=spoil_kind)
-                finally:
-                    for page, good in undo:
-                        page.copy_(good)
-                patient.noticed(row, request, patient.whole)
+        several = kinds(pool) if len(kinds(pool)) > 1 else []
+        for kind in ("a page", *several):
+            with patient.damage(pool, kind, "device", "noticed", "none") as row, _undone() as undo:
+                request = patient.ask(_spoils(patient.cache, pool, kind, undo))
+                patient.noticed(row, request, alone=kind in several)
     patient.healthy()
+
+
+def _spoils(cache: PrefixCache, pool: PoolSpec, kind: str, undo: list[tuple[Tensor, Tensor]]) -> Before:
+    """What spoils a page of a request before it is read, all of it or one kind of numbers in it."""
+
+    def spoil_it(request: Request) -> None:
+        slot = cache.pages(request.lease)[pool.name][1][-1]
+        for name, slots in cache.arena(pool.name).items():
+            if kind in ("a page", name.split(".", 2)[2]):
+                undo.append((slots[slot], slots[slot].clone()))
+                spoil(slots[slot])
+
+    return spoil_it
+
+
+@contextmanager
+def _undone() -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Puts back what is on the list."""
+    undo: list[tuple[Tensor, Tensor]] = []
+    try:
+        yield undo
+    finally:
+        for page, good in undo:
+            page.copy_(good)
 
 
 def in_the_host_checked(patient: _Patient) -> None:
@@ -165,7 +178,7 @@ def in_the_host_unchecked(patient: _Patient) -> None:
                 for record, bytes_ in good:
                     record[:] = bytes_
             patient.prover.empty(patient.cache, [Tier.DEVICE])
-            patient.noticed(row, request, patient.whole)
+            patient.noticed(row, request)
     patient.healthy((Tier.DEVICE,))
 
 
@@ -213,7 +226,7 @@ def in_storage(patient: _Patient, store: Veil) -> None:
             request = patient.ask()
             patient.prover.empty(patient.cache)
             store.write(patient.name(pool), good)
-            patient.noticed(row, request, patient.whole)
+            patient.noticed(row, request)
 
 
 def damages(prover: Prover) -> None:
