@@ -3,7 +3,6 @@
 from math import inf
 
 import pytest
-from world import ATTENTION, INDEX, PAGE_TOKENS, STATE, WINDOW, World, config, dump, fork, prompt, runs
 
 from kvarve.core.audit import audit
 from kvarve.core.backups import TRIES
@@ -13,8 +12,9 @@ from kvarve.core.policies import BEST_EFFORT, WAIT_COMPLETE, Patience, WritePoli
 from kvarve.core.shelves import Shelves
 from kvarve.core.snapshots import Snapshots
 from kvarve.errors import ConfigError
-from kvarve.keys import pack, root_key
+from kvarve.keys import extend, pack, root_key
 from kvarve.model import Tier
+from kvarve.testing.world import ATTENTION, INDEX, PAGE_TOKENS, STATE, WINDOW, World, config, dump, fork, prompt, runs
 
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
 
@@ -33,7 +33,7 @@ def in_flight(world: World) -> Copy | Probe:
 
 
 def test_six_attention_pages_a_state_after_page_three_and_three_index_keys_give_boundary_zero() -> None:
-    world = World(config(ATTENTION, STATE, INDEX, host=64))
+    world = World(config=config(ATTENTION, STATE, INDEX, host=64))
     world.request(prompt(4))
     world.request(prompt(6))
     world.flush(DEVICE)
@@ -49,47 +49,47 @@ def test_six_attention_pages_a_state_after_page_three_and_three_index_keys_give_
 
 
 def test_a_prompt_that_comes_again_resumes_at_its_last_grid_boundary() -> None:
-    world = World(config(ATTENTION, STATE, grid=2))
+    world = World(config=config(ATTENTION, STATE, grid=2))
     world.request(prompt(7))
     assert world.request(prompt(7)).boundary == 6
 
 
 @pytest.mark.parametrize(("pages", "extra", "hit"), [(4, 0, 3), (4, 1, 4), (1, 0, 0), (0, 1, 0), (0, 0, 0)])
 def test_a_resume_leaves_at_least_one_token_to_compute(pages: int, extra: int, hit: int) -> None:
-    world = World(config(ATTENTION, STATE))
+    world = World(config=config(ATTENTION, STATE))
     world.request(prompt(pages, extra=extra))
     assert world.request(prompt(pages, extra=extra)).boundary == hit
 
 
 def test_a_conversation_goes_on_where_the_last_prompt_ended() -> None:
-    world = World(config(ATTENTION, WINDOW, STATE))
+    world = World(config=config(ATTENTION, WINDOW, STATE))
     world.request(prompt(4, extra=0))
     assert world.request(prompt(9)).boundary == 4
     assert world.request(prompt(12)).boundary == 9
 
 
 def test_a_state_is_kept_where_a_prompt_leaves_a_known_one() -> None:
-    world = World(config(ATTENTION, STATE))
+    world = World(config=config(ATTENTION, STATE))
     world.request(prompt(6))
     assert world.request(fork(3, 7)).boundary == 0, "nobody knew yet that prompts part here"
     assert world.request(fork(3, 8)).boundary == 3
 
 
 def test_states_are_kept_every_so_many_tokens_when_asked() -> None:
-    world = World(config(ATTENTION, STATE, snapshots=Snapshots(every=2 * PAGE_TOKENS)))
+    world = World(config=config(ATTENTION, STATE, snapshots=Snapshots(every=2 * PAGE_TOKENS)))
     world.request(prompt(7))
     assert world.resident(DEVICE, pool=1) == 4, "at 2, 4, 6, and where the prompt ends"
     assert world.hit(prompt(5)) == (4, 4)
 
 
 def test_attention_alone_resumes_anywhere() -> None:
-    world = World(config(ATTENTION))
+    world = World(config=config(ATTENTION))
     world.request(prompt(6))
     assert world.request(fork(3, 7)).boundary == 3
 
 
 def test_salts_share_nothing() -> None:
-    world = World(config(ATTENTION))
+    world = World(config=config(ATTENTION))
     world.request(prompt(4), salt="mine")
     assert world.hit(prompt(4), salt="mine") == (4, 4)
     assert world.hit(prompt(4), salt="yours") == world.hit(prompt(4)) == (0, 0)
@@ -97,15 +97,24 @@ def test_salts_share_nothing() -> None:
     assert world.resident(DEVICE) == 8
 
 
+def test_salts_share_nothing_even_where_the_tokens_are_the_same_bytes_in_memory() -> None:
+    world = World(config=config(ATTENTION))
+    world.request(prompt(4), salt="mine")
+    tokens = pack(prompt(4))
+    mine, yours = (world.core.open(root_key(b"world", salt), tokens, now=0.0) for salt in ("mine", "yours"))
+    assert world.core.claim(mine, now=0.0) and world.core.claim(yours, now=0.0)
+    assert (mine.boundary, yours.boundary) == (4, 0)
+
+
 def test_a_request_that_must_not_read_resumes_from_nothing_and_still_keeps_what_is_new() -> None:
-    world = World(config(ATTENTION, STATE))
+    world = World(config=config(ATTENTION, STATE))
     world.request(prompt(4))
     assert world.request(prompt(6), read=False).boundary == 0
     assert world.hit(prompt(6)) == (6, 6)
 
 
 def test_a_lookup_changes_nothing() -> None:
-    world = World(config(ATTENTION, WINDOW, STATE, device=12, host=12, storage=True))
+    world = World(config=config(ATTENTION, WINDOW, STATE, device=12, host=12, storage=True))
     for tokens in (prompt(5), fork(3, 7), prompt(2, seed=1)):
         world.request(tokens)
     lease = world.open(prompt(8))
@@ -122,7 +131,7 @@ def test_a_lookup_changes_nothing() -> None:
 
 
 def test_a_hit_on_the_device_copies_nothing() -> None:
-    world = World(config(ATTENTION, STATE, host=64, storage=True))
+    world = World(config=config(ATTENTION, STATE, host=64, storage=True))
     world.request(prompt(5))
     so_far = len(world.log)
     lease = world.request(prompt(5))
@@ -131,7 +140,7 @@ def test_a_hit_on_the_device_copies_nothing() -> None:
 
 
 def test_a_hit_in_the_host_says_so() -> None:
-    world = World(config(ATTENTION, host=64, storage=True))
+    world = World(config=config(ATTENTION, host=64, storage=True))
     world.request(prompt(5))
     assert world.flush(DEVICE) == 5
     lease = world.request(prompt(5))
@@ -140,9 +149,9 @@ def test_a_hit_in_the_host_says_so() -> None:
 
 
 def test_a_hit_in_storage_says_so_and_outlives_a_restart() -> None:
-    world = World(config(ATTENTION, STATE, host=64, storage=True))
+    world = World(config=config(ATTENTION, STATE, host=64, storage=True))
     world.request(prompt(5))
-    reborn = World(world.core.config)
+    reborn = World(config=world.core.config)
     reborn.storage = world.storage
     lease = reborn.request(prompt(5))
     assert (lease.boundary, lease.from_tiers()) == (5, (0, 0, 5))
@@ -151,7 +160,7 @@ def test_a_hit_in_storage_says_so_and_outlives_a_restart() -> None:
 
 
 def test_a_hit_in_all_three_tiers_is_told_apart() -> None:
-    world = World(config(ATTENTION, host=64, storage=True))
+    world = World(config=config(ATTENTION, host=64, storage=True))
     world.request(prompt(6))
     world.flush(DEVICE, HOST)
     world.request(prompt(4))
@@ -162,7 +171,7 @@ def test_a_hit_in_all_three_tiers_is_told_apart() -> None:
 
 
 def test_the_host_brings_back_the_windows_tail_and_one_state_and_no_more() -> None:
-    world = World(config(ATTENTION, WINDOW, STATE, host=64, snapshots=Snapshots(every=PAGE_TOKENS)))
+    world = World(config=config(ATTENTION, WINDOW, STATE, host=64, snapshots=Snapshots(every=PAGE_TOKENS)))
     world.request(prompt(8))
     assert [world.resident(HOST, pool) for pool in range(3)] == [8, 8, 8]
     world.flush(DEVICE)
@@ -174,7 +183,7 @@ def test_the_host_brings_back_the_windows_tail_and_one_state_and_no_more() -> No
 
 
 def test_shallow_pages_travel_first() -> None:
-    world = World(config(ATTENTION, STATE, host=64, storage=True, batch_pages=2))
+    world = World(config=config(STATE, ATTENTION, host=64, storage=True, batch_pages=2))
     world.request(prompt(6))
     world.flush(DEVICE, HOST)
     lease = world.open(prompt(6))
@@ -184,7 +193,7 @@ def test_shallow_pages_travel_first() -> None:
 
 
 def test_no_device_of_our_own_room_is_spent_on_what_the_device_has() -> None:
-    world = World(config(ATTENTION, STATE, device=[6, 2], host=64))
+    world = World(config=config(ATTENTION, STATE, device=[6, 2], host=64))
     world.request(prompt(5))
     world.request(prompt(1, seed=1))  # takes the sixth page and the other state
     world.core.flush([])
@@ -196,7 +205,7 @@ def test_no_device_of_our_own_room_is_spent_on_what_the_device_has() -> None:
 
 
 def test_a_request_on_a_device_full_of_pinned_pages_is_computed_without_keeping() -> None:
-    world = World(config(ATTENTION, STATE, device=4, host=64))
+    world = World(config=config(ATTENTION, STATE, device=4, host=64))
     world.request(prompt(3, seed=1))
     first = world.start(prompt(4))
     world.grow(first, 4)
@@ -213,7 +222,7 @@ def test_a_request_on_a_device_full_of_pinned_pages_is_computed_without_keeping(
 
 
 def test_a_request_is_kept_as_far_as_there_is_room() -> None:
-    world = World(config(ATTENTION, STATE, device=[4, 8]))
+    world = World(config=config(ATTENTION, STATE, device=[4, 8]))
     lease = world.request(prompt(6))
     assert world.core.counters.uncached == 2 and lease.done == 4
     assert world.hit(prompt(6)) == (0, 0), "there is no state where the room ended"
@@ -221,7 +230,7 @@ def test_a_request_is_kept_as_far_as_there_is_room() -> None:
 
 
 def test_a_deeper_hit_that_has_no_room_becomes_a_shallower_one() -> None:
-    world = World(config(ATTENTION, device=6, host=64))
+    world = World(config=config(ATTENTION, device=6, host=64))
     world.request(prompt(6))
     world.flush(DEVICE)
     other = world.start(prompt(3, seed=1))
@@ -231,14 +240,14 @@ def test_a_deeper_hit_that_has_no_room_becomes_a_shallower_one() -> None:
 
 
 def test_eviction_takes_the_tail_first() -> None:
-    world = World(config(ATTENTION, device=6))
+    world = World(config=config(ATTENTION, device=6))
     world.request(prompt(6))
     world.request(prompt(2, seed=1))
     assert world.hit(prompt(6)) == (4, 4) and world.hit(prompt(2, seed=1)) == (2, 2)
 
 
 def test_eviction_takes_what_was_used_longest_ago() -> None:
-    world = World(config(ATTENTION, device=6))
+    world = World(config=config(ATTENTION, device=6))
     world.request(prompt(3, seed=1))
     world.request(prompt(3, seed=2))
     world.request(prompt(3, seed=1))
@@ -247,7 +256,7 @@ def test_eviction_takes_what_was_used_longest_ago() -> None:
 
 
 def test_a_shared_beginning_outlives_its_branches() -> None:
-    world = World(config(ATTENTION, device=8))
+    world = World(config=config(ATTENTION, device=8))
     world.request(fork(2, 7, 7))
     world.request(fork(2, 8, 7))
     world.request(prompt(6, seed=1))
@@ -255,7 +264,7 @@ def test_a_shared_beginning_outlives_its_branches() -> None:
 
 
 def test_what_a_lease_holds_is_never_evicted() -> None:
-    world = World(config(ATTENTION, WINDOW, STATE, device=12, host=12))
+    world = World(config=config(ATTENTION, WINDOW, STATE, device=12, host=12))
     world.request(prompt(6))
     lease = world.start(prompt(6))
     for seed in range(1, 6):
@@ -267,7 +276,7 @@ def test_what_a_lease_holds_is_never_evicted() -> None:
 
 
 def test_a_state_goes_with_the_attention_pages_that_lead_to_it() -> None:
-    world = World(config(ATTENTION, STATE, device=8))
+    world = World(config=config(ATTENTION, STATE, device=8))
     world.request(prompt(4))
     assert world.resident(DEVICE, pool=1) == 1
     world.request(prompt(7, seed=1))
@@ -275,8 +284,15 @@ def test_a_state_goes_with_the_attention_pages_that_lead_to_it() -> None:
     assert world.hit(prompt(7, seed=1)) == (7, 7)
 
 
+def test_attention_pages_go_with_the_index_keys_of_their_positions() -> None:
+    world = World(config=config(ATTENTION, INDEX, STATE, device=[16, 6, 16]))
+    world.request(prompt(4))
+    world.request(prompt(4, seed=1))
+    assert [world.resident(DEVICE, pool) for pool in range(3)] == [6, 6, 1]
+
+
 def test_a_flush_says_how_many_pages_went() -> None:
-    world = World(config(ATTENTION, STATE, device=8))
+    world = World(config=config(ATTENTION, STATE, device=8))
     world.request(prompt(4))
     assert world.flush(DEVICE) == 5, "four attention pages and the state that rested on them"
 
@@ -285,7 +301,7 @@ def test_a_flush_says_how_many_pages_went() -> None:
 
 
 def test_a_host_page_that_fails_its_check_is_not_used_and_a_recomputed_one_replaces_it() -> None:
-    world = World(config(ATTENTION, host=64))
+    world = World(config=config(ATTENTION, host=64))
     world.request(prompt(5))
     world.flush(DEVICE)
     world.rot(HOST, 2, prompt(5))
@@ -297,7 +313,7 @@ def test_a_host_page_that_fails_its_check_is_not_used_and_a_recomputed_one_repla
 
 
 def test_a_bad_state_in_the_host_is_replaced_by_a_recomputed_one_too() -> None:
-    world = World(config(ATTENTION, STATE, host=64))
+    world = World(config=config(ATTENTION, STATE, host=64))
     world.request(prompt(4))
     world.flush(DEVICE)
     world.rot(HOST, 3, prompt(4), pool=1)
@@ -307,7 +323,7 @@ def test_a_bad_state_in_the_host_is_replaced_by_a_recomputed_one_too() -> None:
 
 
 def test_a_host_page_found_bad_on_its_way_to_storage_is_backed_up_anew_from_the_device() -> None:
-    world = World(config(ATTENTION, host=64, storage=True))
+    world = World(config=config(ATTENTION, host=64, storage=True))
     lease = world.start(prompt(4))
     world.settle()
     world.grow(lease, 4)
@@ -323,11 +339,29 @@ def test_a_host_page_found_bad_on_its_way_to_storage_is_backed_up_anew_from_the_
     world.flush(DEVICE)
     world.settle()
     assert world.hit(prompt(4)) == (0, 4), "the device had a good page all the time"
-    assert len(world.storage) == 4
+    assert len(world.storage.objects) == 4
+
+
+def test_a_page_with_a_bad_copy_in_the_host_may_leave_when_a_good_one_has_taken_its_place() -> None:
+    world = World(config=config(ATTENTION, device=8, host=64))
+    world.request(prompt(4))
+    world.flush(DEVICE)
+    world.rot(HOST, 2, prompt(4))
+    one, two = world.start(prompt(4)), world.start(prompt(4))
+    first, second = world.flying
+    world.step([world.end(first)])
+    assert one.boundary == 2
+    world.compute(one, rest=False)  # while the other still reads the bad one, which therefore stays
+    world.step([world.end(second)])
+    world.close(two)
+    for _ in range(2):
+        world.flush(DEVICE)
+        world.settle()
+    assert world.hit(prompt(4)) == (0, 4) and world.resident(DEVICE) == 0
 
 
 def test_a_bad_host_page_is_replaced_by_the_one_in_storage() -> None:
-    world = World(config(ATTENTION, host=64, storage=True))
+    world = World(config=config(ATTENTION, host=64, storage=True))
     world.request(prompt(4))
     world.flush(DEVICE)
     world.rot(HOST, 2, prompt(4))
@@ -340,23 +374,41 @@ def test_a_bad_host_page_is_replaced_by_the_one_in_storage() -> None:
     assert world.ready(lease) and lease.boundary == 4, "storage had a good page all the time"
 
 
+def test_a_bad_host_page_is_not_replaced_while_a_copy_still_reads_it() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    world.request(prompt(4))
+    world.flush(DEVICE)
+    world.rot(HOST, 2, prompt(4))
+    one, two = world.start(prompt(4)), world.start(prompt(4))
+    first, second = world.flying
+    world.step([world.end(first)])
+    three = world.open(prompt(4))
+    while three.ops:  # storage has a good one, and brings it
+        world.step([world.end(op) for op in sorted(three.ops)])
+    world.step([world.end(second)])
+    assert one.boundary == two.boundary == 2 and world.core.counters.fetched == 1
+    for lease in (one, two, three):
+        world.close(lease)
+    assert world.request(prompt(4)).boundary == 4, "now it may"
+
+
 def test_a_page_that_storage_lost_lowers_the_boundary() -> None:
-    world = World(config(ATTENTION, host=64, storage=True))
+    world = World(config=config(ATTENTION, host=64, storage=True))
     world.request(prompt(5))
     world.flush(DEVICE, HOST)
-    world.lose(3, prompt(5))
+    world.forget(3, prompt(5))
     lease = world.request(prompt(5))
     assert (lease.boundary, lease.from_tiers()) == (3, (0, 0, 3))
 
 
 def test_a_page_that_storage_loses_between_probe_and_fetch_lowers_the_boundary() -> None:
-    world = World(config(ATTENTION, host=64, storage=True))
+    world = World(config=config(ATTENTION, host=64, storage=True))
     world.request(prompt(5))
     world.flush(DEVICE, HOST)
     lease = world.open(prompt(5))
     world.step([world.end(in_flight(world).op)])
     assert lease.phase is Phase.FETCHING
-    world.lose(1, prompt(5))
+    world.forget(1, prompt(5))
     world.settle()
     assert world.ready(lease) and lease.boundary == 1
     assert world.core.counters.failed == 1
@@ -364,14 +416,14 @@ def test_a_page_that_storage_loses_between_probe_and_fetch_lowers_the_boundary()
 
 
 def test_a_page_that_storage_corrupted_is_counted_and_lowers_the_boundary() -> None:
-    world = World(config(ATTENTION, WINDOW, host=64, storage=True, snapshots=Snapshots(every=PAGE_TOKENS)))
+    world = World(config=config(ATTENTION, WINDOW, host=64, storage=True, snapshots=Snapshots(every=PAGE_TOKENS)))
     world.request(prompt(7))
     world.flush(DEVICE, HOST)
     world.rot(STORAGE, 5, prompt(7), pool=0)
     lease = world.request(prompt(7))
     # Windows 4 to 6 were fetched for boundary 7; those for boundary 5 come in a second round.
     assert lease.boundary == 5 and world.core.counters.bad_storage == 1
-    world = World(config(ATTENTION, host=64, storage=True))
+    world = World(config=config(ATTENTION, host=64, storage=True))
     world.request(prompt(5))
     world.flush(DEVICE, HOST)
     world.rot(STORAGE, 3, prompt(5))
@@ -382,19 +434,19 @@ def test_a_page_that_storage_corrupted_is_counted_and_lowers_the_boundary() -> N
 
 
 def test_a_page_that_storage_lost_is_stored_again_when_it_was_recomputed() -> None:
-    world = World(config(ATTENTION, STATE, device=[32, 2], host=[32, 1], storage=True))
+    world = World(config=config(ATTENTION, STATE, device=[32, 2], host=[32, 1], storage=True))
     world.request(prompt(4))
     for seed in (1, 2, 3):  # the state leaves memory, the attention pages stay
         world.request(prompt(2, seed=seed))
     assert world.hit(prompt(4)) == (0, 0) and world.resident(DEVICE) == 10
-    kept = len(world.storage)
-    world.lose(3, prompt(4), pool=1)
+    kept = len(world.storage.objects)
+    world.forget(3, prompt(4), pool=1)
     assert world.request(prompt(4)).boundary == 0
-    assert len(world.storage) == kept
+    assert len(world.storage.objects) == kept
 
 
 def test_storage_that_answers_nothing_is_a_miss() -> None:
-    world = World(config(ATTENTION, host=64, storage=True))
+    world = World(config=config(ATTENTION, host=64, storage=True))
     world.request(prompt(4))
     world.flush(DEVICE, HOST)
     lease = world.open(prompt(4))
@@ -403,7 +455,7 @@ def test_storage_that_answers_nothing_is_a_miss() -> None:
 
 
 def test_a_load_that_fails_is_a_miss_and_the_page_may_be_loaded_again() -> None:
-    world = World(config(ATTENTION, host=64))
+    world = World(config=config(ATTENTION, host=64))
     world.request(prompt(4))
     world.flush(DEVICE)
     lease = world.start(prompt(4))
@@ -418,7 +470,7 @@ def test_a_load_that_fails_is_a_miss_and_the_page_may_be_loaded_again() -> None:
 
 def fetching(how_patient: Patience) -> World:
     """A prompt of six pages on its way from storage, in three copies."""
-    world = World(config(ATTENTION, host=64, storage=True, batch_pages=2))
+    world = World(config=config(ATTENTION, host=64, storage=True, batch_pages=2))
     world.request(prompt(6))
     world.flush(DEVICE, HOST)
     lease = world.open(prompt(6), patience=how_patient)
@@ -464,7 +516,7 @@ def test_patience_does_not_run_out_while_a_request_waits_in_the_queue() -> None:
 
 
 def test_best_effort_does_not_wait_for_storage() -> None:
-    world = World(config(ATTENTION, host=64, storage=True))
+    world = World(config=config(ATTENTION, host=64, storage=True))
     world.request(prompt(4))
     world.flush(DEVICE, HOST)
     lease = world.open(prompt(4), patience=BEST_EFFORT)
@@ -499,7 +551,7 @@ def test_endless_patience_waits_for_every_copy_to_end() -> None:
 
 
 def test_what_two_requests_publish_at_once_is_kept_once() -> None:
-    world = World(config(ATTENTION, STATE, device=16))
+    world = World(config=config(ATTENTION, STATE, device=16))
     one, two = world.start(prompt(4)), world.start(prompt(4))
     for lease in (one, two):
         world.grow(lease, 4)
@@ -513,7 +565,7 @@ def test_what_two_requests_publish_at_once_is_kept_once() -> None:
 
 
 def test_two_requests_that_load_the_same_pages_keep_them_once() -> None:
-    world = World(config(ATTENTION, STATE, device=16, host=16))
+    world = World(config=config(ATTENTION, STATE, device=16, host=16))
     world.request(prompt(4))
     world.flush(DEVICE)
     one, two = world.start(prompt(4)), world.start(prompt(4))
@@ -524,7 +576,7 @@ def test_two_requests_that_load_the_same_pages_keep_them_once() -> None:
 
 
 def test_unpublished_room_is_free_when_a_request_is_closed() -> None:
-    world = World(config(ATTENTION, STATE, device=16))
+    world = World(config=config(ATTENTION, STATE, device=16))
     lease = world.start(prompt(6))
     world.grow(lease, 6)
     world.publish(lease, 2)
@@ -534,7 +586,7 @@ def test_unpublished_room_is_free_when_a_request_is_closed() -> None:
 
 @pytest.mark.parametrize("turns", [0, 1, 2])
 def test_late_completions_of_a_closed_lease_free_their_slots(turns: int) -> None:
-    world = World(config(ATTENTION, STATE, device=8, host=8, storage=True, batch_pages=2))
+    world = World(config=config(ATTENTION, STATE, device=8, host=8, storage=True, batch_pages=2))
     world.request(prompt(4))
     world.flush(DEVICE, HOST)
     lease = world.start(prompt(4))
@@ -560,7 +612,7 @@ def test_a_lease_closed_half_way_through_a_fetch_leaves_behind_what_fits_on() ->
 
 
 def test_closing_twice_changes_nothing() -> None:
-    world = World(config(ATTENTION))
+    world = World(config=config(ATTENTION))
     lease = world.open(prompt(2))
     world.close(lease)
     before = dump(world.core)
@@ -572,9 +624,9 @@ def test_closing_twice_changes_nothing() -> None:
 
 
 def test_write_through_backs_up_what_was_computed_once_and_stores_it() -> None:
-    world = World(config(ATTENTION, STATE, host=64, storage=True))
+    world = World(config=config(ATTENTION, STATE, host=64, storage=True))
     world.request(prompt(4))
-    assert world.resident(HOST) == 4 and len(world.storage) == 5
+    assert world.resident(HOST) == 4 and len(world.storage.objects) == 5
     counters = world.core.counters
     assert (counters.backed_up, counters.stored) == (5, 5)
     world.request(prompt(4))
@@ -582,7 +634,7 @@ def test_write_through_backs_up_what_was_computed_once_and_stores_it() -> None:
 
 
 def test_a_failing_backup_is_tried_so_many_times_and_again_after_the_next_use() -> None:
-    world = World(config(ATTENTION, host=64))
+    world = World(config=config(ATTENTION, host=64))
     lease = world.start(prompt(4))
     world.grow(lease, 4)
     world.publish(lease, 4)
@@ -600,7 +652,7 @@ def test_a_failing_backup_is_tried_so_many_times_and_again_after_the_next_use() 
 
 
 def test_backups_in_flight_are_bounded() -> None:
-    world = World(config(ATTENTION, host=64, batch_pages=2, backup_pages=4))
+    world = World(config=config(ATTENTION, host=64, batch_pages=2, backup_pages=4))
     for seed in range(1, 5):
         lease = world.start(prompt(5, seed=seed))
         world.grow(lease, 5)
@@ -616,7 +668,7 @@ def test_backups_in_flight_are_bounded() -> None:
 
 
 def test_a_selective_backup_waits_for_enough_uses() -> None:
-    world = World(config(ATTENTION, host=64, write=WritePolicy.WRITE_THROUGH_SELECTIVE, selective_uses=2))
+    world = World(config=config(ATTENTION, host=64, write=WritePolicy.WRITE_THROUGH_SELECTIVE, selective_uses=2))
     world.request(prompt(4))
     assert world.resident(HOST) == 0
     world.request(prompt(4))
@@ -624,13 +676,13 @@ def test_a_selective_backup_waits_for_enough_uses() -> None:
 
 
 def test_a_request_that_publishes_in_parts_is_one_use() -> None:
-    world = World(config(ATTENTION, host=64, write=WritePolicy.WRITE_THROUGH_SELECTIVE, selective_uses=2))
+    world = World(config=config(ATTENTION, host=64, write=WritePolicy.WRITE_THROUGH_SELECTIVE, selective_uses=2))
     world.request(prompt(4), chunks=4)
     assert world.resident(HOST) == 0
 
 
 def test_a_request_that_resumes_and_goes_on_is_one_use() -> None:
-    world = World(config(ATTENTION, host=64, write=WritePolicy.WRITE_THROUGH_SELECTIVE, selective_uses=3))
+    world = World(config=config(ATTENTION, host=64, write=WritePolicy.WRITE_THROUGH_SELECTIVE, selective_uses=3))
     world.request(prompt(4))
     world.request(prompt(6))
     assert world.resident(HOST) == 0
@@ -639,7 +691,7 @@ def test_a_request_that_resumes_and_goes_on_is_one_use() -> None:
 
 
 def test_write_back_demotes_before_it_drops() -> None:
-    world = World(config(ATTENTION, device=8, host=8, storage=True, write=WritePolicy.WRITE_BACK))
+    world = World(config=config(ATTENTION, device=8, host=8, storage=True, write=WritePolicy.WRITE_BACK))
     world.request(prompt(6))
     assert not copies(world, DEVICE, HOST), "nothing is copied before it has to go"
     assert world.flush(DEVICE) == 0 and world.resident(DEVICE) == 6, "it goes when its copy has landed"
@@ -648,20 +700,49 @@ def test_write_back_demotes_before_it_drops() -> None:
     for _ in range(2):  # a storage may hold half of the share of the host at once
         assert world.flush(HOST) == 0
         world.settle()
-    assert (world.resident(HOST), len(world.storage)) == (0, 6)
+    assert (world.resident(HOST), len(world.storage.objects)) == (0, 6)
     assert world.request(prompt(6)).from_tiers() == (0, 0, 6)
 
 
 def test_write_back_keeps_what_could_not_be_copied() -> None:
-    world = World(config(ATTENTION, device=8, host=8, write=WritePolicy.WRITE_BACK))
+    world = World(config=config(ATTENTION, device=8, host=8, write=WritePolicy.WRITE_BACK))
     world.request(prompt(4))
     world.flush(DEVICE)
     world.settle(lost=True)
     assert world.hit(prompt(4)) == (4, 4)
 
 
+def test_what_loses_its_copy_below_to_another_that_comes_down_stays_itself() -> None:
+    world = World(config=config(ATTENTION, STATE, device=[32, 2], host=[32, 1], write=WritePolicy.WRITE_BACK))
+    world.request(prompt(2))
+    for _ in range(2):
+        world.flush(DEVICE)
+        world.settle()
+    world.request(prompt(2))
+    world.request(prompt(4))
+    assert [world.resident(tier, pool=1) for tier in (DEVICE, HOST)] == [2, 1]
+    world.request(prompt(6, seed=1, extra=0))  # needs the room of both states, of which the host can keep only one
+    assert world.hit(prompt(2)) == (2, 2) and world.hit(prompt(4))[1] == 4
+
+
+def test_what_only_the_device_has_comes_down_before_it_goes_when_pages_in_the_host_rest_on_it() -> None:
+    world = World(config=config(ATTENTION, host=64))
+    for word in (7, 8):
+        world.request(fork(2, word), rest=False)
+    world.step()
+    stem = extend(root_key(b"world"), pack(prompt(2)), PAGE_TOKENS)
+    while not world.core.idle():  # the backups of what both begin with fail, those of their ends do not
+        failing = {op: effect.pages[0].key in stem for op, effect in world.flying.items()}
+        world.step([world.end(op, lost=-1 if fails else 0) for op, fails in failing.items()])
+    assert (world.resident(DEVICE), world.resident(HOST)) == (8, 6)
+    for _ in range(2):
+        world.flush(DEVICE)
+        world.settle()
+    assert world.hit(fork(2, 7)) == world.hit(fork(2, 8)) == (0, 4)
+
+
 def test_write_back_makes_room_before_it_is_needed() -> None:
-    world = World(config(ATTENTION, device=16, host=64, write=WritePolicy.WRITE_BACK))
+    world = World(config=config(ATTENTION, device=16, host=64, write=WritePolicy.WRITE_BACK))
     for seed in range(1, 5):
         world.request(prompt(4, seed=seed))
     assert len(world.core.shelves.free[0]) == 2, "an eighth of the device"
@@ -669,13 +750,13 @@ def test_write_back_makes_room_before_it_is_needed() -> None:
 
 
 def test_without_a_host_nothing_is_backed_up() -> None:
-    world = World(config(ATTENTION, STATE, storage=True))
+    world = World(config=config(ATTENTION, STATE, storage=True))
     world.request(prompt(4))
     assert not world.log and world.core.idle()
 
 
 def test_a_run_with_more_states_than_the_host_holds_comes_to_rest() -> None:
-    world = World(config(ATTENTION, STATE, device=32, host=[32, 2], snapshots=Snapshots(every=2 * PAGE_TOKENS)))
+    world = World(config=config(ATTENTION, STATE, device=32, host=[32, 2], snapshots=Snapshots(every=2 * PAGE_TOKENS)))
     world.request(prompt(8))
     assert world.resident(HOST, pool=1) == 2
 
@@ -684,7 +765,7 @@ def test_a_run_with_more_states_than_the_host_holds_comes_to_rest() -> None:
 
 
 def test_pages_seen_at_the_start_may_leave_the_device_before_the_rest_is_published() -> None:
-    world = World(config(ATTENTION, device=32, host=32))
+    world = World(config=config(ATTENTION, device=32, host=32))
     world.request(prompt(4))
     lease = world.start(prompt(6), read=False)
     world.grow(lease, 6)
@@ -696,8 +777,20 @@ def test_pages_seen_at_the_start_may_leave_the_device_before_the_rest_is_publish
     world.drain()
 
 
+def test_pages_beyond_the_boundary_that_need_no_room_stay_while_the_rest_is_computed() -> None:
+    world = World(config=config(ATTENTION, STATE))
+    world.request(prompt(6))
+    lease = world.start(prompt(5))
+    assert lease.boundary == 0, "there is no state at 5"
+    assert [len(slots) for slots in world.grow(lease, 5)] == [0, 1], "but the attention pages are here already"
+    world.flush(DEVICE)
+    world.publish(lease, 5)
+    world.close(lease)
+    assert world.hit(prompt(5)) == (5, 5)
+
+
 def test_the_attention_pages_that_a_request_resumed_from_stay_until_it_is_closed() -> None:
-    world = World(config(ATTENTION, STATE, device=[64, 4], host=[64, 4]))
+    world = World(config=config(ATTENTION, STATE, device=[64, 4], host=[64, 4]))
     for tokens in (prompt(10), fork(6, 7, 3), fork(4, 7, 3)):
         world.request(tokens)
     for seed in range(1, 7):  # other states push out those of our prompt
@@ -716,7 +809,7 @@ def test_the_attention_pages_that_a_request_resumed_from_stay_until_it_is_closed
 
 def test_making_room_for_a_deep_hit_may_cost_the_pages_of_a_shallower_one() -> None:
     world = World(
-        config(
+        config=config(
             ATTENTION,
             WINDOW,
             device=[32, 4],
@@ -743,7 +836,7 @@ def test_making_room_for_a_deep_hit_may_cost_the_pages_of_a_shallower_one() -> N
 
 
 def test_a_salt_under_which_nothing_is_kept_is_forgotten() -> None:
-    world = World(config(ATTENTION))
+    world = World(config=config(ATTENTION))
     world.close(world.open(prompt(4), salt="shy"))
     assert not world.core.shelves.roots
     world.request(prompt(4), salt="loud")
@@ -753,14 +846,14 @@ def test_a_salt_under_which_nothing_is_kept_is_forgotten() -> None:
 
 
 def test_a_salt_whose_pages_were_evicted_is_forgotten() -> None:
-    world = World(config(ATTENTION, device=4))
+    world = World(config=config(ATTENTION, device=4))
     for user in range(20):
         world.request(prompt(4), salt=f"user {user}")
     assert [*world.core.shelves.roots] == [root_key(b"world", "user 19")]
 
 
 def test_an_eviction_order_does_not_remember_what_left_the_tree() -> None:
-    world = World(config(ATTENTION, STATE, device=[8, 64]))
+    world = World(config=config(ATTENTION, STATE, device=[8, 64]))
     for seed in range(1, 201):
         world.request(prompt(4, seed=seed))
     alive = sum(1 for _ in runs(world.core))
@@ -768,7 +861,7 @@ def test_an_eviction_order_does_not_remember_what_left_the_tree() -> None:
 
 
 def test_a_flush_spares_what_somebody_holds() -> None:
-    world = World(config(ATTENTION, STATE, device=16, host=16))
+    world = World(config=config(ATTENTION, STATE, device=16, host=16))
     world.request(prompt(2, seed=1))
     world.request(prompt(4))
     lease = world.start(prompt(4))
@@ -782,7 +875,7 @@ def test_a_flush_spares_what_somebody_holds() -> None:
 
 
 def test_illegal_calls_raise_and_change_nothing() -> None:
-    world = World(config(ATTENTION, host=64, storage=True))
+    world = World(config=config(ATTENTION, host=64, storage=True))
     world.request(prompt(4))
     world.flush(DEVICE, HOST)
     early = world.start(prompt(4))
@@ -814,7 +907,7 @@ def test_a_tier_cannot_have_fewer_than_no_slots() -> None:
 
 
 def test_a_request_that_waited_behind_one_that_computed_its_prefix_resumes_from_it() -> None:
-    world = World(config(ATTENTION, STATE, host=64, storage=True))
+    world = World(config=config(ATTENTION, STATE, host=64, storage=True))
     waiting = [world.open(prompt(6)) for _ in range(3)]
     world.request(prompt(6))
     for lease in waiting:
@@ -822,8 +915,18 @@ def test_a_request_that_waited_behind_one_that_computed_its_prefix_resumes_from_
         world.close(lease)
 
 
+def test_what_a_waiting_request_counts_on_may_go_before_its_turn() -> None:
+    world = World(config=config(ATTENTION))
+    world.request(prompt(4))
+    world.request(prompt(2, seed=1))
+    world.start(prompt(2, seed=1))  # stays, and so does the tree
+    waiting = world.open(prompt(4))
+    assert world.flush(DEVICE) == 4
+    assert world.claim(waiting) and waiting.boundary == 0
+
+
 def test_waiting_requests_take_no_room_on_the_device() -> None:
-    world = World(config(ATTENTION, STATE, host=64, storage=True, device=14))
+    world = World(config=config(ATTENTION, STATE, host=64, storage=True, device=14))
     for seed in range(8):
         world.request(prompt(6, seed=seed))
     world.flush(DEVICE)
@@ -836,7 +939,7 @@ def test_waiting_requests_take_no_room_on_the_device() -> None:
 
 
 def test_waiting_requests_hold_what_came_from_storage_and_nothing_on_the_device() -> None:
-    world = World(config(ATTENTION, STATE, host=16, storage=True, device=8))
+    world = World(config=config(ATTENTION, STATE, host=16, storage=True, device=8))
     world.request(prompt(6))
     world.flush(DEVICE, HOST)
     waiting = world.open(prompt(6))
@@ -850,7 +953,7 @@ def test_waiting_requests_hold_what_came_from_storage_and_nothing_on_the_device(
 
 
 def test_what_a_waiting_request_lost_in_memory_is_asked_of_storage_when_its_turn_comes() -> None:
-    world = World(config(ATTENTION, STATE, host=8, storage=True, device=8))
+    world = World(config=config(ATTENTION, STATE, host=8, storage=True, device=8))
     world.request(prompt(6))
     waiting = world.open(prompt(6))
     world.request(prompt(6, seed=1))
@@ -859,7 +962,7 @@ def test_what_a_waiting_request_lost_in_memory_is_asked_of_storage_when_its_turn
 
 
 def test_waiting_for_storage_never_holds_more_of_the_host_than_its_share() -> None:
-    world = World(config(ATTENTION, host=16, storage=True, device=16, host_share=0.5))
+    world = World(config=config(ATTENTION, host=16, storage=True, device=16, host_share=0.5))
     for seed in range(4):
         world.request(prompt(4, seed=seed))
     world.flush(DEVICE, HOST)
@@ -874,7 +977,7 @@ def test_waiting_for_storage_never_holds_more_of_the_host_than_its_share() -> No
 
 
 def test_who_has_its_turn_takes_the_share_of_those_who_wait() -> None:
-    world = World(config(ATTENTION, host=16, storage=True, device=16, host_share=0.5))
+    world = World(config=config(ATTENTION, host=16, storage=True, device=16, host_share=0.5))
     for seed in range(2):
         world.request(prompt(8, seed=seed))
     world.flush(DEVICE, HOST)
@@ -885,11 +988,23 @@ def test_who_has_its_turn_takes_the_share_of_those_who_wait() -> None:
     assert world.ready(second) and second.boundary == 8
 
 
+def test_room_for_the_rest_of_a_prompt_is_never_made_at_the_cost_of_its_beginning() -> None:
+    world = World(config=config(ATTENTION, host=6, storage=True))
+    world.request(prompt(6))
+    world.flush(DEVICE, HOST)
+    world.request(prompt(3))
+    world.request(prompt(3, seed=1))
+    world.flush(DEVICE)
+    lease = world.open(prompt(6))
+    world.open(prompt(3, seed=1))  # so the first one's beginning is the coldest that there is
+    assert world.ready(lease) and lease.boundary == 6 and lease.from_tiers() == (0, 3, 3)
+
+
 # --- private copies, and sequences that go on
 
 
 def test_windows_and_states_may_go_once_the_engine_has_its_own_copy() -> None:
-    world = World(config(ATTENTION, WINDOW, STATE, device=8))
+    world = World(config=config(ATTENTION, WINDOW, STATE, device=8))
     world.request(prompt(6))
     lease = world.start(prompt(6))
     assert world.flush(DEVICE) == 0
@@ -899,7 +1014,7 @@ def test_windows_and_states_may_go_once_the_engine_has_its_own_copy() -> None:
 
 
 def test_a_sequence_that_goes_on_is_kept_where_it_ends_now() -> None:
-    world = World(config(ATTENTION, STATE))
+    world = World(config=config(ATTENTION, STATE))
     lease = world.start(prompt(3))
     world.extend(lease, prompt(6)[3 * PAGE_TOKENS + 1 :])
     assert world.core.keepable(lease) == 6
@@ -911,7 +1026,7 @@ def test_a_sequence_that_goes_on_is_kept_where_it_ends_now() -> None:
 
 
 def test_a_session_goes_on_in_the_page_that_its_last_turn_began() -> None:
-    world = World(config(ATTENTION, STATE))
+    world = World(config=config(ATTENTION, STATE))
     session = world.start(prompt(3, extra=1))
     world.grow(session, 3)
     world.publish(session, 3)
@@ -924,7 +1039,7 @@ def test_a_session_goes_on_in_the_page_that_its_last_turn_began() -> None:
 
 
 def test_a_sequence_that_found_no_room_is_not_kept_when_it_goes_on() -> None:
-    world = World(config(ATTENTION, device=2))
+    world = World(config=config(ATTENTION, device=2))
     lease = world.start(prompt(3))
     world.grow(lease, 3)
     world.extend(lease, prompt(6)[3 * PAGE_TOKENS + 1 :])
@@ -937,7 +1052,7 @@ def test_a_sequence_that_found_no_room_is_not_kept_when_it_goes_on() -> None:
 
 
 def test_what_saves_too_little_is_not_brought_to_the_device() -> None:
-    world = World(config(ATTENTION, host=64, load_at_least=4 * PAGE_TOKENS))
+    world = World(config=config(ATTENTION, host=64, load_at_least=4 * PAGE_TOKENS))
     world.request(prompt(3))
     world.request(prompt(4, seed=1))
     world.flush(DEVICE)
@@ -946,7 +1061,7 @@ def test_what_saves_too_little_is_not_brought_to_the_device() -> None:
 
 
 def test_what_saves_too_little_is_not_fetched_from_storage() -> None:
-    world = World(config(ATTENTION, host=64, storage=True, fetch_at_least=4 * PAGE_TOKENS))
+    world = World(config=config(ATTENTION, host=64, storage=True, fetch_at_least=4 * PAGE_TOKENS))
     world.request(prompt(3))
     world.request(prompt(4, seed=1))
     world.flush(DEVICE, HOST)
@@ -956,7 +1071,7 @@ def test_what_saves_too_little_is_not_fetched_from_storage() -> None:
 
 
 def test_a_copy_to_the_device_that_never_ends_is_not_waited_for_for_ever() -> None:
-    world = World(config(ATTENTION, host=64, load_deadline_s=5.0))
+    world = World(config=config(ATTENTION, host=64, load_deadline_s=5.0))
     world.request(prompt(4))
     world.flush(DEVICE)
     lease = world.start(prompt(4))
@@ -970,7 +1085,7 @@ def test_a_copy_to_the_device_that_never_ends_is_not_waited_for_for_ever() -> No
 
 
 def test_an_answer_that_comes_twice_changes_nothing() -> None:
-    world = World(config(ATTENTION, host=64, storage=True))
+    world = World(config=config(ATTENTION, host=64, storage=True))
     world.request(prompt(4), rest=False)
     ended = [world.end(op) for op in [*world.flying]]
     world.step(ended)
@@ -986,11 +1101,11 @@ def test_an_answer_that_comes_twice_changes_nothing() -> None:
 
 
 def test_a_storage_that_is_detached_is_asked_nothing_and_given_nothing() -> None:
-    world = World(config(ATTENTION, host=64, storage=True))
+    world = World(config=config(ATTENTION, host=64, storage=True))
     world.request(prompt(4))
     world.flush(DEVICE, HOST)
     waiting = world.open(prompt(4))
-    world.core.detach()
+    world.detach()
     assert world.ready(waiting) and waiting.boundary == 0
     world.close(waiting)
     log = len(world.log)
@@ -999,39 +1114,68 @@ def test_a_storage_that_is_detached_is_asked_nothing_and_given_nothing() -> None
 
 
 def test_a_storage_that_is_attached_gets_what_is_in_memory_when_asked() -> None:
-    world = World(config(ATTENTION, STATE, host=64))
+    world = World(config=config(ATTENTION, STATE, host=64))
     world.request(prompt(4))
-    world.core.attach()
+    world.attach()
     world.settle()
-    assert not world.storage
-    world.core.attach(back_up=True)
+    assert not world.storage.objects
+    world.attach(world.storage, back_up=True)
     world.settle()
-    assert len(world.storage) == 5
+    assert len(world.storage.objects) == 5
 
 
 def test_a_store_that_takes_the_place_of_another_is_not_taken_for_it() -> None:
-    world = World(config(ATTENTION, host=64, storage=True))
+    world = World(config=config(ATTENTION, host=64, storage=True))
     world.request(prompt(4), rest=False)
     while not copies(world, HOST, STORAGE):
         world.step([world.end(op) for op in [*world.flying]])
-    world.core.detach()
-    world.core.attach()
-    ended = [world.end(op) for op in [*world.flying]]
-    world.storage.clear()
-    world.step(ended)
+    world.detach()
+    world.attach()
+    world.step([world.end(op) for op in [*world.flying]])
     world.request(prompt(4))
-    assert len(world.storage) == 4
+    assert len(world.storage.objects) == 4
+
+
+def test_a_storage_that_takes_the_place_of_another_gets_what_that_one_had() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    world.request(prompt(4))
+    world.detach()
+    world.attach(back_up=True)
+    world.settle()
+    assert len(world.storage.objects) == 4
+
+
+def test_what_comes_late_from_a_storage_that_has_gone_is_stored_in_the_next_one() -> None:
+    world = fetching(WAIT_COMPLETE)
+    world.detach()
+    world.attach()
+    world.step([world.end(op) for op in [*world.flying]])
+    assert world.core.counters.late == 6
+    world.close(world.leases[0])
+    assert world.request(prompt(6)).boundary == 6
+    assert len(world.storage.objects) == 6
+
+
+def test_what_was_to_leave_for_a_storage_that_has_gone_stays() -> None:
+    world = World(config=config(ATTENTION, device=8, host=8, storage=True, write=WritePolicy.WRITE_BACK))
+    world.request(prompt(3))
+    world.flush(DEVICE)
+    world.settle()
+    assert world.flush(HOST) == 0 and copies(world, HOST, STORAGE)
+    world.detach()
+    world.settle()
+    assert world.hit(prompt(3)) == (0, 3)
 
 
 def test_a_core_without_a_host_refuses_a_storage() -> None:
     with pytest.raises(ConfigError, match="host"):
-        World(config(ATTENTION)).core.attach()
+        World(config=config(ATTENTION)).core.attach()
 
 
 # --- how much is worth keeping
 
 
 def test_a_state_close_behind_another_is_not_admitted() -> None:
-    world = World(config(ATTENTION, STATE, snapshots=Snapshots(every=PAGE_TOKENS, gap=3 * PAGE_TOKENS)))
+    world = World(config=config(ATTENTION, STATE, snapshots=Snapshots(every=PAGE_TOKENS, gap=3 * PAGE_TOKENS)))
     world.request(prompt(8))
     assert world.resident(DEVICE, pool=1) == 2 and world.hit(prompt(5)) == (3, 3) and world.hit(prompt(8)) == (6, 6)

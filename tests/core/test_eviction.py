@@ -1,12 +1,12 @@
 """Who goes first when room is short, by example; that every order obeys the laws is for the random lives."""
 
 import pytest
-from world import ATTENTION, STATE, World, config, prompt
 
 from kvarve.core.eviction import ORDERS
 from kvarve.core.policies import PageCost
 from kvarve.errors import ConfigError
 from kvarve.model import Tier
+from kvarve.testing.world import ATTENTION, STATE, World, config, prompt
 
 
 def survivors(world: World, seeds: int, pages: int = 2) -> list[int]:
@@ -16,28 +16,28 @@ def survivors(world: World, seeds: int, pages: int = 2) -> list[int]:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order_makes_room(order: str) -> None:
-    world = World(config(ATTENTION, STATE, device=[6, 3], host=[8, 4], eviction=order))
+    world = World(config=config(ATTENTION, STATE, device=[6, 3], host=[8, 4], eviction=order))
     for seed in range(12):
         assert world.request(prompt(2, seed=seed)).done == 2
     world.drain()
 
 
 def test_lru_keeps_what_was_used_last() -> None:
-    world = World(config(ATTENTION, device=6, eviction="lru"))
-    for seed in (0, 0, 1, 2, 3):
+    world = World(config=config(ATTENTION, device=6, eviction="lru"))
+    for seed in (0, 1, 2, 0, 3):  # whoever goes by arrival would drop the first
         world.request(prompt(2, seed=seed))
-    assert survivors(world, 4) == [1, 2, 3]
+    assert survivors(world, 4) == [0, 2, 3]
 
 
 def test_lfu_keeps_what_was_used_most() -> None:
-    world = World(config(ATTENTION, device=6, eviction="lfu"))
+    world = World(config=config(ATTENTION, device=6, eviction="lfu"))
     for seed in (0, 0, 0, 1, 2, 3, 4):
         world.request(prompt(2, seed=seed))
     assert survivors(world, 5) == [0, 3, 4]
 
 
 def test_lfu_counts_the_use_of_a_shared_beginning() -> None:
-    world = World(config(ATTENTION, device=8, eviction="lfu"))
+    world = World(config=config(ATTENTION, device=8, eviction="lfu"))
     for tail in range(4):
         world.request(prompt(2, extra=0) + [900 + tail] * 5)
     for seed in range(1, 4):
@@ -46,7 +46,7 @@ def test_lfu_counts_the_use_of_a_shared_beginning() -> None:
 
 
 def test_s3fifo_lets_pages_that_are_used_once_pass_by() -> None:
-    world = World(config(ATTENTION, device=8, eviction="s3fifo"))
+    world = World(config=config(ATTENTION, device=8, eviction="s3fifo"))
     for seed in (0, 0, 1, 1):
         world.request(prompt(2, seed=seed))
     for seed in range(2, 30):
@@ -55,7 +55,7 @@ def test_s3fifo_lets_pages_that_are_used_once_pass_by() -> None:
 
 
 def test_s3fifo_remembers_what_left_it_lately() -> None:
-    world = World(config(ATTENTION, device=6, eviction="s3fifo"))
+    world = World(config=config(ATTENTION, device=6, eviction="s3fifo"))
     for seed in (0, 1, 2, 3):
         world.request(prompt(2, seed=seed))
     assert survivors(world, 4) == [1, 2, 3]
@@ -66,7 +66,7 @@ def test_s3fifo_remembers_what_left_it_lately() -> None:
 
 
 def test_a_page_that_an_important_request_used_goes_last() -> None:
-    world = World(config(ATTENTION, device=6, eviction="priority"))
+    world = World(config=config(ATTENTION, device=6, eviction="priority"))
     for seed, priority in ((0, 5), (1, 0), (2, 1), (3, 0), (4, 0)):
         lease = world.open(prompt(2, seed=seed), priority=priority)
         world.compute(lease)
@@ -81,7 +81,7 @@ def passers_by(world: World, count: int, first: int) -> None:
 
 @pytest.mark.parametrize(("order", "stays"), [("lru", False), ("flops", True)])
 def test_a_page_far_into_a_prompt_is_dear_to_compute_and_stays(order: str, stays: bool) -> None:
-    world = World(config(ATTENTION, device=16, eviction=order, cost=PageCost(1.0, 1.0)))
+    world = World(config=config(ATTENTION, device=16, eviction=order, cost=PageCost(1.0, 1.0)))
     passers_by(world, 100, first=100)
     world.request(prompt(8))
     passers_by(world, 6, first=300)
@@ -90,7 +90,7 @@ def test_a_page_far_into_a_prompt_is_dear_to_compute_and_stays(order: str, stays
 
 @pytest.mark.parametrize(("order", "stays"), [("lru", False), ("flops", True)])
 def test_a_state_that_stands_alone_is_dearer_than_one_close_behind_another(order: str, stays: bool) -> None:
-    world = World(config(ATTENTION, STATE, device=[256, 4], eviction=order))
+    world = World(config=config(ATTENTION, STATE, device=[256, 4], eviction=order))
     passers_by(world, 100, first=100)
     world.request(prompt(16))
     passers_by(world, 6, first=300)
@@ -98,7 +98,7 @@ def test_a_state_that_stands_alone_is_dearer_than_one_close_behind_another(order
 
 
 def test_what_is_dear_ages_too() -> None:
-    world = World(config(ATTENTION, STATE, device=[256, 4], eviction="flops"))
+    world = World(config=config(ATTENTION, STATE, device=[256, 4], eviction="flops"))
     passers_by(world, 100, first=100)
     world.request(prompt(16))
     passers_by(world, 60, first=300)
@@ -106,7 +106,7 @@ def test_what_is_dear_ages_too() -> None:
 
 
 def test_where_all_costs_the_same_flops_is_lru() -> None:
-    worlds = [World(config(ATTENTION, device=9, eviction=order)) for order in ("lru", "flops")]
+    worlds = [World(config=config(ATTENTION, device=9, eviction=order)) for order in ("lru", "flops")]
     for turn in range(120):
         for world in worlds:
             world.request(prompt(1 + turn % 3, seed=turn * turn % 7))
@@ -118,7 +118,7 @@ def test_where_all_costs_the_same_flops_is_lru() -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_order_forgets_what_left_the_tree(order: str) -> None:
-    world = World(config(ATTENTION, device=8, eviction=order))
+    world = World(config=config(ATTENTION, device=8, eviction=order))
     for seed in range(200):
         world.request(prompt(2, seed=seed))
     place = int(Tier.DEVICE)
@@ -127,4 +127,4 @@ def test_an_order_forgets_what_left_the_tree(order: str) -> None:
 
 def test_an_unknown_order_is_refused() -> None:
     with pytest.raises(ConfigError, match="known: lru"):
-        World(config(ATTENTION, eviction="mru"))
+        World(config=config(ATTENTION, eviction="mru"))

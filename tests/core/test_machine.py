@@ -1,22 +1,16 @@
 """Any life of any core: whatever comes in, in whatever order, no law breaks and no byte is ever the wrong one."""
 
-import hashlib
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from world import ATTENTION, INDEX, PATIENCES, STATE, WINDOW, World, config, dump, live
 
 from kvarve.core.lease import Lease
 from kvarve.core.policies import Patience, WritePolicy
 from kvarve.core.snapshots import Snapshots
 from kvarve.model import PoolSpec, Tier
+from kvarve.testing.world import ATTENTION, INDEX, PATIENCES, STATE, WINDOW, World, config
 
 POOLS = st.sampled_from(
     [
@@ -65,7 +59,7 @@ class Life(RuleBasedStateMachine):
     ) -> None:
         grid, batch, backup = sizes
         self.world = World(
-            config(
+            config=config(
                 *pools,
                 device=device[: len(pools)],
                 host=host[: len(pools)],
@@ -151,51 +145,3 @@ TestLife = Life.TestCase
 TestLife.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_a_long_random_life_breaks_no_law(seed: int) -> None:
-    print(f"world.live({seed}, 600).drain()")
-    live(seed, 600).drain()
-
-
-@pytest.mark.parametrize("seed", range(1000, 1006))
-def test_equal_inputs_give_equal_effects_and_equal_trees(seed: int) -> None:
-    one, two = live(seed, 250), live(seed, 250)
-    assert one.log == two.log
-    assert dump(one.core) == dump(two.core)
-
-
-def fingerprint(seed: int) -> str:
-    world = live(seed, 250)
-    return hashlib.sha256(repr((world.log, dump(world.core))).encode()).hexdigest()
-
-
-def test_ranks_in_processes_of_their_own_do_not_drift_apart() -> None:
-    here = Path(__file__).parent
-    code = "from test_machine import fingerprint; print(*(fingerprint(seed) for seed in range(1000, 1004)))"
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=here,
-            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(here)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for hash_seed in ("1", "2")
-    }
-    assert found == {" ".join(fingerprint(seed) for seed in range(1000, 1004)) + "\n"}
-
-
-def test_random_lives_see_every_kind_of_thing_happen() -> None:
-    """The drivers above prove little if nothing ever hits, fails, or runs out of room."""
-    counters: dict[str, int] = {}
-    hits = [0, 0, 0]
-    for seed in range(2000, 2040):
-        world = live(seed, 300)
-        for name, count in vars(world.core.counters).items():
-            counters[name] = counters.get(name, 0) + count
-        hits = [had + more for had, more in zip(hits, world.hits, strict=True)]
-    assert min(counters.values()) > 0, str(counters)
-    assert min(hits) > 0, hits

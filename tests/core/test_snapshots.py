@@ -3,11 +3,11 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from world import ATTENTION, STATE, World, config, fork, prompt
 
 from kvarve.boundaries import members, of
 from kvarve.core.snapshots import Snapshots
 from kvarve.errors import ConfigError
+from kvarve.testing.world import ATTENTION, STATE, World, config, fork, prompt
 
 PAGE = 64
 
@@ -63,11 +63,11 @@ def test_less_than_nothing_is_refused(wrong: dict[str, int]) -> None:
 
 
 def test_without_branch_points_a_shared_beginning_is_resumed_from_where_another_prompt_ended() -> None:
-    world = World(config(ATTENTION, STATE, snapshots=Snapshots(branches=False)))
+    world = World(config=config(ATTENTION, STATE, snapshots=Snapshots(branches=False)))
     world.request(prompt(6))
     world.request(fork(4, word=1))
     assert world.request(fork(4, word=2)).boundary == 0
-    world = World(config(ATTENTION, STATE))
+    world = World(config=config(ATTENTION, STATE))
     world.request(prompt(6))
     world.request(fork(4, word=1))
     assert world.request(fork(4, word=2)).boundary == 4

@@ -244,6 +244,21 @@ def test_a_prompt_that_branches_off_another_is_answered_as_if_it_were_alone(make
     assert cached_tokens == [0, 0, 192, 192]  # the state where they part is kept when the second one parts
 
 
+@every_family
+def test_what_was_computed_in_half_a_chunk_is_nobody_elses(family: str, make: Make, recorder: Recorder) -> None:
+    """A page has other last bits if its chunk was shorter, so who goes on from there computes that chunk anew."""
+    engine, prompt = make(a_model(family), start=False), a_prompt(5 * CHUNK)
+    for tokens in (2 * CHUNK + 2 * PAGE, 3 * CHUNK + PAGE, 4 * CHUNK):
+        by_hand(engine, a_request(prompt[:tokens], 1))
+        recorder.take()
+    by_hand(engine, a_request(prompt, 1))
+    warm = recorder.take()
+    by_hand(make(a_model(family), start=False), a_request(prompt, 1))
+    cold = recorder.take()
+    assert [*warm] == [5 * CHUNK]
+    assert torch.equal(warm[5 * CHUNK], cold[5 * CHUNK])
+
+
 def test_another_salt_or_no_wish_to_read_computes_everything(make: Make) -> None:
     engine = make()
     engine.submit(a_request()).result(LONG_S)

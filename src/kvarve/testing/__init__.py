@@ -7,11 +7,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kvarve.testing.faulty import FaultyStorage, Rule
+from kvarve.testing.world import World
 
 if TYPE_CHECKING:
     from kvarve.testing.suite import CapacitySuite, MakeStorage, StorageSuite
 
-__all__ = ["CapacitySuite", "FaultyStorage", "MakeStorage", "Rule", "StorageSuite"]
+__all__ = ["CapacitySuite", "FaultyStorage", "MakeStorage", "Rule", "StorageSuite", "World"]
 
 
 def __getattr__(name: str) -> Any:

@@ -129,12 +129,18 @@ def _extend(world: World, pick: int, text: str) -> bool:
 
 
 def _grow(world: World, pick: int, more: int) -> bool:
-    lease, grid = _one(pick, _ready(world)), world.core.grid
-    upto = min(world.core.keepable(lease), lease.room + grid * more) // grid * grid if lease is not None else 0
-    if lease is None or upto <= lease.room:
-        return False
-    world.grow(lease, upto)
-    return True
+    lease, upto = _further(world, pick, more)
+    if lease is not None:
+        world.grow(lease, upto)
+    return lease is not None
+
+
+def _short(world: World, pick: int, more: int) -> bool:
+    """Somebody asks whether there is room, and under write-back some is made."""
+    lease, upto = _further(world, pick, more)
+    if lease is not None:
+        world.short(lease, upto)
+    return lease is not None
 
 
 def _publish(world: World, pick: int, less: int) -> bool:
@@ -264,6 +270,7 @@ ACTIONS: Mapping[str, Callable[..., bool]] = {
     "resumed": _resumed,
     "extend": _extend,
     "grow": _grow,
+    "short": _short,
     "publish": _publish,
     "close": _close,
     "flush": _flush,
@@ -285,6 +292,13 @@ def _one(pick: int, those: Sequence[T]) -> T | None:
     return those[pick % len(those)] if those else None
 
 
+def _further(world: World, pick: int, more: int) -> tuple[Lease | None, int]:
+    """A ready lease, if it has more to keep, and a page on the prefill grid up to which it could."""
+    lease, grid = _one(pick, _ready(world)), world.core.grid
+    upto = min(world.core.keepable(lease), lease.room + grid * more) // grid * grid if lease is not None else 0
+    return (lease, upto) if lease is not None and upto > lease.room else (None, 0)
+
+
 def _ready(world: World) -> list[Lease]:
     return [lease for lease in world.leases if lease.ready]
 
@@ -301,6 +315,7 @@ class Fate:
         self.told = dice.choice([0.2, 0.6, 1.0])  # share of what is in flight that ends in a step
         self.crowd = dice.choice([1, 2, 4, 8])
         self.newest = dice.random() < 0.3  # what was sent last ends first, so some of it is very late
+        self.salts = dice.choice(["aaab", "aaab", "abcdefghijkl"])
         self.known: list[str] = []
         faults = dice.choice([0.0, 0.3, 1.0])
         weights = {
@@ -311,6 +326,7 @@ class Fate:
             "resumed": 3,
             "extend": dice.choice([0, 3]),
             "grow": 12,
+            "short": 2,
             "publish": 10,
             "close": dice.choice([6, 14]),
             "flush": dice.choice([0, 4, 10]),
@@ -330,24 +346,19 @@ class Fate:
     def action(self, world: World) -> Action:
         dice, pick = self.dice, self.dice.randrange(60)
         (kind,) = dice.choices(self.kinds, self.weights)
+        salt = dice.choice(self.salts)
         if kind == "open" and len(world.leases) >= self.crowd:
             kind = "claim"
         match kind:
             case "step":
                 return ["step", dice.choice([0.0, 0.5, 2.0]), self._ends(len(world.flying))]
             case "request":
-                return ["request", self._prompt(), dice.choice("aaab"), dice.randint(1, 3), int(dice.random() < 0.5)]
+                return ["request", self._prompt(), salt, dice.randint(1, 3), int(dice.random() < 0.5)]
             case "open":
-                return [
-                    "open",
-                    self._prompt(),
-                    dice.choice("aaab"),
-                    dice.randrange(4),
-                    int(dice.random() < 0.85),
-                    dice.choice([0, 0, 1, 2]),
-                ]
-            case "grow":
-                return ["grow", pick, dice.randint(1, 12)]
+                reads, priority = int(dice.random() < 0.85), dice.choice([0, 0, 1, 2])
+                return ["open", self._prompt(), salt, dice.randrange(4), reads, priority]
+            case "grow" | "short":
+                return [kind, pick, dice.randint(1, 12)]
             case "publish":
                 return ["publish", pick, dice.choice([0, 0, 1, 3])]
             case "flush":
@@ -365,7 +376,7 @@ class Fate:
             case "rot":
                 return ["rot", pick, dice.randrange(4), dice.randrange(2)]
             case "elsewhere":
-                return ["elsewhere", self._prompt(), dice.choice("aaab"), self._some(self.trouble)]
+                return ["elsewhere", self._prompt(), salt, self._some(self.trouble)]
             case "forget":
                 return ["forget", pick, dice.choice([1, 1, 3, 100])]
             case "mute":
@@ -399,7 +410,8 @@ class Fate:
 def born(seed: int) -> tuple[Life, random.Random]:
     """A life that has not happened yet, and the dice that will draw it."""
     dice = random.Random(seed)
-    return Life(seed, dice.choice([1, 1, 1, 1, 2, 2, 3, 4]), draw(dice)), dice
+    config = draw(dice)
+    return Life(seed, dice.choice([1, 1, 1, 1, 2, 2, 3, 4]), config), dice
 
 
 def live(life: Life, dice: random.Random, steps: int | None = None) -> World:

@@ -66,18 +66,18 @@ def attempt(life: Life) -> tuple[Trouble | None, int]:
 
 
 def shrink(life: Life, trouble: Trouble, seconds: float = 60.0) -> Life:
-    """The shortest life found within so many seconds that has the same trouble."""
-    end = time.monotonic() + seconds
+    """The shortest life found within so many seconds of the processor's time that has the same trouble."""
+    end = time.process_time() + seconds
 
     def breaks(actions: list[Action], **changes: Any) -> Life | None:
-        if time.monotonic() >= end:
+        if time.process_time() >= end:
             return None
         shorter = replace(life, actions=actions, **changes)
         found, done = attempt(shorter)
         return replace(shorter, actions=actions[:done]) if found and found.place == trouble.place else None
 
     life = breaks(life.actions, ranks=1) or breaks(life.actions) or life
-    while time.monotonic() < end:
+    while time.process_time() < end:
         before = life.actions
         life = _drop(life, breaks)
         life = _simplify(life, breaks)
@@ -103,7 +103,7 @@ def _drop(life: Life, breaks: Callable[[list[Action]], Life | None]) -> Life:
 
 
 def _simplify(life: Life, breaks: Callable[[list[Action]], Life | None]) -> Life:
-    """Leave out parts of what ends in a step, and parts of prompts."""
+    """Leave out parts of what ends in a step, and parts of prompts; a number that does not matter is 0."""
     at = 0
     while at < len(life.actions):
         for simpler in _simpler(life.actions[at]):
@@ -120,6 +120,12 @@ def _simpler(action: Action) -> Iterator[Action]:
     name, *rest = action
     for i, value in enumerate(rest):
         if isinstance(value, list):
-            yield from ([name, *rest[:i], value[:k] + value[k + 1 :], *rest[i + 1 :]] for k in range(len(value)))
+            for k, end in enumerate(value):
+                yield [name, *rest[:i], value[:k] + value[k + 1 :], *rest[i + 1 :]]
+                if end[1] or end[2]:
+                    yield [name, *rest[:i], [*value[:k], [end[0], 0, 0, -1], *value[k + 1 :]], *rest[i + 1 :]]
         elif isinstance(value, str) and len(value) > 1:
+            yield [name, *rest[:i], value[: len(value) // 2], *rest[i + 1 :]]
             yield [name, *rest[:i], value[:-1], *rest[i + 1 :]]
+        elif isinstance(value, int | float) and value:
+            yield [name, *rest[:i], 0, *rest[i + 1 :]]

@@ -101,8 +101,12 @@ class World:
         return lease
 
     def claim(self, lease: Lease) -> bool:
+        waited = not lease.ready
         ready = self._all(lease, lambda core, twin: core.claim(twin, self.now))
         self._check()
+        if waited and ready and lease.reads:
+            hit = self._expected_hit(self._prompts[lease.number], len(lease.tokens) // TOKEN_BYTES)
+            assert lease.boundary == hit[0], "who is ready at once resumes from all that the device has"
         return ready
 
     def ready(self, lease: Lease) -> bool:
@@ -133,6 +137,11 @@ class World:
             self._grown[lease.number][pool].update(slots)
         self._check()
         return fresh
+
+    def short(self, lease: Lease, upto: int) -> bool:
+        short = self._all(lease, lambda core, twin: core.short(twin, upto))
+        self._check()
+        return short
 
     def publish(self, lease: Lease, upto: int) -> None:
         keys = self._prompts[lease.number]
@@ -424,6 +433,9 @@ class World:
         effects = self._each(lambda core: core.take())
         for effect in effects:
             assert effect.pages, "an effect is about something"
+            if isinstance(effect, Copy) and effect.source is Tier.STORAGE:
+                names = [hands.name(page.key, page.pool) for hands in self.hands for page in effect.pages]
+                assert self.storage.ever.issuperset(names), "nothing is fetched that storage never had"
             assert self.attached or (isinstance(effect, Copy) and Tier.STORAGE not in (effect.source, effect.target)), (
                 "without a storage nothing is asked of it"
             )
