@@ -88,6 +88,14 @@ def test_attention_alone_resumes_anywhere() -> None:
     assert world.request(fork(3, 7)).boundary == 3
 
 
+def test_a_model_without_attention_resumes_where_its_states_and_windows_are() -> None:
+    world = World(config=config(STATE, WINDOW))
+    world.request(prompt(6))
+    assert world.request(prompt(6)).boundary == 6
+    assert world.request(prompt(9)).boundary == 6
+    assert [world.resident(DEVICE, pool) for pool in (0, 1)] == [2, 6], "what 6 and 9 need"
+
+
 def test_salts_share_nothing() -> None:
     world = World(config=config(ATTENTION))
     world.request(prompt(4), salt="mine")
@@ -1179,3 +1187,14 @@ def test_a_state_close_behind_another_is_not_admitted() -> None:
     world = World(config=config(ATTENTION, STATE, snapshots=Snapshots(every=PAGE_TOKENS, gap=3 * PAGE_TOKENS)))
     world.request(prompt(8))
     assert world.resident(DEVICE, pool=1) == 2 and world.hit(prompt(5)) == (3, 3) and world.hit(prompt(8)) == (6, 6)
+
+
+def test_a_storage_that_is_attached_in_place_of_another_is_not_taken_for_it() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    world.request(prompt(4), rest=False)
+    while not copies(world, HOST, STORAGE):
+        world.step([world.end(op) for op in [*world.flying]])
+    world.attach()
+    world.step([world.end(op) for op in [*world.flying]])
+    world.request(prompt(4))
+    assert len(world.storage.objects) == 4

@@ -29,7 +29,7 @@ def top() -> Run:
 
 def insert(root: Run, tokens: bytes) -> Run:
     """Make positions for all full pages of a prompt; the deepest run of it."""
-    path, known = walk(root, 0, tokens)
+    path, known = walk(root, tokens)
     tail, end = (path[-1] if path else root), len(pages(tokens))
     if known == end:
         return tail
@@ -82,30 +82,15 @@ def check_shape(root: Run) -> None:
 def test_a_walk_knows_as_many_pages_as_a_trie_does(prompts: list[list[int]]) -> None:
     root, trie = top(), set[tuple[bytes, ...]]()
     for tokens in map(pack, prompts):
-        path, known = walk(root, 0, tokens)
+        path, known = walk(root, tokens)
         own = pages(tokens)
         assert known == max(depth for depth in range(len(own) + 1) if depth == 0 or tuple(own[:depth]) in trie)
         assert b"".join(run.tokens for run in path)[: known * WIDTH] == tokens[: known * WIDTH]
         insert(root, tokens)
         trie |= {tuple(own[: depth + 1]) for depth in range(len(own))}
-        assert walk(root, 0, tokens)[1] == len(own)
+        assert walk(root, tokens)[1] == len(own)
         check_shape(root)
     assert len(facts(root)) == len(trie), "one position for each node of the trie"
-
-
-@given(Prompts, st.integers(0, 17), st.integers(0, 11))
-def test_a_walk_may_go_on_from_anywhere_on_the_way(prompts: list[list[int]], start: int, which: int) -> None:
-    root = top()
-    for tokens in prompts:
-        insert(root, pack(tokens))
-    tokens = pack(prompts[which % len(prompts)])
-    path, known = walk(root, 0, tokens)
-    assert known == len(pages(tokens))
-    at = min(start, known)
-    run = covering(path[-1], at - 1) if at else root
-    passed, again = walk(run, at, tokens)
-    assert again == known
-    assert passed == [each for each in path if each.first >= run.end]
 
 
 @given(Prompts, st.randoms(use_true_random=False))
@@ -151,7 +136,7 @@ def test_split_gives_the_front_to_a_new_run_and_leaves_the_tail_where_it_was() -
     assert root.children == {tokens[:WIDTH]: front} and front.children == {tokens[2 * WIDTH : 3 * WIDTH]: tail}
     assert [front.slot(0, 1), tail.slot(0, 2)] == [101, 102]
     assert front.kids[0] == 1 and root.kids[0] == 1 and tail.kids[0] == 0
-    assert walk(root, 0, tokens) == ([front, tail], 6)
+    assert walk(root, tokens) == ([front, tail], 6)
 
 
 @pytest.mark.parametrize("at", [0, 6])
@@ -183,7 +168,7 @@ def test_a_trimmed_run_forgets_its_tail_and_can_be_lengthened_again() -> None:
         tail.put(1, position, position)
     tail.stored[0] = 0b111111
     tail.trim(3)
-    assert tail.end == 3 and tail.stored[0] == 0b111 and walk(root, 0, tokens)[1] == 3
+    assert tail.end == 3 and tail.stored[0] == 0b111 and walk(root, tokens)[1] == 3
     assert insert(root, other) is tail and tail.end == 5
     assert [tail.slot(1, position) for position in range(3)] == [0, 1, 2]
     tail.put(1, 4, 9)
@@ -198,7 +183,7 @@ def test_a_detached_leaf_still_knows_the_way_up() -> None:
     assert front is not None
     leaf.detach()
     assert covering(leaf, 1) is front and [*upward(leaf, 0b11)] == [(front, 0b11)]
-    assert walk(root, 0, pack([0, 0, 0, 0, 2, 2]))[1] == 2
+    assert walk(root, pack([0, 0, 0, 0, 2, 2]))[1] == 2
 
 
 @given(st.binary(max_size=40), st.binary(max_size=60), st.integers(0, 3), st.integers(0, 6), st.integers(1, 5))
@@ -233,7 +218,7 @@ def test_keys_and_tokens_stay_together() -> None:
         insert(root, pack(tokens))
     for tokens in ([0] * 12, [0] * 6 + [1] * 6, [0] * 2 + [2] * 6):
         packed = pack(tokens)
-        path, known = walk(root, 0, packed)
+        path, known = walk(root, packed)
         keys = b"".join(run.keys for run in path)
         assert [keys[at : at + KEY_BYTES] for at in range(0, known * KEY_BYTES, KEY_BYTES)] == extend(
             ROOT, packed, PAGE_TOKENS

@@ -62,7 +62,7 @@ class Core:
         limit = self.paths.limit(tokens)
         if top is None:
             return Hit(0, 0, 0, tuple(0 for _ in self.pools))
-        path, known = walk(top, 0, tokens)
+        path, known = walk(top, tokens)
         device, memory = self.paths.present(path, known)
         legal = [boundaries.legal(pages, back, limit) for pages, back in zip(memory, self.lookbacks, strict=True)]
         grid = boundaries.multiples(self.grid, limit)
@@ -271,9 +271,12 @@ class Core:
         return sum(self.shelves.evicted) - before
 
     def attach(self, back_up: bool = False) -> None:
-        """There is a storage from now on, of which nothing is known; with `back_up`, what is in memory goes there."""
+        """There is a storage from now on, in place of any other, and nothing is known of it; with `back_up`, what is in
+        memory goes there."""
         if not self.has_host:
             raise ConfigError("storage needs a host tier, through which its pages travel")
+        if self.copies.storage:
+            self.detach()
         self.copies.storage = True
         for run in self.shelves.runs():
             run.stored = [0] * len(self.pools)

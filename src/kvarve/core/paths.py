@@ -38,7 +38,7 @@ class Paths:
         if last is not None and last[0] is tokens and last[1] == root and last[2] == self.shelves.shape:
             return last[3]
         top = self.shelves.root(root)
-        path, known = walk(top, 0, tokens)
+        path, known = walk(top, tokens)
         found = path[-1] if path else top, path, known
         self._found = tokens, root, self.shelves.shape, found
         return found

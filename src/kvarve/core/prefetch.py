@@ -72,7 +72,7 @@ class Prefetch:
             lease.probed[page.pool] |= good << page.position
         # Where we thought that it had more, that is to be stored again.
         top = self.shelves.roots.get(lease.root)
-        path, known = walk(top, 0, lease.tokens) if top else ([], 0)
+        path, known = walk(top, lease.tokens) if top else ([], 0)
         for page, good, _ in fates:
             if not good and page.position < known:
                 run = covering(path[-1], page.position)
@@ -108,7 +108,9 @@ class Prefetch:
             if fits and lease.claimed:
                 self._take_turn(need)
             if fits and not self._room_in_share(need):
-                return True
+                if not (lease.claimed and any(lease.lent)):
+                    return True
+                fits = False  # two whose turn has come would wait for what each of them holds
             if fits:
                 # What is in memory of it must not go to make room for the rest.
                 positions, rests = self.paths.footing(boundary, device)

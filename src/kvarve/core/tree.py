@@ -240,21 +240,15 @@ def same_pages(left: bytes, right: bytes, start: int, pages: int, width: int) ->
     return low
 
 
-def walk(run: Run, done: int, tokens: bytes) -> tuple[list[Run], int]:
-    """Follow packed `tokens` down from position `done` within or at the end of `run`; changes nothing.
+def walk(root: Run, tokens: bytes) -> tuple[list[Run], int]:
+    """Follow packed `tokens` down from a root; changes nothing.
 
-    Returns the runs passed after `run` and how many pages from the root are known; if that is less than the end of
-    the last run, the tokens leave the tree inside it (or inside `run`, if none was passed).
+    Returns the runs passed and how many pages are known; if that is less than the end of the last run, the tokens
+    leave the tree inside it.
     """
-    width = run.width
-    if done < run.end:
-        rest = run.end - done
-        same = same_pages(run.tokens[-rest * width :], tokens, done * width, rest, width)
-        done += same
-        if same < rest:
-            return [], done
+    width, run = root.width, root
     passed: list[Run] = []
-    at, in_tokens = done * width, tokens.startswith
+    at, in_tokens = 0, tokens.startswith
     while True:
         child = run.children.get(tokens[at : at + width])
         if child is None:

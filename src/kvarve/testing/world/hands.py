@@ -37,8 +37,8 @@ class Store:
 class Hands:
     """The arenas of one rank, by place (tier * pools + pool), and what its lanes do to them."""
 
-    def __init__(self, pools: Sequence[PoolSpec], capacity: Sequence[int], rank: int) -> None:
-        self.pools, self.rank = pools, rank
+    def __init__(self, pools: Sequence[PoolSpec], capacity: Sequence[int], rank: int, ranks: int) -> None:
+        self.pools, self.rank, self.ranks = pools, rank, ranks
         self.arenas = [[FREE] * slots for slots in capacity]
 
     def arena(self, tier: Tier, pool: int) -> list[bytes]:
@@ -116,11 +116,14 @@ class Hands:
         return content
 
     def _store(self, copy: Copy, page: Page, store: Store, away: bool, decayed: bool) -> tuple[bool, bool]:
-        content, name = self._read(copy, page, decayed), self.name(page.key, page.pool)
-        if name[2] != self.rank:  # another rank writes it for all
+        content = self._read(copy, page, decayed)
+        if content == ROTTEN:
+            return False, True
+        if self.pools[page.pool].replicated and page.key[0] % self.ranks != self.rank:  # another rank writes it for all
             return True, False
-        if content == ROTTEN or away or store.mute >> self.rank & 1:
-            return False, content == ROTTEN
+        if away or store.mute >> self.rank & 1:
+            return False, False
+        name = self.name(page.key, page.pool)
         store.objects.setdefault(name, content)
         store.ever.add(name)
         return True, False

@@ -336,12 +336,13 @@ class Fate:
             "unheard": 0.5,
             "half": 6,
             "lose": 1.5 * faults,
-            "elsewhere": dice.choice([0, 2]),
+            "elsewhere": dice.choice([0, 3, 6]),
             "rot": 4 * faults,
             "forget": 2 * faults,
             "mute": 0.5 * faults,
         }
-        self.kinds, self.weights = [*weights], [*weights.values()]
+        # Lives that are all alike find the same things: what is rare in one is common in another.
+        self.kinds, self.weights = [*weights], [weight * dice.choice([0.3, 1, 1, 3]) for weight in weights.values()]
 
     def action(self, world: World) -> Action:
         dice, pick = self.dice, self.dice.randrange(60)

@@ -74,9 +74,9 @@ def draw(dice: random.Random) -> dict[str, Any]:
             for name in names
         ],
         "device": [_room(dice, 3, 24) for _ in names],
-        "host": [_room(dice, 4, 40) for _ in names] if dice.random() < 0.85 else [],
+        "host": [_room(dice, 4, 40) for _ in names] if dice.random() < 0.9 else [],
         "grid": dice.choice([1, 1, 2, 3]),
-        "storage": dice.random() < 0.75,
+        "storage": dice.random() < 0.85,
         "write": dice.choice([*WritePolicy]).value,
         "selective_uses": dice.randint(1, 3),
         "eviction": dice.choice([*ORDERS]),

@@ -39,7 +39,7 @@ class World:
         config = config or configure(draw(random.Random(seed)))
         self.cores = [Core(config) for _ in range(ranks)]
         self.core = self.cores[0]
-        self.hands = [Hands(config.pools, self.core.shelves.capacity, rank) for rank in range(ranks)]
+        self.hands = [Hands(config.pools, self.core.shelves.capacity, rank, ranks) for rank in range(ranks)]
         self.storage = Store()
         self.attached = self.core.copies.storage
         self.flying: dict[int, Effect] = {}  # under way, on some rank at least
