@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarve.config import CacheConfig, split
+from kvarve.config import CacheConfig, room_for, split
 from kvarve.core.policies import WritePolicy
 from kvarve.errors import ConfigError
 from kvarve.memory.record import record_bytes
@@ -185,3 +185,26 @@ def test_a_storage_too_small_for_two_chunks_is_refused_and_its_pages_stay(tmp_pa
     with pytest.raises(ConfigError, match="too little"):
         check(IDENTITY, CacheConfig(MIB, MIB, f"file://{tmp_path}/store?capacity=10"))
     assert not [*tmp_path.iterdir()]
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 5000), st.sampled_from([None, 1, 2, 7])), min_size=1, max_size=4),
+    chunks=st.integers(1, 100),
+    records=st.booleans(),
+)
+def test_the_room_for_so_many_tokens_holds_their_pages_and_a_snapshot_as_often_as_asked(
+    sizes: list[tuple[int, int | None]], chunks: int, records: bool
+) -> None:
+    pools = tuple(
+        PoolSpec(f"pool-{i}", (BufferSpec("b", (size,), "float32"),), lookback)
+        for i, (size, lookback) in enumerate(sizes)
+    )
+    memory = room_for(chunks * 128, pools, 64, 128, records=records, per_snapshot=128)
+    slots = split(memory, pools, 64, 128, records=records, what="some", per_snapshot=128)
+    for pool, count in zip(pools, slots, strict=True):
+        assert count >= chunks * min(2, pool.lookback or 2)
+
+
+def test_memory_cannot_be_divided_for_snapshots_more_than_once_a_token() -> None:
+    with pytest.raises(ConfigError, match="every 0 tokens"):
+        CacheConfig(MIB, tokens_per_snapshot=0)

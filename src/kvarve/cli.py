@@ -27,6 +27,12 @@ example:
   curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "Once upon a time"}'
 """
 
+_VERIFY = """\
+It computes random prompts without a cache, brings them through caches of its own in every way that there is, and
+compares all logits bit for bit; then it breaks pages of every kind on purpose and sees whether that is noticed.
+Exit codes: 0 proved, 1 something differs or a damage went unnoticed, 2 it cannot run.
+"""
+
 
 class _Parser(argparse.ArgumentParser):
     """An argument parser whose complaints are one line for us to print, not a page of usage."""
@@ -96,6 +102,9 @@ def _parsers(words: Sequence[str]) -> tuple[_Parser, dict[str, _Parser]]:
     demo.option("--model", "builtin:... or a checkpoint folder", default="builtin:tiny-hybrid")
     demo.add_argument("--quick", action="store_true", help="a shorter run")
     demo.option("--port", "port of the server that it starts, 0 for any free one", type=_port, default=0)
+    text = "prove on a model of your own that the cache never changes a logit"
+    verify = commands.add_parser("verify", help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_VERIFY)
+    _verify_options(verify)
     text = "replay a trace through the cache's own code and say what memory buys"
     simulate = commands.add_parser("simulate", help=text, description=f"{text[0].upper()}{text[1:]}.")
     simulate.set_defaults(command=_simulate)
@@ -114,7 +123,8 @@ def _parsers(words: Sequence[str]) -> tuple[_Parser, dict[str, _Parser]]:
     chunk = "tokens of a prompt that are computed at once; 256, or what a model needs, unless given"
     models.option("--chunk-tokens", chunk, type=_count, metavar="N")
     models.option("--dtype", "for --model: auto, float32, bfloat16 or float16", default="auto")
-    return parser, {"serve": serve, "demo": demo, "simulate": simulate, "models": models}
+    known = {"serve": serve, "demo": demo, "verify": verify, "simulate": simulate, "models": models}
+    return parser, known
 
 
 def _serve_options(parser: _Parser) -> None:
@@ -153,6 +163,26 @@ def _serve_options(parser: _Parser) -> None:
     option("--api-key", f"that clients must send; ${API_KEY_VARIABLE} says it unseen by `ps`", metavar="KEY")
     option("--log-level", ", ".join(LEVELS), default="info", metavar="LEVEL")
     option("--ready-file", "gets the URL as soon as connections are accepted", type=Path, metavar="PATH")
+
+
+def _verify_options(parser: _Parser) -> None:
+    option = parser.option
+    parser.set_defaults(command=_verify)
+    option("--model", "builtin:... or a folder with config.json", default="builtin:tiny-hybrid")
+    option("--dtype", "auto, float32, bfloat16 or float16", default="auto")
+    option("--device", "where to compute, as torch names it", default="cpu")
+    option("--page-tokens", "tokens of a page; has to divide --chunk-tokens", type=_count, default=64, metavar="N")
+    option("--chunk-tokens", "tokens of a prompt that are computed at once", type=_count, default=256, metavar="N")
+    option(
+        "--tokens",
+        "the most tokens of a prompt; what the model's windows ask for unless given",
+        type=_count,
+        metavar="N",
+    )
+    option("--seed", "of all prompts and of everything that is drawn", type=_whole, default=7, metavar="N")
+    option("--storage", "where to keep pages meanwhile; a folder of its own unless given", metavar="URL")
+    option("--json", "gets the report too", type=Path, metavar="FILE")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter prompts")
 
 
 def _serve(args: argparse.Namespace) -> None:
@@ -204,6 +234,12 @@ def _demo(args: argparse.Namespace) -> int | None:
     from kvarve import demo
 
     return demo.main(args)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from kvarve import verify
+
+    return verify.main(args)
 
 
 def _simulate(args: argparse.Namespace) -> int:

@@ -26,7 +26,8 @@ class CacheConfig:
     `cost_doubles_at`: how many tokens before a token make attending to them as dear as all else that is computed for
     it (0: never), for eviction by "flops". `snapshot_gap`, `load_at_least` and `fetch_at_least`: the fewest tokens that
     a kept window or state, a copy to the device, or one from storage has to save. `host_share`: of each pool in the
-    host, what waiting for storage may hold at once.
+    host, what waiting for storage may hold at once. `tokens_per_snapshot`: memory is divided among the pools as if
+    windows and states were kept every so many tokens.
     """
 
     device_memory: int
@@ -41,6 +42,7 @@ class CacheConfig:
     cost_doubles_at: int = 0
     snapshot_every: int = 0
     snapshot_gap: int = 0
+    tokens_per_snapshot: int = TOKENS_PER_SNAPSHOT
     load_at_least: int = 0
     fetch_at_least: int = 0
     host_share: float = 0.8
@@ -62,6 +64,8 @@ class CacheConfig:
             raise ConfigError(f"unknown eviction order {self.eviction!r}; known: {', '.join(ORDERS)}")
         if self.cost_doubles_at < 0:
             raise ConfigError(f"attention cannot cost as much as all else after {self.cost_doubles_at} tokens")
+        if self.tokens_per_snapshot < 1:
+            raise ConfigError(f"memory cannot be divided for a snapshot every {self.tokens_per_snapshot} tokens")
         if min(self.load_at_least, self.fetch_at_least) < 0:
             raise ConfigError("the fewest tokens that a copy has to save cannot be negative")
         if not 0 < self.host_share <= 1:
@@ -111,15 +115,20 @@ class CacheConfig:
 
 
 def split(
-    memory: int, pools: Sequence[PoolSpec], page_tokens: int, chunk_tokens: int, *, records: bool, what: str
+    memory: int,
+    pools: Sequence[PoolSpec],
+    page_tokens: int,
+    chunk_tokens: int,
+    *,
+    records: bool,
+    what: str,
+    per_snapshot: int = TOKENS_PER_SNAPSHOT,
 ) -> tuple[int, ...]:
     """Slots per pool for `memory` bytes: one per page of a pool that keeps all pages, fewer for windows and states.
 
     `records` says that pages lie as host records. ConfigError if not even two chunks of a prompt would fit.
     """
-    sizes = [record_bytes(pool.payload_bytes) if records else pool.payload_bytes for pool in pools]
-    shares = [min(1.0, (pool.lookback or TOKENS_PER_SNAPSHOT) * page_tokens / TOKENS_PER_SNAPSHOT) for pool in pools]
-    fewest = [2 * (chunk_tokens // page_tokens if pool.lookback is None else pool.lookback) for pool in pools]
+    sizes, shares, fewest = _slot_prices(pools, page_tokens, chunk_tokens, records, per_snapshot)
     least = sum(size * slots for size, slots in zip(sizes, fewest, strict=True))
     if memory < least:
         raise ConfigError(
@@ -128,3 +137,32 @@ def split(
         )
     spare = (memory - least) / sum(size * share for size, share in zip(sizes, shares, strict=True))
     return tuple(few + int(spare * share) for few, share in zip(fewest, shares, strict=True))
+
+
+def room_for(
+    tokens: int,
+    pools: Sequence[PoolSpec],
+    page_tokens: int,
+    chunk_tokens: int,
+    *,
+    records: bool,
+    per_snapshot: int = TOKENS_PER_SNAPSHOT,
+) -> int:
+    """The bytes of which `split` makes room for two chunks, and for so many tokens and their snapshots besides."""
+    sizes, shares, fewest = _slot_prices(pools, page_tokens, chunk_tokens, records, per_snapshot)
+    pages = math.ceil(tokens / page_tokens)
+    slots = [few + math.ceil(pages * share) for few, share in zip(fewest, shares, strict=True)]
+    return sum(size * count for size, count in zip(sizes, slots, strict=True)) + sum(sizes)
+
+
+def _slot_prices(
+    pools: Sequence[PoolSpec], page_tokens: int, chunk_tokens: int, records: bool, per_snapshot: int
+) -> tuple[list[int], list[float], list[int]]:
+    """For each pool: the bytes of a slot, how many slots it has per page of a chain, and how few it can do with."""
+    sizes = [record_bytes(pool.payload_bytes) if records else pool.payload_bytes for pool in pools]
+    shares = [
+        1.0 if back is None else min(1.0, back * page_tokens / per_snapshot)
+        for back in (pool.lookback for pool in pools)
+    ]
+    fewest = [2 * (chunk_tokens // page_tokens if pool.lookback is None else pool.lookback) for pool in pools]
+    return sizes, shares, fewest

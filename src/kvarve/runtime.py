@@ -33,9 +33,10 @@ Tokens = Sequence[int] | npt.NDArray[np.integer]
 def check(identity: ModelIdentity, config: CacheConfig) -> dict[Tier, tuple[int, ...]]:
     """Everything that can be refused before anything is allocated or touched; the slots of each memory tier."""
     shape = (identity.pools, identity.page_tokens, identity.chunk_tokens)
-    slots = {Tier.DEVICE: split(config.device_memory, *shape, records=False, what="device")}
+    every = config.tokens_per_snapshot
+    slots = {Tier.DEVICE: split(config.device_memory, *shape, records=False, what="device", per_snapshot=every)}
     if config.host_memory:
-        slots[Tier.HOST] = split(config.host_memory, *shape, records=True, what="host")
+        slots[Tier.HOST] = split(config.host_memory, *shape, records=True, what="host", per_snapshot=every)
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if config.device_memory + config.host_memory > have:
         raise ConfigError(
@@ -45,7 +46,7 @@ def check(identity: ModelIdentity, config: CacheConfig) -> dict[Tier, tuple[int,
     if config.storage:
         capacity = parse_url(config.storage).size_bytes("capacity")
         try:
-            split(capacity, *shape, records=True, what="storage")
+            split(capacity, *shape, records=True, what="storage", per_snapshot=every)
         except ConfigError as e:
             raise ConfigError(f"{config.storage}: {e}") from None
         check_storage(config.storage, label=identity.fingerprint(), description=str(identity))
@@ -167,6 +168,15 @@ class PrefixCache:
     def arena(self, pool: str) -> Mapping[str, Tensor]:
         """The device tensors of a pool, by buffer name: [slots, *shape]."""
         return next(arena.buffers for arena in self._device if arena.pool.name == pool)
+
+    def records(self, pool: str, key: bytes) -> list[memoryview]:
+        """A page's records in host memory as they lie there, writable: for whoever proves that damage is noticed.
+
+        There may be more than one, for a slot that is free again still holds what it held.
+        """
+        arena = next(arena for arena in self._host if arena.pool.name == pool)
+        records = (arena.record(slot) for slot in range(arena.slots))
+        return [record for record in records if arena.stamp.names(record, key)]
 
     # --- time passes
 

@@ -41,6 +41,10 @@ class Stamp:
         digest.update(record[HEADER_BYTES:])
         record[:HEADER_BYTES] = header + CHECKSUM.pack(digest.intdigest())
 
+    def names(self, record: memoryview, key: bytes) -> bool:
+        """Whether a record says that it is this page; its bytes are not looked at."""
+        return record[: HEADER.size] == self._header(key)
+
     def intact(self, record: memoryview, key: bytes) -> bool:
         """Whether a record is this page of this pool and model, every bit of it."""
         header = self._header(key)

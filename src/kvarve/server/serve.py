@@ -217,10 +217,15 @@ def check_settings(settings: Settings) -> None:
         parse_url(settings.cache.storage)
     if settings.ready_file is not None and not settings.ready_file.absolute().parent.is_dir():
         raise ConfigError(f"{settings.ready_file}: no such folder to write the ready file to")
+    check_device(settings.device)
+
+
+def check_device(device: str) -> None:
+    """ConfigError unless torch can compute there."""
     try:
-        torch.ones(1, device=settings.device).item()  # "meta" has names for things and no things
+        torch.ones(1, device=device).item()  # "meta" has names for things and no things
     except (RuntimeError, AssertionError, NotImplementedError) as e:
-        raise ConfigError(f"device {settings.device!r} cannot be used: {str(e).splitlines()[0]}") from None
+        raise ConfigError(f"device {device!r} cannot be used: {str(e).splitlines()[0]}") from None
 
 
 def bind(host: str, port: int) -> socket.socket:

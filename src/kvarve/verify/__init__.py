@@ -1,0 +1,204 @@
+"""`kvarve verify`: proves on a user's own model that the cache never changes a logit, and that it would notice that.
+
+It computes random prompts without any cache, then brings them through caches of its own in every way that there is,
+and compares all logits bit for bit; then it breaks pages of every pool on purpose.
+"""
+
+import argparse
+import json
+import logging
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvarve.config import room_for
+from kvarve.engine.model import LoadedModel, check_model, load_model
+from kvarve.errors import ConfigError
+from kvarve.runtime import check
+from kvarve.server.serve import check_device, quiet_libraries
+from kvarve.sizes import format_size
+from kvarve.storage import open_storage
+from kvarve.storage.urls import parse_url
+from kvarve.verify.damage import ADVICE, damages
+from kvarve.verify.paths import PATHS
+from kvarve.verify.plan import Plan
+from kvarve.verify.prover import Prover
+from kvarve.verify.report import Path, Report
+
+LOG = logging.getLogger("kvarve")
+STEPS = (*PATHS, damages)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Prove it; 0 if everything is equal and every damage was noticed, 1 if not. Writes `args.json` if told."""
+    console = Console()
+    start = time.perf_counter()
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise ConfigError(f"{args.json}: no such folder to write the report to")
+    if args.storage is not None:
+        parse_url(args.storage)
+    check_device(args.device)
+    shape: dict[str, Any] = {"page_tokens": args.page_tokens, "chunk_tokens": args.chunk_tokens, "dtype": args.dtype}
+    quiet_libraries()
+    check_model(args.model, **shape)
+    model = load_model(args.model, device=args.device, **shape)
+    plan = Plan.of(
+        page=args.page_tokens,
+        chunk=args.chunk_tokens,
+        reach=max((pool.lookback or 0) * args.page_tokens for pool in model.layout.pools),
+        vocabulary=model.model.get_input_embeddings().num_embeddings,
+        max_tokens=model.max_tokens,
+        tokens=args.tokens,
+        seed=args.seed,
+        quick=args.quick,
+    )
+    report = prove(model, plan, args.storage, console)
+    report.seconds = time.perf_counter() - start
+    for table in report.tables():
+        console.print(table)
+        console.print()
+    for line in report.troubles():
+        console.print(f"[red]{line}[/red]", highlight=False)
+    if args.json is not None:
+        args.json.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+        console.print(f"Written: {args.json}")
+    if report.uncovered:
+        console.print(
+            f"[yellow]Not covered[/yellow]: {', '.join(report.uncovered)}: no answer depended on it; {ADVICE}"
+        )
+    console.print(_verdict(report), highlight=False)
+    return 0 if report.ok else 1
+
+
+def prove(model: LoadedModel, plan: Plan, storage: str | None, console: Console) -> Report:
+    """Every path and every damage. ConfigError or StorageError for a storage or a size that cannot be."""
+    report = Report(_about(model, plan))
+    if not plan.leaves_windows:
+        report.notes.append(
+            f"prompts of {plan.longest} tokens never leave the window of some layers: with --tokens "
+            f"{plan.reach + 2 * plan.chunk} or more the proof covers that too"
+        )
+    for line in (*_headline(report, model), *report.notes):
+        console.print(line, highlight=False)
+    with ExitStack() as undo:
+        if storage is None:
+            folder = undo.enter_context(tempfile.TemporaryDirectory(prefix="kvarve-verify-"))
+            url = f"file://{folder}/pages?capacity=1PiB"
+        else:
+            url = storage
+            undo.callback(lambda: _clear(model, url, prover.written))
+        tick, advance = undo.enter_context(_progress(console, len(STEPS)))
+        prover = Prover(model, plan, url, f"verify {secrets.token_hex(8)}", report, tick)
+        try:
+            check(model.identity, prover.config())
+        except ConfigError as e:
+            raise ConfigError(f"{e} (fewer --tokens need less)") from None
+        with prover.store() as store:
+            _check_room(model, plan, url, store.usage().capacity_bytes, store.usage().bytes)
+        undo.enter_context(_listening(prover))
+        for step in STEPS:
+            step(prover)
+            advance()
+    return report
+
+
+def _about(model: LoadedModel, plan: Plan) -> dict[str, Any]:
+    pools = [
+        {"name": pool.name, "lookback": pool.lookback, "page_bytes": pool.payload_bytes} for pool in model.layout.pools
+    ]
+    return {
+        "model": model.name,
+        "identity": str(model.identity),
+        "numerics": model.identity.numerics,
+        "dtype": model.identity.dtype,
+        "device": str(model.model.device),
+        "pools": pools,
+        "page_tokens": plan.page,
+        "chunk_tokens": plan.chunk,
+        "longest_prompt": plan.longest,
+        "shortest_hit": plan.chunk + 1,
+        "decoded_tokens": plan.decode,
+        "seed": plan.seed,
+        "quick": plan.quick,
+    }
+
+
+def _headline(report: Report, model: LoadedModel) -> list[str]:
+    about = report.about
+    lines = [
+        f"[bold]kvarve verify[/bold]: {model.name} on {about['device']}",
+        f"{about['identity']}",
+        about["numerics"],
+    ]
+    for pool in model.layout.pools:
+        back = "all pages" if pool.lookback is None else f"the last {pool.lookback} page{'s' * (pool.lookback > 1)}"
+        lines.append(f"pool {pool.name}: reads {back}, {format_size(pool.payload_bytes)} each")
+    lines.append(
+        f"prompts of up to {about['longest_prompt']:,} tokens; the shortest to hit has {about['shortest_hit']:,}"
+    )
+    return lines
+
+
+def _verdict(report: Report) -> str:
+    compared = sum(path.compared for path in report.paths)
+    requests = sum(path.requests for path in report.paths)
+    if report.ok:
+        return (
+            f"[bold green]Proved[/bold green] in {report.seconds:.1f} s: {requests:,} requests, {compared:,} vectors "
+            f"of logits, every bit equal; {len(report.damages)} damages, every one noticed."
+        )
+    paths, breaks = ([row for row in rows if not row.ok] for rows in (report.paths, report.damages))
+    return (
+        f"[bold red]NOT proved[/bold red] in {report.seconds:.1f} s: {len(paths)} of {len(report.paths)} paths are "
+        f"wrong, {len(breaks)} of {len(report.damages)} damages were not noticed as they have to be."
+    )
+
+
+@contextmanager
+def _progress(console: Console, steps: int) -> Iterator[tuple[Callable[[Path], None], Callable[[], None]]]:
+    """A bar over the steps: what says that a request is done, and what says that a step is."""
+    columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[last]}"), console=console, transient=True) as progress:
+        bar = progress.add_task("", total=steps, last="")
+
+        def tick(row: Path) -> None:
+            last = f"{row.requests} requests" + ("" if row.ok else ", something is wrong")
+            progress.update(bar, description=row.name, last=last)
+
+        yield tick, lambda: progress.advance(bar)
+
+
+def _check_room(model: LoadedModel, plan: Plan, url: str, capacity: int | None, used: int) -> None:
+    """Refuse a storage that would have to evict, be it our pages or those of others."""
+    shape = (model.layout.pools, plan.page, plan.chunk)
+    need = room_for(plan.stored_tokens, *shape, records=True, per_snapshot=plan.chunk)
+    if capacity is not None and capacity - used < need:
+        raise ConfigError(
+            f"{url}: {format_size(capacity - used)} are free, and the proof stores {format_size(need)}: give it more, "
+            f"or fewer --tokens"
+        )
+
+
+def _clear(model: LoadedModel, url: str, names: set[str]) -> None:
+    """Leave a storage of the user's own as it was."""
+    storage = open_storage(url, label=model.identity.fingerprint(), description=str(model.identity))
+    try:
+        storage.delete(sorted(names))
+    finally:
+        storage.close()
+
+
+@contextmanager
+def _listening(prover: Prover) -> Iterator[None]:
+    """What kvarve logs goes to the path that it belongs to."""
+    LOG.addHandler(prover.notes)
+    try:
+        yield
+    finally:
+        LOG.removeHandler(prover.notes)

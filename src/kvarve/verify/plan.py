@@ -1,0 +1,87 @@
+"""Which prompts the prover asks: lengths on, before and behind every kind of line, tokens at random. No tensors."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvarve.errors import ConfigError
+
+TURNS = 3  # of a conversation
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`chunks`: how many whole chunks the longest prompt has; `reach`: tokens that the widest window looks back."""
+
+    page: int
+    chunk: int
+    chunks: int
+    decode: int
+    reach: int
+    vocabulary: int
+    seed: int
+    quick: bool
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        page: int,
+        chunk: int,
+        reach: int,
+        vocabulary: int,
+        max_tokens: int,
+        tokens: int | None,
+        seed: int,
+        quick: bool,
+    ) -> "Plan":
+        """As long as the windows need, but at most `tokens`; ConfigError if then no prompt could ever hit."""
+        decode = 2 if quick else 4
+        wanted = max(2, -(-reach // chunk) + 1) if quick else max(3, -(-reach // chunk) + 2)
+        most = max_tokens if tokens is None else min(tokens, max_tokens)
+        chunks = min(wanted, (most - chunk // 2 - 1 - TURNS * decode) // chunk)
+        if chunks < 1:
+            least = chunk + chunk // 2 + 1 + TURNS * decode
+            limit = f"--tokens {tokens}" if tokens is not None and tokens < max_tokens else f"a context of {max_tokens}"
+            raise ConfigError(
+                f"{limit} is too little to prove anything: the shortest prompt that can hit has {chunk + 1} tokens, "
+                f"and the proof needs {least}: allow more, or choose smaller --chunk-tokens"
+            )
+        return cls(page, chunk, chunks, decode, reach, vocabulary, seed, quick)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt: half a chunk and a token more than whole ones."""
+        return self.whole + self.chunk // 2 + 1
+
+    @property
+    def whole(self) -> int:
+        """Tokens of its whole chunks: with one token behind them, nothing stands between a page and the logits."""
+        return self.chunks * self.chunk
+
+    @property
+    def leaves_windows(self) -> bool:
+        """Whether the longest prompt resumes where the widest window has forgotten its beginning."""
+        return self.whole >= self.reach
+
+    def lengths(self) -> list[int]:
+        """On each kind of line, one before it and one behind it."""
+        page, chunk, last = self.page, self.chunk, self.whole
+        lines = [chunk, last] if self.quick else [page, chunk, last, last + page]
+        some = {page + 1, self.longest} if self.quick else {1, self.longest}
+        around = {line + more for line in lines for more in ((0, 1) if self.quick else (-1, 0, 1))}
+        return sorted(tokens for tokens in some | around if 0 < tokens <= self.longest)
+
+    @property
+    def stored_tokens(self) -> int:
+        """How many tokens' pages the proof leaves in storage, at most."""
+        return sum(self.lengths()) + self.longest * (self.chunks + 20)
+
+    def prompt(self, tokens: int, number: int = 0) -> list[int]:
+        """Tokens drawn from the whole vocabulary: two prompts of one number begin alike, others share nothing."""
+        random = np.random.default_rng((self.seed, number))
+        return list(map(int, random.integers(0, self.vocabulary, 2 * self.longest)[:tokens]))
+
+    def full(self, tokens: int) -> int:
+        """Where a prompt of so many tokens resumes if all of it is known: a chunk's line, with a token left to do."""
+        return (tokens - 1) // self.chunk * self.chunk

@@ -1,0 +1,177 @@
+"""Drives requests through caches of its own and compares every logit with the run that had none."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from kvarve.config import CacheConfig, room_for
+from kvarve.core.audit import audit
+from kvarve.engine.model import LoadedModel
+from kvarve.model import MEMORY_TIERS, Tier
+from kvarve.runtime import PrefixCache
+from kvarve.storage import open_storage
+from kvarve.verify.plan import Plan
+from kvarve.verify.report import TIERS, Path, Report
+from kvarve.verify.requests import Request, Stuck, Uncached, differences, largest
+from kvarve.verify.veil import Veil
+
+SETTLE_S = 60.0
+STORAGE_S = 30.0  # who waits that long for a storage waits for something that never comes
+
+
+class Notes(logging.Handler):
+    """Keeps what kvarve logs: it belongs to the path that went wrong, not between two lines of progress."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+class Prover:
+    """`salt` keeps this run's pages apart from all others in a storage of the user's own; what it wrote is `written`.
+
+    `tick(path)` is called after each request.
+    """
+
+    def __init__(
+        self, model: LoadedModel, plan: Plan, storage: str, salt: str, report: Report, tick: Callable[[Path], None]
+    ) -> None:
+        self.model, self.plan, self.storage, self.salt, self.report, self.tick = (
+            model,
+            plan,
+            storage,
+            salt,
+            report,
+            tick,
+        )
+        self.uncached = Uncached(model, plan.decode)
+        self.notes = Notes()
+        self.written: set[str] = set()
+        self.row = Path("", "")
+
+    # --- rows
+
+    @contextmanager
+    def path(self, name: str, says: str) -> Iterator[Path]:
+        """A row of the report; whatever goes wrong inside is a finding of it."""
+        self.row = row = Path(name, says)
+        self.report.paths.append(row)
+        self.notes.lines.clear()
+        self.tick(row)
+        start = time.perf_counter()
+        try:
+            yield row
+        except Exception as e:  # noqa: BLE001  whatever a broken cache does is what we look for
+            row.troubles.append(f"{type(e).__name__}: {e}")
+        row.seconds = time.perf_counter() - start
+        if row.troubles:
+            row.troubles += [f"the log says: {line}" for line in dict.fromkeys(self.notes.lines)]
+
+    # --- caches
+
+    def config(self, device: int = 0, host: int = 0, **settings: object) -> CacheConfig:
+        """Memory for so many tokens in each tier; 0: all that any path asks for."""
+        layout, chunk = self.model.layout, self.plan.chunk
+        shape = (layout.pools, layout.page_tokens, chunk)
+        most = sum(self.plan.lengths()) + 4 * self.plan.longest
+        return CacheConfig(
+            room_for(device or most, *shape, records=False, per_snapshot=chunk),
+            room_for(host or most, *shape, records=True, per_snapshot=chunk),
+            storage_deadline_s=STORAGE_S,
+            **{"prefetch_policy": "wait_complete", "tokens_per_snapshot": chunk} | settings,  # type: ignore[arg-type]
+        )
+
+    @contextmanager
+    def store(self) -> Iterator[Veil]:
+        """The storage, opened anew, behind a veil."""
+        identity = self.model.identity
+        veil = Veil(open_storage(self.storage, label=identity.fingerprint(), description=str(identity)))
+        try:
+            yield veil
+        finally:
+            self.written |= veil.written
+            veil.close()
+
+    @contextmanager
+    def cache(
+        self, store: Veil | None = None, device: int = 0, host: int = 0, **settings: object
+    ) -> Iterator[PrefixCache]:
+        """A cache of its own, empty, with or without a storage; sizes in tokens."""
+        where = str(self.model.model.device)
+        cache = PrefixCache(self.model.identity, self.config(device, host, **settings), device=where, storage=store)
+        try:
+            yield cache
+        finally:
+            if store is not None:
+                store.lift()
+            cache.shutdown(10.0)
+
+    def settle(self, cache: PrefixCache) -> None:
+        """Wait until all backups are written."""
+        if not cache.settle(SETTLE_S):
+            raise Stuck(f"backups were not written within {SETTLE_S:.0f} s")
+        audit(cache.core)
+
+    def empty(self, cache: PrefixCache, tiers: Sequence[Tier] = MEMORY_TIERS) -> None:
+        """Empty memory tiers after the backups, and see that they are."""
+        cache.flush(tiers, SETTLE_S)
+        names = tuple(f"used.{tier.name.lower()}." for tier in tiers)
+        left = [name for name, count in cache.stats().items() if count and name.startswith(names)]
+        if left:
+            raise Stuck(f"memory could not be emptied: {', '.join(left)}")
+
+    # --- requests
+
+    def request(self, cache: PrefixCache, prompt: Sequence[int], salt: str = "", read: bool = True) -> Request:
+        return Request(self.model, cache, prompt, self.plan.decode, f"{self.salt} {salt}", read)
+
+    def run(
+        self,
+        cache: PrefixCache,
+        prompt: Sequence[int],
+        salt: str = "",
+        read: bool = True,
+        before: Callable[[Request], None] | None = None,
+    ) -> Request:
+        """A whole request; `before` is called when its pages are on the device and have not been read."""
+        with self.request(cache, prompt, salt, read) as request:
+            request.wait()
+            if before is not None:
+                before(request)
+            request.resume()
+            while request.advance():
+                pass
+        audit(cache.core)
+        return request
+
+    def check(self, request: Request, resumed: int | None = None, tier: Tier | None = None, about: str = "") -> Request:
+        """Compare all that a request said with the uncached run; it has `resumed` so far, all from one tier if told."""
+        row, prompt = self.row, request.prompt
+        expected = self.uncached(prompt)
+        wrong = differences(request.said, expected)
+        row.requests += 1
+        row.prompt_tokens += len(prompt)
+        row.compared += len(request.said.logits)
+        row.differ += len(wrong)
+        tiers = request.from_tiers()
+        for name, tokens in zip(TIERS, tiers, strict=True):
+            row.resumed[name] += tokens
+        who = f"a prompt of {len(prompt)} tokens" + (f" ({about})" if about else "")
+        if wrong:
+            row.troubles.append(
+                f"{who}, resumed after {sum(tiers)}: logits differ at {len(wrong)} of {len(request.said.logits)} "
+                f"places, first after {wrong[0]} tokens, by {largest(request.said, expected, wrong):.3g} at most"
+            )
+        if request.waited_s >= 0.9 * STORAGE_S:
+            row.troubles.append(f"{who} waited for its pages until its patience ran out, {request.waited_s:.1f} s")
+        if resumed is not None and sum(tiers) != resumed:
+            row.troubles.append(f"{who} resumed after {sum(tiers)} tokens instead of {resumed}")
+        elif tier is not None and tiers[tier] != resumed:
+            places = ", ".join(f"{tokens} {name}" for name, tokens in zip(TIERS, tiers, strict=True) if tokens)
+            row.troubles.append(f"{who} was to resume from the {tier.name.lower()}, and had {places or 'nothing'}")
+        self.tick(row)
+        return request

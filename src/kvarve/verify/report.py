@@ -1,0 +1,124 @@
+"""What the prover found: rows of two tables, for people and as JSON. Plain data: no tensor, no cache."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from kvarve.model import Tier
+
+TIERS = tuple(tier.name.lower() for tier in Tier)
+SHOWN = 3  # of a path's troubles, in a terminal
+
+
+@dataclass
+class Path:
+    """One way from a prompt to an answer. `compared`: vectors of logits; `resumed`: prompt tokens by tier."""
+
+    name: str
+    says: str
+    requests: int = 0
+    prompt_tokens: int = 0
+    resumed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
+    compared: int = 0
+    differ: int = 0
+    troubles: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return not self.troubles and not self.differ
+
+    def as_json(self) -> dict[str, Any]:
+        return vars(self) | {"seconds": round(self.seconds, 3), "ok": self.ok}
+
+
+@dataclass
+class Damage:
+    """Something that was broken on purpose. `expected`: "caught" by a check that is on, or "noticed" in the logits.
+
+    `idle`: it changed nothing, as one kind of numbers among others in a pool may; so the proof says nothing about it.
+    """
+
+    pool: str
+    what: str
+    where: str
+    expected: str
+    check: str  # on, off, or none where nothing could check
+    idle: bool = False
+    troubles: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.troubles
+
+    def as_json(self) -> dict[str, Any]:
+        return vars(self) | {"ok": self.ok}
+
+
+@dataclass
+class Report:
+    """All of it. `about`: the model and the plan, for people to see what the proof is worth."""
+
+    about: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+    paths: list[Path] = field(default_factory=list)
+    damages: list[Damage] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        rows = [row.ok for row in self.paths], [row.ok for row in self.damages]
+        return all(all(each) and bool(each) for each in rows)
+
+    @property
+    def uncovered(self) -> list[str]:
+        """What a page holds and what no answer depended on."""
+        return [f"{row.what} ({row.pool})" for row in self.damages if row.idle]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "about": self.about,
+            "notes": self.notes,
+            "uncovered": self.uncovered,
+            "paths": [path.as_json() for path in self.paths],
+            "damages": [damage.as_json() for damage in self.damages],
+            "compared": sum(path.compared for path in self.paths),
+            "seconds": round(self.seconds, 3),
+        }
+
+    def tables(self) -> list[Table]:
+        """Narrow enough for 80 columns."""
+        paths = _table("path", "requests", "device", "host", "storage", "logits", "differ", "s")
+        for path in self.paths:
+            mark = "-" if path.ok else "[bold red]X[/bold red]"
+            found = f"{path.differ:,}" if path.differ else mark
+            tiers = [f"{path.resumed[tier]:,}" for tier in TIERS]
+            paths.add_row(path.name, f"{path.requests:,}", *tiers, f"{path.compared:,}", found, f"{path.seconds:.1f}")
+        damages = _table("damage to", "what", "where", "check", "has to be", "was")
+        for damage in self.damages:
+            was = "[yellow]idle[/yellow]" if damage.idle else damage.expected
+            was = was if damage.ok else "[bold red]not[/bold red]"
+            damages.add_row(damage.pool, damage.what, damage.where, damage.check, damage.expected, was)
+        return [paths, damages]
+
+    def troubles(self) -> list[str]:
+        """What is wrong, a line each, the first few of each row."""
+        lines = []
+        named = [(path.name, path.troubles) for path in self.paths]
+        named += [(f"{row.what}, {row.pool}, {row.where}", row.troubles) for row in self.damages]
+        for name, troubles in named:
+            lines += [f"{name}: {trouble}" for trouble in troubles[:SHOWN]]
+            if len(troubles) > SHOWN:
+                lines.append(f"{name}: and {len(troubles) - SHOWN} more")
+        return lines
+
+
+def _table(first: str, *columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column(first, no_wrap=True)
+    for column in columns:
+        table.add_column(column, no_wrap=True, justify="left" if first == "damage to" else "right")
+    return table

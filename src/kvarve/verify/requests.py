@@ -1,0 +1,161 @@
+"""One prompt, computed twice: alone and without any cache, and on its way through a cache as an engine takes it."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvarve.engine.model import LoadedModel, forward
+from kvarve.engine.prefill import keep, resumed
+from kvarve.engine.state import Workspace
+from kvarve.runtime import PrefixCache
+
+Step = Callable[[Tensor], Tensor]
+READY_S = 120.0  # every wait in a cache has an end well before this
+
+
+class Stuck(Exception):
+    """A cache that does not come back."""
+
+
+@dataclass
+class Said:
+    """What a run said: the logits by the number of tokens before them, and the greedy answer."""
+
+    logits: dict[int, Tensor] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
+
+    def take(self, at: int, logits: Tensor, prompt: int, decode: int) -> None:
+        self.logits[at] = logits
+        if at >= prompt and len(self.tokens) < decode:
+            self.tokens.append(int(logits.argmax()))
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal in every bit: a NaN is equal to itself, and -0 is not 0."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (one, other)))
+
+
+def differences(found: Said, expected: Said) -> list[int]:
+    """Where a run said something else, by the number of tokens before; a token that nobody expected counts."""
+    return [
+        at
+        for at, logits in found.logits.items()
+        if at not in expected.logits or not same_bits(logits, expected.logits[at])
+    ]
+
+
+def largest(found: Said, expected: Said, positions: Sequence[int]) -> float:
+    """The largest difference of two logits at some positions."""
+    pairs = [(found.logits[at], expected.logits[at]) for at in positions if at in expected.logits]
+    return max((float((a.double() - b.double()).abs().max()) for a, b in pairs), default=float("nan"))
+
+
+class Uncached:
+    """What a model says without a cache, on the same grid of chunks; each prompt is computed once."""
+
+    def __init__(self, model: LoadedModel, decode: int) -> None:
+        self.model, self.decode = model, decode
+        self._known: dict[tuple[int, ...], Said] = {}
+
+    def __call__(self, prompt: Sequence[int]) -> Said:
+        key = tuple(prompt)
+        if key not in self._known:
+            workspace = Workspace(self.model.layout, len(prompt) + self.decode, self.model.model.device)
+            self._known[key] = self._compute(prompt, lambda ids: forward(self.model.model, workspace, ids))
+        return self._known[key]
+
+    def by_transformers(self, prompt: Sequence[int]) -> Said:
+        """The same with transformers' own cache, and nothing of ours."""
+        model = self.model.model
+        cache = DynamicCache(config=model.config)
+
+        def step(ids: Tensor) -> Tensor:
+            with torch.no_grad():
+                output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            logits: Tensor = output.logits[0, -1]
+            return logits
+
+        return self._compute(prompt, step)
+
+    def _compute(self, prompt: Sequence[int], step: Step) -> Said:
+        device, chunk, whole, said = self.model.model.device, self.model.layout.chunk_tokens, len(prompt), Said()
+        ids = torch.tensor([[*prompt]], device=device)
+        for start in range(0, whole, chunk):
+            stop = min(start + chunk, whole)
+            said.take(stop, step(ids[:, start:stop]), whole, self.decode)
+        for at in range(whole + 1, whole + self.decode):
+            said.take(at, step(torch.tensor([said.tokens[-1:]], device=device)), whole, self.decode)
+        return said
+
+
+class Request:
+    """One prompt on its way through a cache; who leaves the `with` in the middle has given it up."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        cache: PrefixCache,
+        prompt: Sequence[int],
+        decode: int,
+        salt: str = "",
+        read: bool = True,
+    ) -> None:
+        self.model, self.cache, self.prompt, self.decode = model, cache, prompt, decode
+        self.said = Said()
+        self._ids = torch.tensor([[*prompt]], device=model.model.device)
+        self.waited_s = 0.0
+        self._workspace: Workspace | None = None
+        self.lease = cache.open(prompt, salt, read)
+
+    def __enter__(self) -> "Request":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None) -> None:
+        self.cache.close(self.lease)
+
+    def wait(self) -> None:
+        """Claim a place and step until the pages are on the device."""
+        start = time.monotonic()
+        while True:
+            self.cache.step()
+            ready, self.waited_s = self.cache.claim(self.lease), time.monotonic() - start
+            if ready:
+                return
+            if self.waited_s > READY_S:
+                raise Stuck(f"a request was still {self.lease.phase.value} after {READY_S:.0f} s")
+            self.cache.wait(0.05)
+
+    def resume(self) -> None:
+        """Copy the pages that the lease found into a state of the request's own."""
+        room, layout, device = len(self.prompt) + self.decode, self.model.layout, self.model.model.device
+        self._workspace = resumed(self.cache, self.lease, layout, room, device)
+
+    @property
+    def resumed(self) -> bool:
+        return self._workspace is not None
+
+    def advance(self) -> bool:
+        """Compute the next chunk or token; False when all has been said."""
+        assert self._workspace is not None
+        at, whole, chunk = self._workspace.tokens, len(self.prompt), self.model.layout.chunk_tokens
+        if at < whole:
+            ids = self._ids[:, at : min(whole, (at // chunk + 1) * chunk)]
+        else:
+            ids = torch.tensor([self.said.tokens[-1:]], device=self._ids.device)
+        logits = forward(self.model.model, self._workspace, ids)
+        if at < whole:
+            keep(self.cache, self.lease, self._workspace)
+        self.said.take(self._workspace.tokens, logits, whole, self.decode)
+        return len(self.said.tokens) < self.decode
+
+    def from_tiers(self) -> tuple[int, int, int]:
+        """Tokens of the prompt that came from device, host and storage."""
+        device, host, storage = (pages * self.model.layout.page_tokens for pages in self.lease.from_tiers())
+        return device, host, storage

@@ -1,0 +1,72 @@
+"""A storage behind a veil: what is there can be hidden, lost on the way or damaged. Names and bytes only."""
+
+from collections.abc import Sequence
+
+from kvarve.errors import StorageError
+from kvarve.storage import Storage, Usage
+
+
+class Veil(Storage):
+    """`inner`, without what is `hidden`, which it denies to have, and without what is `lost`, which it cannot deliver.
+
+    `broken`: the calls that fail altogether. `written`: every name that was ever put here.
+    """
+
+    def __init__(self, inner: Storage) -> None:
+        self.inner = inner
+        self.hidden: frozenset[str] = frozenset()
+        self.lost: frozenset[str] = frozenset()
+        self.broken: frozenset[str] = frozenset()
+        self.written: set[str] = set()
+
+    def lift(self) -> None:
+        """All that is there can be seen and had again."""
+        self.hidden = self.lost = self.broken = frozenset()
+
+    def read(self, name: str) -> bytes | None:
+        """An object as it is stored."""
+        (size_bytes,) = self.inner.get([name], [memoryview(bytearray())])
+        if size_bytes is None:
+            return None
+        data = bytearray(size_bytes)
+        self.inner.get([name], [memoryview(data)])
+        return bytes(data)
+
+    def write(self, name: str, data: bytes) -> None:
+        if self.inner.put([name], [memoryview(data)]) != [True]:
+            raise StorageError(f"no room for {len(data)} bytes in the storage: give it more capacity")
+
+    # What the cache calls.
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        self._fail("exists")
+        found = zip(names, self.inner.exists(names), strict=True)
+        return [there and name not in self.hidden for name, there in found]
+
+    def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
+        self._fail("get")
+        gone = self.hidden | self.lost
+        here = [i for i, name in enumerate(names) if name not in gone]
+        sizes: list[int | None] = [None] * len(names)
+        for i, size in zip(here, self.inner.get([names[i] for i in here], [into[i] for i in here]), strict=True):
+            sizes[i] = size
+        return sizes
+
+    def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
+        self._fail("put")
+        self.written.update(names)
+        return self.inner.put(names, data)
+
+    def delete(self, names: Sequence[str]) -> list[bool]:
+        self._fail("delete")
+        return self.inner.delete(names)
+
+    def usage(self) -> Usage:
+        return self.inner.usage()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _fail(self, call: str) -> None:
+        if call in self.broken:
+            raise StorageError(f"the prover made this {call} fail")

@@ -1,0 +1,403 @@
+"""`kvarve verify` says yes to a cache that is right, and no to each of many that are not."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache as cached
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import kvarve.core.cache
+import kvarve.engine.state
+import kvarve.runtime
+import kvarve.transfer.hands
+import kvarve.verify.damage
+import kvarve.verify.prover
+import kvarve.verify.requests
+from kvarve import boundaries
+from kvarve.cli import main
+from kvarve.core.cache import Core
+from kvarve.core.lease import Lease, Phase
+from kvarve.core.paths import Paths
+from kvarve.engine.state import Workspace
+from kvarve.errors import ConfigError
+from kvarve.keys import root_key
+from kvarve.model import BufferSpec, PoolSpec
+from kvarve.runtime import PrefixCache
+from kvarve.storage.files import FileStorage
+from kvarve.testing.models import save_checkpoint, tiny_model
+from kvarve.verify.damage import damages, spoil
+from kvarve.verify.paths import abort, branches, conversation, deepest, eviction, partial, tiers
+from kvarve.verify.plan import TURNS, Plan
+from kvarve.verify.prover import Prover
+from kvarve.verify.requests import same_bits
+
+PAGE, CHUNK = 16, 64
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Tiny random models as folders."""
+
+    @cached
+    def checkpoint(family: str) -> Path:
+        folder = tmp_path_factory.mktemp("models") / family
+        save_checkpoint(tiny_model(family), folder)
+        return folder
+
+    return checkpoint
+
+
+class Verify:
+    """Runs the command in this process; the last one's report is kept."""
+
+    def __init__(self, checkpoint: Callable[[str], Path], folder: Path) -> None:
+        self._checkpoint, self._file = checkpoint, folder / "verify.json"
+        self.report: dict[str, Any] = {}
+
+    def __call__(self, family: str, *words: object) -> int:
+        shape = ("--page-tokens", PAGE, "--chunk-tokens", CHUNK, "--quick", "--json", self._file)
+        code = main([*map(str, ("verify", "--model", self._checkpoint(family), *shape, *words))])
+        self.report = json.loads(self._file.read_text())
+        assert self.report["ok"] is (code == 0)
+        return code
+
+    def wrong(self) -> set[str]:
+        """The paths that went wrong, and where damage did."""
+        paths = {path["name"] for path in self.report["paths"] if not path["ok"]}
+        return paths | {f"{row['what']} in {row['where']}" for row in self.report["damages"] if not row["ok"]}
+
+
+@pytest.fixture
+def verify(checkpoint: Callable[[str], Path], tmp_path: Path) -> Verify:
+    return Verify(checkpoint, tmp_path)
+
+
+# --- what is right
+
+
+def test_the_model_inside_kvarve_is_proved_on_the_command_line(tmp_path: Path) -> None:
+    report = tmp_path / "verify.json"
+    command = [sys.executable, "-m", "kvarve", "verify", "--model", "builtin:tiny-hybrid", "--quick", "--json", report]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert "every bit equal" in done.stdout
+    assert json.loads(report.read_text())["ok"] is True
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3_5", "gpt_oss_wide", "deepseek_v32"])
+def test_models_of_every_kind_of_state_are_proved(family: str, dtype: str, verify: Verify) -> None:
+    assert verify(family, "--dtype", dtype) == 0, verify.wrong()
+    report = verify.report
+    assert report["about"]["dtype"] == dtype
+    assert report["uncovered"] == []
+    rows = {row["name"]: row for row in report["paths"]}
+    assert [*rows] == [
+        *("transformers", "cold", "device", "salt", "host", "storage", "restart", "mixed", "partial"),
+        *("branches", "conversation", "eviction", "abort", "interleaved", "damage"),
+    ]
+    for tier in ("device", "host", "storage"):
+        found = rows[tier]["resumed"]
+        assert found[tier] == sum(found.values()) > 0
+    pools = {pool["name"] for pool in report["about"]["pools"]}
+    for where, expected in (("device", "noticed"), ("host", "noticed"), ("host", "caught"), ("storage", "caught")):
+        hit = {row["pool"] for row in report["damages"] if (row["where"], row["expected"]) == (where, expected)}
+        assert hit == pools, (where, expected)
+
+
+# --- what is wrong: each of these is a bug that a cache could have
+
+Arena = Mapping[str, Tensor]
+Change = Callable[[str, Tensor], Tensor]
+
+
+def loads_wrongly(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
+    """What comes back into a workspace is not what was saved."""
+    load = Workspace.load
+
+    def wrong(self: Workspace, pool: str, positions: range, arena: Arena, slots: Sequence[int]) -> None:
+        load(self, pool, positions, {name: change(name, pages) for name, pages in arena.items()}, slots)
+
+    monkeypatch.setattr(Workspace, "load", wrong)
+
+
+def a_state_one_channel_off(patch: pytest.MonkeyPatch) -> None:
+    loads_wrongly(patch, lambda name, pages: pages.roll(1, 1) if ".conv." in name else pages)
+
+
+def keys_one_token_off(patch: pytest.MonkeyPatch) -> None:
+    loads_wrongly(patch, lambda name, pages: pages.roll(1, 1) if name.endswith("keys") else pages)
+
+
+def index_keys_are_not_restored(patch: pytest.MonkeyPatch) -> None:
+    loads_wrongly(patch, lambda name, pages: pages * 0 if name.endswith("indexer_keys") else pages)
+
+
+def a_window_is_a_page_short(patch: pytest.MonkeyPatch) -> None:
+    right = kvarve.engine.state.window_lookback
+    patch.setattr(kvarve.engine.state, "window_lookback", lambda *sizes: max(1, right(*sizes) - 1))
+
+
+def the_length_of_a_window_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    resume = Workspace.resume
+
+    def forgetful(self: Workspace, boundary: int) -> None:
+        resume(self, boundary)
+        for layer in self.cache.layers:
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = 0
+
+    patch.setattr(Workspace, "resume", forgetful)
+
+
+def a_hit_is_the_least_of_the_pools_lengths(patch: pytest.MonkeyPatch) -> None:
+    def resume_at(present: Sequence[int], lookbacks: Sequence[int | None], limit: int, grid: int = 1) -> int:
+        each = (
+            boundaries.legal(*pool, limit) & boundaries.multiples(grid, limit)
+            for pool in zip(present, lookbacks, strict=True)
+        )
+        return 1 << min(map(boundaries.deepest, each))
+
+    patch.setattr(boundaries, "resume_at", resume_at)
+    patch.setattr(kvarve.verify.prover, "STORAGE_S", 1.0)  # it waits for pages that nobody has
+
+
+def nothing_is_ever_found(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(boundaries, "resume_at", lambda *_, **__: 1)
+
+
+def everybody_shares_with_everybody(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(kvarve.runtime, "root_key", lambda namespace, salt: root_key(namespace, salt.split()[1]))
+
+
+def a_key_is_of_its_page_alone(patch: pytest.MonkeyPatch) -> None:
+    right = kvarve.core.cache.extend
+    width = PAGE * 4
+
+    def extend(parent: bytes, tokens: bytes, page_tokens: int) -> list[bytes]:
+        pages = (tokens[at : at + width] for at in range(0, len(tokens) // width * width, width))
+        return [right(b"nobody", page, page_tokens)[0] for page in pages]
+
+    patch.setattr(kvarve.core.cache, "extend", extend)
+
+
+def pages_come_up_into_each_others_slots(patch: pytest.MonkeyPatch) -> None:
+    right = kvarve.transfer.hands.to_device
+
+    def to_device(host: Any, device: Any, slots: Any) -> None:
+        far, near = zip(*pairs, strict=True) if (pairs := [*slots]) else ((), ())
+        right(host, device, zip(far, near[1:] + near[:1], strict=True))
+
+    patch.setattr(kvarve.transfer.hands, "to_device", to_device)
+
+
+def a_chunk_that_is_not_whole_is_published(patch: pytest.MonkeyPatch) -> None:
+    def keep(cache: PrefixCache, lease: Lease, workspace: Workspace) -> None:
+        upto = min(workspace.tokens // PAGE, cache.core.keepable(lease))
+        for pool, fresh in cache.grow(lease, upto).items():
+            workspace.save(pool, [*fresh], cache.arena(pool), [*fresh.values()])
+        cache.publish(lease, lease.room)
+
+    patch.setattr(kvarve.verify.requests, "keep", keep)
+
+
+def what_is_evicted_is_still_in_use(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Paths, "hold", lambda *_: None)
+
+
+def who_gives_up_keeps_its_pins(patch: pytest.MonkeyPatch) -> None:
+    def close(self: Core, lease: Lease) -> None:
+        if lease.phase is Phase.READY and lease.done < lease.pages:
+            lease.rests = 0
+        right(self, lease)
+
+    right = Core.close
+    patch.setattr(Core, "close", close)
+
+
+def nobody_reads_the_pages(patch: pytest.MonkeyPatch) -> None:
+    """The run that is compared is the one that it is compared with."""
+    patch.setattr(kvarve.verify.damage, "differences", lambda *_: [])
+
+
+def the_host_is_not_checked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(kvarve.transfer.hands.Hands, "_intact", lambda *_: True)
+
+
+def nothing_is_checked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("kvarve.memory.record.Stamp.intact", lambda *_: True)
+
+
+def a_bad_page_stays_in_storage(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FileStorage, "delete", lambda self, names: [True] * len(names))
+
+
+EVERY_TIER = {"device", "host", "storage", "restart"}
+
+
+@pytest.mark.parametrize(
+    ("bug", "family", "step", "wrong"),
+    [
+        (a_state_one_channel_off, "lfm2", tiers, EVERY_TIER),
+        (keys_one_token_off, "gemma3", tiers, EVERY_TIER),
+        (index_keys_are_not_restored, "deepseek_v32", tiers, EVERY_TIER),
+        (a_window_is_a_page_short, "gpt_oss", tiers, EVERY_TIER),
+        (the_length_of_a_window_is_forgotten, "gemma3", tiers, EVERY_TIER),
+        (nothing_is_ever_found, "qwen3", tiers, EVERY_TIER),
+        (pages_come_up_into_each_others_slots, "qwen3", tiers, EVERY_TIER - {"device"}),
+        (everybody_shares_with_everybody, "qwen3", tiers, {"salt"}),
+        (a_hit_is_the_least_of_the_pools_lengths, "lfm2", partial, {"partial"}),
+        (a_key_is_of_its_page_alone, "qwen3", branches, {"branches"}),
+        (a_chunk_that_is_not_whole_is_published, "gpt_oss", conversation, {"conversation"}),
+        (what_is_evicted_is_still_in_use, "lfm2", eviction, {"eviction"}),
+        (who_gives_up_keeps_its_pins, "lfm2", abort, {"abort"}),
+        (the_host_is_not_checked, "lfm2", damages, {"a bit in host"}),
+        (nothing_is_checked, "lfm2", damages, {"a bit in host", "a bit in storage"}),
+        (a_bad_page_stays_in_storage, "lfm2", damages, {"a bit in storage"}),
+        (nobody_reads_the_pages, "lfm2", damages, {"a page in device", "a page in host", "a sealed page in storage"}),
+    ],
+    ids=lambda it: getattr(it, "__name__", ""),
+)
+def test_a_cache_that_is_wrong_is_not_proved(
+    bug: Callable[[pytest.MonkeyPatch], None],
+    family: str,
+    step: Callable[[Prover], None],
+    wrong: set[str],
+    verify: Verify,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kvarve.verify, "STEPS", (step,))  # the others would notice some of them too
+    bug(monkeypatch)
+    assert verify(family) == 1
+    assert wrong <= verify.wrong(), verify.report
+
+
+# --- what cannot be proved
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (
+            "--tokens 100",
+            "--tokens 100 is too little to prove anything: the shortest prompt that can hit has 65 tokens",
+        ),
+        ("--tokens many", "--tokens: 'many' is not a whole number above zero"),
+        ("--chunk-tokens 1024", "a context of 1024 is too little"),
+        ("--page-tokens 48", "a page of 48 tokens does not fit the model's prefill grid of 64"),
+        ("--dtype int4", "unknown dtype 'int4'"),
+        ("--device abacus", "device 'abacus' cannot be used"),
+        ("--seed -1", "--seed"),
+        ("--json /no/such/folder/verify.json", "no such folder to write the report to"),
+        ("--storage tape:///dev/st0", "there is no storage of the kind 'tape'"),
+        (
+            "--storage memory://too-small?capacity=1MiB",
+            "memory://too-small?capacity=1MiB: 1 MiB are free, and the proof",
+        ),
+        ("--model /no/such/folder", "/no/such/folder: no such folder"),
+        ("--quik", "did you mean --quick?"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_line(
+    words: str, complaint: str, checkpoint: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = ("--model", checkpoint("lfm2"), "--page-tokens", PAGE, "--chunk-tokens", CHUNK)
+    assert main([*map(str, ("verify", *shape)), *words.split()]) == 2
+    _, error = capsys.readouterr()
+    assert complaint in error
+    assert error.startswith("kvarve: ") and error.count("\n") == 1
+
+
+def test_a_storage_of_ones_own_is_left_as_it_was(
+    verify: Verify, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvarve.verify, "STEPS", (tiers,))
+    store = tmp_path / "store"
+    verify("lfm2", "--storage", f"file://{store}?capacity=64MiB")
+    assert verify.wrong() == set()
+    assert verify.report["paths"][-1]["resumed"]["storage"] > 0
+    assert not [path for path in (store / "pages").rglob("*") if path.is_file()]
+
+
+def test_without_damage_nothing_is_proved(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvarve.verify, "STEPS", (conversation,))
+    assert verify("lfm2") == 1
+    assert verify.wrong() == set()
+
+
+# --- the arithmetic of its own
+
+
+@given(
+    lookbacks=st.lists(st.sampled_from([None, 1, 2, 5]), min_size=1, max_size=3),
+    seed=st.integers(0, 2**32),
+    grid=st.sampled_from([1, 2, 4]),
+    limit=st.integers(0, 12),
+)
+def test_the_deepest_boundary_is_the_caches_own(lookbacks: list[int | None], seed: int, grid: int, limit: int) -> None:
+    random, size = np.random.default_rng(seed), BufferSpec("b", (1,), "float32")
+    pools = [PoolSpec(f"pool-{i}", (size,), lookback) for i, lookback in enumerate(lookbacks)]
+    have = {pool.name: {at for at in range(12) if random.random() < 0.8} for pool in pools}
+    found = boundaries.resume_at([boundaries.of(have[pool.name]) for pool in pools], lookbacks, limit, grid)
+    assert deepest(pools, have, grid, limit) == boundaries.deepest(found)
+
+
+@given(
+    page=st.sampled_from([1, 3, 16, 64]),
+    per_chunk=st.sampled_from([1, 2, 4]),
+    reach=st.integers(0, 2000),
+    quick=st.booleans(),
+    tokens=st.none() | st.integers(1, 5000),
+)
+def test_prompts_are_of_every_kind_of_length_and_never_longer_than_allowed(
+    page: int, per_chunk: int, reach: int, quick: bool, tokens: int | None
+) -> None:
+    chunk = page * per_chunk
+    shape = {"page": page, "chunk": chunk, "reach": reach, "vocabulary": 9, "max_tokens": 4096, "seed": 1}
+    try:
+        plan = Plan.of(**shape, tokens=tokens, quick=quick)
+    except ConfigError:
+        assert tokens is not None and tokens < 2 * chunk + 13
+        return
+    lengths = plan.lengths()
+    assert lengths[-1] + TURNS * plan.decode <= (tokens or 4096)
+    assert {plan.whole, plan.whole + 1, plan.longest} <= {*lengths}
+    assert plan.leaves_windows or tokens is not None
+    assert [plan.full(length) for length in (plan.whole, plan.whole + 1)] == [plan.whole - chunk, plan.whole]
+    prompts = [plan.prompt(length, number) for number, length in enumerate(lengths)]
+    assert [*map(len, prompts)] == lengths
+    assert plan.prompt(lengths[0]) == plan.prompt(plan.longest)[: lengths[0]]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]
+)
+def test_what_is_spoiled_is_other_numbers_everywhere_and_none_that_a_model_could_not_read(dtype: torch.dtype) -> None:
+    page = torch.tensor([0, 1, 2, 7, 250 if dtype is torch.int64 else 3]).to(dtype)
+    before = page.clone()
+    spoil(page)
+    assert (page != before).all()
+    if not dtype.is_floating_point:
+        assert int(page.min()) >= 0 and int(page.max()) < 250
+
+
+def test_bits_are_compared_and_not_numbers() -> None:
+    nan, zero = torch.tensor([float("nan"), 1.0]), torch.tensor([0.0])
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(zero, -zero)
+    assert not same_bits(zero, zero.double())
