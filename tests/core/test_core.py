@@ -462,13 +462,14 @@ def test_storage_that_answers_nothing_is_a_miss() -> None:
     assert world.ready(lease) and lease.boundary == 0
 
 
-def test_a_load_that_fails_is_a_miss_and_the_page_may_be_loaded_again() -> None:
+def test_a_page_that_fails_to_load_is_tried_once_more_and_then_a_miss() -> None:
     world = World(config=config(ATTENTION, host=64))
     world.request(prompt(4))
     world.flush(DEVICE)
     lease = world.start(prompt(4))
     world.step([world.end(in_flight(world).op, lost=0b0100)])
-    assert world.ready(lease) and lease.boundary == 2 and world.core.counters.failed == 1
+    world.step([world.end(in_flight(world).op, lost=0b01)])
+    assert lease.ready and lease.boundary == 2 and world.core.counters.failed == 2
     world.close(lease)
     assert world.request(prompt(4)).boundary == 4
 
@@ -1198,3 +1199,24 @@ def test_a_storage_that_is_attached_in_place_of_another_is_not_taken_for_it() ->
     world.step([world.end(op) for op in [*world.flying]])
     world.request(prompt(4))
     assert len(world.storage.objects) == 4
+
+
+def test_a_bad_state_in_the_host_leaves_a_shallower_boundary_to_load() -> None:
+    world = World(config=config(ATTENTION, STATE, host=64, snapshots=Snapshots(every=2 * PAGE_TOKENS)))
+    world.request(prompt(8))
+    world.flush(DEVICE)
+    world.rot(HOST, 7, prompt(8), pool=1)
+    lease = world.request(prompt(8))
+    assert lease.boundary == 6, "the state there was as good"
+    assert world.core.counters.bad_host == 1
+
+
+def test_a_host_whose_pages_never_arrive_is_given_up_after_a_second_round() -> None:
+    world = World(config=config(ATTENTION, STATE, host=64))
+    world.request(prompt(6))
+    world.flush(DEVICE)
+    lease = world.start(prompt(6))
+    for _ in range(2):
+        assert lease.phase is Phase.LOADING
+        world.step([world.end(op, lost=-1) for op in [*world.flying]])
+    assert lease.ready and lease.boundary == 0

@@ -373,6 +373,14 @@ class Core:
         for start in range(0, len(pages), self.config.batch_pages):
             self.copies.send(Op(LOAD, pages[start : start + self.config.batch_pages], lease, run), lease.key)
 
+    def _arrived(self, lease: Lease) -> None:
+        """All loads have ended. What was lost on the way may leave a shallower boundary to bring: one more round."""
+        if lease.torn and not lease.reloaded:
+            lease.reloaded = True
+            self._load(lease)
+        else:
+            self._ready(lease, ones(lease.limit + 1))
+
     def _ready(self, lease: Lease, allowed: int) -> None:
         """The engine may start, at the deepest of the allowed boundaries that the device can serve."""
         run, path, known = self.paths.find(lease.root, lease.tokens)
@@ -449,8 +457,10 @@ class Core:
         elif op.edge == LOAD:
             assert op.run is not None
             self._loaded(op.run, fates)
-            if waited and lease is not None and not lease.ops:
-                self._ready(lease, ones(lease.limit + 1))
+            if waited and lease is not None:
+                lease.torn = lease.torn or not all(good for _, good, _ in fates)
+                if not lease.ops:
+                    self._arrived(lease)
         else:
             assert op.run is not None
             self.backups.ended(op, op.run, fates)

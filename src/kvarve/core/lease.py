@@ -47,6 +47,7 @@ class Lease:
         "probed",
         "promised",
         "reads",
+        "reloaded",
         "rests",
         "resumed",
         "retries",
@@ -56,6 +57,7 @@ class Lease:
         "seen",
         "snapshots",
         "tokens",
+        "torn",
     )
 
     def __init__(
@@ -99,6 +101,8 @@ class Lease:
         self.own: list[dict[int, int]] = [{} for _ in range(pools)]  # our device slots, by position
         self.snapshots = 0  # boundaries at which windows and states are worth keeping
         self.retries = 0  # loads put off because room was on its way
+        self.torn = False  # a page that was loaded did not arrive
+        self.reloaded = False  # and what it left was brought in a second round
         self.done = 0
         self.room = 0
 
