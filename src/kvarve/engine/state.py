@@ -91,17 +91,15 @@ class _OnTape:
     """Mixed into an attention layer of transformers: the tokens live on our tapes; types and masks stay theirs."""
 
     tapes: dict[str, Tape]
-    keys: Tensor
-    values: Tensor
     cumulative_length: int  # where a sliding layer looks when it makes its mask
     past: int | None  # how many tokens before the new ones the layer reads: None all of them
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Take [1, heads, n, width] and give back what the layer attends to, new tokens included."""
-        self.keys = self._push("keys", key_states[0].transpose(0, 1)).transpose(0, 1)[None]
-        self.values = self._push("values", value_states[0].transpose(0, 1)).transpose(0, 1)[None]
+        keys = self._push("keys", key_states[0].transpose(0, 1)).transpose(0, 1)[None]
+        values = self._push("values", value_states[0].transpose(0, 1)).transpose(0, 1)[None]
         self.cumulative_length = self.get_seq_length()
-        return self.keys, self.values
+        return keys, values
 
     def get_seq_length(self) -> int:
         return self.tapes["keys"].end
@@ -273,8 +271,6 @@ class Workspace:
         self._loaded = dict.fromkeys((pool.name for pool in layout.pools), 0)  # pages, as a set of bits
         for pool in layout.pools:
             keep = pool.lookback and pool.lookback * layout.page_tokens
-            # Twice what is kept, so that a window moves its front once in `keep` tokens and not at each.
-            room = min(max_tokens, 2 * ((keep or 0) + layout.chunk_tokens))
             for buffer in pool.buffers:
                 _, number, what, *index = buffer.name.split(".")
                 layer, kind = layers[int(number)], {"dtype": getattr(torch, buffer.dtype), "device": self.device}
@@ -283,8 +279,14 @@ class Workspace:
                     layer.lazy_initialization(**{states: torch.zeros(1, *buffer.shape, **kind)}, state_idx=state_idx)
                     self._states[buffer.name] = getattr(layer, states)[state_idx]  # only ever written in place
                 else:
-                    tape = Tape(torch.empty(room, *buffer.shape[1:], **kind), layout.page_tokens, max_tokens, keep)
-                    self._tapes[buffer.name] = layer.tapes[what] = tape
+                    self._tapes[buffer.name] = layer.tapes[what] = self._tape(pool, buffer, keep)
+
+    def _tape(self, pool: PoolSpec, buffer: BufferSpec, keep: int | None) -> Tape:
+        """Where the tokens of one buffer lie: here, in memory of the workspace's own."""
+        # Twice what is kept, so that a window moves its front once in `keep` tokens and not at each.
+        room = min(self.max_tokens, 2 * ((keep or 0) + self.layout.chunk_tokens))
+        data = torch.empty(room, *buffer.shape[1:], dtype=getattr(torch, buffer.dtype), device=self.device)
+        return Tape(data, self.layout.page_tokens, self.max_tokens, keep)
 
     @property
     def tokens(self) -> int:
