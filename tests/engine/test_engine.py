@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 import kvarve.engine.engine as engine_module
-import kvarve.engine.prefill as prefill_module
-from kvarve.config import CacheConfig
+from kvarve.config import CacheConfig, split
 from kvarve.core.audit import audit
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import LoadedModel
+from kvarve.engine.paging import PagedWorkspace
 from kvarve.engine.requests import Finish, Piece, Request, Sampling, Usage
 from kvarve.engine.state import StateLayout, Workspace
 from kvarve.errors import Busy, ConfigError
@@ -121,6 +121,19 @@ def make() -> Iterator[Make]:
     yield made
     for engine in engines:
         engine.shutdown(10)
+
+
+def room_for(model: LoadedModel, tokens: int) -> int:
+    """The least device memory in which one sequence of so many tokens has a place."""
+    low, high = 0, 64 * MIB
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            slots = split(middle, model.identity.pools, PAGE, CHUNK, records=False, what="device")[0]
+        except ConfigError:
+            slots = 0
+        low, high = (low, middle) if slots * PAGE >= tokens else (middle + 1, high)
+    return low
 
 
 def turns(engine: Engine, until: Callable[[], bool], at_most: int = 2000) -> int:
@@ -273,16 +286,14 @@ def test_requests_side_by_side_are_answered_as_if_each_were_alone(family: str, m
 @every_family
 def test_with_memory_for_hardly_one_prompt_two_at_once_are_still_answered_right(family: str, make: Make) -> None:
     model = a_model(family)
-    with pytest.raises(ConfigError, match="is too little") as refusal:
-        make(model, device=1)
-    least = float(str(refusal.value).split()[-2]) * 1024
-    engine = make(model, start=False, device=int(least * 1.1), host=2 * MIB)
+    engine = make(model, start=False, device=room_for(model, PROMPT + 3 * PAGE), host=2 * MIB)
     for _ in range(2):
         answers = by_hand(engine, *(a_request(a_prompt(PROMPT, seed)) for seed in (1, 2, 1)))
         for (_, tokens, _), seed in zip(answers, (1, 2, 1), strict=True):
             assert tokens == alone(family, PROMPT, seed, DECODED)
-    assert engine.cache.core.counters.uncached > 0
     assert not engine.cache.core.leases
+    with pytest.raises(ConfigError, match="for which there is device memory"):
+        engine.submit(a_request(a_prompt(PROMPT + 3 * PAGE), 40))
 
 
 def test_a_long_prompt_delays_no_answer_by_more_than_one_chunk(make: Make, recorder: Recorder) -> None:
@@ -435,13 +446,13 @@ def test_a_request_that_fails_harms_no_other(when: str, make: Make, recorder: Re
 
 
 def test_a_request_whose_state_finds_no_memory_harms_no_other(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Small(Workspace):
-        def __init__(self, layout: StateLayout, max_tokens: int, device: Any = "cpu") -> None:
+    class Small(PagedWorkspace):
+        def __init__(self, layout: StateLayout, max_tokens: int, *args: Any) -> None:
             if max_tokens > 500:
                 raise RuntimeError("out of memory")
-            super().__init__(layout, max_tokens, device)
+            super().__init__(layout, max_tokens, *args)
 
-    monkeypatch.setattr(prefill_module, "Workspace", Small)
+    monkeypatch.setattr(engine_module, "PagedWorkspace", Small)
     engine = make(start=False)
     large, small = by_hand(engine, a_request(a_prompt(600)), a_request(a_prompt(PROMPT, 1)))
     assert (large[2].finish, large[2].error) == (Finish.ERROR, "RuntimeError: out of memory")

@@ -17,7 +17,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import (
     Cache,
     DummyLayer,
-    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -78,24 +77,18 @@ class _InRows:
         return self.cumulative_length
 
 
-class _InRowsIndexed(_InRows):
-    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Take [rows, 1, width] and give back [rows, columns, width]."""
-        return self.columns["indexer_keys"].push(indexer_key_states[:, 0])
-
-
-# What stands in for each class of transformers. A layer that is not here is computed row by row.
+# What stands in for each class of transformers. A model with a layer that is not here is computed row by row: one that
+# is not known, or `DynamicIndexedLayer`, which attends to the best tokens only. Which of two equally good ones it takes
+# depends on how many columns there are, so padding can change an answer; scores that end in a ReLU are often equal.
 IN_ROWS: dict[type, type] = {
     base: type(f"{base.__name__}InRows", (mixin, base), {})
     for base, mixin in {
         DynamicLayer: _InRows,
         DynamicSlidingWindowLayer: _InRows,
-        DynamicIndexedLayer: _InRowsIndexed,
         LinearAttentionAndFullAttentionLayer: _InRows,
         LinearAttentionAndSlidingWindowAttentionLayer: _InRows,
     }.items()
 } | {LinearAttentionLayer: LinearAttentionLayer, DummyLayer: DummyLayer}
-KNOWN_BUFFERS = ("keys", "values", "indexer_keys", "conv", "recurrent")
 
 
 def _build(plan: LayerPlan) -> Any:
@@ -215,8 +208,6 @@ def batches(model: Any, layout: StateLayout) -> bool:
 
 def _try(model: Any, layout: StateLayout) -> bool:
     if any(plan.cache_class not in IN_ROWS for plan in layout.layers):
-        return False
-    if any(buffer.name.split(".")[2] not in KNOWN_BUFFERS for pool in layout.pools for buffer in pool.buffers):
         return False
     tokens = model.get_input_embeddings().num_embeddings
     prompts = [[(7 * at + length) % tokens for at in range(length)] for length in TRIED_LENGTHS]
