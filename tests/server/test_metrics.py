@@ -6,7 +6,20 @@ from kvarve.metrics import Histogram, Metrics, Snapshot
 from kvarve.storage import Usage
 
 CACHE = dict.fromkeys(
-    ("leases", "fetched", "loaded", "backed_up", "stored", "bad_storage", "bad_host", "failed", "late"), 1.0
+    (
+        "leases",
+        "fetched",
+        "loaded",
+        "backed_up",
+        "stored",
+        "bad_storage",
+        "bad_host",
+        "failed",
+        "late",
+        "given_up",
+        "strays",
+    ),
+    1.0,
 ) | dict.fromkeys(("duplicates", "uncached", "page_tokens", "slots.device.window-24", "used.device.window-24"), 2.0)
 
 
@@ -24,6 +37,7 @@ def a_snapshot(storage: Usage | None) -> Snapshot:
         prompt_tokens=4,
         computed_tokens=5,
         output_tokens=6,
+        preempted=1,
         cached_tokens={"host": 7},
         ttft_s=ttft,
         cache=CACHE,

@@ -115,7 +115,7 @@ class Engine:
         self.model, self.cache, self.deterministic = model, cache, deterministic
         self.counts = EngineCounts()
         self._turn_tokens = turn_tokens
-        self._batches = not deterministic and batches(model.model, model.layout)
+        self.batches = not deterministic and batches(model.model, model.layout)
         self._batch: Batch | None = None  # the last one, for as long as the same requests answer
         self._crowded = False  # there was no room for all: nobody begins before somebody has ended
         self._began = 0
@@ -261,7 +261,7 @@ class Engine:
         self._take_calls()
         self._admit()
         answers = self._seated([job for job in self._running if not job.prefilling])
-        together = [job for job in answers if not job.alone] if self._batches else []
+        together = [job for job in answers if not job.alone] if self.batches else []
         if len(together) > 1:
             self._tokens(together)
         else:
@@ -382,9 +382,10 @@ class Engine:
             self._end(job, Finish.ERROR, "a copy that does not end holds the device memory that this request needs")
 
     def _renew(self, job: _Job) -> None:
-        """Begin to wait again, with all that has been said for a prompt."""
+        """Begin to wait again. What has been said is part of the prompt then, unless every bit counts, or the model's
+        code wants every token as it was: then it is said to it again, token by token."""
         self.cache.close(job.lease)
-        if not self.deterministic:
+        if self.batches:
             job.goal = job.length
         job.leased = job.goal
         job.lease = self._open(job.request, job.sequence(0, job.goal))
