@@ -311,21 +311,24 @@ class Engine:
         self._crowded = False
         claimed = [job for job in self._waiting if job.lease.claimed]
         fetching = sum(not job.lease.on_device for job in claimed)
-        places = min(self._max_running - len(self._running), CLAIMED_AHEAD) - (len(claimed) - fetching)
-        for job in self._waiting.order(self._in_memory) if places > 0 or claimed else ():
+        ahead = len(claimed) - fetching
+        for job in self._waiting.order(self._in_memory) if claimed or len(self._running) < self._max_running else ():
             lease = job.lease
             if not lease.claimed:
-                if places <= 0 or (lease.phase is not Phase.QUEUED and fetching >= self._max_running):
+                if ahead >= min(CLAIMED_AHEAD, self._max_running - len(self._running)):
+                    continue
+                if lease.phase is not Phase.QUEUED and fetching >= self._max_running:
                     continue
                 if self._is_being_computed(job):
                     continue
                 self.cache.claim(lease)
-                places -= lease.on_device
+                ahead += lease.on_device
                 fetching += not lease.on_device
             if not lease.ready or len(self._running) >= self._max_running:
                 continue
             if not self._begin(job):
                 return  # nobody goes before it
+            ahead -= 1
 
     def _in_memory(self, job: _Job) -> int:
         """How many pages a waiting request would find."""
