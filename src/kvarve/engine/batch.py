@@ -202,7 +202,7 @@ def batches(model: Any, layout: StateLayout) -> bool:
     """Whether a model computes sequences side by side as it does each alone. It is asked once, on a few tokens."""
     if model not in _tried:
         _tried[model] = _try(model, layout)
-        log.info("%s decodes %s", type(model).__name__, "in batches" if _tried[model] else "one by one")
+        log.debug("%s decodes %s", type(model).__name__, "in batches" if _tried[model] else "one by one")
     return _tried[model]
 
 
