@@ -157,8 +157,11 @@ def _serve_options(parser: _Parser) -> None:
     option("--fetch-at-least", "and one from storage to the host", type=_whole, default=0, metavar="N")
     option("--host-share", "of host memory, what waiting for storage may hold", type=_share, default=0.8, metavar="X")
     parser.add_argument("--no-verify-host", action="store_true", help="trust host memory: do not check its pages")
-    option("--max-running", "requests computed side by side", type=_count, default=8, metavar="N")
+    option("--max-running", "requests side by side, if memory allows", type=_count, default=64, metavar="N")
     option("--max-waiting", "requests that may wait; more are told to come back", type=_count, default=256, metavar="N")
+    most = "tokens that one turn computes, answers first; a chunk of a prompt at least"
+    option("--turn-tokens", most, type=_count, default=512, metavar="N")
+    parser.add_argument("--deterministic", action="store_true", help="answers depend on their prompt to the last bit")
     option("--threads", "of torch; its own choice unless given", type=_count, metavar="N")
     option("--api-key", f"that clients must send; ${API_KEY_VARIABLE} says it unseen by `ps`", metavar="KEY")
     option("--log-level", ", ".join(LEVELS), default="info", metavar="LEVEL")
@@ -223,6 +226,8 @@ def _serve(args: argparse.Namespace) -> None:
         device=args.device,
         max_running=args.max_running,
         max_waiting=args.max_waiting,
+        turn_tokens=args.turn_tokens,
+        deterministic=args.deterministic,
         threads=args.threads,
         api_key=os.environ.get(API_KEY_VARIABLE) if args.api_key is None else args.api_key,
         ready_file=args.ready_file,

@@ -75,6 +75,7 @@ class Snapshot:
     prompt_tokens: int
     computed_tokens: int
     output_tokens: int
+    preempted: int
     cached_tokens: Mapping[str, int]  # by tier
     ttft_s: Histogram
     cache: Mapping[str, float]  # PrefixCache.stats()
@@ -115,6 +116,8 @@ def _requests(now: Snapshot) -> Iterator[Metric]:
     yield _by("kvarve_cached_tokens", help_text, ("tier",), now.cached_tokens)
     yield _counter("kvarve_computed_tokens", "Tokens of prompts that were computed.", now.computed_tokens)
     yield _counter("kvarve_output_tokens", "Tokens generated.", now.output_tokens)
+    help_text = "Requests that gave their room on the device to others, and went on later from what was kept."
+    yield _counter("kvarve_preempted_requests", help_text, now.preempted)
     ttft = HistogramMetricFamily("kvarve_ttft_seconds", "Seconds from a request's arrival to its first token.")
     ttft.add_metric([], now.ttft_s.buckets(), now.ttft_s.sum)
     yield ttft

@@ -140,6 +140,23 @@ class PrefixCache:
         """What a ready lease resumes from: for each pool the positions and their device slots."""
         return {pool.name: self.core.slots(lease, i) for i, pool in enumerate(self.pools)}
 
+    def seat(self, lease: Lease, upto: int) -> bool:
+        """Take room for a ready lease to compute in on the device, up to a page; False if there is none now (see
+        `Core.seat`)."""
+        seated = self.core.seat(lease, upto)
+        self._send()
+        return seated
+
+    def room_tokens(self) -> int:
+        """How many tokens of a single sequence fit on the device at most."""
+        shelves = self.core.shelves
+        pages = min((shelves.capacity[pool] for pool in shelves.chains), default=1 << 40)
+        return pages * self.identity.page_tokens
+
+    def seats(self, lease: Lease, pool: str, start: int = 0) -> list[int]:
+        """The device slots of a chain's pages from `start` on, as far as a ready lease has them (see `Core.seats`)."""
+        return self.core.seats(lease, next(i for i, each in enumerate(self.pools) if each.name == pool), start)
+
     def grow(self, lease: Lease, upto: int) -> dict[str, dict[int, int]]:
         """Room for the pages up to `upto` that are worth keeping: for each pool the device slots by position.
 

@@ -2,58 +2,46 @@
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache as cached
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engines import (
+    CHUNK,
+    DECODED,
+    GRID_FLOOR,
+    LONG_S,
+    MIB,
+    PAGE,
+    PROMPT,
+    Make,
+    a_model,
+    a_prompt,
+    a_request,
+    alone,
+    by_hand,
+    room_for,
+    turns,
+)
 from torch import Tensor
 
 import kvarve.engine.engine as engine_module
-import kvarve.engine.prefill as prefill_module
-from kvarve.config import CacheConfig
 from kvarve.core.audit import audit
 from kvarve.engine.engine import Engine
-from kvarve.engine.model import LoadedModel
+from kvarve.engine.paging import PagedWorkspace
 from kvarve.engine.requests import Finish, Piece, Request, Sampling, Usage
 from kvarve.engine.state import StateLayout, Workspace
 from kvarve.errors import Busy, ConfigError
-from kvarve.model import ModelIdentity, Tier
-from kvarve.runtime import PrefixCache
+from kvarve.model import Tier
 from kvarve.storage import MemoryStorage
 from kvarve.testing import FaultyStorage
-from kvarve.testing.models import VOCAB, byte_tokenizer, tiny_model
+from kvarve.testing.models import VOCAB
 
-PAGE, CHUNK = 16, 64
-PROMPT = 5 * CHUNK + 23
-GRID_FLOOR = 5 * CHUNK
-DECODED = 6
-LONG_S = 60.0
-MIB = 1 << 20
 FAMILIES = ["qwen3", "qwen3_5", "gpt_oss", "deepseek_v32"]
 every_family = pytest.mark.parametrize("family", FAMILIES)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-
-
-@cached
-def a_model(family: str = "qwen3_5", dtype: torch.dtype = torch.float32) -> LoadedModel:
-    model = tiny_model(family, dtype)
-    layout = StateLayout.of(model, PAGE, CHUNK)
-    name = str(dtype).removeprefix("torch.")
-    identity = ModelIdentity(family, "random", name, PAGE, CHUNK, layout.pools)
-    return LoadedModel(family, model, byte_tokenizer(), layout, identity, 1024, frozenset({256}))
-
-
-def a_prompt(tokens: int = PROMPT, seed: int = 7) -> list[int]:
-    return list(map(int, torch.randint(256, (tokens,), generator=torch.Generator().manual_seed(seed))))
-
-
-def a_request(prompt: Sequence[int] | None = None, max_tokens: int = DECODED, **kwargs: Any) -> Request:
-    sampling = {key: kwargs.pop(key) for key in ("temperature", "top_p", "seed", "stop") if key in kwargs}
-    settings = Sampling(max_tokens, ignore_eos=kwargs.pop("ignore_eos", True), **sampling)
-    return Request(a_prompt() if prompt is None else prompt, settings, **kwargs)
 
 
 class Recorder:
@@ -86,72 +74,6 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return Recorder(monkeypatch)
-
-
-Make = Callable[..., Engine]
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    """Makes engines, started unless told otherwise, and shuts them down at the end."""
-    engines: list[Engine] = []
-
-    def made(
-        model: LoadedModel | None = None,
-        *,
-        start: bool = True,
-        storage: Any = None,
-        clock: Callable[[], float] | None = None,
-        max_running: int = 8,
-        max_waiting: int = 256,
-        device: int = 64 * MIB,
-        host: int = 64 * MIB,
-        **settings: Any,
-    ) -> Engine:
-        model = model or a_model()
-        url = storage if isinstance(storage, str) else None
-        kwargs: dict[str, Any] = {} if clock is None else {"clock": clock}
-        if storage is not None and url is None:
-            kwargs["storage"] = storage
-        cache = PrefixCache(model.identity, CacheConfig(device, host, url, **settings), **kwargs)
-        engine = Engine(model, cache, max_running=max_running, max_waiting=max_waiting)
-        engines.append(engine.start() if start else engine)
-        return engine
-
-    yield made
-    for engine in engines:
-        engine.shutdown(10)
-
-
-def turns(engine: Engine, until: Callable[[], bool], at_most: int = 2000) -> int:
-    """Turn a stopped engine by hand until something holds; how many turns that took."""
-    for turn in range(at_most):
-        if until():
-            return turn
-        if not engine._turn():
-            engine.cache.wait(0.02)
-        audit(engine.cache.core)
-    raise AssertionError(f"not within {at_most} turns")
-
-
-def by_hand(engine: Engine, *requests: Request) -> list[tuple[str, list[int], Piece]]:
-    """Submit to an engine that is not started, and turn it until all have been answered."""
-    finished = engine.counts.finished
-    for request in requests:
-        engine.submit(request)
-    turns(engine, lambda: engine.counts.finished == finished + len(requests))
-    return [request.result(0.1) for request in requests]
-
-
-@cached
-def alone(family: str, tokens: int, seed: int, max_tokens: int) -> list[int]:
-    """What a model answers without anybody else and without a cache."""
-    model = a_model(family)
-    cache = PrefixCache(model.identity, CacheConfig(MIB * 64))
-    engine = Engine(model, cache)
-    ((_, answer, _),) = by_hand(engine, a_request(a_prompt(tokens, seed), max_tokens))
-    engine.shutdown(5)
-    return answer
 
 
 # --- the same bits from every tier
@@ -288,16 +210,14 @@ def test_requests_side_by_side_are_answered_as_if_each_were_alone(family: str, m
 @every_family
 def test_with_memory_for_hardly_one_prompt_two_at_once_are_still_answered_right(family: str, make: Make) -> None:
     model = a_model(family)
-    with pytest.raises(ConfigError, match="is too little") as refusal:
-        make(model, device=1)
-    least = float(str(refusal.value).split()[-2]) * 1024
-    engine = make(model, start=False, device=int(least * 1.1), host=2 * MIB)
+    engine = make(model, start=False, device=room_for(model, PROMPT + 3 * PAGE), host=2 * MIB)
     for _ in range(2):
         answers = by_hand(engine, *(a_request(a_prompt(PROMPT, seed)) for seed in (1, 2, 1)))
         for (_, tokens, _), seed in zip(answers, (1, 2, 1), strict=True):
             assert tokens == alone(family, PROMPT, seed, DECODED)
-    assert engine.cache.core.counters.uncached > 0
     assert not engine.cache.core.leases
+    with pytest.raises(ConfigError, match="for which there is device memory"):
+        engine.submit(a_request(a_prompt(PROMPT + 3 * PAGE), 40))
 
 
 def test_a_long_prompt_delays_no_answer_by_more_than_one_chunk(make: Make, recorder: Recorder) -> None:
@@ -450,13 +370,13 @@ def test_a_request_that_fails_harms_no_other(when: str, make: Make, recorder: Re
 
 
 def test_a_request_whose_state_finds_no_memory_harms_no_other(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Small(Workspace):
-        def __init__(self, layout: StateLayout, max_tokens: int, device: Any = "cpu") -> None:
+    class Small(PagedWorkspace):
+        def __init__(self, layout: StateLayout, max_tokens: int, *args: Any) -> None:
             if max_tokens > 500:
                 raise RuntimeError("out of memory")
-            super().__init__(layout, max_tokens, device)
+            super().__init__(layout, max_tokens, *args)
 
-    monkeypatch.setattr(prefill_module, "Workspace", Small)
+    monkeypatch.setattr(engine_module, "PagedWorkspace", Small)
     engine = make(start=False)
     large, small = by_hand(engine, a_request(a_prompt(600)), a_request(a_prompt(PROMPT, 1)))
     assert (large[2].finish, large[2].error) == (Finish.ERROR, "RuntimeError: out of memory")

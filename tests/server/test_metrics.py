@@ -37,6 +37,7 @@ def a_snapshot(storage: Usage | None) -> Snapshot:
         prompt_tokens=4,
         computed_tokens=5,
         output_tokens=6,
+        preempted=1,
         cached_tokens={"host": 7},
         ttft_s=ttft,
         cache=CACHE,

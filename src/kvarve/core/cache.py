@@ -6,6 +6,7 @@ replays from its seed, and the simulator runs this very code.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import count
 from typing import NamedTuple
 
 from kvarve import boundaries
@@ -19,7 +20,7 @@ from kvarve.core.policies import BEST_EFFORT, Patience, WritePolicy
 from kvarve.core.prefetch import Prefetch
 from kvarve.core.settings import CoreConfig, Counters
 from kvarve.core.shelves import Shelves
-from kvarve.core.tree import Run, covering, upward, walk
+from kvarve.core.tree import NOWHERE, Run, covering, same_pages, upward, walk
 from kvarve.errors import ConfigError
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES, extend
 from kvarve.model import Tier
@@ -167,6 +168,42 @@ class Core:
         positions = range(lease.boundary - need.bit_count(), lease.boundary)
         return positions, [covering(lease.run, position).slot(pool, position) for position in positions]
 
+    def seat(self, lease: Lease, upto: int) -> bool:
+        """Take room on the device for a ready lease to compute in: of each chain all pages before `upto`, whole or not.
+
+        False, and nothing taken, if there is no such room now. `grow` keeps the pages where they lie.
+        """
+        assert lease.phase is Phase.READY
+        taken: dict[int, dict[int, int]] = {}
+        for pool in self.shelves.chains:
+            missing = span(lease.done, upto) & ~lease.seen[pool] & ~boundaries.of(lease.own[pool])
+            slots = self.shelves.reserve(pool, missing.bit_count())
+            taken[pool] = dict(zip(members(missing), slots, strict=False))
+            if len(slots) < missing.bit_count():
+                for place, pages in taken.items():
+                    for slot in pages.values():
+                        self.shelves.give_back(place, slot)
+                return False
+        for pool, pages in taken.items():
+            lease.own[pool].update(pages)
+        return True
+
+    def seats(self, lease: Lease, pool: int, start: int) -> list[int]:
+        """The device slots of a chain's pages from `start` on, as far as a ready lease has them.
+
+        Those before `done`, and those that were there when it became ready (`seen`), are everybody's.
+        """
+        assert lease.phase is Phase.READY and pool in self.shelves.chains
+        slots, own, seen = [], lease.own[pool], lease.seen[pool]
+        for position in count(start):
+            if position < lease.done or seen >> position & 1:
+                slots.append(covering(lease.run, position).slot(pool, position))
+            elif position in own:
+                slots.append(own[position])
+            else:
+                return slots
+        raise AssertionError("a count ends")
+
     def grow(self, lease: Lease, upto: int) -> list[dict[int, int]]:
         """Take room on the device for the pages up to `upto` that are worth keeping.
 
@@ -181,11 +218,13 @@ class Core:
             self._worth_keeping(lease, pool, lease.room, upto) & ~lease.seen[pool] for pool in range(len(self.pools))
         ]
         for pool in self.shelves.chains:
-            slots = self.shelves.reserve(pool, wanted[pool].bit_count())
-            fresh[pool] = dict(zip(members(wanted[pool]), slots, strict=False))
-            if len(slots) < wanted[pool].bit_count():
+            held = lease.own[pool]  # of what it has room to compute in some may be held already
+            missing = [at for at in members(wanted[pool]) if at not in held]
+            got = dict(zip(missing, self.shelves.reserve(pool, len(missing)), strict=False))
+            fresh[pool] = {at: held.get(at, got.get(at, NOWHERE)) for at in members(wanted[pool])}
+            if len(got) < len(missing):
                 # Nothing can rest on a page that is not kept, so this is as far as the request is kept at all.
-                first_lost = next(at for at in members(wanted[pool]) if at not in fresh[pool])
+                first_lost = missing[len(got)]
                 self.counters.uncached += upto - first_lost
                 upto = min(upto, first_lost)
                 lease.snapshots &= ones(first_lost + 1)
@@ -195,7 +234,9 @@ class Core:
                 bits = wanted[pool] & ones(upto)
                 fresh[pool] = dict(zip(members(bits), self.shelves.reserve(pool, bits.bit_count()), strict=False))
             for position in [at for at in fresh[pool] if at >= upto]:
-                self.shelves.give_back(pool, fresh[pool].pop(position))
+                slot = fresh[pool].pop(position)
+                if slot != NOWHERE and position not in lease.own[pool]:
+                    self.shelves.give_back(pool, slot)
             lease.own[pool].update(fresh[pool])
         lease.room = upto
         return fresh
@@ -203,7 +244,7 @@ class Core:
     def short(self, lease: Lease, upto: int) -> bool:
         """Whether `grow` would be short of room that is on its way: evictions that wait for their copy are started."""
         for pool, here in enumerate(lease.seen):
-            keep = self._worth_keeping(lease, pool, lease.room, upto) & ~here
+            keep = self._worth_keeping(lease, pool, lease.room, upto) & ~here & ~boundaries.of(lease.own[pool])
             wanted = keep.bit_count() - len(self.shelves.free[pool])
             if wanted > 0 and self.shelves.evict(pool, wanted) < wanted and self.backups.leaving():
                 return True
@@ -218,10 +259,7 @@ class Core:
         assert lease.phase is Phase.READY and lease.done <= upto <= lease.room
         if upto == lease.done:
             return
-        if upto == lease.room:
-            pages, lease.own = lease.own, [{} for _ in self.pools]
-        else:
-            pages = [{at: slots.pop(at) for at in [*slots] if at < upto} for slots in lease.own]
+        pages = [{at: slots.pop(at) for at in [*slots] if at < upto} for slots in lease.own]
         tail, end = self.paths.insert(lease, Tier.DEVICE, pages)
         lease.done, lease.resumed = upto, True
         if kept := min(upto, end):
@@ -291,6 +329,29 @@ class Core:
         for lease in self.leases.values():
             if lease.phase in (Phase.PROBING, Phase.FETCHING):
                 self._stop_waiting(lease)
+
+    # --- prompts that share
+
+    def parting(self, ahead: Lease, behind: Lease) -> int:
+        """Where two prompts part, as the deepest boundary at which `behind` could resume from what `ahead` keeps."""
+        if ahead.root != behind.root or not behind.reads:
+            return 0
+        most = min(behind.limit, ahead.pages)
+        return same_pages(ahead.tokens, behind.tokens, 0, most, self.width) // self.grid * self.grid
+
+    def mark(self, lease: Lease, boundary: int) -> bool:
+        """Have a ready lease keep its windows and states at a boundary too, since another prompt leaves it there.
+
+        False, and nothing changed, if it has passed what has to be kept for that.
+        """
+        assert lease.phase is Phase.READY
+        if lease.snapshots >> boundary & 1:
+            return lease.done < boundary
+        reach = [lookback for lookback in self.lookbacks if lookback is not None]
+        if boundary > lease.pages or lease.room > boundary - max(reach, default=0) or lease.room >= boundary:
+            return False
+        lease.snapshots |= 1 << boundary
+        return True
 
     # --- before a lease is ready
 

@@ -1,8 +1,10 @@
-"""The reference engine: one thread that computes prompts on a fixed grid of chunks and answers several at once.
+"""The reference engine: one thread that computes prompts on a fixed grid of chunks and answers many at once.
 
-A turn is: take in what has ended and who has come or gone, start who is ready, one chunk for one prompt, one token
-for every answer. Prompts take turns too, so a long one delays nobody by more than a chunk. Requests are computed one
-by one, so an answer does not depend on who else is being served.
+A turn is: take in what has ended and who has come or gone, start who is ready, one token for every answer in a single
+forward, then a chunk each for as many prompts as a budget of tokens allows. Prompts take turns, so a long one delays
+nobody by more than a chunk. How many run is up to memory: where there is no room for one more page, who came last gives
+way, and later goes on from what is kept of it. A deterministic engine computes answers one by one and keeps only what
+prompts have computed, so that an answer depends, to the last bit, on its prompt alone.
 """
 
 import logging
@@ -19,10 +21,11 @@ import torch
 from torch import Tensor
 
 from kvarve.core.lease import Lease, Phase
+from kvarve.engine.batch import Batch, batches
 from kvarve.engine.model import Detokenizer, LoadedModel, forward
-from kvarve.engine.prefill import keep, resumed
+from kvarve.engine.paging import PagedWorkspace
 from kvarve.engine.requests import Finish, Piece, Request, Sampling, Usage
-from kvarve.engine.state import Workspace
+from kvarve.engine.scheduler import Line, within
 from kvarve.errors import Busy, ConfigError
 from kvarve.metrics import Histogram
 from kvarve.model import MEMORY_TIERS, Tier
@@ -32,6 +35,9 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.005  # between two looks at whether backups have been written
 IDLE_S = 0.2  # how long a turn without work sleeps at most; whatever happens wakes it
+TURN_TOKENS = 512  # of answers and prompts together
+CLAIMED_AHEAD = 4  # so many requests hold pages on the device before they run
+STALL_S = 60.0  # how long a request waits for room that a copy holds which does not end
 
 
 @dataclass
@@ -47,39 +53,76 @@ class EngineCounts:
     finished: int = 0
     failed: int = 0
     aborted: int = 0
+    preempted: int = 0
     ttft_s: Histogram = field(default_factory=Histogram)
 
 
-class _Running:
-    """A request with a place: its lease, its private state, and what it has said."""
+class _Job:
+    """A request from its first turn to its last: its lease, what it has said, and while it runs its private state."""
 
-    def __init__(self, request: Request, lease: Lease, workspace: Workspace, model: LoadedModel) -> None:
-        self.request, self.lease, self.workspace = request, lease, workspace
-        self.prompt = torch.tensor(list(request.prompt), device=workspace.device)[None]
+    def __init__(self, request: Request, lease: Lease, model: LoadedModel) -> None:
+        self.request, self.lease = request, lease
+        self.workspace: PagedWorkspace | None = None
         self.words = Detokenizer(model.tokenizer)
         self.text = ""  # not yet delivered: it could be the beginning of a stop text
-        self.tokens: list[int] = []
-        self.logits: Tensor | None = None  # after the last token computed
+        self.tokens: list[int] = []  # said, all but the last of them computed
+        self.found = (0, 0, 0)  # cached tokens when it first began, by tier
+        self.goal = len(request.prompt)  # so many tokens are computed in chunks, the others one by one
+        self.leased = self.goal  # so many tokens its lease knows
+        self.began = 0  # counts those who began before it
+        self.alone = False  # it is computed alone: a batch with it has failed
+        self.stalled_s: float | None = None  # since when there is no room for it, though nobody else runs
         seed = request.sampling.seed
         self.random = torch.Generator().manual_seed(seed) if seed is not None else None
 
     @property
+    def length(self) -> int:
+        """Tokens of its prompt and of what it has said."""
+        return len(self.request.prompt) + len(self.tokens)
+
+    def sequence(self, start: int, stop: int) -> list[int]:
+        prompt = len(self.request.prompt)
+        return [*self.request.prompt[start:stop], *self.tokens[max(0, start - prompt) : max(0, stop - prompt)]]
+
+    @property
+    def state(self) -> PagedWorkspace:
+        assert self.workspace is not None, "it is not running"
+        return self.workspace
+
+    @property
     def prefilling(self) -> bool:
-        return self.workspace.tokens < self.prompt.shape[1]
+        return self.state.tokens < self.goal
 
 
 class Engine:
     """Serves requests from any thread on one of its own. `start` it, `submit`, and `shutdown` at the end."""
 
-    def __init__(self, model: LoadedModel, cache: PrefixCache, *, max_running: int = 8, max_waiting: int = 256) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        cache: PrefixCache,
+        *,
+        max_running: int = 64,
+        max_waiting: int = 256,
+        turn_tokens: int = TURN_TOKENS,
+        deterministic: bool = False,
+    ) -> None:
+        """`turn_tokens`: what a turn computes at most, answers first, but at least one chunk of a prompt that waits."""
         if max_running < 1 or max_waiting < 1:
             raise ConfigError("an engine needs at least one place for running and one for waiting requests")
-        self.model, self.cache = model, cache
+        if turn_tokens < 1:
+            raise ConfigError(f"a turn computes at least one token, not {turn_tokens}")
+        self.model, self.cache, self.deterministic = model, cache, deterministic
         self.counts = EngineCounts()
+        self._turn_tokens = turn_tokens
+        self.batches = not deterministic and batches(model.model, model.layout)
+        self._batch: Batch | None = None  # the last one, for as long as the same requests answer
+        self._crowded = False  # there was no room for all: nobody begins before somebody has ended
+        self._began = 0
         self._max_running, self._max_waiting = max_running, max_waiting
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._waiting: deque[tuple[Request, Lease]] = deque()
-        self._running: deque[_Running] = deque()  # whose turn it is to be prefilled stands first
+        self._waiting: Line[_Job] = Line()
+        self._running: deque[_Job] = deque()  # whose turn it is to be prefilled stands first
         self._stopping = threading.Event()
         self._pending = 0  # submitted and not finished, whatever their state
         self._lock = threading.Lock()
@@ -104,6 +147,12 @@ class Engine:
             raise ConfigError(
                 f"the prompt's {len(prompt)} tokens and max_tokens {sampling.max_tokens} together are more than the "
                 f"{self.model.max_tokens} that {self.model.name} can attend to"
+            )
+        room = self.cache.room_tokens()
+        if len(prompt) + sampling.max_tokens - 1 > room:
+            raise ConfigError(
+                f"the prompt's {len(prompt)} tokens and max_tokens {sampling.max_tokens} together are more than the "
+                f"{room} for which there is device memory"
             )
 
     def submit(self, request: Request) -> Request:
@@ -199,10 +248,8 @@ class Engine:
             self._ended = True  # nothing is put on the list of calls any more
         finish, error = (Finish.ERROR, self.broken) if self.broken else (Finish.ABORT, "")
         self._take_calls()
-        for run in [*self._running]:
-            self._end(run, finish, error)
-        for request, lease in [*self._waiting]:
-            self._turn_away(request, lease, finish, error)
+        for job in [*self._running, *self._waiting]:
+            self._end(job, finish, error)
 
     def _take_calls(self) -> None:
         while not self._calls.empty():
@@ -213,17 +260,29 @@ class Engine:
         self.cache.step()  # first: it clears the alarm that a call rings, so a call after it is never slept through
         self._take_calls()
         self._admit()
-        if not self._running:
-            return False
-        prompts = [run for run in self._running if run.prefilling]
-        answers = [run for run in self._running if not run.prefilling]
-        for run in [*prompts[:1], *answers]:
-            try:
-                self._chunk(run) if run.prefilling else self._token(run)
-            except Exception as e:  # one request's trouble (memory, a broken kernel) is not the others'
-                log.exception("request %d", run.request.number)
-                self._end(run, Finish.ERROR, f"{type(e).__name__}: {e}")
-        return True
+        answers = self._seated([job for job in self._running if not job.prefilling])
+        together = [job for job in answers if not job.alone] if self.batches else []
+        if len(together) > 1:
+            self._tokens(together)
+        else:
+            together, self._batch = [], None
+        for job in answers:
+            if job not in together:
+                self._guarded(job, self._token)
+        prompts = [(job, self._next_line(job) - job.state.tokens) for job in self._running if job.prefilling]
+        chunks = [*within(self._turn_tokens - len(answers), prompts)]
+        for job in chunks:
+            self._guarded(job, self._chunk)
+        return bool(answers or chunks)
+
+    def _guarded(self, job: _Job, compute: Callable[[_Job], None]) -> None:
+        try:
+            compute(job)
+        except Exception as e:  # one request's trouble (memory, a broken kernel) is not the others'
+            log.exception("request %d", job.request.number)
+            self._end(job, Finish.ERROR, f"{type(e).__name__}: {e}")
+
+    # --- beginning
 
     def _enqueue(self, request: Request) -> None:
         if self._ended:
@@ -231,107 +290,243 @@ class Engine:
             self._finish(request, Piece("", (), finish, Usage(len(request.prompt), 0, 0, 0, 0), self.broken))
             return
         try:
-            lease = self.cache.open(request.prompt, request.salt, request.read_cache, request.priority)
+            lease = self._open(request, request.prompt)
         except Exception as e:  # a bug of ours ends the engine below; who is in no list yet is told here
             usage = Usage(len(request.prompt), 0, 0, 0, 0)
             self._finish(request, Piece("", (), Finish.ERROR, usage, f"{type(e).__name__}: {e}"))
             raise
-        self._waiting.append((request, lease))
+        self._waiting.join(_Job(request, lease, self.model))
+
+    def _open(self, request: Request, tokens: Sequence[int]) -> Lease:
+        return self.cache.open(tokens, request.salt, request.read_cache, request.priority)
 
     def _admit(self) -> None:
-        """Give free places to waiting requests, first come first served; who still waits for storage is passed by.
+        """Let waiting requests begin, as far as there is room; who still waits for storage is passed by.
 
-        A request takes its pages to the device when it is claimed, so no more are claimed than there are places, and
-        those behind them find what the ones before have computed.
+        A request takes its pages to the device when it is claimed, so few are claimed before they can begin, and those
+        behind them find what the ones before have computed.
         """
-        claimed = [lease for _, lease in self._waiting if lease.claimed]
-        fetching = sum(not lease.on_device for lease in claimed)
-        places = self._max_running - len(self._running) - (len(claimed) - fetching)
-        for request, lease in [*self._waiting]:
+        if self._crowded and self._running:
+            return
+        self._crowded = False
+        claimed = [job for job in self._waiting if job.lease.claimed]
+        fetching = sum(not job.lease.on_device for job in claimed)
+        ahead = len(claimed) - fetching
+        for job in self._waiting.order(self._in_memory) if claimed or len(self._running) < self._max_running else ():
+            lease = job.lease
             if not lease.claimed:
-                if places <= 0 or (lease.phase is not Phase.QUEUED and fetching >= self._max_running):
+                if ahead >= min(CLAIMED_AHEAD, self._max_running - len(self._running)):
+                    continue
+                if lease.phase is not Phase.QUEUED and fetching >= self._max_running:
+                    continue
+                if self._is_being_computed(job):
                     continue
                 self.cache.claim(lease)
-                places -= lease.on_device
+                ahead += lease.on_device
                 fetching += not lease.on_device
             if not lease.ready or len(self._running) >= self._max_running:
                 continue
-            self._waiting.remove((request, lease))
-            try:
-                self._running.append(self._resume(request, lease))
-            except Exception as e:  # no memory for its state, say
-                log.exception("request %d", request.number)
-                self._turn_away(request, lease, Finish.ERROR, f"{type(e).__name__}: {e}", queued=False)
+            if not self._begin(job):
+                return  # nobody goes before it
+            ahead -= 1
 
-    def _resume(self, request: Request, lease: Lease) -> _Running:
-        """Copy the pages that the lease found into a state of the request's own."""
-        room = len(request.prompt) + request.sampling.max_tokens
-        workspace = resumed(self.cache, lease, self.model.layout, room, self.model.model.device)
-        return _Running(request, lease, workspace, self.model)
+    def _in_memory(self, job: _Job) -> int:
+        """How many pages a waiting request would find."""
+        if not job.request.read_cache:
+            return 0
+        return max(job.lease.promised, self.cache.core.lookup(job.lease.root, job.lease.tokens).memory)
 
-    def _chunk(self, run: _Running) -> None:
-        """Compute up to the next line of the grid, and keep the pages if the chunk was a whole one."""
+    def _is_being_computed(self, job: _Job) -> bool:
+        """Whether somebody else computes more of a waiting request's prefix than it would find now.
+
+        It ends when that one has come so far, or goes away; so nobody waits for ever.
+        """
+        core, found = self.cache.core, self._in_memory(job)
+        others = [other for other in self._running if other.prefilling]
+        others += [other for other in self._waiting if other.lease.claimed]
+        for other in others:
+            parting = core.parting(other.lease, job.lease)
+            if parting > found and (not other.lease.ready or core.mark(other.lease, parting)):
+                return True
+        return False
+
+    def _begin(self, job: _Job) -> bool:
+        """Let a request whose pages are on the device run; False if there is no room for its prompt now."""
+        page = self.model.layout.page_tokens
+        if not self.cache.seat(job.lease, job.goal // page + 1):
+            self._no_room(job)
+            return False
+        try:
+            most = len(job.request.prompt) + job.request.sampling.max_tokens
+            job.workspace = PagedWorkspace.resumed(self.cache, job.lease, self.model.layout, most)
+        except Exception as e:  # no memory for its state, say
+            log.exception("request %d", job.request.number)
+            self._end(job, Finish.ERROR, f"{type(e).__name__}: {e}")
+            return True
+        if not job.began:
+            job.found = job.lease.from_tiers()
+        self._began += 1
+        job.began, job.stalled_s = self._began, None
+        self._waiting.go(job)
+        self._running.append(job)
+        return True
+
+    # --- room
+
+    def _no_room(self, job: _Job) -> None:
+        """A waiting request cannot begin yet: it lets go of what it held for that."""
+        self._crowded = True
+        self._renew(job)
+        if self._running or any(other.lease.claimed for other in self._waiting):
+            return
+        now = time.monotonic()
+        job.stalled_s = now if job.stalled_s is None else job.stalled_s
+        if now - job.stalled_s > STALL_S:
+            self._end(job, Finish.ERROR, "a copy that does not end holds the device memory that this request needs")
+
+    def _renew(self, job: _Job) -> None:
+        """Begin to wait again. What has been said is part of the prompt then, unless every bit counts, or the model's
+        code wants every token as it was: then it is said to it again, token by token."""
+        self.cache.close(job.lease)
+        if self.batches:
+            job.goal = job.length
+        job.leased = job.goal
+        job.lease = self._open(job.request, job.sequence(0, job.goal))
+
+    def _seated(self, answers: list[_Job]) -> list[_Job]:
+        """Those who have room for one more token, after others have given way."""
+        for job in sorted(answers, key=lambda job: job.began):
+            if job.workspace is not None:
+                self._seat(job)
+        return [job for job in answers if job.workspace is not None and job.state.seated(job.state.tokens + 1)]
+
+    def _seat(self, job: _Job) -> None:
+        page, state = self.model.layout.page_tokens, job.state
+        while not state.seated(state.tokens + 1):
+            if self.cache.seat(job.lease, state.tokens // page + 1):
+                state.take_seats(self.cache, job.lease, state.tokens // page)
+                job.stalled_s = None
+                return
+            job.stalled_s = time.monotonic() if job.stalled_s is None else job.stalled_s
+            if self.cache.core.backups.leaving() and time.monotonic() - job.stalled_s < STALL_S:
+                return  # room is on its way
+            if self._give_way() is job:
+                return
+
+    def _give_way(self) -> _Job:
+        """Who began last, or is about to, gives its room back and waits."""
+        self._crowded = True
+        for job in self._waiting:
+            if job.lease.on_device:
+                self._renew(job)
+                return job
+        job = max(self._running, key=lambda job: job.began)
+        self._preempt(job)
+        return job
+
+    def _preempt(self, job: _Job) -> None:
+        self._running.remove(job)
+        job.workspace = self._batch = None
+        self.counts.preempted += 1
+        self._renew(job)
+        self._waiting.rejoin(job)
+
+    # --- computing
+
+    def _next_line(self, job: _Job) -> int:
+        """Where the next chunk of a prompt ends."""
         chunk = self.model.layout.chunk_tokens
-        start, whole = run.workspace.tokens, run.prompt.shape[1]
-        stop = min(whole, (start // chunk + 1) * chunk)
-        run.logits = forward(self.model.model, run.workspace, run.prompt[:, start:stop])
+        return min(job.goal, (job.state.tokens // chunk + 1) * chunk)
+
+    def _chunk(self, job: _Job) -> None:
+        """Compute up to the next line of the grid, and keep the pages if the chunk was a whole one."""
+        state, start, stop = job.state, job.state.tokens, self._next_line(job)
+        ids = torch.tensor([job.sequence(start, stop)], device=state.device)
+        logits = forward(self.model.model, state, ids)
         self.counts.computed_tokens += stop - start
-        self._running.remove(run)
-        self._running.append(run)
-        keep(self.cache, run.lease, run.workspace)
-        if stop == whole:
-            self.counts.ttft_s.observe(time.monotonic() - run.request.submitted_s)
-            self._say(run)
+        self._running.remove(job)
+        self._running.append(job)
+        state.keep(self.cache, job.lease)
+        if stop == job.length:
+            if not job.tokens:
+                self.counts.ttft_s.observe(time.monotonic() - job.request.submitted_s)
+            self._say(job, logits)
 
-    def _token(self, run: _Running) -> None:
-        """Compute the token that was said last, and say the next."""
-        last = torch.tensor([[run.tokens[-1]]], device=run.workspace.device)
-        run.logits = forward(self.model.model, run.workspace, last)
-        self._say(run)
+    def _token(self, job: _Job) -> None:
+        """Compute one token that was said, and say the next."""
+        at = job.state.tokens
+        logits = forward(self.model.model, job.state, torch.tensor([job.sequence(at, at + 1)], device=job.state.device))
+        self._computed(job, logits)
 
-    def _say(self, run: _Running) -> None:
+    def _tokens(self, jobs: list[_Job]) -> None:
+        """The same for many at once."""
+        states = tuple(job.state for job in jobs)
+        if self._batch is None or self._batch.workspaces != states:
+            self._batch = None  # or its tensors would be there twice
+            self._batch = Batch(states)
+        ids = [job.sequence(job.state.tokens, job.state.tokens + 1)[0] for job in jobs]
+        try:
+            logits = self._batch.forward(self.model.model, ids)
+        except Exception:  # whose trouble it is shows when each is computed alone, from what is kept of it
+            log.exception("a batch of %d requests", len(jobs))
+            for job in sorted(jobs, key=lambda job: job.began, reverse=True):
+                job.alone = True
+                self._preempt(job)
+            return
+        for job, row in zip(jobs, logits, strict=True):
+            self._guarded(job, lambda job, row=row: self._computed(job, row))  # type: ignore[misc]
+
+    def _computed(self, job: _Job, logits: Tensor) -> None:
+        state = job.state
+        if not self.deterministic and state.tokens % self.model.layout.chunk_tokens == 0:
+            self.cache.extend(job.lease, job.sequence(job.leased, state.tokens))
+            job.leased = state.tokens
+            state.keep(self.cache, job.lease)
+        if state.tokens == job.length:  # else it says again what it had said before it gave way
+            self._say(job, logits)
+
+    def _say(self, job: _Job, logits: Tensor) -> None:
         """Choose the next token and deliver what is certain of the text."""
-        assert run.logits is not None
-        sampling = run.request.sampling
-        token = choose(run.logits, sampling, run.random)
-        run.tokens.append(token)
+        sampling = job.request.sampling
+        token = choose(logits, sampling, job.random)
+        job.tokens.append(token)
         self.counts.output_tokens += 1
         if token in self.model.eos_ids and not sampling.ignore_eos:
-            self._end(run, Finish.STOP, last=(token,))
+            self._end(job, Finish.STOP, last=(token,))
             return
-        run.text += run.words.push(token)
-        if (cut := _find_stop(run.text, sampling.stop)) is not None:
-            run.text = run.text[:cut]
-            self._end(run, Finish.STOP, last=(token,), flush=False)
-        elif len(run.tokens) >= sampling.max_tokens:
-            self._end(run, Finish.LENGTH, last=(token,))
+        job.text += job.words.push(token)
+        if (cut := _find_stop(job.text, sampling.stop)) is not None:
+            job.text = job.text[:cut]
+            self._end(job, Finish.STOP, last=(token,), flush=False)
+        elif len(job.tokens) >= sampling.max_tokens:
+            self._end(job, Finish.LENGTH, last=(token,))
         else:
-            held = _held_back(run.text, sampling.stop)
-            text, run.text = run.text[: len(run.text) - held], run.text[len(run.text) - held :]
-            self._give(run.request, Piece(text, (token,)))
+            held = _held_back(job.text, sampling.stop)
+            text, job.text = job.text[: len(job.text) - held], job.text[len(job.text) - held :]
+            self._give(job.request, Piece(text, (token,)))
 
-    def _end(
-        self, run: _Running, finish: Finish, error: str = "", last: tuple[int, ...] = (), flush: bool = True
-    ) -> None:
+    def _end(self, job: _Job, finish: Finish, error: str = "", last: tuple[int, ...] = (), flush: bool = True) -> None:
         if flush:
-            run.text += run.words.flush()
-            if (cut := _find_stop(run.text, run.request.sampling.stop)) is not None:
-                run.text = run.text[:cut]
-        self._running.remove(run)
+            job.text += job.words.flush()
+            if (cut := _find_stop(job.text, job.request.sampling.stop)) is not None:
+                job.text = job.text[:cut]
+        if job.workspace is None or job not in self._running:
+            self._waiting.leave(job)
+        else:
+            self._running.remove(job)
+            self._crowded = False
+        job.workspace = None
+        if not self._running:
+            self._batch = None
         page = self.model.layout.page_tokens
-        usage = Usage(len(run.request.prompt), len(run.tokens), *(n * page for n in run.lease.from_tiers()))
-        self._close(run.lease)
-        self.counts.prompt_tokens += usage.prompt
-        self.counts.cached_device += usage.device
-        self.counts.cached_host += usage.host
-        self.counts.cached_storage += usage.storage
-        self._finish(run.request, Piece(run.text, last, finish, usage, error))
-
-    def _turn_away(self, request: Request, lease: Lease, finish: Finish, error: str = "", queued: bool = True) -> None:
-        if queued:
-            self._waiting.remove((request, lease))
-        self._close(lease)
-        self._finish(request, Piece("", (), finish, Usage(len(request.prompt), 0, 0, 0, 0), error))
+        usage = Usage(len(job.request.prompt), len(job.tokens), *(n * page for n in job.found))
+        self._close(job.lease)
+        if job.began:
+            self.counts.prompt_tokens += usage.prompt
+            self.counts.cached_device += usage.device
+            self.counts.cached_host += usage.host
+            self.counts.cached_storage += usage.storage
+        self._finish(job.request, Piece(job.text, last, finish, usage, error))
 
     def _close(self, lease: Lease) -> None:
         if not self.broken:  # else the cache is in an unknown state, and everybody still gets a last piece
@@ -352,10 +547,8 @@ class Engine:
             log.exception("request %d: nobody takes its answer", request.number)
 
     def _abort(self, request: Request) -> None:
-        for run in [run for run in self._running if run.request is request]:
-            self._end(run, Finish.ABORT)
-        for waiting, lease in [entry for entry in self._waiting if entry[0] is request]:
-            self._turn_away(waiting, lease, Finish.ABORT)
+        for job in [job for job in (*self._running, *self._waiting) if job.request is request]:
+            self._end(job, Finish.ABORT)
 
 
 def choose(logits: Tensor, sampling: Sampling, random: torch.Generator | None) -> int:

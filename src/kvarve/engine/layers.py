@@ -91,7 +91,7 @@ class Kept:
     tokens: int = 1
 
 
-class _Layer:
+class Layer:
     """Mixed into a layer of transformers, whose types and masks stay its own; this one keeps nothing."""
 
     tapes: dict[str, Tape]
@@ -115,11 +115,9 @@ class _Layer:
         """What comes next is the token behind so many; tapes and states hold what belongs to those before it."""
 
 
-class _OnTape(_Layer):
+class _OnTape(Layer):
     """Attention: keys and values of every token, or of a window's. Where the values are the keys, one tape is both."""
 
-    keys: Tensor
-    values: Tensor
     cumulative_length: int  # where a sliding layer looks when it makes its mask
 
     @staticmethod
@@ -134,11 +132,11 @@ class _OnTape(_Layer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Take [1, heads, n, width] and give back what the layer attends to, new tokens included."""
-        self.keys = self.values = self._push("keys", key_states[0].transpose(0, 1)).transpose(0, 1)[None]
+        keys = values = self._push("keys", key_states[0].transpose(0, 1)).transpose(0, 1)[None]
         if "values" in self.tapes:
-            self.values = self._push("values", value_states[0].transpose(0, 1)).transpose(0, 1)[None]
+            values = self._push("values", value_states[0].transpose(0, 1)).transpose(0, 1)[None]
         self.cumulative_length = self.get_seq_length()
-        return self.keys, self.values
+        return keys, values
 
     def get_seq_length(self) -> int:
         return self.tapes["keys"].end
@@ -236,7 +234,7 @@ class _Compressing(_OnTape):
         return before[0], before[1]
 
 
-class _Recurrent(_Layer):
+class _Recurrent(Layer):
     """Linear attention and state spaces: what all tokens so far have left behind, overwritten by each."""
 
     number_of_states: int
@@ -292,7 +290,7 @@ class _LinearInLayers(Cache):  # type: ignore[misc]  # transformers is untyped
 
 # By the names of transformers' classes, some of which are defined beside a model that need not be imported for this.
 # A layer that is not here keeps something that we do not know.
-LAYERS: dict[str, type[_Layer]] = {
+LAYERS: dict[str, type[Layer]] = {
     "DynamicLayer": _OnTape,
     "DynamicSlidingWindowLayer": _OnTape,
     "DynamicIndexedLayer": _Indexed,
@@ -301,7 +299,7 @@ LAYERS: dict[str, type[_Layer]] = {
     "LinearAttentionLayer": _Recurrent,
     "LinearAttentionAndFullAttentionLayer": _OnTapeAndRecurrent,
     "LinearAttentionAndSlidingWindowAttentionLayer": _OnTapeAndRecurrent,
-    "DummyLayer": _Layer,
+    "DummyLayer": Layer,
 }
 CACHES: dict[str, type[Any] | None] = {"DynamicCache": None, "MiniMaxCache": _LinearInLayers}
 
@@ -321,7 +319,7 @@ class LayerPlan:
     """How to build one layer: a fresh one of transformers, to be copied and to become ours."""
 
     fresh: Any
-    mixin: type[_Layer]
+    mixin: type[Layer]
 
     @property
     def window(self) -> int | None:
@@ -332,7 +330,7 @@ class LayerPlan:
     @property
     def keeps(self) -> bool:
         """Whether it keeps anything; a layer without attention does not, nor one that reads what another keeps."""
-        return self.mixin is not _Layer
+        return self.mixin is not Layer
 
     @property
     def rate(self) -> int:

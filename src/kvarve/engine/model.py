@@ -176,6 +176,14 @@ def load_model(
     )
 
 
+def keeping_answers(model: LoadedModel) -> LoadedModel:
+    """The same model for a cache that also keeps what answers computed.
+
+    Those pages differ in their last bits from what a prompt would compute, so nobody who wants these finds them.
+    """
+    return replace(model, identity=replace(model.identity, numerics=f"{model.identity.numerics} answers".strip()))
+
+
 @dataclass(frozen=True)
 class _Checkpoint:
     """A folder that looks as if it could be loaded."""

@@ -129,20 +129,23 @@ class Workspace:
         self._states: dict[str, Tensor] = {}
         self._loaded = dict.fromkeys((pool.name for pool in layout.pools), 0)  # pages, as a set of bits
         for pool in layout.pools:
-            # Twice what is kept, so that a window moves its front once in so many tokens and not at each.
-            room = min(max_tokens, 2 * ((pool.lookback or 0) * layout.page_tokens + layout.chunk_tokens))
             for buffer in pool.buffers:
                 _, number, what = buffer.name.split(".", 2)
                 layer, kind = layers[int(number)], {"dtype": getattr(torch, buffer.dtype), "device": self.device}
                 if pool.in_place:
                     self._states[buffer.name] = layer.hold(what, torch.zeros(1, *buffer.shape, **kind))
                 else:
-                    per_page, *shape = buffer.shape
-                    tokens = layout.page_tokens // per_page  # of one entry
-                    data = torch.empty(room // tokens, *shape, **kind)
-                    tape = Tape(data, per_page, max_tokens // tokens, pool.lookback and pool.lookback * per_page)
-                    self._tapes[buffer.name] = layer.tapes[what] = tape
+                    self._tapes[buffer.name] = layer.tapes[what] = self._tape(pool, buffer)
         self._clock = next(tape for tape in self._tapes.values() if tape.per_page == layout.page_tokens)
+
+    def _tape(self, pool: PoolSpec, buffer: BufferSpec) -> Tape:
+        """Where the entries of one buffer lie: here, in memory of the workspace's own."""
+        per_page, *shape = buffer.shape
+        tokens = self.layout.page_tokens // per_page  # of one entry
+        # Twice what is kept, so that a window moves its front once in so many tokens and not at each.
+        room = min(self.max_tokens, 2 * ((pool.lookback or 0) * self.layout.page_tokens + self.layout.chunk_tokens))
+        data = torch.empty(room // tokens, *shape, dtype=getattr(torch, buffer.dtype), device=self.device)
+        return Tape(data, per_page, self.max_tokens // tokens, pool.lookback and pool.lookback * per_page)
 
     @property
     def tokens(self) -> int:

@@ -251,6 +251,7 @@ class _Front:
             prompt_tokens=counts.prompt_tokens,
             computed_tokens=counts.computed_tokens,
             output_tokens=counts.output_tokens,
+            preempted=counts.preempted,
             cached_tokens={
                 "device": counts.cached_device,
                 "host": counts.cached_host,

@@ -18,9 +18,9 @@ import transformers
 import uvicorn
 
 from kvarve.config import CacheConfig
-from kvarve.engine.engine import Engine
+from kvarve.engine.engine import TURN_TOKENS, Engine
 from kvarve.engine.families import reads, takes
-from kvarve.engine.model import check_model, load_model
+from kvarve.engine.model import check_model, keeping_answers, load_model
 from kvarve.errors import ConfigError
 from kvarve.runtime import PrefixCache, check
 from kvarve.server.app import MAX_BODY_BYTES, create_app
@@ -47,8 +47,10 @@ class Settings:
     chunk_tokens: int = 256
     dtype: str = "auto"
     device: str = "cpu"
-    max_running: int = 8
+    max_running: int = 64
     max_waiting: int = 256
+    turn_tokens: int = TURN_TOKENS
+    deterministic: bool = False
     threads: int | None = None
     api_key: str | None = None
     max_body_bytes: int = MAX_BODY_BYTES
@@ -75,11 +77,20 @@ class Server:
             model = load_model(
                 settings.model, dtype=settings.dtype, device=settings.device, page_tokens=page, chunk_tokens=chunk
             )
+            if not settings.deterministic:
+                model = keeping_answers(model)
             self.slots = check(model.identity, settings.cache)
             _listen(listener, self.url)
             cache = PrefixCache(model.identity, settings.cache, device=settings.device)
             undo.callback(cache.shutdown)
-            self.engine = Engine(model, cache, max_running=settings.max_running, max_waiting=settings.max_waiting)
+            self.engine = Engine(
+                model,
+                cache,
+                max_running=settings.max_running,
+                max_waiting=settings.max_waiting,
+                turn_tokens=settings.turn_tokens,
+                deterministic=settings.deterministic,
+            )
             app = create_app(
                 self.engine,
                 name=settings.served_model_name,
@@ -143,10 +154,19 @@ class Server:
         lines.append(("hits", f"prompts of {layout.shortest_hit} tokens and more; {room}"))
         usage = self.engine.cache.usage()
         held = f", {usage.objects} objects, {format_size(usage.bytes)}" if usage else ""
+        lines.append(("answers", self._answers()))
         lines.append(("storage", f"{settings.cache.storage or 'none'}{held}"))
         lines.append(("url", self.url))
         width = max(len(word) for word, _ in lines)
         return "\n".join(f"  {word:<{width}}  {text}" for word, text in lines)
+
+    def _answers(self) -> str:
+        settings, engine = self.settings, self.engine
+        how = "in batches and kept" if engine.batches else "one by one and kept"
+        if settings.deterministic:
+            how = "one by one and not kept, so that each depends on its prompt alone"
+        room = engine.cache.room_tokens()
+        return f"computed {how}; {settings.max_running} side by side, as far as {room} tokens of device memory go"
 
     def _serve(self, listener: socket.socket) -> None:
         try:
@@ -202,7 +222,7 @@ def _not_cancelled(record: logging.LogRecord) -> bool:
 
 def check_settings(settings: Settings) -> None:
     """ConfigError for what can be known to be wrong without reading, binding or loading anything."""
-    counts = ("page_tokens", "chunk_tokens", "max_running", "max_waiting", "max_body_bytes", "threads")
+    counts = ("page_tokens", "chunk_tokens", "max_running", "max_waiting", "turn_tokens", "max_body_bytes", "threads")
     for name in counts:
         value = getattr(settings, name)
         if value is not None and value < 1:

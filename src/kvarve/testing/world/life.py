@@ -128,6 +128,23 @@ def _extend(world: World, pick: int, text: str) -> bool:
     return True
 
 
+def _seat(world: World, pick: int, more: int) -> bool:
+    lease = _one(pick, _ready(world))
+    if lease is None:
+        return False
+    seated = world.seat(lease, lease.done + more)
+    world.seen["seated" if seated else "not seated"] += 1
+    return True
+
+
+def _mark(world: World, pick: int, boundary: int) -> bool:
+    lease, grid = _one(pick, _ready(world)), world.core.grid
+    if lease is None:
+        return False
+    world.seen["marked" if world.mark(lease, boundary * grid) else "passed before it was marked"] += 1
+    return True
+
+
 def _grow(world: World, pick: int, more: int) -> bool:
     lease, upto = _further(world, pick, more)
     if lease is not None:
@@ -269,6 +286,8 @@ ACTIONS: Mapping[str, Callable[..., bool]] = {
     "claim": _claim,
     "resumed": _resumed,
     "extend": _extend,
+    "seat": _seat,
+    "mark": _mark,
     "grow": _grow,
     "short": _short,
     "publish": _publish,
@@ -325,6 +344,8 @@ class Fate:
             "claim": dice.choice([4, 20]),
             "resumed": 3,
             "extend": dice.choice([0, 3]),
+            "seat": dice.choice([0, 6]),
+            "mark": dice.choice([0, 1]),
             "grow": 12,
             "short": 2,
             "publish": 10,
@@ -360,6 +381,10 @@ class Fate:
                 return ["open", self._prompt(), salt, dice.randrange(4), reads, priority]
             case "grow" | "short":
                 return [kind, pick, dice.randint(1, 12)]
+            case "seat":
+                return ["seat", pick, dice.randint(1, 12)]
+            case "mark":
+                return ["mark", pick, dice.randint(1, 8)]
             case "publish":
                 return ["publish", pick, dice.choice([0, 0, 1, 3])]
             case "flush":

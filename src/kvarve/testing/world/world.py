@@ -127,6 +127,29 @@ class World:
         self._all(lease, lambda core, twin: core.extend(twin, tokens))
         self._check()
 
+    def seat(self, lease: Lease, upto: int) -> bool:
+        """Room to compute in, for pages that may not be whole; where a lease's pages lie is what they should be."""
+        seated = self._all(lease, lambda core, twin: core.seat(twin, upto))
+        for pool in self.core.shelves.chains:
+            for position, slot in lease.own[pool].items():
+                if position not in self._grown[lease.number][pool]:
+                    assert seated, "all or nothing"
+                    self._fill(pool, slot, empty(lease.number))
+                    self._grown[lease.number][pool][position] = slot
+            slots = self.core.seats(lease, pool, 0)
+            assert not seated or len(slots) >= upto, "every page has its place"
+            for position, slot in enumerate(slots[: lease.done]):
+                for hands in self.hands:
+                    assert hands.arenas[pool][slot] == self._prompts[lease.number][position], "and that page lies there"
+        self._check()
+        return seated
+
+    def mark(self, lease: Lease, boundary: int) -> bool:
+        marked = self._all(lease, lambda core, twin: core.mark(twin, boundary))
+        assert not marked or lease.done < boundary <= lease.pages, "what is to be kept is still to come"
+        self._check()
+        return marked
+
     def grow(self, lease: Lease, upto: int) -> list[dict[int, int]]:
         start = lease.room
         fresh = self._all(lease, lambda core, twin: core.grow(twin, upto))

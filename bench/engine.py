@@ -1,0 +1,222 @@
+"""What does the cache give, and what does it cost, end to end?
+
+    .venv/bin/python bench/engine.py [--quick] [--json FILE] [--dir FOLDER] [--model FOLDER]
+
+The reference engine on a model of 0.1 billion parameters with random weights (`tools/random_qwen3_5.py`), on prompts of
+4,096 tokens that end in a question of 16. Each round takes a prompt that nobody has seen: computed by the bare model
+(chunks of the same grid, no engine, no cache), cold by the engine with its cache on, then again with only the host and
+only the storage knowing it. Times are to the first token. Further tokens are computed in turns by both, one by one, so
+that whatever else a machine does slows both alike; the median counts. At the end 16 conversations of two turns run side
+by side, and some of them one after the other.
+
+Each figure is the best of several rounds, because other work on a machine only ever makes a round slower. Ratios:
+`warm_host_ttft`, `warm_storage_ttft` warm over cold; `cold_ttft_on_over_off` engine with cache over bare model;
+`decode_on_over_off` tokens per second of the same; `throughput_16_over_1` tokens said per second.
+"""
+
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from common import arguments, machine, show, watched, write_json
+from kvarve.config import CacheConfig
+from kvarve.engine.engine import Engine
+from kvarve.engine.model import LoadedModel, forward, keeping_answers, load_model
+from kvarve.engine.requests import Piece, Request, Sampling
+from kvarve.engine.state import Workspace
+from kvarve.model import Tier
+from kvarve.runtime import PrefixCache
+from kvarve.server.serve import quiet_libraries
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+
+from random_qwen3_5 import make
+
+MIB = 1 << 20
+PATIENCE_S = 3600.0
+CONVERSATIONS = 16
+
+
+@dataclass(frozen=True)
+class Size:
+    prompt: int = 4096
+    question: int = 16
+    answer: int = 32
+    rounds: int = 3
+    turn_prompt: int = 192  # of a conversation
+    turn_answer: int = 64
+    alone: int = 3  # conversations that are measured one after the other
+
+
+QUICK = Size(prompt=768, answer=16, rounds=2, turn_prompt=64, turn_answer=16, alone=2)
+
+
+class Timed:
+    """A request whose pieces say when they came. Between two of them, `between` has the engine's thread."""
+
+    def __init__(self, prompt: Sequence[int], most: int, between: Callable[[], object] = lambda: None) -> None:
+        self.tokens: list[int] = []
+        self.came: list[float] = []
+        self.token_s: list[float] = []  # of each token but the first
+        self._between, self._went_on = between, 0.0
+        self._done = threading.Event()
+        self.piece: Piece | None = None
+        self.request = Request(prompt, Sampling(most, ignore_eos=True), deliver=self._take)
+
+    def _take(self, piece: Piece) -> None:
+        self.came.append(time.perf_counter())
+        if self.tokens:
+            self.token_s.append(self.came[-1] - self._went_on)
+        self.tokens.extend(piece.tokens)
+        if piece.finish is not None:
+            self.piece = piece
+            self._done.set()
+            return
+        self._between()
+        self._went_on = time.perf_counter()
+
+    def start(self, engine: Engine) -> "Timed":
+        self.began = time.perf_counter()
+        engine.submit(self.request)
+        return self
+
+    def wait(self) -> "Timed":
+        assert self._done.wait(PATIENCE_S), "no answer"
+        assert self.piece is not None and not self.piece.error, self.piece
+        return self
+
+    @property
+    def ttft_s(self) -> float:
+        return self.came[0] - self.began
+
+
+class Bare:
+    """The model with the same chunks and the same tokens, without engine and cache."""
+
+    def __init__(self, model: LoadedModel, prompt: Sequence[int], most: int) -> None:
+        began = time.perf_counter()
+        self._model = model.model
+        self._workspace = Workspace(model.layout, len(prompt) + most, model.model.device)
+        self._workspace.resume(0)
+        ids, chunk = torch.tensor([list(prompt)]), model.layout.chunk_tokens
+        for start in range(0, len(prompt), chunk):
+            logits = forward(self._model, self._workspace, ids[:, start : start + chunk])
+        self.said = [int(logits.argmax())]
+        self.ttft_s, self.token_s = time.perf_counter() - began, list[float]()
+
+    def token(self) -> None:
+        began = time.perf_counter()
+        self.said.append(int(forward(self._model, self._workspace, torch.tensor([[self.said[-1]]])).argmax()))
+        self.token_s.append(time.perf_counter() - began)
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(256, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def one_round(model: LoadedModel, engine: Engine, size: Size, seed: int) -> dict[str, float]:
+    prompt, question = tokens(size.prompt, seed), tokens(size.question, seed + 1)
+    bare = Bare(model, [*prompt, *question], size.answer)
+    cold = Timed([*prompt, *question], size.answer, bare.token).start(engine).wait()
+    found = {"cold_off": bare.ttft_s, "cold_on": cold.ttft_s}
+    found |= {"token_off": median(bare.token_s), "token_on": median(cold.token_s)}
+    for tier, flushed in (("device", []), ("host", [Tier.DEVICE]), ("storage", [Tier.DEVICE, Tier.HOST])):
+        engine.settle(PATIENCE_S)
+        if flushed:
+            engine.flush(flushed, PATIENCE_S)
+        warm = Timed([*prompt, *question], 2).start(engine).wait()
+        assert warm.piece and warm.piece.usage and getattr(warm.piece.usage, tier) > 0, warm.piece
+        assert warm.tokens == bare.said[:2] and cold.tokens == bare.said, "the cache changed an answer"
+        found[f"warm_{tier}"] = warm.ttft_s
+    return found
+
+
+def talk(engine: Engine, size: Size, seeds: Sequence[int]) -> float:
+    """Conversations of two turns side by side; tokens said per second."""
+    began, said = time.perf_counter(), 0
+    histories = [tokens(size.turn_prompt, seed) for seed in seeds]
+    for turn in range(2):
+        talks = [Timed(history, size.turn_answer).start(engine) for history in histories]
+        for number, (each, seed) in enumerate(zip(talks, seeds, strict=True)):
+            said += len(each.wait().tokens)
+            histories[number] += each.tokens + tokens(size.turn_prompt // 4, seed + turn + 1)
+    return said / (time.perf_counter() - began)
+
+
+def measure(model: LoadedModel, size: Size, folder: Path) -> tuple[dict[str, list[float]], dict[str, float]]:
+    seconds: dict[str, list[float]] = {}
+    storage = f"file://{folder}/store?capacity=4GiB"
+    cache = CacheConfig(512 * MIB, 1024 * MIB, storage, prefetch_policy="wait_complete")
+    engine = Engine(model, PrefixCache(model.identity, cache), max_running=CONVERSATIONS).start()
+    for number in watched(range(size.rounds + 1), "round", size.rounds + 1):
+        found = one_round(model, engine, size if number else short(size), 1000 * (number + 1))
+        if number:
+            for name, taken in found.items():
+                seconds.setdefault(name, []).append(taken)
+    one_by_one = [talk(engine, size, [9000 + 10 * number]) for number in range(size.alone)]
+    together = [talk(engine, size, [10_000 * (again + 1) + 10 * n for n in range(CONVERSATIONS)]) for again in range(2)]
+    engine.shutdown()
+    return seconds, {"one": max(one_by_one), "sixteen": max(together)}
+
+
+def short(size: Size) -> Size:
+    """For the round that only warms up."""
+    return Size(prompt=min(size.prompt, 512), question=size.question, answer=4)
+
+
+WHAT = {
+    "cold_off": "cold, bare model, to the first token",
+    "cold_on": "cold, engine and cache",
+    "warm_device": "warm from the device",
+    "warm_host": "warm from the host",
+    "warm_storage": "warm from storage",
+    "token_off": "each further token, bare model",
+    "token_on": "each further token, engine and cache",
+}
+
+
+def main() -> int:
+    parser = arguments("What does the cache give, and what does it cost, end to end?")
+    parser.add_argument("--dir", type=Path, metavar="FOLDER", help="where files are written; a temporary folder")
+    parser.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="a checkpoint to measure; one is made unless given"
+    )
+    args = parser.parse_args()
+    size, about = QUICK if args.quick else Size(), machine()
+    quiet_libraries()
+    with tempfile.TemporaryDirectory(prefix="kvarve-bench-", dir=args.dir) as name:
+        folder = Path(name)
+        if args.model is None:
+            make(folder / "model", small=args.quick)
+        model = keeping_answers(load_model(str(args.model or folder / "model"), dtype="float32"))
+        seconds, speeds = measure(model, size, folder)
+    best = {name: min(taken) for name, taken in seconds.items()}
+    ratios = {
+        "warm_host_ttft": best["warm_host"] / best["cold_on"],
+        "warm_storage_ttft": best["warm_storage"] / best["cold_on"],
+        "cold_ttft_on_over_off": best["cold_on"] / best["cold_off"],
+        "decode_on_over_off": best["token_off"] / best["token_on"],
+        "throughput_16_over_1": speeds["sixteen"] / speeds["one"],
+    }
+    rows = [{"what": what, "ms": 1000 * best[name]} for name, what in WHAT.items()]
+    show(f"A prompt of {size.prompt} tokens and a question of {size.question}, best of {size.rounds}", rows)
+    print(f"tokens said per second: {speeds['one']:.1f} alone, {speeds['sixteen']:.1f} by {CONVERSATIONS} at once")
+    for name, value in ratios.items():
+        print(f"{name}: {value:.3f}")
+    every = {name: [1000 * taken for taken in all_taken] for name, all_taken in seconds.items()}
+    write_json(
+        args.json,
+        {"machine": about, "rows": rows, "ratios": ratios, "tokens_per_s": speeds, "ms_of_every_round": every},
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

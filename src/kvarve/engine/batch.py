@@ -1,0 +1,272 @@
+"""One token for many sequences in one forward: rows of different lengths, aligned at their ends.
+
+To the model's code a batch is what its own `generate` makes of prompts padded on the left: a mask says which columns
+are a row's own, and positions are each row's. Behind that, every attention layer gathers its rows' tokens from where
+they lie, and recurrent states are views of one tensor, so that nothing is copied in or out while a batch stays the
+same. Rounding differs from a row computed alone. Whether a model's code can do it at all is tried, not known by name.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from kvarve.engine.layers import Layer, LayerPlan, new_cache
+from kvarve.engine.model import forward
+from kvarve.engine.paging import PagedTape, PagedWorkspace, RollingTape
+from kvarve.engine.state import StateLayout
+
+log = logging.getLogger(__name__)
+
+TRIED_LENGTHS = (5, 12, 3)  # tokens of the prompts with which batching is tried
+# How far logits may be from those of a row computed alone, as a share of the largest: a wrong mask or position is far
+# beyond it, and rounding far below.
+ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+
+
+class _Gather:
+    """Where the tokens of one pool lie in this forward: as rows of a flat tensor, the same in all of its layers."""
+
+    def __init__(self) -> None:
+        self.written = self.read = torch.empty(0)
+
+    def aim(self, written: Tensor, read: Tensor) -> None:
+        """`written` [rows]: where the new tokens go; `read` [rows, columns]: what is attended to, them included."""
+        self.written, self.read = written, read
+
+
+class _Column:
+    """One buffer of all rows: a flat tensor [places, *shape] and the places of its pool."""
+
+    def __init__(self, flat: Tensor, gather: _Gather) -> None:
+        self.flat, self.gather = flat, gather
+
+    def push(self, tokens: Tensor) -> Tensor:
+        """Write [rows, *shape], and read [rows, columns, *shape]."""
+        self.flat.index_copy_(0, self.gather.written, tokens)
+        read = self.gather.read
+        return self.flat.index_select(0, read.flatten()).view(*read.shape, *self.flat.shape[1:])
+
+
+class _InRows(Layer):
+    """Attention: a batch of sequences that have been padded on the left."""
+
+    columns: dict[str, _Column]
+    cumulative_length: int  # of the longest row; a sliding layer looks here when it makes its mask
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Take [rows, heads, 1, width] and give back [rows, heads, columns, width]."""
+        keys = self.columns["keys"].push(key_states[:, :, 0]).transpose(1, 2)
+        values = keys  # where one tape is both
+        if "values" in self.columns:
+            values = self.columns["values"].push(value_states[:, :, 0]).transpose(1, 2)
+        self.cumulative_length += 1
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
+
+
+class _StatesInRows(Layer):
+    """Recurrent states: one tensor of all rows' states."""
+
+    has_previous_state: dict[int, bool]
+    lazy_initialization: Callable[..., None]
+
+    def hold(self, name: str, state: Tensor) -> Tensor:
+        of, _, number = name.partition(".")
+        states = f"{of}_states"
+        self.lazy_initialization(**{states: state}, state_idx=int(number))
+        getattr(self, states)[int(number)] = state
+        self.has_previous_state[int(number)] = True
+        return state
+
+
+class _InRowsWithStates(_InRows, _StatesInRows):
+    """Attention and a recurrent state side by side in one layer."""
+
+
+# What stands in for each class of transformers. A model with a layer that is not here is computed row by row: one that
+# is not known, or `DynamicIndexedLayer`, which attends to the best tokens only. Which of two equally good ones it takes
+# depends on how many columns there are, so padding can change an answer; scores that end in a ReLU are often equal.
+# Layers that compress several tokens into one entry close theirs at different times.
+IN_ROWS: dict[str, type[Layer]] = {
+    "DynamicLayer": _InRows,
+    "DynamicSlidingWindowLayer": _InRows,
+    "LinearAttentionLayer": _StatesInRows,
+    "LinearAttentionAndFullAttentionLayer": _InRowsWithStates,
+    "LinearAttentionAndSlidingWindowAttentionLayer": _InRowsWithStates,
+    "DummyLayer": Layer,
+}
+
+
+def _in_rows(plan: LayerPlan) -> type[Layer] | None:
+    return IN_ROWS.get(type(plan.fresh).__name__)
+
+
+def _build(plan: LayerPlan) -> Any:
+    mixin = _in_rows(plan)
+    assert mixin is not None
+    return replace(plan, mixin=mixin).build()
+
+
+class Batch:
+    """Sequences that say their next token together. Another set of sequences is another batch."""
+
+    def __init__(self, workspaces: Sequence[PagedWorkspace]) -> None:
+        self.workspaces = tuple(workspaces)
+        first = workspaces[0]
+        self.layout, self.device = first.layout, first.device
+        layers = [_build(plan) for plan in self.layout.layers]
+        self.cache = new_cache(self.layout.cache_class, layers)
+        self._attention = [layer for layer in layers if isinstance(layer, _InRows)]
+        for layer in self._attention:
+            layer.columns = {}
+        self._gathers = {pool.name: _Gather() for pool in self.layout.pools}
+        for pool in self.layout.pools:
+            for buffer in pool.buffers:
+                _, number, what = buffer.name.split(".", 2)
+                layer = layers[int(number)]
+                if pool.in_place:
+                    self._stack_states(layer, buffer.name)
+                else:
+                    layer.columns[what] = _Column(self._stack_tokens(buffer.name), self._gathers[pool.name])
+
+    def _stack_states(self, layer: Any, name: str) -> None:
+        """One tensor of all rows' states, of which theirs are views from now on."""
+        stack = torch.cat([workspace._states[name] for workspace in self.workspaces])
+        _, number, what = name.split(".", 2)
+        layer.hold(what, stack)
+        of, _, index = what.partition(".")
+        for row, workspace in enumerate(self.workspaces):
+            own = workspace.cache.layers[int(number)]
+            getattr(own, f"{of}_states")[int(index)] = workspace._states[name] = stack[row : row + 1]
+
+    def _stack_tokens(self, name: str) -> Tensor:
+        """A flat tensor in which the tokens of all rows lie."""
+        tapes = [workspace._tapes[name] for workspace in self.workspaces]
+        if isinstance(tapes[0], PagedTape):
+            return tapes[0]._data
+        assert all(isinstance(tape, RollingTape) for tape in tapes)
+        stack = torch.stack([tape._data for tape in tapes])
+        for tape, data in zip(tapes, stack, strict=True):
+            tape._data = data
+        return stack.flatten(0, 1)
+
+    def forward(self, model: Any, tokens: Sequence[int]) -> Tensor:
+        """Compute one token for each row; the logits [rows, vocabulary]. If it fails the rows' states are lost."""
+        lengths = torch.tensor([workspace.tokens for workspace in self.workspaces], device=self.device)
+        longest = max(workspace.tokens for workspace in self.workspaces)
+        self._aim(lengths, longest)
+        for layer in self._attention:
+            layer.cumulative_length = longest
+        padding = longest - lengths
+        mask = None
+        if bool(padding.any()):
+            mask = (torch.arange(longest + 1, device=self.device) >= padding[:, None]).long()
+        with torch.no_grad():
+            output = model(
+                input_ids=torch.tensor(tokens, device=self.device)[:, None],
+                position_ids=lengths[:, None],
+                attention_mask=mask,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        for workspace in self.workspaces:
+            workspace.advance()
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _aim(self, lengths: Tensor, longest: int) -> None:
+        size = self.layout.page_tokens
+        for pool in self.layout.pools:
+            if pool.in_place:
+                continue
+            name = pool.buffers[0].name
+            if pool.lookback is None:
+                table = pad_sequence([workspace.tables[pool.name].index for workspace in self.workspaces], True)
+                at = torch.arange(longest + 1, device=self.device) - (longest - lengths)[:, None]
+                at.clamp_(min=0)  # in the padding: any token of the row, for the mask hides it
+                read = table.gather(1, at // size) * size + at % size
+            else:
+                past = min(self._past(name), longest)
+                tapes = [workspace._tapes[name] for workspace in self.workspaces]
+                for workspace in self.workspaces:
+                    workspace.make_room(pool.name)
+                front = torch.tensor([tape.front for tape in tapes], device=self.device)
+                rooms = torch.arange(len(tapes), device=self.device) * len(tapes[0]._data)
+                at = torch.arange(past + 1, device=self.device) + (lengths - past)[:, None]
+                at.clamp_(min=0)
+                read = at + (rooms - front)[:, None]
+            self._gathers[pool.name].aim(read[:, -1], read)
+
+    def _past(self, buffer: str) -> int:
+        window = self.layout.layers[int(buffer.split(".")[1])].window
+        assert window is not None
+        return window - 1
+
+
+# --- what a model's code can do
+
+_tried: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDictionary()
+
+
+def batches(model: Any, layout: StateLayout) -> bool:
+    """Whether a model computes sequences side by side as it does each alone. It is asked once, on a few tokens."""
+    if model not in _tried:
+        _tried[model] = _try(model, layout)
+        log.debug("%s decodes %s", type(model).__name__, "in batches" if _tried[model] else "one by one")
+    return _tried[model]
+
+
+def _try(model: Any, layout: StateLayout) -> bool:
+    if any(_in_rows(plan) is None for plan in layout.layers):
+        return False
+    tokens = model.get_input_embeddings().num_embeddings
+    prompts = [[(7 * at + length) % tokens for at in range(length)] for length in TRIED_LENGTHS]
+    try:
+        rows, alone = _computed(model, layout, prompts), _computed(model, layout, prompts)
+        batch = Batch(rows)
+        for token in (1 % tokens, 2 % tokens):  # the second reads what the first has written
+            together = batch.forward(model, [token] * len(rows)).float()
+            ids = torch.tensor([[token]], device=model.device)
+            each = torch.stack([forward(model, workspace, ids) for workspace in alone]).float()
+            allowed = ROUNDING.get(model.dtype, 0.1) * float(each.abs().max())
+            if not torch.allclose(together, each, rtol=0, atol=allowed):
+                return False
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as e:
+        log.debug("%s in a batch: %s", type(model).__name__, e)  # its code was not written for it
+        return False
+    return True
+
+
+def _computed(model: Any, layout: StateLayout, prompts: Sequence[Sequence[int]]) -> list[PagedWorkspace]:
+    """Sequences that have computed their prompts, in an arena of their own."""
+    pages = 1 + (max(map(len, prompts)) + 2) // layout.page_tokens
+    arenas = _arenas(layout, pages * len(prompts), model.device)
+    found = []
+    for number, prompt in enumerate(prompts):
+        workspace = PagedWorkspace(layout, pages * layout.page_tokens, model.device, arenas)
+        for table in workspace.tables.values():
+            table.put(0, range(number * pages, (number + 1) * pages), 0)
+        workspace.resume(0)
+        forward(model, workspace, torch.tensor([prompt], device=model.device))
+        found.append(workspace)
+    return found
+
+
+def _arenas(layout: StateLayout, slots: int, device: torch.device) -> Mapping[str, Mapping[str, Tensor]]:
+    return {
+        pool.name: {
+            buffer.name: torch.zeros((slots, *buffer.shape), dtype=getattr(torch, buffer.dtype), device=device)
+            for buffer in pool.buffers
+        }
+        for pool in layout.pools
+        if pool.lookback is None
+    }

@@ -1,0 +1,183 @@
+"""A request's state where the pages are: chains lie in the device arena itself, by block tables, and are never copied.
+
+What a sequence resumes from is read in place, by all who share it; what it computes goes into slots of its own, which
+the tree takes over as they are when they are published. Windows and recurrent states do not grow with a sequence: it
+has working copies of its own, in tensors that stay where they are, so that rows of a batch can be views of one tensor.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvarve import boundaries
+from kvarve.core.lease import Lease
+from kvarve.engine.layers import Tape
+from kvarve.engine.prefill import keep
+from kvarve.engine.state import StateLayout, Workspace
+from kvarve.model import BufferSpec, PoolSpec
+from kvarve.runtime import PrefixCache
+
+
+class Table:
+    """The slots of one sequence in one chain, page by page from its first token on."""
+
+    def __init__(self, page_tokens: int, device: torch.device) -> None:
+        self.page_tokens = page_tokens
+        self.slots: list[int] = []
+        self.index = torch.empty(0, dtype=torch.long, device=device)  # the same, for torch
+        self.straight = 0  # so many of the first pages lie one behind the other
+        self._foreign = 0  # pages that are somebody else's though we compute them too
+        self._rows: dict[int, tuple[int, int, Tensor, Tensor | None]] = {}  # the last answers of `rows`, by `per_page`
+
+    def put(self, start: int, slots: Sequence[int], foreign: int) -> None:
+        """The slots from page `start` on are these; those of the set `foreign` are only read."""
+        self.slots[start:] = slots
+        self._foreign, self._rows = foreign, {}
+        self.index = torch.tensor(self.slots, dtype=torch.long, device=self.index.device)
+        at = min(self.straight, start)
+        while at < len(self.slots) and self.slots[at] == self.slots[0] + at:
+            at += 1
+        self.straight = at
+
+    def rows(self, start: int, stop: int, per_page: int) -> tuple[Tensor, Tensor | None]:
+        """Where the entries [start, stop) go, as rows of the arena, and which of them are written (None: all)."""
+        last = self._rows.get(per_page)  # each layer asks the same
+        if last is not None and last[:2] == (start, stop):
+            return last[2], last[3]
+        entries = torch.arange(start, stop, device=self.index.device)
+        pages, written = entries // per_page, None
+        theirs = [page for page in boundaries.members(self._foreign) if page * per_page < stop]
+        if theirs and (theirs[-1] + 1) * per_page > start:
+            written = (~torch.isin(pages, torch.tensor(theirs, device=pages.device))).nonzero()[:, 0]
+            entries, pages = entries[written], pages[written]
+        rows = self.index[pages] * per_page + entries % per_page
+        self._rows[per_page] = start, stop, rows, written
+        return rows, written
+
+
+class PagedTape(Tape):
+    """The entries of one buffer in the pages of an arena [slots, per_page, *shape]."""
+
+    def __init__(self, arena: Tensor, table: Table) -> None:
+        super().__init__(arena.flatten(0, 1), arena.shape[1], 0, None)
+        self.table, self._arena = table, arena
+
+    def append(self, entries: Tensor) -> None:
+        if not len(entries):  # several tokens are one entry, and it is not full yet
+            return
+        stop = self.end + len(entries)
+        rows, written = self.table.rows(self.end, stop, self.per_page)
+        self._data.index_copy_(0, rows, entries if written is None else entries[written])
+        self.end = stop
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """The entries [stop - start, *shape], as a view where they lie one behind the other."""
+        size = self.per_page
+        first, last = start // size, math.ceil(stop / size)
+        if last <= self.table.straight:
+            front = self.table.slots[0] * size if last else 0
+            return self._data[front + start : front + stop]
+        pages = self._arena.index_select(0, self.table.index[first:last]).flatten(0, 1)
+        return pages[start - first * size : stop - first * size]
+
+    def rewind(self, end: int) -> None:
+        self.end = end
+
+
+class RollingTape(Tape):
+    """A window's tokens in a tensor that is never exchanged for another."""
+
+    def _make_room(self, stop: int) -> None:
+        if stop - self.front <= len(self._data):
+            return
+        assert self.keep is not None
+        front = max(self.front, (self.end - self.keep) // self.per_page * self.per_page)
+        kept = self.read(front, self.end).clone()
+        self._data[: len(kept)] = kept
+        self.front = front
+        assert stop - front <= len(self._data), "more tokens at once than a chunk has"
+
+
+class PagedWorkspace(Workspace):
+    """The state of one request whose chains lie in the pages that a lease has on the device."""
+
+    def __init__(
+        self,
+        layout: StateLayout,
+        max_tokens: int,
+        device: torch.device | str,
+        arenas: Mapping[str, Mapping[str, Tensor]],
+    ) -> None:
+        """`arenas`: of each chain the tensors of the device arena by buffer name."""
+        self._arenas = arenas
+        self.tables = {name: Table(layout.page_tokens, torch.device(device)) for name in arenas}
+        super().__init__(layout, max_tokens, device)
+
+    @classmethod
+    def resumed(cls, cache: PrefixCache, lease: Lease, layout: StateLayout, max_tokens: int) -> "PagedWorkspace":
+        """A workspace that goes on where a ready lease's pages end, with the room that the lease has."""
+        arenas = {pool.name: cache.arena(pool.name) for pool in layout.pools if pool.lookback is None}
+        device = next(iter(cache.arena(layout.pools[0].name).values())).device
+        workspace = cls(layout, max_tokens, device, arenas)
+        workspace.take_seats(cache, lease, 0)
+        for pool, (positions, slots) in cache.pages(lease).items():
+            if positions and pool not in arenas:
+                workspace.load(pool, positions, cache.arena(pool), slots)
+            elif positions:
+                workspace._loaded[pool] = boundaries.ones(lease.boundary)
+        workspace.resume(lease.boundary)
+        cache.resumed(lease)
+        return workspace
+
+    def take_seats(self, cache: PrefixCache, lease: Lease, start: int) -> None:
+        """Learn where the lease's pages from `start` on lie now."""
+        for number, pool in enumerate(self.layout.pools):
+            if table := self.tables.get(pool.name):
+                foreign = lease.seen[number] & ~boundaries.ones(lease.boundary)
+                table.put(start, cache.seats(lease, pool.name, start), foreign)
+
+    def keep(self, cache: PrefixCache, lease: Lease) -> None:
+        """Publish what was computed, if it ends at a line of the grid. From then on its pages are the tree's."""
+        done = lease.done
+        keep(cache, lease, self)
+        if lease.done > done:  # where somebody else was sooner the tree has other slots
+            self.take_seats(cache, lease, done)
+
+    def seated(self, stop: int) -> bool:
+        """Whether there is a place for every token before `stop`."""
+        return all(stop <= len(table.slots) * table.page_tokens for table in self.tables.values())
+
+    def make_room(self, pool_name: str) -> None:
+        """Let a window take one more token."""
+        for buffer in self.layout.pool(pool_name).buffers:
+            tape = self._tapes[buffer.name]
+            tape._make_room(tape.end + 1)
+
+    def advance(self) -> None:
+        """A batch has written one more token everywhere."""
+        for tape in self._tapes.values():
+            tape.end += 1
+        for layer in self.cache.layers:
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length += 1
+
+    def save(self, pool_name: str, positions: Sequence[int], arena: Mapping[str, Tensor], slots: Sequence[int]) -> None:
+        """Copy windows and states out; chains are where they should be."""
+        if pool_name in self.tables:
+            here = self.tables[pool_name].slots
+            assert all(here[at] == slot for at, slot in zip(positions, slots, strict=True)), "a page moved"
+            return
+        super().save(pool_name, positions, arena, slots)
+
+    def _tape(self, pool: PoolSpec, buffer: BufferSpec) -> Tape:
+        if pool.lookback is None:
+            return PagedTape(self._arenas[pool.name][buffer.name], self.tables[pool.name])
+        per_page, *shape = buffer.shape
+        assert per_page == self.layout.page_tokens, "a window is of tokens"
+        keep = pool.lookback * per_page
+        data = torch.empty(
+            2 * (keep + self.layout.chunk_tokens), *shape, dtype=getattr(torch, buffer.dtype), device=self.device
+        )
+        return RollingTape(data, per_page, self.max_tokens, keep)

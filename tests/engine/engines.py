@@ -1,0 +1,135 @@
+"""Engines on tiny models, turned by hand or running, and what is asked of them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache as cached
+from typing import Any
+
+import torch
+
+from kvarve.config import CacheConfig, split
+from kvarve.core.audit import audit
+from kvarve.engine.engine import Engine
+from kvarve.engine.layers import page_multiple, plan_layers
+from kvarve.engine.model import LoadedModel
+from kvarve.engine.requests import Piece, Request, Sampling
+from kvarve.engine.state import StateLayout
+from kvarve.errors import ConfigError
+from kvarve.model import ModelIdentity
+from kvarve.runtime import PrefixCache
+from kvarve.testing.models import byte_tokenizer, tiny_model
+
+PAGE, CHUNK = 16, 64
+PROMPT = 5 * CHUNK + 23
+GRID_FLOOR = 5 * CHUNK
+DECODED = 6
+LONG_S = 60.0
+MIB = 1 << 20
+
+
+@cached
+def a_model(family: str = "qwen3_5", dtype: torch.dtype = torch.float32) -> LoadedModel:
+    model = tiny_model(family, dtype)
+    page = max(PAGE, page_multiple(plan_layers(model.config, family)))
+    chunk = max(CHUNK, page)
+    layout = StateLayout.of(model, page, chunk)
+    name = str(dtype).removeprefix("torch.")
+    identity = ModelIdentity(family, "random", name, page, chunk, layout.pools)
+    return LoadedModel(family, model, byte_tokenizer(), layout, identity, 1024, frozenset({256}))
+
+
+def a_prompt(tokens: int = PROMPT, seed: int = 7) -> list[int]:
+    return list(map(int, torch.randint(256, (tokens,), generator=torch.Generator().manual_seed(seed))))
+
+
+def a_request(prompt: Sequence[int] | None = None, max_tokens: int = DECODED, **kwargs: Any) -> Request:
+    sampling = {key: kwargs.pop(key) for key in ("temperature", "top_p", "seed", "stop") if key in kwargs}
+    settings = Sampling(max_tokens, ignore_eos=kwargs.pop("ignore_eos", True), **sampling)
+    return Request(a_prompt() if prompt is None else prompt, settings, **kwargs)
+
+
+Make = Callable[..., Engine]
+
+
+def engines() -> Iterator[Make]:
+    """Makes engines, started unless told otherwise, and shuts them down at the end."""
+    made_engines: list[Engine] = []
+
+    def made(
+        model: LoadedModel | None = None,
+        *,
+        start: bool = True,
+        storage: Any = None,
+        clock: Callable[[], float] | None = None,
+        max_running: int = 8,
+        max_waiting: int = 256,
+        turn_tokens: int = 2 * CHUNK,
+        deterministic: bool = False,
+        device: int = 64 * MIB,
+        host: int = 64 * MIB,
+        **settings: Any,
+    ) -> Engine:
+        model = model or a_model()
+        url = storage if isinstance(storage, str) else None
+        kwargs: dict[str, Any] = {} if clock is None else {"clock": clock}
+        if storage is not None and url is None:
+            kwargs["storage"] = storage
+        cache = PrefixCache(model.identity, CacheConfig(device, host, url, **settings), **kwargs)
+        engine = Engine(
+            model,
+            cache,
+            max_running=max_running,
+            max_waiting=max_waiting,
+            turn_tokens=turn_tokens,
+            deterministic=deterministic,
+        )
+        made_engines.append(engine.start() if start else engine)
+        return engine
+
+    yield made
+    for engine in made_engines:
+        engine.shutdown(10)
+
+
+def room_for(model: LoadedModel, tokens: int) -> int:
+    """The least device memory in which one sequence of so many tokens has a place."""
+    page, chunk = model.layout.page_tokens, model.layout.chunk_tokens
+    low, high = 0, 64 * MIB
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            slots = split(middle, model.identity.pools, page, chunk, records=False, what="device")[0]
+        except ConfigError:
+            slots = 0
+        low, high = (low, middle) if slots * page >= tokens else (middle + 1, high)
+    return low
+
+
+def turns(engine: Engine, until: Callable[[], bool], at_most: int = 2000) -> int:
+    """Turn a stopped engine by hand until something holds; how many turns that took."""
+    for turn in range(at_most):
+        if until():
+            return turn
+        if not engine._turn():
+            engine.cache.wait(0.02)
+        audit(engine.cache.core)
+    raise AssertionError(f"not within {at_most} turns")
+
+
+def by_hand(engine: Engine, *requests: Request) -> list[tuple[str, list[int], Piece]]:
+    """Submit to an engine that is not started, and turn it until all have been answered."""
+    finished = engine.counts.finished
+    for request in requests:
+        engine.submit(request)
+    turns(engine, lambda: engine.counts.finished == finished + len(requests))
+    return [request.result(0.1) for request in requests]
+
+
+@cached
+def alone(family: str, tokens: int, seed: int, max_tokens: int) -> list[int]:
+    """What a model answers without anybody else and without a cache."""
+    model = a_model(family)
+    cache = PrefixCache(model.identity, CacheConfig(MIB * 64))
+    engine = Engine(model, cache)
+    ((_, answer, _),) = by_hand(engine, a_request(a_prompt(tokens, seed), max_tokens))
+    engine.shutdown(5)
+    return answer

@@ -1,0 +1,67 @@
+"""Who goes next is a matter of order alone: no model, no cache."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarve.engine.scheduler import LOOK_AHEAD, OVERTAKEN, Line, within
+
+
+def a_line(*names: str) -> Line[str]:
+    line: Line[str] = Line()
+    for name in names:
+        line.join(name)
+    return line
+
+
+def test_who_finds_nothing_goes_in_the_order_of_coming() -> None:
+    assert a_line("a", "b", "c").order(lambda name: 0) == ["a", "b", "c"]
+
+
+def test_who_finds_more_goes_first() -> None:
+    found = {"a": 0, "b": 2, "c": 7, "d": 2}
+    assert a_line("a", "b", "c", "d").order(found.__getitem__) == ["c", "b", "d", "a"]
+
+
+def test_nobody_is_overtaken_for_ever() -> None:
+    line = a_line("cold")
+    for number in range(OVERTAKEN):
+        line.join(f"warm {number}")
+        assert line.order(lambda name: int(name != "cold"))[0] == f"warm {number}"
+        line.go(f"warm {number}")
+    line.join("warm again")
+    assert line.order(lambda name: int(name != "cold")) == ["cold", "warm again"]
+
+
+def test_who_lost_its_turn_comes_first_and_among_those_the_first_to_lose_it() -> None:
+    line = a_line("a", "b")
+    line.rejoin("x")
+    line.rejoin("y")
+    assert line.order(lambda name: int(name == "b")) == ["x", "y", "b", "a"]
+    line.go("x")
+    line.leave("y")
+    assert [*line] == ["a", "b"]
+    assert len(line) == 2
+
+
+def test_only_who_waits_longest_is_looked_at() -> None:
+    line, asked = a_line(*map(str, range(3 * LOOK_AHEAD))), list[str]()
+
+    def found(name: str) -> int:
+        asked.append(name)
+        return int(name)
+
+    order = line.order(found)
+    assert asked == [str(number) for number in range(LOOK_AHEAD)]
+    assert order[:LOOK_AHEAD] == asked[::-1]
+    assert order[LOOK_AHEAD:] == [str(number) for number in range(LOOK_AHEAD, 3 * LOOK_AHEAD)]
+
+
+@given(st.integers(-5, 50), st.lists(st.integers(1, 20), max_size=9))
+def test_a_turn_computes_what_fits_and_at_least_one(budget: int, sizes: list[int]) -> None:
+    chosen = [*within(budget, enumerate(sizes))]
+    assert chosen == [*range(len(chosen))]
+    if sizes:
+        assert chosen
+    assert len(chosen) <= 1 or sum(sizes[: len(chosen)]) <= budget
+    if len(chosen) < len(sizes):
+        assert sum(sizes[: len(chosen) + 1]) > budget
