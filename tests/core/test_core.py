@@ -661,6 +661,7 @@ def test_a_failing_backup_is_tried_so_many_times_and_again_after_the_next_use() 
     world.close(lease)
     world.settle(lost=True)
     assert len(copies(world, DEVICE, HOST)) == TRIES and world.core.idle()
+    assert world.core.counters.failed == 4 * TRIES and world.core.counters.given_up == 1
     for _ in range(5):
         world.step()
     assert len(copies(world, DEVICE, HOST)) == TRIES
@@ -669,6 +670,17 @@ def test_a_failing_backup_is_tried_so_many_times_and_again_after_the_next_use() 
     world.close(lease)
     world.settle()
     assert len(copies(world, DEVICE, HOST)) == TRIES + 1 and world.resident(HOST) == 4
+
+
+def test_what_is_used_again_on_its_way_to_storage_is_not_sent_a_second_time() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    world.request(prompt(4), rest=False)
+    while not copies(world, HOST, STORAGE):
+        world.step([world.end(op) for op in [*world.flying]])
+    lease = world.start(prompt(4))
+    assert lease.boundary == 4
+    world.step()
+    assert len(copies(world, HOST, STORAGE)) == 1
 
 
 def test_backups_in_flight_are_bounded() -> None:
