@@ -283,6 +283,18 @@ def test_what_a_lease_holds_is_never_evicted() -> None:
     world.drain()
 
 
+def test_what_the_device_has_of_a_prompt_stays_while_the_rest_of_it_is_loaded() -> None:
+    world = World(config=config(ATTENTION, host=64))
+    for word in (7, 8):
+        world.request(fork(3, word))
+    world.flush(DEVICE)
+    world.request(prompt(3))
+    lease = world.start(fork(3, 7))
+    assert lease.phase is Phase.LOADING and world.resident(DEVICE) == 3
+    assert world.flush(DEVICE) == 0
+    assert world.ready(lease) and lease.from_tiers() == (3, 2, 0)
+
+
 def test_a_state_goes_with_the_attention_pages_that_lead_to_it() -> None:
     world = World(config=config(ATTENTION, STATE, device=8))
     world.request(prompt(4))
@@ -650,6 +662,7 @@ def test_a_failing_backup_is_tried_so_many_times_and_again_after_the_next_use() 
     world.close(lease)
     world.settle(lost=True)
     assert len(copies(world, DEVICE, HOST)) == TRIES and world.core.idle()
+    assert world.core.counters.failed == 4 * TRIES and world.core.counters.given_up == 1
     for _ in range(5):
         world.step()
     assert len(copies(world, DEVICE, HOST)) == TRIES
@@ -658,6 +671,17 @@ def test_a_failing_backup_is_tried_so_many_times_and_again_after_the_next_use() 
     world.close(lease)
     world.settle()
     assert len(copies(world, DEVICE, HOST)) == TRIES + 1 and world.resident(HOST) == 4
+
+
+def test_what_is_used_again_on_its_way_to_storage_is_not_sent_a_second_time() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    world.request(prompt(4), rest=False)
+    while not copies(world, HOST, STORAGE):
+        world.step([world.end(op) for op in [*world.flying]])
+    lease = world.start(prompt(4))
+    assert lease.boundary == 4
+    world.step()
+    assert len(copies(world, HOST, STORAGE)) == 1
 
 
 def test_backups_in_flight_are_bounded() -> None:
@@ -674,6 +698,17 @@ def test_backups_in_flight_are_bounded() -> None:
         if world.core.idle():
             break
     assert most <= 4 + 1 and world.resident(HOST) == 20  # the bound is looked at before each copy of 2
+
+
+def test_a_run_that_is_split_before_it_was_backed_up_is_backed_up_whole() -> None:
+    world = World(config=config(ATTENTION, host=64))
+    for tokens in (prompt(6), fork(3, 7)):
+        lease = world.start(tokens)
+        world.grow(lease, 6)
+        world.publish(lease, 6)
+        world.close(lease)
+    world.settle()
+    assert world.resident(HOST) == world.resident(DEVICE) == 9
 
 
 def test_a_selective_backup_waits_for_enough_uses() -> None:

@@ -4,10 +4,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from kvarve.engine.model import LoadedModel, forward
 from kvarve.engine.prefill import keep, resumed
@@ -74,11 +74,13 @@ class Uncached:
     def by_transformers(self, prompt: Sequence[int]) -> Said:
         """The same with transformers' own cache, and nothing of ours."""
         model = self.model.model
-        cache = DynamicCache(config=model.config)
+        cache: Any = None  # the model makes the one that it wants
 
         def step(ids: Tensor) -> Tensor:
+            nonlocal cache
             with torch.no_grad():
                 output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache = output.past_key_values
             logits: Tensor = output.logits[0, -1]
             return logits
 
