@@ -20,6 +20,13 @@ def span(start: int, stop: int) -> int:
 
 def members(bits: int) -> Iterator[int]:
     """The elements of a set, lowest first."""
+    low = bits & -bits
+    if not bits & bits + low:  # a span, as most sets here are
+        return iter(range(low.bit_length() - 1, bits.bit_length())) if bits else iter(())
+    return _scattered(bits)
+
+
+def _scattered(bits: int) -> Iterator[int]:
     while bits:
         low = bits & -bits
         yield low.bit_length() - 1

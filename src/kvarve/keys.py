@@ -36,6 +36,12 @@ def extend(parent: bytes, tokens: bytes, page_tokens: int) -> list[bytes]:
     return keys
 
 
+def names(parent: bytes, named: bytes, tokens: bytes, page_tokens: int) -> bytes:
+    """The keys of all full pages of packed `tokens` as one string, where those of the first pages are known."""
+    done = len(named) // KEY_BYTES * page_tokens * TOKEN_BYTES
+    return named + b"".join(extend(named[-KEY_BYTES:] or parent, tokens[done:], page_tokens))
+
+
 def object_name(key: bytes, pool: str, rank: int = 0) -> str:
     """The name of one pool's page in a storage backend."""
     return f"{key.hex()}.{pool}.{rank}"

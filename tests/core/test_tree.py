@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarve.boundaries import members
-from kvarve.core.tree import NOWHERE, Run, covering, same_pages, upward, walk
+from kvarve.core.tree import NOWHERE, Root, Run, covering, same_pages, upward, walk
 from kvarve.keys import KEY_BYTES, extend, pack, root_key
 
 PAGE_TOKENS = 2
@@ -24,17 +24,17 @@ def pages(tokens: bytes) -> list[bytes]:
 
 
 def top() -> Run:
-    return Run(None, 0, b"", b"", POOLS, PAGE_TOKENS)
+    return Root(ROOT, POOLS, PAGE_TOKENS)
 
 
-def insert(root: Run, tokens: bytes) -> Run:
-    """Make positions for all full pages of a prompt; the deepest run of it."""
+def insert(root: Run, tokens: bytes, named: int = 99) -> Run:
+    """Make positions for all full pages of a prompt, with names as far as `named`; the deepest run of it."""
     path, known = walk(root, tokens)
     tail, end = (path[-1] if path else root), len(pages(tokens))
     if known == end:
         return tail
     rest = tokens[known * WIDTH : end * WIDTH]
-    keys = b"".join(extend(ROOT, tokens, PAGE_TOKENS)[known:])
+    keys = b"".join(extend(ROOT, tokens, PAGE_TOKENS)[known:named])
     if known < tail.end:
         tail = tail.split(known)
     if tail.parent is not None and not tail.children:
@@ -223,3 +223,17 @@ def test_keys_and_tokens_stay_together() -> None:
         assert [keys[at : at + KEY_BYTES] for at in range(0, known * KEY_BYTES, KEY_BYTES)] == extend(
             ROOT, packed, PAGE_TOKENS
         )
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=18), st.integers(0, 9), st.booleans()), max_size=12))
+def test_a_page_gets_its_name_when_somebody_asks_whatever_came_between(
+    prompts: list[tuple[list[int], int, bool]],
+) -> None:
+    root = top()
+    for ids, named, ask in prompts:
+        tail = insert(root, pack(ids), named)
+        if ask:
+            assert tail.keys
+    for ids, _, _ in prompts:
+        path, known = walk(root, pack(ids))
+        assert b"".join(run.keys for run in path)[: known * KEY_BYTES] == b"".join(extend(ROOT, pack(ids), PAGE_TOKENS))

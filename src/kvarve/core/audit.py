@@ -33,7 +33,7 @@ def _runs(core: Core) -> list[Run]:
     found: list[Run] = []
     stack: list[Run] = [*core.shelves.roots.values()]
     for root in stack:
-        _check(not root.tokens and not root.keys and not any(root.here), "a root is no page")
+        _check(not root.tokens and len(root.named) == 32 and not any(root.here), "a root is no page")
     while stack:
         run = stack.pop()
         found.append(run)
@@ -57,7 +57,7 @@ def _shares(runs: list[Run], holds: list[tuple[Run, int]]) -> dict[int, list[int
             _check(run is not None, "what is held is in the tree")
             assert run is not None
             if share := left >> run.first:  # a reference may be to a run below, even to one that has left the tree
-                _check(id(run) in shares and not share >> len(run.keys) // 32, "what is held is in the tree")
+                _check(id(run) in shares and not share >> len(run.tokens) // run.width, "what is held is in the tree")
                 shares[id(run)].append(share)
             left, run = left & (1 << run.first) - 1, run.parent
     return shares
@@ -180,7 +180,7 @@ def audit(core: Core) -> None:
 
     for run in runs:
         length = len(run.tokens) // run.width
-        _check(len(run.keys) == 32 * length, "every page has a key")
+        _check(len(run.named) % 32 == 0 and len(run.named) <= 32 * max(1, length), "only pages have keys")
         pinned = _audit_pins(run.pins, pins[id(run)])
         needed = pinned | _audit_pins(run.rests, rests[id(run)])
 
@@ -193,8 +193,8 @@ def audit(core: Core) -> None:
             _check(near | run.here[pools + chain] == (1 << length) - 1, "a position keeps its attention page in memory")
             _check(not near & near + 1, "an attention page is on the device only if its parent is")
             above = run.parent
-            if near and above is not None and above.keys:
-                parent = above.here[chain] >> len(above.keys) // 32 - 1 & 1
+            if near and above is not None and above.tokens:
+                parent = above.here[chain] >> len(above.tokens) // above.width - 1 & 1
                 _check(parent, "an attention page is on the device only if its parent is")
 
         resting = [0] * (2 * pools)

@@ -180,7 +180,7 @@ class Backups:
             self.flying += len(pages)
             for page in pages:
                 run.coming[self.shelves.place(edge[1], page.pool)] |= 1 << page.position - run.first
-            self.copies.send(Op(edge, pages, run=run, leaving=leaving), run.key)
+            self.copies.send(Op(edge, pages, run=run, leaving=leaving))
         self.shelves.unpin(run, held << run.first)
         return pages
 

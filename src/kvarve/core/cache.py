@@ -22,7 +22,7 @@ from kvarve.core.settings import CoreConfig, Counters
 from kvarve.core.shelves import Shelves
 from kvarve.core.tree import NOWHERE, Run, covering, same_pages, upward, walk
 from kvarve.errors import ConfigError
-from kvarve.keys import KEY_BYTES, TOKEN_BYTES, extend
+from kvarve.keys import TOKEN_BYTES
 from kvarve.model import Tier
 
 
@@ -101,14 +101,12 @@ class Core:
         """
         self.now = now
         run, path, known = self.paths.find(root, tokens)
-        keys = b"".join([each.keys for each in path])[: known * KEY_BYTES]
-        keys += b"".join(extend(keys[-KEY_BYTES:] or root, tokens[known * self.width :], self.config.page_tokens))
         self.counters.requests += 1
         lease = Lease(
             self.counters.requests,
             root,
             tokens,
-            keys,
+            self.config.page_tokens,
             self.paths.limit(tokens),
             self.shelves.root(root),
             len(self.pools),
@@ -157,8 +155,7 @@ class Core:
         lease.tokens += tokens
         if lease.pages < pages:  # room ran out on the way, so nothing beyond can be kept
             return
-        rest = lease.tokens[pages * self.width :]
-        lease.keys += b"".join(extend(lease.keys[-KEY_BYTES:] or lease.root, rest, self.config.page_tokens))
+        lease.pages = len(lease.tokens) // self.width
         lease.snapshots = (lease.snapshots & ones(lease.room + 1)) | self._snapshots(lease) & ~ones(lease.room + 1)
 
     def slots(self, lease: Lease, pool: int) -> tuple[range, list[int]]:
@@ -221,14 +218,14 @@ class Core:
             held = lease.own[pool]  # of what it has room to compute in some may be held already
             missing = [at for at in members(wanted[pool]) if at not in held]
             got = dict(zip(missing, self.shelves.reserve(pool, len(missing)), strict=False))
-            fresh[pool] = {at: held.get(at, got.get(at, NOWHERE)) for at in members(wanted[pool])}
+            fresh[pool] = {at: held.get(at, got.get(at, NOWHERE)) for at in members(wanted[pool])} if held else got
             if len(got) < len(missing):
                 # Nothing can rest on a page that is not kept, so this is as far as the request is kept at all.
                 first_lost = missing[len(got)]
                 self.counters.uncached += upto - first_lost
                 upto = min(upto, first_lost)
                 lease.snapshots &= ones(first_lost + 1)
-                lease.keys = lease.keys[: first_lost * KEY_BYTES]
+                lease.pages = first_lost
         for pool in range(len(self.pools)):
             if pool not in self.shelves.chains:
                 bits = wanted[pool] & ones(upto)
@@ -259,7 +256,10 @@ class Core:
         assert lease.phase is Phase.READY and lease.done <= upto <= lease.room
         if upto == lease.done:
             return
-        pages = [{at: slots.pop(at) for at in [*slots] if at < upto} for slots in lease.own]
+        if all(not slots or max(slots) < upto for slots in lease.own):
+            pages, lease.own = lease.own, [{} for _ in lease.own]
+        else:
+            pages = [{at: slots.pop(at) for at in [*slots] if at < upto} for slots in lease.own]
         tail, end = self.paths.insert(lease, Tier.DEVICE, pages)
         lease.done, lease.resumed = upto, True
         if kept := min(upto, end):
@@ -410,14 +410,14 @@ class Core:
             run, path, known = self.paths.find(lease.root, lease.tokens)
             device, memory = self.paths.present(path, known)
             near = deepest(self.paths.legal(device, lease))
-            boundary = deepest(self.paths.legal(memory, lease) & allowed)
+            boundary = near if memory == device else deepest(self.paths.legal(memory, lease) & allowed)
             if (boundary - near) * self.config.page_tokens < self.config.load_at_least:
                 boundary = min(boundary, near)
             need = [needed(boundary, back) & ~here for back, here in zip(self.lookbacks, device, strict=True)]
-            self.paths.hold(lease, run, *self.paths.footing(boundary, device))
             if not any(need):
                 self._resume(lease, boundary, run, known, device)
                 return
+            self.paths.hold(lease, run, *self.paths.footing(boundary, device))
             taken = self.paths.reserve(Tier.DEVICE, need, room)
             if taken is not None:
                 break
@@ -432,7 +432,7 @@ class Core:
                 lease.loaded |= 1 << position
         pages.sort(key=lambda page: page.position)
         for start in range(0, len(pages), self.config.batch_pages):
-            self.copies.send(Op(LOAD, pages[start : start + self.config.batch_pages], lease, run), lease.key)
+            self.copies.send(Op(LOAD, pages[start : start + self.config.batch_pages], lease, run))
 
     def _arrived(self, lease: Lease) -> None:
         """All loads have ended. What was lost on the way may leave a shallower boundary to bring: one more round."""

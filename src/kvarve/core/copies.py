@@ -1,6 +1,5 @@
 """Copies in flight: what each one moves, whom it is for, and what it pins until it has ended."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,8 +60,9 @@ class Copies:
         self._shelves = shelves
         self._number = 0
 
-    def send(self, op: Op, key: Callable[[int], bytes]) -> None:
-        """Start a copy or probe of pages whose keys are `key(position)`; what it touches in the tree is pinned."""
+    def send(self, op: Op) -> None:
+        """Start a copy or probe of pages of the tree or, where it has no run, of a lease's prompt; what it touches in
+        the tree is pinned."""
         self._number += 1
         self.ops[self._number] = op
         if op.lease is not None:
@@ -71,7 +71,11 @@ class Copies:
             op.pinned = boundaries.of(page.position for page in op.pages)
             op.run = covering(op.run, deepest(op.pinned))
             self._shelves.pin(op.run, op.pinned)
-        pages = tuple(Page(page.pool, key(page.position), page.source, page.target) for page in op.pages)
+            keys = [covering(op.run, page.position).key(page.position) for page in op.pages]
+        else:
+            assert op.lease is not None
+            keys = [op.lease.key(page.position) for page in op.pages]
+        pages = tuple(Page(page.pool, key, page.source, page.target) for page, key in zip(op.pages, keys, strict=True))
         if op.edge == PROBE:
             self.effects.append(Probe(self._number, pages))
         else:

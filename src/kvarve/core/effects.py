@@ -1,5 +1,6 @@
 """What the core asks of the world, and what the world answers. Plain data; the core itself touches nothing."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,3 +45,12 @@ class Ended:
     op: int
     good: int
     bad: int = 0
+
+
+def agreed(ends: Sequence[Ended]) -> Ended:
+    """How one effect ended on all ranks: a page is good if it is good on all of them, bad if it is bad on any."""
+    good, bad = ends[0].good, 0
+    for end in ends:
+        good &= end.good
+        bad |= end.bad
+    return Ended(ends[0].op, good & ~bad, bad)

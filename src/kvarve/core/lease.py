@@ -4,7 +4,7 @@ from enum import Enum
 
 from kvarve.core.policies import Patience
 from kvarve.core.tree import Run
-from kvarve.keys import KEY_BYTES
+from kvarve.keys import KEY_BYTES, TOKEN_BYTES, names
 
 
 class Phase(Enum):
@@ -32,15 +32,17 @@ class Lease:
         "done",
         "fetched",
         "held",
-        "keys",
         "known",
         "landed",
         "lent",
         "limit",
         "loaded",
+        "named",
         "number",
         "ops",
         "own",
+        "page_tokens",
+        "pages",
         "patience",
         "phase",
         "priority",
@@ -65,7 +67,7 @@ class Lease:
         number: int,
         root: bytes,
         tokens: bytes,
-        keys: bytes,
+        page_tokens: int,
         limit: int,
         run: Run,
         pools: int,
@@ -76,7 +78,9 @@ class Lease:
         self.number = number
         self.root = root
         self.tokens = tokens
-        self.keys = keys
+        self.named = b""  # the keys of its first pages, as far as anybody has asked for them
+        self.page_tokens = page_tokens
+        self.pages = len(tokens) // (page_tokens * TOKEN_BYTES)  # that can be kept: all full ones, unless room ran out
         self.limit = limit  # deepest boundary that leaves at least one token to compute
         self.patience = patience
         self.priority = priority
@@ -107,9 +111,10 @@ class Lease:
         self.room = 0
 
     @property
-    def pages(self) -> int:
-        """The full pages that can be kept: all, unless room ran out on the way."""
-        return len(self.keys) // KEY_BYTES
+    def keys(self) -> bytes:
+        """The keys of all its full pages, one after another."""
+        self.named = names(self.root, self.named, self.tokens, self.page_tokens)
+        return self.named
 
     @property
     def ready(self) -> bool:

@@ -144,7 +144,7 @@ class Paths:
         for pool, slots in enumerate(pages):
             place = self.shelves.place(tier, pool)
             row = end - known if pool in chains else 0  # new positions, all in one run: these go in together
-            for position, slot in slots.items():
+            for position, slot in slots.items() if row < len(slots) else ():
                 if row and known <= position < end:
                     continue
                 if position >= end or not self.backups.settle(covering(tail, position), place, position, slot):
@@ -166,17 +166,15 @@ class Paths:
     def _lengthen(self, tail: Run, known: int, end: int, lease: Lease) -> Run:
         """Make positions [known, end) of a prompt below the run where it left the tree."""
         self.shelves.shape += 1
-        tokens, keys = (
-            lease.tokens[known * self.width : end * self.width],
-            lease.keys[known * KEY_BYTES : end * KEY_BYTES],
-        )
+        tokens = lease.tokens[known * self.width : end * self.width]
+        named = lease.named[known * KEY_BYTES : end * KEY_BYTES]
         if known < tail.end:
             owing, tail = tail in self.backups.owing, self.shelves.split(tail, known)
             if owing:
                 self.backups.owe(tail)
         if tail.parent is not None and not tail.children:
-            tail.append(tokens, keys)
+            tail.append(tokens, named)
             return tail
-        child = Run(tail, known, tokens, keys, len(self.pools), self.config.page_tokens)
+        child = Run(tail, known, tokens, named, len(self.pools), self.config.page_tokens)
         tail.children[tokens[: self.width]] = child
         return child

@@ -12,6 +12,7 @@ from kvarve.core.lease import Lease, Phase
 from kvarve.core.paths import Paths
 from kvarve.core.settings import CoreConfig, Counters
 from kvarve.core.tree import NOWHERE, covering, walk
+from kvarve.keys import KEY_BYTES
 from kvarve.model import Tier
 
 ROOM_RETRIES = 8  # how often a lease waits for evictions under write-back before it makes do with what there is
@@ -43,7 +44,9 @@ class Prefetch:
             missing = (lease.limit - boundary) * self.config.page_tokens
             lease.phase, lease.deadline = Phase.PROBING, now + lease.patience.seconds(missing)
             lease.probed = [0] * len(self.pools)
-            self.copies.send(Op(PROBE, pages, lease), lease.key)
+            _, path, known = self.paths.find(lease.root, lease.tokens)
+            lease.named = lease.named or b"".join([run.keys for run in path])[: known * KEY_BYTES]
+            self.copies.send(Op(PROBE, pages, lease))
         return bool(pages)
 
     def _worth_asking(self, lease: Lease, boundary: int, memory: list[int]) -> list[Moving]:
@@ -162,7 +165,7 @@ class Prefetch:
         # Shallow pages first: if patience runs out, what has arrived is a prefix.
         pages.sort(key=lambda page: page.position)
         for start in range(0, len(pages), self.config.batch_pages):
-            self.copies.send(Op(FETCH, pages[start : start + self.config.batch_pages], lease), lease.key)
+            self.copies.send(Op(FETCH, pages[start : start + self.config.batch_pages], lease))
 
     def next_in_line(self) -> list[Lease]:
         """Who may try again for room now: the first of those whose turn has come, else the first of all."""

@@ -281,7 +281,7 @@ class Shelves:
                 self.orders[place].bury()
             run.queued = 0
             if isinstance(parent, Root):
-                self.forget(parent.name)
+                self.forget(parent.named)
                 return
             parent.used = max(parent.used, run.used)
             for place in range(len(self.capacity)):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from kvarve import boundaries
 from kvarve.core.pins import Pins
-from kvarve.keys import KEY_BYTES, TOKEN_BYTES
+from kvarve.keys import KEY_BYTES, TOKEN_BYTES, names
 
 NOWHERE = -1  # a slot number that is none
 
@@ -26,7 +26,7 @@ class Run:
         "children": "the runs that go on from here, by the packed tokens of their first page",
         "first": "how many pages come before this run",
         "tokens": "its packed tokens",
-        "keys": "its keys, one after another",
+        "named": "the keys of its first pages, as far as anybody has asked for them",
         "width": "bytes of packed tokens in a page",
         "here": "[place] positions that are resident there",
         "slots": "[place] in which slot, by position; None where nothing is resident",
@@ -44,11 +44,11 @@ class Run:
         "queued": "bit per place: it stands in that place's eviction order",
     }
 
-    def __init__(self, parent: "Run | None", first: int, tokens: bytes, keys: bytes, pools: int, page_tokens: int):
+    def __init__(self, parent: "Run | None", first: int, tokens: bytes, named: bytes, pools: int, page_tokens: int):
         self.parent = parent
         self.first = first
         self.tokens = tokens
-        self.keys = keys
+        self.named = named
         self.width = page_tokens * TOKEN_BYTES
         self.children: dict[bytes, Run] = {}
         self.here = [0] * (2 * pools)
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def pages(self) -> int:
-        return len(self.keys) // KEY_BYTES
+        return len(self.tokens) // self.width
 
     @property
     def end(self) -> int:
@@ -73,6 +73,19 @@ class Run:
     def held(self) -> int:
         """The local positions that anybody needs for anything."""
         return self.pins.held() | self.rests.held()
+
+    @property
+    def keys(self) -> bytes:
+        """Its keys, one after another: a page gets its name when somebody first asks for it."""
+        unnamed, run = [], self
+        while len(run.named) < run.pages * KEY_BYTES:
+            assert run.parent is not None
+            unnamed.append(run)
+            run = run.parent
+        for run in reversed(unnamed):
+            assert run.parent is not None
+            run.named = names(run.parent.named[-KEY_BYTES:], run.named, run.tokens, run.width // TOKEN_BYTES)
+        return self.named
 
     def key(self, position: int) -> bytes:
         at = (position - self.first) * KEY_BYTES
@@ -143,17 +156,18 @@ class Run:
         assert slot != NOWHERE, "no such page here"
         return slot
 
-    def append(self, tokens: bytes, keys: bytes) -> None:
+    def append(self, tokens: bytes, named: bytes) -> None:
         """Lengthen the run; it must be a leaf, for what rests on it rests on its last position."""
         assert not self.children
+        if len(self.named) == self.pages * KEY_BYTES:
+            self.named += named
         self.tokens += tokens
-        self.keys += keys
 
     def trim(self, end: int) -> None:
         """Drop the positions from `end` on; nothing may be resident, held or resting there."""
         keep = end - self.first
         self.tokens = self.tokens[: keep * self.width]
-        self.keys = self.keys[: keep * KEY_BYTES]
+        self.named = self.named[: keep * KEY_BYTES]
         mask = boundaries.ones(keep)
         self.stored = [bits & mask for bits in self.stored]
         self.asked = [bits & mask for bits in self.asked]
@@ -169,7 +183,7 @@ class Run:
         cut = at - self.first
         assert 0 < cut < self.pages and self.parent is not None
         low = boundaries.ones(cut)
-        front = Run(self.parent, self.first, self.tokens[: cut * self.width], self.keys[: cut * KEY_BYTES], 0, 0)
+        front = Run(self.parent, self.first, self.tokens[: cut * self.width], self.named[: cut * KEY_BYTES], 0, 0)
         front.width = self.width
         front.used, front.uses, front.tries, front.priority = self.used, self.uses, self.tries, self.priority
         front.here, self.here = [bits & low for bits in self.here], [bits >> cut for bits in self.here]
@@ -184,7 +198,7 @@ class Run:
         front.pins, front.rests = self.pins.cut(cut), self.rests.cut(cut)
         front.kids = [bits & 1 for bits in self.here]
         self.parent.children[front.tokens[: self.width]] = front
-        self.tokens, self.keys = self.tokens[cut * self.width :], self.keys[cut * KEY_BYTES :]
+        self.tokens, self.named = self.tokens[cut * self.width :], self.named[cut * KEY_BYTES :]
         front.children = {self.tokens[: self.width]: self}
         self.parent, self.first = front, at
         return front
@@ -194,17 +208,16 @@ class Run:
         still does."""
         assert self.parent is not None and not self.children and not self.held()
         del self.parent.children[self.tokens[: self.width]]
-        self.tokens = self.keys = b""
+        self.tokens = self.named = b""
 
 
 class Root(Run):
-    """The empty run at the top of everything that shares a root key."""
+    """The empty run at the top of everything that shares a root key, which is what it is named."""
 
-    __slots__ = ("name",)
+    __slots__ = ()
 
     def __init__(self, name: bytes, pools: int, page_tokens: int) -> None:
-        super().__init__(None, 0, b"", b"", pools, page_tokens)
-        self.name = name
+        super().__init__(None, 0, b"", name, pools, page_tokens)
 
 
 def covering(run: Run, position: int) -> Run:

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from kvarve.core.effects import Ended
+from kvarve.core.effects import Ended, agreed
 
 
 class Agreement(Protocol):
@@ -53,12 +53,7 @@ class Group:
                 waiting[op] = Ended(op, int(good, 16), int(bad, 16))
         both = []
         for op in sorted(set.intersection(*(set(waiting) for waiting in self._waiting))):
-            ends = [waiting.pop(op) for waiting in self._waiting]
-            good, bad = ends[0].good, 0
-            for end in ends:
-                good &= end.good
-                bad |= end.bad
-            both.append(Ended(op, good & ~bad, bad))
+            both.append(agreed([waiting.pop(op) for waiting in self._waiting]))
         return both, float(heard[0][0])
 
     def _exchange(self, mine: bytes) -> list[bytes]:

@@ -72,7 +72,7 @@ class Ranked(Order):
     def pop(self) -> Run | None:
         while self._heap:
             rank, _, run = heappop(self._heap)
-            if not run.keys:
+            if not run.tokens:
                 self._dead = max(0, self._dead - 1)
             elif self.stale(rank, run):
                 self.push(run)
@@ -91,7 +91,7 @@ class Ranked(Order):
     def bury(self) -> None:
         self._dead += 1
         if 2 * self._dead > len(self._heap):
-            self._heap = [entry for entry in self._heap if entry[2].keys]
+            self._heap = [entry for entry in self._heap if entry[2].tokens]
             heapify(self._heap)
             self._dead = 0
 

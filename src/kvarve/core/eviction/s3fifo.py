@@ -42,7 +42,7 @@ class S3Fifo(Order):
         while self._small or self._main:
             small = len(self._small) * SMALL_SHARE >= len(self._small) + len(self._main) or not self._main
             run = (self._small if small else self._main).popleft()
-            if not run.keys:
+            if not run.tokens:
                 self._dead = max(0, self._dead - 1)
                 self._forget(run)
                 continue
@@ -60,9 +60,9 @@ class S3Fifo(Order):
     def bury(self) -> None:
         self._dead += 1
         if 2 * self._dead > len(self._small) + len(self._main):
-            self._small = deque(run for run in self._small if run.keys)
-            self._main = deque(run for run in self._main if run.keys)
-            for run in [run for run in self._proven if not run.keys]:
+            self._small = deque(run for run in self._small if run.tokens)
+            self._main = deque(run for run in self._main if run.tokens)
+            for run in [run for run in self._proven if not run.tokens]:
                 self._forget(run)
             self._dead = 0
 

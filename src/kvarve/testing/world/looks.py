@@ -75,13 +75,13 @@ def dump(core: Core) -> Mapping[str, Any]:
     places = range(2 * len(core.pools))
     names: dict[int, tuple[bytes, bytes]] = {}
 
-    def describe(root: bytes, run: Run) -> Any:
-        names[id(run)] = (root, run.keys[:32])
+    def describe(root: bytes, run: Run, above: bytes = b"") -> Any:
+        names[id(run)] = (root, above + run.tokens[: run.width])
         return (
             [(each, _plain(getattr(run, each), {})) for each in Run.__slots__ if each not in _POINTERS | {"slots"}],
             [table and table.tolist() for table in run.slots],
             [(run.pins.count(local), run.rests.count(local)) for local in range(run.pages)],
-            [(first, describe(root, child)) for first, child in run.children.items()],
+            [(first, describe(root, child, above + run.tokens)) for first, child in run.children.items()],
         )
 
     trees = [(root, describe(root, run)) for root, run in core.shelves.roots.items()]

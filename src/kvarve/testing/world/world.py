@@ -8,12 +8,13 @@ keeps names from the tokens alone; what it knows of the core it sees from outsid
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from math import inf
 from typing import TypeVar
 
 from kvarve.core.audit import audit
 from kvarve.core.cache import Core
-from kvarve.core.effects import Copy, Effect, Ended
+from kvarve.core.effects import Copy, Effect, Ended, agreed
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import WAIT_COMPLETE, Patience
 from kvarve.core.prefetch import ROOM_RETRIES
@@ -55,7 +56,7 @@ class World:
         self._stores: dict[int, Store] = {}  # by copy: the storage that it was sent to
         self._carried: dict[int, list[tuple[int, int] | None]] = {}  # by copy: what it came to on each rank
         self._truth: dict[bytes, tuple[bytes, bytes]] = {}  # by key: the key before it, and the page's tokens
-        self._proved: dict[int, tuple[Run, bytes, bytes, bytes]] = {}  # runs whose keys are what their tokens say
+        self._names: dict[int, tuple[Run, bytes, bytes, bytes]] = {}  # by run: its tokens, its keys and those above
         self._stored: dict[int, tuple[Run, bytes, list[int], Store]] = {}  # runs whose pages have been in storage
         self._prompts: dict[int, list[bytes]] = {}  # by lease: the keys of its pages
         self._handed: dict[int, list[tuple[list[int], list[bytes]]]] = {}  # by lease and pool: slots, what is in them
@@ -230,13 +231,9 @@ class World:
                 self.carry(op, each, lost if rank in (-1, each) else 0, rotten if rank in (-1, each) else 0)
         effect = self.flying.pop(op)
         del self._stores[op]
-        good, bad = (1 << len(effect.pages)) - 1, 0
-        for fate in self._carried.pop(op):
-            assert fate is not None
-            good, bad = good & fate[0], bad | fate[1]
-        good &= ~bad
-        self.seen["torn"] += isinstance(effect, Copy) and good not in (0, (1 << len(effect.pages)) - 1)
-        return Ended(op, good, bad)
+        end = agreed([Ended(op, *fate) for fate in self._carried.pop(op) if fate is not None])
+        self.seen["torn"] += isinstance(effect, Copy) and end.good not in (0, (1 << len(effect.pages)) - 1)
+        return end
 
     def carry(self, op: int, rank: int, lost: int = 0, rotten: int = 0) -> None:
         """Carry out one effect on one rank; the others have not come to it yet, so nobody hears of it."""
@@ -402,8 +399,9 @@ class World:
         near: list[set[int]] = [set() for _ in pools]
         memory: list[set[int]] = [set() for _ in pools]
         for run in runs(self.core):
+            names = self._keys_of(run)
             for local in range(len(run.tokens) // run.width):
-                position = wanted.get(run.keys[local * KEY_BYTES : (local + 1) * KEY_BYTES])
+                position = wanted.get(names[local * KEY_BYTES : (local + 1) * KEY_BYTES])
                 if position is not None:
                     for pool in pools:
                         host = len(pools) + pool
@@ -498,38 +496,40 @@ class World:
                         counts[int(effect.target) * pools + page.pool] += 1
         assert counts == shelves.capacity, f"slots are conserved: {counts} of {shelves.capacity}"
 
-    def _check_names(self, run: Run) -> None:
-        """A run's keys are those of its tokens. Looked at again only when something of it is new."""
-        above = run.parent.keys if run.parent is not None else b""
-        seen = self._proved.get(id(run))
-        if seen and seen[0] is run and seen[1] is run.keys and seen[2] is run.tokens and seen[3] is above:
-            return
-        before = above[-KEY_BYTES:] or self._root_of(run)
+    def _keys_of(self, run: Run) -> bytes:
+        """A run's keys by our own account, whether the core has named its pages yet or not."""
+        if run.parent is None:
+            return next(name for name, root in self.core.shelves.roots.items() if root is run)
+        above, seen = self._keys_of(run.parent), self._names.get(id(run))
+        if seen and seen[0] is run and seen[1] is run.tokens and seen[3] is above:
+            return seen[2]
+        before, keys = above[-KEY_BYTES:], []
         for local in range(len(run.tokens) // run.width):
-            key = run.keys[local * KEY_BYTES : (local + 1) * KEY_BYTES]
             page = run.tokens[local * run.width : (local + 1) * run.width]
-            assert self._truth.get(key) == (before, page), "a page's key is that of its tokens and all before them"
-            before = key
-        self._proved[id(run)] = (run, run.keys, run.tokens, above)
+            before, first = sha256(before + page).digest(), before
+            assert self._truth.get(before) == (first, page), "what is in the tree stood in a prompt"
+            keys.append(before)
+        self._names[id(run)] = (run, run.tokens, b"".join(keys), above)
+        return self._names[id(run)][2]
+
+    def _check_names(self, run: Run) -> None:
+        """What the core has named of a run has its right name: that of its tokens and all before them."""
+        assert run.parent is None or self._keys_of(run).startswith(run.named), "a page's key is that of its tokens"
 
     def _check_stored(self, run: Run) -> None:
         """What the core takes to be in storage has been there, in the storage that is there now."""
         if not any(run.stored) or not self.attached:
             return
-        seen = self._stored.get(id(run))
-        if seen and seen[0] is run and seen[1] is run.keys and seen[2] == run.stored and seen[3] is self.storage:
+        seen, names = self._stored.get(id(run)), self._keys_of(run)
+        if seen and seen[0] is run and seen[1] is names and seen[2] == run.stored and seen[3] is self.storage:
             return
         for pool, stored in enumerate(run.stored):
             for local in range(stored.bit_length()):
                 if stored >> local & 1:
-                    key = run.keys[local * KEY_BYTES : (local + 1) * KEY_BYTES]
+                    key = names[local * KEY_BYTES : (local + 1) * KEY_BYTES]
                     there = all(hands.name(key, pool) in self.storage.ever for hands in self.hands)
                     assert there, "what is known to be stored has been stored"
-        self._stored[id(run)] = (run, run.keys, [*run.stored], self.storage)
-
-    def _root_of(self, run: Run) -> bytes:
-        top = run if run.parent is None else run.parent
-        return next(name for name, root in self.core.shelves.roots.items() if root is top)
+        self._stored[id(run)] = (run, names, [*run.stored], self.storage)
 
     def _check_bytes(self, run: Run, hands: Hands) -> None:
         for place, here in enumerate(run.here):
@@ -537,13 +537,14 @@ class World:
             if not here or table is None:
                 continue
             arena = hands.arenas[place]
-            if b"".join([arena[slot] for slot in table if slot >= 0]) == run.keys:
+            names = self._keys_of(run)
+            if b"".join([arena[slot] for slot in table if slot >= 0]) == names:
                 continue
             host = place >= len(self.core.pools)
             for local in range(here.bit_length()):
                 if here >> local & 1:
                     content = arena[table[local]]
-                    right = run.keys[local * KEY_BYTES : (local + 1) * KEY_BYTES]
+                    right = names[local * KEY_BYTES : (local + 1) * KEY_BYTES]
                     assert content == right or (host and content == ROTTEN), f"a page is what it says, not {content!r}"
 
     def _hand(self, lease: Lease) -> None:
