@@ -32,6 +32,7 @@ from kvarve.core.audit import audit
 from kvarve.engine.engine import Engine
 from kvarve.engine.paging import PagedWorkspace
 from kvarve.engine.requests import Finish, Piece, Request, Sampling, Usage
+from kvarve.engine.scheduler import OVERTAKEN
 from kvarve.engine.state import StateLayout, Workspace
 from kvarve.errors import Busy, ConfigError
 from kvarve.model import Tier
@@ -293,6 +294,24 @@ def test_a_crowd_that_comes_at_once_hits_as_if_it_came_one_by_one(make: Make) ->
     turns(engine, lambda: engine.counts.finished == 24)
     hits = [request.result(0.1)[2].usage for request in crowd]
     assert [usage and usage.host for usage in hits] == [(PROMPT - 1) // CHUNK * CHUNK] * 12
+
+
+def test_who_is_first_in_line_gets_the_room_of_those_behind_it(make: Make) -> None:
+    """Both of those behind hold pages on the device that they were given when it was not first yet."""
+    model = a_model()
+    engine = make(model, start=False, device=room_for(model, 34 * PAGE))
+    short = [a_prompt(4 * CHUNK + 1, seed) for seed in (1, 2)]
+    for prompt in short:
+        by_hand(engine, a_request(prompt, 1))
+    engine.cache.settle()
+    engine.cache.flush([Tier.DEVICE])
+    behind = [engine.submit(a_request(prompt, 1)) for prompt in short]
+    first = engine.submit(a_request(a_prompt(31 * PAGE, 3), 1))
+    turns(engine, lambda: [job.lease.on_device for job in engine._waiting] == [True, True, False], at_most=3)
+    engine._waiting._overtaken = {id(job): OVERTAKEN for job in engine._waiting if job.request is first}
+    turns(engine, lambda: engine.counts.finished == 5, at_most=200)
+    assert [alone("qwen3_5", 4 * CHUNK + 1, seed, 1) for seed in (1, 2)] == [each.result(0.1)[1] for each in behind]
+    assert first.result(0.1)[1] == alone("qwen3_5", 31 * PAGE, 3, 1)
 
 
 def test_a_requests_priority_reaches_its_pages(make: Make) -> None:

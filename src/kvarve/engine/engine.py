@@ -118,6 +118,7 @@ class Engine:
         self.batches = not deterministic and batches(model.model, model.layout)
         self._batch: Batch | None = None  # the last one, for as long as the same requests answer
         self._crowded = False  # there was no room for all: nobody begins before somebody has ended
+        self._first: _Job | None = None  # who found no room though nobody runs: nobody is claimed before it has begun
         self._began = 0
         self._max_running, self._max_waiting = max_running, max_waiting
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -309,7 +310,9 @@ class Engine:
         if self._crowded and self._running:
             return
         self._crowded = False
-        claimed = [job for job in self._waiting if job.lease.claimed]
+        if self._first is not None and not self._begin(self._first):
+            return
+        claimed, held = [job for job in self._waiting if job.lease.claimed], False
         fetching = sum(not job.lease.on_device for job in claimed)
         ahead = len(claimed) - fetching
         for job in self._waiting.order(self._in_memory) if claimed or len(self._running) < self._max_running else ():
@@ -325,8 +328,9 @@ class Engine:
                 ahead += lease.on_device
                 fetching += not lease.on_device
             if not lease.ready or len(self._running) >= self._max_running:
+                held = held or lease.on_device
                 continue
-            if not self._begin(job):
+            if not self._begin(job, held):
                 return  # nobody goes before it
             ahead -= 1
 
@@ -350,12 +354,12 @@ class Engine:
                 return True
         return False
 
-    def _begin(self, job: _Job) -> bool:
-        """Let a request whose pages are on the device run; False if there is no room for its prompt now."""
-        page = self.model.layout.page_tokens
-        if not self.cache.seat(job.lease, job.goal // page + 1):
-            self._no_room(job)
+    def _begin(self, job: _Job, held: bool = False) -> bool:
+        """Let a request whose pages are on the device run; False if there is no room for its prompt now. `held`:
+        somebody before it in line holds pages and will begin soon."""
+        if not self._room(job, held):
             return False
+        self._first = None
         try:
             most = len(job.request.prompt) + job.request.sampling.max_tokens
             job.workspace = PagedWorkspace.resumed(self.cache, job.lease, self.model.layout, most)
@@ -373,16 +377,27 @@ class Engine:
 
     # --- room
 
-    def _no_room(self, job: _Job) -> None:
-        """A waiting request cannot begin yet: it lets go of what it held for that."""
-        self._crowded = True
-        self._renew(job)
-        if self._running or any(other.lease.claimed for other in self._waiting):
-            return
+    def _room(self, job: _Job, held: bool) -> bool:
+        """Take room for the prompt of a request that is about to begin; False if there is none now."""
+        pages = job.goal // self.model.layout.page_tokens + 1
+        if self.cache.seat(job.lease, pages):
+            return True
+        if self._running or held:  # until then it lets go of what it holds itself
+            self._crowded = True
+            self._renew(job)
+            return False
+        # Nobody else will make room: those behind it give back what they hold, and take nothing before it has begun.
+        self._first = job
+        for other in self._waiting:
+            if other is not job and other.lease.on_device:
+                self._renew(other)
+        if self.cache.seat(job.lease, pages):
+            return True
         now = time.monotonic()
         job.stalled_s = now if job.stalled_s is None else job.stalled_s
         if now - job.stalled_s > STALL_S:
             self._end(job, Finish.ERROR, "a copy that does not end holds the device memory that this request needs")
+        return False
 
     def _renew(self, job: _Job) -> None:
         """Begin to wait again. What has been said is part of the prompt then, unless every bit counts, or the model's
@@ -516,6 +531,8 @@ class Engine:
             self._running.remove(job)
             self._crowded = False
         job.workspace = None
+        if self._first is job:
+            self._first = None
         if not self._running:
             self._batch = None
         page = self.model.layout.page_tokens
