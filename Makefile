@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: setup run test lint soak mutants docs bench train lock clean
+.PHONY: setup run test lint soak soak-engine mutants docs bench train lock clean
 
 setup: .venv/ready
 
@@ -35,6 +35,11 @@ lint: setup
 SEED ?= 7
 soak: setup
 	.venv/bin/python -m kvarve.testing.world --seed $(SEED) --steps 10000000 --jobs $$(getconf _NPROCESSORS_ONLN) --all
+
+# Hours of conversations with a real engine on a device that holds a twentieth of them; every answer is compared.
+MINUTES ?= 120
+soak-engine: setup
+	.venv/bin/python -m kvarve.testing.traffic --minutes $(MINUTES) --seed $(SEED) --json out/traffic.json --png out/traffic.png
 
 # Every mistake that we could think of has to make a test fail; some minutes.
 mutants: setup

@@ -314,6 +314,28 @@ def test_who_is_first_in_line_gets_the_room_of_those_behind_it(make: Make) -> No
     assert first.result(0.1)[1] == alone("qwen3_5", 31 * PAGE, 3, 1)
 
 
+def test_what_storage_sent_for_those_behind_keeps_no_room_from_the_first_in_line(make: Make) -> None:
+    """A page that somebody waits for stays, on the device too; where nobody runs that would be for ever."""
+    model = a_model()
+    storage = MemoryStorage(64 * MIB, model.identity.fingerprint(), "test")
+    engine = make(model, start=False, device=room_for(model, 34 * PAGE), storage=storage, max_running=1)
+    core, prompt = engine.cache.core, a_prompt(4 * CHUNK + 1, 1)
+    by_hand(engine, a_request(prompt, 1))
+    engine.cache.settle()
+    engine.cache.flush([Tier.HOST])
+    state = next(i for i, pool in enumerate(model.identity.pools) if pool.in_place)
+    core.shelves.evict(state, 99)  # of the prompt storage alone has a state now, and the device all the rest
+    running = engine.submit(a_request(a_prompt(8, 2), 24))
+    turns(engine, lambda: engine.load()[0] == 1)
+    behind, first = engine.submit(a_request(prompt, 1)), engine.submit(a_request(a_prompt(31 * PAGE, 3), 1))
+    turns(engine, lambda: any(job.lease.holds for job in engine._waiting))
+    assert running.pieces.qsize() < 24
+    engine._waiting._overtaken = {id(job): OVERTAKEN for job in engine._waiting if job.request is first}
+    turns(engine, lambda: engine.counts.finished == 4, at_most=200)
+    assert first.result(0.1)[1] == alone("qwen3_5", 31 * PAGE, 3, 1)
+    assert behind.result(0.1)[1] == alone("qwen3_5", 4 * CHUNK + 1, 1, 1)
+
+
 def test_a_requests_priority_reaches_its_pages(make: Make) -> None:
     engine = make(start=False, eviction="priority")
     request = a_request(a_prompt(PROMPT))

@@ -125,6 +125,11 @@ class Lease:
         """Whether it holds pages on the device, or room for them."""
         return self.phase in (Phase.LOADING, Phase.READY)
 
+    @property
+    def holds(self) -> bool:
+        """Whether pages have to stay because of it, be it only those that storage sent for it and what they rest on."""
+        return bool(self.held or self.rests)
+
     def key(self, position: int) -> bytes:
         return self.keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
 

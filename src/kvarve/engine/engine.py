@@ -389,7 +389,7 @@ class Engine:
         # Nobody else will make room: those behind it give back what they hold, and take nothing before it has begun.
         self._first = job
         for other in self._waiting:
-            if other is not job and other.lease.on_device:
+            if other is not job and (other.lease.on_device or other.lease.holds):
                 self._renew(other)
         if self.cache.seat(job.lease, pages):
             return True

@@ -1,0 +1,85 @@
+"""The soak of the engine in its short form (`make soak-engine` is the long one), and that it would notice."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvarve.engine.model import LoadedModel, load_model
+from kvarve.engine.paging import PagedWorkspace
+from kvarve.testing.traffic import SHORT, Answer, Traffic, Wrong, draw, figures, main, run, show
+
+LIFE_S = 6.0
+FEW = replace(SHORT, talks=12)
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return load_model("builtin:tiny-hybrid", page_tokens=SHORT.page, chunk_tokens=SHORT.chunk)
+
+
+def prepared(model: LoadedModel, folder: Path, seed: int = 7, share: float = 0.05) -> Traffic:
+    print(f"seed {seed}")
+    traffic = Traffic(model, FEW, share, seed, folder)
+    assert [*traffic.prepare()] == [*range(FEW.talks)]
+    return traffic
+
+
+def test_under_mixed_traffic_every_answer_is_the_uncached_one(
+    model: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    traffic = prepared(model, tmp_path)
+    run(traffic, 4 * LIFE_S, 4)
+    found = figures(traffic)
+    for row in found["engines"].values():
+        assert row["restarts"] == 2
+        assert row["requests"] > 8
+        assert all(share > 0 for share in row["cached_share"].values()), "all tiers were hit"
+    show(found)
+    draw(found, tmp_path / "memory.png")
+    assert "Every answer was right" in capsys.readouterr().out
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_answer_that_is_not_the_uncached_one_is_noticed(model: LoadedModel, tmp_path: Path) -> None:
+    traffic = prepared(model, tmp_path)
+    traffic.answers = {at: Answer([answer.tokens[0] ^ 1] * 8, answer.leads) for at, answer in traffic.answers.items()}
+    with pytest.raises(Wrong, match="token 0 of the answer is"):
+        traffic.serve("deterministic", LIFE_S)
+
+
+def test_a_state_that_is_not_loaded_is_noticed(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traffic = prepared(model, tmp_path)
+    load = PagedWorkspace.load
+
+    def forgetful(self: PagedWorkspace, pool: str, *rest: object) -> None:
+        load(self, pool, *rest)  # type: ignore[arg-type]
+        for state in self._states.values():
+            state.zero_()
+
+    monkeypatch.setattr(PagedWorkspace, "load", forgetful)
+    with pytest.raises(Wrong, match="of the answer is"):
+        traffic.serve("deterministic", 10 * LIFE_S)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--share", "2"], "--share is above 0"),
+        (["--minutes", "0"], "--minutes above 0"),
+        (["--lives", "x"], "invalid int value"),
+        (["--share", "-1"], "--share"),
+    ],
+)
+def test_bad_arguments_get_one_clear_error(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "builtin:none", "--minutes", "0.1"]) == 2
+    assert "there is no builtin:none" in capsys.readouterr().err
