@@ -10,17 +10,26 @@ from typing import NamedTuple
 
 from kvarve.errors import ConfigError
 
+MOST_LOGPROBS = 20  # alternatives to a token that can be asked for, as OpenAI
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. Temperature 0 is greedy; a seed makes everything else repeatable."""
+    """How tokens are chosen. Temperature 0 is greedy; a seed makes everything else repeatable.
+
+    `top_k` of 0 or -1 is no limit; `min_p` is a share of the best token's chance. With `logprobs` every token comes
+    with its likelihood and so many alternatives.
+    """
 
     max_tokens: int = 16
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -31,6 +40,12 @@ class Sampling:
             raise ConfigError(f"temperature must be between 0 and 100, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if self.top_k < -1:
+            raise ConfigError(f"top_k must be at least -1, not {self.top_k}")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p must be between 0 and 1, not {self.min_p}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
+            raise ConfigError(f"logprobs must be between 0 and {MOST_LOGPROBS}, not {self.logprobs}")
         if any(not text for text in self.stop):
             raise ConfigError("a stop text cannot be empty")
 
@@ -58,15 +73,29 @@ class Usage(NamedTuple):
         return self.device + self.host + self.storage
 
 
+class Likelihood(NamedTuple):
+    """The natural logarithm of a token's chance by the model alone, and of the chances of the likeliest tokens."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # the likeliest first
+    offset: int  # so many characters had the answer's tokens made before this one
+
+
 @dataclass(frozen=True)
 class Piece:
-    """A piece of an answer: some text (perhaps none), and with the last piece why it ended."""
+    """A piece of an answer: some text (perhaps none), and with the last piece why it ended.
+
+    Text that could become a stop text, or half a character, comes in a later piece than its tokens. `likelihoods` are
+    those of this piece's tokens, for a request that asked for them.
+    """
 
     text: str
     tokens: tuple[int, ...] = ()
     finish: Finish | None = None
     usage: Usage | None = None
     error: str = ""
+    likelihoods: tuple[Likelihood, ...] = ()
 
 
 _numbers = itertools.count(1)
