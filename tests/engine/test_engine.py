@@ -693,6 +693,41 @@ def test_a_small_top_p_leaves_only_the_likeliest_token(make: Make) -> None:
     assert found == greedy
 
 
+@pytest.mark.parametrize(("least", "expected"), [(0, "a "), (2, "a "), (3, "a END b "), (4, "a END b "), (13, None)])
+def test_a_stop_text_is_heeded_if_it_begins_after_min_tokens(
+    least: int, expected: str | None, make: Make, recorder: Recorder
+) -> None:
+    pieces = scripted(make, recorder, "a END b END c", ("END",), most=13, min_tokens=least)
+    assert "".join(piece.text for piece in pieces) == (expected or "a END b END c")
+    assert pieces[-1].finish is (Finish.STOP if expected else Finish.LENGTH)
+
+
+def test_an_end_token_gives_way_to_the_next_best_within_min_tokens(make: Make, recorder: Recorder) -> None:
+    say(recorder, [256])
+    engine = make(start=False)
+    ((_, tokens, last),) = by_hand(engine, a_request(a_prompt(5), 9, ignore_eos=False, min_tokens=3))
+    assert last.finish is Finish.STOP
+    assert tokens[-1] == 256
+    assert len(tokens) == 4
+    ((_, tokens, last),) = by_hand(engine, a_request(a_prompt(5), 9, stop_token_ids=(256,)))
+    assert (tokens, last.finish) == ([256], Finish.STOP)
+
+
+def test_penalties_reach_over_prompt_and_answer_even_of_who_gave_way(make: Make) -> None:
+    wide, narrow = make(start=False), make(start=False, device=room_for(a_model(), 200))
+
+    def ask(seed: int) -> Request:
+        return a_request(a_prompt(30, seed), 60, repetition_penalty=100.0, frequency_penalty=2.0)
+
+    expected = [by_hand(wide, ask(seed))[0][1] for seed in range(5)]
+    for seed, tokens in enumerate(expected):
+        assert len({*tokens}) == 60
+        assert not {*tokens} & {*a_prompt(30, seed)}
+    found = by_hand(narrow, *map(ask, range(5)))
+    assert narrow.counts.preempted > 0
+    assert [tokens for _, tokens, _ in found] == expected
+
+
 # --- how likely it was
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvarve.engine.requests import Sampling
-from kvarve.engine.sampling import choose, likelihood
+from kvarve.engine.sampling import _weighed, choose, likelihood
 from kvarve.errors import ConfigError
 
 CHANCES = (0.4, 0.05, 0.3, 0.15, 0.1)  # of tokens 0 to 4
@@ -86,6 +86,13 @@ def test_greedy_is_the_best_token_whatever_else_is_set() -> None:
         ({"min_p": -0.1}, "min_p must be between 0 and 1, not -0.1"),
         ({"min_p": 1.5}, "min_p must be between 0 and 1, not 1.5"),
         ({"min_p": math.nan}, "min_p must be between 0 and 1, not nan"),
+        ({"logit_bias": ((3, 0.0), (4, -101.0))}, "a logit_bias must be between -100 and 100"),
+        ({"logit_bias": ((3, math.nan),)}, "a logit_bias must be between -100 and 100"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty must be between -2 and 2, not 2.1"),
+        ({"presence_penalty": math.nan}, "presence_penalty must be between -2 and 2, not nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be between 0.01 and 100, not 0.0"),
+        ({"min_tokens": -1}, "min_tokens must be between 0 and max_tokens 16, not -1"),
+        ({"min_tokens": 17}, "min_tokens must be between 0 and max_tokens 16, not 17"),
         ({"logprobs": -1}, "logprobs must be between 0 and 20, not -1"),
         ({"logprobs": 21}, "logprobs must be between 0 and 20, not 21"),
     ],
@@ -94,6 +101,61 @@ def test_greedy_is_the_best_token_whatever_else_is_set() -> None:
 def test_what_cannot_be_is_refused_by_name(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         Sampling(**settings)
+
+
+# --- what changes which token is the best
+
+GIVEN = (2.0, -1.0, 1.5, 0.5, 0.0)
+
+
+def weighed(
+    heard: Sequence[int] = (), said: Sequence[int] = (), ends: Sequence[int] = (), **settings: Any
+) -> list[float]:
+    """The logits from which a token is chosen."""
+    given = torch.tensor(GIVEN)
+    before = given.clone()
+    found = _weighed(given, Sampling(**settings), heard, said, ends).tolist()
+    assert torch.equal(given, before)  # they are the model's
+    return [float(logit) for logit in found]
+
+
+def test_a_bias_is_added_to_a_tokens_logit() -> None:
+    assert weighed(logit_bias=((1, 3.5), (4, -100.0))) == [2.0, 2.5, 1.5, 0.5, -100.0]
+
+
+def test_frequency_counts_how_often_a_token_was_said_and_presence_whether() -> None:
+    said = [0, 0, 0, 2]
+    assert weighed([4, 4], said, frequency_penalty=0.5) == [0.5, -1.0, 1.0, 0.5, 0.0]
+    assert weighed([4, 4], said, presence_penalty=0.5) == [1.5, -1.0, 1.0, 0.5, 0.0]
+    assert weighed([4, 4], said, presence_penalty=-1.0, frequency_penalty=1.0) == [0.0, -1.0, 1.5, 0.5, 0.0]
+    assert weighed([4, 4], [], presence_penalty=1.0, frequency_penalty=1.0) == [*GIVEN]
+
+
+def test_repetition_makes_what_was_heard_or_said_less_likely_whatever_its_sign() -> None:
+    assert weighed([1, 1, 2], [0], repetition_penalty=2.0) == [1.0, -2.0, 0.75, 0.5, 0.0]
+    assert weighed([1, 1, 2], [0], repetition_penalty=0.5) == [4.0, -0.5, 3.0, 0.5, 0.0]
+
+
+def test_no_end_is_chosen_within_min_tokens() -> None:
+    never = -math.inf
+    assert weighed(said=[1], ends=[0, 3], min_tokens=2) == [never, -1.0, 1.5, never, 0.0]
+    assert weighed(said=[1, 1], ends=[0, 3], min_tokens=2) == weighed(said=[1], min_tokens=2) == [*GIVEN]
+    assert weighed(said=[1], ends=[0], min_tokens=2, logit_bias=((0, 100.0),), repetition_penalty=2.0)[0] == never
+
+
+def test_the_penalties_come_after_the_bias_and_before_the_temperature() -> None:
+    assert weighed([0], [], repetition_penalty=2.0, logit_bias=((0, -3.0),))[0] == -2.0
+    sampling = Sampling(temperature=0.0, presence_penalty=2.0)
+    assert choose(torch.tensor(GIVEN), sampling, None) == 0
+    assert choose(torch.tensor(GIVEN), sampling, None, said=[0]) == 2
+
+
+def test_logits_of_which_nothing_is_asked_stay_the_same_bits() -> None:
+    given = torch.tensor(GIVEN, dtype=torch.bfloat16)
+    assert _weighed(given, Sampling(temperature=1.0, top_k=2, min_p=0.1), [1], [2], [3]) is given
+
+
+# --- how likely
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -152,6 +152,31 @@ def test_top_k_and_min_p_can_leave_only_the_likeliest_token(client: httpx.Client
     assert text(client, song * 2, max_tokens=30, temperature=5.0, seed=1) != greedy
 
 
+def test_a_stop_token_ends_an_answer_and_is_no_text(client: httpx.Client, song: str, ids: list[int]) -> None:
+    size = len(song.partition(";")[0].encode())
+    answer = complete(client, song * 2, max_tokens=100, stop_token_ids=[ids[size]], ignore_eos=True)
+    assert answer["choices"][0]["text"] == song.partition(";")[0]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == size + 1
+
+
+def test_an_answer_cannot_end_before_its_min_tokens(client: httpx.Client, song: str, ids: list[int]) -> None:
+    body = {"max_tokens": 100, "stop_token_ids": [ids[0]], "logit_bias": {str(ids[0]): 100}}
+    assert text(client, song * 2, **body) == ""
+    answer = complete(client, song * 2, min_tokens=5, **body)
+    assert answer["usage"]["completion_tokens"] == 6
+    assert song[0] not in answer["choices"][0]["text"]
+
+
+def test_a_bias_and_penalties_change_what_is_said(client: httpx.Client, song: str, ids: list[int]) -> None:
+    first, second = (str(token) for token in ids[:2])
+    assert song[0] not in text(client, song * 2, max_tokens=30, logit_bias={first: -100})
+    assert text(client, song * 2, max_tokens=4, logit_bias={second: 100}) == 4 * song[1]
+    heated = {"max_tokens": 40, "temperature": 2.0, "seed": 1}
+    for penalty in ({"frequency_penalty": 2.0}, {"presence_penalty": 2.0}, {"repetition_penalty": 100.0}):
+        assert text(client, song * 2, **heated, **penalty) != text(client, song * 2, **heated), penalty
+
+
 def test_requests_side_by_side_say_what_each_says_alone(client: httpx.Client, song: str, salt: str) -> None:
     prompts = [f"{i}{song * (1 + i % 3)}" for i in range(12)]
     alone = [text(client, prompt, max_tokens=24, skip_reading_prefix_cache=True) for prompt in prompts]
@@ -299,9 +324,19 @@ def test_metrics_count_what_usage_says(client: httpx.Client, song: str, salt: st
         ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs is not supported"),
         ({"echo": True}, "echo is not supported"),
         ({"suffix": "x"}, "suffix is not supported"),
-        ({"logit_bias": {"5": 1}}, "logit_bias is not supported"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
-        ({"presence_penalty": -0.5}, "presence_penalty is not supported"),
+        ({"logit_bias": {"5": 101}}, "a logit_bias must be between -100 and 100"),
+        ({"logit_bias": {"5": "1"}}, "logit_bias.5: Input should be a valid number"),
+        ({"logit_bias": {"five": 1}}, "logit_bias.five"),
+        ({"logit_bias": {"300": 1}}, "logit_bias: 300 is no token id of the model's vocabulary of 300"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias: -1 is no token id"),
+        ({"logit_bias": [5]}, "logit_bias: Input should be"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty must be between -2 and 2, not 2.5"),
+        ({"presence_penalty": -2.5}, "presence_penalty must be between -2 and 2, not -2.5"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be between 0.01 and 100, not 0"),
+        ({"stop_token_ids": [300]}, "stop_token_ids: 300 is no token id"),
+        ({"stop_token_ids": 5}, "stop_token_ids: Input should be"),
+        ({"min_tokens": 3, "max_tokens": 2}, "min_tokens must be between 0 and max_tokens 2, not 3"),
+        ({"min_tokens": -1}, "min_tokens must be between 0 and max_tokens"),
         ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
         ({"top_k": -2}, "top_k must be at least -1, not -2"),
         ({"top_k": 2.5}, "top_k: Input should be a valid integer"),
@@ -324,6 +359,7 @@ def test_a_completion_that_cannot_be_is_refused_in_one_clear_line(
     [
         {"n": 1, "best_of": 1, "logprobs": None, "echo": False, "suffix": "", "logit_bias": {}},
         {"frequency_penalty": 0, "presence_penalty": 0.0, "response_format": {"type": "text"}, "top_k": -1},
+        {"repetition_penalty": 1, "min_tokens": 0, "stop_token_ids": []},
         {"n": 2, "best_of": 2, "top_k": 0, "min_p": 0, "tools": [], "tool_choice": "auto", "top_logprobs": 0},
         {"max_tokens": None, "temperature": None, "top_p": None, "seed": None, "stop": None, "stream": None},
         {"stream_options": None, "store": False, "metadata": {}, "service_tier": "auto"},

@@ -71,10 +71,13 @@ class _Job:
         self.found = (0, 0, 0)  # cached tokens when it first began, by tier
         self.goal = len(request.prompt)  # so many tokens are computed in chunks, the others one by one
         self.leased = self.goal  # so many tokens its lease knows
+        sampling = request.sampling
+        self.heard = frozenset(request.prompt if sampling.repetition_penalty != 1 else ())
+        self.ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else model.eos_ids)
         self.began = 0  # counts those who began before it
         self.alone = False  # it is computed alone: a batch with it has failed
         self.stalled_s: float | None = None  # since when there is no room for it, though nobody else runs
-        seed = request.sampling.seed
+        seed = sampling.seed
         self.random = torch.Generator().manual_seed(seed) if seed is not None else None
 
     @property
@@ -85,6 +88,11 @@ class _Job:
     def sequence(self, start: int, stop: int) -> list[int]:
         prompt = len(self.request.prompt)
         return [*self.request.prompt[start:stop], *self.tokens[max(0, start - prompt) : max(0, stop - prompt)]]
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts that end it now."""
+        return self.request.sampling.stop if len(self.tokens) > self.request.sampling.min_tokens else ()
 
     @property
     def state(self) -> PagedWorkspace:
@@ -145,6 +153,12 @@ class Engine:
             raise ConfigError("the prompt is empty")
         if max(prompt) >= vocabulary or min(prompt) < 0:
             raise ConfigError(f"the prompt has a token id outside the model's vocabulary of {vocabulary}")
+        for name, tokens in (
+            ("logit_bias", [token for token, _ in sampling.logit_bias]),
+            ("stop_token_ids", sampling.stop_token_ids),
+        ):
+            if odd := [token for token in tokens if not 0 <= token < vocabulary]:
+                raise ConfigError(f"{name}: {odd[0]} is no token id of the model's vocabulary of {vocabulary}")
         if len(prompt) + sampling.max_tokens > self.model.max_tokens:
             raise ConfigError(
                 f"the prompt's {len(prompt)} tokens and max_tokens {sampling.max_tokens} together are more than the "
@@ -498,24 +512,24 @@ class Engine:
     def _say(self, job: _Job, logits: Tensor) -> None:
         """Choose the next token and deliver what is certain of the text."""
         sampling = job.request.sampling
-        token = choose(logits, sampling, job.random)
+        token = choose(logits, sampling, job.random, job.heard, job.tokens, job.ends)
         asked = sampling.logprobs
         likely = () if asked is None else (likelihood(logits, token, asked, job.characters),)
         job.tokens.append(token)
         self.counts.output_tokens += 1
-        if token in self.model.eos_ids and not sampling.ignore_eos:
+        if token in job.ends:
             self._end(job, Finish.STOP, last=(token,), likely=likely)
             return
         text = job.words.push(token)
         job.text += text
         job.characters += len(text)
-        if (cut := _find_stop(job.text, sampling.stop)) is not None:
+        if (cut := _find_stop(job.text, job.stops)) is not None:
             job.text = job.text[:cut]
             self._end(job, Finish.STOP, last=(token,), likely=likely, flush=False)
         elif len(job.tokens) >= sampling.max_tokens:
             self._end(job, Finish.LENGTH, last=(token,), likely=likely)
         else:
-            held = _held_back(job.text, sampling.stop)
+            held = _held_back(job.text, job.stops)
             text, job.text = job.text[: len(job.text) - held], job.text[len(job.text) - held :]
             self._give(job.request, Piece(text, (token,), likelihoods=likely))
 
@@ -530,7 +544,7 @@ class Engine:
     ) -> None:
         if flush:
             job.text += job.words.flush()
-            if (cut := _find_stop(job.text, job.request.sampling.stop)) is not None:
+            if (cut := _find_stop(job.text, job.stops)) is not None:
                 job.text = job.text[:cut]
         if job.workspace is None or job not in self._running:
             self._waiting.leave(job)

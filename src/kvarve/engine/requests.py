@@ -17,8 +17,9 @@ MOST_LOGPROBS = 20  # alternatives to a token that can be asked for, as OpenAI
 class Sampling:
     """How tokens are chosen. Temperature 0 is greedy; a seed makes everything else repeatable.
 
-    `top_k` of 0 or -1 is no limit; `min_p` is a share of the best token's chance. With `logprobs` every token comes
-    with its likelihood and so many alternatives.
+    `top_k` of 0 or -1 is no limit; `min_p` is a share of the best token's chance. The penalties are OpenAI's and
+    vLLM's: frequency and presence count an answer's tokens, repetition the prompt's too. No end token and no stop text
+    is heeded in the first `min_tokens`. With `logprobs` every token comes with its likelihood and so many alternatives.
     """
 
     max_tokens: int = 16
@@ -27,7 +28,13 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()  # what is added to the logit of a token
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
 
@@ -44,6 +51,15 @@ class Sampling:
             raise ConfigError(f"top_k must be at least -1, not {self.top_k}")
         if not 0 <= self.min_p <= 1:
             raise ConfigError(f"min_p must be between 0 and 1, not {self.min_p}")
+        if not all(-100 <= bias <= 100 for _, bias in self.logit_bias):
+            raise ConfigError("a logit_bias must be between -100 and 100")
+        for name in ("frequency_penalty", "presence_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise ConfigError(f"{name} must be between -2 and 2, not {getattr(self, name)}")
+        if not 0.01 <= self.repetition_penalty <= 100:
+            raise ConfigError(f"repetition_penalty must be between 0.01 and 100, not {self.repetition_penalty}")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ConfigError(f"min_tokens must be between 0 and max_tokens {self.max_tokens}, not {self.min_tokens}")
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
             raise ConfigError(f"logprobs must be between 0 and {MOST_LOGPROBS}, not {self.logprobs}")
         if any(not text for text in self.stop):

@@ -19,13 +19,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "echo": (False,),
     "suffix": ("",),
-    "logit_bias": ({},),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
     "bad_words": ([],),
     "allowed_token_ids": (),
     "logits_processors": ([],),
@@ -115,8 +109,14 @@ class Asked(_Words):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    logit_bias: dict[int, float] | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
