@@ -383,6 +383,7 @@ def test_a_known_field_that_asks_for_nothing_is_fine(client: httpx.Client, harml
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": 7}]}, "messages.0.tool_call_id"),
         ({"messages": [{"role": "assistant", "content": "", "function_call": {"name": "f"}}]}, "function_call is not"),
         ({"functions": [{"name": "f"}]}, "functions is not supported"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls is not supported"),
         ({"tools": "all"}, "tools: Input should be a valid array"),
         ({"tools": ["f"]}, "tools.0: Input should be"),
         ({"tool_choice": "required"}, 'tool_choice can be "none" or "auto"'),
