@@ -1,6 +1,7 @@
 """Engines on tiny models, turned by hand or running, and what is asked of them."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from functools import cache as cached
 from typing import Any
 
@@ -42,9 +43,9 @@ def a_prompt(tokens: int = PROMPT, seed: int = 7) -> list[int]:
 
 
 def a_request(prompt: Sequence[int] | None = None, max_tokens: int = DECODED, **kwargs: Any) -> Request:
-    sampling = {key: kwargs.pop(key) for key in ("temperature", "top_p", "seed", "stop") if key in kwargs}
-    settings = Sampling(max_tokens, ignore_eos=kwargs.pop("ignore_eos", True), **sampling)
-    return Request(a_prompt() if prompt is None else prompt, settings, **kwargs)
+    names = {field.name for field in fields(Sampling)}
+    sampling = {"ignore_eos": True} | {key: kwargs.pop(key) for key in [*kwargs] if key in names}
+    return Request(a_prompt() if prompt is None else prompt, Sampling(max_tokens, **sampling), **kwargs)
 
 
 Make = Callable[..., Engine]

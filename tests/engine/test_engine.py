@@ -732,3 +732,102 @@ def test_a_small_top_p_leaves_only_the_likeliest_token(make: Make) -> None:
     ((_, greedy, _),) = by_hand(engine, a_request(a_prompt(30), 8))
     ((_, found, _),) = by_hand(engine, a_request(a_prompt(30), 8, temperature=2.0, top_p=1e-6, seed=5))
     assert found == greedy
+
+
+@pytest.mark.parametrize(("least", "expected"), [(0, "a "), (2, "a "), (3, "a END b "), (4, "a END b "), (13, None)])
+def test_a_stop_text_is_heeded_if_it_begins_after_min_tokens(
+    least: int, expected: str | None, make: Make, recorder: Recorder
+) -> None:
+    pieces = scripted(make, recorder, "a END b END c", ("END",), most=13, min_tokens=least)
+    assert "".join(piece.text for piece in pieces) == (expected or "a END b END c")
+    assert pieces[-1].finish is (Finish.STOP if expected else Finish.LENGTH)
+
+
+def test_an_end_token_gives_way_to_the_next_best_within_min_tokens(make: Make, recorder: Recorder) -> None:
+    say(recorder, [256])
+    engine = make(start=False)
+    ((_, tokens, last),) = by_hand(engine, a_request(a_prompt(5), 9, ignore_eos=False, min_tokens=3))
+    assert last.finish is Finish.STOP
+    assert tokens[-1] == 256
+    assert len(tokens) == 4
+    ((_, tokens, last),) = by_hand(engine, a_request(a_prompt(5), 9, stop_token_ids=(256,)))
+    assert (tokens, last.finish) == ([256], Finish.STOP)
+
+
+def test_penalties_reach_over_prompt_and_answer_even_of_who_gave_way(make: Make) -> None:
+    wide, narrow = make(start=False), make(start=False, device=room_for(a_model(), 200))
+
+    def ask(seed: int) -> Request:
+        return a_request(a_prompt(30, seed), 60, repetition_penalty=100.0, frequency_penalty=2.0)
+
+    expected = [by_hand(wide, ask(seed))[0][1] for seed in range(5)]
+    for seed, tokens in enumerate(expected):
+        assert len({*tokens}) == 60
+        assert not {*tokens} & {*a_prompt(30, seed)}
+    found = by_hand(narrow, *map(ask, range(5)))
+    assert narrow.counts.preempted > 0
+    assert [tokens for _, tokens, _ in found] == expected
+
+
+# --- how likely it was
+
+
+def test_every_token_comes_with_its_likelihood_for_who_asks(make: Make, recorder: Recorder) -> None:
+    engine = make(start=False)
+    engine.submit(request := a_request(a_prompt(70), 5, temperature=1.0, seed=3, logprobs=2))
+    turns(engine, lambda: engine.counts.finished == 1)
+    pieces, logits = pieces_of(request), recorder.take()
+    found = [likelihood for piece in pieces for likelihood in piece.likelihoods]
+    assert [(likelihood.token,) for likelihood in found] == [piece.tokens for piece in pieces]
+    for position, likelihood in enumerate(found, 70):
+        own = torch.log_softmax(logits[position], -1)
+        assert likelihood.logprob == float(own[likelihood.token])
+        assert likelihood.top == tuple((int(token), float(own[token])) for token in own.topk(2).indices)
+    engine.submit(request := a_request(a_prompt(70), 5, temperature=1.0, seed=3))
+    turns(engine, lambda: engine.counts.finished == 2)
+    silent = pieces_of(request)
+    assert [piece.tokens for piece in silent] == [piece.tokens for piece in pieces]
+    assert not any(piece.likelihoods for piece in silent)
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "finish"), [("aé ENx END", 20, Finish.STOP), ("é😀", 20, Finish.STOP), ("a😀", 3, Finish.LENGTH)]
+)
+def test_a_likelihood_goes_with_its_token_even_if_the_text_is_held_back(
+    text: str, most: int, finish: Finish, make: Make, recorder: Recorder
+) -> None:
+    pieces = scripted(make, recorder, text, ("END",), most, logprobs=0)
+    assert pieces[-1].finish is finish
+    assert [tuple(one.token for one in piece.likelihoods) for piece in pieces] == [piece.tokens for piece in pieces]
+    tokens = [token for piece in pieces for token in piece.tokens]
+    assert tokens == [*a_model().tokenizer.encode(text), 256][: len(tokens)]
+    offsets = [one.offset for piece in pieces for one in piece.likelihoods]
+    # A byte's text begins where its character does.
+    assert offsets == [i for i, letter in enumerate(f"{text}.") for _ in letter.encode()][: len(tokens)]
+
+
+# --- several at once
+
+
+def test_all_of_several_are_taken_or_none(make: Make) -> None:
+    engine = make(start=False, max_running=1, max_waiting=3)
+    engine.submit(a_request(a_prompt(10), 2))
+
+    def three(most: int = 2) -> list[Request]:
+        return [a_request(a_prompt(10, seed), most if seed == 2 else 2) for seed in range(3)]
+
+    with pytest.raises(ConfigError, match="more than the 1024"):
+        engine.submit(*three(most=2000))
+    with pytest.raises(ConfigError, match="5 requests at once are more than the 4 for which there are places"):
+        engine.submit(*three(), *three()[:2])
+    engine.submit(*(first := three()))
+    with pytest.raises(Busy, match="4 requests are being served or wait already"):
+        engine.submit(a_request())
+    turns(engine, lambda: engine.counts.finished == 2)
+    with pytest.raises(Busy, match="2 requests are being served or wait already"):
+        engine.submit(*three())
+    turns(engine, lambda: engine.counts.finished == 4)
+    assert [request.result(0.1)[2].finish for request in first] == [Finish.LENGTH] * 3
+    engine.submit(*(second := three()))
+    turns(engine, lambda: engine.counts.finished == 7)
+    assert [request.result(0.1)[1] for request in second] == [alone("qwen3_5", 10, seed, 2) for seed in range(3)]

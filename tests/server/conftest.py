@@ -1,12 +1,18 @@
-"""A real server over real HTTP, with a model that has learned one song by heart, so that what it says is text."""
+"""A real server over real HTTP, with a model that has learned one song by heart, so that what it says is text.
+
+Tests of this folder import `talk`, which stands beside them.
+"""
 
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 from kvarve.config import CacheConfig
 from kvarve.server.serve import Server, Settings, quiet_libraries

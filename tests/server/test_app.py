@@ -3,84 +3,16 @@
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from talk import CHAT, COMPLETIONS, Body, cached, complete, events, metrics, refused, stream, text, until
 
 from kvarve.engine import engine as engine_module
 from kvarve.server.serve import Server
-
-Body = dict[str, Any]
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-
-
-def complete(client: httpx.Client, prompt: str | list[int], **more: Any) -> Body:
-    response = client.post(COMPLETIONS, json={"prompt": prompt, "temperature": 0} | more)
-    assert response.status_code == 200, response.text
-    return dict(response.json())
-
-
-def text(client: httpx.Client, prompt: str | list[int], **more: Any) -> str:
-    return str(complete(client, prompt, **more)["choices"][0]["text"])
-
-
-def cached(answer: Body) -> dict[str, int]:
-    tiers: dict[str, int] = answer["usage"]["kvarve"]["cached_tokens"]
-    assert sum(tiers.values()) == answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return {tier: tokens for tier, tokens in tiers.items() if tokens}
-
-
-def events(response: httpx.Response) -> Iterator[Body]:
-    """The events of a stream, which has to end as OpenAI's do."""
-    last = ""
-    for line in response.iter_lines():
-        if line:
-            assert line.startswith("data: ")
-            last = line.removeprefix("data: ")
-            if last != "[DONE]":
-                yield json.loads(last)
-    assert last == "[DONE]"
-
-
-def stream(client: httpx.Client, path: str, body: Body) -> list[Body]:
-    with client.stream("POST", path, json={"temperature": 0, "stream": True} | body) as response:
-        assert response.status_code == 200, response.read()
-        assert response.headers["content-type"].startswith("text/event-stream")
-        return list(events(response))
-
-
-def metrics(client: httpx.Client) -> dict[str, float]:
-    """Every sample, by its name and the values of its labels in the order of their names."""
-    response = client.get("/metrics")
-    assert response.status_code == 200
-    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
-    samples = [sample for family in text_string_to_metric_families(response.text) for sample in family.samples]
-    return {
-        ".".join([sample.name, *(value for _, value in sorted(sample.labels.items()))]): sample.value
-        for sample in samples
-    }
-
-
-def until(client: httpx.Client, holds: Callable[[dict[str, float]], bool]) -> dict[str, float]:
-    """Ask for the metrics until something holds; the whole test's time limit bounds it."""
-    while not holds(now := metrics(client)):
-        pass
-    return now
-
-
-def refused(response: httpx.Response, status: int) -> str:
-    """The message of an error, which is in OpenAI's form."""
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
-    assert "\n" not in error["message"]
-    return str(error["message"])
-
 
 # --- answers
 
@@ -211,6 +143,38 @@ def test_a_seed_repeats_an_answer_and_another_one_does_not(client: httpx.Client,
     answers = [text(client, song, seed=seed, **heated) for seed in range(4)]
     assert answers == [text(client, song, seed=seed, **heated) for seed in range(4)]
     assert len(set(answers)) > 1
+
+
+def test_top_k_and_min_p_can_leave_only_the_likeliest_token(client: httpx.Client, song: str) -> None:
+    greedy = text(client, song * 2, max_tokens=30)
+    for limit in ({"top_k": 1}, {"min_p": 1.0}, {"top_k": 3, "min_p": 0.99}):
+        assert text(client, song * 2, max_tokens=30, temperature=5.0, seed=1, **limit) == greedy
+    assert text(client, song * 2, max_tokens=30, temperature=5.0, seed=1) != greedy
+
+
+def test_a_stop_token_ends_an_answer_and_is_no_text(client: httpx.Client, song: str, ids: list[int]) -> None:
+    size = len(song.partition(";")[0].encode())
+    answer = complete(client, song * 2, max_tokens=100, stop_token_ids=[ids[size]], ignore_eos=True)
+    assert answer["choices"][0]["text"] == song.partition(";")[0]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == size + 1
+
+
+def test_an_answer_cannot_end_before_its_min_tokens(client: httpx.Client, song: str, ids: list[int]) -> None:
+    body = {"max_tokens": 100, "stop_token_ids": [ids[0]], "logit_bias": {str(ids[0]): 100}}
+    assert text(client, song * 2, **body) == ""
+    answer = complete(client, song * 2, min_tokens=5, **body)
+    assert answer["usage"]["completion_tokens"] == 6
+    assert song[0] not in answer["choices"][0]["text"]
+
+
+def test_a_bias_and_penalties_change_what_is_said(client: httpx.Client, song: str, ids: list[int]) -> None:
+    first, second = (str(token) for token in ids[:2])
+    assert song[0] not in text(client, song * 2, max_tokens=30, logit_bias={first: -100})
+    assert text(client, song * 2, max_tokens=4, logit_bias={second: 100}) == 4 * song[1]
+    heated = {"max_tokens": 40, "temperature": 2.0, "seed": 1}
+    for penalty in ({"frequency_penalty": 2.0}, {"presence_penalty": 2.0}, {"repetition_penalty": 100.0}):
+        assert text(client, song * 2, **heated, **penalty) != text(client, song * 2, **heated), penalty
 
 
 def test_requests_side_by_side_say_what_each_says_alone(client: httpx.Client, song: str, salt: str) -> None:
@@ -345,17 +309,40 @@ def test_metrics_count_what_usage_says(client: httpx.Client, song: str, salt: st
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options need stream to be true"),
         ({"ignore_eos": 1}, "ignore_eos"),
-        ({"n": 2}, "n is not supported"),
+        ({"n": 0}, "n: Input should be greater than or equal to 1"),
+        ({"n": 17}, "n: Input should be less than or equal to 16"),
+        ({"n": 2.0}, "n: Input should be a valid integer"),
+        ({"n": 2, "seed": (1 << 63) - 1}, "a seed has 64 bits at most"),
         ({"best_of": 2}, "best_of is not supported"),
-        ({"logprobs": 0}, "logprobs is not supported"),
-        ({"logprobs": 5}, "logprobs is not supported"),
+        ({"best_of": 1, "n": 2}, "best_of is not supported"),
+        ({"logprobs": -1}, "logprobs: Input should be greater than or equal to 0"),
+        ({"logprobs": 6}, "logprobs: Input should be less than or equal to 5"),
+        ({"logprobs": True}, "logprobs: Input should be a valid integer"),
+        ({"top_logprobs": 2}, "top_logprobs is not supported"),
+        ({"tools": [{"type": "function"}]}, "tools is not supported"),
+        ({"tool_choice": "required"}, "tool_choice is not supported"),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs is not supported"),
         ({"echo": True}, "echo is not supported"),
         ({"suffix": "x"}, "suffix is not supported"),
-        ({"logit_bias": {"5": 1}}, "logit_bias is not supported"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
-        ({"presence_penalty": -0.5}, "presence_penalty is not supported"),
+        ({"logit_bias": {"5": 101}}, "a logit_bias must be between -100 and 100"),
+        ({"logit_bias": {"5": "1"}}, "logit_bias.5: Input should be a valid number"),
+        ({"logit_bias": {"five": 1}}, "logit_bias.five"),
+        ({"logit_bias": {"300": 1}}, "logit_bias: 300 is no token id of the model's vocabulary of 300"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias: -1 is no token id"),
+        ({"logit_bias": [5]}, "logit_bias: Input should be"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty must be between -2 and 2, not 2.5"),
+        ({"presence_penalty": -2.5}, "presence_penalty must be between -2 and 2, not -2.5"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be between 0.01 and 100, not 0"),
+        ({"stop_token_ids": [300]}, "stop_token_ids: 300 is no token id"),
+        ({"stop_token_ids": 5}, "stop_token_ids: Input should be"),
+        ({"min_tokens": 3, "max_tokens": 2}, "min_tokens must be between 0 and max_tokens 2, not 3"),
+        ({"min_tokens": -1}, "min_tokens must be between 0 and max_tokens"),
         ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
-        ({"top_k": 5}, "top_k is not supported"),
+        ({"top_k": -2}, "top_k must be at least -1, not -2"),
+        ({"top_k": 2.5}, "top_k: Input should be a valid integer"),
+        ({"min_p": -0.5}, "min_p must be between 0 and 1, not -0.5"),
+        ({"min_p": 2}, "min_p must be between 0 and 1, not 2"),
+        ({"min_p": "0.1"}, "min_p: Input should be a valid number"),
     ],
 )
 def test_a_completion_that_cannot_be_is_refused_in_one_clear_line(
@@ -372,6 +359,8 @@ def test_a_completion_that_cannot_be_is_refused_in_one_clear_line(
     [
         {"n": 1, "best_of": 1, "logprobs": None, "echo": False, "suffix": "", "logit_bias": {}},
         {"frequency_penalty": 0, "presence_penalty": 0.0, "response_format": {"type": "text"}, "top_k": -1},
+        {"repetition_penalty": 1, "min_tokens": 0, "stop_token_ids": []},
+        {"n": 2, "best_of": 2, "top_k": 0, "min_p": 0, "tools": [], "tool_choice": "auto", "top_logprobs": 0},
         {"max_tokens": None, "temperature": None, "top_p": None, "seed": None, "stop": None, "stream": None},
         {"stream_options": None, "store": False, "metadata": {}, "service_tier": "auto"},
     ],
@@ -389,9 +378,26 @@ def test_a_known_field_that_asks_for_nothing_is_fine(client: httpx.Client, harml
         ({"messages": [{"role": "user"}]}, "messages[0] has no content"),
         ({"messages": [{"role": "oracle", "content": "hei"}]}, "unknown role oracle"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "'image_url'"),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "tool_calls is not supported"),
-        ({"tools": [{"type": "function"}]}, "tools is not supported"),
-        ({"logprobs": True}, "logprobs is not supported"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "messages[0] has no content"),
+        ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "messages.0.tool_calls.0"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": 7}]}, "messages.0.tool_call_id"),
+        ({"messages": [{"role": "assistant", "content": "", "function_call": {"name": "f"}}]}, "function_call is not"),
+        ({"functions": [{"name": "f"}]}, "functions is not supported"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls is not supported"),
+        ({"tools": "all"}, "tools: Input should be a valid array"),
+        ({"tools": ["f"]}, "tools.0: Input should be"),
+        ({"tool_choice": "required"}, 'tool_choice can be "none" or "auto"'),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, 'tool_choice can be "none" or "auto"'),
+        ({"tool_choice": 1}, "tool_choice"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "'chat_template' is no variable"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "'tokenize' is no variable"),
+        ({"chat_template_kwargs": {"messages": []}}, "refuses these messages"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs: Input should be"),
+        ({"logprobs": 1}, "logprobs: Input should be a valid boolean"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: Input should be less than or equal to 20"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs: Input should be greater than or equal to 0"),
+        ({"top_logprobs": 2}, "top_logprobs need logprobs to be true"),
+        ({"logprobs": False, "top_logprobs": 2}, "top_logprobs need logprobs to be true"),
         ({"chat_template": "{{ 1 }}"}, "chat_template is not supported"),
         ({"messages": [{"role": "user", "content": "x" * 1024}]}, "context of 1024 tokens"),
     ],

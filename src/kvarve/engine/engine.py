@@ -24,7 +24,8 @@ from kvarve.core.lease import Lease, Phase
 from kvarve.engine.batch import Batch, batches
 from kvarve.engine.model import Detokenizer, LoadedModel, forward
 from kvarve.engine.paging import PagedWorkspace
-from kvarve.engine.requests import Finish, Piece, Request, Sampling, Usage
+from kvarve.engine.requests import Finish, Likelihood, Piece, Request, Sampling, Usage
+from kvarve.engine.sampling import choose, likelihood
 from kvarve.engine.scheduler import Line, within
 from kvarve.errors import Busy, ConfigError
 from kvarve.metrics import Histogram
@@ -65,14 +66,18 @@ class _Job:
         self.workspace: PagedWorkspace | None = None
         self.words = Detokenizer(model.tokenizer)
         self.text = ""  # not yet delivered: it could be the beginning of a stop text
+        self.characters = 0  # of text that its tokens have made, delivered or not
         self.tokens: list[int] = []  # said, all but the last of them computed
         self.found = (0, 0, 0)  # cached tokens when it first began, by tier
         self.goal = len(request.prompt)  # so many tokens are computed in chunks, the others one by one
         self.leased = self.goal  # so many tokens its lease knows
+        sampling = request.sampling
+        self.heard = frozenset(request.prompt if sampling.repetition_penalty != 1 else ())
+        self.ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else model.eos_ids)
         self.began = 0  # counts those who began before it
         self.alone = False  # it is computed alone: a batch with it has failed
         self.stalled_s: float | None = None  # since when there is no room for it, though nobody else runs
-        seed = request.sampling.seed
+        seed = sampling.seed
         self.random = torch.Generator().manual_seed(seed) if seed is not None else None
 
     @property
@@ -83,6 +88,11 @@ class _Job:
     def sequence(self, start: int, stop: int) -> list[int]:
         prompt = len(self.request.prompt)
         return [*self.request.prompt[start:stop], *self.tokens[max(0, start - prompt) : max(0, stop - prompt)]]
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts that end it now."""
+        return self.request.sampling.stop if len(self.tokens) > self.request.sampling.min_tokens else ()
 
     @property
     def state(self) -> PagedWorkspace:
@@ -144,6 +154,12 @@ class Engine:
             raise ConfigError("the prompt is empty")
         if max(prompt) >= vocabulary or min(prompt) < 0:
             raise ConfigError(f"the prompt has a token id outside the model's vocabulary of {vocabulary}")
+        for name, tokens in (
+            ("logit_bias", [token for token, _ in sampling.logit_bias]),
+            ("stop_token_ids", sampling.stop_token_ids),
+        ):
+            if odd := [token for token in tokens if not 0 <= token < vocabulary]:
+                raise ConfigError(f"{name}: {odd[0]} is no token id of the model's vocabulary of {vocabulary}")
         if len(prompt) + sampling.max_tokens > self.model.max_tokens:
             raise ConfigError(
                 f"the prompt's {len(prompt)} tokens and max_tokens {sampling.max_tokens} together are more than the "
@@ -156,16 +172,24 @@ class Engine:
                 f"{room} for which there is device memory"
             )
 
-    def submit(self, request: Request) -> Request:
-        """Queue a request. ConfigError if it can never be served, Busy if too many wait or the engine has stopped."""
-        self.check(request.prompt, request.sampling)
+    def submit(self, request: Request, *more: Request) -> Request:
+        """Queue a request, or several: all of them or none. Returns the first.
+
+        ConfigError if one can never be served, Busy if too many wait or the engine has stopped.
+        """
+        requests, places = (request, *more), self._max_running + self._max_waiting
+        for one in requests:
+            self.check(one.prompt, one.sampling)
+        if len(requests) > places:
+            raise ConfigError(f"{len(requests)} requests at once are more than the {places} for which there are places")
         with self._lock:
             if self._stopping.is_set() or self._ended:
                 raise Busy(self.broken or "the engine is shutting down")
-            if self._pending >= self._max_running + self._max_waiting:
+            if self._pending + len(requests) > places:
                 raise Busy(f"{self._pending} requests are being served or wait already: try again later")
-            self._pending += 1
-            self._calls.put(lambda: self._enqueue(request))
+            self._pending += len(requests)
+            for one in requests:
+                self._calls.put(lambda one=one: self._enqueue(one))  # type: ignore[misc]
         self.cache.wake()
         return request
 
@@ -503,27 +527,39 @@ class Engine:
     def _say(self, job: _Job, logits: Tensor) -> None:
         """Choose the next token and deliver what is certain of the text."""
         sampling = job.request.sampling
-        token = choose(logits, sampling, job.random)
+        token = choose(logits, sampling, job.random, job.heard, job.tokens, job.ends)
+        asked = sampling.logprobs
+        likely = () if asked is None else (likelihood(logits, token, asked, job.characters),)
         job.tokens.append(token)
         self.counts.output_tokens += 1
-        if token in self.model.eos_ids and not sampling.ignore_eos:
-            self._end(job, Finish.STOP, last=(token,))
+        if token in job.ends:
+            self._end(job, Finish.STOP, last=(token,), likely=likely)
             return
-        job.text += job.words.push(token)
-        if (cut := _find_stop(job.text, sampling.stop)) is not None:
+        text = job.words.push(token)
+        job.text += text
+        job.characters += len(text)
+        if (cut := _find_stop(job.text, job.stops)) is not None:
             job.text = job.text[:cut]
-            self._end(job, Finish.STOP, last=(token,), flush=False)
+            self._end(job, Finish.STOP, last=(token,), likely=likely, flush=False)
         elif len(job.tokens) >= sampling.max_tokens:
-            self._end(job, Finish.LENGTH, last=(token,))
+            self._end(job, Finish.LENGTH, last=(token,), likely=likely)
         else:
-            held = _held_back(job.text, sampling.stop)
+            held = _held_back(job.text, job.stops)
             text, job.text = job.text[: len(job.text) - held], job.text[len(job.text) - held :]
-            self._give(job.request, Piece(text, (token,)))
+            self._give(job.request, Piece(text, (token,), likelihoods=likely))
 
-    def _end(self, job: _Job, finish: Finish, error: str = "", last: tuple[int, ...] = (), flush: bool = True) -> None:
+    def _end(
+        self,
+        job: _Job,
+        finish: Finish,
+        error: str = "",
+        last: tuple[int, ...] = (),
+        likely: tuple[Likelihood, ...] = (),
+        flush: bool = True,
+    ) -> None:
         if flush:
             job.text += job.words.flush()
-            if (cut := _find_stop(job.text, job.request.sampling.stop)) is not None:
+            if (cut := _find_stop(job.text, job.stops)) is not None:
                 job.text = job.text[:cut]
         if job.workspace is None or job not in self._running:
             self._waiting.leave(job)
@@ -543,7 +579,7 @@ class Engine:
             self.counts.cached_device += usage.device
             self.counts.cached_host += usage.host
             self.counts.cached_storage += usage.storage
-        self._finish(job.request, Piece(job.text, last, finish, usage, error))
+        self._finish(job.request, Piece(job.text, last, finish, usage, error, likely))
 
     def _close(self, lease: Lease) -> None:
         if not self.broken:  # else the cache is in an unknown state, and everybody still gets a last piece
@@ -566,21 +602,6 @@ class Engine:
     def _abort(self, request: Request) -> None:
         for job in [job for job in (*self._running, *self._waiting) if job.request is request]:
             self._end(job, Finish.ABORT)
-
-
-def choose(logits: Tensor, sampling: Sampling, random: torch.Generator | None) -> int:
-    """The next token from logits [vocabulary]."""
-    if sampling.temperature == 0:
-        return int(logits.argmax())
-    logits = logits.double().cpu()
-    # The best token at 0, so that no temperature however small makes an infinity of the others.
-    chances = torch.softmax((logits - logits.max()) / sampling.temperature, -1)
-    if sampling.top_p < 1:
-        ordered, index = chances.sort(descending=True)
-        # A token stays if those before it do not reach top_p yet; so at least one does.
-        ordered[ordered.cumsum(-1) - ordered >= sampling.top_p] = 0
-        chances = torch.zeros_like(chances).scatter_(0, index, ordered)
-    return int(torch.multinomial(chances, 1, generator=random))
 
 
 def _find_stop(text: str, stops: tuple[str, ...]) -> int | None:

@@ -5,11 +5,13 @@ checkpoint is said in one line, and as much of it as possible before any weight 
 """
 
 import hashlib
+import inspect
 import json
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -46,16 +48,25 @@ class LoadedModel:
     max_tokens: int
     eos_ids: frozenset[int]
 
-    def render_chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
-        """The prompt for the next answer, as the model's own chat template writes it.
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """The prompt for the next answer, as the model's own chat template writes it, with tools and other variables.
 
-        Raises ModelError if there is no template, or if it cannot make anything of these messages.
+        Raises ModelError if there is no template, or if it cannot make anything of these messages; ConfigError for a
+        variable that would be a setting of the tokenizer's instead, such as another template.
         """
         if self.tokenizer.chat_template is None:
             raise ModelError(f"{self.name} has no chat template: use completions, or add chat_template.jinja to it")
+        settings = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        if taken := next((name for name in variables if name in settings), None):
+            raise ConfigError(f"chat_template_kwargs: {taken!r} is no variable of a template's own")
         try:
             text: str = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **kwargs
+                messages, tools=tools, add_generation_prompt=True, tokenize=False, **variables
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as e:
             raise ModelError(f"the chat template of {self.name} refuses these messages: {_line(e)}") from e

@@ -10,17 +10,33 @@ from typing import NamedTuple
 
 from kvarve.errors import ConfigError
 
+MOST_LOGPROBS = 20  # alternatives to a token that can be asked for, as OpenAI
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. Temperature 0 is greedy; a seed makes everything else repeatable."""
+    """How tokens are chosen. Temperature 0 is greedy; a seed makes everything else repeatable.
+
+    `top_k` of 0 or -1 is no limit; `min_p` is a share of the best token's chance. The penalties are OpenAI's and
+    vLLM's: frequency and presence count an answer's tokens, repetition the prompt's too. No end token and no stop text
+    is heeded in the first `min_tokens`. With `logprobs` every token comes with its likelihood and so many alternatives.
+    """
 
     max_tokens: int = 16
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
     seed: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()  # what is added to the logit of a token
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -31,6 +47,21 @@ class Sampling:
             raise ConfigError(f"temperature must be between 0 and 100, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if self.top_k < -1:
+            raise ConfigError(f"top_k must be at least -1, not {self.top_k}")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p must be between 0 and 1, not {self.min_p}")
+        if not all(-100 <= bias <= 100 for _, bias in self.logit_bias):
+            raise ConfigError("a logit_bias must be between -100 and 100")
+        for name in ("frequency_penalty", "presence_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise ConfigError(f"{name} must be between -2 and 2, not {getattr(self, name)}")
+        if not 0.01 <= self.repetition_penalty <= 100:
+            raise ConfigError(f"repetition_penalty must be between 0.01 and 100, not {self.repetition_penalty}")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ConfigError(f"min_tokens must be between 0 and max_tokens {self.max_tokens}, not {self.min_tokens}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
+            raise ConfigError(f"logprobs must be between 0 and {MOST_LOGPROBS}, not {self.logprobs}")
         if any(not text for text in self.stop):
             raise ConfigError("a stop text cannot be empty")
 
@@ -58,15 +89,29 @@ class Usage(NamedTuple):
         return self.device + self.host + self.storage
 
 
+class Likelihood(NamedTuple):
+    """The natural logarithm of a token's chance by the model alone, and of the chances of the likeliest tokens."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # the likeliest first
+    offset: int  # so many characters had the answer's tokens made before this one
+
+
 @dataclass(frozen=True)
 class Piece:
-    """A piece of an answer: some text (perhaps none), and with the last piece why it ended."""
+    """A piece of an answer: some text (perhaps none), and with the last piece why it ended.
+
+    Text that could become a stop text, or half a character, comes in a later piece than its tokens. `likelihoods` are
+    those of this piece's tokens, for a request that asked for them.
+    """
 
     text: str
     tokens: tuple[int, ...] = ()
     finish: Finish | None = None
     usage: Usage | None = None
     error: str = ""
+    likelihoods: tuple[Likelihood, ...] = ()
 
 
 _numbers = itertools.count(1)

@@ -4,31 +4,22 @@ A field that would change the answer is either obeyed or refused, never ignored;
 """
 
 import json
-from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
+from kvarve.engine.requests import MOST_LOGPROBS, Likelihood
 from kvarve.errors import KvarveError
 
 # What is known elsewhere and not done here, with the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (),
     "echo": (False,),
     "suffix": ("",),
-    "logit_bias": ({},),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
     "bad_words": ([],),
     "allowed_token_ids": (),
     "logits_processors": ([],),
@@ -37,10 +28,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),
@@ -53,13 +45,20 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "verbosity": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "add_special_tokens": (),
     "documents": ([],),
     "prompt_embeds": (),
 }
+CHAT_ONLY: dict[str, tuple[Any, ...]] = {
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "chat_template_kwargs": ({},),
+}
+MOST_ANSWERS = 16  # to one prompt
+LEAST_LOGPROB = -9999.0  # stands for the logarithm of nothing, which JSON cannot say; as OpenAI
 
 
 class Refused(KvarveError):
@@ -102,19 +101,40 @@ class StreamOptions(_Words):
 class Asked(_Words):
     """What both kinds of request may say; null means that nothing was said."""
 
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
+
     model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
+    best_of: int | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    logit_bias: dict[int, float] | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     cache_priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # for --eviction priority: high stays
     skip_reading_prefix_cache: bool | None = None
+
+    @property
+    def answers(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many likely tokens to name beside each; None if nobody wants to know how likely anything was."""
+        raise NotImplementedError
 
     @property
     def tokens_wanted(self) -> int | None:
@@ -130,8 +150,13 @@ class Asked(_Words):
 
     def check(self) -> None:
         for name, value in (self.model_extra or {}).items():
-            if name in UNSUPPORTED and value is not None and not any(_same(value, ok) for ok in UNSUPPORTED[name]):
+            if name not in self.unsupported or value is None:
+                continue
+            if not any(_same(value, ok) for ok in self.unsupported[name]):
                 raise Refused(400, f"{name} is not supported: leave it out", param=name, code="unsupported_parameter")
+        if self.best_of not in (None, self.answers):
+            told = "best_of is not supported: leave it out, all n answers are given"
+            raise Refused(400, told, param="best_of", code="unsupported_parameter")
         if len(self.stops) > 4:
             raise Refused(400, f"at most 4 stop texts, not {len(self.stops)}", param="stop")
         if self.stream_options is not None and not self.stream:
@@ -139,7 +164,14 @@ class Asked(_Words):
 
 
 class CompletionAsked(Asked):
+    unsupported = UNSUPPORTED | CHAT_ONLY
+
     prompt: str | list[Any]
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
 
     def text_or_tokens(self) -> str | list[int]:
         """The one prompt, as text or as token ids; a list of one prompt is that prompt."""
@@ -164,10 +196,12 @@ class Message(_Words):
     role: str
     content: str | list[Part] | None = None
     name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
 
-    def rendered(self, place: str) -> dict[str, str]:
+    def rendered(self, place: str) -> dict[str, Any]:
         """What a chat template reads. Parts are joined by line ends, as vLLM does."""
-        for name in ("tool_calls", "tool_call_id", "function_call", "audio"):
+        for name in ("function_call", "audio"):
             if (self.model_extra or {}).get(name):
                 raise Refused(400, f"{place}.{name} is not supported", param="messages", code="unsupported_parameter")
         content = self.content
@@ -175,15 +209,57 @@ class Message(_Words):
             if odd := next((part for part in content if part.type != "text" or part.text is None), None):
                 raise Refused(400, f"{place} has a part of type {odd.type!r}: only text is read", param="messages")
             content = "\n".join(part.text or "" for part in content)
-        if content is None:
+        if content is None and not self.tool_calls:
             raise Refused(400, f"{place} has no content", param="messages")
-        return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
+        message: dict[str, Any] = {"role": self.role, "content": content}
+        if self.name:
+            message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [_with_arguments(call) for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+
+def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments are an object, as templates expect them, if the text that they came in is one."""
+    function = call.get("function")
+    if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
+        try:
+            arguments = from_json(text, allow_inf_nan=False)
+        except ValueError:
+            return call
+        if isinstance(arguments, dict):
+            return call | {"function": function | {"arguments": arguments}}
+    return call
 
 
 class ChatAsked(Asked):
     messages: Annotated[list[Message], Field(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
-    def rendered(self) -> list[dict[str, str]]:
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def tools_offered(self) -> list[dict[str, Any]] | None:
+        """The tools that the template is to write of."""
+        return None if self.tool_choice == "none" else self.tools or None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise Refused(400, "top_logprobs need logprobs to be true", param="top_logprobs")
+        if self.tool_choice not in (None, "none", "auto"):
+            told = 'tool_choice can be "none" or "auto": nothing here can make a model call a tool'
+            raise Refused(400, told, param="tool_choice", code="unsupported_parameter")
+
+    def rendered(self) -> list[dict[str, Any]]:
         return [message.rendered(f"messages[{i}]") for i, message in enumerate(self.messages)]
 
 
@@ -229,36 +305,76 @@ class Told:
         }
 
 
+@dataclass
+class Choice:
+    """One whole answer."""
+
+    text: str = ""
+    finish: str = ""
+    likelihoods: list[Likelihood] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class Form:
-    """How an answer is written: as a completion or as a chat, whole or in chunks."""
+    """How answers are written: as completions or as a chat, whole or in chunks."""
 
     chat: bool
     id: str
     created: int  # seconds since 1970
     model: str
+    spell: Callable[[int], str] | None = None  # a token's own text, if likelihoods are to be written
 
-    def whole(self, text: str, finish: str, told: Told) -> dict[str, Any]:
-        said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": finish}
-        return self._head(self._kind) | {"choices": [choice], "usage": told.usage()}
+    def whole(self, answers: Sequence[Choice], told: Told) -> dict[str, Any]:
+        choices = []
+        for index, one in enumerate(answers):
+            message = {"role": "assistant", "content": one.text, "refusal": None}
+            said = {"message": message} if self.chat else {"text": one.text}
+            choices.append(self._choice(index, said, one.finish, one.likelihoods))
+        return self._head(self._kind) | {"choices": choices, "usage": told.usage()}
 
-    def opening(self) -> dict[str, Any] | None:
-        """The first chunk, which says who speaks; a completion has none."""
-        return self._chunk({"delta": {"role": "assistant", "content": ""}}, None) if self.chat else None
+    def opening(self, index: int) -> Iterator[dict[str, Any]]:
+        """The first chunk of an answer, which says who speaks; a completion has none."""
+        if self.chat:
+            yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None)
 
-    def chunk(self, text: str, finish: str | None) -> dict[str, Any]:
-        if not self.chat:
-            return self._chunk({"text": text}, finish)
-        return self._chunk({"delta": {"content": text} if text else {}}, finish)
+    def chunks(
+        self, index: int, text: str, finish: str | None, likelihoods: Sequence[Likelihood]
+    ) -> Iterator[dict[str, Any]]:
+        """What is written of a piece: nothing, if it says nothing; the last of a chat has a chunk to itself."""
+        if self.chat:
+            if text or (self.spell and likelihoods):
+                yield self._chunk(index, {"delta": {"content": text}}, None, likelihoods)
+            if finish is not None:
+                yield self._chunk(index, {"delta": {}}, finish)
+        elif text or finish is not None or (self.spell and likelihoods):
+            yield self._chunk(index, {"text": text}, finish, likelihoods)
 
     def closing(self, told: Told) -> dict[str, Any]:
         """The chunk after the last, for those who asked for the usage."""
         return self._head(self._kind_of_chunk) | {"choices": [], "usage": told.usage()}
 
-    def _chunk(self, said: dict[str, Any], finish: str | None) -> dict[str, Any]:
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": finish}
-        return self._head(self._kind_of_chunk) | {"choices": [choice]}
+    def _chunk(
+        self, index: int, said: dict[str, Any], finish: str | None, likelihoods: Sequence[Likelihood] = ()
+    ) -> dict[str, Any]:
+        return self._head(self._kind_of_chunk) | {"choices": [self._choice(index, said, finish, likelihoods)]}
+
+    def _choice(
+        self, index: int, said: dict[str, Any], finish: str | None, likelihoods: Sequence[Likelihood]
+    ) -> dict[str, Any]:
+        return {"index": index, **said, "logprobs": self._logprobs(likelihoods), "finish_reason": finish}
+
+    def _logprobs(self, likelihoods: Sequence[Likelihood]) -> dict[str, Any] | None:
+        if self.spell is None or not likelihoods:
+            return None
+        spell = self.spell
+        if self.chat:
+            return {"content": [_chat_logprob(one, spell) for one in likelihoods], "refusal": None}
+        return {
+            "tokens": [spell(one.token) for one in likelihoods],
+            "token_logprobs": [_finite(one.logprob) for one in likelihoods],
+            "top_logprobs": [_top_logprobs(one, spell) for one in likelihoods],
+            "text_offset": [one.offset for one in likelihoods],
+        }
 
     @property
     def _kind(self) -> str:
@@ -270,6 +386,26 @@ class Form:
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def _finite(logprob: float) -> float:
+    return max(LEAST_LOGPROB, logprob)
+
+
+def _top_logprobs(one: Likelihood, spell: Callable[[int], str]) -> dict[str, float]:
+    """By text, as completions have it; of tokens that read alike the likeliest. The token itself is always there."""
+    found: dict[str, float] = {}
+    for token, logprob in (*one.top, (one.token, one.logprob)):
+        found.setdefault(spell(token), _finite(logprob))
+    return found
+
+
+def _chat_logprob(one: Likelihood, spell: Callable[[int], str]) -> dict[str, Any]:
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = spell(token)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+
+    return entry(one.token, one.logprob) | {"top_logprobs": [entry(*other) for other in one.top]}
 
 
 def event(data: dict[str, Any] | str) -> bytes:

@@ -11,7 +11,8 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI
@@ -26,11 +27,11 @@ from starlette.types import Receive, Scope, Send
 from kvarve import __version__
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import LoadedModel
-from kvarve.engine.requests import Finish, Piece, Request, Sampling
+from kvarve.engine.requests import Finish, Piece, Request, Sampling, Usage
 from kvarve.errors import Busy, ConfigError, KvarveError, ModelError, StorageError
 from kvarve.metrics import Metrics, Snapshot
 from kvarve.model import MEMORY_TIERS, Tier
-from kvarve.server.api import Asked, ChatAsked, CompletionAsked, FlushAsked, Form, Refused, Told, event, parse
+from kvarve.server.api import Asked, ChatAsked, Choice, CompletionAsked, FlushAsked, Form, Refused, Told, event, parse
 
 MAX_BODY_BYTES = 8 << 20
 BODY_TIMEOUT_S = 60.0
@@ -77,7 +78,7 @@ class _Prepared:
 
     asked: Asked
     prompt: list[int]
-    sampling: Sampling
+    samplings: list[Sampling]  # of each answer
 
 
 class _Front:
@@ -87,6 +88,7 @@ class _Front:
         self._engine, self._name, self._key, self._max_body_bytes = engine, name, api_key, max_body_bytes
         self._started = int(time.time())
         self._metrics = Metrics(self._snapshot)
+        self._spell = lru_cache(1 << 16)(partial(_spelled, engine.model))
         self._words = ThreadPoolExecutor(4, "kvarve words")  # tokenizing a book must not hold up everybody's /health
 
     async def admit(self, http: Http) -> None:
@@ -135,13 +137,14 @@ class _Front:
         asked = prepared.asked
         chat = isinstance(asked, ChatAsked)
         number = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        form = Form(chat, number, int(time.time()), asked.model or self._name)
+        spell = None if asked.alternatives is None else self._spell
+        form = Form(chat, number, int(time.time()), asked.model or self._name, spell)
         answer = _Answer(self._engine, prepared)
         try:
             answer.start(http.receive)
             # An answer that fails at once is an error with a status of its own, streaming or not.
             first = await answer.next()
-            _raise_trouble(first)
+            _raise_trouble(first[1])
             if asked.stream:
                 return _Stream(form, asked.include_usage, answer, first)
             return await self._whole(form, answer, first)
@@ -152,21 +155,33 @@ class _Front:
             answer.close()
             raise
 
-    async def _whole(self, form: Form, answer: "_Answer", piece: Piece) -> Response:
-        text = piece.text
-        while piece.finish is None:
-            piece = await answer.next()
-            text += piece.text
-        _raise_trouble(piece)
+    async def _whole(self, form: Form, answer: "_Answer", first: tuple[int, Piece]) -> Response:
+        choices = [Choice() for _ in range(answer.count)]
+        index, piece = first
+        while True:
+            choice = choices[index]
+            choice.text += piece.text
+            choice.likelihoods.extend(piece.likelihoods)
+            if piece.finish is not None:
+                _raise_trouble(piece)
+                choice.finish = piece.finish.value
+            if not answer.open:
+                break
+            index, piece = await answer.next()
         answer.close()
-        return JSONResponse(form.whole(text, piece.finish.value, answer.told(piece)))
+
+        def written() -> Response:
+            return JSONResponse(form.whole(choices, answer.told()))
+
+        return written() if form.spell is None else await self._apart(written)  # spelling a book takes its time
 
     def _prepare(self, asked: Asked) -> _Prepared:
         """From words to tokens: everything that can be refused before the engine hears of it."""
         model = self._engine.model
         self._check_model(asked.model)
         if isinstance(asked, ChatAsked):
-            prompt = _tokens(model, model.render_chat(asked.rendered()), add_special_tokens=False)
+            text = model.render_chat(asked.rendered(), asked.tools_offered, asked.chat_template_kwargs or {})
+            prompt = _tokens(model, text, add_special_tokens=False)
         else:
             assert isinstance(asked, CompletionAsked)
             given = asked.text_or_tokens()
@@ -185,11 +200,22 @@ class _Front:
             max_tokens=default if asked.tokens_wanted is None else asked.tokens_wanted,
             temperature=1.0 if asked.temperature is None else asked.temperature,
             top_p=1.0 if asked.top_p is None else asked.top_p,
+            top_k=asked.top_k or 0,
+            min_p=asked.min_p or 0.0,
             seed=asked.seed,
+            logit_bias=tuple((asked.logit_bias or {}).items()),
+            frequency_penalty=asked.frequency_penalty or 0.0,
+            presence_penalty=asked.presence_penalty or 0.0,
+            repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
+            stop_token_ids=tuple(asked.stop_token_ids or ()),
+            min_tokens=asked.min_tokens or 0,
             stop=asked.stops,
             ignore_eos=bool(asked.ignore_eos),
+            logprobs=asked.alternatives,
         )
-        return _Prepared(asked, prompt, sampling)
+        seed, answers = sampling.seed, range(asked.answers)
+        samplings = [sampling if seed is None else replace(sampling, seed=seed + i) for i in answers]
+        return _Prepared(asked, prompt, samplings)
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model != self._name:
@@ -268,65 +294,72 @@ class _Gone(Exception):
 
 
 class _Answer:
-    """A request in the engine as the event loop sees it: pieces arrive in order, and the client may leave."""
+    """The answers to one prompt as the event loop sees them: pieces arrive in order, and the client may leave."""
 
     def __init__(self, engine: Engine, prepared: _Prepared) -> None:
         self._engine, self._loop = engine, asyncio.get_running_loop()
-        self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()  # None: the client has gone
+        self._pieces: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()  # None: the client has gone
         self._first_s: float | None = None
-        self._ended = False
+        self._usages: dict[int, Usage] = {}
         self._watch: asyncio.Task[None] | None = None
         asked = prepared.asked
-        self._request = Request(
-            prepared.prompt,
-            prepared.sampling,
-            salt=asked.cache_salt or "",
-            priority=asked.cache_priority or 0,
-            read_cache=not asked.skip_reading_prefix_cache,
-            deliver=self._deliver,
-        )
+        self._requests = [
+            Request(
+                prepared.prompt,
+                sampling,
+                salt=asked.cache_salt or "",
+                priority=asked.cache_priority or 0,
+                read_cache=not asked.skip_reading_prefix_cache,
+                deliver=partial(self._deliver, index),
+            )
+            for index, sampling in enumerate(prepared.samplings)
+        ]
+        self.count = len(self._requests)
+        self.open: set[int] = set()  # those that run or wait
 
     def start(self, receive: Receive) -> None:
-        """Submit it, and from now on watch whether the client is still there."""
+        """Submit them, and from now on watch whether the client is still there."""
         try:
-            self._engine.submit(self._request)
+            self._engine.submit(*self._requests)
         except Busy as e:
-            self._ended = True
             raise Refused(500, str(e)) if self._engine.broken else e from None
-        except ConfigError:
-            self._ended = True
-            raise
+        self.open = set(range(self.count))
         self._watch = self._loop.create_task(self._listen(receive))
 
-    async def next(self) -> Piece:
-        piece = await self._pieces.get()
-        if piece is None:
+    async def next(self) -> tuple[int, Piece]:
+        """The next piece, and the index of the answer to which it belongs."""
+        if (found := await self._pieces.get()) is None:
             raise _Gone
-        self._ended = piece.finish is not None
-        return piece
+        index, piece = found
+        if piece.finish is not None:
+            assert piece.usage is not None
+            self.open.remove(index)
+            self._usages[index] = piece.usage
+        return found
 
     def close(self) -> None:
         """No more pieces are wanted."""
         if self._watch is not None:
             self._watch.cancel()
-        if not self._ended:
-            self._ended = True
-            self._engine.abort(self._request)
+        for index in self.open:
+            self._engine.abort(self._requests[index])
+        self.open.clear()
 
-    def told(self, last: Piece) -> Told:
-        assert last.usage is not None
+    def told(self) -> Told:
+        """The numbers when all have ended. The prompt is counted once, as the first answer found it."""
         now = time.monotonic()
-        usage, start = last.usage, self._request.submitted_s
+        first, start = self._usages[0], self._requests[0].submitted_s
         ttft_ms = None if self._first_s is None else round(1000 * (self._first_s - start), 3)
-        cached = {"device": usage.device, "host": usage.host, "storage": usage.storage}
-        return Told(usage.prompt, usage.completion, cached, ttft_ms, round(1000 * (now - start), 3))
+        cached = {"device": first.device, "host": first.host, "storage": first.storage}
+        completion = sum(usage.completion for usage in self._usages.values())
+        return Told(first.prompt, completion, cached, ttft_ms, round(1000 * (now - start), 3))
 
-    def _deliver(self, piece: Piece) -> None:
+    def _deliver(self, index: int, piece: Piece) -> None:
         """On the engine's thread."""
         if self._first_s is None and piece.tokens:
             self._first_s = time.monotonic()
         with suppress(RuntimeError):  # the loop has closed, so there is nobody to tell
-            self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+            self._loop.call_soon_threadsafe(self._pieces.put_nowait, (index, piece))
 
     async def _listen(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -335,9 +368,9 @@ class _Answer:
 
 
 class _Stream(Response):
-    """An answer as server-sent events, each written as soon as its text is certain."""
+    """Answers as server-sent events, each written as soon as its text is certain."""
 
-    def __init__(self, form: Form, include_usage: bool, answer: _Answer, first: Piece) -> None:
+    def __init__(self, form: Form, include_usage: bool, answer: _Answer, first: tuple[int, Piece]) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         del self.headers["content-length"]
         self._form, self._include_usage, self._answer, self._first = form, include_usage, answer, first
@@ -356,28 +389,33 @@ class _Stream(Response):
             await send({"type": "http.response.body", "body": event(data), "more_body": True})
 
         nothing = {"usage": None} if self._include_usage else {}
-        if (opening := self._form.opening()) is not None:
-            await say(opening | nothing)
-        piece = self._first
-        while piece.finish is None:
-            if piece.text:
-                await say(self._form.chunk(piece.text, None) | nothing)
-            piece = await self._answer.next()
+        form, answer = self._form, self._answer
+        for chunk in (chunk for index in range(answer.count) for chunk in form.opening(index)):
+            await say(chunk | nothing)
+        index, piece = self._first
+        while piece.finish is not Finish.ERROR:
+            finish = None if piece.finish is None else piece.finish.value
+            for chunk in form.chunks(index, piece.text, finish, piece.likelihoods):
+                await say(chunk | nothing)
+            if not answer.open:
+                break
+            index, piece = await answer.next()
         if piece.finish is Finish.ERROR:
+            answer.close()
             await say(Refused(500, piece.error).body())
-        else:
-            if self._form.chat and piece.text:
-                await say(self._form.chunk(piece.text, None) | nothing)
-                piece = Piece("", piece.tokens, piece.finish, piece.usage)
-            await say(self._form.chunk(piece.text, piece.finish.value if piece.finish else None) | nothing)
-            if self._include_usage:
-                await say(self._form.closing(self._answer.told(piece)))
+        elif self._include_usage:
+            await say(form.closing(answer.told()))
         await say("[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _tokens(model: LoadedModel, text: str, **how: bool) -> list[int]:
     return list(model.tokenizer.encode(text, verbose=False, **how))
+
+
+def _spelled(model: LoadedModel, token: int) -> str:
+    """A token's text by itself; half a character reads as U+FFFD."""
+    return str(model.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _tiers(query: str | None, body: bytes) -> list[Tier]:

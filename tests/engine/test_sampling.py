@@ -1,0 +1,174 @@
+"""Which tokens may come, and how often: the chances are known, and tokens are drawn until each has had its turn."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvarve.engine.requests import Sampling
+from kvarve.engine.sampling import _weighed, choose, likelihood
+from kvarve.errors import ConfigError
+
+CHANCES = (0.4, 0.05, 0.3, 0.15, 0.1)  # of tokens 0 to 4
+
+
+def logits(chances: Sequence[float] = CHANCES) -> Tensor:
+    return torch.tensor(chances).log()
+
+
+def drawn(times: int = 2000, chances: Sequence[float] = CHANCES, **settings: Any) -> Counter[int]:
+    random = torch.Generator().manual_seed(1)
+    sampling = Sampling(**({"temperature": 1.0} | settings))
+    return Counter(choose(logits(chances), sampling, random) for _ in range(times))
+
+
+def expect(found: Counter[int], chances: dict[int, float]) -> None:
+    """Just these tokens, about as often as their chances say (five standard deviations of slack)."""
+    times, whole = found.total(), sum(chances.values())
+    assert set(found) == set(chances)
+    for token, chance in chances.items():
+        share = chance / whole
+        assert abs(found[token] / times - share) < 5 * math.sqrt(share * (1 - share) / times), (token, found)
+
+
+def test_without_limits_every_token_comes_as_often_as_the_model_says() -> None:
+    expect(drawn(), dict(enumerate(CHANCES)))
+
+
+@pytest.mark.parametrize("off", [0, -1, 5, 10**9])
+def test_a_top_k_of_nothing_or_of_everything_changes_no_draw(off: int) -> None:
+    assert drawn(200, top_k=off) == drawn(200)
+
+
+def test_top_k_leaves_the_k_likeliest() -> None:
+    assert set(drawn(50, top_k=1)) == {0}
+    expect(drawn(top_k=3), {0: 0.4, 2: 0.3, 3: 0.15})
+
+
+def test_tokens_as_likely_as_the_last_of_top_k_stay_too() -> None:
+    expect(drawn(chances=(0.4, 0.2, 0.2, 0.1, 0.1), top_k=2), {0: 0.4, 1: 0.2, 2: 0.2})
+
+
+def test_min_p_drops_what_is_less_likely_than_that_share_of_the_best() -> None:
+    assert drawn(200, min_p=0.0) == drawn(200)
+    expect(drawn(min_p=0.3), {0: 0.4, 2: 0.3, 3: 0.15})
+    assert set(drawn(50, min_p=1.0)) == {0}
+
+
+def test_top_p_counts_the_chances_among_those_that_top_k_has_left() -> None:
+    # Of 0.4, 0.3 and 0.15 the first two are 82%; of everything they are 70%, and a third would be needed for 80%.
+    expect(drawn(top_k=3, top_p=0.8), {0: 0.4, 2: 0.3})
+    expect(drawn(top_p=0.8), {0: 0.4, 2: 0.3, 3: 0.15})
+
+
+def test_min_p_comes_last_and_looks_at_what_the_others_have_left() -> None:
+    # Were it first, 0.4 alone would be 57% of what it leaves, and top_p would stop there.
+    expect(drawn(top_p=0.5, min_p=0.5), {0: 0.4, 2: 0.3})
+
+
+def test_the_temperature_comes_before_the_limits() -> None:
+    assert set(drawn(min_p=0.3, temperature=5.0)) == {0, 1, 2, 3, 4}
+    assert set(drawn(min_p=0.3, temperature=0.2)) == {0}
+
+
+def test_greedy_is_the_best_token_whatever_else_is_set() -> None:
+    assert set(drawn(20, temperature=0.0, top_k=3, top_p=0.5, min_p=0.2, seed=5)) == {0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"top_k": -2}, "top_k must be at least -1, not -2"),
+        ({"min_p": -0.1}, "min_p must be between 0 and 1, not -0.1"),
+        ({"min_p": 1.5}, "min_p must be between 0 and 1, not 1.5"),
+        ({"min_p": math.nan}, "min_p must be between 0 and 1, not nan"),
+        ({"logit_bias": ((3, 0.0), (4, -101.0))}, "a logit_bias must be between -100 and 100"),
+        ({"logit_bias": ((3, math.nan),)}, "a logit_bias must be between -100 and 100"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty must be between -2 and 2, not 2.1"),
+        ({"presence_penalty": math.nan}, "presence_penalty must be between -2 and 2, not nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be between 0.01 and 100, not 0.0"),
+        ({"min_tokens": -1}, "min_tokens must be between 0 and max_tokens 16, not -1"),
+        ({"min_tokens": 17}, "min_tokens must be between 0 and max_tokens 16, not 17"),
+        ({"logprobs": -1}, "logprobs must be between 0 and 20, not -1"),
+        ({"logprobs": 21}, "logprobs must be between 0 and 20, not 21"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_by_name(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Sampling(**settings)
+
+
+# --- what changes which token is the best
+
+GIVEN = (2.0, -1.0, 1.5, 0.5, 0.0)
+
+
+def weighed(
+    heard: Sequence[int] = (), said: Sequence[int] = (), ends: Sequence[int] = (), **settings: Any
+) -> list[float]:
+    """The logits from which a token is chosen."""
+    given = torch.tensor(GIVEN)
+    before = given.clone()
+    found = _weighed(given, Sampling(**settings), heard, said, ends).tolist()
+    assert torch.equal(given, before)  # they are the model's
+    return [float(logit) for logit in found]
+
+
+def test_a_bias_is_added_to_a_tokens_logit() -> None:
+    assert weighed(logit_bias=((1, 3.5), (4, -100.0))) == [2.0, 2.5, 1.5, 0.5, -100.0]
+
+
+def test_frequency_counts_how_often_a_token_was_said_and_presence_whether() -> None:
+    said = [0, 0, 0, 2]
+    assert weighed([4, 4], said, frequency_penalty=0.5) == [0.5, -1.0, 1.0, 0.5, 0.0]
+    assert weighed([4, 4], said, presence_penalty=0.5) == [1.5, -1.0, 1.0, 0.5, 0.0]
+    assert weighed([4, 4], said, presence_penalty=-1.0, frequency_penalty=1.0) == [0.0, -1.0, 1.5, 0.5, 0.0]
+    assert weighed([4, 4], [], presence_penalty=1.0, frequency_penalty=1.0) == [*GIVEN]
+
+
+def test_repetition_makes_what_was_heard_or_said_less_likely_whatever_its_sign() -> None:
+    assert weighed([1, 1, 2], [0], repetition_penalty=2.0) == [1.0, -2.0, 0.75, 0.5, 0.0]
+    assert weighed([1, 1, 2], [0], repetition_penalty=0.5) == [4.0, -0.5, 3.0, 0.5, 0.0]
+
+
+def test_no_end_is_chosen_within_min_tokens() -> None:
+    never = -math.inf
+    assert weighed(said=[1], ends=[0, 3], min_tokens=2) == [never, -1.0, 1.5, never, 0.0]
+    assert weighed(said=[1, 1], ends=[0, 3], min_tokens=2) == weighed(said=[1], min_tokens=2) == [*GIVEN]
+    assert weighed(said=[1], ends=[0], min_tokens=2, logit_bias=((0, 100.0),), repetition_penalty=2.0)[0] == never
+
+
+def test_the_penalties_come_after_the_bias_and_before_the_temperature() -> None:
+    assert weighed([0], [], repetition_penalty=2.0, logit_bias=((0, -3.0),))[0] == -2.0
+    sampling = Sampling(temperature=0.0, presence_penalty=2.0)
+    assert choose(torch.tensor(GIVEN), sampling, None) == 0
+    assert choose(torch.tensor(GIVEN), sampling, None, said=[0]) == 2
+
+
+def test_logits_of_which_nothing_is_asked_stay_the_same_bits() -> None:
+    given = torch.tensor(GIVEN, dtype=torch.bfloat16)
+    assert _weighed(given, Sampling(temperature=1.0, top_k=2, min_p=0.1), [1], [2], [3]) is given
+
+
+# --- how likely
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_likelihood_is_the_models_own_in_float32(dtype: torch.dtype) -> None:
+    given = (logits() + 3).to(dtype)  # no distribution yet
+    found = likelihood(given, 3, 2, offset=7)
+    expected = given.float() - given.float().logsumexp(-1)
+    assert (found.token, found.offset) == (3, 7)
+    assert found.logprob == pytest.approx(float(expected[3]), abs=1e-6)
+    assert [token for token, _ in found.top] == [0, 2]
+    assert [value for _, value in found.top] == pytest.approx([float(expected[0]), float(expected[2])], abs=1e-6)
+
+
+def test_a_likelihood_without_alternatives_has_none() -> None:
+    assert likelihood(logits(), 1, 0, offset=0).top == ()
+    assert len(likelihood(logits(), 1, 20, offset=0).top) == len(CHANCES)

@@ -1,0 +1,300 @@
+"""What answers come with: several to one prompt, how likely each token was, and tools on the way to the template."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from math import exp
+from typing import Any
+
+import httpx
+import pytest
+from talk import CHAT, COMPLETIONS, Body, cached, complete, metrics, refused, stream, text, until
+
+from kvarve.engine import engine as engine_module
+from kvarve.server.serve import Server
+
+# --- several answers
+
+
+def test_n_answers_are_those_of_the_seeds_from_the_one_given(client: httpx.Client, song: str) -> None:
+    heated = {"temperature": 2.0, "max_tokens": 20, "ignore_eos": True}
+    answer = complete(client, song, n=3, seed=5, **heated)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 3
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert texts == [text(client, song, seed=seed, **heated) for seed in (5, 6, 7)]
+    assert len(set(texts)) > 1
+
+
+def test_n_answers_without_a_seed_differ(client: httpx.Client, song: str) -> None:
+    choices = complete(client, song, n=16, temperature=5.0, max_tokens=20, ignore_eos=True)["choices"]
+    assert len({choice["text"] for choice in choices}) > 1
+
+
+def test_the_prompt_of_n_answers_is_computed_and_counted_once(client: httpx.Client, song: str, salt: str) -> None:
+    prompt = song * 3
+    tokens, shared = len(prompt.encode()), 128  # the last chunk is not whole, so each answer begins with its own
+    before = metrics(client)
+    answer = complete(client, prompt, n=4, cache_salt=salt, max_tokens=7)
+    after = metrics(client)
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (tokens, 28)
+    assert usage["total_tokens"] == tokens + 28
+    assert cached(answer) == {}
+    computed = after["kvarve_computed_tokens_total"] - before["kvarve_computed_tokens_total"]
+    assert computed == tokens + 3 * (tokens - shared)
+    assert after["kvarve_requests_total.done"] - before["kvarve_requests_total.done"] == 4
+    assert cached(complete(client, prompt, n=2, cache_salt=salt)) == {"device": shared}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_n_streamed_answers_are_the_whole_ones_in_pieces(client: httpx.Client, song: str, path: str) -> None:
+    asks = {"prompt": song} if path == COMPLETIONS else {"messages": [{"role": "user", "content": song}]}
+    body = asks | {"n": 3, "seed": 1, "temperature": 2.0, "max_tokens": 20, "ignore_eos": True}
+    whole = client.post(path, json=body).json()
+    *chunks, closing = stream(client, path, body | {"stream_options": {"include_usage": True}})
+    assert closing["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 60
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert len(choices) == len(chunks)
+    said: dict[int, str] = defaultdict(str)
+    for choice in choices:
+        delta = choice if path == COMPLETIONS else choice["delta"]
+        said[choice["index"]] += delta.get("text") or delta.get("content") or ""
+    expected = [one["text"] if path == COMPLETIONS else one["message"]["content"] for one in whole["choices"]]
+    assert [said[index] for index in range(3)] == expected
+    for index in range(3):
+        own = [choice for choice in choices if choice["index"] == index]
+        assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + ["length"]
+        if path == CHAT:
+            assert own[0]["delta"] == {"role": "assistant", "content": ""}
+    order = [choice["index"] for choice in choices]
+    assert order != sorted(order)  # they come side by side
+
+
+DONE, FAILED, ABORTED = (f"kvarve_requests_total.{how}" for how in ("done", "failed", "aborted"))
+
+
+def ends(client: httpx.Client, before: dict[str, float], requests: int) -> dict[str, float]:
+    """How many of so many requests have ended in which way, when all have."""
+
+    def grown(now: dict[str, float]) -> dict[str, float]:
+        return {how: now[how] - before[how] for how in (DONE, FAILED, ABORTED)}
+
+    after = until(client, lambda now: sum(grown(now).values()) >= requests)
+    assert after["kvarve_requests_running"] == after["kvarve_requests_waiting"] == after["kvarve_leases"] == 0
+    return grown(after)
+
+
+def test_a_reader_who_leaves_ends_all_n_answers(client: httpx.Client, song: str) -> None:
+    before = metrics(client)
+    body = {"prompt": song, "stream": True, "max_tokens": 900, "ignore_eos": True, "n": 3}
+    with client.stream("POST", COMPLETIONS, json=body) as response:
+        lines = response.iter_lines()  # whoever lets go of it closes the connection
+        assert next(lines).startswith("data: ")
+    assert ends(client, before, 3) == {DONE: 0, FAILED: 0, ABORTED: 3}
+
+
+def test_one_of_n_that_fails_fails_them_all(client: httpx.Client, song: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = engine_module.forward
+    prompts: list[int] = []
+
+    def fails(model: Any, workspace: Any, ids: Any) -> Any:
+        if ids.shape[1] > 1:
+            prompts.append(ids.shape[1])
+            if len(prompts) == 2:
+                raise MemoryError("no room for that")
+        return forward(model, workspace, ids)
+
+    monkeypatch.setattr(engine_module, "forward", fails)
+    body = {"prompt": song, "max_tokens": 900, "temperature": 0, "ignore_eos": True, "n": 3}
+    before = metrics(client)
+    assert "no room for that" in refused(client.post(COMPLETIONS, json=body), 500)
+    assert ends(client, before, 3) == {DONE: 0, FAILED: 1, ABORTED: 2}
+    prompts.clear()
+    before = metrics(client)
+    chunks = stream(client, COMPLETIONS, body)
+    assert "no room for that" in chunks[-1]["error"]["message"]
+    assert ends(client, before, 3) == {DONE: 0, FAILED: 1, ABORTED: 2}
+
+
+@pytest.mark.parametrize("own_server", [{"max_running": 2, "max_waiting": 1}], indirect=True)
+def test_n_answers_are_all_taken_or_none(own_client: httpx.Client, song: str) -> None:
+    assert "more than the 3" in refused(own_client.post(COMPLETIONS, json={"prompt": song, "n": 4}), 400)
+    body = {"prompt": song, "max_tokens": 900, "ignore_eos": True, "stream": True, "n": 2}
+    with own_client.stream("POST", COMPLETIONS, json=body) as first:
+        lines = first.iter_lines()  # whoever lets go of it closes the connection
+        next(lines)
+        assert "try again later" in refused(own_client.post(COMPLETIONS, json={"prompt": song, "n": 2}), 503)
+        now = metrics(own_client)
+        assert now["kvarve_requests_running"] + now["kvarve_requests_waiting"] <= 2
+    until(own_client, lambda now: now["kvarve_requests_total.aborted"] == 2)
+    assert len(complete(own_client, song, n=3)["choices"]) == 3
+
+
+# --- how likely
+
+
+def test_a_completions_logprobs_are_as_openai_writes_them(client: httpx.Client, song: str, ids: list[int]) -> None:
+    size = len(song.encode())
+    answer = complete(client, song * 2, max_tokens=size, logprobs=3)
+    choice = answer["choices"][0]
+    logprobs = choice["logprobs"]
+    assert set(logprobs) == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
+    assert {len(column) for column in logprobs.values()} == {size}
+    letters = [letter for letter in song for _ in letter.encode()]
+    assert logprobs["tokens"] == [letter if len(letter.encode()) == 1 else "\ufffd" for letter in letters]
+    assert logprobs["text_offset"] == [i for i, letter in enumerate(song) for _ in letter.encode()]
+    for token, logprob, top in zip(
+        *[logprobs[key] for key in ("tokens", "token_logprobs", "top_logprobs")], strict=True
+    ):
+        assert logprob <= 0
+        assert max(top.values()) == top[token] == logprob  # it is greedy
+        assert len(top) <= 3
+        assert sum(map(exp, top.values())) <= 1 + 1e-6
+    assert complete(client, song * 2, max_tokens=size)["choices"][0] == choice | {"logprobs": None}
+
+
+def test_a_token_that_is_none_of_the_likeliest_is_named_beside_them(client: httpx.Client, song: str) -> None:
+    answer = complete(client, song * 2, max_tokens=40, temperature=5.0, seed=2, logprobs=1, ignore_eos=True)
+    logprobs = answer["choices"][0]["logprobs"]
+    tops = logprobs["top_logprobs"]
+    assert {len(top) for top in tops} == {1, 2}
+    for token, logprob, top in zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True):
+        assert token in top
+        assert top[token] == logprob or token == "\ufffd"  # two tokens may read alike
+    alone = complete(client, song, max_tokens=3, logprobs=0)["choices"][0]["logprobs"]
+    assert alone["top_logprobs"] == [
+        {token: logprob} for token, logprob in zip(alone["tokens"], alone["token_logprobs"], strict=True)
+    ]
+
+
+def test_logprobs_are_the_models_own_whatever_the_temperature(client: httpx.Client, song: str) -> None:
+    def first(**settings: Any) -> list[dict[str, float]]:
+        found: list[dict[str, float]] = complete(client, song * 2, max_tokens=1, logprobs=5, **settings)["choices"][0][
+            "logprobs"
+        ]["top_logprobs"]
+        return found
+
+    assert first() == first(temperature=0.3, top_k=1) == first(temperature=4.0, top_p=0.01)
+
+
+def chat_logprobs(client: httpx.Client, song: str, **more: Any) -> list[Body]:
+    body = {"messages": [{"role": "user", "content": song * 2}], "temperature": 0, "max_tokens": 30} | more
+    answer = client.post(CHAT, json=body).json()
+    logprobs = answer["choices"][0]["logprobs"]
+    assert set(logprobs) == {"content", "refusal"}
+    assert len(logprobs["content"]) == answer["usage"]["completion_tokens"]
+    return list(logprobs["content"])
+
+
+@pytest.mark.parametrize("alternatives", [None, 0, 4, 20])
+def test_a_chats_logprobs_are_as_openai_writes_them(client: httpx.Client, song: str, alternatives: int | None) -> None:
+    for entry in chat_logprobs(client, song, logprobs=True, top_logprobs=alternatives):
+        assert set(entry) == {"token", "logprob", "bytes", "top_logprobs"}
+        assert bytes(entry["bytes"]).decode() == entry["token"]
+        assert len(entry["top_logprobs"]) == (alternatives or 0)
+        if alternatives:
+            assert entry["top_logprobs"][0] == {key: entry[key] for key in ("token", "logprob", "bytes")}
+            falling = [other["logprob"] for other in entry["top_logprobs"]]
+            assert falling == sorted(falling, reverse=True)
+
+
+def test_an_end_token_has_a_likelihood_and_a_name(client: httpx.Client, song: str) -> None:
+    entries = chat_logprobs(client, song, logprobs=True, temperature=100.0, max_tokens=900, seed=3)
+    assert entries[-1]["token"] == "<end>"
+
+
+@pytest.mark.parametrize("stop", [None, "åkern", "never; ", "川 🐟"])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_streamed_logprobs_are_the_whole_ones_and_none_is_lost_or_said_twice(
+    client: httpx.Client, song: str, path: str, stop: str | None
+) -> None:
+    asks = {"prompt": song * 2, "logprobs": 2}
+    if path == CHAT:
+        asks = {"messages": [{"role": "user", "content": song * 2}], "logprobs": True, "top_logprobs": 2}
+    body = asks | {"max_tokens": 50, "temperature": 0, "stop": stop}
+    whole = client.post(path, json=body).json()["choices"][0]["logprobs"]
+    found = [chunk["choices"][0]["logprobs"] or {} for chunk in stream(client, path, body)]
+    for key in ["content"] if path == CHAT else whole:
+        assert [entry for logprobs in found for entry in logprobs.get(key, ())] == whole[key]
+
+
+# --- tools
+
+TEMPLATE = """\
+{%- for tool in tools or [] %}[{{ tool.function.name }}: {{ tool.function.description }}]{{ "\\n" }}{% endfor %}
+{%- for message in messages %}{{ message.role }}
+{%- if message.tool_call_id %}({{ message.tool_call_id }}){% endif %}: {{ message.content or "nothing" }}
+{%- for call in message.tool_calls or [] %}
+{%- if call.function.arguments is mapping %}<{{ call.id }} {{ call.function.name }}
+{%- for key, value in call.function.arguments.items() %} {{ key }}={{ value }}{% endfor %}>
+{%- else %}<{{ call.function.name }} '{{ call.function.arguments }}'>{% endif %}
+{%- endfor %}{{ "\\n" }}{% endfor %}
+{%- if thoughtful is defined %}({{ thoughtful }}) {% endif %}assistant:"""
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": f"says {name}", "parameters": {"type": "object"}}}
+    for name in ("depth", "tide")
+]
+OFFERED = "[depth: says depth]\n[tide: says tide]\n"
+QUESTION = {"role": "user", "content": "How deep is the river, and how deep was it when the tide was in?"}
+
+
+@pytest.fixture
+def teller(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """The server, with a template that writes of tools."""
+    monkeypatch.setattr(server.engine.model.tokenizer, "chat_template", TEMPLATE)
+    yield server
+
+
+def rendered(client: httpx.Client, expected: str, **body: Any) -> None:
+    """A chat has become this very prompt: as long as it, and the model goes on from it with the very same chances."""
+    answer = client.post(CHAT, json={"max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 5} | body)
+    assert answer.status_code == 200, answer.text
+    same = complete(client, expected, max_tokens=1, logprobs=5)
+    assert answer.json()["usage"]["prompt_tokens"] == same["usage"]["prompt_tokens"]
+    (found,) = answer.json()["choices"][0]["logprobs"]["content"]
+    (known,) = same["choices"][0]["logprobs"]["top_logprobs"]
+    assert {one["logprob"] for one in found["top_logprobs"]} >= {*known.values()}
+    assert found["logprob"] in known.values()
+
+
+@pytest.mark.parametrize(
+    ("choice", "offered"), [({}, True), ({"tool_choice": "auto"}, True), ({"tool_choice": "none"}, False)], ids=str
+)
+def test_tools_are_offered_to_the_template_unless_none_is_wanted(
+    teller: Server, client: httpx.Client, choice: Body, offered: bool
+) -> None:
+    expected = f"{OFFERED if offered else ''}user: {QUESTION['content']}\nassistant:"
+    rendered(client, expected, messages=[QUESTION], tools=TOOLS, **choice)
+
+
+def test_a_conversation_with_tools_reaches_the_template(teller: Server, client: httpx.Client) -> None:
+    def call(number: int, arguments: str) -> Body:
+        return {"id": f"c{number}", "type": "function", "function": {"name": "depth", "arguments": arguments}}
+
+    messages = [
+        QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call(1, json.dumps({"at": "noon", "å": 3}))]},
+        {"role": "tool", "tool_call_id": "c1", "content": '{"fathoms": 2}'},
+        {"role": "assistant", "content": "Hm.", "tool_calls": [call(2, "{at: noon"), call(3, "[1]"), call(4, "{}")]},
+        {"role": "tool", "tool_call_id": "c2", "content": [{"type": "text", "text": "no such place"}]},
+    ]
+    expected = (
+        f'user: {QUESTION["content"]}\nassistant: nothing<c1 depth at=noon å=3>\ntool(c1): {{"fathoms": 2}}\n'
+        "assistant: Hm.<depth '{at: noon'><depth '[1]'><c4 depth>\ntool(c2): no such place\nassistant:"
+    )
+    rendered(client, expected, messages=messages)
+
+
+def test_a_templates_variables_reach_it(teller: Server, client: httpx.Client) -> None:
+    expected = f"user: {QUESTION['content']}\n(very) assistant:"
+    rendered(client, expected, messages=[QUESTION], chat_template_kwargs={"thoughtful": "very"})
+
+
+def test_a_template_that_knows_no_tools_is_given_them_all_the_same(client: httpx.Client) -> None:
+    body = {"messages": [QUESTION], "max_tokens": 1, "temperature": 0}
+    plain, offered = (client.post(CHAT, json=body | more).json() for more in ({}, {"tools": TOOLS}))
+    assert plain["usage"]["prompt_tokens"] == offered["usage"]["prompt_tokens"]
+    told = refused(client.post(CHAT, json=body | {"messages": [QUESTION, {"role": "tool", "content": "2"}]}), 400)
+    assert "unknown role tool" in told
