@@ -1,6 +1,7 @@
 """`kvarve verify` says yes to a cache that is right, and no to each of many that are not."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import kvarve.core.cache
 import kvarve.engine.state
+import kvarve.keys
 import kvarve.runtime
 import kvarve.transfer.hands
 import kvarve.verify.damage
@@ -27,6 +28,7 @@ from kvarve.cli import main
 from kvarve.core.cache import Core
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.paths import Paths
+from kvarve.engine.engine import Engine
 from kvarve.engine.state import Workspace
 from kvarve.errors import ConfigError
 from kvarve.keys import root_key
@@ -39,6 +41,7 @@ from kvarve.verify.paths import abort, branches, conversation, deepest, eviction
 from kvarve.verify.plan import TURNS, Plan
 from kvarve.verify.prover import Prover
 from kvarve.verify.requests import same_bits
+from kvarve.verify.serving import answers, together
 
 PAGE, CHUNK = 16, 64
 
@@ -92,32 +95,13 @@ def verify(checkpoint: Callable[[str], Path], tmp_path: Path) -> Verify:
 def test_the_model_inside_kvarve_is_proved_on_the_command_line(tmp_path: Path) -> None:
     report = tmp_path / "verify.json"
     command = [sys.executable, "-m", "kvarve", "verify", "--model", "builtin:tiny-hybrid", "--quick", "--json", report]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    # On a busy machine several threads wait for each other at every step: 200 s instead of 6.
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=alone, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     assert "every bit equal" in done.stdout
     assert json.loads(report.read_text())["ok"] is True
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3_5", "gpt_oss_wide", "deepseek_v32"])
-def test_models_of_every_kind_of_state_are_proved(family: str, dtype: str, verify: Verify) -> None:
-    assert verify(family, "--dtype", dtype) == 0, verify.wrong()
-    report = verify.report
-    assert report["about"]["dtype"] == dtype
-    assert report["uncovered"] == []
-    rows = {row["name"]: row for row in report["paths"]}
-    assert [*rows] == [
-        *("transformers", "cold", "device", "salt", "host", "storage", "restart", "mixed", "partial"),
-        *("branches", "conversation", "eviction", "abort", "interleaved", "damage"),
-    ]
-    for tier in ("device", "host", "storage"):
-        found = rows[tier]["resumed"]
-        assert found[tier] == sum(found.values()) > 0
-    pools = {pool["name"] for pool in report["about"]["pools"]}
-    for where, expected in (("device", "noticed"), ("host", "noticed"), ("host", "caught"), ("storage", "caught")):
-        hit = {row["pool"] for row in report["damages"] if (row["where"], row["expected"]) == (where, expected)}
-        assert hit == pools, (where, expected)
 
 
 # --- what is wrong: each of these is a bug that a cache could have
@@ -186,14 +170,14 @@ def everybody_shares_with_everybody(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_key_is_of_its_page_alone(patch: pytest.MonkeyPatch) -> None:
-    right = kvarve.core.cache.extend
+    right = kvarve.keys.extend
     width = PAGE * 4
 
     def extend(parent: bytes, tokens: bytes, page_tokens: int) -> list[bytes]:
         pages = (tokens[at : at + width] for at in range(0, len(tokens) // width * width, width))
         return [right(b"nobody", page, page_tokens)[0] for page in pages]
 
-    patch.setattr(kvarve.core.cache, "extend", extend)
+    patch.setattr(kvarve.keys, "extend", extend)
 
 
 def pages_come_up_into_each_others_slots(patch: pytest.MonkeyPatch) -> None:
@@ -247,6 +231,31 @@ def a_bad_page_stays_in_storage(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FileStorage, "delete", lambda self, names: [True] * len(names))
 
 
+def answers_change_each_others_rounding(patch: pytest.MonkeyPatch) -> None:
+    """As they do side by side, and many times more."""
+    say = Engine._say
+
+    def noisy(self: Engine, job: Any, logits: Tensor) -> None:
+        answering = sum(not other.prefilling for other in self._running)
+        say(self, job, torch.nextafter(logits, logits + 1) if answering > 1 else logits)
+
+    patch.setattr(Engine, "_say", noisy)
+
+
+def what_answers_computed_is_kept_whoever_asks(patch: pytest.MonkeyPatch) -> None:
+    computed = Engine._computed
+
+    def keeping(self: Engine, job: Any, logits: Tensor) -> None:
+        self.deterministic = False
+        computed(self, job, logits)
+
+    patch.setattr(Engine, "_computed", keeping)
+
+
+def answers_are_not_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixCache, "extend", lambda *_: None)
+
+
 EVERY_TIER = {"device", "host", "storage", "restart"}
 
 
@@ -266,6 +275,9 @@ EVERY_TIER = {"device", "host", "storage", "restart"}
         (a_chunk_that_is_not_whole_is_published, "gpt_oss", conversation, {"conversation"}),
         (what_is_evicted_is_still_in_use, "lfm2", eviction, {"eviction"}),
         (who_gives_up_keeps_its_pins, "lfm2", abort, {"abort"}),
+        (answers_change_each_others_rounding, "lfm2", together, {"together"}),
+        (what_answers_computed_is_kept_whoever_asks, "lfm2", together, {"together"}),
+        (answers_are_not_kept, "lfm2", answers, {"answers"}),
         (the_host_is_not_checked, "lfm2", damages, {"a bit in host"}),
         (nothing_is_checked, "lfm2", damages, {"a bit in host", "a bit in storage"}),
         (a_bad_page_stays_in_storage, "lfm2", damages, {"a bit in storage"}),

@@ -10,14 +10,13 @@ import torch
 from kvarve.config import CacheConfig, split
 from kvarve.core.audit import audit
 from kvarve.engine.engine import Engine
-from kvarve.engine.layers import page_multiple, plan_layers
 from kvarve.engine.model import LoadedModel
 from kvarve.engine.requests import Piece, Request, Sampling
 from kvarve.engine.state import StateLayout
 from kvarve.errors import ConfigError
 from kvarve.model import ModelIdentity
 from kvarve.runtime import PrefixCache
-from kvarve.testing.models import byte_tokenizer, tiny_model
+from kvarve.testing.models import byte_tokenizer, tiny_grid, tiny_model
 
 PAGE, CHUNK = 16, 64
 PROMPT = 5 * CHUNK + 23
@@ -30,8 +29,7 @@ MIB = 1 << 20
 @cached
 def a_model(family: str = "qwen3_5", dtype: torch.dtype = torch.float32) -> LoadedModel:
     model = tiny_model(family, dtype)
-    page = max(PAGE, page_multiple(plan_layers(model.config, family)))
-    chunk = max(CHUNK, page)
+    page, chunk = tiny_grid(family)
     layout = StateLayout.of(model, page, chunk)
     name = str(dtype).removeprefix("torch.")
     identity = ModelIdentity(family, "random", name, page, chunk, layout.pools)

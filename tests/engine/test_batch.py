@@ -29,6 +29,7 @@ from kvarve.engine.engine import Engine
 from kvarve.engine.paging import PagedWorkspace
 from kvarve.engine.requests import Finish, Request
 from kvarve.testing.models import FAMILIES, tiny_model
+from kvarve.verify.requests import Uncached
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 # Sparse attention by rank, compressed entries, positions beside the keys.
@@ -122,6 +123,23 @@ def test_who_leaves_in_the_middle_takes_nobody_along(make: Make) -> None:
         else:
             assert answer == whole
     assert not engine.cache.core.leases
+
+
+def test_an_answer_that_closes_a_page_of_compressed_entries_is_the_one_without_a_cache(make: Make) -> None:
+    """DeepSeek-V4 makes an entry of 4 tokens, and one of 128: both kinds close while it speaks."""
+    model = a_model("deepseek_v4")
+    engine, page = make(model, start=False), model.layout.page_tokens
+    assert page == model.layout.chunk_tokens == 128
+    asked = [(page - 9, 3, 30), (2 * page - 5, 4, 24), (page - 1, 5, 10), (20, 6, 20)]
+    answers = by_hand(engine, *(a_request(a_prompt(tokens, seed), most) for tokens, seed, most in asked))
+    for (_, answer, _), (tokens, seed, most) in zip(answers, asked, strict=True):
+        prompt = a_prompt(tokens, seed)
+        assert answer == Uncached(model, most)(prompt).tokens == alone("deepseek_v4", tokens, seed, most)
+        going_on = [*prompt, *answer, *a_prompt(7, 8)]
+        ((_, further, last),) = by_hand(engine, a_request(going_on, DECODED))
+        assert last.usage is not None
+        assert last.usage.cached == (len(prompt) + len(answer) - 1) // page * page  # the page that was said included
+        assert further == Uncached(model, DECODED)(going_on).tokens
 
 
 # --- memory

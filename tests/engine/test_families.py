@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from kvarve import boundaries
 from kvarve.config import CacheConfig
 from kvarve.core.lease import Lease
-from kvarve.engine.layers import page_multiple, plan_layers
 from kvarve.engine.model import forward
 from kvarve.engine.prefill import keep, resumed
 from kvarve.engine.state import StateLayout, Workspace
@@ -23,9 +22,9 @@ from kvarve.errors import ConfigError, ModelError
 from kvarve.model import ModelIdentity, Tier
 from kvarve.runtime import PrefixCache
 from kvarve.storage import MemoryStorage
-from kvarve.testing.models import FAMILIES, VOCAB, tiny_config, tiny_model
+from kvarve.testing.models import FAMILIES, VOCAB, tiny_config, tiny_grid, tiny_model
 
-PAGE, CHUNK = 16, 64  # or the least that a family's compressed entries allow
+PAGE, CHUNK = 16, 64
 CHUNKS, TAIL = 3, 23
 DECODED = 16
 MIB = 1 << 20
@@ -34,15 +33,9 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], 
 
 
 @cache
-def a_layout(family: str) -> tuple[int, int]:
-    page = max(PAGE, page_multiple(plan_layers(tiny_config(family), family)))
-    return page, max(CHUNK, page)
-
-
-@cache
 def a_model(family: str, dtype: torch.dtype) -> tuple[Any, StateLayout]:
     model = tiny_model(family, dtype)
-    return model, StateLayout.of(model, *a_layout(family))
+    return model, StateLayout.of(model, *tiny_grid(family))
 
 
 def a_prompt(layout: StateLayout, seed: int = 7) -> Tensor:

@@ -527,6 +527,8 @@ class Engine:
     def _say(self, job: _Job, logits: Tensor) -> None:
         """Choose the next token and deliver what is certain of the text."""
         sampling = job.request.sampling
+        if job.request.watch is not None:
+            job.request.watch(logits)
         token = choose(logits, sampling, job.random, job.heard, job.tokens, job.ends)
         asked = sampling.logprobs
         likely = () if asked is None else (likelihood(logits, token, asked, job.characters),)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from torch import Tensor
+
 from kvarve.errors import ConfigError
 
 MOST_LOGPROBS = 20  # alternatives to a token that can be asked for, as OpenAI
@@ -119,7 +121,10 @@ _numbers = itertools.count(1)
 
 @dataclass(eq=False)
 class Request:
-    """One prompt to be answered. Its pieces go to `deliver`, on the engine's thread; by default into `pieces`."""
+    """One prompt to be answered. Its pieces go to `deliver`, on the engine's thread; by default into `pieces`.
+
+    `watch` is shown the logits [vocabulary] of which each token is chosen, just before that, on the same thread.
+    """
 
     prompt: Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
@@ -127,6 +132,7 @@ class Request:
     priority: int = 0  # of its pages, where eviction is by priority: high stays longest
     read_cache: bool = True
     deliver: Callable[[Piece], None] | None = None
+    watch: Callable[[Tensor], None] | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     submitted_s: float = field(default_factory=time.monotonic)
     pieces: "queue.SimpleQueue[Piece]" = field(default_factory=queue.SimpleQueue)

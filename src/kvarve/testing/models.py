@@ -12,6 +12,7 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from kvarve.engine.layers import page_multiple, plan_layers
 from kvarve.engine.model import build_model
 from kvarve.engine.stepwise import teach
 
@@ -220,6 +221,12 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, *
                 torch.nn.init.normal_(weight, std=INITIALIZER_RANGE)
     teach(model)
     return model
+
+
+def tiny_grid(family: str) -> tuple[int, int]:
+    """Tokens of a page and of a chunk for one of FAMILIES: 16 and 64, or what its compressed entries need."""
+    page = max(16, page_multiple(plan_layers(tiny_config(family), family)))
+    return page, max(64, page)
 
 
 CHAT_TEMPLATE = """\

@@ -30,9 +30,10 @@ from kvarve.verify.paths import PATHS
 from kvarve.verify.plan import Plan
 from kvarve.verify.prover import Prover
 from kvarve.verify.report import Path, Report
+from kvarve.verify.serving import answers, together
 
 LOG = logging.getLogger("kvarve")
-STEPS = (*PATHS, damages)
+STEPS = (*PATHS, together, answers, damages)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -63,6 +64,9 @@ def main(args: argparse.Namespace) -> int:
     for table in report.tables():
         console.print(table)
         console.print()
+    for path in report.paths:
+        for note in path.notes:
+            console.print(f"[yellow]{path.name}[/yellow]: {note}", highlight=False)
     for line in report.troubles():
         console.print(f"[red]{line}[/red]", highlight=False)
     if args.json is not None:

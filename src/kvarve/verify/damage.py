@@ -59,7 +59,10 @@ class _Patient:
     def __init__(self, prover: Prover, cache: PrefixCache) -> None:
         self.prover, self.cache, self.plan = prover, cache, prover.plan
         self.whole = self.plan.whole
-        self.prompt = self.plan.prompt(self.whole + 1)
+        # One token behind the pages sees a state that is soon forgotten; many see what only some tokens pick, and what
+        # is read only when several tokens become one entry.
+        behind = (1, max(1, self.plan.chunk // 2))
+        self.prompt, self.longer = (self.plan.prompt(self.whole + tokens) for tokens in behind)
         self.lease = prover.check(prover.run(cache, self.prompt, SALT)).lease
         prover.settle(cache)
         self.key = self.lease.key(self.whole // self.plan.page - 1)
@@ -68,8 +71,8 @@ class _Patient:
     def name(self, pool: PoolSpec) -> str:
         return object_name(self.key, pool.name)
 
-    def ask(self, before: Before | None = None) -> Request:
-        return self.prover.run(self.cache, self.prompt, SALT, before=before)
+    def ask(self, before: Before | None = None, longer: bool = False) -> Request:
+        return self.prover.run(self.cache, self.longer if longer else self.prompt, SALT, before=before)
 
     def healthy(self, empty: tuple[Tier, ...] = ()) -> Request:
         """Asked again it resumes in full and says what it has to."""
@@ -92,15 +95,19 @@ class _Patient:
             row.troubles.append(f"{type(e).__name__}: {e}")
 
     def noticed(self, row: Damage, request: Request, alone: bool = False) -> None:
-        """The comparison has to say that something is wrong; one kind of numbers `alone` may be idle."""
-        self.prover.row.requests += 1
-        if sum(request.from_tiers()) != self.whole:
-            row.troubles.append(f"it was not used: resumed after {sum(request.from_tiers())} of {self.whole} tokens")
-        elif not differences(request.said, self.prover.uncached(self.prompt)):
+        """The comparison has to say that something is wrong, while the damage is still there; one kind of numbers
+        `alone` may be idle."""
+        if not self._wrong(row, request) and not row.troubles and not self._wrong(row, self.ask(longer=True)):
             row.idle = alone
             if not alone:
                 row.troubles.append(f"no answer depends on it, so the proof says nothing about it: {ADVICE}")
         self.prover.tick(self.prover.row)
+
+    def _wrong(self, row: Damage, request: Request) -> bool:
+        self.prover.row.requests += 1
+        if sum(request.from_tiers()) != self.whole:
+            row.troubles.append(f"it was not used: resumed after {sum(request.from_tiers())} of {self.whole} tokens")
+        return bool(differences(request.said, self.prover.uncached(request.prompt)))
 
     def caught(self, row: Damage, counter: str, before: float, request: Request) -> None:
         """The check has to have counted it, and the answer is right all the same."""
@@ -173,12 +180,11 @@ def in_the_host_unchecked(patient: _Patient) -> None:
                 for record, _ in good:
                     for page in payload(pool, record).values():
                         spoil(page)
-                request = patient.ask()
+                patient.noticed(row, patient.ask())
             finally:
                 for record, bytes_ in good:
                     record[:] = bytes_
             patient.prover.empty(patient.cache, [Tier.DEVICE])
-            patient.noticed(row, request)
     patient.healthy((Tier.DEVICE,))
 
 
@@ -223,10 +229,9 @@ def in_storage(patient: _Patient, store: Veil) -> None:
                 spoil(page)
             Stamp(identity.fingerprint(), pool.name, pool.payload_bytes).seal(forged, patient.key)
             store.write(patient.name(pool), bytes(forged))
-            request = patient.ask()
+            patient.noticed(row, patient.ask())
             patient.prover.empty(patient.cache)
             store.write(patient.name(pool), good)
-            patient.noticed(row, request)
 
 
 def damages(prover: Prover) -> None:

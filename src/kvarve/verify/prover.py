@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from kvarve.config import CacheConfig, room_for
 from kvarve.core.audit import audit
 from kvarve.engine.model import LoadedModel
-from kvarve.model import MEMORY_TIERS, Tier
+from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
 from kvarve.runtime import PrefixCache
 from kvarve.storage import open_storage
 from kvarve.verify.plan import Plan
 from kvarve.verify.report import TIERS, Path, Report
-from kvarve.verify.requests import Request, Stuck, Uncached, differences, largest
+from kvarve.verify.requests import Request, Said, Stuck, Uncached, differences, largest
 from kvarve.verify.veil import Veil
 
 SETTLE_S = 60.0
@@ -98,11 +98,16 @@ class Prover:
 
     @contextmanager
     def cache(
-        self, store: Veil | None = None, device: int = 0, host: int = 0, **settings: object
+        self,
+        store: Veil | None = None,
+        device: int = 0,
+        host: int = 0,
+        identity: ModelIdentity | None = None,
+        **settings: object,
     ) -> Iterator[PrefixCache]:
         """A cache of its own, empty, with or without a storage; sizes in tokens."""
-        where = str(self.model.model.device)
-        cache = PrefixCache(self.model.identity, self.config(device, host, **settings), device=where, storage=store)
+        where, identity = str(self.model.model.device), identity or self.model.identity
+        cache = PrefixCache(identity, self.config(device, host, **settings), device=where, storage=store)
         try:
             yield cache
         finally:
@@ -150,28 +155,51 @@ class Prover:
 
     def check(self, request: Request, resumed: int | None = None, tier: Tier | None = None, about: str = "") -> Request:
         """Compare all that a request said with the uncached run; it has `resumed` so far, all from one tier if told."""
-        row, prompt = self.row, request.prompt
-        expected = self.uncached(prompt)
-        wrong = differences(request.said, expected)
+        tiers, prompt = request.from_tiers(), request.prompt
+        if request.waited_s >= 0.9 * STORAGE_S:
+            self.row.troubles.append(
+                f"{named(prompt, about)} waited until its patience ran out, {request.waited_s:.1f} s"
+            )
+        right = self.compare(prompt, request.said, self.uncached(prompt), tiers, resumed, about)
+        if right and tier is not None and tiers[tier] != resumed:
+            places = ", ".join(f"{tokens} {name}" for name, tokens in zip(TIERS, tiers, strict=True) if tokens)
+            self.row.troubles.append(
+                f"{named(prompt, about)} was to resume from the {tier.name.lower()}, and had {places or 'nothing'}"
+            )
+        return request
+
+    def count(self, prompt: Sequence[int], tiers: Sequence[int]) -> None:
+        """A request is done that had so many tokens of its prompt from each tier."""
+        row = self.row
         row.requests += 1
         row.prompt_tokens += len(prompt)
-        row.compared += len(request.said.logits)
-        row.differ += len(wrong)
-        tiers = request.from_tiers()
         for name, tokens in zip(TIERS, tiers, strict=True):
             row.resumed[name] += tokens
-        who = f"a prompt of {len(prompt)} tokens" + (f" ({about})" if about else "")
+        self.tick(row)
+
+    def compare(
+        self,
+        prompt: Sequence[int],
+        said: Said,
+        expected: Said,
+        tiers: Sequence[int],
+        resumed: int | None = None,
+        about: str = "",
+    ) -> bool:
+        """Compare what was said with what is expected, and count it; False if it did not resume where it has to."""
+        row, who, wrong = self.row, named(prompt, about), differences(said, expected)
+        row.compared += len(said.logits)
+        row.differ += len(wrong)
         if wrong:
             row.troubles.append(
-                f"{who}, resumed after {sum(tiers)}: logits differ at {len(wrong)} of {len(request.said.logits)} "
-                f"places, first after {wrong[0]} tokens, by {largest(request.said, expected, wrong):.3g} at most"
+                f"{who}, resumed after {sum(tiers)}: logits differ at {len(wrong)} of {len(said.logits)} "
+                f"places, first after {wrong[0]} tokens, by {largest(said, expected, wrong):.3g} at most"
             )
-        if request.waited_s >= 0.9 * STORAGE_S:
-            row.troubles.append(f"{who} waited for its pages until its patience ran out, {request.waited_s:.1f} s")
-        if resumed is not None and sum(tiers) != resumed:
+        if misses := resumed is not None and sum(tiers) != resumed:
             row.troubles.append(f"{who} resumed after {sum(tiers)} tokens instead of {resumed}")
-        elif tier is not None and tiers[tier] != resumed:
-            places = ", ".join(f"{tokens} {name}" for name, tokens in zip(TIERS, tiers, strict=True) if tokens)
-            row.troubles.append(f"{who} was to resume from the {tier.name.lower()}, and had {places or 'nothing'}")
-        self.tick(row)
-        return request
+        self.count(prompt, tiers)
+        return not misses
+
+
+def named(prompt: Sequence[int], about: str) -> str:
+    return f"a prompt of {len(prompt)} tokens" + (f" ({about})" if about else "")

@@ -24,6 +24,7 @@ class Path:
     compared: int = 0
     differ: int = 0
     troubles: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -58,6 +59,22 @@ class Damage:
 
 
 @dataclass
+class Rounding:
+    """What it changes to go on from pages that answers computed: the largest difference of two logits, no fault."""
+
+    decoded_tokens: int
+    difference: float = 0.0
+    largest_logit: float = 0.0
+
+    @property
+    def share(self) -> float:
+        return self.difference / self.largest_logit if self.largest_logit else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        return vars(self) | {"share": self.share}
+
+
+@dataclass
 class Report:
     """All of it. `about`: the model and the plan, for people to see what the proof is worth."""
 
@@ -65,6 +82,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     paths: list[Path] = field(default_factory=list)
     damages: list[Damage] = field(default_factory=list)
+    rounding: Rounding | None = None
     seconds: float = 0.0
 
     @property
@@ -84,6 +102,7 @@ class Report:
             "notes": self.notes,
             "uncovered": self.uncovered,
             "paths": [path.as_json() for path in self.paths],
+            "rounding": self.rounding and self.rounding.as_json(),
             "damages": [damage.as_json() for damage in self.damages],
             "compared": sum(path.compared for path in self.paths),
             "seconds": round(self.seconds, 3),
@@ -102,7 +121,11 @@ class Report:
             was = "[yellow]idle[/yellow]" if damage.idle else damage.expected
             was = was if damage.ok else "[bold red]not[/bold red]"
             damages.add_row(damage.pool, damage.what, damage.where, damage.check, damage.expected, was)
-        return [paths, damages]
+        if self.rounding is None:
+            return [paths, damages]
+        kept, by = _table("kept of answers", "logits differ by", "of the largest"), self.rounding
+        kept.add_row(f"{by.decoded_tokens} tokens", f"{by.difference:.2g}", f"{by.share:.2g}")
+        return [paths, kept, damages]
 
     def troubles(self) -> list[str]:
         """What is wrong, a line each, the first few of each row."""

@@ -71,20 +71,25 @@ class Uncached:
             self._known[key] = self._compute(prompt, lambda ids: forward(self.model.model, workspace, ids))
         return self._known[key]
 
-    def by_transformers(self, prompt: Sequence[int]) -> Said:
-        """The same with transformers' own cache, and nothing of ours."""
+    def by_transformers(self, prompt: Sequence[int]) -> tuple[Said, Any]:
+        """The same with transformers' own cache, and nothing of ours; and that cache."""
         model = self.model.model
         cache: Any = None  # the model makes the one that it wants
+        at = 0
 
         def step(ids: Tensor) -> Tensor:
-            nonlocal cache
+            nonlocal cache, at
+            # As `generate` does: a model that is not told its positions may begin to count at 0 with every chunk.
+            positions = torch.arange(at, at + ids.shape[1], device=ids.device)[None]
             with torch.no_grad():
-                output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache = output.past_key_values
+                output = model(
+                    input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+                )
+            cache, at = output.past_key_values, at + ids.shape[1]
             logits: Tensor = output.logits[0, -1]
             return logits
 
-        return self._compute(prompt, step)
+        return self._compute(prompt, step), cache
 
     def _compute(self, prompt: Sequence[int], step: Step) -> Said:
         device, chunk, whole, said = self.model.model.device, self.model.layout.chunk_tokens, len(prompt), Said()
