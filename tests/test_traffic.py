@@ -43,9 +43,11 @@ def test_under_mixed_traffic_every_answer_is_the_uncached_one(
 
 def test_an_answer_that_is_not_the_uncached_one_is_noticed(model: LoadedModel, tmp_path: Path) -> None:
     traffic = prepared(model, tmp_path)
-    traffic.answers = {at: Answer([answer.tokens[0] ^ 1] * 8, answer.leads) for at, answer in traffic.answers.items()}
-    with pytest.raises(Wrong, match="token 0 of the answer is"):
-        traffic.serve("deterministic", LIFE_S)
+    for at, answer in traffic.answers.items():
+        traffic.answers[at] = Answer([answer.tokens[0] ^ 1] * 8, [1.0] * 8, [0] * 8)
+    for kind, says in (("deterministic", "the logits of token 0"), ("batched", "token 0 of the answer is")):
+        with pytest.raises(Wrong, match=says):
+            traffic.serve(kind, LIFE_S)
 
 
 def test_a_state_that_is_not_loaded_is_noticed(
@@ -60,7 +62,7 @@ def test_a_state_that_is_not_loaded_is_noticed(
             state.zero_()
 
     monkeypatch.setattr(PagedWorkspace, "load", forgetful)
-    with pytest.raises(Wrong, match="of the answer is"):
+    with pytest.raises(Wrong, match="of the answer differ"):
         traffic.serve("deterministic", 10 * LIFE_S)
 
 

@@ -182,6 +182,26 @@ def test_what_was_computed_in_half_a_chunk_is_nobody_elses(family: str, make: Ma
     assert torch.equal(warm[5 * CHUNK], cold[5 * CHUNK])
 
 
+@every_family
+def test_what_another_computed_in_a_whole_chunk_is_no_part_of_half_a_chunk(
+    family: str, make: Make, recorder: Recorder
+) -> None:
+    """The same the other way round: a prompt that ends in the middle of a chunk computes all of that middle itself."""
+    model, prompt = a_model(family), a_prompt(5 * CHUNK)
+    page, chunk = model.layout.page_tokens, model.layout.chunk_tokens
+    engine = make(model, start=False, deterministic=True)
+    by_hand(engine, a_request(prompt, 1))
+    for tokens in (3 * chunk + page, 3 * chunk + page + 5, 2 * chunk + 3 * page):
+        recorder.take()
+        by_hand(engine, a_request(prompt[:tokens], 4))
+        warm = recorder.take()
+        by_hand(make(model, start=False, deterministic=True), a_request(prompt[:tokens], 4))
+        cold = recorder.take()
+        assert [*warm][-4:] == [*range(tokens, tokens + 4)]
+        for position, logits in warm.items():
+            assert torch.equal(logits, cold[position]), f"{tokens} tokens, at {position}"
+
+
 def test_another_salt_or_no_wish_to_read_computes_everything(make: Make) -> None:
     engine = make()
     engine.submit(a_request()).result(LONG_S)

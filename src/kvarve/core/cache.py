@@ -450,6 +450,8 @@ class Core:
 
     def _resume(self, lease: Lease, boundary: int, run: Run, known: int, device: list[int]) -> None:
         lease.boundary, lease.known = boundary, known
+        # Behind the last line of the grid its own pages come from half a chunk: they have other last bits than these.
+        device = [here & ones(lease.pages // self.grid * self.grid) for here in device]
         # Pages beyond the boundary that are here already need not be kept again, so they must not go meanwhile.
         positions, rests = self.paths.footing(lease.boundary, device)
         self.paths.hold(lease, run, positions, rests | self.paths.ahead(device))

@@ -5,7 +5,8 @@
 Conversations with a few system prompts come back again and again, many at once, some are given up in the middle, some
 must not read the cache, some have a salt; tiers are emptied, and now and then the server is another one that finds only
 what is in storage. What the model says to each prompt without any cache is computed first. A deterministic engine has
-to say exactly that; one that batches may choose differently only where the two best tokens were as good as equal.
+to say that to the last bit of every logit; one that batches has to choose the same tokens, and may choose another only
+where the two best were as good as equal.
 """
 
 import argparse
@@ -25,9 +26,11 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
+import xxhash
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from torch import Tensor
 
 from kvarve.config import CacheConfig, room_for
 from kvarve.core.audit import audit
@@ -75,6 +78,7 @@ class Answer:
 
     tokens: list[int]
     leads: list[float]  # as a share of the largest logit
+    logits: list[int]  # a hash of all of them, for each token
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ class Asked:
     turn: int
     gives_up_after: int | None  # tokens
     said: list[int] = field(default_factory=list)
+    logits: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -151,11 +156,12 @@ class Traffic:
         workspace.resume(0)
         for start in range(0, len(prompt), chunk):
             logits = forward(model, workspace, torch.tensor([prompt[start : start + chunk]], device=model.device))
-        answer = Answer([], [])
+        answer = Answer([], [], [])
         while True:
             best, second = logits.float().topk(2).values.tolist()
             answer.tokens.append(int(logits.argmax()))
             answer.leads.append((best - second) / float(logits.float().abs().max()))
+            answer.logits.append(digest(logits))
             if len(answer.tokens) == self.size.answer:
                 return answer
             logits = forward(model, workspace, torch.tensor([answer.tokens[-1:]], device=model.device))
@@ -169,9 +175,20 @@ class Traffic:
         engine = Engine(
             model, PrefixCache(model.identity, self._config(kind)), max_running=AT_ONCE, deterministic=deterministic
         ).start()
+        try:
+            self._busy(engine, told, deterministic, time.monotonic() + seconds)
+            told.preempted += engine.counts.preempted
+            told.restarts += 1
+            engine.settle(STUCK_S)
+            engine.flush(MEMORY_TIERS, STUCK_S)
+        finally:
+            engine.shutdown(STUCK_S)
+        self._left(engine)
+
+    def _busy(self, engine: Engine, told: Told, deterministic: bool, end: float) -> None:
+        """Keep an engine busy until a time, and hear its last answers."""
         news: queue.SimpleQueue[tuple[int, float, Piece]] = queue.SimpleQueue()
         under_way: dict[int, Asked] = {}
-        end = time.monotonic() + seconds
         while True:
             while len(under_way) < AT_ONCE and time.monotonic() < end:
                 asked = self._ask(news)
@@ -180,7 +197,7 @@ class Traffic:
                 if asked.gives_up_after == 0:
                     engine.abort(asked.request)
             if not under_way:
-                break
+                return
             try:
                 number, when, piece = news.get(timeout=STUCK_S)
             except queue.Empty:
@@ -196,9 +213,6 @@ class Traffic:
                 engine.abort(asked.request)
             if self.dice.random() < EMPTIED / self.size.answer:
                 engine.flush(self.dice.choice(([Tier.DEVICE], list(MEMORY_TIERS))))
-        told.preempted += engine.counts.preempted
-        told.restarts += 1
-        self._leave(engine)
 
     def _config(self, kind: str) -> CacheConfig:
         """The device has its share, the host four times as much, storage three quarters of all."""
@@ -227,7 +241,9 @@ class Traffic:
         )
         request.deliver = partial(_tell, news, request.number)
         gives_up = dice.random() < GIVEN_UP
-        return Asked(request, talk, turn, dice.randrange(most) if gives_up else None)
+        asked = Asked(request, talk, turn, dice.randrange(most) if gives_up else None)
+        request.watch = lambda logits: asked.logits.append(digest(logits))
+        return asked
 
     def _ended(self, asked: Asked, last: Piece, told: Told, deterministic: bool) -> None:
         expected, said = self.answers[asked.talk, asked.turn], asked.said
@@ -244,6 +260,8 @@ class Traffic:
             raise Wrong(f"{where}: given up, though nobody asked for it")
         if last.finish is Finish.LENGTH and len(said) != asked.request.sampling.max_tokens:
             raise Wrong(f"{where}: {len(said)} tokens instead of {asked.request.sampling.max_tokens}")
+        if deterministic and (odd := [*map(int.__ne__, asked.logits, expected.logits)]) and any(odd):
+            raise Wrong(f"{where}: the logits of token {odd.index(True)} of the answer differ; cached: {last.usage}")
         for at, (token, right) in enumerate(zip(said, expected.tokens, strict=False)):
             if token != right:
                 if deterministic or expected.leads[at] > self._near:
@@ -254,11 +272,8 @@ class Traffic:
                 told.near_ties += 1
                 return
 
-    def _leave(self, engine: Engine) -> None:
+    def _left(self, engine: Engine) -> None:
         """Nothing may be left of the requests: no hold on a page, no slot."""
-        engine.settle(STUCK_S)
-        engine.flush(MEMORY_TIERS, STUCK_S)
-        engine.shutdown(STUCK_S)
         core = engine.cache.core
         audit(core)
         if engine.broken or core.leases or core.copies.ops:
@@ -283,6 +298,11 @@ class Traffic:
 
 def _tell(news: "queue.SimpleQueue[tuple[int, float, Piece]]", number: int, piece: Piece) -> None:
     news.put((number, time.monotonic(), piece))
+
+
+def digest(logits: Tensor) -> int:
+    """A hash of every bit."""
+    return xxhash.xxh3_64_intdigest(logits.contiguous().view(torch.uint8).cpu().numpy().tobytes())
 
 
 def resident_bytes() -> int:
