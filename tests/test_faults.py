@@ -15,7 +15,7 @@ from kvarve.engine.engine import Engine
 from kvarve.engine.model import LoadedModel
 from kvarve.engine.requests import Request, Sampling, Usage
 from kvarve.engine.state import StateLayout, Workspace
-from kvarve.keys import extend, object_name, pack, root_key
+from kvarve.keys import extend, object_name, pack, root_key, seal
 from kvarve.memory.record import HEADER_BYTES, Stamp
 from kvarve.model import ModelIdentity
 from kvarve.runtime import PrefixCache
@@ -83,7 +83,7 @@ class Folder:
         return self.engine.cache.core.counters
 
     def key(self, seed: int, page: int) -> bytes:
-        return extend(root_key(self.namespace), pack(a_prompt(seed)), PAGE)[page]
+        return extend(root_key(self.namespace), seal(pack(a_prompt(seed)), PAGE, CHUNK), PAGE)[page]
 
     def file(self, pool: str, seed: int, page: int) -> Path:
         (found,) = self.path.rglob(object_name(self.key(seed, page), pool))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvarve.keys import KEY_BYTES, TOKEN_BYTES, extend, object_name, pack, root_key
+from kvarve.keys import KEY_BYTES, TOKEN_BYTES, extend, object_name, pack, root_key, seal
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 PAGES = st.integers(1, 5)
@@ -102,3 +102,23 @@ def test_every_pool_and_rank_of_a_page_has_a_name_of_its_own() -> None:
     names = {object_name(key, pool, rank) for key in (one, two) for pool in ("kv", "state") for rank in (0, 1)}
     assert len(names) == 8
     assert object_name(one, "kv", 1) == f"{one.hex()}.kv.1"
+
+
+@given(
+    st.lists(st.integers(0, 1), max_size=40),
+    st.lists(st.integers(0, 1), max_size=40),
+    st.integers(8, 9),
+    st.integers(1, 3),
+)
+def test_sealed_prompts_share_whole_chunks_and_no_page_of_another(
+    one: list[int], other: list[int], page: int, per_chunk: int
+) -> None:
+    chunk = page * per_chunk
+    left, right = (seal(pack(tokens), page, chunk) for tokens in (one, other))
+    assert len(left) == len(one) * TOKEN_BYTES
+    whole = len(one) // chunk * chunk
+    assert left[whole * TOKEN_BYTES :] == pack(one[whole:]), "what no whole chunk holds stays as it is"
+    for at in range(0, min(whole, len(other) // chunk * chunk), page):
+        same = one[at // chunk * chunk :][:chunk] == other[at // chunk * chunk :][:chunk]
+        place = slice(at * TOKEN_BYTES, (at + page) * TOKEN_BYTES)
+        assert (left[place] == right[place]) is same

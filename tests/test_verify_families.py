@@ -1,6 +1,7 @@
 """`kvarve verify` proves every family in both types: all ways to an answer, and damage to all that is kept."""
 
 import json
+from collections.abc import Iterator
 from functools import cache as cached
 from pathlib import Path
 
@@ -19,8 +20,11 @@ LOSES_COUNT = {"minimax"}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,25 @@ def pack(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
     return ids.astype("<u4").tobytes()
 
 
+def seal(packed: bytes, page_tokens: int, chunk_tokens: int) -> bytes:
+    """Packed tokens by which a page is known only in its own chunk: what it is kept for depends on all of that chunk.
+
+    A model computes a chunk at once, and the last bits of a token's keys and values can depend on all tokens of it: an
+    expert that gets more of them rounds otherwise. So the first 32 bytes of each page are mixed (by exclusive or) with
+    the SHA-256 of its chunk, and prompts that part inside of a chunk share nothing of it. What comes after the last
+    whole chunk stays as it is; nobody else's pages will be known by it.
+    """
+    stride, per_chunk = chunk_tokens * TOKEN_BYTES, chunk_tokens // page_tokens
+    chunks = len(packed) // stride
+    if per_chunk == 1 or not chunks:
+        return packed
+    marks = b"".join(hashlib.sha256(packed[at : at + stride]).digest() for at in range(0, chunks * stride, stride))
+    pages = np.frombuffer(packed, np.uint8, chunks * stride).reshape(chunks, per_chunk, -1).copy()
+    width = min(KEY_BYTES, pages.shape[2])
+    pages[:, :, :width] ^= np.frombuffer(marks, np.uint8).reshape(chunks, 1, KEY_BYTES)[:, :, :width]
+    return pages.tobytes() + packed[chunks * stride :]
+
+
 def root_key(namespace: bytes, salt: str = "") -> bytes:
     """The key before the first token: who may share, from the model's fingerprint and the caller's salt."""
     return hashlib.sha256(b"kvarve-root" + len(namespace).to_bytes(4, "little") + namespace + salt.encode()).digest()

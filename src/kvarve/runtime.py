@@ -16,7 +16,7 @@ from kvarve.config import NO_HOST, CacheConfig, split
 from kvarve.core.cache import Core, Hit
 from kvarve.core.lease import Lease
 from kvarve.errors import ConfigError
-from kvarve.keys import pack, root_key
+from kvarve.keys import TOKEN_BYTES, pack, root_key, seal
 from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
 from kvarve.ranks.agreement import Agreement, Alone
@@ -106,13 +106,13 @@ class PrefixCache:
 
     def lookup(self, tokens: Tokens, salt: str = "") -> Hit:
         """How deep a prompt could resume now, in pages; changes nothing."""
-        return self.core.lookup(root_key(self._namespace, salt), pack(tokens))
+        return self.core.lookup(root_key(self._namespace, salt), self._known_by(pack(tokens)))
 
     def open(self, tokens: Tokens, salt: str = "", read: bool = True, priority: int = 0) -> Lease:
         """A request begins to wait: what storage has of it comes nearer. `read` false resumes from nothing; what is
         used at a high `priority` goes last, where eviction is by priority."""
         root = root_key(self._namespace, salt)
-        lease = self.core.open(root, pack(tokens), self._now, self.config.wait(), read, priority)
+        lease = self.core.open(root, self._known_by(pack(tokens)), self._now, self.config.wait(), read, priority)
         if not self._now:
             self._early.append(lease)
         self._send()
@@ -134,7 +134,9 @@ class PrefixCache:
 
     def extend(self, lease: Lease, tokens: Tokens) -> None:
         """The sequence of a ready lease goes on with more tokens (see `Core.extend`)."""
-        self.core.extend(lease, pack(tokens))
+        chunk_bytes = self.identity.chunk_tokens * TOKEN_BYTES
+        begun = lease.tokens[len(lease.tokens) // chunk_bytes * chunk_bytes :]
+        self.core.extend(lease, self._known_by(begun + pack(tokens)), len(begun))
 
     def pages(self, lease: Lease) -> dict[str, tuple[range, list[int]]]:
         """What a ready lease resumes from: for each pool the positions and their device slots."""
@@ -269,6 +271,9 @@ class PrefixCache:
     def usage(self) -> Usage | None:
         """What the storage holds, if there is one."""
         return self._storage.usage() if self._storage is not None else None
+
+    def _known_by(self, packed: bytes) -> bytes:
+        return seal(packed, self.identity.page_tokens, self.identity.chunk_tokens)
 
     def _send(self) -> None:
         for effect in self.core.take():

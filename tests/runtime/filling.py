@@ -1,7 +1,8 @@
 """An engine without a model: it fills each page with bytes that only this prompt has, and looks before it resumes.
 
-What a page must hold is computed from pool, buffer, salt and all tokens up to the page's end, without a line of what
-is tested; so a page that is wrong, stale, half copied or somebody else's cannot pass.
+What a page must hold is computed from pool, buffer, salt and all tokens up to its chunk's end (a model may have read
+them all for it) without a line of what is tested; so a page that is wrong, stale, half copied or somebody else's cannot
+pass.
 """
 
 import hashlib
@@ -84,7 +85,7 @@ def prompt(pages: float, seed: int = 0, prefix: Sequence[int] = ()) -> list[int]
 
 
 def page_bytes(pool: PoolSpec, buffer: BufferSpec, tokens: Sequence[int], salt: str, rank: int = 0) -> Tensor:
-    """What one buffer of the page that ends with the last of `tokens` holds."""
+    """What one buffer of a page holds, by its position and all tokens up to its chunk's end."""
     digest = hashlib.shake_256(f"{pool.name} {buffer.name} {salt} {rank} ".encode())
     digest.update(np.asarray(tokens, dtype=np.int64).tobytes())
     raw = np.frombuffer(bytearray(digest.digest(buffer.nbytes)), dtype=np.uint8)
@@ -132,7 +133,8 @@ class Request:
                     assert equal_bits(found, self.expected(pool, buffer, position)), f"{name} page {position}"
 
     def expected(self, pool: PoolSpec, buffer: BufferSpec, position: int) -> Tensor:
-        return page_bytes(pool, buffer, self.tokens[: (position + 1) * PAGE], self.salt, self.rank)
+        whole = (position * PAGE // CHUNK + 1) * CHUNK
+        return page_bytes(pool, buffer, [position, *self.tokens[:whole]], self.salt, self.rank)
 
     def chunk(self) -> bool:
         """Compute up to the next line of the grid as an engine does; False when the prompt is done."""

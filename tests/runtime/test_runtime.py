@@ -142,6 +142,31 @@ def test_prompts_that_part_share_what_is_before(make: Make) -> None:
     assert used(cache)["device.attention"] == 6 + 4 * 4
 
 
+def test_prompts_that_part_inside_of_a_chunk_share_nothing_of_it(make: Make) -> None:
+    """What a model computes for a token may depend, in its last bits, on all tokens of its chunk."""
+    cache = make(a_store(), pools=(ATTENTION,))
+    first, other = (prompt(10.5, seed, prefix=LONG[: 7 * PAGE]) for seed in (1, 2))
+    run(cache, first)
+    assert cache.lookup(other).known == 6
+    assert sum(run(cache, other)) == 6
+    assert used(cache)["device.attention"] == 6 + 2 * 4
+    settle(cache)
+    cache.flush()
+    assert run(cache, first) == (0, 0, 10)
+    assert run(cache, other) == (6, 0, 4)
+
+
+def test_a_sequence_that_goes_on_is_found_by_who_asks_for_all_of_it(make: Make) -> None:
+    """A chunk that a prompt began and its answer filled is known as one that a prompt had from the beginning."""
+    cache = make(a_store(), pools=(ATTENTION,))
+    begun = Request(cache, LONG[: 5 * PAGE + 7]).wait()
+    for more in (LONG[5 * PAGE + 7 : 5 * PAGE + 9], LONG[5 * PAGE + 9 : 8 * PAGE]):
+        cache.extend(begun.lease, more)
+        begun.tokens = [*begun.tokens, *more]
+    begun.compute().close()
+    assert sum(run(cache, LONG)) == ALL
+
+
 def test_without_storage_the_host_is_the_last_tier(make: Make) -> None:
     cache = make()
     run(cache, LONG)

@@ -22,7 +22,7 @@ from kvarve.core.settings import CoreConfig, Counters
 from kvarve.core.shelves import Shelves
 from kvarve.core.tree import NOWHERE, Run, covering, same_pages, upward, walk
 from kvarve.errors import ConfigError
-from kvarve.keys import TOKEN_BYTES
+from kvarve.keys import KEY_BYTES, TOKEN_BYTES
 from kvarve.model import Tier
 
 
@@ -144,15 +144,18 @@ class Core:
             lease.resumed = True
             self.paths.hold(lease, lease.run, 0, lease.rests)
 
-    def extend(self, lease: Lease, tokens: bytes) -> None:
+    def extend(self, lease: Lease, tokens: bytes, instead: int = 0) -> None:
         """The sequence of a ready lease goes on: with what was decoded, or with the next turn of a session.
 
-        What was not full before may be now, so `grow` and `publish` may go further. It ends elsewhere now, so that is
-        where its windows and states are kept.
+        The last bytes of what it had, so many as `instead` says, are known by others from now on: `tokens` has them
+        first. What was not full before may be now, so `grow` and `publish` may go further. It ends elsewhere now, so
+        that is where its windows and states are kept.
         """
         assert lease.phase is Phase.READY and len(tokens) % TOKEN_BYTES == 0
-        pages = len(lease.tokens) // self.width
-        lease.tokens += tokens
+        pages, stays = len(lease.tokens) // self.width, len(lease.tokens) - instead
+        assert lease.done * self.width <= stays, "what has been published keeps its name"
+        lease.tokens = lease.tokens[:stays] + tokens
+        lease.named = lease.named[: stays // self.width * KEY_BYTES]
         if lease.pages < pages:  # room ran out on the way, so nothing beyond can be kept
             return
         lease.pages = len(lease.tokens) // self.width
@@ -450,8 +453,6 @@ class Core:
 
     def _resume(self, lease: Lease, boundary: int, run: Run, known: int, device: list[int]) -> None:
         lease.boundary, lease.known = boundary, known
-        # Behind the last line of the grid its own pages come from half a chunk: they have other last bits than these.
-        device = [here & ones(lease.pages // self.grid * self.grid) for here in device]
         # Pages beyond the boundary that are here already need not be kept again, so they must not go meanwhile.
         positions, rests = self.paths.footing(lease.boundary, device)
         self.paths.hold(lease, run, positions, rests | self.paths.ahead(device))

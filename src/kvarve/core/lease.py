@@ -101,7 +101,7 @@ class Lease:
         self.lent = [0] * pools  # how many of the pages that landed count as held by us
         self.fetched = 0  # positions that something came from storage for
         self.loaded = 0  # positions that something came from the host for
-        self.seen = [0] * pools  # pages of whole chunks on the device when we became ready
+        self.seen = [0] * pools  # pages on the device when we became ready
         self.own: list[dict[int, int]] = [{} for _ in range(pools)]  # our device slots, by position
         self.snapshots = 0  # boundaries at which windows and states are worth keeping
         self.retries = 0  # loads put off because room was on its way
