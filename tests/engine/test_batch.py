@@ -26,7 +26,7 @@ import kvarve.engine.engine as engine_module
 from kvarve.engine import batch as batch_module
 from kvarve.engine.batch import Batch, batches
 from kvarve.engine.engine import Engine
-from kvarve.engine.paging import PagedWorkspace
+from kvarve.engine.paging import PagedTape, PagedWorkspace
 from kvarve.engine.requests import Finish, Request
 from kvarve.testing.models import FAMILIES, tiny_model
 from kvarve.verify.requests import Uncached
@@ -143,6 +143,18 @@ def test_an_answer_that_closes_a_page_of_compressed_entries_is_the_one_without_a
 
 
 # --- memory
+
+
+@every_family
+def test_what_a_running_request_has_beside_its_pages_is_known_beforehand(family: str, make: Make) -> None:
+    model = a_model(family)
+    engine = make(model, start=False)
+    engine.submit(a_request(a_prompt(3 * CHUNK), 40))
+    turns(engine, lambda: any(not job.prefilling for job in engine._running))
+    (job,) = engine._running
+    own = [tape._data for tape in job.state._tapes.values() if not isinstance(tape, PagedTape)]
+    own += job.state._states.values()
+    assert sum(tensor.nbytes for tensor in own) == model.layout.bytes_in_use
 
 
 @every_family

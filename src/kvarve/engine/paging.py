@@ -15,7 +15,7 @@ from kvarve import boundaries
 from kvarve.core.lease import Lease
 from kvarve.engine.layers import Tape
 from kvarve.engine.prefill import keep
-from kvarve.engine.state import StateLayout, Workspace
+from kvarve.engine.state import StateLayout, Workspace, window_room
 from kvarve.model import BufferSpec, PoolSpec
 from kvarve.runtime import PrefixCache
 
@@ -176,8 +176,6 @@ class PagedWorkspace(Workspace):
             return PagedTape(self._arenas[pool.name][buffer.name], self.tables[pool.name])
         per_page, *shape = buffer.shape
         assert per_page == self.layout.page_tokens, "a window is of tokens"
-        keep = pool.lookback * per_page
-        data = torch.empty(
-            2 * (keep + self.layout.chunk_tokens), *shape, dtype=getattr(torch, buffer.dtype), device=self.device
-        )
-        return RollingTape(data, per_page, self.max_tokens, keep)
+        room = window_room(pool.lookback, per_page, self.layout.chunk_tokens)
+        data = torch.empty(room, *shape, dtype=getattr(torch, buffer.dtype), device=self.device)
+        return RollingTape(data, per_page, self.max_tokens, pool.lookback * per_page)

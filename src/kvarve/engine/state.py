@@ -90,12 +90,27 @@ class StateLayout:
         return sum(pool.payload_bytes * pool.lookback for pool in self.pools if pool.lookback is not None)
 
     @property
+    def bytes_in_use(self) -> int:
+        """What a running request has for itself beside the pages of chains: windows and states to compute in."""
+        total = 0
+        for pool in self.pools:
+            if pool.lookback is not None:
+                room = window_room(pool.lookback, self.page_tokens, self.chunk_tokens) // self.page_tokens
+                total += sum(buffer.nbytes for buffer in pool.buffers) * (1 if pool.in_place else room)
+        return total
+
+    @property
     def shortest_hit(self) -> int:
         """Tokens of the shortest prompt of which anything can be found: a whole chunk, and a token left to compute."""
         return self.chunk_tokens + 1
 
     def pool(self, name: str) -> PoolSpec:
         return next(pool for pool in self.pools if pool.name == name)
+
+
+def window_room(lookback: int, page_tokens: int, chunk_tokens: int) -> int:
+    """Tokens for which a window has room: twice what is kept, so that it moves its front seldom and not at each."""
+    return 2 * (lookback * page_tokens + chunk_tokens)
 
 
 def check_pages(plans: Sequence[LayerPlan], page_tokens: int, whose: str) -> None:
@@ -142,8 +157,7 @@ class Workspace:
         """Where the entries of one buffer lie: here, in memory of the workspace's own."""
         per_page, *shape = buffer.shape
         tokens = self.layout.page_tokens // per_page  # of one entry
-        # Twice what is kept, so that a window moves its front once in so many tokens and not at each.
-        room = min(self.max_tokens, 2 * ((pool.lookback or 0) * self.layout.page_tokens + self.layout.chunk_tokens))
+        room = min(self.max_tokens, window_room(pool.lookback or 0, self.layout.page_tokens, self.layout.chunk_tokens))
         data = torch.empty(room // tokens, *shape, dtype=getattr(torch, buffer.dtype), device=self.device)
         return Tape(data, per_page, self.max_tokens // tokens, pool.lookback and pool.lookback * per_page)
 

@@ -166,7 +166,10 @@ class Server:
         if settings.deterministic:
             how = "one by one and not kept, so that each depends on its prompt alone"
         room = engine.cache.room_tokens()
-        return f"computed {how}; {settings.max_running} side by side, as far as {room} tokens of device memory go"
+        own = engine.model.layout.bytes_in_use
+        beside = f", and {format_size(own)} beside it for each" if own else ""
+        most = f"{settings.max_running} side by side"
+        return f"computed {how}; {most}, as far as {room} tokens of device memory go{beside}"
 
     def _serve(self, listener: socket.socket) -> None:
         try:
