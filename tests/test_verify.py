@@ -190,14 +190,8 @@ def pages_come_up_into_each_others_slots(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(kvarve.transfer.hands, "to_device", to_device)
 
 
-def a_chunk_that_is_not_whole_is_published(patch: pytest.MonkeyPatch) -> None:
-    def keep(cache: PrefixCache, lease: Lease, workspace: Workspace) -> None:
-        upto = min(workspace.tokens // PAGE, cache.core.keepable(lease))
-        for pool, fresh in cache.grow(lease, upto).items():
-            workspace.save(pool, [*fresh], cache.arena(pool), [*fresh.values()])
-        cache.publish(lease, lease.room)
-
-    patch.setattr(kvarve.verify.requests, "keep", keep)
+def nothing_is_kept_where_prompts_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Core, "_snapshots", lambda *_: 0)
 
 
 def what_is_evicted_is_still_in_use(patch: pytest.MonkeyPatch) -> None:
@@ -272,7 +266,7 @@ EVERY_TIER = {"device", "host", "storage", "restart"}
         (everybody_shares_with_everybody, "qwen3", tiers, {"salt"}),
         (a_hit_is_the_least_of_the_pools_lengths, "lfm2", partial, {"partial"}),
         (a_key_is_of_its_page_alone, "qwen3", branches, {"branches"}),
-        (a_chunk_that_is_not_whole_is_published, "gpt_oss", conversation, {"conversation"}),
+        (nothing_is_kept_where_prompts_end, "lfm2", conversation, {"conversation"}),
         (what_is_evicted_is_still_in_use, "lfm2", eviction, {"eviction"}),
         (who_gives_up_keeps_its_pins, "lfm2", abort, {"abort"}),
         (answers_change_each_others_rounding, "lfm2", together, {"together"}),

@@ -191,7 +191,7 @@ def test_what_another_computed_in_a_whole_chunk_is_no_part_of_half_a_chunk(
     page, chunk = model.layout.page_tokens, model.layout.chunk_tokens
     engine = make(model, start=False, deterministic=True)
     by_hand(engine, a_request(prompt, 1))
-    for tokens in (3 * chunk + page, 3 * chunk + page + 5, 2 * chunk + 3 * page):
+    for tokens in (3 * chunk + page, 3 * chunk + 2 * page, 3 * chunk + page + 5, 2 * chunk + 3 * page):
         recorder.take()
         by_hand(engine, a_request(prompt[:tokens], 4))
         warm = recorder.take()
