@@ -190,6 +190,10 @@ def pages_come_up_into_each_others_slots(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(kvarve.transfer.hands, "to_device", to_device)
 
 
+def pages_are_known_in_every_chunk(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(kvarve.runtime, "seal", lambda packed, *_: packed)
+
+
 def nothing_is_kept_where_prompts_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Core, "_snapshots", lambda *_: 0)
 
@@ -271,6 +275,7 @@ EVERY_TIER = {"device", "host", "storage", "restart"}
         (who_gives_up_keeps_its_pins, "lfm2", abort, {"abort"}),
         (answers_change_each_others_rounding, "lfm2", together, {"together"}),
         (what_answers_computed_is_kept_whoever_asks, "lfm2", together, {"together"}),
+        (pages_are_known_in_every_chunk, "gpt_oss", together, {"together"}),
         (answers_are_not_kept, "lfm2", answers, {"answers"}),
         (the_host_is_not_checked, "lfm2", damages, {"a bit in host"}),
         (nothing_is_checked, "lfm2", damages, {"a bit in host", "a bit in storage"}),

@@ -100,6 +100,11 @@ def together(prover: Prover) -> None:
         ((said, usage),) = ask([(prompt, plan.decode)], None)
         known = len(crossing[0]) // plan.chunk * plan.chunk  # of the prompt alone
         prover.compare(prompt, said, prover.uncached(prompt), usage[2:], known, "the next turn")
+        # What the first computes in a whole chunk is not the other's, who has half of that chunk.
+        for tokens in (plan.whole + 1, plan.whole - plan.chunk // 2 + 1):
+            prompt = plan.prompt(tokens, 506)
+            ((said, usage),) = ask([(prompt, plan.decode)], None)
+            prover.compare(prompt, said, prover.uncached(prompt), usage[2:], None, "half of another's chunk")
 
 
 def answers(prover: Prover) -> None:
