@@ -67,9 +67,11 @@ class Core:
         device, memory = self.paths.present(path, known)
         legal = [boundaries.legal(pages, back, limit) for pages, back in zip(memory, self.lookbacks, strict=True)]
         grid = boundaries.multiples(self.grid, limit)
+        both = deepest(boundaries.shared(legal, limit) & grid)
+        near = device == memory  # nothing is in the host alone
         return Hit(
-            deepest(boundaries.resume_at(device, self.lookbacks, limit, self.grid)),
-            deepest(boundaries.shared(legal, limit) & grid),
+            both if near else deepest(boundaries.resume_at(device, self.lookbacks, limit, self.grid)),
+            both,
             known,
             tuple(deepest(each & grid) for each in legal),
         )
