@@ -12,7 +12,7 @@ from kvarve.core.policies import BEST_EFFORT, WAIT_COMPLETE, Patience, WritePoli
 from kvarve.core.shelves import Shelves
 from kvarve.core.snapshots import Snapshots
 from kvarve.errors import ConfigError
-from kvarve.keys import extend, pack, root_key
+from kvarve.keys import TOKEN_BYTES, extend, pack, root_key
 from kvarve.model import Tier
 from kvarve.testing.world import ATTENTION, INDEX, PAGE_TOKENS, STATE, WINDOW, World, config, dump, fork, prompt, runs
 
@@ -1080,6 +1080,22 @@ def test_a_session_goes_on_in_the_page_that_its_last_turn_began() -> None:
         world.publish(session, turn)
         assert world.hit(prompt(turn)) == (turn, turn)
     world.close(session)
+
+
+def test_a_sequence_may_be_known_otherwise_from_where_it_is_not_published() -> None:
+    """A chunk that is not whole yet gets its last name when it is."""
+    world = World(config=config(ATTENTION))
+    core, lease = world.core, world.start(prompt(3, extra=1))
+    world.grow(lease, 2)
+    world.publish(lease, 2)
+    begun, other = lease.keys, prompt(4, seed=9)[2 * PAGE_TOKENS :]
+    with pytest.raises(AssertionError, match="keeps its name"):
+        core.extend(lease, pack(other), 2 * TOKEN_BYTES * PAGE_TOKENS)  # of which one page is published
+    assert lease.keys == begun
+    core.extend(lease, pack(other), (PAGE_TOKENS + 1) * TOKEN_BYTES)
+    whole = prompt(2, extra=0) + other
+    assert lease.keys == b"".join(extend(lease.root, pack(whole), PAGE_TOKENS))
+    assert core.keepable(lease) == 4
 
 
 def test_a_sequence_that_found_no_room_is_not_kept_when_it_goes_on() -> None:

@@ -336,7 +336,8 @@ class Engine:
         self._crowded = False
         if self._first is not None and not self._begin(self._first):
             return
-        claimed, held = [job for job in self._waiting if job.lease.claimed], False
+        claimed = [job for job in self._waiting if job.lease.claimed]
+        held = False  # somebody further ahead in line has pages and will begin soon
         fetching = sum(not job.lease.on_device for job in claimed)
         ahead = len(claimed) - fetching
         for job in self._waiting.order(self._in_memory) if claimed or len(self._running) < self._max_running else ():
@@ -406,7 +407,7 @@ class Engine:
         pages = job.goal // self.model.layout.page_tokens + 1
         if self.cache.seat(job.lease, pages):
             return True
-        if self._running or held:  # until then it lets go of what it holds itself
+        if self._running or held:  # they will make room; until then it lets go of what it holds itself
             self._crowded = True
             self._renew(job)
             return False

@@ -103,7 +103,7 @@ class Told:
     prompt_tokens: int = 0
     cached: list[int] = field(default_factory=lambda: [0, 0, 0])  # tokens from device, host, storage
     preempted: int = 0
-    restarts: int = 0
+    servers: int = 0
     ttft_s: list[float] = field(default_factory=list)
 
     def row(self) -> dict[str, Any]:
@@ -168,30 +168,30 @@ class Traffic:
 
     # --- one server's life
 
-    def serve(self, kind: str, seconds: float) -> None:
-        """Start an engine, keep it busy for some time, and look at what it leaves."""
+    def serve(self, kind: str, seconds: float, least: int = 0) -> None:
+        """Start an engine, keep it busy for some time and at least so many requests, and look at what it leaves."""
         deterministic, told = kind == "deterministic", self.told[kind]
         model = self.model if deterministic else keeping_answers(self.model)
         engine = Engine(
             model, PrefixCache(model.identity, self._config(kind)), max_running=AT_ONCE, deterministic=deterministic
         ).start()
         try:
-            self._busy(engine, told, deterministic, time.monotonic() + seconds)
+            self._busy(engine, told, deterministic, time.monotonic() + seconds, least)
             told.preempted += engine.counts.preempted
-            told.restarts += 1
+            told.servers += 1
             engine.settle(STUCK_S)
             engine.flush(MEMORY_TIERS, STUCK_S)
         finally:
             engine.shutdown(STUCK_S)
         self._left(engine)
 
-    def _busy(self, engine: Engine, told: Told, deterministic: bool, end: float) -> None:
-        """Keep an engine busy until a time, and hear its last answers."""
+    def _busy(self, engine: Engine, told: Told, deterministic: bool, end: float, least: int) -> None:
+        """Keep an engine busy until a time and for at least so many requests, and hear its last answers."""
         news: queue.SimpleQueue[tuple[int, float, Piece]] = queue.SimpleQueue()
         under_way: dict[int, Asked] = {}
         while True:
-            while len(under_way) < AT_ONCE and time.monotonic() < end:
-                asked = self._ask(news)
+            while len(under_way) < AT_ONCE and (least > 0 or time.monotonic() < end):
+                asked, least = self._ask(news), least - 1
                 under_way[asked.request.number] = asked
                 engine.submit(asked.request)
                 if asked.gives_up_after == 0:
