@@ -22,7 +22,8 @@ from torch import Tensor
 
 from kvarve.core.lease import Lease, Phase
 from kvarve.engine.batch import Batch, batches
-from kvarve.engine.model import Detokenizer, LoadedModel, forward
+from kvarve.engine.job import Job, find_stop, held_back
+from kvarve.engine.model import LoadedModel, forward
 from kvarve.engine.paging import PagedWorkspace
 from kvarve.engine.requests import Finish, Likelihood, Piece, Request, Sampling, Usage
 from kvarve.engine.sampling import choose, likelihood
@@ -58,52 +59,6 @@ class EngineCounts:
     ttft_s: Histogram = field(default_factory=Histogram)
 
 
-class _Job:
-    """A request from its first turn to its last: its lease, what it has said, and while it runs its private state."""
-
-    def __init__(self, request: Request, lease: Lease, model: LoadedModel) -> None:
-        self.request, self.lease = request, lease
-        self.workspace: PagedWorkspace | None = None
-        self.words = Detokenizer(model.tokenizer)
-        self.text = ""  # not yet delivered: it could be the beginning of a stop text
-        self.characters = 0  # of text that its tokens have made, delivered or not
-        self.tokens: list[int] = []  # said, all but the last of them computed
-        self.found = (0, 0, 0)  # cached tokens when it first began, by tier
-        self.goal = len(request.prompt)  # so many tokens are computed in chunks, the others one by one
-        self.leased = self.goal  # so many tokens its lease knows
-        sampling = request.sampling
-        self.heard = frozenset(request.prompt if sampling.repetition_penalty != 1 else ())
-        self.ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else model.eos_ids)
-        self.began = 0  # counts those who began before it
-        self.alone = False  # it is computed alone: a batch with it has failed
-        self.stalled_s: float | None = None  # since when there is no room for it, though nobody else runs
-        seed = sampling.seed
-        self.random = torch.Generator().manual_seed(seed) if seed is not None else None
-
-    @property
-    def length(self) -> int:
-        """Tokens of its prompt and of what it has said."""
-        return len(self.request.prompt) + len(self.tokens)
-
-    def sequence(self, start: int, stop: int) -> list[int]:
-        prompt = len(self.request.prompt)
-        return [*self.request.prompt[start:stop], *self.tokens[max(0, start - prompt) : max(0, stop - prompt)]]
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The texts that end it now."""
-        return self.request.sampling.stop if len(self.tokens) > self.request.sampling.min_tokens else ()
-
-    @property
-    def state(self) -> PagedWorkspace:
-        assert self.workspace is not None, "it is not running"
-        return self.workspace
-
-    @property
-    def prefilling(self) -> bool:
-        return self.state.tokens < self.goal
-
-
 class Engine:
     """Serves requests from any thread on one of its own. `start` it, `submit`, and `shutdown` at the end."""
 
@@ -128,12 +83,12 @@ class Engine:
         self.batches = not deterministic and batches(model.model, model.layout)
         self._batch: Batch | None = None  # the last one, for as long as the same requests answer
         self._crowded = False  # there was no room for all: nobody begins before somebody has ended
-        self._first: _Job | None = None  # who found no room though nobody runs: nobody is claimed before it has begun
+        self._first: Job | None = None  # who found no room though nobody runs: nobody is claimed before it has begun
         self._began = 0
         self._max_running, self._max_waiting = max_running, max_waiting
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._waiting: Line[_Job] = Line()
-        self._running: deque[_Job] = deque()  # whose turn it is to be prefilled stands first
+        self._waiting: Line[Job] = Line()
+        self._running: deque[Job] = deque()  # whose turn it is to be prefilled stands first
         self._stopping = threading.Event()
         self._pending = 0  # submitted and not finished, whatever their state
         self._lock = threading.Lock()
@@ -300,7 +255,7 @@ class Engine:
             self._guarded(job, self._chunk)
         return bool(answers or chunks)
 
-    def _guarded(self, job: _Job, compute: Callable[[_Job], None]) -> None:
+    def _guarded(self, job: Job, compute: Callable[[Job], None]) -> None:
         try:
             compute(job)
         except Exception as e:  # one request's trouble (memory, a broken kernel) is not the others'
@@ -320,7 +275,7 @@ class Engine:
             usage = Usage(len(request.prompt), 0, 0, 0, 0)
             self._finish(request, Piece("", (), Finish.ERROR, usage, f"{type(e).__name__}: {e}"))
             raise
-        self._waiting.join(_Job(request, lease, self.model))
+        self._waiting.join(Job(request, lease, self.model))
 
     def _open(self, request: Request, tokens: Sequence[int]) -> Lease:
         return self.cache.open(tokens, request.salt, request.read_cache, request.priority)
@@ -359,13 +314,13 @@ class Engine:
                 return  # nobody goes before it
             ahead -= 1
 
-    def _in_memory(self, job: _Job) -> int:
+    def _in_memory(self, job: Job) -> int:
         """How many pages a waiting request would find."""
         if not job.request.read_cache:
             return 0
         return max(job.lease.promised, self.cache.core.lookup(job.lease.root, job.lease.tokens).memory)
 
-    def _is_being_computed(self, job: _Job) -> bool:
+    def _is_being_computed(self, job: Job) -> bool:
         """Whether somebody else computes more of a waiting request's prefix than it would find now.
 
         It ends when that one has come so far, or goes away; so nobody waits for ever.
@@ -379,7 +334,7 @@ class Engine:
                 return True
         return False
 
-    def _begin(self, job: _Job, held: bool = False) -> bool:
+    def _begin(self, job: Job, held: bool = False) -> bool:
         """Let a request whose pages are on the device run; False if there is no room for its prompt now. `held`:
         somebody before it in line holds pages and will begin soon."""
         if not self._room(job, held):
@@ -402,7 +357,7 @@ class Engine:
 
     # --- room
 
-    def _room(self, job: _Job, held: bool) -> bool:
+    def _room(self, job: Job, held: bool) -> bool:
         """Take room for the prompt of a request that is about to begin; False if there is none now."""
         pages = job.goal // self.model.layout.page_tokens + 1
         if self.cache.seat(job.lease, pages):
@@ -424,7 +379,7 @@ class Engine:
             self._end(job, Finish.ERROR, "a copy that does not end holds the device memory that this request needs")
         return False
 
-    def _renew(self, job: _Job) -> None:
+    def _renew(self, job: Job) -> None:
         """Begin to wait again. What has been said is part of the prompt then, unless every bit counts, or the model's
         code wants every token as it was: then it is said to it again, token by token."""
         self.cache.close(job.lease)
@@ -433,14 +388,14 @@ class Engine:
         job.leased = job.goal
         job.lease = self._open(job.request, job.sequence(0, job.goal))
 
-    def _seated(self, answers: list[_Job]) -> list[_Job]:
+    def _seated(self, answers: list[Job]) -> list[Job]:
         """Those who have room for one more token, after others have given way."""
         for job in sorted(answers, key=lambda job: job.began):
             if job.workspace is not None:
                 self._seat(job)
         return [job for job in answers if job.workspace is not None and job.state.seated(job.state.tokens + 1)]
 
-    def _seat(self, job: _Job) -> None:
+    def _seat(self, job: Job) -> None:
         page, state = self.model.layout.page_tokens, job.state
         while not state.seated(state.tokens + 1):
             if self.cache.seat(job.lease, state.tokens // page + 1):
@@ -453,7 +408,7 @@ class Engine:
             if self._give_way() is job:
                 return
 
-    def _give_way(self) -> _Job:
+    def _give_way(self) -> Job:
         """Who began last, or is about to, gives its room back and waits."""
         self._crowded = True
         for job in self._waiting:
@@ -464,7 +419,7 @@ class Engine:
         self._preempt(job)
         return job
 
-    def _preempt(self, job: _Job) -> None:
+    def _preempt(self, job: Job) -> None:
         self._running.remove(job)
         job.workspace = self._batch = None
         self.counts.preempted += 1
@@ -473,12 +428,12 @@ class Engine:
 
     # --- computing
 
-    def _next_line(self, job: _Job) -> int:
+    def _next_line(self, job: Job) -> int:
         """Where the next chunk of a prompt ends."""
         chunk = self.model.layout.chunk_tokens
         return min(job.goal, (job.state.tokens // chunk + 1) * chunk)
 
-    def _chunk(self, job: _Job) -> None:
+    def _chunk(self, job: Job) -> None:
         """Compute up to the next line of the grid, and keep the pages if the chunk was a whole one."""
         state, start, stop = job.state, job.state.tokens, self._next_line(job)
         ids = torch.tensor([job.sequence(start, stop)], device=state.device)
@@ -492,13 +447,13 @@ class Engine:
                 self.counts.ttft_s.observe(time.monotonic() - job.request.submitted_s)
             self._say(job, logits)
 
-    def _token(self, job: _Job) -> None:
+    def _token(self, job: Job) -> None:
         """Compute one token that was said, and say the next."""
         at = job.state.tokens
         logits = forward(self.model.model, job.state, torch.tensor([job.sequence(at, at + 1)], device=job.state.device))
         self._computed(job, logits)
 
-    def _tokens(self, jobs: list[_Job]) -> None:
+    def _tokens(self, jobs: list[Job]) -> None:
         """The same for many at once."""
         states = tuple(job.state for job in jobs)
         if self._batch is None or self._batch.workspaces != states:
@@ -516,7 +471,7 @@ class Engine:
         for job, row in zip(jobs, logits, strict=True):
             self._guarded(job, lambda job, row=row: self._computed(job, row))  # type: ignore[misc]
 
-    def _computed(self, job: _Job, logits: Tensor) -> None:
+    def _computed(self, job: Job, logits: Tensor) -> None:
         state = job.state
         if not self.deterministic and state.tokens % self.model.layout.chunk_tokens == 0:
             self.cache.extend(job.lease, job.sequence(job.leased, state.tokens))
@@ -525,7 +480,7 @@ class Engine:
         if state.tokens == job.length:  # else it says again what it had said before it gave way
             self._say(job, logits)
 
-    def _say(self, job: _Job, logits: Tensor) -> None:
+    def _say(self, job: Job, logits: Tensor) -> None:
         """Choose the next token and deliver what is certain of the text."""
         sampling = job.request.sampling
         if job.request.watch is not None:
@@ -541,19 +496,19 @@ class Engine:
         text = job.words.push(token)
         job.text += text
         job.characters += len(text)
-        if (cut := _find_stop(job.text, job.stops)) is not None:
+        if (cut := find_stop(job.text, job.stops)) is not None:
             job.text = job.text[:cut]
             self._end(job, Finish.STOP, last=(token,), likely=likely, flush=False)
         elif len(job.tokens) >= sampling.max_tokens:
             self._end(job, Finish.LENGTH, last=(token,), likely=likely)
         else:
-            held = _held_back(job.text, job.stops)
+            held = held_back(job.text, job.stops)
             text, job.text = job.text[: len(job.text) - held], job.text[len(job.text) - held :]
             self._give(job.request, Piece(text, (token,), likelihoods=likely))
 
     def _end(
         self,
-        job: _Job,
+        job: Job,
         finish: Finish,
         error: str = "",
         last: tuple[int, ...] = (),
@@ -562,7 +517,7 @@ class Engine:
     ) -> None:
         if flush:
             job.text += job.words.flush()
-            if (cut := _find_stop(job.text, job.stops)) is not None:
+            if (cut := find_stop(job.text, job.stops)) is not None:
                 job.text = job.text[:cut]
         if job.workspace is None or job not in self._running:
             self._waiting.leave(job)
@@ -605,19 +560,3 @@ class Engine:
     def _abort(self, request: Request) -> None:
         for job in [job for job in (*self._running, *self._waiting) if job.request is request]:
             self._end(job, Finish.ABORT)
-
-
-def _find_stop(text: str, stops: tuple[str, ...]) -> int | None:
-    """Where the first stop text begins, if there is one."""
-    found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
-    return min(found, default=None)
-
-
-def _held_back(text: str, stops: tuple[str, ...]) -> int:
-    """How many characters at the end could be the beginning of a stop text."""
-    longest = 0
-    for stop in stops:
-        for length in range(1, min(len(stop), len(text) + 1)):
-            if text.endswith(stop[:length]):
-                longest = max(longest, length)
-    return longest

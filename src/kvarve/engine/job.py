@@ -1,0 +1,70 @@
+"""A request in the engine: what it has computed and said so far, and where its text ends. It decides nothing."""
+
+import torch
+
+from kvarve.core.lease import Lease
+from kvarve.engine.model import Detokenizer, LoadedModel
+from kvarve.engine.paging import PagedWorkspace
+from kvarve.engine.requests import Request
+
+
+class Job:
+    """A request from its first turn to its last: its lease, what it has said, and while it runs its private state."""
+
+    def __init__(self, request: Request, lease: Lease, model: LoadedModel) -> None:
+        self.request, self.lease = request, lease
+        self.workspace: PagedWorkspace | None = None
+        self.words = Detokenizer(model.tokenizer)
+        self.text = ""  # not yet delivered: it could be the beginning of a stop text
+        self.characters = 0  # of text that its tokens have made, delivered or not
+        self.tokens: list[int] = []  # said, all but the last of them computed
+        self.found = (0, 0, 0)  # cached tokens when it first began, by tier
+        self.goal = len(request.prompt)  # so many tokens are computed in chunks, the others one by one
+        self.leased = self.goal  # so many tokens its lease knows
+        sampling = request.sampling
+        self.heard = frozenset(request.prompt if sampling.repetition_penalty != 1 else ())
+        self.ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else model.eos_ids)
+        self.began = 0  # counts those who began before it
+        self.alone = False  # it is computed alone: a batch with it has failed
+        self.stalled_s: float | None = None  # since when there is no room for it, though nobody else runs
+        seed = sampling.seed
+        self.random = torch.Generator().manual_seed(seed) if seed is not None else None
+
+    @property
+    def length(self) -> int:
+        """Tokens of its prompt and of what it has said."""
+        return len(self.request.prompt) + len(self.tokens)
+
+    def sequence(self, start: int, stop: int) -> list[int]:
+        prompt = len(self.request.prompt)
+        return [*self.request.prompt[start:stop], *self.tokens[max(0, start - prompt) : max(0, stop - prompt)]]
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts that end it now."""
+        return self.request.sampling.stop if len(self.tokens) > self.request.sampling.min_tokens else ()
+
+    @property
+    def state(self) -> PagedWorkspace:
+        assert self.workspace is not None, "it is not running"
+        return self.workspace
+
+    @property
+    def prefilling(self) -> bool:
+        return self.state.tokens < self.goal
+
+
+def find_stop(text: str, stops: tuple[str, ...]) -> int | None:
+    """Where the first stop text begins, if there is one."""
+    found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+    return min(found, default=None)
+
+
+def held_back(text: str, stops: tuple[str, ...]) -> int:
+    """How many characters at the end could be the beginning of a stop text."""
+    longest = 0
+    for stop in stops:
+        for length in range(1, min(len(stop), len(text) + 1)):
+            if text.endswith(stop[:length]):
+                longest = max(longest, length)
+    return longest
