@@ -4,12 +4,14 @@
 
 The reference engine on a model of 0.1 billion parameters with random weights (`tools/random_qwen3_5.py`), on prompts of
 4,096 tokens that end in a question of 16. Each round takes a prompt that nobody has seen: computed by the bare model
-(chunks of the same grid, no engine, no cache), cold by the engine with its cache on, then again with only the host and
-only the storage knowing it. Times are to the first token. Further tokens are computed in turns by both, one by one, so
-that whatever else a machine does slows both alike; the median counts. At the end 16 conversations of two turns run side
-by side, and some of them one after the other.
+(chunks of the same grid, no engine, no cache) and cold by the engine with its cache on, then again with only the host
+and only the storage knowing it. Times are to the first token. The two cold ones are computed in turns, chunk by chunk
+and then token by token, so that whatever else a machine does slows both alike. Copies that the engine's chunk has begun
+count as its own time, all of it, though where nobody takes turns they would go on beside the next chunk. At the end 16
+conversations of two turns run side by side, and some of them one after the other.
 
-Each figure is the best of several rounds, because other work on a machine only ever makes a round slower. Ratios:
+Each figure is the best of several rounds (of a cold prompt: each chunk's; of further tokens: the best round's median),
+because other work on a machine only ever makes a round slower. Ratios:
 `warm_host_ttft`, `warm_storage_ttft` warm over cold; `cold_ttft_on_over_off` engine with cache over bare model;
 `decode_on_over_off` tokens per second of the same; `throughput_16_over_1` tokens said per second, and
 `ttft_p99_over_mean` of those sixteen: that nobody starves.
@@ -29,6 +31,7 @@ import torch
 from common import arguments, machine, show, watched, write_json
 from kvarve.config import CacheConfig
 from kvarve.engine.engine import Engine
+from kvarve.engine.job import Job
 from kvarve.engine.model import LoadedModel, forward, keeping_answers, load_model
 from kvarve.engine.requests import Piece, Request, Sampling
 from kvarve.engine.state import Workspace
@@ -102,15 +105,22 @@ class Bare:
     """The model with the same chunks and the same tokens, without engine and cache."""
 
     def __init__(self, model: LoadedModel, prompt: Sequence[int], most: int) -> None:
-        began = time.perf_counter()
-        self._model = model.model
+        self._model, self._chunk = model.model, model.layout.chunk_tokens
         self._workspace = Workspace(model.layout, len(prompt) + most, model.model.device)
         self._workspace.resume(0)
-        ids, chunk = torch.tensor([list(prompt)]), model.layout.chunk_tokens
-        for start in range(0, len(prompt), chunk):
-            logits = forward(self._model, self._workspace, ids[:, start : start + chunk])
-        self.said = [int(logits.argmax())]
-        self.ttft_s, self.token_s = time.perf_counter() - began, list[float]()
+        self._ids, self._done = torch.tensor([list(prompt)]), 0
+        self.said: list[int] = []
+        self.chunk_s: list[float] = []
+        self.token_s: list[float] = []
+
+    def chunk(self) -> None:
+        began = time.perf_counter()
+        ids = self._ids[:, self._done : self._done + self._chunk]
+        logits = forward(self._model, self._workspace, ids)
+        self._done += ids.shape[1]
+        if self._done == self._ids.shape[1]:
+            self.said.append(int(logits.argmax()))
+        self.chunk_s.append(time.perf_counter() - began)
 
     def token(self) -> None:
         began = time.perf_counter()
@@ -118,16 +128,39 @@ class Bare:
         self.token_s.append(time.perf_counter() - began)
 
 
+class TakingTurns(Engine):
+    """Before each chunk of its own, `before` has the engine's thread, once the copies of the last one have ended."""
+
+    before: Callable[[], object] | None = None
+
+    def _chunk(self, job: Job) -> None:
+        if self.before is not None:
+            self.cache.settle(PATIENCE_S)
+            self.chunk_s.append(time.perf_counter() - self._went_on)
+            self.before()
+            self._went_on = time.perf_counter()
+        super()._chunk(job)
+
+    def cold(self, prompt: Sequence[int], bare: Bare, most: int) -> tuple[Timed, list[float]]:
+        """Answer in turns with the bare model; the seconds before the first chunk, and of each chunk."""
+        self.chunk_s, self._went_on, self.before = list[float](), time.perf_counter(), bare.chunk
+        timed = Timed(prompt, most, bare.token).start(self).wait()
+        self.before = None
+        return timed, [*self.chunk_s, timed.came[0] - self._went_on]
+
+
 def tokens(count: int, seed: int) -> list[int]:
     return torch.randint(256, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def one_round(model: LoadedModel, engine: Engine, size: Size, seed: int) -> dict[str, float]:
+def one_round(
+    model: LoadedModel, engine: TakingTurns, size: Size, seed: int
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Seconds by name, and those of each chunk of the cold prompt."""
     prompt, question = tokens(size.prompt, seed), tokens(size.question, seed + 1)
     bare = Bare(model, [*prompt, *question], size.answer)
-    cold = Timed([*prompt, *question], size.answer, bare.token).start(engine).wait()
-    found = {"cold_off": bare.ttft_s, "cold_on": cold.ttft_s}
-    found |= {"token_off": median(bare.token_s), "token_on": median(cold.token_s)}
+    cold, chunk_s = engine.cold([*prompt, *question], bare, size.answer)
+    found = {"token_off": median(bare.token_s), "token_on": median(cold.token_s)}
     for tier, flushed in (("device", []), ("host", [Tier.DEVICE]), ("storage", [Tier.DEVICE, Tier.HOST])):
         engine.settle(PATIENCE_S)
         if flushed:
@@ -136,7 +169,7 @@ def one_round(model: LoadedModel, engine: Engine, size: Size, seed: int) -> dict
         assert warm.piece and warm.piece.usage and getattr(warm.piece.usage, tier) > 0, warm.piece
         assert warm.tokens == bare.said[:2] and cold.tokens == bare.said, "the cache changed an answer"
         found[f"warm_{tier}"] = warm.ttft_s
-    return found
+    return found, {"cold_off": bare.chunk_s, "cold_on": chunk_s}
 
 
 def talk(engine: Engine, size: Size, seeds: Sequence[int]) -> tuple[float, list[float]]:
@@ -153,18 +186,24 @@ def talk(engine: Engine, size: Size, seeds: Sequence[int]) -> tuple[float, list[
 
 
 def measure(model: LoadedModel, size: Size, folder: Path) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds of every round by name, of cold prompts those of every chunk's best; tokens per second."""
     seconds: dict[str, list[float]] = {}
+    chunks: dict[str, list[list[float]]] = {}
     storage = f"file://{folder}/store?capacity=4GiB"
     cache = CacheConfig(512 * MIB, 1024 * MIB, storage, prefetch_policy="wait_complete")
-    engine = Engine(model, PrefixCache(model.identity, cache), max_running=CONVERSATIONS).start()
+    engine = TakingTurns(model, PrefixCache(model.identity, cache), max_running=CONVERSATIONS)
+    engine.start()
     for number in watched(range(size.rounds + 1), "round", size.rounds + 1):
-        found = one_round(model, engine, size if number else short(size), 1000 * (number + 1))
+        found, chunk_s = one_round(model, engine, size if number else short(size), 1000 * (number + 1))
         if number:
             for name, taken in found.items():
                 seconds.setdefault(name, []).append(taken)
+            for name, each in chunk_s.items():
+                chunks.setdefault(name, []).append(each)
     one_by_one = [talk(engine, size, [9000 + 10 * number]) for number in range(size.alone)]
     together = [talk(engine, size, [10_000 * (again + 1) + 10 * n for n in range(CONVERSATIONS)]) for again in range(2)]
     engine.shutdown()
+    seconds |= {name: [sum(map(min, zip(*rounds, strict=True)))] for name, rounds in chunks.items()}
     waits = sorted(wait for _, each in together for wait in each)
     fair = {"ttft_mean_s": fmean(waits), "ttft_p99_s": waits[int(0.99 * (len(waits) - 1))]}
     return seconds, {

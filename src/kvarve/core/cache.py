@@ -179,6 +179,7 @@ class Core:
         taken: dict[int, dict[int, int]] = {}
         for pool in self.shelves.chains:
             missing = span(lease.done, upto) & ~lease.seen[pool] & ~boundaries.of(lease.own[pool])
+            self.shelves.straighten(pool, missing.bit_count())
             slots = self.shelves.reserve(pool, missing.bit_count())
             taken[pool] = dict(zip(members(missing), slots, strict=False))
             if len(slots) < missing.bit_count():

@@ -18,6 +18,8 @@ from kvarve.core.tree import Root, Run, upward
 from kvarve.errors import ConfigError
 from kvarve.model import MEMORY_TIERS, PoolSpec, Tier
 
+NEAR = 64  # so many of the free slots of a place, at least, are looked through for a straight row
+
 
 class Shelves:
     def __init__(
@@ -308,6 +310,14 @@ class Shelves:
         if len(free) < wanted:
             self.evict(place, wanted - len(free))
         return [free.pop() for _ in range(min(wanted, len(free)))]
+
+    def straighten(self, place: int, wanted: int) -> None:
+        """Have the next slots of a place be given in order: what lies one behind the other need not be gathered."""
+        free = self.free[place]
+        if len(free) < wanted:
+            self.evict(place, wanted - len(free))
+        near = max(NEAR, 4 * wanted)
+        free[-near:] = array("i", sorted(free[-near:], reverse=True))
 
     def shed(self, tier: Tier) -> None:
         """Evict everything that nobody holds from a tier."""
