@@ -22,6 +22,7 @@ from kvarve.engine.engine import TURN_TOKENS, Engine
 from kvarve.engine.families import reads, takes
 from kvarve.engine.model import check_model, keeping_answers, load_model
 from kvarve.errors import ConfigError
+from kvarve.memory.heap import bound_heaps
 from kvarve.runtime import PrefixCache, check
 from kvarve.server.app import MAX_BODY_BYTES, create_app
 from kvarve.sizes import format_size
@@ -193,6 +194,7 @@ class _Uvicorn(uvicorn.Server):
 
 def run(settings: Settings, say: Callable[[str], None] = print) -> None:
     """Serve until SIGINT or SIGTERM, then end whole; a second signal ends at once, with exit code 130."""
+    bound_heaps()
     quiet_libraries()
     serving, stop = threading.Event(), threading.Event()
 

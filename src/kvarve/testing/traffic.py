@@ -40,6 +40,7 @@ from kvarve.engine.model import LoadedModel, forward, keeping_answers, load_mode
 from kvarve.engine.requests import Finish, Piece, Request, Sampling
 from kvarve.engine.state import Workspace
 from kvarve.errors import KvarveError
+from kvarve.memory.heap import bound_heaps
 from kvarve.model import MEMORY_TIERS, Tier
 from kvarve.runtime import PrefixCache
 from kvarve.server.serve import quiet_libraries
@@ -383,6 +384,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     size = SHORT if options.short else Size()
+    bound_heaps()
     quiet_libraries()
     with tempfile.TemporaryDirectory(prefix="kvarve-traffic-") as folder:
         try:

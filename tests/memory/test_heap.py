@@ -1,0 +1,36 @@
+import subprocess
+import sys
+
+PROGRAM = """
+import sys, threading
+from kvarve.memory.heap import HEAPS, bound_heaps
+
+assert bound_heaps() or sys.platform != "linux"
+import ctypes
+took = threading.Barrier(9)
+
+def take():
+    block = bytearray(4096)  # each thread has taken something from the C heap while all the others live
+    ctypes.CDLL(None).malloc(1000)
+    took.wait()
+
+threads = [threading.Thread(target=take) for _ in range(8)]
+[thread.start() for thread in threads]
+took.wait()
+libc = ctypes.CDLL(None)
+print(HEAPS, flush=True)
+libc.malloc_stats()
+"""
+
+
+def test_many_threads_share_a_few_heaps() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
+    heaps = int(done.stdout)
+    assert 1 <= done.stderr.count("Arena ") <= heaps
+
+
+def test_who_runs_the_server_has_the_last_word() -> None:
+    program = "from kvarve.memory.heap import bound_heaps; print(bound_heaps())"
+    environment = {"MALLOC_ARENA_MAX": "4", "PATH": "/usr/bin"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout == "False\n"
