@@ -86,7 +86,7 @@ class Folder:
         return extend(root_key(self.namespace), seal(pack(a_prompt(seed)), PAGE, CHUNK), PAGE)[page]
 
     def file(self, pool: str, seed: int, page: int) -> Path:
-        (found,) = self.path.rglob(object_name(self.key(seed, page), pool))
+        (found,) = self.path.rglob(object_name(root_key(self.namespace), self.key(seed, page), pool))
         return found
 
     def is_good(self, pool: str, seed: int, page: int) -> bool:

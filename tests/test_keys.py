@@ -99,9 +99,16 @@ def test_the_width_of_the_callers_array_does_not_matter(dtype: str) -> None:
 
 def test_every_pool_and_rank_of_a_page_has_a_name_of_its_own() -> None:
     one, two = keys([1, 2, 3, 4], 2)
-    names = {object_name(key, pool, rank) for key in (one, two) for pool in ("kv", "state") for rank in (0, 1)}
-    assert len(names) == 8
-    assert object_name(one, "kv", 1) == f"{one.hex()}.kv.1"
+    roots = (root_key(b"model"), root_key(b"model", "salt"))
+    names = {
+        object_name(root, key, pool, rank)
+        for root in roots
+        for key in (one, two)
+        for pool in ("kv", "state")
+        for rank in (0, 1)
+    }
+    assert len(names) == 16
+    assert object_name(roots[0], one, "kv", 1) == f"{roots[0].hex()[:16]}-{one.hex()}.kv.1"
 
 
 @given(

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 KEY_BYTES = 32
 TOKEN_BYTES = 4
+GROUP_BYTES = 8  # of a root key, in the names of all that is below it
 
 
 def pack(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
@@ -61,6 +62,11 @@ def names(parent: bytes, named: bytes, tokens: bytes, page_tokens: int) -> bytes
     return named + b"".join(extend(named[-KEY_BYTES:] or parent, tokens[done:], page_tokens))
 
 
-def object_name(key: bytes, pool: str, rank: int = 0) -> str:
-    """The name of one pool's page in a storage backend."""
-    return f"{key.hex()}.{pool}.{rank}"
+def group_name(root: bytes) -> str:
+    """What the names of all pages below a root key begin with: whose they are, told apart but not told."""
+    return root[:GROUP_BYTES].hex()
+
+
+def object_name(root: bytes, key: bytes, pool: str, rank: int = 0) -> str:
+    """The name of one pool's page in a storage backend; its group stands before the first "-"."""
+    return f"{group_name(root)}-{key.hex()}.{pool}.{rank}"

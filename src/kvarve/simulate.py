@@ -23,7 +23,7 @@ from rich.table import Table
 
 from kvarve.config import CacheConfig, split
 from kvarve.core.cache import Core
-from kvarve.core.effects import Effect, Ended, Page, Probe
+from kvarve.core.effects import Copy, Effect, Ended, Page, Probe
 from kvarve.core.eviction import ORDERS
 from kvarve.core.policies import WAIT_COMPLETE
 from kvarve.core.settings import CoreConfig
@@ -281,32 +281,32 @@ class InstantHands:
 
     def answer(self, effect: Effect) -> Ended:
         if isinstance(effect, Probe):
-            return Ended(effect.op, self._there([self._name(page) for page in effect.pages]))
+            return Ended(effect.op, self._there([self._name(effect.root, page) for page in effect.pages]))
         sizes, good = self._payloads, (1 << len(effect.pages)) - 1
         if Tier.STORAGE in (effect.source, effect.target):
             sizes = self._records
-            good = self._store(effect.pages) if effect.target is Tier.STORAGE else self._fetch(effect.pages)
+            good = self._store(effect) if effect.target is Tier.STORAGE else self._fetch(effect)
         edge = f"{effect.source.name}_to_{effect.target.name}".lower()
         moved = sum(sizes[page.pool] for i, page in enumerate(effect.pages) if good >> i & 1)
         self.moved_bytes[edge] = self.moved_bytes.get(edge, 0) + moved
         return Ended(effect.op, good)
 
-    def _name(self, page: Page) -> str:
-        return object_name(page.key, self._names[page.pool])
+    def _name(self, root: bytes, page: Page) -> str:
+        return object_name(root, page.key, self._names[page.pool])
 
     def _there(self, names: list[str]) -> int:
         return sum(1 << i for i, name in enumerate(names) if name in self.storage.entries)
 
-    def _fetch(self, pages: tuple[Page, ...]) -> int:
-        names = [self._name(page) for page in pages]
+    def _fetch(self, copy: Copy) -> int:
+        names = [self._name(copy.root, page) for page in copy.pages]
         self.storage.touch(names)
         return self._there(names)
 
-    def _store(self, pages: tuple[Page, ...]) -> int:
+    def _store(self, copy: Copy) -> int:
         """As a storage backend does it: what is there stays as it is, and no page pushes out one of its own batch."""
         good, mine = 0, dict[str, None]()
-        for i, page in enumerate(pages):
-            name, size = self._name(page), self._records[page.pool]
+        for i, page in enumerate(copy.pages):
+            name, size = self._name(copy.root, page), self._records[page.pool]
             if name not in self.storage.entries:
                 victims = self.storage.victims(name, size, mine)
                 if victims is None:

@@ -12,7 +12,8 @@ from kvarve.transfer.hands import Hands
 LATENTS = PoolSpec("latents", (BufferSpec("kv", (6,), "float32"),), None, replicated=True)
 POOLS = (LATENTS, STATE)
 PAGES, RANKS = 8, 2
-KEYS = extend(root_key(b"ranks"), pack(range(PAGES * 64)), 64)
+ROOT = root_key(b"ranks")
+KEYS = extend(ROOT, pack(range(PAGES * 64)), 64)
 
 
 class Rank:
@@ -31,7 +32,7 @@ class Rank:
     def copy(self, source: Tier, target: Tier) -> tuple[int, int]:
         """All pages of both pools along an edge: those that arrived, and those that were bad."""
         pages = tuple(Page(pool, key, slot, slot) for pool in range(2) for slot, key in enumerate(KEYS))
-        self.hands.send(Copy(1, source, target, pages))
+        self.hands.send(Copy(1, source, target, pages, ROOT))
         assert self.hands.ends.wait(20)
         (ended,) = self.hands.collect()
         return ended.good, ended.bad

@@ -17,7 +17,7 @@ from kvarve.transfer.hands import Hands
 KV = PoolSpec("attention", (BufferSpec("k", (4, 3), "float32"), BufferSpec("v", (4, 2), "bfloat16")), None)
 STATE = PoolSpec("state", (BufferSpec("conv", (1500,), "float32"),), 1, in_place=True)
 POOLS = (KV, STATE)
-NAMESPACE, SLOTS, LONG_S = b"m" * 32, 8, 20.0
+NAMESPACE, ROOT, SLOTS, LONG_S = b"m" * 32, b"r" * 32, 8, 20.0
 D, H, S = Tier.DEVICE, Tier.HOST, Tier.STORAGE
 
 
@@ -50,7 +50,7 @@ class Bench:
         return bytes([page + 1]) * 32
 
     def name(self, page: int, pool: int = 0) -> str:
-        return object_name(self.key(page), POOLS[pool].name, self.rank)
+        return object_name(ROOT, self.key(page), POOLS[pool].name, self.rank)
 
     def run(self, effect: Callable[[int], Copy | Probe]) -> Ended:
         self.ops += 1
@@ -63,7 +63,7 @@ class Bench:
     def copy(self, source: Tier, target: Tier, *pages: tuple[int, int, int, int]) -> Ended:
         """Pages as (pool, page, source slot, target slot)."""
         moved = tuple(Page(pool, self.key(page), here, there) for pool, page, here, there in pages)
-        return self.run(lambda op: Copy(op, source, target, moved))
+        return self.run(lambda op: Copy(op, source, target, moved, ROOT))
 
     def store(self, *pages: tuple[int, int]) -> Ended:
         """Device to storage; (pool, page) has the slot of its page's number everywhere."""
@@ -108,13 +108,13 @@ def test_a_page_goes_all_the_way_down_and_comes_back_as_it_was(bench: Bench) -> 
 def test_a_probe_says_which_pages_are_there(bench: Bench) -> None:
     bench.store((0, 0), (1, 3))
     asked = tuple(Page(pool, bench.key(page), -1, -1) for pool, page in [(0, 0), (1, 0), (0, 3), (1, 3)])
-    assert bench.run(lambda op: Probe(op, asked)) == Ended(bench.ops, 0b1001)
+    assert bench.run(lambda op: Probe(op, asked, ROOT)) == Ended(bench.ops, 0b1001)
 
 
 def test_ranks_do_not_share_names() -> None:
     bench = Bench(rank=3)
     bench.store((0, 0))
-    assert bench.inner.written == [f"{bench.key(0).hex()}.attention.3"]
+    assert bench.inner.written == [bench.name(0)]
 
 
 @pytest.mark.parametrize("pool", [0, 1])
@@ -194,7 +194,7 @@ def test_a_storage_that_fails_fails_every_page_of_the_copy(call: str) -> None:
         assert bench.fetch((0, 0, 2), (0, 1, 3)) == Ended(bench.ops, 0)
     else:
         asked = tuple(Page(0, bench.key(page), -1, -1) for page in (0, 1))
-        assert bench.run(lambda op: Probe(op, asked)) == Ended(bench.ops, 0)
+        assert bench.run(lambda op: Probe(op, asked, ROOT)) == Ended(bench.ops, 0)
         assert bench.copy(H, S, (0, 0, 0, -1)) == Ended(bench.ops, 0)
     bench.storage.rules = []
     assert bench.fetch((0, 0, 2), (0, 1, 3)) == Ended(bench.ops, 0b11), "and the lane goes on"
@@ -267,7 +267,7 @@ def test_host_memory_is_trusted_where_an_operator_says_so() -> None:
 
 def test_closing_finishes_what_was_sent_and_closes_the_storage(bench: Bench) -> None:
     bench.copy(D, H, (0, 0, 0, 0))
-    bench.hands.send(Copy(99, H, S, (Page(0, bench.key(0), 0, -1),)))
+    bench.hands.send(Copy(99, H, S, (Page(0, bench.key(0), 0, -1),), ROOT))
     bench.hands.close(LONG_S)
     assert bench.hands.collect() == [Ended(99, 1)]
     assert bench.inner.written == [bench.name(0)]

@@ -8,7 +8,7 @@ from kvarve.boundaries import deepest
 from kvarve.core.effects import Copy, Effect, Page, Probe
 from kvarve.core.lease import Lease
 from kvarve.core.shelves import Shelves
-from kvarve.core.tree import Run, covering
+from kvarve.core.tree import Run, covering, root_of
 from kvarve.model import Tier
 
 Edge = tuple[Tier, Tier]
@@ -72,14 +72,16 @@ class Copies:
             op.run = covering(op.run, deepest(op.pinned))
             self._shelves.pin(op.run, op.pinned)
             keys = [covering(op.run, page.position).key(page.position) for page in op.pages]
+            root = root_of(op.run).named
         else:
             assert op.lease is not None
             keys = [op.lease.key(page.position) for page in op.pages]
+            root = op.lease.root
         pages = tuple(Page(page.pool, key, page.source, page.target) for page, key in zip(op.pages, keys, strict=True))
         if op.edge == PROBE:
-            self.effects.append(Probe(self._number, pages))
+            self.effects.append(Probe(self._number, pages, root))
         else:
-            self.effects.append(Copy(self._number, *op.edge, pages))
+            self.effects.append(Copy(self._number, *op.edge, pages, root))
 
     def end(self, number: int) -> Op | None:
         """A copy has ended: its pins are gone, its target slots are the caller's. None if there is no such copy."""

@@ -18,12 +18,14 @@ class Page(NamedTuple):
 
 @dataclass(frozen=True)
 class Copy:
-    """Bring `pages` from one tier to the next. Answer with one `Ended`, even if the copy failed or came too late."""
+    """Bring `pages` from one tier to the next; all are below one root key. Answer with one `Ended`, even if the copy
+    failed or came too late."""
 
     op: int
     source: Tier
     target: Tier
     pages: tuple[Page, ...]
+    root: bytes
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Probe:
 
     op: int
     pages: tuple[Page, ...]
+    root: bytes
 
 
 Effect = Copy | Probe

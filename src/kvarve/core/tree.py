@@ -229,6 +229,13 @@ def covering(run: Run, position: int) -> Run:
     return run
 
 
+def root_of(run: Run) -> Run:
+    """The root above a run; its name is its root key."""
+    while run.parent is not None:
+        run = run.parent
+    return run
+
+
 def upward(run: Run, positions: int) -> Iterator[tuple[Run, int]]:
     """The runs from `run` towards the root that hold any of `positions`, each with its share as local positions."""
     at: Run | None = run

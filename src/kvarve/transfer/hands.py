@@ -93,7 +93,7 @@ class Hands:
     def _store(self, copy: Copy) -> tuple[int, int]:
         assert self._storage is not None
         bad = self._broken(copy.pages) if self._verify_host else 0
-        names = [self._name(page) for page in copy.pages]
+        names = [self._name(copy.root, page) for page in copy.pages]
         there = self._storage.exists(names)
         missing = [i for i, known in enumerate(there) if not known and not bad >> i & 1 and self._writes(copy.pages[i])]
         stored = self._storage.put(
@@ -106,7 +106,7 @@ class Hands:
 
     def _fetch(self, copy: Copy) -> tuple[int, int]:
         assert self._storage is not None
-        names = [self._name(page) for page in copy.pages]
+        names = [self._name(copy.root, page) for page in copy.pages]
         records = [self._host[page.pool].record(page.target) for page in copy.pages]
         sizes = self._storage.get(names, records)
         good = bad = 0
@@ -126,12 +126,12 @@ class Hands:
 
     def _probe(self, probe: Probe) -> tuple[int, int]:
         assert self._storage is not None
-        there = self._storage.exists([self._name(page) for page in probe.pages])
+        there = self._storage.exists([self._name(probe.root, page) for page in probe.pages])
         return sum(1 << i for i, known in enumerate(there) if known), 0
 
-    def _name(self, page: Page) -> str:
+    def _name(self, root: bytes, page: Page) -> str:
         pool = self._pools[page.pool]
-        return object_name(page.key, pool.name, 0 if pool.replicated else self._rank)
+        return object_name(root, page.key, pool.name, 0 if pool.replicated else self._rank)
 
     def _writes(self, page: Page) -> bool:
         """Whether this rank writes a page to storage: of what all ranks hold alike, each writes its part for all."""

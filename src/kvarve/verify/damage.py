@@ -69,7 +69,7 @@ class _Patient:
         self.rng = random.Random(self.plan.seed)
 
     def name(self, pool: PoolSpec) -> str:
-        return object_name(self.key, pool.name)
+        return object_name(self.lease.root, self.key, pool.name)
 
     def ask(self, before: Before | None = None, longer: bool = False) -> Request:
         return self.prover.run(self.cache, self.longer if longer else self.prompt, SALT, before=before)
@@ -196,7 +196,7 @@ def in_storage(patient: _Patient, store: Veil) -> None:
     def other(pool: PoolSpec) -> bytes:
         """The same pool's page of another place in the prompt, or another pool's of the same place."""
         names = [
-            object_name(patient.lease.key(0), pool.name),
+            object_name(patient.lease.root, patient.lease.key(0), pool.name),
             *(patient.name(each) for each in pools if each is not pool),
         ]
         return next((data for data in map(store.read, names) if data is not None), b"")

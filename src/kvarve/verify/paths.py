@@ -116,7 +116,11 @@ def partial(prover: Prover) -> None:
     ):
         keys = prover.check(prover.run(cache, prompt, "partial"), 0).lease
         prover.settle(cache)
-        names = {(pool.name, at): object_name(keys.key(at), pool.name) for pool in layout.pools for at in range(pages)}
+        names = {
+            (pool.name, at): object_name(keys.root, keys.key(at), pool.name)
+            for pool in layout.pools
+            for at in range(pages)
+        }
         there = dict(zip(names, store.exists([*names.values()]), strict=True))
         stored = [place for place, here in there.items() if here]
 
