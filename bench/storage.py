@@ -1,0 +1,391 @@
+"""How near to the disk does the file store come?
+
+    .venv/bin/python bench/storage.py [--quick] [--json FILE] [--dir FOLDER]
+
+The limits of this run: `pwrite` and `preadv` of pages into one preallocated file, past the page cache (direct) and
+through it (buffered; reads after the kernel has been told to forget), by one thread and by eight. The usual way: a file
+for each page, written beside and renamed, one after the other, without a sync and with one of the file and the folder.
+And this store: what its lanes do, so each page's checksum is computed before it is written and after it is read, and a
+put answers when it is durable.
+
+Then lookups and opening with a million small objects, and a prompt of 4,096 tokens on its way from storage to the
+device: probe, reads, checks, copies. Each figure is the best of several rounds, taken in turns, because other work on a
+machine only ever makes a round slower; the limit of a ratio is the best of one thread and eight at the same page size.
+"""
+
+import mmap
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common import arguments, machine, show, watched, write_json
+from kvarve.config import CacheConfig
+from kvarve.core.lease import Lease
+from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES, Stamp
+from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
+from kvarve.runtime import PrefixCache
+from kvarve.storage import FileStorage
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+PAGES = (64 * KIB, MIB, 4 * MIB)
+THREADS = (1, 8)
+BATCH = 64  # pages of a call, as the lanes send them
+HELD = 128  # names of one question
+LABEL, NAMESPACE, PATIENCE_S = b"bench", b"n" * 32, 120.0
+PROMPT_TOKENS, PAGE_TOKENS, CHUNK_TOKENS = 4096, 64, 256
+
+
+@dataclass(frozen=True)
+class Size:
+    moved_bytes: int = 256 * MIB  # by each way of writing or reading, in each round
+    rounds: int = 4
+    objects: int = 1_000_000
+    objects_in_a_call: int = 2048
+    questions: int = 400
+
+
+QUICK = Size(moved_bytes=16 * MIB, rounds=2, objects=20_000, questions=50)
+
+
+class Records:
+    """Sealed records of one page size in page-aligned memory, as the host has them."""
+
+    def __init__(self, page_bytes: int, count: int) -> None:
+        self.page_bytes, self.count = page_bytes, count
+        self._memory = mmap.mmap(-1, page_bytes * count)
+        everything = memoryview(self._memory)
+        self.views = [everything[at : at + page_bytes] for at in range(0, page_bytes * count, page_bytes)]
+        self.stamp = Stamp(NAMESPACE, "kv", page_bytes - HEADER_BYTES)
+        noise = np.random.default_rng(7).integers(0, 256, page_bytes, np.uint8).data
+        self.keys = [number.to_bytes(32, "little") for number in range(count)]
+        for view, key in zip(self.views, self.keys, strict=True):
+            view[:] = noise
+            self.stamp.seal(view, key)
+
+    def names(self, of_round: int) -> list[str]:
+        return [f"0123456789abcdef-{of_round:08x}{key.hex()[:56]}.kv.0" for key in self.keys]
+
+    def check(self) -> None:
+        """What a lane does before it writes and after it has read."""
+        for view, key in zip(self.views, self.keys, strict=True):
+            assert self.stamp.intact(view, key), "these are not the bytes that were written"
+
+    def blank(self) -> None:
+        for view in self.views:
+            view[:BLOCK_BYTES] = bytes(BLOCK_BYTES)
+
+
+@dataclass(frozen=True)
+class Taken:
+    seconds: float
+    cpu_s: float
+
+
+def timed(work: Callable[[], object]) -> Taken:
+    start, cpu = time.perf_counter(), time.process_time()
+    work()
+    return Taken(time.perf_counter() - start, time.process_time() - cpu)
+
+
+# --- the limits, and the usual way
+
+
+class Raw:
+    """One preallocated file, with as many pages as there are records."""
+
+    def __init__(self, path: Path, records: Records, direct: bool, threads: int) -> None:
+        self._path, self._records, self._threads = path, records, threads
+        self._flags = os.O_DIRECT if direct else 0
+
+    def write(self) -> None:
+        self._each(os.O_RDWR, os.pwrite)
+
+    def read(self) -> None:
+        self._each(os.O_RDONLY, lambda file, view, at: os.preadv(file, [view], at))
+
+    def allocate(self) -> None:
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.posix_fallocate(file, 0, self._records.page_bytes * self._records.count)
+        os.fsync(file)
+        os.close(file)
+
+    def _each(self, mode: int, move: Callable[[int, memoryview, int], int]) -> None:
+        size, views = self._records.page_bytes, self._records.views
+        file = os.open(self._path, mode | self._flags)
+
+        def share(thread: int) -> None:
+            for number in range(thread, len(views), self._threads):
+                assert move(file, views[number], number * size) == size, "a short transfer"
+
+        try:
+            if self._threads == 1:
+                share(0)
+            else:
+                with ThreadPoolExecutor(self._threads) as pool:
+                    [*pool.map(share, range(self._threads))]
+        finally:
+            os.close(file)
+
+
+def file_per_page(folder: Path, records: Records, sync: bool) -> None:
+    """As it is usually done: written beside, synced or not, renamed."""
+    folder_file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    for number, view in enumerate(records.views):
+        beside, path = folder / "page~", folder / f"{number}.page"
+        file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            assert os.write(file, view) == len(view)
+            if sync:
+                os.fsync(file)
+        finally:
+            os.close(file)
+        beside.rename(path)
+        if sync:  # or the new name may be gone after a power cut
+            os.fsync(folder_file)
+    os.close(folder_file)
+
+
+def files_read(folder: Path, records: Records) -> None:
+    for number, view in enumerate(records.views):
+        file = os.open(folder / f"{number}.page", os.O_RDONLY)
+        try:
+            assert os.preadv(file, [view], 0) == len(view)
+        finally:
+            os.close(file)
+
+
+def forget(*paths: Path) -> None:
+    """Have the kernel drop what it holds of these files, once it is on the disk."""
+    for path in paths:
+        file = os.open(path, os.O_RDWR)
+        try:
+            os.fdatasync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(file)
+
+
+# --- one round of everything that moves pages
+
+
+def moves(folder: Path, records: Records, of_round: int) -> Iterator[tuple[str, Taken]]:
+    raw_path, pages = folder / "raw", folder / "pages"
+    for direct in (True, False):
+        for threads in THREADS:
+            raw, name = Raw(raw_path, records, direct, threads), f"{'direct' if direct else 'buffered'}, {threads}"
+            raw.allocate()
+            yield f"raw write, {name}", timed(raw.write)
+            forget(raw_path)
+            yield f"raw read, {name}", timed(raw.read)
+            raw_path.unlink()
+    for sync in (False, True):
+        pages.mkdir()
+        records.check()
+        yield (
+            f"file per page, {'synced' if sync else 'not synced'}",
+            timed(lambda s=sync: file_per_page(pages, records, s)),
+        )
+        if not sync:
+            forget(*pages.iterdir())
+            yield "file per page, read", timed(lambda: files_read(pages, records))
+        shutil.rmtree(pages)
+    store = FileStorage(folder / "store", 4 * records.page_bytes * records.count, LABEL, "bench/storage.py")
+    names = records.names(of_round)
+
+    def batches() -> Iterator[tuple[list[str], list[memoryview]]]:
+        for at in range(0, records.count, BATCH):
+            yield names[at : at + BATCH], records.views[at : at + BATCH]
+
+    def put() -> None:
+        records.check()
+        for some, views in batches():
+            assert all(store.put(some, views))
+
+    def get() -> None:
+        for some, views in batches():
+            assert all(store.get(some, views))
+        records.check()
+
+    # The slots have been written before, as those of any store that has been in use for a while.
+    assert all(all(store.put([f"x{name}" for name in some], views)) for some, views in batches())
+    store.delete([f"x{name}" for name in names])
+    yield "store put, durable", timed(put)
+    records.blank()
+    forget(*(path for path in (folder / "store").rglob("*") if path.is_file()))
+    yield "store get", timed(get)
+    store.close()
+    shutil.rmtree(folder / "store")
+    yield "checksums", timed(records.check)
+
+
+# --- many objects
+
+
+def many(folder: Path, size: Size) -> dict[str, float]:
+    """Microseconds of a question about 128 names among a million, and seconds of opening."""
+    store = FileStorage(folder, 16 * size.objects * BLOCK_BYTES, LABEL, "bench/storage.py")
+    names = [f"0123456789abcdef-{number:064x}.kv.0" for number in range(size.objects)]
+    view = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+    calls = range(0, size.objects, size.objects_in_a_call)
+    for at in watched(calls, "call", len(calls)):
+        some = names[at : at + size.objects_in_a_call]
+        assert all(store.put(some, [view] * len(some)))
+    dice, found = random.Random(7), list[float]()
+    for _ in range(size.questions):
+        asked = dice.sample(names, HELD // 2) + [f"absent-{dice.random()}" for _ in range(HELD // 2)]
+        dice.shuffle(asked)
+        start = time.perf_counter()
+        answers = store.exists(asked)
+        found.append(time.perf_counter() - start)
+        assert sum(answers) == HELD // 2
+    store.close()
+    opened = list[float]()
+    for _ in range(3):
+        start = time.perf_counter()
+        store = FileStorage(folder, 16 * size.objects * BLOCK_BYTES, LABEL, "bench/storage.py")
+        opened.append(time.perf_counter() - start)
+        assert store.usage().objects == size.objects
+        store.close()
+    return {"holds_128_us": 1e6 * float(np.median(found)), "recovery_s": min(opened)}
+
+
+# --- a prompt from storage to the device
+
+KV = PoolSpec(
+    "kv",
+    tuple(BufferSpec(f"{layer}.{kind}", (PAGE_TOKENS, 4, 128), "bfloat16") for layer in range(8) for kind in "kv"),
+    None,
+)
+STATE = PoolSpec("state", tuple(BufferSpec(f"{layer}", (16, 128, 128), "float32") for layer in range(4)), 1, True)
+IDENTITY = ModelIdentity("storage-bench", "none", "bfloat16", PAGE_TOKENS, CHUNK_TOKENS, (KV, STATE))
+PROMPT_BYTES = PROMPT_TOKENS // PAGE_TOKENS * KV.payload_bytes + STATE.payload_bytes
+
+
+class Restore:
+    """A cache over files, and an engine that only pretends to compute."""
+
+    def __init__(self, folder: Path) -> None:
+        storage = f"file://{folder}?capacity=2GiB"
+        settings = CacheConfig(4 * PROMPT_BYTES, 4 * PROMPT_BYTES, storage, prefetch_policy="wait_complete")
+        self.cache, self._first = PrefixCache(IDENTITY, settings), 0
+
+    def round(self) -> float:
+        """Seconds from `open` until the pages of a prompt that only storage has are on the device."""
+        cache, pages = self.cache, PROMPT_TOKENS // PAGE_TOKENS
+        prompt = np.arange(PROMPT_TOKENS + 1) + self._first
+        self._first += len(prompt)
+        lease = cache.open(prompt)
+        self._until(lambda: cache.claim(lease))
+        for name, slots in cache.grow(lease, pages).items():
+            for buffer in cache.arena(name).values():
+                for position, slot in slots.items():
+                    buffer[slot].fill_(position % 251)
+        cache.publish(lease, pages)
+        cache.close(lease)
+        cache.flush(timeout_s=PATIENCE_S)
+        start = time.perf_counter()
+        lease = cache.open(prompt)
+        self._until(lambda: cache.claim(lease))
+        seconds = time.perf_counter() - start
+        self._check(lease, pages)
+        cache.flush(timeout_s=PATIENCE_S)
+        return seconds
+
+    def _check(self, lease: Lease, pages: int) -> None:
+        assert lease.boundary == pages, f"only {lease.boundary} of {pages} pages came back"
+        for name, (positions, slots) in self.cache.pages(lease).items():
+            for buffer in self.cache.arena(name).values():
+                for position, slot in zip(positions, slots, strict=True):
+                    assert buffer[slot].flatten()[-1].item() == position % 251, "another page's bytes"
+        self.cache.close(lease)
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        end = time.monotonic() + PATIENCE_S
+        self.cache.step()
+        while not done():
+            assert time.monotonic() < end, f"nothing has happened for {PATIENCE_S:.0f} s"
+            self.cache.wait(0.05)
+            self.cache.step()
+
+
+# --- all of it
+
+Figures = dict[tuple[str, int], list[Taken]]  # by what, and page size
+
+
+def measure(size: Size, folder: Path) -> tuple[Figures, list[float]]:
+    """Every way of moving pages in every round, and the seconds of the restores; a first round only warms up."""
+    figures: Figures = {}
+    restore, restores = Restore(folder / "restored"), list[float]()
+    stock = {page: Records(page, max(2, size.moved_bytes // page)) for page in PAGES}
+    for number in watched(range(size.rounds + 1), "round", size.rounds + 1):
+        for page, records in stock.items():
+            for what, taken in moves(folder, records, number):
+                if number:
+                    figures.setdefault((what, page), []).append(taken)
+        seconds = restore.round()
+        restores += [seconds] if number else []
+    restore.cache.shutdown()
+    return figures, restores
+
+
+def ratios_of(figures: Figures, restores: Sequence[float], objects: dict[str, float], size: Size) -> dict[str, float]:
+    moved = MIB * max(2, size.moved_bytes // MIB)
+
+    def speed(what: str) -> float:
+        return moved / min(taken.seconds for taken in figures[what, MIB])
+
+    write, read = (max(speed(f"raw {way}, direct, {threads}") for threads in THREADS) for way in ("write", "read"))
+    return {
+        "durable_put_over_raw": speed("store put, durable") / write,
+        "cold_get_over_raw": speed("store get") / read,
+        "durable_put_over_file_per_page": speed("store put, durable") / speed("file per page, synced"),
+        "holds_128_us": objects["holds_128_us"],
+        "recovery_1m_s": objects["recovery_s"] * 1e6 / size.objects,
+        "checksum_share": speed("store get") / speed("checksums"),
+        "restore_over_raw": PROMPT_BYTES / min(restores) / read,
+    }
+
+
+def main() -> int:
+    parser = arguments("How near to the disk does the file store come?")
+    parser.add_argument("--dir", type=Path, metavar="FOLDER", help="where the files are written; a temporary folder")
+    args = parser.parse_args()
+    size, about = QUICK if args.quick else Size(), machine()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="kvarve-bench-", dir=args.dir) as name:
+        folder = Path(name)
+        objects = many(folder / "many", size)
+        shutil.rmtree(folder / "many")
+        figures, restores = measure(size, folder)
+    rows = []
+    for what in dict.fromkeys(what for what, _ in figures):
+        row: dict[str, object] = {"what": what}
+        for page in PAGES:
+            moved, all_taken = page * max(2, size.moved_bytes // page), figures[what, page]
+            row[f"GB/s at {page // KIB} KiB"] = moved / min(taken.seconds for taken in all_taken) / 1e9
+        moved = MIB * max(2, size.moved_bytes // MIB)
+        row["CPU ms per GiB"] = 1000 * min(taken.cpu_s for taken in figures[what, MIB]) * GIB / moved
+        rows.append(row)
+    ratios = ratios_of(figures, restores, objects, size)
+    show(f"{size.moved_bytes // MIB} MiB a time, best of {size.rounds}; CPU at 1 MiB", rows)
+    print(f"a prompt of {PROMPT_TOKENS} tokens, {PROMPT_BYTES // MIB} MiB, from storage: {1000 * min(restores):.1f} ms")
+    print(f"{size.objects:,} objects: opened in {objects['recovery_s']:.2f} s")
+    for ratio, value in ratios.items():
+        print(f"{ratio}: {value:.3f}")
+    write_json(args.json, {"machine": about, "rows": rows, "ratios": ratios})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
