@@ -1,0 +1,166 @@
+"""What does a storage that hangs cost those who do not need it, and those who wait for it?
+
+    .venv/bin/python bench/stall.py [--quick] [--json FILE] [--dir FOLDER]
+
+One request decodes all the time. Beside it come requests whose prompt only storage has, once a second: with a storage
+that works, and with one that hangs for 30 seconds (every call into it waits). Spells of both kinds take turns. Ratios:
+`decode_stalled_over_healthy` tokens per second of the one that decodes; `late_ms` by how much the longest wait for
+storage was longer than its deadline. A wait is from `submit` until nothing more is expected from storage.
+"""
+
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from common import arguments, machine, show, watched, write_json
+from kvarve.config import CacheConfig
+from kvarve.core.lease import Lease, Phase
+from kvarve.engine.engine import Engine
+from kvarve.engine.model import keeping_answers, load_model
+from kvarve.engine.requests import Piece, Request, Sampling
+from kvarve.model import Tier
+from kvarve.runtime import PrefixCache
+from kvarve.server.serve import quiet_libraries
+from kvarve.storage import FileStorage
+from kvarve.testing import FaultyStorage
+
+MIB = 1 << 20
+LONG_S = 120.0
+
+
+@dataclass(frozen=True)
+class Size:
+    spell_s: float = 30.0
+    spells: int = 2  # of each kind
+    prompt: int = 1024
+    patience_s: float = 0.5
+
+
+QUICK = Size(spell_s=3.0, spells=1)
+
+
+class Waits:
+    """A cache that notes how long each request waited for storage beyond its deadline."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self.late_s: list[float] = []
+        self._waiting: dict[Lease, float] = {}
+        self._cache, self._step, self._open = cache, cache.step, cache.open
+        cache.step, cache.open = self.step, self.open  # type: ignore[method-assign]
+
+    def open(self, *args: object, **words: object) -> Lease:
+        lease = self._open(*args, **words)  # type: ignore[arg-type]
+        if lease.phase is Phase.PROBING:
+            self._waiting[lease] = lease.deadline
+        return lease
+
+    def step(self) -> None:
+        self._step()
+        now = time.monotonic()
+        for lease, deadline in [*self._waiting.items()]:
+            if lease.phase not in (Phase.PROBING, Phase.FETCHING):
+                self.late_s.append(now - deadline)
+                del self._waiting[lease]
+
+
+class Spell:
+    """Some seconds of one request that decodes and of others that want what storage has."""
+
+    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], seconds: float) -> None:
+        self.came: list[float] = []
+        self._engine, self._end = engine, time.perf_counter() + seconds
+        self._over = threading.Event()
+        talk = Request(prompts[0][:64], Sampling(1 << 14, ignore_eos=True), deliver=self._take)
+        engine.submit(talk)
+        others = []
+        for number in range(1, int(seconds)):
+            others.append(engine.submit(Request(prompts[number % len(prompts)], Sampling(1, ignore_eos=True))))
+            self._over.wait(1.0)
+        assert self._over.wait(LONG_S)
+        engine.abort(talk)
+        for other in others:
+            _, _, last = other.result(LONG_S)
+            assert not last.error, last.error
+
+    def _take(self, piece: Piece) -> None:
+        now = time.perf_counter()
+        self.came.append(now)
+        if now > self._end:
+            self._over.set()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """By the median gap between two tokens: the chunks of the others' prompts are the same in both kinds."""
+        return 1 / median(after - before for before, after in zip(self.came, self.came[1:], strict=False))
+
+
+def measure(size: Size, folder: Path) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Tokens per second of every spell, and the lateness of every wait, by kind of spell."""
+    model = keeping_answers(load_model("builtin:tiny-hybrid"))
+    store = FileStorage(folder, 1 << 30, model.identity.fingerprint(), str(model.identity))
+    faulty = FaultyStorage(store, stall_limit_s=LONG_S)
+    settings = CacheConfig(
+        64 * MIB, 64 * MIB, prefetch_policy="timeout", prefetch_base_s=size.patience_s, prefetch_per_ki_token_s=0.0
+    )
+    cache = PrefixCache(model.identity, settings, storage=faulty)
+    waits, engine = Waits(cache), Engine(model, cache).start()
+    dice = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(256, (size.prompt,), generator=dice).tolist() for _ in range(8)]
+    for prompt in prompts:
+        engine.submit(Request(prompt, Sampling(1, ignore_eos=True))).result(LONG_S)
+    speeds, late = (
+        {"healthy": list[float](), "stalled": list[float]()},
+        {"healthy": list[float](), "stalled": list[float]()},
+    )
+    for number in watched(range(2 * size.spells), "spell", 2 * size.spells):
+        kind = ("healthy", "stalled")[number % 2]
+        engine.settle(LONG_S)
+        engine.flush([Tier.DEVICE, Tier.HOST], LONG_S)
+        waits.late_s.clear()
+        if kind == "stalled":
+            faulty.stall()
+        speeds[kind].append(Spell(engine, prompts, size.spell_s).tokens_per_s)
+        late[kind] += waits.late_s
+        faulty.release()
+    engine.shutdown()
+    return speeds, late
+
+
+def main() -> int:
+    parser = arguments("What does a storage that hangs cost?")
+    parser.add_argument("--dir", type=Path, metavar="FOLDER", help="where files are written; a temporary folder")
+    args = parser.parse_args()
+    size, about = QUICK if args.quick else Size(), machine()
+    quiet_libraries()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="kvarve-bench-", dir=args.dir) as name:
+        speeds, late = measure(size, Path(name) / "store")
+    rows = [
+        {
+            "storage": kind,
+            "decoded_tokens_per_s": max(speeds[kind]),
+            "waits": len(late[kind]),
+            "latest_ms": 1000 * max(late[kind]),
+        }
+        for kind in speeds
+    ]
+    ratios = {
+        "decode_stalled_over_healthy": max(speeds["stalled"]) / max(speeds["healthy"]),
+        "late_ms": 1000 * max(late["stalled"]),
+    }
+    show(f"Spells of {size.spell_s:.0f} s, patience {size.patience_s} s", rows)
+    for ratio, value in ratios.items():
+        print(f"{ratio}: {value:.3f}")
+    write_json(args.json, {"machine": about, "rows": rows, "ratios": ratios})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
