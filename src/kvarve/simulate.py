@@ -308,7 +308,7 @@ class InstantHands:
         for i, page in enumerate(copy.pages):
             name, size = self._name(copy.root, page), self._records[page.pool]
             if name not in self.storage.entries:
-                victims = self.storage.victims(name, size, mine)
+                victims = self.storage.victims(size, mine)
                 if victims is None:
                     continue
                 for victim in victims:

@@ -8,11 +8,11 @@ import pytest
 from kvarve.errors import StorageError
 from kvarve.storage import MemoryStorage, Storage
 from kvarve.storage.memory import forget_memory
-from kvarve.testing import CapacitySuite, MakeStorage, StorageSuite
+from kvarve.testing import ByteCapacitySuite, MakeStorage, StorageSuite
 from kvarve.testing.suite import LABEL, get, put
 
 
-class TestMemoryStorage(StorageSuite, CapacitySuite):
+class TestMemoryStorage(StorageSuite, ByteCapacitySuite):
     @pytest.fixture
     def make_storage(self) -> Iterator[MakeStorage]:
         test, names = uuid4().hex, set()

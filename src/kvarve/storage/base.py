@@ -33,7 +33,8 @@ class Storage(Protocol):
 
     A storage that evicts takes the least recently used object first; putting and getting are uses, asking is not.
     Within one call the first name counts as the most recently used, so whoever names things in the order in which they
-    are needed keeps the beginning when room runs out.
+    are needed keeps the beginning when room runs out. What stands before the first "-" of a name, if there is one, is
+    the name's group: backends that have quotas count by it.
     """
 
     def exists(self, names: Sequence[str]) -> list[bool]:
@@ -51,8 +52,9 @@ class Storage(Protocol):
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
         """Store each buffer under its name: True is stored and visible, False is no room even after evicting.
 
-        An object of that name is replaced at once: readers see the old bytes or the new, and a False leaves the old.
-        Objects stored by the same call are not evicted for each other. StorageError says how many of how many are done.
+        Nothing is replaced: names are names of content, so what is there already stays as it is and answers True (that
+        is a use). What is damaged has to be deleted first. Of one name twice in a call the first stays. What a call has
+        answered for is not evicted by the same call. StorageError says how many of how many are done.
         """
         ...
 
@@ -106,63 +108,44 @@ def check_owner(where: str, found: tuple[bytes, str], wanted: tuple[bytes, str])
         )
 
 
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One stored object; a replacement is another Entry, so `is` tells whether it is still the one that was seen."""
-
-    size_bytes: int
-    used: bool  # since the storage was opened, so the medium does not know its place in the order yet
-
-
 class LruIndex:
     """What is stored, how large, and who goes first. It only decides and counts: its owner moves bytes and locks."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
-        self.entries: OrderedDict[str, Entry] = OrderedDict()  # the next to be evicted comes first
+        self.entries: OrderedDict[str, int] = OrderedDict()  # sizes; the next to be evicted comes first
         self.used_bytes = 0
         self.evicted = 0
 
-    def victims(self, name: str, size_bytes: int, keep: Container[str] = ()) -> list[str] | None:
-        """Who must go before `name` may take `size_bytes`; None when it cannot fit without evicting one of `keep`."""
+    def victims(self, size_bytes: int, keep: Container[str] = ()) -> list[str] | None:
+        """Who must go before something new may take `size_bytes`; None when that takes one of `keep`."""
         excess = self.used_bytes + size_bytes - self.capacity_bytes
-        if name in self.entries:  # it is replaced, not evicted
-            excess -= self.entries[name].size_bytes
         found: list[str] = []
         if excess <= 0:
             return found
-        for other, entry in self.entries.items():
-            if other != name and other not in keep:
+        for other, size in self.entries.items():
+            if other not in keep:
                 found.append(other)
-                excess -= entry.size_bytes
+                excess -= size
                 if excess <= 0:
                     return found
         return None
 
-    def add(self, name: str, size_bytes: int, *, used: bool = True) -> None:
-        self.drop(name)
-        self.entries[name] = Entry(size_bytes, used)
+    def add(self, name: str, size_bytes: int) -> None:
+        assert name not in self.entries, f"{name} is there already"
+        self.entries[name] = size_bytes
         self.used_bytes += size_bytes
 
     def drop(self, name: str) -> bool:
         """Forget `name`; False when it was not known."""
-        entry = self.entries.pop(name, None)
-        self.used_bytes -= entry.size_bytes if entry else 0
-        return entry is not None
-
-    def correct(self, name: str, seen: Entry, size_bytes: int | None) -> None:
-        """The medium holds this much (None: nothing) where `seen` said otherwise, unless `seen` is the past by now."""
-        if self.entries.get(name) is seen:
-            self.drop(name)
-            if size_bytes is not None:
-                self.add(name, size_bytes)
+        size_bytes = self.entries.pop(name, None)
+        self.used_bytes -= size_bytes or 0
+        return size_bytes is not None
 
     def touch(self, names: Sequence[str]) -> None:
         """These were used: the first of them goes last."""
         for name in reversed(names):
-            entry = self.entries.get(name)
-            if entry is not None:
-                entry.used = True
+            if name in self.entries:
                 self.entries.move_to_end(name)
 
     def usage(self) -> Usage:

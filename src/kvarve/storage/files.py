@@ -1,325 +1,517 @@
-"""One file per object below one folder, at most so many bytes. Knows names and bytes only.
+"""Objects in a few large files below one folder, at most so many bytes. Knows names and bytes only.
 
-    kvarve.json          whose objects these are; written before the first of them
-    kvarve.lock          held by the one process that has the folder open
-    pages/3f/<name>      an object: it comes here by rename, so it is whole or absent
-    pages/3f/<token>~    an object being written; what a crash left of these goes at the next opening
+A slab is a file of equal slots with a table of what lies in them (`table`); where things lie is said in `folder`. What
+is known of it in memory, and who has to go when room is short, is in `books`. Here are the calls: they take locks, ask
+the books, and move bytes, by direct I/O where the file system has it and several threads at once.
 
-Nothing on the way of the data is synced to the disk. Whoever reads a page checks its checksum, so a page that a power
-cut loses or tears is a miss that costs one recomputation, while a sync for every page would halve the speed of all.
+A put is on the medium when it answers True: the data, then the entries in the tables, then one sync of each slab. The
+entries need not wait for the data, because whoever reads an object checks its own checksum: what a power cut tears is a
+miss, and so is a slot that was given to another object and still has its old entry. Nothing is ever replaced.
+
+Several processes may have one folder open. They change tables one at a time (a mutex that the kernel lets go of when a
+process dies), fill rows that they have reserved without any lock, and read without any lock: who has read an object
+makes sure afterwards that it was still there.
 """
 
-import fcntl
-import itertools
-import json
+import errno
 import os
-import secrets
 import threading
-import time
 import weakref
-import zlib
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from kvarve.errors import ConfigError, StorageError
-from kvarve.storage.base import LruIndex, Storage, Usage, check_batch, check_names, check_owner, check_settings, is_name
+from kvarve.storage.base import Storage, Usage, check_batch, check_names
+from kvarve.storage.books import Books, Call, Limits, Place, Wanted
+from kvarve.storage.disk import Disk
+from kvarve.storage.folder import Folder, check_folder, medium
+from kvarve.storage.orders import ORDERS, age_of
+from kvarve.storage.slabs import Piece, Slab, runs
+from kvarve.storage.table import FREE, RETIRED
 
-_FORMAT = "kvarve-files/1"
-_MARKER, _LOCK, _PAGES = "kvarve.json", "kvarve.lock", "pages"
-_UNFINISHED = "~"  # ends the name of a file being written; no object's name contains it
-# What an opening that was cut short leaves, and what every fresh ext4 disk has: a folder with these only is empty.
-_NOT_CONTENT = frozenset({_LOCK, _MARKER + _UNFINISHED, "lost+found"})
-# What users' prompts left behind is not for everyone on the machine to read.
-_FILE_MODE = 0o600
-
-
-@contextmanager
-def _medium(
-    directory: Path, verb: str = "", done: Collection[object] = (), names: Sequence[str] = ()
-) -> Iterator[None]:
-    """Trouble of the disk is trouble of the storage; of a batch it says how far it came."""
-    try:
-        yield
-    except OSError as error:
-        progress = f"{verb} {len(done)} of {len(names)} objects: " if verb else ""
-        raise StorageError(f"{directory}: {progress}{error}") from error
+DEFAULT_THREADS = 4
+_Work = TypeVar("_Work")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_TRY_AGAIN_NS = 10_000_000_000  # a class that found no room for a slab asks for one again after so long
+_SAVE_CLOCK_NS = 30_000_000_000
 
 
-def check_folder(directory: str | os.PathLike[str], capacity_bytes: int, label: bytes, description: str) -> Path:
-    """Raise what opening would raise, and touch nothing; answer the folder's path.
-
-    ConfigError: settings that cannot work anywhere. StorageError: what the folder is or holds. Whether another process
-    has it open is known only by opening it.
-    """
-    check_settings(capacity_bytes, label)
-    path = Path(directory)
-    if not path.is_absolute() or "\0" in str(path):
-        raise ConfigError(
-            f"{str(path)!r} is not an absolute path: a storage folder is named from the root, as /var/kvarve"
-        )
-    with _medium(path):
-        nearest = next(place for place in (path, *path.parents) if place.exists() or place.is_symlink())
-        if not nearest.is_dir():
-            raise StorageError(f"{path}: {nearest} is not a folder")
-        if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
-            raise StorageError(f"{path}: no permission to read and write {nearest}")
-        if nearest == path:
-            _check_contents(path, label, description)
-    return path
+def check_limits(ttl_s: float | None, quota_bytes: int | None, eviction: str, threads: int) -> None:
+    """Raise ConfigError unless a file storage can be opened with these."""
+    if ttl_s is not None and not ttl_s > 0:
+        raise ConfigError(f"objects that live for {ttl_s} s are never found: give a ttl above zero, such as 7d")
+    if quota_bytes is not None and quota_bytes <= 0:
+        raise ConfigError(f"a quota of {quota_bytes} bytes lets nobody in: give one above zero, such as 1GiB")
+    if eviction not in ORDERS:
+        raise ConfigError(f"unknown eviction order {eviction!r}; known: {', '.join(ORDERS)}")
+    if threads < 1:
+        raise ConfigError(f"{threads} threads read and write nothing: give at least 1")
 
 
-def _check_contents(directory: Path, label: bytes, description: str) -> None:
-    marker = directory / _MARKER
-    if not marker.exists():
-        if any(child.name not in _NOT_CONTENT for child in directory.iterdir()):
-            raise StorageError(
-                f"{directory} is not empty and not a kvarve storage folder: give another or an empty one"
-            )
-        return
-    try:
-        content = json.loads(marker.read_bytes())
-        version = content["format"]
-        owner = (bytes.fromhex(content["label"]), str(content["description"])) if version == _FORMAT else None
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise StorageError(f"{marker} is damaged ({error}): empty the folder or give another one") from error
-    if owner is None:
-        raise StorageError(
-            f"{directory} is in format {version!r}, this version of kvarve reads {_FORMAT!r}: "
-            f"give another folder or empty this one"
-        )
-    check_owner(str(directory), owner, (label, description))
+@dataclass(eq=False)
+class _Filling:
+    """What one round of a put is about to write."""
 
-
-def _write_marker(directory: Path, label: bytes, description: str) -> None:
-    # The one thing here that is synced, once per folder: without its marker a folder full of pages would be refused.
-    unfinished = directory / (_MARKER + _UNFINISHED)
-    content = {"format": _FORMAT, "label": label.hex(), "description": description}
-    with unfinished.open("w", encoding="ascii") as file:
-        file.write(json.dumps(content, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(directory / _MARKER)
-
-
-def _take_lock(directory: Path) -> int:
-    """The descriptor of the folder's lock; the kernel lets go of it when this process ends, however it ends."""
-    with ExitStack() as undo:
-        lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, _FILE_MODE)
-        undo.callback(os.close, lock)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(lock, 20, 0).decode("ascii", "replace")
-            raise StorageError(
-                f"{directory} is open already, in process {holder}: two cannot write to one folder, give another one"
-            ) from None
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)  # only for the message of whoever comes second
-        undo.pop_all()
-    return lock
-
-
-def _read(path: Path, into: memoryview) -> int | None:
-    """The file's size, and its beginning in `into`. None: no such file. (Python itself repeats interrupted calls.)"""
-    try:
-        file = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    try:
-        size = os.fstat(file).st_size
-        end, done = min(size, into.nbytes), 0
-        while done < end:
-            count = os.preadv(file, [into[done:end]], done)
-            if count == 0:  # somebody cut it short meanwhile
-                return done
-            done += count
-        return size
-    finally:
-        os.close(file)
-
-
-def _write(path: Path, data: memoryview) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE_MODE)
-    try:
-        done = 0
-        while done < data.nbytes:
-            count = os.pwritev(file, [data[done:]], done)
-            if count == 0:
-                raise OSError(f"{path}: the disk takes no more bytes")
-            done += count
-    finally:
-        os.close(file)
+    places: dict[int, Place] = field(default_factory=dict)  # by the object's number in the call
+    failed: dict[int, OSError] = field(default_factory=dict)
 
 
 class FileStorage(Storage):
-    """At most `capacity_bytes` of file contents below `directory` (absolute; made when missing), for one process.
+    """At most `capacity_bytes` of files below `directory` (absolute; made when missing).
 
-    What does not fit pushes out what was used longest ago. Objects being written take room beyond the capacity: one per
-    thread that puts. The order of use survives a `close`; after a crash it is the order of writing.
+    The capacity bounds the whole folder, with all models in it: those that nobody has open make room. Objects lie in
+    slots of whole 4 KiB. What does not fit pushes out what the order `eviction` says (lru, lfu, s3fifo). What was
+    stored more than `ttl_s` ago is missing. `quota_bytes`: the most that the objects of one group (what stands before
+    the first "-" of a name) may take; `threads`: that read and write at once.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], capacity_bytes: int, label: bytes, description: str) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        capacity_bytes: int,
+        label: bytes,
+        description: str,
+        *,
+        ttl_s: float | None = None,
+        quota_bytes: int | None = None,
+        eviction: str = "lru",
+        threads: int = DEFAULT_THREADS,
+        disk: Disk | None = None,
+    ) -> None:
+        check_limits(ttl_s, quota_bytes, eviction, threads)
         self._directory = check_folder(directory, capacity_bytes, label, description)
-        self._shards = [self._directory / _PAGES / f"{shard:02x}" for shard in range(256)]
-        # Nothing slow happens under this lock: objects are read and written outside, renamed and removed inside.
-        self._lock = threading.Lock()
-        self._index = LruIndex(capacity_bytes)
-        self._token, self._serial = secrets.token_hex(4), itertools.count()
-        with ExitStack() as undo, _medium(self._directory):
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._lock_file: int | None = _take_lock(self._directory)
-            undo.callback(os.close, self._lock_file)
-            check_folder(directory, capacity_bytes, label, description)  # it may have changed before the lock was ours
-            if not (self._directory / _MARKER).exists():
-                _write_marker(self._directory, label, description)
-            self._load()
+        self._threads = threads
+        limits = Limits(capacity_bytes, eviction, None if ttl_s is None else int(ttl_s * 1e9), quota_bytes)
+        # Whoever changes tables holds `_writing`, then the folder's mutex, and `_lock` for moments. Nothing slow
+        # happens under `_lock`, which is all that a reader needs.
+        self._writing, self._lock = threading.Lock(), threading.Lock()
+        self._full_until: dict[int, int] = {}  # slot bytes: store time
+        self._saved_ns = 0
+        self._open = False
+        self._pool: ThreadPoolExecutor | None = None
+        with ExitStack() as undo, medium(self._directory):
+            self._folder = Folder(disk or Disk(), self._directory, label, description)
+            undo.callback(self._folder.close)
+            with self._folder.mutex():
+                check_folder(directory, capacity_bytes, label, description)  # it may have changed meanwhile
+                self._folder.enter()
+                self._books = Books(self._folder.disk, self._folder, label, limits)
+                if self._folder.alone():
+                    self._books.begin()
+            self._books.take_in()  # takes long where there is much, so without the mutex
+            self._open = True
+            _open_here.add(self)
+            with self._changing():
+                self._repair()
             undo.pop_all()
-        _open_here.add(self)
 
-    def _load(self) -> None:
-        """Rebuild the index from the files that are there, oldest use first, and remove unfinished ones."""
-        found = []
-        for shard in self._shards:
-            for file in list(os.scandir(shard)) if shard.is_dir() else ():
-                if file.name.endswith(_UNFINISHED):
-                    Path(file).unlink()
-                elif is_name(file.name) and file.is_file(follow_symlinks=False):
-                    status = file.stat(follow_symlinks=False)
-                    found.append((status.st_mtime_ns, file.name, status.st_size))
-        for _, name, size_bytes in sorted(found):
-            self._index.add(name, size_bytes, used=False)
-        self._evict(self._index.victims("", 0) or [])  # the capacity may be smaller than last time
+    def _repair(self) -> None:
+        """What the last processes left; the capacity may be smaller than last time, too."""
+        with self._lock, suppress(OSError):  # read-only, it can still be read
+            self._books.reclaim()
+            self._books.publish()
+            self._books.clock.save()
+        self._saved_ns = self._books.clock.now_ns()
+        excess = self._folder.bytes() - self._books.limits.capacity_bytes
+        while excess > 0 and self._folder.remove_unused():
+            excess = self._folder.bytes() - self._books.limits.capacity_bytes
+        while excess > 0:
+            with self._lock:
+                movable = [slab for slab in self._books.slabs.values() if self._books.may_go(slab)]
+            if not movable:
+                break
+            coldest = min(movable, key=age_of)
+            excess -= coldest.shape.bytes
+            self._remove(coldest)
+
+    # --- the calls
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        check_names(names)
-        with self._lock:
+        with self._lock, medium(self._directory):
             self._require_open()
-            return [name in self._index.entries for name in names]
+            self._books.take_in()
+            if self._books.limits.ttl_ns is None:
+                index = self._books.index
+                found = [name in index for name in names]
+            else:
+                now_ns = self._books.clock.now_ns()
+                found = [self._books.find(name, now_ns) is not None for name in names]
+        if not all(found):
+            check_names(names)  # what is there has a name that can be
+        return found
 
     def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
+        """As the protocol says; of an object that another process evicts meanwhile (None) parts may be read."""
         check_batch(names, into)
-        with self._lock:
+        pieces, generations, sizes = [], [], []
+        answers: list[int | None] = [None] * len(names)
+        with self._lock, medium(self._directory):
             self._require_open()
-            entries = [self._index.entries.get(name) for name in names]
-            self._index.touch(names)
-        sizes: list[int | None] = []
-        with _medium(self._directory, "read", sizes, names):
-            for name, entry, view in zip(names, entries, into, strict=True):
-                size_bytes = None if entry is None else _read(self._path(name), view)
-                if entry is not None and size_bytes != entry.size_bytes:
-                    with self._lock:
-                        self._index.correct(name, entry, size_bytes)
-                sizes.append(size_bytes)
-        return sizes
+            self._books.take_in()
+            now_ns = self._books.clock.now_ns()
+            for number, (name, view) in enumerate(zip(names, into, strict=True)):
+                place = self._books.find(name, now_ns)
+                if place is not None:
+                    slab, row = place
+                    sizes.append(int(slab.length[row]))
+                    generations.append(int(slab.generation[row]))
+                    pieces.append(Piece(number, slab, row, view[: sizes[-1]]))
+        if not pieces:
+            return answers
+        counts, troubles = self._read(pieces)
+        if len(troubles) == len(pieces) and not any(piece.slab.answers() for piece in pieces):
+            raise StorageError(f"{self._directory}: read 0 of {len(names)} objects: {troubles[pieces[0].number]}")
+        used, gone = [], []
+        with self._lock, medium(self._directory):
+            self._require_open()
+            self._books.take_in()
+            for piece, generation, size_bytes in zip(pieces, generations, sizes, strict=True):
+                if not self._books.stands((piece.slab, piece.row), generation):
+                    continue
+                if counts.get(piece.number) == piece.view.nbytes:
+                    answers[piece.number] = size_bytes
+                    used.append((piece.slab, piece.row))
+                else:
+                    gone.append((piece.slab, piece.row, generation))
+            stamps = self._books.use(used)
+        with suppress(OSError):  # on a disk that became read-only there is no order to keep
+            for slab, row, when, uses in stamps:
+                slab.stamp(row, when, uses)
+        if gone:
+            self._retire(gone)
+        return answers
 
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
         check_batch(names, data)
-        mine: dict[str, None] = {}  # stored by this call, in order
-        stored: list[bool] = []
-        with _medium(self._directory, "stored", mine, names):
-            for name, view in zip(names, data, strict=True):
-                stored.append(self._put_one(name, view, mine))
-                if stored[-1]:
-                    mine[name] = None
-        with self._lock:
-            self._require_open()
-            self._index.touch(list(mine))
-        return stored
+        call, answers = Call(), dict[int, bool]()
+        first: dict[str, int] = {}
+        for number, name in enumerate(names):
+            first.setdefault(name, number)
+        numbers = list(first.values())
+        try:
+            # What finds a bad place, or one without room behind it, gets a second one.
+            for again in (False, True):
+                filling = self._reserve(call, numbers, names, data, answers, grow=not again)
+                if filling.places:
+                    self._write(filling, data)
+                    self._commit(call, filling, names, data, answers)
+                    self._sync(filling, answers)
+                numbers = sorted(filling.failed)
+                call.full = any(error.errno in _FULL for error in filling.failed.values())
+                if not numbers:
+                    break
+            for error in filling.failed.values():
+                if error.errno not in _FULL:
+                    raise error
+        except OSError as error:
+            done = sum(answers.values())
+            raise StorageError(f"{self._directory}: stored {done} of {len(names)} objects: {error}") from error
+        self._used(names, answers)
+        return [answers[first[name]] for name in names]
 
     def delete(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
-        deleted: list[bool] = []
-        with self._lock, _medium(self._directory, "deleted", deleted, names):
-            self._require_open()
+        deleted = []
+        with medium(self._directory), self._changing(), self._lock:
+            now_ns = self._books.clock.now_ns()
             for name in names:
-                deleted.append(name in self._index.entries and self._remove(name))
+                place = self._books.find(name, now_ns)
+                if place is not None:
+                    self._books.drop(*place)
+                deleted.append(place is not None)
+            self._books.publish()
         return deleted
 
     def usage(self) -> Usage:
-        with self._lock:
+        with self._lock, medium(self._directory):
             self._require_open()
-            return self._index.usage()
+            self._books.take_in()
+            objects, size_bytes = self._books.count(self._books.clock.now_ns())
+            return Usage(objects, size_bytes, self._books.limits.capacity_bytes, self._books.evicted)
+
+    def trouble(self) -> dict[str, int]:
+        """How many objects could not be read and how many entries were lost since this storage was opened."""
+        with self._lock:
+            return {"damaged": self._books.damaged, "lost": self._books.lost}
 
     def close(self) -> None:
-        with self._lock:
-            if self._lock_file is not None:
-                self._remember_order()
-                fcntl.flock(self._lock_file, fcntl.LOCK_UN)  # also for a copy that a fork in C code may hold
-                os.close(self._lock_file)
-                self._lock_file = None
+        with self._writing, self._lock:
+            if self._open:
+                self._open = False
+                with suppress(OSError):
+                    self._books.clock.save()
+                self._folder.close()
+                self._let_go()
 
-    # Below: called with the lock held, except where it says otherwise.
+    # --- a put, step by step
 
-    def _put_one(self, name: str, data: memoryview, keep: Container[str]) -> bool:
-        """Takes the lock itself. Room is asked for before the bytes are written, and made when they are there."""
-        with self._lock:
-            self._require_open()
-            if self._index.victims(name, data.nbytes, keep) is None:
-                return False
-        path = self._path(name)
-        unfinished = path.with_name(f"{self._token}.{next(self._serial)}{_UNFINISHED}")
-        with ExitStack() as undo:
-            undo.callback(_forget, unfinished)
+    def _reserve(
+        self,
+        call: Call,
+        numbers: Sequence[int],
+        names: Sequence[str],
+        data: Sequence[memoryview],
+        answers: dict[int, bool],
+        *,
+        grow: bool,
+    ) -> _Filling:
+        """Find what is there already, and rows for the rest; what finds neither is answered False."""
+        filling = _Filling()
+        with self._changing():
             try:
-                _write(unfinished, data)
-            except FileNotFoundError:  # the first object of its folder, or somebody has removed the folder
-                for folder in (path.parent.parent, path.parent):
-                    folder.mkdir(exist_ok=True)
-                _write(unfinished, data)
+                for number in numbers:
+                    name = names[number]
+                    if self._is_there(call, name):
+                        answers[number] = True
+                        continue
+                    place = self._seat(call, name, data[number].nbytes, grow)
+                    answers[number] = False
+                    if place is not None:
+                        filling.places[number] = place
+                with self._lock:
+                    self._books.publish()
+            except OSError:
+                with self._lock, suppress(OSError):
+                    for slab, row in filling.places.values():
+                        self._books.drop(slab, row)
+                    self._books.publish()
+                raise
+        return filling
+
+    def _is_there(self, call: Call, name: str) -> bool:
+        """Then it is used, and stays at least until the call is done. What is too old makes room."""
+        with self._lock:
+            place = self._books.find(name, self._books.clock.now_ns())
+            if place is not None:
+                call.kept.add(self._books.index[name])
+                self._books.use([place])
+            elif name in self._books.index:
+                self._books.drop(*self._books.place(name))
+            return place is not None
+
+    def _seat(self, call: Call, name: str, size_bytes: int, grow: bool) -> Place | None:
+        while True:
             with self._lock:
-                self._require_open()
-                victims = self._index.victims(name, data.nbytes, keep)
-                if victims is None:
-                    return False
-                self._evict(victims)
-                unfinished.replace(path)
-                self._index.add(name, data.nbytes)
-            undo.pop_all()
+                found = self._books.seat(call, name, size_bytes, more=grow)
+            if not isinstance(found, Wanted):
+                return found
+            if found.instead is None:
+                grow = self._grow(found.slot_bytes)
+            elif not self._swap(found):
+                return None
+
+    def _grow(self, slot_bytes: int) -> bool:
+        """One more slab of a class, if there is room; another model that nobody uses makes room."""
+        now_ns = self._books.clock.now_ns()
+        if self._full_until.get(slot_bytes, 0) > now_ns:
+            return False
+        while True:
+            room_bytes = self._books.limits.capacity_bytes - self._folder.bytes()
+            with self._lock:
+                shape = self._books.shape_for(slot_bytes, room_bytes)
+            if shape is not None or not self._folder.remove_unused():
+                break
+        slab = None
+        if shape is not None:
+            try:
+                slab = self._books.new_slab(shape)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+        if slab is None:
+            self._full_until[slot_bytes] = now_ns + _TRY_AGAIN_NS
+            return False
+        with self._lock:
+            self._books.slabs[slab.number] = slab
+            self._books.changes.tell({slab.number: (slab.identity, ())})
         return True
 
-    def _evict(self, victims: Sequence[str]) -> None:
-        for victim in victims:
-            self._remove(victim)
-            self._index.evicted += 1
+    def _swap(self, wanted: Wanted) -> bool:
+        """Empty a slab of another class and make one of this class in its place, unless that gives too little room."""
+        assert wanted.instead is not None
+        room_bytes = self._books.limits.capacity_bytes - self._folder.bytes()
+        with self._lock:
+            room_bytes += sum(
+                slab.shape.bytes
+                for slab in self._books.slabs.values()
+                if slab.shape.slot_bytes != wanted.slot_bytes and self._books.may_go(slab)
+            )
+            if self._books.shape_for(wanted.slot_bytes, room_bytes) is None:
+                return False
+        self._remove(wanted.instead)
+        self._grow(wanted.slot_bytes)
+        return True
 
-    def _remove(self, name: str) -> bool:
-        """False: the file was gone already. An OSError leaves the index as it was."""
-        there = True
-        try:
-            self._path(name).unlink()
-        except FileNotFoundError:
-            there = False
-        self._index.drop(name)
-        return there
+    def _remove(self, slab: Slab) -> None:
+        """Evict all that a slab holds, and the slab."""
+        with self._lock:
+            self._books.changes.tell({slab.number: (0, ())})
+            self._books.evicted += self._books.forget(slab)
+        slab.disk.unlink(slab.path)
+        self._full_until.clear()
 
-    def _remember_order(self) -> None:
-        """Write the order of use into the files' times: those used since opening are newest, a microsecond apart."""
-        now_ns = time.time_ns()
-        for age, (name, entry) in enumerate(reversed(self._index.entries.items())):
-            if not entry.used:
-                break
-            with suppress(OSError):  # a file that is gone has no order to keep
-                os.utime(self._path(name), ns=(now_ns - 1000 * age, now_ns - 1000 * age))
+    def _write(self, filling: _Filling, data: Sequence[memoryview]) -> None:
+        pieces = [Piece(number, *place, data[number]) for number, place in filling.places.items()]
+        for run, error in self._each_run(runs(pieces), lambda run: run[0].slab.write(run[0].row, _views(run))):
+            if error is None:
+                continue
+            for piece in run:
+                try:
+                    piece.slab.write(piece.row, [piece.view])
+                except OSError as its_own:
+                    filling.failed[piece.number] = its_own
+
+    def _commit(
+        self,
+        call: Call,
+        filling: _Filling,
+        names: Sequence[str],
+        data: Sequence[memoryview],
+        answers: dict[int, bool],
+    ) -> None:
+        """What is written is there, from now on for everybody; the rows of the rest are free, or retired."""
+        call.of_group.clear()
+        with self._changing(), self._lock:
+            full = []
+            for number, (slab, row) in filling.places.items():
+                error = filling.failed.get(number)
+                if self._books.slabs.get(slab.number) is not slab:
+                    continue  # somebody has removed it
+                if error is not None:
+                    bad = error.errno == errno.EIO
+                    self._books.damaged += bad
+                    self._books.drop(slab, row, RETIRED if bad else FREE)
+                    full += [(slab, row)] if error.errno in _FULL else []
+                elif names[number] in self._books.index:  # somebody else was faster
+                    self._books.drop(slab, row)
+                    answers[number] = True
+                else:
+                    self._books.keep(slab, row, names[number], data[number].nbytes)
+                    call.kept.add(slab.number << 32 | row)
+                    answers[number] = True
+            self._books.publish()
+            for slab, row in full:  # free in the table, and as long as this storage is open nobody tries it again
+                slab.state[row] = RETIRED
+            if self._books.clock.now_ns() - self._saved_ns > _SAVE_CLOCK_NS:
+                self._saved_ns = self._books.clock.now_ns()
+                self._books.clock.save()
+
+    def _sync(self, filling: _Filling, answers: dict[int, bool]) -> None:
+        """Return when all is on the medium. Where that fails, nobody knows what is: it is taken back."""
+        slabs = list({slab.number: slab for slab, _ in filling.places.values()}.values())
+        for slab, error in self._each_run(slabs, lambda slab: slab.sync()):
+            if error is None:
+                continue
+            with self._changing(), self._lock, suppress(OSError):
+                for number, (other, row) in filling.places.items():
+                    if other is slab:
+                        answers[number] = False
+                        self._books.drop(other, row)
+                self._books.publish()
+            raise error
+
+    def _used(self, names: Sequence[str], answers: dict[int, bool]) -> None:
+        """The first name of a call counts as used last, whether it was there or is new."""
+        with self._lock:
+            self._require_open()
+            now_ns = self._books.clock.now_ns()
+            stored = [self._books.find(names[number], now_ns) for number in sorted(answers) if answers[number]]
+            stamps = self._books.use(list(dict.fromkeys(place for place in stored if place)), count=False)
+        with suppress(OSError):
+            for slab, row, when, uses in stamps:
+                slab.stamp(row, when, uses)
+
+    # --- a get, step by step
+
+    def _read(self, pieces: Sequence[Piece]) -> tuple[dict[int, int], dict[int, OSError]]:
+        """How many bytes came of each, and what went wrong."""
+        counts: dict[int, int] = {}
+        troubles: dict[int, OSError] = {}
+
+        def read(run: list[Piece]) -> None:
+            count = run[0].slab.read(run[0].row, _views(run))
+            for piece in run:
+                counts[piece.number] = max(0, min(count, piece.view.nbytes))
+                count -= piece.view.nbytes
+
+        for run, error in self._each_run(runs(pieces), read):
+            for piece in run if error is not None else ():
+                try:
+                    counts[piece.number] = piece.slab.read(piece.row, [piece.view])
+                except OSError as its_own:
+                    troubles[piece.number] = its_own
+        return counts, troubles
+
+    def _retire(self, damaged: Sequence[tuple[Slab, int, int]]) -> None:
+        """What cannot be read is not there, and its place is not given away again before a check."""
+        with suppress(OSError, StorageError), self._changing(), self._lock:
+            for slab, row, generation in damaged:
+                if self._books.stands((slab, row), generation):
+                    self._books.damaged += 1
+                    self._books.drop(slab, row, RETIRED)
+            self._books.publish()
+
+    # --- threads, locks, and the end
+
+    def _each_run(self, work: Sequence[_Work], do: Callable[[_Work], None]) -> Iterator[tuple[_Work, OSError | None]]:
+        """Do all of it, several at once; each with what went wrong."""
+
+        def tried(one: _Work) -> OSError | None:
+            try:
+                do(one)
+            except OSError as error:
+                return error
+            return None
+
+        if len(work) < 2 or self._threads == 1:
+            yield from [(one, tried(one)) for one in work]
+            return
+        with self._lock:
+            self._require_open()
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._threads, "kvarve-files")
+            futures: list[Future[OSError | None]] = [self._pool.submit(tried, one) for one in work]
+        yield from [(one, future.result()) for one, future in zip(work, futures, strict=True)]
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Alone among all threads and processes that change tables, and up to date."""
+        with self._writing:
+            with self._lock:
+                self._require_open()
+            with self._folder.mutex():
+                with self._lock:
+                    self._books.take_in()
+                    self._books.settle()
+                yield
 
     def _require_open(self) -> None:
-        if self._lock_file is None:
+        if not self._open:
             raise StorageError(f"{self._directory}: this storage is closed, or was opened before a fork")
 
-    def _path(self, name: str) -> Path:
-        return self._shards[zlib.crc32(name.encode()) & 0xFF] / name
+    def _let_go(self) -> None:
+        """Slabs that are being read are closed by whoever reads them."""
+        self._books.slabs.clear()
+        self._books.index.clear()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
 
     def _leave_to_parent(self) -> None:
-        """In a child after fork: the folder stays the parent's, and its lock must not outlive the parent in us."""
-        self._lock = threading.Lock()  # another thread of the parent may have held the old one
-        if self._lock_file is not None:
-            os.close(self._lock_file)
-            self._lock_file = None
+        """In a child after fork: the folder stays the parent's, and its locks must not outlive the parent in us."""
+        self._writing, self._lock = threading.Lock(), threading.Lock()  # a thread of the parent may have held them
+        self._pool = None  # its threads are the parent's
+        if self._open:
+            self._open = False
+            self._folder.abandon()
+            self._let_go()
 
 
-def _forget(unfinished: Path) -> None:
-    with suppress(OSError):  # the next opening removes what cannot be removed now
-        unfinished.unlink()
+def _views(run: Sequence[Piece]) -> list[memoryview]:
+    return [piece.view for piece in run]
 
 
 # A program that forks its workers after opening a storage is a common one.

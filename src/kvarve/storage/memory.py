@@ -53,7 +53,7 @@ class MemoryStorage(Storage):
             region = fresh if name is None else _named.setdefault(name, fresh)
         with region.lock:
             region.index.capacity_bytes = capacity_bytes
-            region.evict(region.index.victims("", 0) or [])
+            region.evict(region.index.victims(0) or [])
         self._region: _Region | None = region
 
     def _open_region(self) -> _Region:
@@ -83,17 +83,20 @@ class MemoryStorage(Storage):
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
         check_batch(names, data)
         region = self._open_region()
-        mine: dict[str, None] = {}  # in order
+        mine: dict[str, None] = {}  # what this call answers for, in order
         stored = []
         with region.lock:
             for name, view in zip(names, data, strict=True):
-                victims = region.index.victims(name, view.nbytes, mine)
-                if victims is not None:
+                if name not in region.objects:
+                    victims = region.index.victims(view.nbytes, mine)
+                    if victims is None:
+                        stored.append(False)
+                        continue
                     region.evict(victims)
                     region.objects[name] = bytes(view)
                     region.index.add(name, view.nbytes)
-                    mine[name] = None
-                stored.append(victims is not None)
+                mine[name] = None
+                stored.append(True)
             region.index.touch(list(mine))
         return stored
 

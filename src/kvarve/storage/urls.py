@@ -1,5 +1,6 @@
 """Which storage does a setting such as `file:///var/kvarve?capacity=100GiB` mean?"""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -7,10 +8,13 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from kvarve.errors import ConfigError
 from kvarve.sizes import parse_size
 from kvarve.storage.base import Storage
-from kvarve.storage.files import FileStorage, check_folder
+from kvarve.storage.files import DEFAULT_THREADS, FileStorage, check_limits
+from kvarve.storage.folder import check_folder
 from kvarve.storage.memory import MemoryStorage, check_memory
 
 DEFAULT_CAPACITY = "10GiB"  # of a plain path; a URL says its own
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,20 @@ class StorageUrl:
             raise ConfigError(f"{self.text}: {parameter} must be above zero, such as {DEFAULT_CAPACITY}")
         return size_bytes
 
+    def seconds(self, parameter: str) -> float:
+        """The time that `parameter` gives, such as 90s, 30m, 12h, 7d or 2w."""
+        match = _TIME.fullmatch(self.parameters[parameter])
+        if match is None:
+            written = self.parameters[parameter]
+            raise ConfigError(f"{self.text}: {parameter}={written} is not a time: write 90s, 30m, 12h, 7d or 2w")
+        return float(match[1]) * _SECONDS[match[2]]
+
+    def whole_number(self, parameter: str) -> int:
+        written = self.parameters[parameter]
+        if not written.isascii() or not written.isdigit() or len(written) > 4:
+            raise ConfigError(f"{self.text}: {parameter}={written} is not a number from 1 to 9999")
+        return int(written)
+
 
 @dataclass(frozen=True)
 class Scheme:
@@ -52,8 +70,23 @@ def _file(url: StorageUrl, label: bytes, description: str) -> Callable[[], Stora
             f"{url.text}: a file URL has three slashes and an absolute path, as in {SCHEMES['file'].example}"
         )
     capacity_bytes = url.size_bytes("capacity")
+    given = url.parameters
+    ttl_s = url.seconds("ttl") if "ttl" in given else None
+    quota_bytes = url.size_bytes("quota") if "quota" in given else None
+    threads = url.whole_number("threads") if "threads" in given else DEFAULT_THREADS
+    eviction = given.get("eviction", "lru")
+    check_limits(ttl_s, quota_bytes, eviction, threads)
     directory = check_folder(url.path, capacity_bytes, label, description)
-    return lambda: FileStorage(directory, capacity_bytes, label, description)
+    return lambda: FileStorage(
+        directory,
+        capacity_bytes,
+        label,
+        description,
+        ttl_s=ttl_s,
+        quota_bytes=quota_bytes,
+        eviction=eviction,
+        threads=threads,
+    )
 
 
 def _memory(url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
@@ -65,7 +98,9 @@ def _memory(url: StorageUrl, label: bytes, description: str) -> Callable[[], Sto
 
 
 SCHEMES: dict[str, Scheme] = {
-    "file": Scheme("file:///var/kvarve?capacity=100GiB", frozenset({"capacity"}), _file),
+    "file": Scheme(
+        "file:///var/kvarve?capacity=100GiB", frozenset({"capacity", "ttl", "quota", "eviction", "threads"}), _file
+    ),
     "memory": Scheme("memory://name?capacity=1GiB", frozenset({"capacity"}), _memory),
 }
 

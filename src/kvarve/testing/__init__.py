@@ -10,13 +10,13 @@ from kvarve.testing.faulty import FaultyStorage, Rule
 from kvarve.testing.world import World
 
 if TYPE_CHECKING:
-    from kvarve.testing.suite import CapacitySuite, MakeStorage, StorageSuite
+    from kvarve.testing.suite import ByteCapacitySuite, CapacitySuite, MakeStorage, StorageSuite
 
-__all__ = ["CapacitySuite", "FaultyStorage", "MakeStorage", "Rule", "StorageSuite", "World"]
+__all__ = ["ByteCapacitySuite", "CapacitySuite", "FaultyStorage", "MakeStorage", "Rule", "StorageSuite", "World"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("CapacitySuite", "MakeStorage", "StorageSuite"):
+    if name not in ("ByteCapacitySuite", "CapacitySuite", "MakeStorage", "StorageSuite"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if f"{__name__}.suite" not in sys.modules:
         import pytest

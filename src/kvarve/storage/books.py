@@ -1,0 +1,475 @@
+"""What a file store knows of its objects: where each lies, whose turn it is to go, and what to write into the tables.
+
+Everything here is called with the store's lock held; what changes a table, with the folder's mutex as well. Bytes of
+objects are not moved here.
+"""
+
+import secrets
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvarve.storage.changes import Changes
+from kvarve.storage.disk import Disk
+from kvarve.storage.folder import Clock, Folder, slab_numbers, slab_path
+from kvarve.storage.orders import Victim, age_of, coldest
+from kvarve.storage.slabs import Broken, Slab
+from kvarve.storage.table import (
+    BROKEN,
+    FREE,
+    RESERVED,
+    RETIRED,
+    STORED,
+    Columns,
+    Shape,
+    owner_of,
+    slot_bytes_for,
+)
+
+# A slab is a 16th of the capacity but not above 256 MiB; there are not more than some 256 of them, each an open file.
+_SLAB_BYTES = 256 << 20
+_SLABS_AT_LEAST, _SLABS_AT_MOST = 16, 256
+# Another class gives a slab away when its objects are so many times as old as what would have to go here.
+_MUCH_OLDER = 2.0
+_SECOND_NS = 1_000_000_000
+_GENERATIONS = (1 << 32) - 1
+_ROW = (1 << 32) - 1
+
+Place = tuple[Slab, int]
+
+
+@dataclass(frozen=True)
+class Limits:
+    capacity_bytes: int
+    eviction: str = "lru"
+    ttl_ns: int | None = None
+    quota_bytes: int | None = None
+
+
+@dataclass(eq=False)
+class Call:
+    """One put: what it has answered for may not be evicted for the rest of it."""
+
+    kept: set[int] = field(default_factory=set)  # places of what was there already
+    of_group: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # slot bytes reserved
+    full: bool = False  # the disk had no room behind a free row, so only those that were filled once are any good
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """There is no row yet: a slab with such slots would have one; `instead` of this one, if there is no room."""
+
+    slot_bytes: int
+    instead: Slab | None = None
+
+
+def group_of(name: str) -> str:
+    """What stands before the first "-" of a name: those who share a quota."""
+    group, dash, _ = name.partition("-")
+    return group if dash else ""
+
+
+class Books:
+    def __init__(self, disk: Disk, folder: Folder, label: bytes, limits: Limits) -> None:
+        self.disk, self.folder, self.limits = disk, folder, limits
+        self.owner = owner_of(label)
+        self.changes = Changes(disk, folder.open("changes"))
+        self.clock = Clock(disk, folder.open("clock"))
+        self.slabs: dict[int, Slab] = {}
+        self.index: dict[str, int] = {}  # the slab's number << 32 | the row
+        self.bytes = 0
+        self.evicted = self.lost = self.damaged = 0
+        self._groups: dict[str, int] = {}
+        self._of_group: dict[str, int] = defaultdict(int)  # slot bytes; counted where there is a quota
+        self._dirty: dict[Slab, set[int]] = defaultdict(set)
+        self._held: set[Place] = set()  # what calls of this process are about to fill
+        self._unclear: set[Slab] = set()  # slabs with entries that fail their check
+        self._victims: dict[tuple[int, str | None], list[Victim]] = {}
+        self._interrupted = False  # the tables may have reserved rows of ours that nobody fills
+        self._last_tick = 0
+        self._swept_ns = 0
+
+    # --- asking
+
+    def place(self, name: str) -> Place:
+        """Where an object lies, however old."""
+        place = self.index[name]
+        return self.slabs[place >> 32], place & _ROW
+
+    def find(self, name: str, now_ns: int) -> Place | None:
+        """Where an object lies that is not too old."""
+        place = self.index.get(name)
+        if place is None:
+            return None
+        slab, row = self.slabs[place >> 32], place & _ROW
+        if self.limits.ttl_ns is not None and now_ns - int(slab.stored[row]) > self.limits.ttl_ns:
+            return None
+        return slab, row
+
+    def stands(self, place: Place, generation: int) -> bool:
+        """Whether it is still the same object that lies there."""
+        slab, row = place
+        known = self.slabs.get(slab.number) is slab
+        return bool(known and slab.state[row] == STORED and slab.generation[row] == generation)
+
+    def count(self, now_ns: int) -> tuple[int, int]:
+        """How many objects there are that are not too old, and their bytes."""
+        if self.limits.ttl_ns is None:
+            return len(self.index), self.bytes
+        objects = size_bytes = 0
+        for slab in self.slabs.values():
+            fresh = (slab.state == STORED) & (now_ns - slab.stored <= self.limits.ttl_ns)
+            objects += int(fresh.sum())
+            size_bytes += int(slab.length[fresh].sum())
+        return objects, size_bytes
+
+    # --- using
+
+    def use(self, places: Sequence[Place], *, count: bool = True) -> list[tuple[Slab, int, int, int]]:
+        """These were used, the first of them last; answers what to write down of it."""
+        tick = self._last_tick = max(self.clock.now_ns(), self._last_tick + 1)
+        for slab, row in reversed(places):
+            slab.used[row] = tick
+            slab.uses[row] += count
+            tick += 1
+        self._last_tick = tick
+        return [(slab, row, int(slab.used[row]), int(slab.uses[row])) for slab, row in places]
+
+    # --- learning from the tables
+
+    def take_in(self) -> None:
+        """Look what other processes have changed."""
+        for changed in self.changes.look():
+            slab = self.slabs.get(changed.number)
+            if slab is not None and slab.identity != changed.identity:
+                self.forget(slab)
+                slab = None
+            if slab is not None:
+                for stripe in changed.stripes or ():
+                    self._read(slab, *slab.rows_of(stripe))
+            elif changed.identity:
+                # A slab that cannot be opened is lost with what it holds, as one that is not there.
+                with suppress(OSError, Broken):
+                    slab = Slab.open(
+                        self.disk, slab_path(self.folder.model, changed.number), changed.number, self.owner
+                    )
+                    if slab.identity == changed.identity:
+                        self.slabs[changed.number] = slab
+                        self._read(slab, 0, slab.shape.slots)
+
+    def reload(self, slabs: Iterable[Slab]) -> None:
+        """Believe the tables again: what was meant to be written into them could not be."""
+        for slab in slabs:
+            if self.slabs.get(slab.number) is slab:
+                self._read(slab, 0, slab.shape.slots)
+
+    def _read(self, slab: Slab, first: int, last: int) -> None:
+        for at, columns in slab.load(first, last):
+            self._learn(slab, at, columns)
+
+    def _learn(self, slab: Slab, first: int, found: Columns) -> None:
+        here = slice(first, first + len(found.state))
+        changed = (slab.state[here] != found.state) | (slab.generation[here] != found.generation)
+        changed |= found.state == BROKEN
+        for row in np.flatnonzero(changed & (slab.state[here] == STORED)).tolist():
+            self._unlist(slab, first + row)
+        held = found.state == STORED
+        if held.any():
+            self.clock.at_least(int(found.stored[held].max()))
+        # When an object was used stands outside of the check of its entry, so it may be anything.
+        known = np.maximum(slab.used[here], found.used)
+        possible = (found.used >= found.stored) & (found.used <= self.clock.now_ns() + _SECOND_NS)
+        slab.used[here] = np.where(
+            changed, np.where(possible, found.used, found.stored), np.where(possible, known, slab.used[here])
+        )
+        slab.uses[here] = np.where(changed, found.uses, np.maximum(slab.uses[here], found.uses))
+        slab.state[here] = found.state
+        slab.holder[here] = found.holder
+        slab.generation[here] = found.generation
+        slab.length[here] = found.length
+        slab.stored[here] = found.stored
+        slab.searched = False
+        if held.any():
+            self._last_tick = max(self._last_tick, int(slab.used[here][held].max()))
+            new = changed[held]
+            rows = (np.flatnonzero(held) + first)[new].tolist()
+            names = found.names if new.all() else [found.names[i] for i in np.flatnonzero(new).tolist()]
+            self._list(slab, rows, names)
+        if (slab.state[here] == BROKEN).any():
+            self._unclear.add(slab)
+
+    def _list(self, slab: Slab, rows: list[int], names: list[str]) -> None:
+        """These rows are STORED under these names. Of two objects of one name one is given up."""
+        for row, name in zip(rows, names, strict=True):
+            slab.names[row] = name
+        base, index = slab.number << 32, self.index
+        if any(map(index.__contains__, names)) or len(set(names)) < len(names):
+            for row, name in zip(rows, names, strict=True):
+                if name in index:
+                    slab.state[row], slab.names[row] = BROKEN, ""
+                    self._unclear.add(slab)
+                else:
+                    self._count_in(slab, row)
+        elif self.limits.quota_bytes is None:
+            index.update(zip(names, (base + row for row in rows), strict=True))
+            self.bytes += int(slab.length[rows].sum())
+        else:
+            for row in rows:
+                self._count_in(slab, row)
+
+    def _count_in(self, slab: Slab, row: int) -> None:
+        name = slab.names[row]
+        self.index[name] = slab.number << 32 | row
+        self.bytes += int(slab.length[row])
+        if self.limits.quota_bytes is not None:
+            group = group_of(name)
+            slab.group[row] = self._groups.setdefault(group, len(self._groups))
+            self._of_group[group] += slab.shape.slot_bytes
+
+    def _unlist(self, slab: Slab, row: int) -> None:
+        name = slab.names[row]
+        if self.index.get(name) == slab.number << 32 | row:
+            del self.index[name]
+            self.bytes -= int(slab.length[row])
+            if self.limits.quota_bytes is not None:
+                self._of_group[group_of(name)] -= slab.shape.slot_bytes
+        slab.names[row] = ""
+
+    def forget(self, slab: Slab) -> int:
+        """A slab is gone; how many objects with it."""
+        rows = np.flatnonzero(slab.state == STORED).tolist()
+        for row in rows:
+            self._unlist(slab, row)
+        self.slabs.pop(slab.number, None)
+        self._held = {place for place in self._held if place[0] is not slab}
+        self._dirty.pop(slab, None)
+        self._unclear.discard(slab)
+        return len(rows)
+
+    # --- changing, with the mutex held
+
+    def hold(self, slab: Slab, row: int) -> None:
+        """The row is to be filled by this process."""
+        self._set(slab, row, RESERVED)
+        self._held.add((slab, row))
+        slab.length[row] = slab.used[row] = slab.uses[row] = 0
+
+    def drop(self, slab: Slab, row: int, state: int = FREE) -> None:
+        """The row holds nothing any more, and is free, or is not used again."""
+        self._unlist(slab, row)
+        self._held.discard((slab, row))
+        self._set(slab, row, state)
+        slab.searched = slab.searched and state != FREE
+
+    def keep(self, slab: Slab, row: int, name: str, length: int) -> None:
+        """The row has been filled."""
+        self._held.discard((slab, row))
+        slab.state[row], slab.names[row], slab.length[row] = STORED, name, length
+        slab.stored[row] = self.clock.now_ns()
+        self._dirty[slab].add(row)
+        self._count_in(slab, row)
+
+    def _set(self, slab: Slab, row: int, state: int) -> None:
+        slab.state[row] = state
+        slab.holder[row] = self.folder.number
+        slab.generation[row] = (int(slab.generation[row]) + 1) & _GENERATIONS
+        self._dirty[slab].add(row)
+
+    def publish(self) -> None:
+        """Write what has changed into the tables and tell the others. OSError: nothing has changed after all."""
+        dirty, self._dirty = self._dirty, defaultdict(set)
+        try:
+            told = {}
+            for slab, rows in dirty.items():
+                slab.save(sorted(rows))
+                told[slab.number] = (slab.identity, set(slab.stripe(np.array(sorted(rows))).tolist()))
+            if told:
+                self.changes.tell(told)
+        except OSError:
+            self._interrupted = True
+            self.reload(dirty)
+            raise
+
+    def settle(self) -> None:
+        """Entries that fail their check although nobody is writing them are free rows; so are doubles of a name."""
+        if self._interrupted:
+            self._interrupted = False
+            self.reclaim()
+        unclear, self._unclear = self._unclear, set()
+        for slab in unclear:
+            broken = np.flatnonzero(slab.state == BROKEN)
+            for stripe in np.unique(slab.stripe(broken)).tolist():
+                self._read(slab, *slab.rows_of(stripe))
+            for row in np.flatnonzero(slab.state == BROKEN).tolist():
+                self.lost += 1
+                self.drop(slab, row)
+            self._unclear.discard(slab)
+
+    def reclaim(self) -> None:
+        """Rows that a process had reserved before it died are free, and those of ours that no call is filling."""
+        for slab in self.slabs.values():
+            reserved = slab.state == RESERVED
+            for holder in np.unique(slab.holder[reserved]).tolist():
+                if holder == self.folder.number or not self.folder.is_alive(holder):
+                    for row in np.flatnonzero(reserved & (slab.holder == holder)).tolist():
+                        if (slab, row) not in self._held:
+                            self.drop(slab, row)
+
+    def sweep(self, now_ns: int) -> int:
+        """What is too old is gone; how many that were."""
+        if self.limits.ttl_ns is None:
+            return 0
+        count = 0
+        for slab in self.slabs.values():
+            for row in np.flatnonzero((slab.state == STORED) & (now_ns - slab.stored > self.limits.ttl_ns)).tolist():
+                self.drop(slab, row)
+                count += 1
+        return count
+
+    # --- finding room
+
+    def seat(self, call: Call, name: str, size_bytes: int, *, more: bool) -> Place | Wanted | None:
+        """A row for a new object, held from now on. `Wanted`: try to get it and ask again, with `more` false then."""
+        slot_bytes = slot_bytes_for(size_bytes)
+        group = group_of(name) if self.limits.quota_bytes is not None else ""
+        if not self._make_room_in_group(call, group, slot_bytes):
+            return None
+        place = None if call.full else self._free(slot_bytes)
+        if place is None and more:
+            return Wanted(slot_bytes)
+        if place is None:
+            victim, fresh = self._victim(call, slot_bytes, None)
+            if victim is None or fresh:
+                instead = self._colder(call, slot_bytes, victim)
+                if instead is not None:
+                    if victim is not None:
+                        self._victims[slot_bytes, None].append(victim)
+                    return Wanted(slot_bytes, instead)
+            if victim is None:
+                return None
+            place = victim.slab, victim.row
+            self.evict(*place)
+        self.hold(*place)
+        call.of_group[group] += slot_bytes
+        return place
+
+    def evict(self, slab: Slab, row: int) -> None:
+        self.drop(slab, row)
+        self.evicted += 1
+
+    def _free(self, slot_bytes: int) -> Place | None:
+        now_ns = self.clock.now_ns()
+        for again in (False, True):
+            for slab in self.slabs.values():
+                if slab.shape.slot_bytes == slot_bytes and (row := slab.take_free()) is not None:
+                    return slab, row
+            if again or now_ns - self._swept_ns < _SECOND_NS:
+                break
+            self._swept_ns = now_ns
+            self.sweep(now_ns)
+            self.reclaim()
+        return None
+
+    def _make_room_in_group(self, call: Call, group: str, slot_bytes: int) -> bool:
+        """Whether the group may have one more slot; it gives its own coldest for it."""
+        quota = self.limits.quota_bytes
+        if quota is None:
+            return True
+        if call.of_group[group] + slot_bytes > quota:
+            return False
+        while self._of_group[group] + call.of_group[group] + slot_bytes > quota:
+            victim, _ = self._victim(call, None, group)
+            if victim is None:
+                return False
+            self.evict(victim.slab, victim.row)
+        return True
+
+    def _victim(self, call: Call, slot_bytes: int | None, group: str | None) -> tuple[Victim | None, bool]:
+        """Who goes next of a class or of a group, and whether that was worked out just now."""
+        key = (slot_bytes or 0, group)
+        for fresh in (False, True):
+            if fresh:
+                slabs = [slab for slab in self.slabs.values() if slot_bytes in (None, slab.shape.slot_bytes)]
+                number = None if group is None else self._groups.get(group, -1)
+                self._victims[key] = coldest(slabs, self.limits.eviction, number)
+            line = self._victims.get(key, [])
+            while line:
+                victim = line.pop()
+                if (
+                    victim.stands(self.slabs)
+                    and victim.slab.number << 32 | victim.row not in call.kept
+                    and not self._used_elsewhere(victim)
+                ):
+                    return victim, fresh
+        return None, True
+
+    def _used_elsewhere(self, victim: Victim) -> bool:
+        """Whether another process has used it since; then this one knows now."""
+        slab, row = victim.slab, victim.row
+        with suppress(OSError):
+            used, uses = slab.stamped(row)
+            if used > slab.used[row] and used <= self.clock.now_ns() + _SECOND_NS:
+                slab.used[row], slab.uses[row] = used, max(uses, int(slab.uses[row]))
+                return True
+        return False
+
+    def _colder(self, call: Call, slot_bytes: int, victim: Victim | None) -> Slab | None:
+        """A slab of another class that is better emptied than this victim evicted."""
+        ages = {
+            slab: age_of(slab)
+            for slab in self.slabs.values()
+            if slab.shape.slot_bytes != slot_bytes and self.may_go(slab, call)
+        }
+        slab = min(ages, key=lambda slab: ages[slab], default=None)
+        if slab is None or victim is None:
+            return slab
+        now_ns = self.clock.now_ns()
+        return slab if now_ns - ages[slab] > _MUCH_OLDER * (now_ns - victim.used) else None
+
+    def may_go(self, slab: Slab, call: Call | None = None) -> bool:
+        """Whether nobody is filling a row of the slab, nor has this call answered for one."""
+        if (slab.state == RESERVED).any():
+            return False
+        return call is None or not any(place >> 32 == slab.number for place in call.kept)
+
+    # --- slabs, with the mutex held and, as files are made and removed, without the store's lock
+
+    def shape_for(self, slot_bytes: int, room_bytes: int) -> Shape | None:
+        """What a new slab of a class may be like; None if there is no room for one that is worth it."""
+        capacity = self.limits.capacity_bytes
+        usual_bytes = max(min(_SLAB_BYTES, capacity // _SLABS_AT_LEAST), capacity // _SLABS_AT_MOST)
+        usual = Shape(slot_bytes, max(1, Shape.within(slot_bytes, usual_bytes).slots))
+        possible = Shape.within(slot_bytes, room_bytes)
+        slots = min(usual.slots, possible.slots)
+        first = all(slab.shape.slot_bytes != slot_bytes for slab in self.slabs.values())
+        return Shape(slot_bytes, slots) if slots >= (1 if first else (usual.slots + 1) // 2) else None
+
+    def new_slab(self, shape: Shape) -> Slab:
+        there = slab_numbers(self.disk, self.folder.model)
+        number = next(number for number in range(len(there) + 1) if number not in there)
+        identity = secrets.randbits(64) | 1
+        return Slab.create(self.disk, slab_path(self.folder.model, number), number, shape, self.owner, identity)
+
+    def begin(self) -> None:
+        """This process is alone: the files say which slabs there are. What is no slab, though named like one, goes."""
+        found = {}
+        for number in slab_numbers(self.disk, self.folder.model):
+            path = slab_path(self.folder.model, number)
+            try:
+                found[number] = Slab.open(self.disk, path, number, self.owner).identity
+            except Broken:
+                self.lost += 1
+                self.disk.unlink(path)
+            except OSError:
+                self.lost += 1  # its place is not given away before somebody has looked at it
+        self.changes.begin(found)
+
+    def states(self) -> dict[str, int]:
+        """How many rows are in which state."""
+        names = {FREE: "free", RESERVED: "reserved", STORED: "stored", RETIRED: "retired", BROKEN: "broken"}
+        return {
+            name: sum(int((slab.state == state).sum()) for slab in self.slabs.values()) for state, name in names.items()
+        }

@@ -1,0 +1,334 @@
+"""A slab: one file of equal slots, what this process knows of its table, and the way of bytes into and out of slots."""
+
+import errno
+import itertools
+import mmap
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvarve.storage.disk import BLOCK_BYTES, Disk, is_aligned
+from kvarve.storage.table import (
+    ENTRY_BYTES,
+    FREE,
+    STAMP,
+    STORED,
+    USED_AT,
+    Columns,
+    Rows,
+    Shape,
+    pack_header,
+    read_entries,
+    unpack_header,
+    write_entries,
+)
+
+# Of a slab's table each stripe is read anew by itself when another process has changed something in it.
+STRIPES = 15
+_RUN_BYTES = 4 << 20  # neighbours are moved together, up to so much
+_BOUNCE_BYTES = 1 << 20
+_READ_TABLE_BYTES = 16 << 20
+
+_here = threading.local()
+
+
+class Broken(Exception):
+    """A file that cannot be used as a slab."""
+
+
+class Slab:
+    """One open slab. Its columns are guarded by whoever owns it; the bytes of slots by the states of their rows."""
+
+    def __init__(self, disk: Disk, path: Path, number: int, shape: Shape, identity: int, file: int) -> None:
+        self.disk, self.path, self.number = disk, path, number
+        self.shape, self.identity = shape, identity
+        self.file, self.direct = file, -1
+        with suppress(OSError):  # tmpfs, and others that know no such thing
+            self.direct = disk.open(path, direct=True)
+            self._try_direct()
+        # A read may still be under way when the slab is given up: the last who holds it closes it.
+        self._closing = weakref.finalize(self, _close, disk, file, self.direct)
+        self._closing.atexit = False
+        slots = shape.slots
+        self.state = np.zeros(slots, np.uint8)
+        self.holder = np.zeros(slots, np.uint16)
+        self.generation = np.zeros(slots, np.uint32)
+        self.length = np.zeros(slots, np.int64)
+        self.stored = np.zeros(slots, np.int64)
+        self.used = np.zeros(slots, np.int64)
+        self.uses = np.zeros(slots, np.int64)
+        self.group = np.zeros(slots, np.int32)
+        self.names: list[str] = [""] * slots
+        self.free: list[int] = []  # rows that may be free, the next one last; asked again when one is taken
+        self.searched = False  # whether `free` has been filled since rows became free
+
+    @staticmethod
+    def create(disk: Disk, path: Path, number: int, shape: Shape, owner: int, identity: int) -> "Slab":
+        """A new slab, empty, on the disk for good when this returns. OSError, ENOSPC among them: nothing is left."""
+        file = disk.open(path, create=True)
+        try:
+            disk.allocate(file, shape.bytes)
+            _write_all(disk, file, [pack_header(shape, owner, identity)], 0)
+            disk.sync(file)
+            disk.sync_folder(path.parent)
+        except OSError:
+            disk.close(file)
+            with suppress(OSError):
+                disk.unlink(path)
+            raise
+        return Slab(disk, path, number, shape, identity, file)
+
+    @staticmethod
+    def open(disk: Disk, path: Path, number: int, owner: int) -> "Slab":
+        """A slab that is there; `Broken` if its header is not what it should be."""
+        read_only = False
+        try:
+            file = disk.open(path)
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            file, read_only = disk.open(path, read_only=True), True
+        try:
+            found = unpack_header(disk.peek(file, ENTRY_BYTES, 0), owner)
+            if found is None or disk.size(file) < found[0].head_bytes:
+                raise Broken(path)
+            if disk.size(file) < found[0].bytes and not read_only:
+                disk.allocate(file, found[0].bytes)  # somebody cut it: what is gone fails its checks
+        except BaseException:
+            disk.close(file)
+            raise
+        return Slab(disk, path, number, *found, file)
+
+    def _try_direct(self) -> None:
+        """Some file systems take the flag and refuse the I/O."""
+        try:
+            self.disk.read(self.direct, [_bounce()[:BLOCK_BYTES]], 0)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                self.disk.close(self.direct)
+                self.direct = -1
+
+    # --- the table
+
+    def stripe(self, rows: Rows) -> Rows:
+        """In which stripe each row is."""
+        return rows * STRIPES // self.shape.slots
+
+    def rows_of(self, stripe: int) -> tuple[int, int]:
+        """The rows of a stripe, the last one excluded."""
+        slots = self.shape.slots
+        return -(-stripe * slots // STRIPES), -(-(stripe + 1) * slots // STRIPES)
+
+    def load(self, first: int, last: int) -> Iterator[tuple[int, Columns]]:
+        """What the table on the disk says of these rows, in pieces, each with its first row."""
+        step = _READ_TABLE_BYTES // ENTRY_BYTES
+        for at in range(first, last, step):
+            raw = bytearray((min(last, at + step) - at) * ENTRY_BYTES)
+            done = 0
+            with suppress(OSError):
+                done = _read_some(self.disk, self.file, memoryview(raw), self.shape.entry_at(at))
+            if done < len(raw):
+                raw = self._sector_by_sector(raw, at)
+            yield at, read_entries(raw, self.identity, at, self.shape.slot_bytes)
+
+    def _sector_by_sector(self, raw: bytearray, first: int) -> bytearray:
+        """After an I/O error: whatever of the table can be had, and entries that fail their check for the rest."""
+        view = memoryview(raw)
+        for i in range(0, len(raw), ENTRY_BYTES):
+            view[i : i + ENTRY_BYTES] = b"\xff" * ENTRY_BYTES
+            with suppress(OSError):
+                _read_some(self.disk, self.file, view[i : i + ENTRY_BYTES], self.shape.entry_at(first) + i)
+        return raw
+
+    def save(self, rows: Sequence[int]) -> None:
+        """Write the entries of these rows as the columns have them. Not on the medium before `sync`."""
+        at = np.array(sorted(set(rows)), np.int64)
+        if not len(at):
+            return
+        columns = Columns(
+            self.state[at],
+            self.holder[at],
+            self.generation[at],
+            self.length[at],
+            self.stored[at],
+            self.used[at],
+            self.uses[at],
+            [self.names[row] if self.state[row] == STORED else "" for row in at],
+        )
+        raw = memoryview(write_entries(columns, self.identity, at))
+        begins = [0, *(np.flatnonzero(np.diff(at) != 1) + 1).tolist(), len(at)]
+        for begin, end in itertools.pairwise(begins):
+            piece = raw[begin * ENTRY_BYTES : end * ENTRY_BYTES]
+            _write_all(self.disk, self.file, [piece], self.shape.entry_at(int(at[begin])))
+
+    def stamp(self, row: int, used: int, uses: int) -> None:
+        """Write down that an object was used. Nobody waits for it to reach the medium."""
+        self.disk.write(self.file, [STAMP.pack(used, uses)], self.shape.entry_at(row) + USED_AT)
+
+    def stamped(self, row: int) -> tuple[int, int]:
+        """When and how often the object in a row was used, by whichever process."""
+        raw = self.disk.peek(self.file, STAMP.size, self.shape.entry_at(row) + USED_AT)
+        return STAMP.unpack(raw) if len(raw) == STAMP.size else (0, 0)
+
+    def take_free(self) -> int | None:
+        """The first free row, if there is one; the caller gives it a state at once."""
+        while True:
+            while self.free:
+                row = self.free.pop()
+                if self.state[row] == FREE:
+                    return row
+            if self.searched:
+                return None
+            self.free = np.flatnonzero(self.state == FREE)[::-1].tolist()
+            self.searched = True
+
+    def sync(self) -> None:
+        self.disk.sync(self.file)
+
+    def answers(self) -> bool:
+        """Whether the file can be read at all: else it is not one object that is damaged."""
+        try:
+            return len(self.disk.peek(self.file, ENTRY_BYTES, 0)) == ENTRY_BYTES and self._reads_direct()
+        except OSError:
+            return False
+
+    def _reads_direct(self) -> bool:
+        """Past the page cache, which would answer for a disk that is gone."""
+        return self.direct < 0 or self.disk.read(self.direct, [_bounce()[:BLOCK_BYTES]], 0) == BLOCK_BYTES
+
+    # --- the slots
+
+    def read(self, row: int, views: Sequence[memoryview]) -> int:
+        """Fill views from a row and its neighbours; how many bytes there were. OSError: the disk cannot."""
+        at = self.shape.slot_at(row)
+        if self.direct >= 0 and all(map(is_aligned, views)):
+            total = sum(view.nbytes for view in views)
+            count = self.disk.read(self.direct, views, at)
+            if count in (0, total):
+                return count
+        elif self.direct >= 0:
+            return sum(_each(self._read_bounced, views, at))
+        return sum(_each(lambda view, place: _read_some(self.disk, self.file, view, place), views, at))
+
+    def _read_bounced(self, view: memoryview, at: int) -> int:
+        done = 0
+        while done < view.nbytes:
+            count = min(_BOUNCE_BYTES, view.nbytes - done)
+            bounce = _bounce()[: -(-count // BLOCK_BYTES) * BLOCK_BYTES]
+            if self.disk.read(self.direct, [bounce], at + done) < bounce.nbytes:
+                return done + _read_some(self.disk, self.file, view[done:], at + done)
+            view[done : done + count] = bounce[:count]
+            done += count
+        return done
+
+    def write(self, row: int, views: Sequence[memoryview]) -> None:
+        """Fill a row and its neighbours from views, whole slots but for the last. OSError: it is not all written."""
+        at = self.shape.slot_at(row)
+        if self.direct < 0:
+            _write_all(self.disk, self.file, views, at)
+        elif all(map(is_aligned, views)):
+            count = self.disk.write(self.direct, views, at)
+            if count < sum(view.nbytes for view in views):
+                _write_all(self.disk, self.file, views, at)
+        else:
+            for view, place in _places(views, at):
+                self._write_bounced(view, place)
+
+    def _write_bounced(self, view: memoryview, at: int) -> None:
+        for done in range(0, view.nbytes, _BOUNCE_BYTES):
+            count = min(_BOUNCE_BYTES, view.nbytes - done)
+            bounce = _bounce()[: -(-count // BLOCK_BYTES) * BLOCK_BYTES]
+            bounce[:count] = view[done : done + count]
+            bounce[count:] = bytes(bounce.nbytes - count)
+            if self.disk.write(self.direct, [bounce], at + done) < bounce.nbytes:
+                _write_all(self.disk, self.file, [view[done : done + count]], at + done)
+
+
+@dataclass(eq=False)
+class Piece:
+    """One object on its way: the `number`-th of a call, a row of a slab, and the caller's memory."""
+
+    number: int
+    slab: Slab
+    row: int
+    view: memoryview
+
+
+def runs(pieces: Iterable[Piece]) -> list[list[Piece]]:
+    """The pieces, neighbours together where each but the last fills its slot and direct I/O may use its memory."""
+    found: list[list[Piece]] = []
+    moved = 0
+    for piece in sorted(pieces, key=lambda piece: (piece.slab.number, piece.row)):
+        last = found[-1][-1] if found else None
+        if (
+            last is not None
+            and last.slab is piece.slab
+            and last.row + 1 == piece.row
+            and last.view.nbytes == piece.slab.shape.slot_bytes
+            and moved + piece.view.nbytes <= _RUN_BYTES
+            and is_aligned(last.view)
+            and is_aligned(piece.view)
+        ):
+            found[-1].append(piece)
+            moved += piece.view.nbytes
+        else:
+            found.append([piece])
+            moved = piece.view.nbytes
+    return found
+
+
+def _bounce() -> memoryview:
+    """This thread's own block-aligned memory."""
+    memory: memoryview | None = getattr(_here, "bounce", None)
+    if memory is None:
+        memory = _here.bounce = memoryview(mmap.mmap(-1, _BOUNCE_BYTES))
+    return memory
+
+
+def _places(views: Sequence[memoryview], at: int) -> Iterator[tuple[memoryview, int]]:
+    for view in views:
+        yield view, at
+        at += view.nbytes
+
+
+def _each(read: Callable[[memoryview, int], int], views: Sequence[memoryview], at: int) -> Iterator[int]:
+    """What each read answers, up to the first that comes back short."""
+    for view, place in _places(views, at):
+        count = read(view, place)
+        yield count
+        if count < view.nbytes:
+            return
+
+
+def _read_some(disk: Disk, file: int, view: memoryview, at: int) -> int:
+    """Read until the view is full or the file ends."""
+    done = 0
+    while done < view.nbytes:
+        count = disk.read(file, [view[done:]], at + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def _write_all(disk: Disk, file: int, data: Sequence[memoryview | bytes], at: int) -> None:
+    for piece in data:
+        view = memoryview(piece)
+        done = 0
+        while done < view.nbytes:
+            count = disk.write(file, [view[done:]], at + done)
+            if count == 0:
+                raise OSError(errno.EIO, "the disk takes no more bytes")
+            done += count
+        at += view.nbytes
+
+
+def _close(disk: Disk, file: int, direct: int) -> None:
+    for descriptor in (file, direct):
+        if descriptor >= 0:
+            disk.close(descriptor)

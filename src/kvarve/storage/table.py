@@ -1,0 +1,177 @@
+"""The table at the head of a slab: one entry of 256 bytes for each slot. Columns and bytes; no file is known here.
+
+    slab    header and table, padded to whole blocks; then the slots, each of whole blocks
+    header  magic 8, format u32, 0 u32, owner u64 (of the label), identity u64, slot bytes u64, slots u64, check u64
+    entry   check u64; state u8, 0 u8, holder u16, generation u32; length u64; stored u64 (ns); name 200, zeros behind;
+            0 u64; used u64 (ns), uses u64
+
+Little-endian. An entry lies within one sector of the disk, so a power cut leaves the old one or the new one; the check,
+which knows the slab and the row, finds out what a damaged disk makes of it. What changes with every use stands outside
+of the check: a wrong time of use costs a miss at most. The sums are made for a whole table at once, by numpy.
+"""
+
+import hashlib
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvarve.storage.disk import BLOCK_BYTES
+
+Words = npt.NDArray[np.uint64]
+Rows = npt.NDArray[np.int64]
+
+ENTRY_BYTES = 256
+ENTRY_WORDS = ENTRY_BYTES // 8
+NAME_BYTES = 200
+_CHECK, _STATE, _LENGTH, _STORED, _NAME, _USED, _USES = 0, 1, 2, 3, 4, 30, 31
+_CHECKED = slice(1, _USED)
+USED_AT = 8 * _USED  # within the entry; 16 bytes, `STAMP`
+STAMP = struct.Struct("<QQ")
+
+# The states of a row. The last one is never written: it is what a reader says of an entry that fails its check, which
+# somebody may be writing just now.
+FREE, RESERVED, STORED, RETIRED, BROKEN = range(5)
+
+_HEADER = struct.Struct("<8sIIQQQQ")
+_MAGIC, _FORMAT = b"kvarveSL", 1
+_MASK = (1 << 64) - 1
+
+
+def _odd_numbers(count: int) -> Words:
+    """Odd 64-bit numbers with nothing in common (splitmix64), the same for ever."""
+    found, state = [], 0
+    for _ in range(count):
+        state = state + 0x9E3779B97F4A7C15 & _MASK
+        mixed = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
+        found.append((mixed ^ mixed >> 31) | 1)
+    return np.array(found, np.uint64)
+
+
+_WEIGHTS = _odd_numbers(ENTRY_WORDS)
+
+
+def _checks(entries: Words, identity: int, rows: Rows) -> Words:
+    """The check of each entry, as it stands in this row of this slab."""
+    words = entries[:, _CHECKED]
+    total = (words ^ words >> np.uint64(31)) @ _WEIGHTS[_CHECKED]  # modulo 2**64, as everything here
+    total += rows.astype(np.uint64) * _WEIGHTS[0] + np.uint64(identity)
+    total ^= total >> np.uint64(29)
+    total *= _WEIGHTS[_USED]
+    return np.asarray(total ^ total >> np.uint64(32), np.uint64)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many slots of which size a slab has, and where they lie."""
+
+    slot_bytes: int
+    slots: int
+
+    @property
+    def head_bytes(self) -> int:
+        return -(-ENTRY_BYTES * (self.slots + 1) // BLOCK_BYTES) * BLOCK_BYTES
+
+    @property
+    def bytes(self) -> int:
+        return self.head_bytes + self.slots * self.slot_bytes
+
+    def entry_at(self, row: int) -> int:
+        return ENTRY_BYTES * (row + 1)
+
+    def slot_at(self, row: int) -> int:
+        return self.head_bytes + row * self.slot_bytes
+
+    @staticmethod
+    def within(slot_bytes: int, size_bytes: int) -> "Shape":
+        """As many slots as fit, perhaps none."""
+        slots = max(0, size_bytes // (slot_bytes + ENTRY_BYTES))
+        while slots and Shape(slot_bytes, slots).bytes > size_bytes:
+            slots -= 1
+        return Shape(slot_bytes, slots)
+
+
+def slot_bytes_for(size_bytes: int) -> int:
+    """The size of slot that an object of this size takes."""
+    return max(1, -(-size_bytes // BLOCK_BYTES)) * BLOCK_BYTES
+
+
+def owner_of(label: bytes) -> int:
+    """What a slab's header says of the model whose pages it holds."""
+    return int.from_bytes(hashlib.sha256(label).digest()[:8], "little")
+
+
+def pack_header(shape: Shape, owner: int, identity: int) -> bytes:
+    plain = _HEADER.pack(_MAGIC, _FORMAT, 0, owner, identity, shape.slot_bytes, shape.slots)
+    return plain + hashlib.sha256(plain).digest()[:8]
+
+
+def unpack_header(raw: bytes, owner: int) -> tuple[Shape, int] | None:
+    """A slab's shape and identity; None if this is no header, or one of another model or format."""
+    plain, check = raw[: _HEADER.size], raw[_HEADER.size : _HEADER.size + 8]
+    if len(check) < 8 or hashlib.sha256(plain).digest()[:8] != check:
+        return None
+    magic, format_, _, found, identity, slot_bytes, slots = _HEADER.unpack(plain)
+    if (magic, format_, found) != (_MAGIC, _FORMAT, owner):
+        return None
+    return Shape(slot_bytes, slots), identity
+
+
+@dataclass
+class Columns:
+    """Some entries side by side. `names` has those of STORED rows only, in their order."""
+
+    state: npt.NDArray[np.uint8]
+    holder: npt.NDArray[np.uint16]
+    generation: npt.NDArray[np.uint32]
+    length: Rows
+    stored: Rows
+    used: Rows
+    uses: Rows
+    names: list[str]
+
+
+def read_entries(raw: bytes | bytearray, identity: int, first_row: int, slot_bytes: int) -> Columns:
+    """What the entries from `first_row` on say; one that fails its check is BROKEN, one never written is FREE."""
+    entries = np.frombuffer(raw, np.uint64).reshape(-1, ENTRY_WORDS)
+    rows = np.arange(first_row, first_row + len(entries))
+    whole = entries[:, _CHECK] == _checks(entries, identity, rows)
+    state = (entries[:, _STATE] & np.uint64(0xFF)).astype(np.uint8)
+    blank = ~whole & (state == FREE)
+    blank[blank] = ~entries[blank][:, _CHECKED].any(axis=1)
+    length = entries[:, _LENGTH].astype(np.int64)
+    whole &= (state <= RETIRED) & (length >= 0) & (length <= slot_bytes)
+    state[~whole] = BROKEN
+    state[blank] = FREE
+    names = np.ndarray((len(entries),), f"S{NAME_BYTES}", raw, 8 * _NAME, (ENTRY_BYTES,))
+    found = b"\n".join(names[state == STORED].tolist()).decode("ascii", "replace")
+    return Columns(
+        state,
+        (entries[:, _STATE] >> np.uint64(16)).astype(np.uint16),
+        (entries[:, _STATE] >> np.uint64(32)).astype(np.uint32),
+        length,
+        entries[:, _STORED].astype(np.int64),
+        entries[:, _USED].astype(np.int64),
+        entries[:, _USES].astype(np.int64),
+        found.split("\n") if (state == STORED).any() else [],
+    )
+
+
+def write_entries(columns: Columns, identity: int, rows: Rows) -> bytes:
+    """The entries for these rows, one behind the other; `columns.names` has one name for each, "" if it has none."""
+    entries = np.zeros((len(rows), ENTRY_WORDS), np.uint64)
+    entries[:, _STATE] = (
+        columns.state.astype(np.uint64)
+        | columns.holder.astype(np.uint64) << np.uint64(16)
+        | columns.generation.astype(np.uint64) << np.uint64(32)
+    )
+    entries[:, _LENGTH] = columns.length
+    entries[:, _STORED] = columns.stored
+    names = np.ndarray((len(rows),), f"S{NAME_BYTES}", entries, 8 * _NAME, (ENTRY_BYTES,))
+    names[:] = [name.encode("ascii") for name in columns.names]
+    entries[:, _CHECK] = _checks(entries, identity, rows)
+    entries[:, _USED] = columns.used
+    entries[:, _USES] = columns.uses
+    return entries.tobytes()
