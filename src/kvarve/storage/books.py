@@ -55,6 +55,7 @@ class Call:
 
     kept: set[int] = field(default_factory=set)  # places of what was there already
     of_group: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # slot bytes reserved
+    grown: set[int] = field(default_factory=set)  # classes that cannot have one more slab now
     full: bool = False  # the disk had no room behind a free row, so only those that were filled once are any good
 
 
@@ -84,6 +85,7 @@ class Books:
         self.evicted = self.lost = self.damaged = 0
         self._groups: dict[str, int] = {}
         self._of_group: dict[str, int] = defaultdict(int)  # slot bytes; counted where there is a quota
+        self._taken: set[int] = set()  # classes (slot bytes) without a free row
         self._dirty: dict[Slab, set[int]] = defaultdict(set)
         self._held: set[Place] = set()  # what calls of this process are about to fill
         self._unclear: set[Slab] = set()  # slabs with entries that fail their check
@@ -192,6 +194,7 @@ class Books:
         slab.length[here] = found.length
         slab.stored[here] = found.stored
         slab.searched = False
+        self._taken.discard(slab.shape.slot_bytes)
         if held.any():
             self._last_tick = max(self._last_tick, int(slab.used[here][held].max()))
             new = changed[held]
@@ -262,7 +265,9 @@ class Books:
         self._unlist(slab, row)
         self._held.discard((slab, row))
         self._set(slab, row, state)
-        slab.searched = slab.searched and state != FREE
+        if state == FREE:
+            slab.searched = False
+            self._taken.discard(slab.shape.slot_bytes)
 
     def keep(self, slab: Slab, row: int, name: str, length: int) -> None:
         """The row has been filled."""
@@ -331,14 +336,14 @@ class Books:
 
     # --- finding room
 
-    def seat(self, call: Call, name: str, size_bytes: int, *, more: bool) -> Place | Wanted | None:
-        """A row for a new object, held from now on. `Wanted`: try to get it and ask again, with `more` false then."""
+    def seat(self, call: Call, name: str, size_bytes: int) -> Place | Wanted | None:
+        """A row for a new object, held from now on. `Wanted`: try to get it and ask again."""
         slot_bytes = slot_bytes_for(size_bytes)
         group = group_of(name) if self.limits.quota_bytes is not None else ""
         if not self._make_room_in_group(call, group, slot_bytes):
             return None
         place = None if call.full else self._free(slot_bytes)
-        if place is None and more:
+        if place is None and not call.full and slot_bytes not in call.grown:
             return Wanted(slot_bytes)
         if place is None:
             victim, fresh = self._victim(call, slot_bytes, None)
@@ -351,7 +356,8 @@ class Books:
             if victim is None:
                 return None
             place = victim.slab, victim.row
-            self.evict(*place)
+            self._unlist(*place)
+            self.evicted += 1
         self.hold(*place)
         call.of_group[group] += slot_bytes
         return place
@@ -362,15 +368,15 @@ class Books:
 
     def _free(self, slot_bytes: int) -> Place | None:
         now_ns = self.clock.now_ns()
-        for again in (False, True):
-            for slab in self.slabs.values():
-                if slab.shape.slot_bytes == slot_bytes and (row := slab.take_free()) is not None:
-                    return slab, row
-            if again or now_ns - self._swept_ns < _SECOND_NS:
-                break
+        if now_ns - self._swept_ns > _SECOND_NS:
             self._swept_ns = now_ns
             self.sweep(now_ns)
             self.reclaim()
+        if slot_bytes not in self._taken:
+            for slab in self.slabs.values():
+                if slab.shape.slot_bytes == slot_bytes and (row := slab.take_free()) is not None:
+                    return slab, row
+            self._taken.add(slot_bytes)
         return None
 
     def _make_room_in_group(self, call: Call, group: str, slot_bytes: int) -> bool:
@@ -446,6 +452,12 @@ class Books:
         slots = min(usual.slots, possible.slots)
         first = all(slab.shape.slot_bytes != slot_bytes for slab in self.slabs.values())
         return Shape(slot_bytes, slots) if slots >= (1 if first else (usual.slots + 1) // 2) else None
+
+    def add(self, slab: Slab) -> None:
+        """A slab has been made; with the lock held."""
+        self.slabs[slab.number] = slab
+        self._taken.discard(slab.shape.slot_bytes)
+        self.changes.tell({slab.number: (slab.identity, ())})
 
     def new_slab(self, shape: Shape) -> Slab:
         there = slab_numbers(self.disk, self.folder.model)

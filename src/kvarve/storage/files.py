@@ -193,8 +193,8 @@ class FileStorage(Storage):
         numbers = list(first.values())
         try:
             # What finds a bad place, or one without room behind it, gets a second one.
-            for again in (False, True):
-                filling = self._reserve(call, numbers, names, data, answers, grow=not again)
+            for _ in range(2):
+                filling = self._reserve(call, numbers, names, data, answers)
                 if filling.places:
                     self._write(filling, data)
                     self._commit(call, filling, names, data, answers)
@@ -255,8 +255,6 @@ class FileStorage(Storage):
         names: Sequence[str],
         data: Sequence[memoryview],
         answers: dict[int, bool],
-        *,
-        grow: bool,
     ) -> _Filling:
         """Find what is there already, and rows for the rest; what finds neither is answered False."""
         filling = _Filling()
@@ -267,7 +265,7 @@ class FileStorage(Storage):
                     if self._is_there(call, name):
                         answers[number] = True
                         continue
-                    place = self._seat(call, name, data[number].nbytes, grow)
+                    place = self._seat(call, name, data[number].nbytes)
                     answers[number] = False
                     if place is not None:
                         filling.places[number] = place
@@ -292,16 +290,16 @@ class FileStorage(Storage):
                 self._books.drop(*self._books.place(name))
             return place is not None
 
-    def _seat(self, call: Call, name: str, size_bytes: int, grow: bool) -> Place | None:
+    def _seat(self, call: Call, name: str, size_bytes: int) -> Place | None:
         while True:
             with self._lock:
-                found = self._books.seat(call, name, size_bytes, more=grow)
+                found = self._books.seat(call, name, size_bytes)
             if not isinstance(found, Wanted):
                 return found
-            if found.instead is None:
-                grow = self._grow(found.slot_bytes)
-            elif not self._swap(found):
+            if found.instead is not None and not self._swap(found):
                 return None
+            if found.instead is None and not self._grow(found.slot_bytes):
+                call.grown.add(found.slot_bytes)
 
     def _grow(self, slot_bytes: int) -> bool:
         """One more slab of a class, if there is room; another model that nobody uses makes room."""
@@ -325,8 +323,7 @@ class FileStorage(Storage):
             self._full_until[slot_bytes] = now_ns + _TRY_AGAIN_NS
             return False
         with self._lock:
-            self._books.slabs[slab.number] = slab
-            self._books.changes.tell({slab.number: (slab.identity, ())})
+            self._books.add(slab)
         return True
 
     def _swap(self, wanted: Wanted) -> bool:

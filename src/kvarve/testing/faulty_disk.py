@@ -1,0 +1,238 @@
+"""A disk that loses power. It does what its user says on a real file system, and keeps a log of all that was done.
+
+What a disk holds after a power cut is less than what its user saw: a write that was not synced may be there, be missing
+or be torn between two sectors; a file that was made, renamed or removed may not have been, until its folder was synced
+(in the order in which these were done, as journaling file systems keep it). `after(n, ...)` makes such a disk, in a
+fresh folder, as it would be had the power failed just before the n-th event. So one run of a workload gives every point
+at which it could have been cut, and each as often as there are seeds.
+
+A process that is killed loses nothing that it has written: `after(n, folder, "killed")`. To let one die while others go
+on, set `dies_at`: from that event on every call raises `Died`, and its files are closed, so that its locks are free.
+"""
+
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from kvarve.storage.disk import Disk
+
+SECTOR_BYTES = 512
+
+Kind = Literal["create", "allocate", "write", "sync", "rename", "unlink", "make_folder", "remove_folder", "sync_folder"]
+Fate = Literal["killed", "kept", "dropped", "torn"]
+
+
+class Died(BaseException):
+    """The process is dead; nothing of it that handles trouble may run."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing done to the disk. `file` numbers files as they were made; a name is another matter."""
+
+    kind: Kind
+    file: int = -1
+    path: str = ""
+    other: str = ""
+    at: int = 0
+    data: bytes = b""
+
+
+@dataclass
+class _File:
+    """What a file holds for good, and what was written since it was synced last."""
+
+    data: bytearray = field(default_factory=bytearray)
+    pending: list[Event] = field(default_factory=list)
+
+    def flush(self) -> None:
+        for event in self.pending:
+            _apply(self.data, event)
+        self.pending.clear()
+
+
+class FaultyDisk(Disk):
+    """Everything below `root`, which is empty when it begins. `events`: all that was done to it, in order."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.events: list[Event] = []
+        self.dies_at: int | None = None
+        self._numbers: dict[int, int] = {}  # of inodes
+        self._made = 0
+        self._open: set[int] = set()
+        self._dead = False
+
+    # --- what a test asks
+
+    def after(self, count: int, folder: Path, fate: Fate, seed: int = 0) -> None:
+        """Make in `folder` what the disk holds, had the power failed (or the process died) after so many events."""
+        rng = random.Random(f"{seed} {count}")
+        files: dict[int, _File] = {}
+        names: list[Event] = []  # of what was done to folders, all of it
+        settled = 0  # so many of them are on the disk for good
+        for event in self.events[:count]:
+            if event.kind in ("write", "allocate"):
+                files[event.file].pending.append(event)
+            elif event.kind == "sync":
+                files[event.file].flush()
+            elif event.kind == "sync_folder":
+                settled = len(names)
+            else:
+                names.append(event)
+                if event.kind == "create":
+                    files[event.file] = _File()
+        for file in files.values():
+            if fate != "dropped":
+                for event in file.pending:
+                    _apply(file.data, event, rng if fate == "torn" else None)
+        done = {"killed": len(names), "kept": len(names), "dropped": settled, "torn": rng.randint(settled, len(names))}
+        _make(folder, names[: done[fate]], files)
+
+    # --- what its user does
+
+    def open(self, path: Path, *, create: bool = False, direct: bool = False, read_only: bool = False) -> int:
+        self._live()
+        if create and not path.exists():
+            self._happens("create", path=path)
+        file = super().open(path, create=create, direct=direct, read_only=read_only)
+        self._open.add(file)
+        inode = os.fstat(file).st_ino
+        if create:
+            self._numbers[inode] = self._made
+            self._made += 1
+        return file
+
+    def close(self, file: int) -> None:
+        if file in self._open:
+            self._open.discard(file)
+            super().close(file)
+
+    def peek(self, file: int, size_bytes: int, at: int) -> bytes:
+        self._live()
+        return super().peek(file, size_bytes, at)
+
+    def read(self, file: int, into: Sequence[memoryview], at: int) -> int:
+        self._live()
+        return super().read(file, into, at)
+
+    def write(self, file: int, data: Sequence[memoryview | bytes], at: int) -> int:
+        whole = b"".join(bytes(piece) for piece in data)
+        self._happens("write", file=file, at=at, data=whole)
+        return super().write(file, data, at)
+
+    def sync(self, file: int) -> None:
+        self._happens("sync", file=file)
+
+    def allocate(self, file: int, size_bytes: int) -> None:
+        self._happens("allocate", file=file, at=size_bytes)
+        os.ftruncate(file, max(size_bytes, self.size(file)))
+
+    def make_folder(self, path: Path) -> None:
+        self._live()
+        for place in [*reversed(path.relative_to(self.root).parents), path.relative_to(self.root)]:
+            if not (self.root / place).exists():
+                self._happens("make_folder", path=self.root / place)
+                super().make_folder(self.root / place)
+
+    def remove_folder(self, path: Path) -> None:
+        self._happens("remove_folder", path=path)
+        super().remove_folder(path)
+
+    def rename(self, old: Path, new: Path) -> None:
+        self._happens("rename", path=old, other=new)
+        super().rename(old, new)
+
+    def unlink(self, path: Path) -> None:
+        self._live()
+        if path.exists():
+            self._happens("unlink", path=path)
+        super().unlink(path)
+
+    def sync_folder(self, path: Path) -> None:
+        self._happens("sync_folder", path=path)
+
+    def lock(self, file: int, *, wait: bool = True) -> bool:
+        self._live()
+        return super().lock(file, wait=wait)
+
+    def unlock(self, file: int) -> None:
+        self._live()
+        super().unlock(file)
+
+    def _happens(
+        self,
+        kind: Kind,
+        *,
+        file: int = -1,
+        path: Path | None = None,
+        other: Path | None = None,
+        at: int = 0,
+        data: bytes = b"",
+    ) -> None:
+        self._live()
+        if self.dies_at is not None and len(self.events) >= self.dies_at:
+            self._die()
+        number = -1 if file < 0 else self._numbers.get(os.fstat(file).st_ino, -1)
+        places = [str(place.relative_to(self.root)) if place is not None else "" for place in (path, other)]
+        if kind == "create":
+            number = self._made
+        self.events.append(Event(kind, number, places[0], places[1], at, data))
+
+    def _live(self) -> None:
+        if self._dead:
+            raise Died
+
+    def _die(self) -> None:
+        """The kernel closes what a dead process had open."""
+        self._dead = True
+        for file in [*self._open]:
+            self.close(file)
+        raise Died
+
+
+def _apply(data: bytearray, event: Event, rng: random.Random | None = None) -> None:
+    """Do to a file what was written; with `rng`, each sector as luck has it, or all, or nothing."""
+    if event.kind == "allocate":
+        data.extend(bytes(max(0, event.at - len(data))))
+        return
+    luck = "kept" if rng is None else rng.choice(["kept", "dropped", "torn", "torn"])
+    if luck == "dropped":
+        return
+    data.extend(bytes(max(0, event.at + len(event.data) - len(data))))
+    if luck == "kept":
+        data[event.at : event.at + len(event.data)] = event.data
+        return
+    assert rng is not None
+    end = event.at + len(event.data)
+    at = event.at
+    while at < end:
+        stop = min(end, (at // SECTOR_BYTES + 1) * SECTOR_BYTES)
+        if rng.random() < 0.5:
+            data[at:stop] = event.data[at - event.at : stop - event.at]
+        at = stop
+
+
+def _make(root: Path, names: Sequence[Event], files: dict[int, _File]) -> None:
+    """The files under the names that they had in the end."""
+    root.mkdir(parents=True, exist_ok=True)
+    tree: dict[str, int] = {}
+    folders: dict[str, None] = {}
+    for event in names:
+        if event.kind == "create":
+            tree[event.path] = event.file
+        elif event.kind == "rename":
+            tree[event.other] = tree.pop(event.path)
+        elif event.kind == "unlink":
+            tree.pop(event.path, None)
+        elif event.kind == "make_folder":
+            folders[event.path] = None
+        elif event.kind == "remove_folder":
+            folders.pop(event.path, None)
+    for folder in folders:
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    for path, number in tree.items():
+        (root / path).write_bytes(files[number].data)
