@@ -267,6 +267,17 @@ def test_a_tier_that_is_behind_is_owed_instead_of_filling_memory(make_row: MakeR
     assert [part.waiting_bytes for part in row.storage.parts()] == [0, 0]
 
 
+def test_an_object_larger_than_may_wait_waits_alone(make_row: MakeRow) -> None:
+    row = make_row(waiting_bytes=10)
+    put(row.sick[1].inner, far=page("far"))
+    assert read(row.storage, "far") == page("far")
+    row.settle()
+    row.put("a")
+    row.settle()
+    assert (row.has(0, "far"), row.has(1, "a")) == ("far", "a")
+    assert row.storage.counts["owed: too much waits"] == row.storage.counts["promotion dropped: too much waits"] == 0
+
+
 def test_what_one_tier_has_no_room_for_another_takes(make_row: MakeRow) -> None:
     row = make_row((30, ROOM))
     assert row.put("a") == [True]

@@ -89,7 +89,7 @@ class Tiers(Storage):
 
     `whole(record)` says whether some bytes can be what was put: what cannot is asked from the next tier, and mended
     where it lay. Without it nothing is judged, and nothing promoted. `changed` is called when any tier has gone down or
-    up, as a breaker calls it. `waiting_bytes` and `owed` (in objects) bound what each tier may be behind.
+    up, as a breaker calls it. `waiting_bytes` (or a single object) and `owed` (objects) bound how far each tier is behind.
     """
 
     def __init__(
@@ -363,7 +363,7 @@ class Tiers(Storage):
             if before is not None:
                 carrier.errands[errand.name] = replace(before, damaged=before.damaged or errand.damaged)
                 return True
-            if carrier.waiting_bytes + size_bytes > self._most_bytes:
+            if carrier.waiting_bytes and carrier.waiting_bytes + size_bytes > self._most_bytes:
                 return False
             carrier.waiting_bytes += size_bytes
         errand = replace(errand, data=memoryview(bytes(errand.data)))  # not under the lock: others have calls to make
