@@ -136,7 +136,8 @@ def _serve_options(parser: _Parser) -> None:
     option("--port", "port to listen on, 0 for any free one", type=_port, default=8000)
     option("--device-memory", "for pages beside the model", type=_size, default="256MiB", metavar="SIZE")
     option("--host-memory", "for pages that left the device, 0 for none", type=_size, default="512MiB", metavar="SIZE")
-    option("--storage", "such as file:///var/kvarve?capacity=100GiB; none unless given", metavar="URL")
+    where = "such as file:///var/kvarve?capacity=100GiB; none unless given; several are tiers, the fast one first"
+    option("--storage", where, action="append", metavar="URL")
     option("--page-tokens", "tokens of a page; has to divide --chunk-tokens", type=_count, default=64, metavar="N")
     option("--chunk-tokens", "tokens of a prompt that are computed at once", type=_count, default=256, metavar="N")
     option("--dtype", "auto, float32, bfloat16 or float16", default="auto")
@@ -194,7 +195,7 @@ def _serve(args: argparse.Namespace) -> None:
     cache = CacheConfig(
         device_memory=args.device_memory,
         host_memory=args.host_memory,
-        storage=args.storage,
+        storage=tuple(args.storage or ()),
         write_policy=args.write_policy,
         selective_uses=args.selective_uses,
         prefetch_policy=args.prefetch_policy,

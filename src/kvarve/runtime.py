@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +19,12 @@ from kvarve.core.lease import Lease
 from kvarve.errors import ConfigError
 from kvarve.keys import TOKEN_BYTES, pack, root_key, seal
 from kvarve.memory.arenas import DeviceArena, HostArena
+from kvarve.memory.record import whole
 from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
 from kvarve.ranks.agreement import Agreement, Alone
 from kvarve.sizes import format_size
-from kvarve.storage import Storage, Usage, check_storage, open_storage
-from kvarve.storage.urls import parse_url
+from kvarve.storage import Breaker, Storage, Usage, check_storage, open_storage
+from kvarve.storage.urls import parse_urls
 from kvarve.transfer.hands import Hands
 
 GROW_WAIT_S = 0.5  # for evictions under way; then a request goes on without keeping its pages
@@ -43,13 +45,13 @@ def check(identity: ModelIdentity, config: CacheConfig) -> dict[Tier, tuple[int,
             f"device and host memory of {format_size(config.device_memory + config.host_memory)} together are more "
             f"than this machine's {format_size(have)}: give less"
         )
-    if config.storage:
-        capacity = parse_url(config.storage).size_bytes("capacity")
-        try:
-            split(capacity, *shape, records=True, what="storage", per_snapshot=every)
-        except ConfigError as e:
-            raise ConfigError(f"{config.storage}: {e}") from None
-        check_storage(config.storage, label=identity.fingerprint(), description=str(identity))
+    if config.storages:
+        for url in parse_urls(config.storages):
+            try:
+                split(url.size_bytes("capacity"), *shape, records=True, what="storage", per_snapshot=every)
+            except ConfigError as e:
+                raise ConfigError(f"{url.text}: {e}") from None
+        check_storage(config.storages, label=identity.fingerprint(), description=str(identity))
     return slots
 
 
@@ -86,8 +88,14 @@ class PrefixCache:
             HostArena(pool, n, self._namespace, rank)
             for pool, n in zip(self.pools, slots.get(Tier.HOST, ()), strict=False)
         ]
-        if storage is None and config.storage:
-            storage = open_storage(config.storage, label=self._namespace, description=str(identity))
+        if storage is None and config.storages:
+            storage = open_storage(
+                config.storages,
+                label=self._namespace,
+                description=str(identity),
+                guard=partial(Breaker, deadline_s=config.storage_deadline_s, clock=clock),
+                whole=whole,
+            )
         self._storage = storage
         self._hands = Hands(
             self.pools,

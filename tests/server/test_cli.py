@@ -142,6 +142,7 @@ def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
         ("serve --storage file:///pages?capacity=0", "capacity must be above zero"),
         ("serve --storage /proc/pages", "/proc"),
         ("serve --storage /dev/null/pages?", "parameters need a URL"),
+        ("serve --storage /pages --storage file:///pages?capacity=1GiB", "is the same place as /pages"),
         ("models --jsn out", "unknown option '--jsn': did you mean --json?"),
         ("models --model /no/such/folder", "/no/such/folder: no such folder"),
         ("models --model builtin:huge", "there is no builtin:huge"),
@@ -162,7 +163,8 @@ def test_a_bad_setting_is_one_clear_line_and_nothing_is_touched(
     argv = words.split()
     if argv[:1] == ["serve"]:
         good = {"--model": checkpoint, "--storage": storage, "--port": 0, "--page-tokens": 16, "--chunk-tokens": 64}
-        argv[1:1] = [str(word) for flag, value in good.items() for word in (flag, value)]
+        absent = {flag: value for flag, value in good.items() if flag != "--storage" or flag not in words}
+        argv[1:1] = [str(word) for flag, value in absent.items() for word in (flag, value)]
     assert complaint in one_line(run(*argv))
     assert not storage.exists()
 
@@ -285,7 +287,8 @@ def test_ctrl_c_ends_it_whole_and_what_it_knew_is_there_after_a_restart(
 ) -> None:
     ready = tmp_path / "ready"
     argv = ["--model", checkpoint, "--page-tokens", 16, "--chunk-tokens", 64, "--ready-file", ready]
-    argv += ["--storage", tmp_path / "storage", "--served-model-name", "singer", "--threads", 1]
+    argv += ["--storage", tmp_path / "storage", "--storage", f"file://{tmp_path}/far?capacity=64MiB"]
+    argv += ["--served-model-name", "singer", "--threads", 1]
     prompt = {"prompt": song * 3, "temperature": 0, "max_tokens": 12}
     answers = []
     with serving(tmp_path, *argv) as (process, client):
@@ -307,10 +310,14 @@ def test_ctrl_c_ends_it_whole_and_what_it_knew_is_there_after_a_restart(
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 0
         assert (tmp_path / "log").read_text() == ""
-    cold, warm = answers
+        shutil.rmtree(tmp_path / "storage")
+    with serving(tmp_path, *argv) as (_, client):
+        answers.append(client.post("/v1/completions", json=prompt).json())
+    cold, warm, from_afar = answers
     assert cold["usage"]["kvarve"]["cached_tokens"] == {"device": 0, "host": 0, "storage": 0}
     assert warm["usage"]["kvarve"]["cached_tokens"] == {"device": 0, "host": 0, "storage": 128}
-    assert cold["choices"] == warm["choices"]
+    assert from_afar["usage"]["kvarve"]["cached_tokens"] == {"device": 0, "host": 0, "storage": 128}
+    assert cold["choices"] == warm["choices"] == from_afar["choices"]
 
 
 def test_at_the_start_it_says_what_is_kept_and_what_can_hit(server: Server) -> None:

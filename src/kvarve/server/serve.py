@@ -26,7 +26,7 @@ from kvarve.memory.heap import bound_heaps
 from kvarve.runtime import PrefixCache, check
 from kvarve.server.app import MAX_BODY_BYTES, create_app
 from kvarve.sizes import format_size
-from kvarve.storage.urls import parse_url
+from kvarve.storage.urls import parse_urls
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class Server:
         usage = self.engine.cache.usage()
         held = f", {usage.objects} objects, {format_size(usage.bytes)}" if usage else ""
         lines.append(("answers", self._answers()))
-        lines.append(("storage", f"{settings.cache.storage or 'none'}{held}"))
+        lines.append(("storage", f"{', then '.join(settings.cache.storages) or 'none'}{held}"))
         lines.append(("url", self.url))
         width = max(len(word) for word, _ in lines)
         return "\n".join(f"  {word:<{width}}  {text}" for word, text in lines)
@@ -238,8 +238,8 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError(f"port {settings.port}: a port is a number from 0 (any free one) to 65535")
     if settings.api_key is not None and not settings.api_key.strip():
         raise ConfigError("an API key cannot be empty")
-    if settings.cache.storage is not None:
-        parse_url(settings.cache.storage)
+    if settings.cache.storages:
+        parse_urls(settings.cache.storages)
     if settings.ready_file is not None and not settings.ready_file.absolute().parent.is_dir():
         raise ConfigError(f"{settings.ready_file}: no such folder to write the ready file to")
     check_device(settings.device)
