@@ -206,31 +206,45 @@ class Books:
 
     def _list(self, slab: Slab, rows: list[int], names: list[str]) -> None:
         """These rows are STORED under these names. Of two objects of one name one is given up."""
-        for row, name in zip(rows, names, strict=True):
-            slab.names[row] = name
-        base, index = slab.number << 32, self.index
-        if any(map(index.__contains__, names)) or len(set(names)) < len(names):
+        if not rows:
+            return
+        if rows[-1] - rows[0] + 1 == len(rows):
+            slab.names[rows[0] : rows[-1] + 1] = names
+        else:
             for row, name in zip(rows, names, strict=True):
-                if name in index:
+                slab.names[row] = name
+        before = len(self.index)
+        # All at once, as there may be a million of them.
+        self.index.update(zip(names, (np.array(rows) + (slab.number << 32)).tolist(), strict=True))
+        self.bytes += int(slab.length[rows].sum())
+        if self.limits.quota_bytes is not None:
+            for row in rows:
+                self._count_group(slab, row)
+        if len(self.index) < before + len(rows):
+            self._give_up_doubles()
+
+    def _give_up_doubles(self) -> None:
+        """Two processes may have stored one name at once, of which one died before it could tell."""
+        for slab in self.slabs.values():
+            for row in np.flatnonzero(slab.state == STORED).tolist():
+                name = slab.names[row]
+                if name and self.index.get(name) != slab.number << 32 | row:
+                    self.bytes -= int(slab.length[row])
+                    if self.limits.quota_bytes is not None:
+                        self._of_group[group_of(name)] -= slab.shape.slot_bytes
                     slab.state[row], slab.names[row] = BROKEN, ""
                     self._unclear.add(slab)
-                else:
-                    self._count_in(slab, row)
-        elif self.limits.quota_bytes is None:
-            index.update(zip(names, (base + row for row in rows), strict=True))
-            self.bytes += int(slab.length[rows].sum())
-        else:
-            for row in rows:
-                self._count_in(slab, row)
 
     def _count_in(self, slab: Slab, row: int) -> None:
-        name = slab.names[row]
-        self.index[name] = slab.number << 32 | row
+        self.index[slab.names[row]] = slab.number << 32 | row
         self.bytes += int(slab.length[row])
         if self.limits.quota_bytes is not None:
-            group = group_of(name)
-            slab.group[row] = self._groups.setdefault(group, len(self._groups))
-            self._of_group[group] += slab.shape.slot_bytes
+            self._count_group(slab, row)
+
+    def _count_group(self, slab: Slab, row: int) -> None:
+        group = group_of(slab.names[row])
+        slab.group[row] = self._groups.setdefault(group, len(self._groups))
+        self._of_group[group] += slab.shape.slot_bytes
 
     def _unlist(self, slab: Slab, row: int) -> None:
         name = slab.names[row]
