@@ -44,7 +44,7 @@ def agreement(rank: int, ranks: int) -> object:
     group, heard = Group(), []
     for step in range(STEPS):
         mine = [end for at, end in ends_of(rank) if at == step]
-        both, now = group.agree(mine, clock_of(rank, step))
+        both, now, *_ = group.agree(mine, clock_of(rank, step))
         heard.append([now, [[end.op, hex(end.good), hex(end.bad)] for end in both]])
     return heard
 

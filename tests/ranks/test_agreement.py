@@ -14,7 +14,7 @@ from filling import Clock, Request, a_config, a_store, an_identity, prompt, run,
 from one_rank import NEVER, OPS, STEPS, clock_of, ends_of
 
 from kvarve.core.effects import Ended
-from kvarve.ranks.agreement import Alone
+from kvarve.ranks.agreement import Alone, Turn, Wish, granted
 from kvarve.runtime import PrefixCache
 
 HERE = Path(__file__).parent
@@ -63,7 +63,7 @@ def expected(ranks: int) -> list[list[Any]]:
 
 def test_a_rank_alone_hears_what_ended_as_it_ended() -> None:
     ends = [Ended(3, 1), Ended(1, 0, 1), Ended(2, 5)]
-    assert Alone().agree(iter(ends), 12.5) == (ends, 12.5)
+    assert Alone().agree(iter(ends), 12.5) == Turn(ends, 12.5)
 
 
 def test_two_processes_agree_and_two_caches_in_them_find_the_same_boundaries(tmp_path: Path) -> None:
@@ -95,18 +95,18 @@ class Meeting:
 
     def __init__(self, ranks: int) -> None:
         self._barrier = threading.Barrier(ranks, timeout=3)
-        self._said: dict[int, tuple[list[Ended], float]] = {}
+        self._said: dict[int, float] = {}
         self.ranks = ranks
 
     def of(self, rank: int) -> "AtMeeting":
         return AtMeeting(self, rank)
 
-    def agree(self, rank: int, ended: Iterable[Ended], now: float) -> tuple[list[Ended], float]:
-        self._said[rank] = ([*ended], now)
+    def agree(self, rank: int, now: float) -> Turn:
+        self._said[rank] = now
         self._barrier.wait()
-        now = self._said[0][1]
+        now = self._said[0]
         self._barrier.wait()
-        return [], now
+        return Turn([], now)
 
 
 class AtMeeting:
@@ -115,9 +115,9 @@ class AtMeeting:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank, self.steps = meeting, rank, 0
 
-    def agree(self, ended: Iterable[Ended], now: float) -> tuple[list[Ended], float]:
+    def agree(self, ended: Iterable[Ended], now: float, up: bool = True, wish: Wish | None = None) -> Turn:
         self.steps += 1
-        return self._meeting.agree(self._rank, ended, now)
+        return self._meeting.agree(self._rank, now)
 
 
 def side_by_side(what: Callable[[int], None], ranks: int = 2) -> list[BaseException]:
@@ -151,8 +151,8 @@ def test_a_request_waits_by_the_time_that_the_ranks_agreed_on(steps_before: int)
     class Agreed:
         ranks = 1
 
-        def agree(self, ended: Iterable[Ended], now: float) -> tuple[list[Ended], float]:
-            return [*ended], now + 5000
+        def agree(self, ended: Iterable[Ended], now: float, up: bool = True, wish: Wish | None = None) -> Turn:
+            return Turn([*ended], now + 5000)
 
     cache = PrefixCache(an_identity(), a_config(), storage=store, agreement=Agreed(), clock=Clock())
     for _ in range(steps_before):

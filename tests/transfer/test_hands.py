@@ -10,7 +10,7 @@ from kvarve.keys import object_name
 from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.record import HEADER_BYTES
 from kvarve.model import BufferSpec, PoolSpec, Tier
-from kvarve.storage import MemoryStorage
+from kvarve.storage import MemoryStorage, Storage
 from kvarve.testing import FaultyStorage, Rule
 from kvarve.transfer.hands import Hands
 
@@ -41,10 +41,14 @@ class Bench:
         self.host = [HostArena(pool, SLOTS, NAMESPACE, rank) for pool in POOLS]
         self.inner = Recording()
         self.storage = FaultyStorage(self.inner, rules, seed=3)
-        self.hands = Hands(POOLS, self.device, self.host, self.storage, rank=rank, verify_host=verify_host)
+        self.hands = Hands(POOLS, self.device, self.host, rank=rank, verify_host=verify_host)
+        self.attach(self.storage)
         self.rank, self.ops = rank, 0
         for tensor in (tensor for arena in self.device for tensor in arena.buffers.values()):
             tensor.copy_(torch.arange(float(tensor.numel())).view(tensor.shape))
+
+    def attach(self, storage: Storage) -> None:
+        self.hands.attach(self.hands.open_depot(storage))
 
     def key(self, page: int) -> bytes:
         return bytes([page + 1]) * 32
@@ -220,7 +224,7 @@ def test_when_deleting_a_bad_page_fails_it_is_still_not_good() -> None:
 
 def test_a_page_without_room_in_storage_is_not_good() -> None:
     bench = Bench()
-    bench.hands._storage = MemoryStorage(3 * 4096, NAMESPACE, "small")
+    bench.attach(MemoryStorage(3 * 4096, NAMESPACE, "small"))
     ended = bench.store(*((0, page) for page in range(4)))
     assert ended == Ended(bench.ops, 0b0111)
 
