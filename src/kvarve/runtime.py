@@ -33,6 +33,7 @@ from kvarve.transfer.hands import Hands
 log = logging.getLogger(__name__)
 
 CHANGE_S = 30.0  # how long a rank waits for the others to want the same change of the storage
+CLOSE_S = 5.0  # how long the end of a storage waits for a call to it that hangs
 GROW_WAIT_S = 0.5  # for evictions under way; then a request goes on without keeping its pages
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
@@ -69,7 +70,7 @@ def check_url(identity: ModelIdentity, config: CacheConfig, url: str) -> None:
 
 @dataclass(frozen=True)
 class Attached:
-    """A storage that is there: behind a breaker, with lanes of its own. Where it was given as an object, `url` is ""."""
+    """A storage that is there: behind a breaker, with lanes of its own. One given as an object has no URL."""
 
     url: str
     breaker: Breaker
@@ -352,7 +353,9 @@ class PrefixCache:
         return self.attached is None or self.attached.breaker.up
 
     def _guarded(self, storage: Storage, url: str) -> Attached:
-        breaker = Breaker(storage, deadline_s=self.config.storage_deadline_s, changed=self.wake, clock=self._clock)
+        deadline_s = self.config.storage_deadline_s
+        close_s = min(CLOSE_S, deadline_s)
+        breaker = Breaker(storage, deadline_s=deadline_s, close_s=close_s, changed=self.wake, clock=self._clock)
         return Attached(url, breaker, self._hands.open_depot(breaker))
 
     def _check_free(self) -> None:

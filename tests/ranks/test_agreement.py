@@ -14,7 +14,7 @@ from filling import Clock, Request, a_config, a_store, an_identity, prompt, run,
 from one_rank import NEVER, OPS, STEPS, clock_of, ends_of
 
 from kvarve.core.effects import Ended
-from kvarve.ranks.agreement import Alone, Turn, Wish, granted
+from kvarve.ranks.agreement import Alone, Turn, Wish
 from kvarve.runtime import PrefixCache
 
 HERE = Path(__file__).parent

@@ -331,7 +331,10 @@ def test_best_effort_takes_what_has_come_before_its_turn(make: Make) -> None:
     ("settings", "patience_s"),
     [
         ({"prefetch_policy": "timeout", "prefetch_base_s": 3.0, "prefetch_per_ki_token_s": 2.0}, 3.0 + 2.0 * 0.5),
-        ({"prefetch_policy": "timeout", "prefetch_base_s": 99.0, "storage_deadline_s": 7.0}, 7.0 + 0.25 * 0.5),
+        (
+            {"prefetch_base_s": 99.0, "prefetch_per_ki_token_s": 0.0, "storage_deadline_s": 7.0},
+            7.0,
+        ),
         ({"prefetch_policy": "wait_complete", "storage_deadline_s": 7.0}, 7.0),
     ],
     ids=["timeout", "timeout-beyond-the-deadline", "wait-complete"],

@@ -110,7 +110,7 @@ class Lane:
         is left behind: False, and it stops when it comes back."""
         end = time.monotonic() + timeout_s
         self._closed = True
-        for thread in self._threads:
+        for _ in self._threads:
             with suppress(queue.Full):  # a worker hangs with a full lane behind it
                 self._queue.put(None, timeout=max(0.0, end - time.monotonic()))
         for thread in self._threads:
