@@ -14,7 +14,7 @@ from filling import Clock, Request, a_config, a_store, an_identity, prompt, run,
 from one_rank import NEVER, OPS, STEPS, clock_of, ends_of
 
 from kvarve.core.effects import Ended
-from kvarve.ranks.agreement import Alone, Turn, Wish
+from kvarve.ranks.agreement import Alone, Turn, Wish, granted
 from kvarve.runtime import PrefixCache
 
 HERE = Path(__file__).parent
@@ -88,6 +88,54 @@ def test_two_processes_agree_and_two_caches_in_them_find_the_same_boundaries(tmp
 def test_three_processes_agree_on_what_has_ended_and_when(tmp_path: Path) -> None:
     answers = processes("agreement", 3, tmp_path)
     assert [answer["agreement"] for answer in answers] == [expected(3)] * 3
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_change_their_storage_in_the_same_step_or_not_at_all(tmp_path: Path, ranks: int) -> None:
+    answers = [answer["changes"] for answer in processes("changes", ranks, tmp_path)]
+    assert all(answer["alike"] == answers[0]["alike"] for answer in answers)
+    steps = 2 * ranks + 1
+    cold, *alike = answers[0]["alike"]
+    assert cold == [0, 0, 0, 0]
+    # In the step in which the last of them asked, and not before.
+    assert alike[:steps] == [[None, False]] * (steps - 3) + [[0, True]] * 3
+    alike = alike[steps:]
+    assert alike.pop(0) == [8, 0, 0, 8]
+    assert alike[: 3 * steps] == [[0, True]] * (3 * steps), "declined, not the same, and not asked of all"
+    alike = alike[3 * steps :]
+    assert alike.pop(0) == [8, 8, 0, 0]
+    assert alike[:steps] == [[0, True]] * (steps - 3) + [[2, True]] * 3
+    alike = alike[steps:]
+    assert alike.pop(0) == [8, 0, 0, 8]
+    assert alike.pop() is True, "something is left"
+    assert alike[-steps:] == [[2, True]] * (steps - 3) + [[None, False]] * 3
+    *while_it_fell, down, up_again = alike[:-steps]
+    assert while_it_fell
+    assert down == [8, 8, 0, 0], "memory has it"
+    assert up_again == [8, 0, 0, 8]
+    for rank, answer in enumerate(answers):
+        made, declined, differs, alone, replaced, detached = answer["own"]
+        assert (made, replaced, detached) == ("NoneType",) * 3
+        assert declined == differs == "StorageError"
+        assert alone == ("nothing asked" if rank else "Busy")
+
+
+@pytest.mark.parametrize(
+    ("wishes", "comes_true"),
+    [
+        ([None], None),
+        ([Wish("a")], True),
+        ([Wish("a", ready=False)], False),
+        ([Wish("a"), None, Wish("a")], None),
+        ([Wish("a"), None, Wish("b")], None),
+        ([Wish("a"), Wish("a")], True),
+        ([Wish("a"), Wish("b")], False),
+        ([Wish("a"), Wish("a", ready=False)], False),
+        ([Wish("", ready=False), Wish("", ready=False)], False),
+    ],
+)
+def test_a_wish_comes_true_if_all_have_it_and_are_ready(wishes: list[Wish | None], comes_true: bool | None) -> None:
+    assert granted(wishes) is comes_true
 
 
 class Meeting:
