@@ -39,6 +39,10 @@ GROW_WAIT_S = 0.5  # for evictions under way; then a request goes on without kee
 Tokens = Sequence[int] | npt.NDArray[np.integer]
 
 
+class UnderWay(Busy):
+    """A change of the storage is being made already."""
+
+
 def check(identity: ModelIdentity, config: CacheConfig) -> dict[Tier, tuple[int, ...]]:
     """Everything that can be refused before anything is allocated or touched; the slots of each memory tier."""
     shape = (identity.pools, identity.page_tokens, identity.chunk_tokens)
@@ -294,12 +298,12 @@ class PrefixCache:
 
     # --- a storage comes or goes
 
-    def opened(self, url: str) -> Storage:
+    def opened(self, url: str, *, prefetch: str | None = None, write: str | None = None) -> Storage:
         """Open a storage for this cache's pages, to be attached. From any thread, since it may take its time.
 
-        ConfigError, StorageError: it cannot be used, and nothing has been touched.
+        ConfigError, StorageError: it cannot be used, or not with these policies, and nothing has been touched.
         """
-        replace(self.config, storage=url)  # refused where there is no host memory
+        self._with(url, prefetch, write)
         check_url(self.identity, self.config, url)
         return open_storage(url, label=self._namespace, description=str(self.identity))
 
@@ -319,16 +323,11 @@ class PrefixCache:
         made everything is as before, with the new storage closed. With `back_up`, what is in memory goes there, as the
         write policy has it. Policies stay as they are unless given.
 
-        ConfigError, StorageError, Busy (another change is under way): refused at once, and the storage is still yours.
+        ConfigError, StorageError, UnderWay: refused at once, and the storage is still yours.
         """
         if not self.config.host_memory:
             raise ConfigError(NO_HOST)
-        config = replace(
-            self.config,
-            storage=url or None,
-            prefetch_policy=self.config.prefetch_policy if prefetch is None else prefetch,
-            write_policy=self.config.write_policy if write is None else write,
-        )
+        config = self._with(url, prefetch, write)
         what = json.dumps([url, prefetch, write, back_up])
         self._check_free()
         return self._wish(Change(Wish(what), self._guarded(storage, url), config, back_up))
@@ -336,7 +335,7 @@ class PrefixCache:
     def detach(self) -> Change:
         """Have the storage go, if there is one: it ends what was sent to it, and is closed, and nobody waits for that.
 
-        When, and whether on all ranks: as for `attach`. Busy: another change is under way.
+        When, and whether on all ranks: as for `attach`. UnderWay: refused at once.
         """
         self._check_free()
         return self._wish(Change(Wish("detach"), None, replace(self.config, storage=None), back_up=False))
@@ -347,10 +346,28 @@ class PrefixCache:
         self._check_free()
         return self._wish(Change(Wish("", ready=False), None, self.config, back_up=False, why=why))
 
+    def now(self) -> float:
+        """What time it is by the cache's clock."""
+        return self._clock()
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks are this cache together."""
+        return self._agreement.ranks
+
     @property
     def up(self) -> bool:
         """Whether what is attached to this rank answers; True if nothing is."""
         return self.attached is None or self.attached.breaker.up
+
+    def _with(self, url: str, prefetch: str | None, write: str | None) -> CacheConfig:
+        """The settings with another storage, and other policies where they are given."""
+        return replace(
+            self.config,
+            storage=url or None,
+            prefetch_policy=self.config.prefetch_policy if prefetch is None else prefetch,
+            write_policy=self.config.write_policy if write is None else write,
+        )
 
     def _guarded(self, storage: Storage, url: str) -> Attached:
         deadline_s = self.config.storage_deadline_s
@@ -360,7 +377,7 @@ class PrefixCache:
 
     def _check_free(self) -> None:
         if self._change is not None and self._change.wish.ready:
-            raise Busy("another change of the storage is under way")
+            raise UnderWay("another change of the storage is under way")
 
     def _wish(self, change: Change) -> Change:
         if self._change is not None:  # it declined something that nobody asks for any more
