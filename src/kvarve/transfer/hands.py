@@ -48,13 +48,16 @@ class Hands:
         if isinstance(effect, Probe):
             self.lanes[Tier.STORAGE, Tier.HOST].send(effect.op, lambda: self._probe(effect), self._deadline_s)
             return
+        lane = self.lanes[effect.source, effect.target]
+        if effect.target is Tier.STORAGE:  # a put is durable when it answers, so that a few large ones are cheaper
+            lane.send_part(effect.op, self._store, effect, len(effect.pages), self._deadline_s)
+            return
         work = {
             (Tier.DEVICE, Tier.HOST): self._back_up,
             (Tier.HOST, Tier.DEVICE): self._load,
-            (Tier.HOST, Tier.STORAGE): self._store,
             (Tier.STORAGE, Tier.HOST): self._fetch,
         }[effect.source, effect.target]
-        self.lanes[effect.source, effect.target].send(effect.op, lambda: work(effect), self._deadline_s)
+        lane.send(effect.op, lambda: work(effect), self._deadline_s)
 
     def collect(self) -> list[Ended]:
         return self.ends.collect()
@@ -90,19 +93,27 @@ class Hands:
             to_device(self._host[pool], self._device[pool], checked(pages))
         return _all(copy.pages) & ~bad, bad
 
-    def _store(self, copy: Copy) -> tuple[int, int]:
+    def _store(self, copies: Sequence[Copy]) -> list[tuple[int, int]]:
+        """Several copies in one put. Storage keeps what it has of a name, so nobody has to ask for that first."""
         assert self._storage is not None
-        bad = self._broken(copy.pages) if self._verify_host else 0
-        names = [self._name(page) for page in copy.pages]
-        there = self._storage.exists(names)
-        missing = [i for i, known in enumerate(there) if not known and not bad >> i & 1 and self._writes(copy.pages[i])]
-        stored = self._storage.put(
-            [names[i] for i in missing], [self._host[copy.pages[i].pool].record(copy.pages[i].source) for i in missing]
-        )
-        good = sum(
-            1 << i for i, known in enumerate(there) if not bad >> i & 1 and (known or not self._writes(copy.pages[i]))
-        )
-        return good | sum(1 << i for i, done in zip(missing, stored, strict=True) if done), bad
+        fates, names, records, told = [], [], [], []
+        for at, copy in enumerate(copies):
+            bad = self._broken(copy.pages) if self._verify_host else 0
+            good = 0
+            for i, page in enumerate(copy.pages):
+                if bad >> i & 1:
+                    continue
+                if self._writes(page):
+                    names.append(self._name(page))
+                    records.append(self._host[page.pool].record(page.source))
+                    told.append((at, i))
+                else:
+                    good |= 1 << i
+            fates.append([good, bad])
+        stored = self._storage.put(names, records) if names else []
+        for (at, i), done in zip(told, stored, strict=True):
+            fates[at][0] |= done << i
+        return [(good, bad) for good, bad in fates]
 
     def _fetch(self, copy: Copy) -> tuple[int, int]:
         assert self._storage is not None
