@@ -145,6 +145,9 @@ def _cache(stats: Mapping[str, float]) -> Iterator[Metric]:
         yield _counter(metric, help_text, stats[name])
     waiting, failed = _under("lane_waiting.", stats), _under("lane_failed.", stats)
     yield _by("kvarve_lane_waiting", "Copies that wait in a lane.", ("lane",), waiting, gauge=True)
+    stuck = _under("lane_stuck_s.", stats)
+    help_text = "Seconds for which the oldest call of a lane has been running that has not come back."
+    yield _by("kvarve_lane_stuck_seconds", help_text, ("lane",), stuck, gauge=True)
     help_text = "Copies that a lane refused, started too late or failed to do."
     yield _by("kvarve_lane_failures", help_text, ("lane",), failed)
 

@@ -457,6 +457,7 @@ class PrefixCache:
         for lane in self._hands.lanes:
             stats[f"lane_waiting.{lane.name}"] = lane.waiting()
             stats[f"lane_failed.{lane.name}"] = lane.counts.failed + lane.counts.late + lane.counts.refused
+            stats[f"lane_stuck_s.{lane.name}"] = lane.stuck_s()
         stats["leases"] = len(self.core.leases)
         return stats
 

@@ -45,11 +45,12 @@ class Core:
         self.config = config
         self.pools = config.pools
         self.shelves = Shelves(config.pools, config.slots, config.page_tokens, config.eviction, config.cost)
-        self.has_host = any(self.shelves.capacity[len(self.pools) :])
         self.counters = Counters()
         self.copies = Copies(self.shelves)
-        self.copies.storage = config.storage and self.has_host
         self.backups = Backups(config, self.shelves, self.copies, self.counters)
+        self.has_host = self.backups.has_host
+        self.copies.storage = config.storage and self.has_host
+        self.governor = self.backups.governor
         self.paths = Paths(config, self.shelves, self.backups, self.counters)
         self.leases: dict[int, Lease] = {}
         self.prefetch = Prefetch(config, self.paths, self.copies, self.backups, self.counters, self.leases)
@@ -78,8 +79,8 @@ class Core:
         )
 
     def idle(self) -> bool:
-        """Whether nothing is in flight and no backup waits."""
-        return not self.copies.ops and not self.backups.owing
+        """Whether nothing is in flight and no backup waits, but for what is due to a storage that keeps failing."""
+        return not self.copies.ops and not self.backups.waits()
 
     def take(self) -> list[Effect]:
         """The effects that came up since the last call, in order."""
@@ -296,7 +297,7 @@ class Core:
 
     def step(self, ended: Iterable[Ended], now: float) -> None:
         """Apply what ended, in the order given; then let patience run out and send new backups."""
-        self.now = now
+        self.now = self.backups.now = now
         for end in ended:
             self._apply(end)
         for lease in [*self.leases.values()]:
@@ -325,12 +326,14 @@ class Core:
         self.copies.storage = True
         for run in self.shelves.runs():
             run.stored = [0] * len(self.pools)
+            run.tries = 0
             if back_up:
                 self.backups.owe(run)
 
     def detach(self) -> None:
         """The storage goes. Who waits for it goes on with what has arrived; copies in flight still have to end."""
         self.copies.storage = False
+        self.backups.begin_anew()
         for op in self.copies.ops.values():
             op.void = op.void or Tier.STORAGE in op.edge
         for lease in self.leases.values():
@@ -471,16 +474,28 @@ class Core:
         if lease.reads:
             self.shelves.touch(run, self.paths.near(lease.boundary))
             self._count_use(lease, run)
+            if self.copies.storage and any(lease.fetched):
+                self._count_saved(lease)
 
     def _count_use(self, lease: Lease, run: Run) -> None:
         """A request resumes: what it reads was used once more, and backups of it are worth new tries."""
-        whole = self.config.write is WritePolicy.WRITE_THROUGH_SELECTIVE or self.shelves.counts_uses
+        selective = self.config.write is WritePolicy.WRITE_THROUGH_SELECTIVE or self.governor.paused
+        whole = selective or self.shelves.counts_uses
         for each, _ in upward(run, ones(lease.boundary) if whole else self.paths.near(lease.boundary)):
             each.uses += 1
             each.priority = max(each.priority, lease.priority)
             each.tries = 0
             each.asked = [0] * len(self.pools)
             self.backups.owe(each)
+
+    def _count_saved(self, lease: Lease) -> None:
+        """What storage has saved a request that resumes."""
+        self.counters.used_tokens += lease.from_tiers()[2] * self.config.page_tokens
+        for pool, lookback in enumerate(self.lookbacks):
+            used = lease.fetched[pool] & needed(lease.boundary, lookback)
+            size_bytes = self.pools[pool].payload_bytes
+            self.counters.used_bytes += used.bit_count() * size_bytes
+            self.governor.used([lease.key(position) for position in members(used)], size_bytes)
 
     # --- what is worth keeping
 

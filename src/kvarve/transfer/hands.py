@@ -80,7 +80,8 @@ class Hands:
         if isinstance(effect, Probe):
             depot.send(effect.op, FETCH, lambda: self._probe(storage, effect))
         elif effect.target is Tier.STORAGE:
-            depot.send(effect.op, STORE, lambda: self._store(storage, effect))
+            # A put is durable when it answers, so that a few large ones are cheaper.
+            depot.lanes[STORE].send_part(effect.op, self._store, (storage, effect), len(effect.pages), self._deadline_s)
         else:
             depot.send(effect.op, FETCH, lambda: self._fetch(storage, effect))
 
@@ -121,18 +122,28 @@ class Hands:
             to_device(self._host[pool], self._device[pool], checked(pages))
         return _all(copy.pages) & ~bad, bad
 
-    def _store(self, storage: Storage, copy: Copy) -> tuple[int, int]:
-        bad = self._broken(copy.pages) if self._verify_host else 0
-        names = [self._name(page) for page in copy.pages]
-        there = storage.exists(names)
-        missing = [i for i, known in enumerate(there) if not known and not bad >> i & 1 and self._writes(copy.pages[i])]
-        stored = storage.put(
-            [names[i] for i in missing], [self._host[copy.pages[i].pool].record(copy.pages[i].source) for i in missing]
-        )
-        good = sum(
-            1 << i for i, known in enumerate(there) if not bad >> i & 1 and (known or not self._writes(copy.pages[i]))
-        )
-        return good | sum(1 << i for i, done in zip(missing, stored, strict=True) if done), bad
+    def _store(self, sent: Sequence[tuple[Storage, Copy]]) -> list[tuple[int, int]]:
+        """Several copies to one storage, whose lane this is, in one put. It keeps what it has of a name, so nobody has
+        to ask for that first."""
+        storage = sent[0][0]
+        fates, names, records, told = [], [], [], []
+        for at, (_, copy) in enumerate(sent):
+            bad = self._broken(copy.pages) if self._verify_host else 0
+            good = 0
+            for i, page in enumerate(copy.pages):
+                if bad >> i & 1:
+                    continue
+                if self._writes(page):
+                    names.append(self._name(page))
+                    records.append(self._host[page.pool].record(page.source))
+                    told.append((at, i))
+                else:
+                    good |= 1 << i
+            fates.append([good, bad])
+        stored = storage.put(names, records) if names else []
+        for (at, i), done in zip(told, stored, strict=True):
+            fates[at][0] |= done << i
+        return [(good, bad) for good, bad in fates]
 
     def _fetch(self, storage: Storage, copy: Copy) -> tuple[int, int]:
         names = [self._name(page) for page in copy.pages]
