@@ -198,6 +198,8 @@ def _serve_options(parser: _Parser) -> None:
     option("--load-at-least", least, type=_whole, default=0, metavar="N")
     option("--fetch-at-least", "and one from storage to the host", type=_whole, default=0, metavar="N")
     option("--host-share", "of host memory, what waiting for storage may hold", type=_share, default=0.8, metavar="X")
+    pays = "of the bytes stored, the share that has to be used, or storing pauses until it would pay again; 0: never"
+    option("--offload-pays-at", pays, type=_share, default=0.01, metavar="X")
     parser.add_argument("--no-verify-host", action="store_true", help="trust host memory: do not check its pages")
     option("--max-running", "requests side by side, if memory allows", type=_count, default=64, metavar="N")
     option("--max-waiting", "requests that may wait; more are told to come back", type=_count, default=256, metavar="N")
@@ -254,6 +256,7 @@ def _serve(args: argparse.Namespace) -> None:
         load_at_least=args.load_at_least,
         fetch_at_least=args.fetch_at_least,
         host_share=args.host_share,
+        offload_pays_at=args.offload_pays_at,
         verify_host=not args.no_verify_host,
     )
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")

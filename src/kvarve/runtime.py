@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 CHANGE_S = 30.0  # how long a rank waits for the others to want the same change of the storage
 CLOSE_S = 5.0  # how long the end of a storage waits for a call to it that hangs
+LEAST_WAIT_S = 0.001  # for a patience that is over: the ranks agree on the time, so it may not be in the next step
 GROW_WAIT_S = 0.5  # for evictions under way; then a request goes on without keeping its pages
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
@@ -256,21 +257,27 @@ class PrefixCache:
             self._follow(turn.up)
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until something has ended (or `wake` was called), at most `timeout_s`."""
-        return self._hands.ends.wait(timeout_s)
+        """Sleep until something has ended, a request's patience has, or `wake` was called; at most `timeout_s`."""
+        patience_s = max(LEAST_WAIT_S, self.core.patience_ends() - self._clock())
+        return self._hands.ends.wait(min(timeout_s, patience_s)) or patience_s <= timeout_s
 
     def wake(self) -> None:
         """End a `wait`, from any thread."""
         self._hands.ends.wake()
 
     def settle(self, timeout_s: float = 30.0) -> bool:
-        """Step until every copy has ended and every backup has been written; False if that takes too long."""
+        """Step until every copy has ended and every backup has been written; False if that takes too long.
+
+        A storage that fails is tried again at once, and not waited for when it has failed some times in a row.
+        """
+        self.core.retry()
         self.step()
         end = self._now + timeout_s  # by the time that the ranks agree on, so that all give up in the same step
         while not self.core.idle():
             if self._now >= end:
                 return False
             self.wait(0.05)
+            self.core.retry()
             self.step()
         return True
 
@@ -458,6 +465,9 @@ class PrefixCache:
             stats[f"lane_waiting.{lane.name}"] = lane.waiting()
             stats[f"lane_failed.{lane.name}"] = lane.counts.failed + lane.counts.late + lane.counts.refused
             stats[f"lane_stuck_s.{lane.name}"] = lane.stuck_s()
+        stats["offload_paused"] = self.core.governor.paused
+        stats["offload_used_share"] = self.core.governor.used_share
+        stats["stores_resting"] = self.core.backups.resting()
         stats["leases"] = len(self.core.leases)
         return stats
 

@@ -8,6 +8,7 @@ replays from its seed, and the simulator runs this very code.
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import count
+from math import inf
 from typing import NamedTuple
 
 from kvarve import boundaries
@@ -81,6 +82,11 @@ class Core:
     def idle(self) -> bool:
         """Whether nothing is in flight and no backup waits, but for what is due to a storage that keeps failing."""
         return not self.copies.ops and not self.backups.waits()
+
+    def patience_ends(self) -> float:
+        """When the next of those whose turn has come goes on with what it has, whatever is under way for it."""
+        waiting = (lease for lease in self.leases.values() if lease.claimed and not lease.ready)
+        return min((lease.deadline for lease in waiting), default=inf)
 
     def take(self) -> list[Effect]:
         """The effects that came up since the last call, in order."""
@@ -308,6 +314,10 @@ class Core:
             self._fetch(lease)
         self.backups.keep_room()
         self.backups.send_owed()
+
+    def retry(self) -> None:
+        """Stores that rest since storage has failed need not rest any longer: one is tried in the next step."""
+        self.backups.rest_until = self.now
 
     def flush(self, tiers: Sequence[Tier]) -> int:
         """Evict from memory tiers everything that nobody holds; returns how many pages went."""
