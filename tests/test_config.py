@@ -66,6 +66,7 @@ def test_the_defaults_are_sound() -> None:
         ({"storage_deadline_s": -1.0}, "above zero"),
         ({"storage_deadline_s": math.nan}, "above zero"),
         ({"storage": "memory://x?capacity=1MiB"}, "storage needs host memory"),
+        ({"storage": ("memory://x?capacity=1MiB", "/y")}, "storage needs host memory"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_in_one_line(settings: dict[str, object], told: str) -> None:
@@ -179,6 +180,21 @@ def test_a_storage_that_could_never_be_used_is_refused_however_it_is_given() -> 
 def test_checking_alone_makes_nothing(tmp_path: Path) -> None:
     slots = check(IDENTITY, CacheConfig(MIB, MIB, f"file://{tmp_path}/store?capacity=1GiB"))
     assert {len(count) for count in slots.values()} == {3}
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("storage", "urls"), [(None, ()), ((), ()), ("/a", ("/a",)), (("/a",), ("/a",)), (("/a", "/b"), ("/a", "/b"))]
+)
+def test_one_storage_several_or_none_may_be_given(storage: str | tuple[str, ...] | None, urls: tuple[str, ...]) -> None:
+    assert CacheConfig(MIB, MIB, storage).storages == urls
+
+
+def test_of_several_storages_each_is_checked_and_none_made(tmp_path: Path) -> None:
+    good = f"file://{tmp_path}/good?capacity=1GiB"
+    for bad, told in ((f"file://{tmp_path}/small?capacity=10", "small.*too little"), (good, "is the same place as")):
+        with pytest.raises(ConfigError, match=told):
+            PrefixCache(IDENTITY, CacheConfig(MIB, MIB, (good, bad)))
     assert not [*tmp_path.iterdir()]
 
 

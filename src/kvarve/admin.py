@@ -6,7 +6,7 @@ the change. One change at a time: who comes second is told so.
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -39,16 +39,16 @@ class Admin:
         }
         if attached is None:
             return told
-        usage, trouble = None, attached.breaker.last_error
+        usage, trouble = None, attached.storage.last_error
         try:
             usage = attached.depot.usage()
         except StorageError as e:
             trouble = str(e)
         counters = cache.core.counters
         return told | {
-            "url": attached.url or None,
-            "up": attached.breaker.up,
-            "for_s": round(max(0.0, cache.now() - attached.breaker.since), 3),
+            "url": attached.urls[0] if len(attached.urls) == 1 else [*attached.urls] or None,
+            "up": attached.storage.up,
+            "for_s": round(max(0.0, cache.now() - attached.storage.since), 3),
             "last_error": trouble or None,
             "capacity_bytes": usage and usage.capacity_bytes,
             "bytes": usage and usage.bytes,
@@ -72,13 +72,14 @@ class Admin:
                 }
                 for lane in attached.depot.lanes.values()
             },
-            "breaker": dict(attached.breaker.counts),
+            "counts": dict(attached.storage.counts),
         }
 
     def attach(
-        self, url: str, *, prefetch: str | None = None, write: str | None = None, back_up: bool = False
+        self, url: str | Sequence[str], *, prefetch: str | None = None, write: str | None = None, back_up: bool = False
     ) -> dict[str, Any]:
-        """Open a storage and let it take the place of what there is, once that is done; answers the status then.
+        """Open a storage (several URLs: tiers) and let it take the place of what there is, once that is done; answers
+        the status then.
 
         Any KvarveError: it could not be done, and everything is as before.
         """
@@ -94,7 +95,7 @@ class Admin:
                 raise error from None
             try:
                 change = self._on_its_thread(
-                    lambda: cache.attach(storage, url=url, back_up=back_up, prefetch=prefetch, write=write), ASK_S
+                    lambda: cache.attach(storage, setting=url, back_up=back_up, prefetch=prefetch, write=write), ASK_S
                 )
             except BaseException:
                 _close(storage.close)

@@ -153,7 +153,8 @@ def _storage_commands(parser: _Parser) -> None:
     text = "attach a storage to a server that runs, in place of the one that it has"
     attach = kinds.add_parser("attach", help=text, description=f"{text[0].upper()}{text[1:]}.")
     attach.set_defaults(command=_storage_attach)
-    attach.add_argument("url", help="such as file:///var/kvarve?capacity=100GiB, as the server sees it", metavar="URL")
+    where = "such as file:///var/kvarve?capacity=100GiB, as the server sees it; several are tiers, the fast one first"
+    attach.add_argument("url", help=where, nargs="+", metavar="URL")
     attach.add_argument("--back-up", action="store_true", help="store what the server has in memory already")
     attach.option("--prefetch-policy", "from then on; as it is unless given", metavar="POLICY")
     attach.option("--write-policy", "from then on; as it is unless given", metavar="POLICY")
@@ -178,7 +179,8 @@ def _serve_options(parser: _Parser) -> None:
     option("--port", "port to listen on, 0 for any free one", type=_port, default=8000)
     option("--device-memory", "for pages beside the model", type=_size, default="256MiB", metavar="SIZE")
     option("--host-memory", "for pages that left the device, 0 for none", type=_size, default="512MiB", metavar="SIZE")
-    option("--storage", "such as file:///var/kvarve?capacity=100GiB; none unless given", metavar="URL")
+    where = "such as file:///var/kvarve?capacity=100GiB; none unless given; several are tiers, the fast one first"
+    option("--storage", where, action="append", metavar="URL")
     option("--page-tokens", "tokens of a page; has to divide --chunk-tokens", type=_count, default=64, metavar="N")
     option("--chunk-tokens", "tokens of a prompt that are computed at once", type=_count, default=256, metavar="N")
     option("--dtype", "auto, float32, bfloat16 or float16", default="auto")
@@ -243,7 +245,7 @@ def _serve(args: argparse.Namespace) -> None:
     cache = CacheConfig(
         device_memory=args.device_memory,
         host_memory=args.host_memory,
-        storage=args.storage,
+        storage=tuple(args.storage or ()),
         write_policy=args.write_policy,
         selective_uses=args.selective_uses,
         prefetch_policy=args.prefetch_policy,

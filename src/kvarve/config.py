@@ -23,6 +23,8 @@ NO_HOST = "storage needs host memory, through which its pages travel: give host 
 class CacheConfig:
     """The settings of one cache. Sizes in bytes, times in seconds; ConfigError for what cannot work.
 
+    `storage`: a URL, or several for tiers, the near and fast one first.
+
     `cost_doubles_at`: how many tokens before a token make attending to them as dear as all else that is computed for
     it (0: never), for eviction by "flops". `snapshot_gap`, `load_at_least` and `fetch_at_least`: the fewest tokens that
     a kept window or state, a copy to the device, or one from storage has to save. `host_share`: of each pool in the
@@ -33,7 +35,7 @@ class CacheConfig:
 
     device_memory: int
     host_memory: int = 0
-    storage: str | None = None
+    storage: str | tuple[str, ...] | None = None
     write_policy: str = "write_through"
     selective_uses: int = 2
     prefetch_policy: str = "timeout"
@@ -81,6 +83,11 @@ class CacheConfig:
         Snapshots(every=self.snapshot_every, gap=self.snapshot_gap)
         if self.storage and not self.host_memory:
             raise ConfigError(NO_HOST)
+
+    @property
+    def storages(self) -> tuple[str, ...]:
+        """The URLs, however many."""
+        return (self.storage,) if isinstance(self.storage, str) else self.storage or ()
 
     def core(
         self,

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +22,12 @@ from kvarve.core.lease import Lease
 from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
 from kvarve.keys import TOKEN_BYTES, pack, root_key, seal
 from kvarve.memory.arenas import DeviceArena, HostArena
+from kvarve.memory.record import whole
 from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
 from kvarve.ranks.agreement import Agreement, Alone, Wish
 from kvarve.sizes import format_size
-from kvarve.storage import Storage, Usage, check_storage, open_storage
-from kvarve.storage.breaker import Breaker
-from kvarve.storage.urls import parse_url
+from kvarve.storage import Breaker, Storage, Tiers, Usage, check_storage, open_storage
+from kvarve.storage.urls import parse_urls
 from kvarve.transfer.depot import Depot
 from kvarve.transfer.hands import Hands
 
@@ -57,28 +58,30 @@ def check(identity: ModelIdentity, config: CacheConfig) -> dict[Tier, tuple[int,
             f"device and host memory of {format_size(config.device_memory + config.host_memory)} together are more "
             f"than this machine's {format_size(have)}: give less"
         )
-    if config.storage:
-        check_url(identity, config, config.storage)
+    if config.storages:
+        check_setting(identity, config)
     return slots
 
 
-def check_url(identity: ModelIdentity, config: CacheConfig, url: str) -> None:
-    """Everything that can be refused of a storage before it is opened."""
+def check_setting(identity: ModelIdentity, config: CacheConfig) -> None:
+    """Everything that can be refused of storages before they are opened."""
     shape = (identity.pools, identity.page_tokens, identity.chunk_tokens)
-    capacity = parse_url(url).size_bytes("capacity")
-    try:
-        split(capacity, *shape, records=True, what="storage", per_snapshot=config.tokens_per_snapshot)
-    except ConfigError as e:
-        raise ConfigError(f"{url}: {e}") from None
-    check_storage(url, label=identity.fingerprint(), description=str(identity))
+    for url in parse_urls(config.storages):
+        capacity = url.size_bytes("capacity")
+        try:
+            split(capacity, *shape, records=True, what="storage", per_snapshot=config.tokens_per_snapshot)
+        except ConfigError as e:
+            raise ConfigError(f"{url.text}: {e}") from None
+    check_storage(config.storages, label=identity.fingerprint(), description=str(identity))
 
 
 @dataclass(frozen=True)
 class Attached:
-    """A storage that is there: behind a breaker, with lanes of its own. One given as an object has no URL."""
+    """A storage that is there: it knows whether it is up, and has lanes of its own. One that was given as an object
+    has no URLs, tiers have several."""
 
-    url: str
-    breaker: Breaker
+    urls: tuple[str, ...]
+    storage: Breaker | Tiers
     depot: Depot
 
 
@@ -128,8 +131,8 @@ class PrefixCache:
             HostArena(pool, n, self._namespace, rank)
             for pool, n in zip(self.pools, slots.get(Tier.HOST, ()), strict=False)
         ]
-        if storage is None and config.storage:
-            storage = open_storage(config.storage, label=self._namespace, description=str(identity))
+        if storage is None and config.storages:
+            storage = self._open(config)
         self._hands = Hands(
             self.pools,
             self._device,
@@ -144,7 +147,7 @@ class PrefixCache:
         self._change: Change | None = None  # that is wished, and not decided
         self.attached: Attached | None = None
         if storage is not None:
-            self.attached = self._guarded(storage, config.storage or "")
+            self.attached = self._guarded(storage, config.storages)
             self._hands.attach(self.attached.depot)
 
     # --- a request's life
@@ -305,20 +308,21 @@ class PrefixCache:
 
     # --- a storage comes or goes
 
-    def opened(self, url: str, *, prefetch: str | None = None, write: str | None = None) -> Storage:
-        """Open a storage for this cache's pages, to be attached. From any thread, since it may take its time.
+    def opened(self, setting: str | Sequence[str], *, prefetch: str | None = None, write: str | None = None) -> Storage:
+        """Open a storage (several URLs are tiers) for this cache's pages, to be attached. From any thread, since it may
+        take its time.
 
         ConfigError, StorageError: it cannot be used, or not with these policies, and nothing has been touched.
         """
-        self._with(url, prefetch, write)
-        check_url(self.identity, self.config, url)
-        return open_storage(url, label=self._namespace, description=str(self.identity))
+        config = self._with(setting, prefetch, write)
+        check_setting(self.identity, config)
+        return self._open(config)
 
     def attach(
         self,
         storage: Storage,
         *,
-        url: str = "",
+        setting: str | Sequence[str] = (),
         back_up: bool = False,
         prefetch: str | None = None,
         write: str | None = None,
@@ -334,10 +338,10 @@ class PrefixCache:
         """
         if not self.config.host_memory:
             raise ConfigError(NO_HOST)
-        config = self._with(url, prefetch, write)
-        what = json.dumps([url, prefetch, write, back_up])
+        config = self._with(setting, prefetch, write)
+        what = json.dumps([config.storages, prefetch, write, back_up])
         self._check_free()
-        return self._wish(Change(Wish(what), self._guarded(storage, url), config, back_up))
+        return self._wish(Change(Wish(what), self._guarded(storage, config.storages), config, back_up))
 
     def detach(self) -> Change:
         """Have the storage go, if there is one: it ends what was sent to it, and is closed, and nobody waits for that.
@@ -365,22 +369,35 @@ class PrefixCache:
     @property
     def up(self) -> bool:
         """Whether what is attached to this rank answers; True if nothing is."""
-        return self.attached is None or self.attached.breaker.up
+        return self.attached is None or self.attached.storage.up
 
-    def _with(self, url: str, prefetch: str | None, write: str | None) -> CacheConfig:
+    def _with(self, setting: str | Sequence[str], prefetch: str | None, write: str | None) -> CacheConfig:
         """The settings with another storage, and other policies where they are given."""
         return replace(
             self.config,
-            storage=url or None,
+            storage=setting if isinstance(setting, str) else tuple(setting),
             prefetch_policy=self.config.prefetch_policy if prefetch is None else prefetch,
             write_policy=self.config.write_policy if write is None else write,
         )
 
-    def _guarded(self, storage: Storage, url: str) -> Attached:
-        deadline_s = self.config.storage_deadline_s
-        close_s = min(CLOSE_S, deadline_s)
-        breaker = Breaker(storage, deadline_s=deadline_s, close_s=close_s, changed=self.wake, clock=self._clock)
-        return Attached(url, breaker, self._hands.open_depot(breaker))
+    def _open(self, config: CacheConfig) -> Storage:
+        return open_storage(
+            config.storages,
+            label=self._namespace,
+            description=str(self.identity),
+            guard=partial(Breaker, deadline_s=config.storage_deadline_s, clock=self._clock),
+            whole=whole,
+        )
+
+    def _guarded(self, storage: Storage, urls: tuple[str, ...]) -> Attached:
+        if isinstance(storage, Breaker | Tiers):
+            guarded = storage
+            guarded.changed = self.wake
+        else:
+            deadline_s = self.config.storage_deadline_s
+            close_s = min(CLOSE_S, deadline_s)
+            guarded = Breaker(storage, deadline_s=deadline_s, close_s=close_s, changed=self.wake, clock=self._clock)
+        return Attached(urls, guarded, self._hands.open_depot(guarded))
 
     def _check_free(self) -> None:
         if self._change is not None and self._change.wish.ready:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES, Stamp, record_bytes
+from kvarve.memory.record import BLOCK_BYTES, HEADER, HEADER_BYTES, Stamp, record_bytes, whole
 
 NAMESPACE, KEY = b"m" * 32, bytes(range(32))
 payloads = st.binary(min_size=1, max_size=300)
@@ -95,3 +95,29 @@ def test_a_record_is_whole_blocks_and_no_more_than_it_needs(payload_bytes: int) 
     size = record_bytes(payload_bytes)
     assert size % BLOCK_BYTES == 0
     assert 0 <= size - HEADER_BYTES - payload_bytes < BLOCK_BYTES
+
+
+@given(payloads, st.sampled_from([b"m" * 32, b"n" * 32]), st.binary(min_size=32, max_size=32))
+def test_a_record_is_whole_whatever_page_of_whatever_model_it_is(payload: bytes, model: bytes, key: bytes) -> None:
+    assert whole(memoryview(a_record(payload, Stamp(model, "state", len(payload), rank=3), key)))
+
+
+def test_a_record_with_one_bit_changed_is_not_whole() -> None:
+    record = a_record(bytes(range(40)))
+    for bit in range(8 * len(record)):
+        record[bit // 8] ^= 1 << bit % 8
+        assert not whole(memoryview(record)), f"bit {bit} was flipped"
+        record[bit // 8] ^= 1 << bit % 8
+    assert whole(memoryview(record))
+
+
+@given(st.one_of(st.binary(max_size=2 * HEADER_BYTES), st.just(bytes(BLOCK_BYTES))))
+def test_other_bytes_are_no_whole_record(data: bytes) -> None:
+    assert not whole(memoryview(data))
+
+
+def test_a_record_of_another_length_than_it_says_is_not_whole() -> None:
+    record = a_record(b"payload")
+    assert not whole(memoryview(record)[:-1])
+    assert not whole(memoryview(record + bytes(BLOCK_BYTES)))
+    assert not whole(memoryview(record)[: HEADER.size])

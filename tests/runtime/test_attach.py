@@ -156,8 +156,8 @@ def test_without_a_store_nobody_is_asked_and_it_can_come_back(make: Make, tmp_pa
     url = f"file://{tmp_path}/store?capacity=64MiB"
     cache = make(storage_deadline_s=30.0)
     for _ in range(3):
-        attach(cache, cache.opened(url), url=url)  # type: ignore[arg-type]
-        assert cache.attached is not None and cache.attached.url == url
+        attach(cache, cache.opened(url), setting=url)  # type: ignore[arg-type]
+        assert cache.attached is not None and cache.attached.urls == (url,)
         assert sum(run(cache, LONG)) in (0, ALL)
         settle(cache)
         detach(cache)

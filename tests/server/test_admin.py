@@ -1,5 +1,6 @@
 """The operator's side: storages are attached to a server that serves and detached from it, by who has the key."""
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -100,11 +101,24 @@ def test_what_is_in_memory_goes_to_a_new_storage_if_asked(
     assert cached(complete(client, song * 2, cache_salt=salt)) == {"storage": 64}
 
 
+def test_several_storages_are_attached_as_tiers(
+    client: httpx.Client, operated: Server, tmp_path: Path, song: str, salt: str
+) -> None:
+    urls = [f"file://{tmp_path}/{name}?capacity=64MiB" for name in ("near", "far")]
+    assert done(client.put(STORAGE, json={"url": urls}))["url"] == urls
+    complete(client, song * 2, cache_salt=salt)
+    settled(client, operated)
+    client.post("/flush_cache")
+    assert cached(complete(client, song * 2, cache_salt=salt)) == {"storage": 64}
+
+
 @pytest.mark.parametrize(
     ("asked", "complaint"),
     [
         ({}, "url: Field required"),
-        ({"url": 1}, "url: Input should be a valid string"),
+        ({"url": 1}, "url.str: Input should be a valid string"),
+        ({"url": []}, "no storage is named"),
+        ({"url": ["{new}", "{new}"]}, "is the same place as"),
         ({"url": "{new}", "backup": True}, "backup: Extra inputs are not permitted"),
         ({"url": "{new}", "back_up": "yes"}, "back_up: Input should be a valid boolean"),
         ({"url": "{new}", "capacity": "1GiB"}, "capacity: Extra inputs are not permitted"),
@@ -120,10 +134,9 @@ def test_what_cannot_be_attached_is_refused_and_nothing_has_changed(
     client: httpx.Client, tmp_path: Path, asked: Body, complaint: str
 ) -> None:
     before = attach(client, tmp_path / "old")
-    if "url" in asked and isinstance(asked["url"], str):
-        new = f"file://{tmp_path}/new?capacity=64MiB"
-        asked = asked | {"url": asked["url"].replace("{new}", new).replace("{folder}", str(tmp_path))}
-    assert complaint in refused(client.put(STORAGE, json=asked), 400)
+    new = f"file://{tmp_path}/new?capacity=64MiB"
+    body = json.dumps(asked).replace("{new}", new).replace("{folder}", str(tmp_path))
+    assert complaint in refused(client.put(STORAGE, content=body), 400)
     after = done(client.get(STORAGE))
     for settled in ("attached", "url", "up", "prefetch_policy", "write_policy", "objects"):
         assert after[settled] == before[settled]

@@ -142,6 +142,7 @@ def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
         ("serve --storage file:///pages?capacity=0", "capacity must be above zero"),
         ("serve --storage /proc/pages", "/proc"),
         ("serve --storage /dev/null/pages?", "parameters need a URL"),
+        ("serve --storage /pages --storage file:///pages?capacity=1GiB", "is the same place as /pages"),
         ("models --jsn out", "unknown option '--jsn': did you mean --json?"),
         ("models --model /no/such/folder", "/no/such/folder: no such folder"),
         ("models --model builtin:huge", "there is no builtin:huge"),
@@ -162,7 +163,8 @@ def test_a_bad_setting_is_one_clear_line_and_nothing_is_touched(
     argv = words.split()
     if argv[:1] == ["serve"]:
         good = {"--model": checkpoint, "--storage": storage, "--port": 0, "--page-tokens": 16, "--chunk-tokens": 64}
-        argv[1:1] = [str(word) for flag, value in good.items() for word in (flag, value)]
+        absent = {flag: value for flag, value in good.items() if flag != "--storage" or flag not in words}
+        argv[1:1] = [str(word) for flag, value in absent.items() for word in (flag, value)]
     assert complaint in one_line(run(*argv))
     assert not storage.exists()
 

@@ -134,7 +134,7 @@ def test_storages_come_and_go_two_hundred_times_and_no_request_notices(
     rng, odd, seen = random.Random(SEED), Odd(), Counter[str]()
     monkeypatch.setitem(SCHEMES, "odd", odd.scheme())
     monkeypatch.setattr(kvarve.admin, "CLOSED_S", 0.05)  # a store that stalls is not closed before it goes on
-    cache = server.engine.cache
+    cache, others = server.engine.cache, ours()
     headers = {"Authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=server.url, headers=headers, timeout=LONG_S) as operator, Traffic(server) as traffic:
 
@@ -178,12 +178,12 @@ def test_storages_come_and_go_two_hundred_times_and_no_request_notices(
             assert operator.delete(STORAGE).status_code == 200
             store.release()
 
-        cycle()  # so that all threads of the server that stay have begun
+        cycle()  # so that whatever the server opens once is open
         traffic.go_on(4)
         assert operator.delete(STORAGE).status_code == 200
         assert server.engine.settle(LONG_S)
-        let_end(ours_that_end())
-        threads, descriptors = {thread.name for thread in ours()}, files()
+        let_end(ours() - others)
+        descriptors = files()
         for _ in range(CYCLES):
             server.engine.ask(lambda: cache.evict(MEMORY_TIERS), LONG_S)  # or nobody would ask storage for anything
             cycle()
@@ -195,20 +195,13 @@ def test_storages_come_and_go_two_hundred_times_and_no_request_notices(
     assert server.engine.settle(LONG_S)
     server.engine.flush()
     server.engine.ask(lambda: nothing_is_left(server), LONG_S)
-    let_end(ours_that_end())
-    assert {thread.name for thread in ours()} <= threads
+    let_end(ours() - others)
     assert files() <= descriptors
     print(f"{dict(seen)}, tokens from {dict(traffic.tiers)}")
 
 
-def ours_that_end() -> set[threading.Thread]:
-    """The threads of storages: they end with them."""
-    return {
-        thread for thread in ours() if "storage" in thread.name or "detach" in thread.name or "usage" in thread.name
-    }
-
-
 def let_end(threads: set[threading.Thread]) -> None:
+    """All that came with storages goes with them."""
     for thread in threads:
         thread.join(LONG_S)
         assert not thread.is_alive(), thread.name

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.sizes import format_size, parse_size
-from kvarve.storage import SCHEMES, FileStorage, MemoryStorage, Scheme, check_storage, open_storage
+from kvarve.storage import SCHEMES, Breaker, FileStorage, MemoryStorage, Scheme, Tiers, check_storage, open_storage
 from kvarve.storage.memory import forget_memory
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put
 
@@ -110,6 +110,89 @@ def test_a_backend_plugs_in_by_its_scheme(monkeypatch):
     assert opened("nowhere://host?depth=4") is made
     with pytest.raises(ConfigError, match="nowhere knows: depth"):
         opened("nowhere://host?capacity=4")
+
+
+def test_several_urls_are_tiers_nearest_first(tmp_path):
+    name = uuid4().hex
+    row = opened((f"{tmp_path}/near", f"memory://{name}?capacity=1MiB"))
+    assert isinstance(row, Tiers)
+    put(row, a=b"1")
+    assert row.settle(20.0)
+    assert row.usage().capacity_bytes == 10 << 30
+    row.close()
+    for url in (f"{tmp_path}/near", f"memory://{name}?capacity=1MiB"):
+        alone = opened((url,))
+        assert not isinstance(alone, Tiers)
+        assert get(alone, "a") == b"1"
+        alone.close()
+    forget_memory(name)
+
+
+def test_each_tier_has_a_guard_of_its_own_and_the_judge_is_passed_on():
+    names, guards = [uuid4().hex for _ in range(2)], []
+
+    def guard(storage):
+        guards.append(Breaker(storage, deadline_s=1.0))
+        return guards[-1]
+
+    urls = [f"memory://{name}?capacity=1MiB" for name in names]
+    row = open_storage(urls, label=LABEL, description="model A", guard=guard, whole=lambda record: record == b"good")
+    for name, far in (("a", b"good"), ("b", b"evil")):
+        put(guards[1], **{name: far})
+        assert get(row, name, 4) == far
+    assert row.settle(20.0)
+    assert guards[0].exists(["a", "b"]) == [True, False]
+    row.close()
+    for name in names:
+        forget_memory(name)
+
+
+@pytest.mark.parametrize(
+    "urls",
+    [
+        ("{}/store", "{}/store"),
+        ("{}/store", "file://{}/store?capacity=1GiB"),
+        ("{}/other", "{}/store", "{}/link"),
+        ("{}/store", "{}/below/../store/"),
+        ("memory://x?capacity=1MiB", "memory://x?capacity=2MiB"),
+    ],
+    ids=str,
+)
+def test_two_tiers_are_two_places(tmp_path, urls):
+    (tmp_path / "link").symlink_to(tmp_path / "store")
+    for call in (check_storage, open_storage):
+        with pytest.raises(ConfigError, match="is the same place as") as refusal:
+            call([url.format(tmp_path) for url in urls], label=LABEL, description="model A")
+        assert "\n" not in str(refusal.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]
+
+
+def test_no_url_at_all_is_no_storage():
+    with pytest.raises(ConfigError, match="no storage is named"):
+        open_storage([], label=LABEL, description="model A")
+
+
+def test_if_one_of_several_cannot_be_used_nothing_is_touched_and_nothing_stays_open(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "precious").touch()
+    with pytest.raises(StorageError, match="not a kvarve storage folder"):
+        open_storage((f"{tmp_path}/near", f"{tmp_path}/full"), label=LABEL, description="model A")
+    assert not (tmp_path / "near").exists()
+
+
+def test_if_the_second_of_several_cannot_be_opened_the_first_is_closed(monkeypatch):
+    first = MemoryStorage(100, LABEL, "model A")
+
+    def refuse():
+        raise StorageError("the door is locked")
+
+    schemes = {"one": lambda url, label, description: lambda: first, "two": lambda url, label, description: refuse}
+    for name, prepare in schemes.items():
+        monkeypatch.setitem(SCHEMES, name, Scheme(f"{name}://", frozenset(), prepare))
+    with pytest.raises(StorageError, match="the door is locked"):
+        open_storage(("one://", "two://"), label=LABEL, description="model A")
+    with pytest.raises(StorageError, match="closed"):
+        first.usage()
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,7 @@ class Stamp:
     def seal(self, record: memoryview, key: bytes) -> None:
         """Write the header of a record whose payload is complete."""
         header = self._header(key)
-        digest = xxhash.xxh3_64(header)
-        digest.update(record[HEADER_BYTES:])
-        record[:HEADER_BYTES] = header + CHECKSUM.pack(digest.intdigest())
+        record[:HEADER_BYTES] = header + CHECKSUM.pack(_checksum(header, record))
 
     def names(self, record: memoryview, key: bytes) -> bool:
         """Whether a record says that it is this page; its bytes are not looked at."""
@@ -50,6 +48,27 @@ class Stamp:
         header = self._header(key)
         if len(record) != self._length or record[: HEADER.size] != header:
             return False
-        digest = xxhash.xxh3_64(header)
-        digest.update(record[HEADER_BYTES:])
-        return bool(CHECKSUM.unpack(record[HEADER.size : HEADER_BYTES])[0] == digest.intdigest())
+        return _claimed(record) == _checksum(header, record)
+
+
+def whole(record: memoryview) -> bool:
+    """Whether a record is a page of some model as it was sealed, every bit of it. Which page is not asked."""
+    if len(record) < HEADER_BYTES:
+        return False
+    header = bytes(record[: HEADER.size])
+    magic, form, _, _, _, _, payload_bytes = HEADER.unpack(header)
+    if (magic, form) != (MAGIC, FORMAT) or len(record) != record_bytes(payload_bytes):
+        return False
+    return _checksum(header, record) == _claimed(record)
+
+
+def _checksum(header: bytes, record: memoryview) -> int:
+    """What the checksum of a record with this header has to be."""
+    digest = xxhash.xxh3_64(header)
+    digest.update(record[HEADER_BYTES:])
+    return int(digest.intdigest())
+
+
+def _claimed(record: memoryview) -> int:
+    """What a record says that its checksum is."""
+    return int(CHECKSUM.unpack(record[HEADER.size : HEADER_BYTES])[0])

@@ -272,7 +272,7 @@ class AttachAsked(_Words):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    url: str
+    url: str | list[str]  # several are tiers
     prefetch_policy: str | None = None
     write_policy: str | None = None
     back_up: bool | None = None

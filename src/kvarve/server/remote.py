@@ -39,7 +39,8 @@ def describe(status: dict[str, Any]) -> str:
         state = f"{'up' if status['up'] else 'down'} for {status['for_s']:.0f} s"
         if status["last_error"]:
             state += f"; last trouble: {status['last_error']}"
-        lines = [("storage", status["url"] or "one that has no URL"), ("state", state)]
+        urls = [status["url"]] if isinstance(status["url"], str) else status["url"] or ["one that has no URL"]
+        lines = [("storage", ", then ".join(urls)), ("state", state)]
         if status["bytes"] is not None:
             most = "" if status["capacity_bytes"] is None else f" of {format_size(status['capacity_bytes'])}"
             lines.append(("holds", f"{status['objects']} objects, {format_size(status['bytes'])}{most}"))

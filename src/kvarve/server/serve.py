@@ -25,7 +25,7 @@ from kvarve.errors import ConfigError
 from kvarve.runtime import PrefixCache, check
 from kvarve.server.app import MAX_BODY_BYTES, create_app
 from kvarve.sizes import format_size
-from kvarve.storage.urls import parse_url
+from kvarve.storage.urls import parse_urls
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class Server:
         usage = self.engine.cache.usage()
         held = f", {usage.objects} objects, {format_size(usage.bytes)}" if usage else ""
         lines.append(("answers", self._answers()))
-        lines.append(("storage", f"{settings.cache.storage or 'none'}{held}"))
+        lines.append(("storage", f"{', then '.join(settings.cache.storages) or 'none'}{held}"))
         if settings.admin_key is not None:
             lines.append(("admin", f"{self.url}/admin/storage, for who has the admin key"))
         lines.append(("url", self.url))
@@ -243,8 +243,8 @@ def check_settings(settings: Settings) -> None:
             raise ConfigError(f"an {name} key cannot be empty")
     if settings.admin_key is not None and settings.admin_key == settings.api_key:
         raise ConfigError("the admin key must not be the API key: whoever may ask could change the storage")
-    if settings.cache.storage is not None:
-        parse_url(settings.cache.storage)
+    if settings.cache.storages:
+        parse_urls(settings.cache.storages)
     if settings.ready_file is not None and not settings.ready_file.absolute().parent.is_dir():
         raise ConfigError(f"{settings.ready_file}: no such folder to write the ready file to")
     check_device(settings.device)

@@ -4,6 +4,7 @@ from kvarve.storage.base import Storage, Usage
 from kvarve.storage.breaker import Breaker
 from kvarve.storage.files import FileStorage
 from kvarve.storage.memory import MemoryStorage
+from kvarve.storage.tiers import Tiers
 from kvarve.storage.urls import SCHEMES, Scheme, StorageUrl, check_storage, open_storage
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Scheme",
     "Storage",
     "StorageUrl",
+    "Tiers",
     "Usage",
     "check_storage",
     "open_storage",

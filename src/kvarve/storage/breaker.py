@@ -81,7 +81,7 @@ class Breaker(Storage):
         self.since = clock()
         self._deadline_s, self._failures, self._close_s = deadline_s, failures, close_s
         self._probe_first_s, self._probe_most_s = probe_first_s, probe_most_s
-        self._changed, self._clock, self._pause = changed, clock, pause
+        self.changed, self._clock, self._pause = changed, clock, pause
         self._lock = threading.Lock()  # of everything below and of the counts; never held while `inner` is asked
         self._left = threading.Condition(self._lock)
         self._inside: set[_Call] = set()
@@ -258,7 +258,7 @@ class Breaker(Storage):
         """Never under the lock: who is told will ask."""
         if turned:
             try:
-                self._changed()
+                self.changed()
             except Exception:  # whoever reads or writes a page, or asks for us, is not to suffer for it
                 log.exception("a bug in who is told that a storage went down or up")
 

@@ -1,14 +1,18 @@
-"""Which storage does a setting such as `file:///var/kvarve?capacity=100GiB` mean?"""
+"""Which storage does a setting such as `file:///var/kvarve?capacity=100GiB` mean? Several are tiers, nearest first."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvarve.errors import ConfigError
 from kvarve.sizes import parse_size
 from kvarve.storage.base import Storage
+from kvarve.storage.breaker import Breaker
 from kvarve.storage.files import FileStorage, check_folder
 from kvarve.storage.memory import MemoryStorage, check_memory
+from kvarve.storage.tiers import Tiers
 
 DEFAULT_CAPACITY = "10GiB"  # of a plain path; a URL says its own
 
@@ -100,22 +104,50 @@ def parse_url(text: str) -> StorageUrl:
     return StorageUrl(text, parts.scheme, parts.netloc, unquote(parts.path), parameters)
 
 
-def open_storage(url: str, *, label: bytes, description: str) -> Storage:
-    """Open what `url` names for pages of `label` (1 to 64 bytes; `description` says the same to people).
+def parse_urls(setting: str | Sequence[str]) -> tuple[StorageUrl, ...]:
+    """Take one setting or several apart; ConfigError also when two of them are one place."""
+    urls = tuple(map(parse_url, [setting] if isinstance(setting, str) else setting))
+    if not urls:
+        raise ConfigError(f"no storage is named: {_known_schemes()}")
+    places: dict[tuple[str, ...], StorageUrl] = {}
+    for url in urls:
+        path = str(Path(url.path).resolve()) if url.scheme == "file" and "\0" not in url.path else url.path
+        other = places.setdefault((url.scheme, url.place, path), url)
+        if other is not url:
+            raise ConfigError(f"{url.text} is the same place as {other.text}: two tiers are two places")
+    return urls
 
-    ConfigError: the setting cannot work. StorageError: what is there cannot be used. In both cases nothing is touched.
+
+def open_storage(
+    setting: str | Sequence[str],
+    *,
+    label: bytes,
+    description: str,
+    guard: Callable[[Storage], Breaker] = lambda storage: Breaker(storage, deadline_s=30.0),
+    whole: Callable[[memoryview], bool] | None = None,
+) -> Storage:
+    """Open what a URL names for pages of `label` (1 to 64 bytes; `description` says the same to people).
+
+    Several URLs are tiers, nearest first, each behind a `guard` of its own; see `Tiers` for `whole`. ConfigError: the
+    setting cannot work. StorageError: what is there cannot be used. In both cases nothing is touched, unless one of
+    several can be used and another, which looked well, turns out not to be.
     """
-    return _prepare(url, label, description)()
+    with ExitStack() as undo:
+        storages = []
+        for opened in _prepare(setting, label, description):
+            storages.append(opened())
+            undo.callback(storages[-1].close)
+        undo.pop_all()
+    return storages[0] if len(storages) == 1 else Tiers([guard(storage) for storage in storages], whole=whole)
 
 
-def check_storage(url: str, *, label: bytes, description: str) -> None:
+def check_storage(setting: str | Sequence[str], *, label: bytes, description: str) -> None:
     """Raise what `open_storage` would raise, as far as that can be known without touching or creating anything."""
-    _prepare(url, label, description)
+    _prepare(setting, label, description)
 
 
-def _prepare(text: str, label: bytes, description: str) -> Callable[[], Storage]:
-    url = parse_url(text)
-    return SCHEMES[url.scheme].prepare(url, label, description)
+def _prepare(setting: str | Sequence[str], label: bytes, description: str) -> list[Callable[[], Storage]]:
+    return [SCHEMES[url.scheme].prepare(url, label, description) for url in parse_urls(setting)]
 
 
 def _known_schemes() -> str:

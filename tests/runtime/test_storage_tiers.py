@@ -1,0 +1,67 @@
+"""A cache over two storages: what one has lost the other has, and it is put back."""
+
+from collections.abc import Iterator
+from uuid import uuid4
+
+import pytest
+from filling import a_config, an_identity, nothing_is_left, prompt, run, settle
+
+from kvarve.runtime import PrefixCache
+from kvarve.storage import open_storage
+from kvarve.storage.memory import forget_memory
+
+LONG = prompt(8.5)  # of which 8 pages can be resumed from
+ALL = 8
+
+
+class Places:
+    def __init__(self) -> None:
+        self.names = [uuid4().hex for _ in range(2)]
+        self.near, self.far = (f"memory://{name}?capacity=64MiB" for name in self.names)
+
+    def run(self, *urls: str) -> tuple[int, int, int]:
+        """The long prompt through a fresh cache; its pages from device, host and storage. None may be bad."""
+        cache = PrefixCache(an_identity(), a_config(storage=urls))
+        found = run(cache, LONG)
+        settle(cache)
+        assert cache.stats()["bad_storage"] == cache.stats()["lane_failed.storage-to-host"] == 0
+        assert nothing_is_left(cache)
+        cache.shutdown()
+        return found
+
+    def lose(self, number: int) -> None:
+        forget_memory(self.names[number])
+
+
+@pytest.fixture
+def places() -> Iterator[Places]:
+    places = Places()
+    yield places
+    for number in range(2):
+        places.lose(number)
+
+
+def test_what_is_stored_is_found_in_either(places: Places) -> None:
+    assert places.run(places.near, places.far) == (0, 0, 0)
+    assert places.run(places.near) == (0, 0, ALL)
+    assert places.run(places.far) == (0, 0, ALL)
+
+
+def test_a_near_storage_that_was_lost_is_filled_from_the_far_one(places: Places) -> None:
+    places.run(places.near, places.far)
+    places.lose(0)
+    assert places.run(places.near, places.far) == (0, 0, ALL)
+    places.lose(1)
+    assert places.run(places.near, places.far) == (0, 0, ALL)
+
+
+def test_pages_that_the_near_storage_damaged_come_from_the_far_one_and_are_mended(places: Places) -> None:
+    places.run(places.near, places.far)
+    identity = an_identity()
+    near = open_storage(places.near, label=identity.fingerprint(), description="test")
+    objects = near._region.objects  # type: ignore[attr-defined]
+    for number, (name, data) in enumerate(objects.items()):
+        objects[name] = bytes(len(data)) if number % 2 else data[:-1]
+    assert places.run(places.near, places.far) == (0, 0, ALL)
+    places.lose(1)
+    assert places.run(places.near, places.far) == (0, 0, ALL)
