@@ -331,8 +331,8 @@ class PrefixCache:
 
         That happens in the next `step`; with several ranks in the first step in which all of them want the same, and on
         none of them if one declines or too long has passed. The answer's `made` says so, and of a change that is not
-        made everything is as before, with the new storage closed. With `back_up`, what is in memory goes there, as the
-        write policy has it. Policies stay as they are unless given.
+        made everything is as before, with the new storage closed. With `back_up`, what is in memory goes there,
+        whatever the write policy. Policies stay as they are unless given.
 
         ConfigError, StorageError, UnderWay: refused at once, and the storage is still yours.
         """
@@ -452,7 +452,7 @@ class PrefixCache:
             return
         log.warning("storage %s", "is back: it gets what was written meanwhile" if up else "is down: on without it")
         if up:
-            self.core.attach(back_up=True)
+            self.core.attach(again=True)
         else:
             self.core.detach()
         self._go_on()

@@ -91,14 +91,37 @@ def gone(some: set[threading.Thread]) -> None:
 # --- what comes and goes
 
 
-def test_what_is_in_memory_goes_to_a_store_that_is_attached_if_asked(make: Make) -> None:
-    cache, store = make(), a_store()
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("down_to_the_host", [False, True])
+def test_what_is_in_memory_goes_to_a_store_that_is_attached_if_asked(
+    make: Make, policy: str, down_to_the_host: bool
+) -> None:
+    cache, store = make(write_policy=policy, selective_uses=9), a_store()
     run(cache, LONG)
+    settle(cache)
+    if down_to_the_host and policy == "write_back":
+        cache.flush([Tier.DEVICE])
     settle(cache)
     attach(cache, store, back_up=True)
     settle(cache)
+    assert store.usage().objects > 0, "and before anything is evicted"
+    cache.evict([Tier.DEVICE, Tier.HOST])
+    settle(cache)
     cache.flush()
     assert run(cache, LONG) == (0, 0, ALL)
+
+
+def test_what_a_policy_does_not_want_is_not_stored_because_a_store_was_down(make: Make) -> None:
+    store = a_store()
+    cache = make(store, write_policy="write_back")
+    store.dead = True
+    while cache.up:
+        run(cache, prompt(4.5, seed=store.counts["exists"]))
+    run(cache, LONG)
+    store.dead = False
+    until(cache, lambda: cache.core.copies.storage)
+    settle(cache)
+    assert store.usage().objects == 0
 
 
 def test_a_store_gets_what_is_computed_after_it_was_attached(make: Make) -> None:

@@ -64,7 +64,8 @@ class Backups:
 
     def owe(self, run: Run) -> None:
         """A run may have pages to back up."""
-        if self.has_host and self.config.write is not WritePolicy.WRITE_BACK and run.pages:
+        late = self.config.write is WritePolicy.WRITE_BACK and not run.wanted
+        if self.has_host and not late and run.pages:
             self.owing[run] = None
 
     def leaving(self) -> bool:
@@ -239,7 +240,8 @@ class Backups:
 
     def _used_enough(self, run: Run) -> bool:
         """Whether the policy wants a run below before it has to leave."""
-        return self.config.write is not WritePolicy.WRITE_THROUGH_SELECTIVE or run.uses >= self.config.selective_uses
+        selective = self.config.write is WritePolicy.WRITE_THROUGH_SELECTIVE and not run.wanted
+        return not selective or run.uses >= self.config.selective_uses
 
     def _left(self, run: Run, pool: int, gone: int) -> None:
         """Pages of a run (local positions) have left their last memory tier."""

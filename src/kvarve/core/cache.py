@@ -326,9 +326,10 @@ class Core:
             self.shelves.shed(tier)
         return sum(self.shelves.evicted) - before
 
-    def attach(self, back_up: bool = False) -> None:
-        """There is a storage from now on, in place of any other, and nothing is known of it; with `back_up`, what is in
-        memory goes there."""
+    def attach(self, back_up: bool = False, again: bool = False) -> None:
+        """There is a storage from now on, in place of any other, and nothing is known of it. With `back_up`, what is in
+        memory goes there, whatever the write policy; it is the same one `again`, and gets what by the policy it has
+        missed."""
         if not self.has_host:
             raise ConfigError("storage needs a host tier, through which its pages travel")
         if self.copies.storage:
@@ -337,7 +338,8 @@ class Core:
         for run in self.shelves.runs():
             run.stored = [0] * len(self.pools)
             run.tries = 0
-            if back_up:
+            run.wanted = run.wanted if again else back_up
+            if back_up or again:
                 self.backups.owe(run)
 
     def detach(self) -> None:
