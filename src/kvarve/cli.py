@@ -19,6 +19,7 @@ from kvarve.errors import ConfigError, KvarveError
 from kvarve.sizes import parse_size
 
 API_KEY_VARIABLE = "KVARVE_API_KEY"
+ADMIN_KEY_VARIABLE = "KVARVE_ADMIN_KEY"
 LEVELS = ("debug", "info", "warning", "error")
 
 _EXAMPLE = """\
@@ -33,12 +34,19 @@ compares all logits bit for bit; then it breaks pages of every kind on purpose a
 Exit codes: 0 proved, 1 something differs or a damage went unnoticed, 2 it cannot run.
 """
 
+_STORAGE = """\
+example:
+  export KVARVE_ADMIN_KEY=...
+  kvarve storage attach 'file:///var/kvarve?capacity=100GiB' --back-up
+"""
+
 
 class _Parser(argparse.ArgumentParser):
     """An argument parser whose complaints are one line for us to print, not a page of usage."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        self.commands: dict[str, _Parser] = {}  # that stand below this one
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
@@ -66,18 +74,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser, commands = _parsers(argv)
-    first = next((word for word in argv if not word.startswith("-")), None)
-    if first is not None and first not in commands:
-        raise ConfigError(f"unknown command {first!r}{_closest(first, commands)}; known: {', '.join(commands)}")
+    parser = at = _parsers(argv)
+    rest = [*argv]
+    while at.commands and (word := next((word for word in rest if not word.startswith("-")), None)) is not None:
+        if word not in at.commands:
+            raise ConfigError(f"unknown command {word!r}{_closest(word, at.commands)}; known: {', '.join(at.commands)}")
+        at, rest = at.commands[word], rest[rest.index(word) + 1 :]
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        flags = [flag for flag in commands[first]._option_string_actions if flag.startswith("--")] if first else []
+        flags = [flag for flag in at._option_string_actions if flag.startswith("--")]
         word = unknown[0].partition("=")[0]
         kind = "option" if word.startswith("-") else "argument"
-        raise ConfigError(f"unknown {kind} {word!r}{_closest(word, flags)} (see kvarve {first or ''} --help)")
-    if first is None:
-        raise ConfigError(f"which command? known: {', '.join(commands)} (see kvarve --help)")
+        raise ConfigError(f"unknown {kind} {word!r}{_closest(word, flags)} (see {at.prog} --help)")
+    if at.commands:
+        raise ConfigError(f"which command? known: {', '.join(at.commands)} (see {at.prog} --help)")
     return args
 
 
@@ -86,7 +96,7 @@ def _closest(word: str, known: Any) -> str:
     return f": did you mean {close[0]}?" if close else ""
 
 
-def _parsers(words: Sequence[str]) -> tuple[_Parser, dict[str, _Parser]]:
+def _parsers(words: Sequence[str]) -> _Parser:
     parser = _Parser(
         prog="kvarve", description="A hierarchical prefix cache for hybrid language models.", epilog=_EXAMPLE
     )
@@ -123,8 +133,41 @@ def _parsers(words: Sequence[str]) -> tuple[_Parser, dict[str, _Parser]]:
     chunk = "tokens of a prompt that are computed at once; 256, or what a model needs, unless given"
     models.option("--chunk-tokens", chunk, type=_count, metavar="N")
     models.option("--dtype", "for --model: auto, float32, bfloat16 or float16", default="auto")
-    known = {"serve": serve, "demo": demo, "verify": verify, "simulate": simulate, "models": models}
-    return parser, known
+    text = "attach a storage to a server that runs, detach it, or say how it does"
+    storage = commands.add_parser("storage", help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_STORAGE)
+    _storage_commands(storage)
+    parser.commands = {
+        "serve": serve,
+        "demo": demo,
+        "verify": verify,
+        "simulate": simulate,
+        "models": models,
+        "storage": storage,
+    }
+    return parser
+
+
+def _storage_commands(parser: _Parser) -> None:
+    """What can be done with storages: each command has a parser of its own, and is named in `commands`."""
+    kinds = parser.add_subparsers(title="commands", parser_class=_Parser)
+    text = "attach a storage to a server that runs, in place of the one that it has"
+    attach = kinds.add_parser("attach", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    attach.set_defaults(command=_storage_attach)
+    where = "such as file:///var/kvarve?capacity=100GiB, as the server sees it; several are tiers, the fast one first"
+    attach.add_argument("url", help=where, nargs="+", metavar="URL")
+    attach.add_argument("--back-up", action="store_true", help="store what the server has in memory already")
+    attach.option("--prefetch-policy", "from then on; as it is unless given", metavar="POLICY")
+    attach.option("--write-policy", "from then on; as it is unless given", metavar="POLICY")
+    text = "detach the storage of a server that runs; what it holds stays"
+    detach = kinds.add_parser("detach", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    detach.set_defaults(command=_storage_detach)
+    text = "say what is attached to a server that runs, and how it does"
+    status = kinds.add_parser("status", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    status.set_defaults(command=_storage_status)
+    parser.commands = {"attach": attach, "detach": detach, "status": status}
+    for command in parser.commands.values():
+        command.option("--server", "where it listens", default="http://127.0.0.1:8000", metavar="URL")
+        command.option("--admin-key", f"its admin key; ${ADMIN_KEY_VARIABLE} says it unseen by `ps`", metavar="KEY")
 
 
 def _serve_options(parser: _Parser) -> None:
@@ -157,6 +200,8 @@ def _serve_options(parser: _Parser) -> None:
     option("--load-at-least", least, type=_whole, default=0, metavar="N")
     option("--fetch-at-least", "and one from storage to the host", type=_whole, default=0, metavar="N")
     option("--host-share", "of host memory, what waiting for storage may hold", type=_share, default=0.8, metavar="X")
+    pays = "of the bytes stored, the share that has to be used, or storing pauses until it would pay again; 0: never"
+    option("--offload-pays-at", pays, type=_share, default=0.01, metavar="X")
     parser.add_argument("--no-verify-host", action="store_true", help="trust host memory: do not check its pages")
     option("--max-running", "requests side by side, if memory allows", type=_count, default=64, metavar="N")
     option("--max-waiting", "requests that may wait; more are told to come back", type=_count, default=256, metavar="N")
@@ -165,6 +210,11 @@ def _serve_options(parser: _Parser) -> None:
     parser.add_argument("--deterministic", action="store_true", help="answers depend on their prompt to the last bit")
     option("--threads", "of torch; its own choice unless given", type=_count, metavar="N")
     option("--api-key", f"that clients must send; ${API_KEY_VARIABLE} says it unseen by `ps`", metavar="KEY")
+    option(
+        "--admin-key",
+        f"opens /admin, off without one; ${ADMIN_KEY_VARIABLE} says it unseen by `ps`",
+        metavar="KEY",
+    )
     option("--log-level", ", ".join(LEVELS), default="info", metavar="LEVEL")
     option("--ready-file", "gets the URL as soon as connections are accepted", type=Path, metavar="PATH")
 
@@ -208,6 +258,7 @@ def _serve(args: argparse.Namespace) -> None:
         load_at_least=args.load_at_least,
         fetch_at_least=args.fetch_at_least,
         host_share=args.host_share,
+        offload_pays_at=args.offload_pays_at,
         verify_host=not args.no_verify_host,
     )
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -231,9 +282,33 @@ def _serve(args: argparse.Namespace) -> None:
         deterministic=args.deterministic,
         threads=args.threads,
         api_key=os.environ.get(API_KEY_VARIABLE) if args.api_key is None else args.api_key,
+        admin_key=os.environ.get(ADMIN_KEY_VARIABLE) if args.admin_key is None else args.admin_key,
         ready_file=args.ready_file,
     )
     serve.run(settings, lambda text: print(text, flush=True))
+
+
+def _storage_attach(args: argparse.Namespace) -> None:
+    asked = {"url": args.url, "back_up": args.back_up}
+    policies = {"prefetch_policy": args.prefetch_policy, "write_policy": args.write_policy}
+    _ask_server("PUT", args, asked | {name: policy for name, policy in policies.items() if policy is not None})
+
+
+def _storage_detach(args: argparse.Namespace) -> None:
+    _ask_server("DELETE", args)
+
+
+def _storage_status(args: argparse.Namespace) -> None:
+    _ask_server("GET", args)
+
+
+def _ask_server(method: str, args: argparse.Namespace, body: dict[str, Any] | None = None) -> None:
+    from kvarve.server import remote
+
+    key = os.environ.get(ADMIN_KEY_VARIABLE) if args.admin_key is None else args.admin_key
+    if not key:
+        raise ConfigError(f"this needs the server's admin key: give --admin-key or ${ADMIN_KEY_VARIABLE}")
+    print(remote.describe(remote.storage(method, args.server, key, body)))
 
 
 def _demo(args: argparse.Namespace) -> int | None:

@@ -28,8 +28,9 @@ class CacheConfig:
     `cost_doubles_at`: how many tokens before a token make attending to them as dear as all else that is computed for
     it (0: never), for eviction by "flops". `snapshot_gap`, `load_at_least` and `fetch_at_least`: the fewest tokens that
     a kept window or state, a copy to the device, or one from storage has to save. `host_share`: of each pool in the
-    host, what waiting for storage may hold at once. `tokens_per_snapshot`: memory is divided among the pools as if
-    windows and states were kept every so many tokens.
+    host, what waiting for storage may hold at once. `offload_pays_at`: of the bytes stored, the share that has to be
+    used, or storing pauses until it would pay again (0: never). `tokens_per_snapshot`: memory is divided among the
+    pools as if windows and states were kept every so many tokens.
     """
 
     device_memory: int
@@ -48,6 +49,7 @@ class CacheConfig:
     load_at_least: int = 0
     fetch_at_least: int = 0
     host_share: float = 0.8
+    offload_pays_at: float = 0.01
     verify_host: bool = True
     storage_deadline_s: float = 30.0
 
@@ -73,6 +75,10 @@ class CacheConfig:
         if not 0 < self.host_share <= 1:
             raise ConfigError(
                 f"the share of the host that waits for storage is above 0 and at most 1, not {self.host_share}"
+            )
+        if not 0 <= self.offload_pays_at < math.inf:
+            raise ConfigError(
+                f"the share of what is stored that has to be used is 0 or above and finite, not {self.offload_pays_at}"
             )
         Snapshots(every=self.snapshot_every, gap=self.snapshot_gap)
         if self.storage and not self.host_memory:
@@ -106,6 +112,7 @@ class CacheConfig:
             load_at_least=self.load_at_least,
             fetch_at_least=self.fetch_at_least,
             host_share=self.host_share,
+            offload_pays_at=self.offload_pays_at,
         )
 
     def write(self) -> WritePolicy:

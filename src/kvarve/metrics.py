@@ -37,6 +37,13 @@ _PAGE_COUNTERS = {
         "kvarve_given_up_backups",
         "Runs of pages whose backup failed too often; tried again at the next use.",
     ),
+    "dropped_unpaying": (
+        "kvarve_offload_held_back_pages",
+        "Pages that left memory without having been stored, while storing paused because it did not pay.",
+    ),
+    "stored_bytes": ("kvarve_offload_bytes_stored", "Bytes of pages that went to storage."),
+    "used_bytes": ("kvarve_offload_bytes_used", "Bytes of pages from storage that a request resumed from."),
+    "used_tokens": ("kvarve_offload_tokens_saved", "Tokens that need not be computed, since storage had their pages."),
     "strays": ("kvarve_stray_answers", "Answers about copies that were not in flight."),
 }
 
@@ -139,12 +146,27 @@ def _cache(stats: Mapping[str, float]) -> Iterator[Metric]:
     for name, edge in _COPIES.items():
         copies.add_metric(edge, stats[name])
     yield copies
+    dropped = {reason: stats[f"dropped_{reason}"] for reason in ("failed", "no_room", "evicted")}
+    help_text = (
+        "Pages that were to be copied down and were not: their copies failed too often, the host had no room, or they "
+        "left memory before it was their turn."
+    )
+    yield _by("kvarve_dropped_backup_pages", help_text, ("reason",), dropped)
+    help_text = "1 while only a sample and what was used twice is stored, since storing does not pay."
+    yield _gauge("kvarve_offload_paused", help_text, stats["offload_paused"])
+    help_text = "Of the bytes stored lately (in a pause: of the sample), the share that was used."
+    yield _gauge("kvarve_offload_used_ratio", help_text, stats["offload_used_share"])
+    help_text = "1 while nothing is stored for a moment, since storage has failed."
+    yield _gauge("kvarve_stores_resting", help_text, stats["stores_resting"])
     bad = {tier: stats[f"bad_{tier}"] for tier in ("host", "storage")}
     yield _by("kvarve_bad_pages", "Pages that failed their check when read, by the tier they lay in.", ("tier",), bad)
     for name, (metric, help_text) in _PAGE_COUNTERS.items():
         yield _counter(metric, help_text, stats[name])
     waiting, failed = _under("lane_waiting.", stats), _under("lane_failed.", stats)
     yield _by("kvarve_lane_waiting", "Copies that wait in a lane.", ("lane",), waiting, gauge=True)
+    stuck = _under("lane_stuck_s.", stats)
+    help_text = "Seconds for which the oldest call of a lane has been running that has not come back."
+    yield _by("kvarve_lane_stuck_seconds", help_text, ("lane",), stuck, gauge=True)
     help_text = "Copies that a lane refused, started too late or failed to do."
     yield _by("kvarve_lane_failures", help_text, ("lane",), failed)
 

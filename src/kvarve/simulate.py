@@ -63,6 +63,7 @@ class SimulationConfig:
     cost_doubles_at: int = 0
     snapshot_every: int = 0
     snapshot_gap: int = 0
+    offload_pays_at: float = 0.01
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -112,6 +113,7 @@ class SimulationConfig:
             cost_doubles_at=self.cost_doubles_at,
             snapshot_every=self.snapshot_every,
             snapshot_gap=self.snapshot_gap,
+            offload_pays_at=self.offload_pays_at,
         )
         shape = (self.pools(), self.page_tokens, self.grid)
         slots = {Tier.DEVICE: split(self.device_memory, *shape, records=False, what="device")}
@@ -146,6 +148,9 @@ class Report:
     evicted: dict[str, int] = field(default_factory=dict)
     moved_bytes: dict[str, int] = field(default_factory=dict)
     uncached_pages: int = 0
+    stored_bytes: int = 0
+    used_bytes: int = 0  # that came from storage, for a request that resumed from them
+    paused_requests: int = 0  # while storing paused, since it did not pay
 
     @property
     def hit_rate(self) -> float:
@@ -351,12 +356,14 @@ def replay(
         while not core.idle():
             core.step([hands.answer(effect) for effect in core.take()], now)
         report.requests += 1
+        report.paused_requests += core.governor.paused
         report.prompt_tokens += request.input_length
         report.output_tokens += request.output_length
         report.infinite_hit_tokens += infinite.hit(request)
     report.unique_blocks = len(infinite.seen)
     report.moved_bytes = hands.moved_bytes
     report.uncached_pages = core.counters.uncached
+    report.stored_bytes, report.used_bytes = core.counters.stored_bytes, core.counters.used_bytes
     for place, capacity in enumerate(core.shelves.capacity):
         if capacity:
             name = f"{Tier(place // len(core.pools)).name.lower()}.{core.pools[place % len(core.pools)].name}"
@@ -402,6 +409,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--eviction", default=preset.eviction, metavar="ORDER", help=orders)
     doubles = "tokens after which attention costs as much as all else does, for --eviction flops (0: never)"
     add("--cost-doubles-at", default=0, help=doubles, **count)
+    pays = "of the bytes stored, the share that has to be used, or storing pauses; 0: never (default %(default)s)"
+    add("--offload-pays-at", type=float, default=preset.offload_pays_at, metavar="X", help=pays)
     add("--limit", default=None, help="only the first requests of the trace", **count)
     add("--json", type=Path, metavar="FILE", help="write the report there too")
 
@@ -457,6 +466,9 @@ def _table(report: Report, config: SimulationConfig) -> Table:
     table.caption = (
         f"{saved}; moved: {moved or 'nothing'}; computed without room to keep them: {report.uncached_pages:,} pages"
     )
+    if config.storage_memory:
+        used = f"{report.used_bytes / max(1, report.stored_bytes):.1%} of the {format_size(report.stored_bytes)} stored"
+        table.caption += f"; {used} was used, storing paused for {report.paused_requests:,} requests"
     return table
 
 

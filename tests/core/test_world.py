@@ -74,6 +74,9 @@ def test_the_world_sees_every_kind_of_thing_happen() -> None:
         "rotten in storage",
         "rotten in the host",
         "storage answers nothing",
+        "stores rested",
+        "storing paused",
+        "storing went on",
         "torn",
     }
     assert not (missing := expected - set(+seen)), missing

@@ -605,7 +605,7 @@ def test_what_others_ask_of_the_engine_is_answered_by_its_thread(make: Make) -> 
     assert engine.flush(timeout_s=LONG_S) == 0
     engine.shutdown()
     with pytest.raises(Busy):
-        engine._ask(lambda: 1, 0.01)
+        engine.ask(lambda: 1, 0.01)
 
 
 @pytest.mark.parametrize(

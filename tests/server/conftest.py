@@ -1,6 +1,6 @@
 """A real server over real HTTP, with a model that has learned one song by heart, so that what it says is text.
 
-Tests of this folder import `talk`, which stands beside them.
+Tests of this folder import `talk` and `servers`, which stand beside them.
 """
 
 import logging
@@ -14,12 +14,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kvarve.config import CacheConfig
-from kvarve.server.serve import Server, Settings, quiet_libraries
+from servers import settings
+
+from kvarve.server.serve import Server, quiet_libraries
 from kvarve.testing.models import byte_tokenizer, save_checkpoint, tiny_model
 
 SONG = "hvarv på åkern, 日本語の川 🐟 and so on; "  # its characters are 1 to 4 bytes, and a token is one byte
-PAGE, CHUNK = 16, 64
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -56,13 +56,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "singer"
     save_checkpoint(model.eval(), folder)
     return folder
-
-
-def settings(checkpoint: Path, storage: Path | None = None, **more: object) -> Settings:
-    url = f"file://{storage}?capacity=64MiB" if storage else None
-    cache = CacheConfig(device_memory=8 << 20, host_memory=16 << 20, storage=url, prefetch_policy="wait_complete")
-    shape = {"page_tokens": PAGE, "chunk_tokens": CHUNK, "served_model_name": "singer", "port": 0}
-    return Settings(cache=cache, model=str(checkpoint), **(shape | more))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from kvarve.keys import object_name
 from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.record import HEADER_BYTES
 from kvarve.model import BufferSpec, PoolSpec, Tier
-from kvarve.storage import MemoryStorage
+from kvarve.storage import MemoryStorage, Storage
 from kvarve.testing import FaultyStorage, Rule
 from kvarve.transfer.hands import Hands
 
@@ -22,15 +22,21 @@ D, H, S = Tier.DEVICE, Tier.HOST, Tier.STORAGE
 
 
 class Recording(MemoryStorage):
-    """Remembers the names that were written, in order."""
+    """Remembers the names that were written, in order; what is there already is not."""
 
     def __init__(self) -> None:
         super().__init__(1 << 20, NAMESPACE, "test")
         self.written: list[str] = []
+        self.puts = 0
 
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
-        self.written += names
+        self.puts += 1
+        self.written += [name for name, there in zip(names, self.exists(names), strict=True) if not there]
         return super().put(names, data)
+
+    def replace(self, name: str, data: memoryview) -> None:
+        self.delete([name])
+        super().put([name], [data])
 
 
 class Bench:
@@ -41,10 +47,14 @@ class Bench:
         self.host = [HostArena(pool, SLOTS, NAMESPACE, rank) for pool in POOLS]
         self.inner = Recording()
         self.storage = FaultyStorage(self.inner, rules, seed=3)
-        self.hands = Hands(POOLS, self.device, self.host, self.storage, rank=rank, verify_host=verify_host)
+        self.hands = Hands(POOLS, self.device, self.host, rank=rank, verify_host=verify_host)
+        self.attach(self.storage)
         self.rank, self.ops = rank, 0
         for tensor in (tensor for arena in self.device for tensor in arena.buffers.values()):
             tensor.copy_(torch.arange(float(tensor.numel())).view(tensor.shape))
+
+    def attach(self, storage: Storage) -> None:
+        self.hands.attach(self.hands.open_depot(storage))
 
     def key(self, page: int) -> bytes:
         return bytes([page + 1]) * 32
@@ -143,8 +153,7 @@ def test_a_truncated_object_is_bad_and_deleted(bench: Bench, size_bytes: int) ->
 
 def test_an_object_that_is_too_long_is_bad_and_deleted(bench: Bench) -> None:
     bench.store((0, 0))
-    bench.inner.delete([bench.name(0)])
-    bench.inner.put([bench.name(0)], [memoryview(bytes(bench.host[0].record(0)) + b"x")])
+    bench.inner.replace(bench.name(0), memoryview(bytes(bench.host[0].record(0)) + b"x"))
     assert bench.fetch((0, 0, 1)) == Ended(bench.ops, 0, 1)
     assert bench.stored((0, 0)) == [False]
 
@@ -164,8 +173,7 @@ def test_the_bytes_of_another_model_are_bad() -> None:
     other = HostArena(KV, 1, b"n" * 32)
     other.record(0)[:] = bench.host[0].record(0)
     other.stamp.seal(other.record(0), bench.key(0))
-    bench.inner.delete([bench.name(0)])
-    bench.inner.put([bench.name(0)], [other.record(0)])
+    bench.inner.replace(bench.name(0), other.record(0))
     assert bench.fetch((0, 0, 1)) == Ended(bench.ops, 0, 1)
 
 
@@ -187,17 +195,18 @@ def test_what_is_read_short_is_not_good_even_over_the_right_bytes() -> None:
     assert ended.good == 0
 
 
-@pytest.mark.parametrize("call", ["exists", "get"])
+@pytest.mark.parametrize("call", ["exists", "get", "put"])
 def test_a_storage_that_fails_fails_every_page_of_the_copy(call: str) -> None:
     bench = Bench()
     bench.store((0, 0), (0, 1))
     bench.storage.rules = [Rule("raise", call=call)]  # type: ignore[arg-type]
     if call == "get":
         assert bench.fetch((0, 0, 2), (0, 1, 3)) == Ended(bench.ops, 0)
+    elif call == "put":
+        assert bench.copy(H, S, (0, 0, 0, -1), (0, 1, 1, -1)) == Ended(bench.ops, 0)
     else:
         asked = tuple(Page(0, bench.key(page), -1, -1) for page in (0, 1))
         assert bench.run(lambda op: Probe(op, asked, ROOT)) == Ended(bench.ops, 0)
-        assert bench.copy(H, S, (0, 0, 0, -1)) == Ended(bench.ops, 0)
     bench.storage.rules = []
     assert bench.fetch((0, 0, 2), (0, 1, 3)) == Ended(bench.ops, 0b11), "and the lane goes on"
 
@@ -222,7 +231,7 @@ def test_when_deleting_a_bad_page_fails_it_is_still_not_good() -> None:
 
 def test_a_page_without_room_in_storage_is_not_good() -> None:
     bench = Bench()
-    bench.hands._storage = MemoryStorage(3 * 4096, NAMESPACE, "small")
+    bench.attach(MemoryStorage(3 * 4096, NAMESPACE, "small"))
     ended = bench.store(*((0, page) for page in range(4)))
     assert ended == Ended(bench.ops, 0b0111)
 
@@ -231,6 +240,61 @@ def test_what_storage_has_already_is_not_written_again(bench: Bench) -> None:
     bench.store((0, 0), (0, 1))
     assert bench.store((0, 0), (0, 2), (0, 1)).good == 0b111
     assert bench.inner.written == [bench.name(0), bench.name(1), bench.name(2)]
+
+
+def test_what_is_there_is_not_asked_for_before_it_is_stored(bench: Bench) -> None:
+    bench.store((0, 0), (0, 1))
+    assert bench.storage.counts["put"] == 1 and not bench.storage.counts["exists"]
+
+
+def stalled(bench: Bench, *stores: tuple[tuple[int, int], ...]) -> None:
+    """The first of these waits in storage, so the others wait in their lane."""
+    for pages in stores:
+        bench.copy(D, H, *((pool, page, page, page) for pool, page in pages))
+    bench.storage.stall()
+    for op, pages in enumerate(stores, 100):
+        moved = tuple(Page(pool, bench.key(page), page, -1) for pool, page in pages)
+        bench.hands.send(Copy(op, H, S, moved, ROOT))
+        if op == 100:
+            bench.storage.wait_for_stalled_call()
+
+
+def ends(bench: Bench, count: int) -> dict[int, tuple[int, int]]:
+    found: list[Ended] = []
+    while len(found) < count:
+        assert bench.hands.ends.wait(LONG_S)
+        found += bench.hands.collect()
+    return {end.op: (end.good, end.bad) for end in found}
+
+
+def test_stores_that_wait_become_one_put_and_each_has_its_own_end(bench: Bench) -> None:
+    stalled(bench, ((0, 0),), ((0, 1), (1, 2)), ((0, 3), (0, 4), (0, 1)), ((1, 5),))
+    bench.host[0].record(4)[HEADER_BYTES + 9] ^= 4
+    bench.storage.release()
+    assert ends(bench, 4) == {100: (0b1, 0), 101: (0b11, 0), 102: (0b101, 0b010), 103: (0b1, 0)}
+    assert bench.inner.puts == 2
+    assert bench.stored((0, 0), (0, 1), (1, 2), (0, 3), (0, 4), (1, 5)) == [True, True, True, True, False, True]
+
+
+def test_a_put_that_fails_fails_all_stores_that_it_was_made_of_and_the_next_one_mends_it(bench: Bench) -> None:
+    bench.storage.rules = [Rule("raise", call="put", nth=2)]
+    stores = (((0, 0),), ((0, 1), (1, 2)), ((0, 3),))
+    stalled(bench, *stores)
+    bench.storage.release()
+    assert ends(bench, 3) == {100: (1, 0), 101: (0, 0), 102: (0, 0)}
+    assert bench.copy(H, S, (0, 1, 1, -1), (1, 2, 2, -1), (0, 3, 3, -1)).good == 0b111
+    assert sorted(bench.inner.written) == sorted(bench.name(page, pool) for store in stores for pool, page in store)
+
+
+def test_what_comes_from_storage_is_not_kept_waiting_for_company(bench: Bench) -> None:
+    bench.store((0, 0), (0, 1))
+    bench.storage.stall()
+    for op, page in enumerate((0, 1), 100):
+        bench.hands.send(Copy(op, S, H, (Page(0, bench.key(page), -1, page + 2),), ROOT))
+    for _ in range(2):
+        bench.storage.wait_for_stalled_call()
+    bench.storage.release()
+    assert ends(bench, 2) == {100: (1, 0), 101: (1, 0)}
 
 
 @pytest.mark.parametrize("pool", [0, 1])
@@ -251,7 +315,7 @@ def test_a_page_that_changed_in_host_memory_is_never_stored(bench: Bench) -> Non
     assert bench.copy(H, S, (0, 0, 0, -1), (0, 1, 1, -1)) == Ended(bench.ops, 0b10, 0b01)
     assert bench.inner.written == [bench.name(1)]
     # Not even where storage has a good one: what is in memory must not count as the same.
-    bench.inner.put([bench.name(0)], [memoryview(bytes(4096))])
+    bench.inner.replace(bench.name(0), memoryview(bytes(4096)))
     assert bench.copy(H, S, (0, 0, 0, -1)) == Ended(bench.ops, 0, 1)
 
 

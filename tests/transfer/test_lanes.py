@@ -3,7 +3,7 @@
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -108,10 +108,59 @@ def test_work_that_comes_too_late_ends_without_being_started(gate: Gate) -> None
     lane.send(2, lambda: (started.append(2), (1, 0))[1], 50.0)  # type: ignore[misc]
     clock.now += 6
     gate.open.set()
+    assert lane.close(LONG_S)  # by a worker, for nobody has collected meanwhile
     assert collect(ends, 3) == [Ended(0, 1), Ended(1, 0), Ended(2, 1)]
     assert started == [2]
-    assert lane.close(LONG_S)
     assert (lane.counts.done, lane.counts.late) == (2, 1)
+
+
+def test_what_waits_behind_a_call_that_hangs_ends_at_its_deadline(gate: Gate) -> None:
+    ends, clock = Ends(), Clock()
+    lane = Lane("test", ends, clock=clock)
+    lane.send(0, gate, 1.0)
+    gate.wait_until_begun()
+    lane.send(1, lambda: (1, 0), 5.0)
+    lane.send(2, lambda: (1, 0), 50.0)
+    clock.now += 5
+    assert ends.collect() == [], "at its deadline it may still begin"
+    clock.now += 0.001
+    assert ends.collect() == [Ended(1, 0)], "no worker was free, and none was needed"
+    assert ends.collect() == [] and lane.waiting() == 1
+    clock.now += 100
+    assert ends.collect() == [Ended(2, 0)], "but what really runs keeps what it holds"
+    gate.open.set()
+    assert lane.close(LONG_S)
+    assert ends.collect() == [Ended(0, 1)], "and ends when it comes back"
+    assert (lane.counts.done, lane.counts.late) == (1, 2)
+
+
+def test_a_wait_is_over_when_something_has_waited_for_too_long(gate: Gate) -> None:
+    ends, clock = Ends(), Clock()
+    lane = Lane("test", ends, clock=clock)
+    lane.send(0, gate, 1.0)
+    gate.wait_until_begun()
+    lane.send(1, lambda: (1, 0), 5.0)
+    assert not ends.wait(0.0)
+    clock.now += 5.001
+    assert ends.wait(LONG_S)
+    assert ends.collect() == [Ended(1, 0)]
+    assert not ends.wait(0.0), "nothing waits any more"
+
+
+def test_a_lane_says_for_how_long_its_oldest_call_has_been_running() -> None:
+    ends, clock, gates = Ends(), Clock(), [Gate(), Gate()]
+    lane = Lane("test", ends, workers=2, clock=clock)
+    assert lane.stuck_s() == 0
+    for op, gate in enumerate(gates):
+        lane.send(op, gate, LONG_S)
+        gate.wait_until_begun()
+        clock.now += 3
+    assert lane.stuck_s() == 6
+    for op, gate in enumerate(gates):
+        gate.open.set()
+        assert collect(ends, 1) == [Ended(op, 1)]
+        assert lane.stuck_s() == 3 * (1 - op)
+    assert lane.close(LONG_S)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +198,112 @@ def test_the_same_trouble_again_is_not_logged_again(caplog: pytest.LogCaptureFix
     assert lane.counts.failed == 10
 
 
+# --- pieces that become one call
+
+
+class Carrier:
+    """Shared work that notes what it was called with; part `n` is good in bit n, and bad in the next."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+        self.trouble: Exception | None = None
+        self.silent = 0  # parts at the end that it does not answer for
+
+    def __call__(self, parts: Sequence[int]) -> list[tuple[int, int]]:
+        self.calls.append([*parts])
+        if self.trouble is not None:
+            raise self.trouble
+        return [(1 << part, 2 << part) for part in parts[: len(parts) - self.silent]]
+
+
+def behind(gate: Gate, lane: Lane) -> None:
+    """Everything sent from now on waits until the gate opens."""
+    lane.send(99, gate, LONG_S)
+    gate.wait_until_begun()
+
+
+def test_pieces_that_wait_for_the_same_work_become_one_call_and_each_has_its_own_end(gate: Gate) -> None:
+    ends, carrier = Ends(), Carrier()
+    lane = Lane("test", ends)
+    behind(gate, lane)
+    for op in range(5):
+        lane.send_part(op, carrier, op, 3, LONG_S)
+    gate.open.set()
+    assert collect(ends, 6)[1:] == [Ended(op, 1 << op, 2 << op) for op in range(5)]
+    assert carrier.calls == [[0, 1, 2, 3, 4]]
+    assert lane.close(LONG_S)
+    assert (lane.counts.done, lane.counts.calls) == (6, 2)
+
+
+def test_a_piece_that_finds_a_free_worker_does_not_wait_for_others() -> None:
+    ends, carrier = Ends(), Carrier()
+    lane = Lane("test", ends)
+    for op in range(3):
+        lane.send_part(op, carrier, op, 1, LONG_S)
+        assert collect(ends, 1) == [Ended(op, 1 << op, 2 << op)]
+    assert carrier.calls == [[0], [1], [2]]
+    assert lane.close(LONG_S)
+
+
+def test_one_call_is_bounded_and_a_piece_is_never_divided(gate: Gate) -> None:
+    ends, carrier = Ends(), Carrier()
+    lane = Lane("test", ends, together=10)
+    behind(gate, lane)
+    for op, size in enumerate([4, 6, 1, 99, 5, 5, 1]):
+        lane.send_part(op, carrier, op, size, LONG_S)
+    gate.open.set()
+    assert collect(ends, 8)[1:] == [Ended(op, 1 << op, 2 << op) for op in range(7)]
+    assert carrier.calls == [[0, 1], [2], [3], [4, 5], [6]]
+    assert lane.close(LONG_S)
+
+
+def test_work_that_is_not_the_same_is_not_done_together(gate: Gate) -> None:
+    ends, one, other = Ends(), Carrier(), Carrier()
+    lane = Lane("test", ends)
+    behind(gate, lane)
+    for op, carrier in enumerate([one, one, other, one]):
+        lane.send_part(op, carrier, op, 1, LONG_S)
+    lane.send(4, lambda: (7, 0), LONG_S)
+    gate.open.set()
+    assert [end.op for end in collect(ends, 6)] == [99, 0, 1, 2, 3, 4]
+    assert one.calls == [[0, 1], [3]] and other.calls == [[2]]
+    assert lane.close(LONG_S)
+
+
+@pytest.mark.parametrize("trouble", [StorageError("the disk is gone"), KeyError("a bug"), None])
+def test_a_call_that_fails_ends_all_its_pieces_with_nothing_good(gate: Gate, trouble: Exception | None) -> None:
+    ends, carrier = Ends(), Carrier()
+    lane = Lane("test", ends)
+    behind(gate, lane)
+    for op in range(3):
+        lane.send_part(op, carrier, op, 1, LONG_S)
+    carrier.trouble, carrier.silent = trouble, 1  # or one of them is not answered for, and who knows which
+    gate.open.set()
+    assert collect(ends, 4)[1:] == [Ended(0, 0), Ended(1, 0), Ended(2, 0)]
+    carrier.trouble, carrier.silent = None, 0
+    lane.send_part(3, carrier, 3, 1, LONG_S)
+    assert collect(ends, 1) == [Ended(3, 8, 16)], "and the lane goes on"
+    assert lane.close(LONG_S)
+    assert (lane.counts.done, lane.counts.failed) == (2, 3)
+
+
+def test_what_is_too_late_is_left_out_of_a_call(gate: Gate) -> None:
+    ends, clock, carrier = Ends(), Clock(), Carrier()
+    lane = Lane("test", ends, clock=clock)
+    behind(gate, lane)
+    for op in range(4):
+        lane.send_part(op, carrier, op, 1, 5.0 if op in (0, 2) else 50.0)
+    clock.now += 6
+    gate.open.set()
+    assert lane.close(LONG_S)
+    fates = {end.op: end.good for end in collect(ends, 5)}
+    assert fates == {99: 1, 0: 0, 1: 2, 2: 0, 3: 8}
+    assert carrier.calls == [[1, 3]]
+
+
+# --- the end of a lane
+
+
 def test_closing_finishes_what_waits_and_takes_nothing_more(gate: Gate) -> None:
     ends = Ends()
     lane = Lane("test", ends)
@@ -175,6 +330,20 @@ def test_closing_does_not_wait_for_a_worker_that_hangs(gate: Gate) -> None:
     gate.open.set()
     assert lane.close(LONG_S)
     assert ends.collect() == [Ended(0, 1)]
+
+
+def test_what_waits_behind_a_worker_that_hangs_ends_when_the_lane_is_closed(gate: Gate) -> None:
+    ends = Ends()
+    lane = Lane("test", ends)
+    lane.send(0, gate, LONG_S)
+    gate.wait_until_begun()
+    lane.send(1, lambda: (1, 0), LONG_S)
+    assert not lane.close(0.01)
+    assert ends.collect() == [Ended(1, 0)]
+    gate.open.set()
+    assert lane.close(LONG_S)
+    assert ends.collect() == [Ended(0, 1)]
+    assert not ends._lanes, "nobody looks after a lane that is closed"
 
 
 def test_closing_a_full_lane_does_not_wait_for_a_worker_that_hangs(gate: Gate) -> None:
@@ -216,13 +385,23 @@ def test_every_piece_ends_exactly_once_whatever_becomes_of_it(seed: int) -> None
     print(f"seed {seed}")
     rng, ends, clock = random.Random(seed), Ends(), Clock()
     lane = Lane("test", ends, depth=5, workers=3, clock=clock)
+    together = Carrier()
 
     def fail() -> tuple[int, int]:
         raise StorageError("gone")
 
     ended: list[Ended] = []
+
+    def all_fail(parts: Sequence[int]) -> list[tuple[int, int]]:
+        fail()
+        return []
+
     for op in range(300):
-        lane.send(op, rng.choice([fail, lambda: (1, 0), lambda: (0, 1)]), rng.choice([-1.0, 0.0, LONG_S]))
+        work, deadline_s = rng.choice([fail, lambda: (1, 0), lambda: (0, 1)]), rng.choice([-1.0, 0.0, LONG_S])
+        if rng.random() < 0.5:
+            lane.send_part(op, rng.choice([all_fail, together]), op, rng.randint(1, 40), deadline_s)
+        else:
+            lane.send(op, work, deadline_s)
         if rng.random() < 0.2:
             clock.now += 1
         if rng.random() < 0.3:

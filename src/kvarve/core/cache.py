@@ -6,7 +6,9 @@ replays from its seed, and the simulator runs this very code.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import count
+from math import inf
 from typing import NamedTuple
 
 from kvarve import boundaries
@@ -44,11 +46,12 @@ class Core:
         self.config = config
         self.pools = config.pools
         self.shelves = Shelves(config.pools, config.slots, config.page_tokens, config.eviction, config.cost)
-        self.has_host = any(self.shelves.capacity[len(self.pools) :])
         self.counters = Counters()
         self.copies = Copies(self.shelves)
-        self.copies.storage = config.storage and self.has_host
         self.backups = Backups(config, self.shelves, self.copies, self.counters)
+        self.has_host = self.backups.has_host
+        self.copies.storage = config.storage and self.has_host
+        self.governor = self.backups.governor
         self.paths = Paths(config, self.shelves, self.backups, self.counters)
         self.leases: dict[int, Lease] = {}
         self.prefetch = Prefetch(config, self.paths, self.copies, self.backups, self.counters, self.leases)
@@ -77,8 +80,13 @@ class Core:
         )
 
     def idle(self) -> bool:
-        """Whether nothing is in flight and no backup waits."""
-        return not self.copies.ops and not self.backups.owing
+        """Whether nothing is in flight and no backup waits, but for what is due to a storage that keeps failing."""
+        return not self.copies.ops and not self.backups.waits()
+
+    def patience_ends(self) -> float:
+        """When the next of those whose turn has come goes on with what it has, whatever is under way for it."""
+        waiting = (lease for lease in self.leases.values() if lease.claimed and not lease.ready)
+        return min((lease.deadline for lease in waiting), default=inf)
 
     def take(self) -> list[Effect]:
         """The effects that came up since the last call, in order."""
@@ -295,7 +303,7 @@ class Core:
 
     def step(self, ended: Iterable[Ended], now: float) -> None:
         """Apply what ended, in the order given; then let patience run out and send new backups."""
-        self.now = now
+        self.now = self.backups.now = now
         for end in ended:
             self._apply(end)
         for lease in [*self.leases.values()]:
@@ -307,6 +315,10 @@ class Core:
         self.backups.keep_room()
         self.backups.send_owed()
 
+    def retry(self) -> None:
+        """Stores that rest since storage has failed need not rest any longer: one is tried in the next step."""
+        self.backups.rest_until = self.now
+
     def flush(self, tiers: Sequence[Tier]) -> int:
         """Evict from memory tiers everything that nobody holds; returns how many pages went."""
         before = sum(self.shelves.evicted)
@@ -314,9 +326,10 @@ class Core:
             self.shelves.shed(tier)
         return sum(self.shelves.evicted) - before
 
-    def attach(self, back_up: bool = False) -> None:
-        """There is a storage from now on, in place of any other, and nothing is known of it; with `back_up`, what is in
-        memory goes there."""
+    def attach(self, back_up: bool = False, again: bool = False) -> None:
+        """There is a storage from now on, in place of any other, and nothing is known of it. With `back_up`, what is in
+        memory goes there, whatever the write policy; it is the same one `again`, and gets what by the policy it has
+        missed."""
         if not self.has_host:
             raise ConfigError("storage needs a host tier, through which its pages travel")
         if self.copies.storage:
@@ -324,17 +337,24 @@ class Core:
         self.copies.storage = True
         for run in self.shelves.runs():
             run.stored = [0] * len(self.pools)
-            if back_up:
+            run.tries = 0
+            run.wanted = run.wanted if again else back_up
+            if back_up or again:
                 self.backups.owe(run)
 
     def detach(self) -> None:
         """The storage goes. Who waits for it goes on with what has arrived; copies in flight still have to end."""
         self.copies.storage = False
+        self.backups.begin_anew()
         for op in self.copies.ops.values():
             op.void = op.void or Tier.STORAGE in op.edge
         for lease in self.leases.values():
             if lease.phase in (Phase.PROBING, Phase.FETCHING):
                 self._stop_waiting(lease)
+
+    def write_by(self, policy: WritePolicy) -> None:
+        """From now on pages are backed up by another policy; what was owed by the one before still is."""
+        self.config = self.backups.config = replace(self.config, write=policy)
 
     # --- prompts that share
 
@@ -466,16 +486,28 @@ class Core:
         if lease.reads:
             self.shelves.touch(run, self.paths.near(lease.boundary))
             self._count_use(lease, run)
+            if self.copies.storage and any(lease.fetched):
+                self._count_saved(lease)
 
     def _count_use(self, lease: Lease, run: Run) -> None:
         """A request resumes: what it reads was used once more, and backups of it are worth new tries."""
-        whole = self.config.write is WritePolicy.WRITE_THROUGH_SELECTIVE or self.shelves.counts_uses
+        selective = self.config.write is WritePolicy.WRITE_THROUGH_SELECTIVE or self.governor.paused
+        whole = selective or self.shelves.counts_uses
         for each, _ in upward(run, ones(lease.boundary) if whole else self.paths.near(lease.boundary)):
             each.uses += 1
             each.priority = max(each.priority, lease.priority)
             each.tries = 0
             each.asked = [0] * len(self.pools)
             self.backups.owe(each)
+
+    def _count_saved(self, lease: Lease) -> None:
+        """What storage has saved a request that resumes."""
+        self.counters.used_tokens += lease.from_tiers()[2] * self.config.page_tokens
+        for pool, lookback in enumerate(self.lookbacks):
+            used = lease.fetched[pool] & needed(lease.boundary, lookback)
+            size_bytes = self.pools[pool].payload_bytes
+            self.counters.used_bytes += used.bit_count() * size_bytes
+            self.governor.used([lease.key(position) for position in members(used)], size_bytes)
 
     # --- what is worth keeping
 

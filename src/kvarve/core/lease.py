@@ -2,6 +2,7 @@
 
 from enum import Enum
 
+from kvarve.boundaries import union
 from kvarve.core.policies import Patience
 from kvarve.core.tree import Run
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES, names
@@ -99,7 +100,7 @@ class Lease:
         self.probed = [0] * pools  # what storage said that it has
         self.landed: list[dict[int, int]] = [{} for _ in range(pools)]  # host slots filled from storage, by position
         self.lent = [0] * pools  # how many of the pages that landed count as held by us
-        self.fetched = 0  # positions that something came from storage for
+        self.fetched = [0] * pools  # positions that came from storage
         self.loaded = 0  # positions that something came from the host for
         self.seen = [0] * pools  # pages on the device when we became ready
         self.own: list[dict[int, int]] = [{} for _ in range(pools)]  # our device slots, by position
@@ -136,6 +137,6 @@ class Lease:
     def from_tiers(self) -> tuple[int, int, int]:
         """Pages of the hit by the farthest tier that anything for them came from: device, host, storage."""
         hit = (1 << self.boundary) - 1
-        storage = self.fetched & hit
+        storage = union(self.fetched) & hit
         host = self.loaded & hit & ~storage
         return self.boundary - storage.bit_count() - host.bit_count(), host.bit_count(), storage.bit_count()

@@ -169,7 +169,7 @@ class Paths:
         tokens = lease.tokens[known * self.width : end * self.width]
         named = lease.named[known * KEY_BYTES : end * KEY_BYTES]
         if known < tail.end:
-            owing, tail = tail in self.backups.owing, self.shelves.split(tail, known)
+            owing, tail = self.backups.owes(tail), self.shelves.split(tail, known)
             if owing:
                 self.backups.owe(tail)
         if tail.parent is not None and not tail.children:

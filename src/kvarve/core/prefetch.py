@@ -198,9 +198,8 @@ class Prefetch:
     def land(self, lease: Lease) -> None:
         """Give the tree what has arrived, as deep as it reaches; the lease holds it until it is loaded."""
         landed, lease.landed = _ascending(lease.landed), [{} for _ in self.pools]
-        for slots in landed:
-            for position in slots:
-                lease.fetched |= 1 << position
+        for pool, slots in enumerate(landed):
+            lease.fetched[pool] |= of(slots)
         tail, end = self.paths.insert(lease, Tier.HOST, landed, stored=True)
         held, rests = lease.held, lease.rests
         for lookback, slots in zip(self.paths.lookbacks, landed, strict=True):

@@ -7,6 +7,8 @@ from kvarve.core.snapshots import ENDS_AND_BRANCHES, Snapshots
 from kvarve.errors import ConfigError
 from kvarve.model import PoolSpec, Tier
 
+HORIZON_HOSTS = 16  # what comes back from storage has left the host, so a page's next use is further away than one
+
 
 @dataclass(frozen=True)
 class CoreConfig:
@@ -28,8 +30,12 @@ class CoreConfig:
     batch_pages: int = 64  # pages per copy: what can be late together
     backup_pages: int = 256  # pages that backups may have in flight at once
     host_share: float = 0.8  # of each host pool, what waiting for storage may hold at once
+    offload_pays_at: float = 0.01  # the share of the bytes stored that has to be used, or storing pauses; 0: never
+    offload_horizon_bytes: int = 0  # stored between two looks at that; 0: so many times the host as `HORIZON_HOSTS`
 
     def __post_init__(self) -> None:
+        if self.offload_pays_at < 0 or self.offload_horizon_bytes < 0:
+            raise ConfigError("the share of what is stored that has to be used, and its horizon, cannot be negative")
         if not 0 <= self.host_share <= 1:
             raise ConfigError(f"the share of the host that waits for storage is between 0 and 1, not {self.host_share}")
 
@@ -50,4 +56,11 @@ class Counters:
     duplicates: int = 0  # published by somebody else meanwhile
     uncached: int = 0  # computed without room to keep them
     given_up: int = 0  # runs whose backup failed too often, until they are used again
+    dropped_failed: int = 0  # what these had left to copy down
+    dropped_no_room: int = 0  # there was no room in the host for them, again and again
+    dropped_evicted: int = 0  # left memory before it was their turn to be stored
+    dropped_unpaying: int = 0  # left memory while storing paused because it did not pay
+    stored_bytes: int = 0
+    used_bytes: int = 0  # came from storage, and a request resumed from them
+    used_tokens: int = 0
     strays: int = 0  # answers about copies that are not in flight (copies, not pages)

@@ -55,6 +55,8 @@ class Shelves:
         # Asked before pages leave (run, place, local positions, those of them that may not be lost); returns the
         # positions that are being copied down instead, and that leave when their copy has ended.
         self.rescue: Callable[[Run, int, int, int], int] = lambda run, place, lost, stuck: 0
+        # Told of pages (run, pool, local positions) that leave their last memory tier, just before they do.
+        self.bid_farewell: Callable[[Run, int, int], None] | None = None
 
     def place(self, tier: Tier, pool: int) -> int:
         return int(tier) * len(self.pools) + pool
@@ -246,6 +248,8 @@ class Shelves:
         if chain:
             leaving &= span((take & ~leaving).bit_length(), run.pages)
         if leaving:
+            if self.bid_farewell is not None and (gone := leaving & ~safe):
+                self.bid_farewell(run, place % len(self.pools), gone)
             self._leave_all(run, place, leaving)
             if chain or not self.chains:
                 self.prune(run)
@@ -270,6 +274,8 @@ class Shelves:
             self.shape += 1
             held = run.held()
             assert not held >> alive - run.first, "a held position lost its page"
+            if self.bid_farewell is not None:
+                self._bid_farewell_from(self.bid_farewell, run, alive - run.first)
             for place, here in enumerate(run.here):
                 for local in members(here & span(alive - run.first, run.pages)):
                     self.leave(run, place, run.first + local)
@@ -289,6 +295,13 @@ class Shelves:
             for place in range(len(self.capacity)):
                 self.offer(parent, place)
             run = parent
+
+    def _bid_farewell_from(self, farewell: Callable[[Run, int, int], None], run: Run, local: int) -> None:
+        """Everything that is left of a run's positions from a local one on goes."""
+        for pool in range(len(self.pools)):
+            host = self.place(Tier.HOST, pool)
+            if gone := (run.here[pool] | run.here[host] & ~run.bad[host]) & span(local, run.pages):
+                farewell(run, pool, gone)
 
     def _alive(self, run: Run) -> int:
         """The end of the positions of a leaf run that a prompt could still resume through."""

@@ -41,6 +41,7 @@ class Run:
         "uses": "how many requests have used it",
         "priority": "the highest priority of those",
         "tries": "backups of it that failed since it was used last",
+        "wanted": "whether an operator wants it in the storage that there is, whatever the write policy",
         "queued": "bit per place: it stands in that place's eviction order",
     }
 
@@ -61,6 +62,7 @@ class Run:
         self.pins = Pins()
         self.rests = Pins()
         self.used = self.uses = self.priority = self.tries = self.queued = 0
+        self.wanted = False
 
     @property
     def pages(self) -> int:
@@ -186,6 +188,7 @@ class Run:
         front = Run(self.parent, self.first, self.tokens[: cut * self.width], self.named[: cut * KEY_BYTES], 0, 0)
         front.width = self.width
         front.used, front.uses, front.tries, front.priority = self.used, self.uses, self.tries, self.priority
+        front.wanted = self.wanted
         front.here, self.here = [bits & low for bits in self.here], [bits >> cut for bits in self.here]
         front.bad, self.bad = [bits & low for bits in self.bad], [bits >> cut for bits in self.bad]
         front.coming, self.coming = [bits & low for bits in self.coming], [bits >> cut for bits in self.coming]

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ from kvarve.model import MEMORY_TIERS, Tier
 from kvarve.runtime import PrefixCache
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 POLL_S = 0.005  # between two looks at whether backups have been written
 IDLE_S = 0.2  # how long a turn without work sleeps at most; whatever happens wakes it
@@ -163,7 +165,7 @@ class Engine:
         gone = 0
         while True:
             self.settle(end - time.monotonic())
-            pages, idle = self._ask(lambda: (self.cache.evict(tiers), self.cache.core.idle()), timeout_s)
+            pages, idle = self.ask(lambda: (self.cache.evict(tiers), self.cache.core.idle()), timeout_s)
             gone += int(pages)
             if idle or time.monotonic() >= end:  # write-back copies pages down before they go
                 return gone
@@ -171,7 +173,7 @@ class Engine:
     def settle(self, timeout_s: float = 60.0) -> bool:
         """Wait until every backup has been written; False if that takes longer."""
         end = time.monotonic() + timeout_s
-        while not self._ask(self.cache.core.idle, max(timeout_s, 1.0)):
+        while not self.ask(self.cache.core.idle, max(timeout_s, 1.0)):
             if time.monotonic() >= end:
                 return False
             time.sleep(POLL_S)
@@ -193,11 +195,13 @@ class Engine:
         """How many requests run, and how many wait."""
         return len(self._running), len(self._waiting)
 
-    def _ask(self, what: Callable[[], Any], timeout_s: float) -> Any:
-        """Have the engine's thread do something and wait for its answer."""
-        answer: Future[Any] = Future()
+    def ask(self, what: Callable[[], T], timeout_s: float) -> T:
+        """Have the engine's thread do something and wait for its answer. Busy: it was not done, and will not be."""
+        answer: Future[T] = Future()
 
         def call() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
             try:
                 answer.set_result(what())
             except Exception as e:  # noqa: BLE001  it belongs to the caller, who gets it from the future
@@ -211,6 +215,8 @@ class Engine:
         try:
             return answer.result(timeout_s)
         except TimeoutError:
+            if not answer.cancel():  # it is being done at this moment
+                return answer.result()
             raise Busy(f"the engine did not get round to it within {timeout_s:.0f} s") from None
 
     # --- on the engine's thread

@@ -267,6 +267,17 @@ class FlushAsked(_Words):
     tiers: str | list[str] | None = None
 
 
+class AttachAsked(_Words):
+    """Nothing but this: a word that nobody knows may be a policy misspelt."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    url: str | list[str]  # several are tiers
+    prefetch_policy: str | None = None
+    write_policy: str | None = None
+    back_up: bool | None = None
+
+
 WordsT = TypeVar("WordsT", bound=_Words)
 
 

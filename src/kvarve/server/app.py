@@ -25,12 +25,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from kvarve import __version__
+from kvarve.admin import Admin
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import LoadedModel
 from kvarve.engine.requests import Finish, Piece, Request, Sampling, Usage
 from kvarve.errors import Busy, ConfigError, KvarveError, ModelError, StorageError
 from kvarve.metrics import Metrics, Snapshot
 from kvarve.model import MEMORY_TIERS, Tier
+from kvarve.server.admin import admin_routes
 from kvarve.server.api import Asked, ChatAsked, Choice, CompletionAsked, FlushAsked, Form, Refused, Told, event, parse
 
 MAX_BODY_BYTES = 8 << 20
@@ -47,11 +49,13 @@ def create_app(
     *,
     name: str | None = None,
     api_key: str | None = None,
+    admin_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> FastAPI:
     """The application around a started engine, which stays the caller's to shut down.
 
     The model answers to `name` (its own unless given). With an `api_key`, /v1 and /flush_cache want it.
+    /admin wants the `admin_key`, and is off without one.
     """
     app = FastAPI(title="kvarve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     front = _Front(engine, name or engine.model.name, api_key, max_body_bytes)
@@ -65,6 +69,7 @@ def create_app(
     guarded.post("/flush_cache")(front.flush_cache)
     app.include_router(open_to_all)
     app.include_router(guarded)
+    app.include_router(admin_routes(Admin(engine.cache, engine.ask), admin_key, front.body))
     app.add_exception_handler(KvarveError, _trouble)
     app.add_exception_handler(HTTPException, _no_such_place)
     app.add_exception_handler(ClientDisconnect, _nobody)
@@ -122,7 +127,7 @@ class _Front:
 
     async def flush_cache(self, http: Http) -> Response:
         """Empty `tiers` (in the query or the body: "device", "device,host"; both unless told) of what nobody holds."""
-        body = await self._body(http)
+        body = await self.body(http)
         tiers = await self._apart(lambda: _tiers(http.query_params.get("tiers"), body))
         if self._engine.broken:
             raise Refused(500, self._engine.broken)
@@ -132,7 +137,7 @@ class _Front:
     # --- the life of one request
 
     async def _answer(self, http: Http, kind: type[Asked]) -> Response:
-        body = await self._body(http)
+        body = await self.body(http)
         prepared = await self._apart(lambda: self._prepare(parse(kind, body)))
         asked = prepared.asked
         chat = isinstance(asked, ChatAsked)
@@ -222,7 +227,7 @@ class _Front:
             message = f"there is no model {model!r} here, only {self._name!r}"
             raise Refused(404, message, param="model", code="model_not_found")
 
-    async def _body(self, http: Http) -> bytes:
+    async def body(self, http: Http) -> bytes:
         """The body, as far as it may go; what its headers say of its length is not asked."""
         try:
             return await asyncio.wait_for(self._read(http), BODY_TIMEOUT_S)
@@ -258,11 +263,11 @@ class _Front:
 
     def _snapshot(self) -> Snapshot:
         engine = self._engine
-        counts, (running, waiting) = engine.counts, engine.load()
         try:
-            storage = engine.cache.usage()
+            storage = engine.cache.usage()  # first: it may take a moment, and the rest is of one moment
         except StorageError:  # closed, or the medium is gone: a scrape tells the rest
             storage = None
+        counts, (running, waiting) = engine.counts, engine.load()
         return Snapshot(
             model=self._name,
             version=__version__,

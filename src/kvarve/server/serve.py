@@ -54,6 +54,7 @@ class Settings:
     deterministic: bool = False
     threads: int | None = None
     api_key: str | None = None
+    admin_key: str | None = None
     max_body_bytes: int = MAX_BODY_BYTES
     ready_file: Path | None = None
 
@@ -96,6 +97,7 @@ class Server:
                 self.engine,
                 name=settings.served_model_name,
                 api_key=settings.api_key,
+                admin_key=settings.admin_key,
                 max_body_bytes=settings.max_body_bytes,
             )
             config = uvicorn.Config(
@@ -157,6 +159,8 @@ class Server:
         held = f", {usage.objects} objects, {format_size(usage.bytes)}" if usage else ""
         lines.append(("answers", self._answers()))
         lines.append(("storage", f"{', then '.join(settings.cache.storages) or 'none'}{held}"))
+        if settings.admin_key is not None:
+            lines.append(("admin", f"{self.url}/admin/storage, for who has the admin key"))
         lines.append(("url", self.url))
         width = max(len(word) for word, _ in lines)
         return "\n".join(f"  {word:<{width}}  {text}" for word, text in lines)
@@ -236,8 +240,11 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError(f"{settings.threads} threads: give at most {MOST_THREADS}")
     if not 0 <= settings.port <= 65535:
         raise ConfigError(f"port {settings.port}: a port is a number from 0 (any free one) to 65535")
-    if settings.api_key is not None and not settings.api_key.strip():
-        raise ConfigError("an API key cannot be empty")
+    for name, key in (("API", settings.api_key), ("admin", settings.admin_key)):
+        if key is not None and not key.strip():
+            raise ConfigError(f"an {name} key cannot be empty")
+    if settings.admin_key is not None and settings.admin_key == settings.api_key:
+        raise ConfigError("the admin key must not be the API key: whoever may ask could change the storage")
     if settings.cache.storages:
         parse_urls(settings.cache.storages)
     if settings.ready_file is not None and not settings.ready_file.absolute().parent.is_dir():

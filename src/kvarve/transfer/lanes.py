@@ -1,33 +1,43 @@
 """Lanes: bounded workers that carry one kind of work each, in order, and say when each piece has ended.
 
 A lane knows nothing of what it carries: a piece of work is a call that answers which pages are good and which are
-bad. It ends exactly once. Work that could not start before its deadline ends without having been started; work that
-hangs keeps what it holds until it comes back, so nobody reuses memory that it may still write to.
+bad. Pieces that are cheaper done together name the same work and bring their parts, and what waits of them becomes one
+call. Each piece ends exactly once. What could not start before its deadline ends without having been started, be all
+workers hanging: who collects what has ended (`Ends`) looks after that. Work that hangs keeps what it holds until it
+comes back, so nobody reuses memory that it may still write to.
 """
 
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
+from typing import Any, TypeVar
 
 from kvarve.core.effects import Ended
 from kvarve.errors import KvarveError
 
 log = logging.getLogger(__name__)
 
-Work = Callable[[], tuple[int, int]]
+T = TypeVar("T")
+Fate = tuple[int, int]
+Work = Callable[[], Fate]
+SharedWork = Callable[[Sequence[T]], list[Fate]]
+
+TOGETHER = 64  # the most that pieces come to which become one call, in pages: what can be late together
 
 
 @dataclass
 class LaneCounts:
-    """What a lane has done so far."""
+    """What a lane has done so far, in pieces unless the name says otherwise."""
 
     done: int = 0
     failed: int = 0  # raised, so nothing of it arrived
     late: int = 0  # past its deadline before it could start
-    refused: int = 0  # the lane was full
+    refused: int = 0  # the lane was full, or closed
+    calls: int = 0  # fewer than pieces, where several became one
     busy_s: float = 0.0
     last_error: str = ""
 
@@ -35,7 +45,9 @@ class LaneCounts:
 @dataclass(frozen=True)
 class _Piece:
     op: int
-    work: Work
+    work: SharedWork[Any]
+    part: Any
+    size: float
     deadline: float
 
 
@@ -43,11 +55,14 @@ class Ends:
     """Where lanes put what has ended, and where one thread collects it."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Ended] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._ended: list[Ended] = []
+        self._lanes: list[Lane] = []  # that may have something waiting
         self._woken = threading.Event()
 
     def put(self, ended: Ended) -> None:
-        self._queue.put(ended)
+        with self._lock:
+            self._ended.append(ended)
         self._woken.set()
 
     def wake(self) -> None:
@@ -55,21 +70,36 @@ class Ends:
         self._woken.set()
 
     def collect(self) -> list[Ended]:
-        """Everything that ended since the last call, in the order in which it ended."""
+        """Everything that ended since the last call, in the order in which it ended.
+
+        What has waited in a lane for longer than it may ends here; no worker has to be free for that.
+        """
+        with self._lock:
+            lanes = self._lanes
+        for lane in lanes:
+            lane.expire()
         self._woken.clear()
-        ended = []
-        while True:
-            try:
-                ended.append(self._queue.get_nowait())
-            except queue.Empty:
-                return ended
+        with self._lock:
+            ended, self._ended = self._ended, []
+        return ended
 
     def wait(self, timeout_s: float) -> bool:
-        """Until something has ended, or somebody woke us; False after `timeout_s`."""
-        return self._woken.wait(timeout_s)
+        """Until something has ended or has waited for too long, or somebody woke us; False after `timeout_s`."""
+        with self._lock:
+            left_s = min((lane.left_s() for lane in self._lanes), default=inf)
+        return self._woken.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
+
+    def look_after(self, lane: "Lane") -> None:
+        """From now on `collect` ends what has waited in this lane for too long."""
+        with self._lock:
+            self._lanes = [*self._lanes, lane]
+
+    def let_go(self, lane: "Lane") -> None:
+        with self._lock:
+            self._lanes = [each for each in self._lanes if each is not lane]
 
 
-@dataclass
+@dataclass(eq=False)
 class Lane:
     """One kind of work: at most `depth` pieces waiting, `workers` threads."""
 
@@ -78,74 +108,142 @@ class Lane:
     depth: int = 1024
     workers: int = 1
     clock: Callable[[], float] = time.monotonic
+    together: float = TOGETHER
     counts: LaneCounts = field(default_factory=LaneCounts)
 
     def __post_init__(self) -> None:
-        self._queue: queue.Queue[_Piece | None] = queue.Queue(self.depth)
+        self._waiting: deque[_Piece] = deque()
+        self._earliest = inf  # no deadline of what waits is earlier
+        self._running: dict[int, float] = {}  # by worker: since when its call runs
         self._lock = threading.Lock()
+        self._news = threading.Condition(self._lock)  # something waits, or the lane is closed
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"kvarve {self.name} {i}", daemon=True)
-            for i in range(self.workers)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        self.ends.look_after(self)
+        try:
+            for i in range(self.workers):
+                thread = threading.Thread(target=self._serve, args=(i,), name=f"kvarve {self.name} {i}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError:  # no more threads are to be had: nor shall those stay that began
+            self.close()
+            raise
 
     def send(self, op: int, work: Work, deadline_s: float) -> None:
         """Take a piece of work that has to start within `deadline_s`; a full or closed lane ends it at once."""
-        try:
-            if self._closed:
-                raise queue.Full
-            self._queue.put_nowait(_Piece(op, work, self.clock() + deadline_s))
-        except queue.Full:
-            self._count("refused")
-            self.ends.put(Ended(op, 0))
+        self._take(_Piece(op, lambda _: [work()], None, inf, self.clock() + deadline_s))
+
+    def send_part(self, op: int, work: SharedWork[T], part: T, size: int, deadline_s: float) -> None:
+        """The same for work that is cheaper done together: pieces of equal work that wait one behind the other become
+        one call, as far as their sizes come to no more than `together`. It answers for each part in its turn."""
+        self._take(_Piece(op, work, part, size, self.clock() + deadline_s))
 
     def waiting(self) -> int:
-        return self._queue.qsize()
+        return len(self._waiting)
+
+    def stuck_s(self) -> float:
+        """For how long the oldest call that has not come back has been running; 0 if there is none."""
+        with self._lock:
+            return self.clock() - min(self._running.values()) if self._running else 0.0
+
+    def left_s(self) -> float:
+        """How long until something that waits may have waited for too long."""
+        return self._earliest - self.clock()
+
+    def expire(self) -> None:
+        """End what has waited for too long, whatever the workers do."""
+        now = self.clock()
+        if now <= self._earliest:  # the usual case: every token passes here
+            return
+        with self._lock:
+            late = [piece for piece in self._waiting if now > piece.deadline]
+            self._waiting = deque(piece for piece in self._waiting if now <= piece.deadline)
+            self._earliest = min((piece.deadline for piece in self._waiting), default=inf)
+            self.counts.late += len(late)
+        self._end(late)
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Let what waits be done, then stop; False if a worker still hangs after `timeout_s` (it is abandoned)."""
+        """Let what waits be done, then stop; False if a worker still hangs after `timeout_s`. It is abandoned, and what
+        waits behind it ends without having been started."""
         end = time.monotonic() + timeout_s
-        if not self._closed:
+        with self._lock:
             self._closed = True
-            try:
-                for _ in self._threads:
-                    self._queue.put(None, timeout=max(0.0, end - time.monotonic()))
-            except queue.Full:  # a worker hangs with a full lane behind it
-                return False
+            self._news.notify_all()
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
+        with self._lock:
+            left, self._waiting = self._waiting, deque()
+            self.counts.late += len(left)
+        self._end(left)
+        self.ends.let_go(self)
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _count(self, what: str) -> None:
+    def _take(self, piece: _Piece) -> None:
         with self._lock:
-            setattr(self.counts, what, getattr(self.counts, what) + 1)
+            taken = not self._closed and len(self._waiting) < self.depth
+            if taken:
+                self._waiting.append(piece)
+                self._earliest = min(self._earliest, piece.deadline)
+                self._news.notify()
+            else:
+                self.counts.refused += 1
+        if not taken:
+            self._end([piece])
 
-    def _serve(self) -> None:
-        while (piece := self._queue.get()) is not None:
-            if self.clock() > piece.deadline:
-                self._count("late")
-                self.ends.put(Ended(piece.op, 0))
-                continue
-            start = time.monotonic()
-            good = bad = 0
+    def _end(self, pieces: Sequence[_Piece]) -> None:
+        """These have come to nothing."""
+        for piece in pieces:
+            self.ends.put(Ended(piece.op, 0))
+
+    def _serve(self, worker: int) -> None:
+        while (pieces := self._next(worker)) is not None:
+            self._carry(worker, pieces)
+
+    def _next(self, worker: int) -> list[_Piece] | None:
+        """The pieces of the next call; None when the lane is closed and nothing waits."""
+        with self._lock:
+            while not self._waiting:
+                if self._closed:
+                    return None
+                self._news.wait()
+            pieces = [self._waiting.popleft()]
+            room = self.together - pieces[0].size
+            while self._waiting and self._waiting[0].work == pieces[0].work and self._waiting[0].size <= room:
+                pieces.append(self._waiting.popleft())
+                room -= pieces[-1].size
+            self._running[worker] = self.clock()
+        return pieces
+
+    def _carry(self, worker: int, pieces: list[_Piece]) -> None:
+        """Do the work of some pieces in one call; what has come too late for it is left out."""
+        now, start = self.clock(), time.monotonic()
+        late = [piece for piece in pieces if now > piece.deadline]
+        pieces = [piece for piece in pieces if now <= piece.deadline]
+        fates: list[Fate] = [(0, 0) for _ in pieces]
+        why = ""
+        if pieces:
             try:
-                good, bad = piece.work()
-                self._count("done")
+                answers = pieces[0].work([piece.part for piece in pieces])
+                assert len(answers) == len(pieces), "there is an answer for each part"
+                fates = answers
             except KvarveError as e:
-                self._failed(str(e))
+                why = str(e)
             except (
                 Exception
             ) as e:  # a worker must outlive any bug in its work: who waits for it is told, and it is logged
-                self._failed(f"{type(e).__name__}: {e}")
+                why = f"{type(e).__name__}: {e}"
                 log.exception("lane %s: a bug in its work", self.name)
-            with self._lock:
-                self.counts.busy_s += time.monotonic() - start
-            self.ends.put(Ended(piece.op, good, bad))
-
-    def _failed(self, why: str) -> None:
-        if self.counts.last_error != why:
+        with self._lock:
+            del self._running[worker]
+            news = bool(why) and why != self.counts.last_error
+            self.counts.last_error = why or self.counts.last_error
+            self.counts.late += len(late)
+            self.counts.calls += bool(pieces)
+            self.counts.failed += len(pieces) if why else 0
+            self.counts.done += 0 if why else len(pieces)
+            self.counts.busy_s += time.monotonic() - start
+        if news:
             log.warning("%s: %s", self.name, why)
-        self.counts.last_error = why
-        self._count("failed")
+        self._end(late)
+        for piece, (good, bad) in zip(pieces, fates, strict=True):
+            self.ends.put(Ended(piece.op, good, bad))

@@ -60,14 +60,21 @@ def differ(one: Core, two: Core) -> str:
         whose = op.lease and op.lease.number, its.lease and its.lease.number
         if _op_facts(op) != _op_facts(its) or whose[0] != whose[1] or not same(op.run, its.run):
             return "a copy"
-    owing = [*one.backups.owing], [*two.backups.owing]
+    owed = [(core.backups.owing, core.backups.due) for core in (one, two)]
+    for our_line, their_line in zip(*owed, strict=True):
+        if len(our_line) != len(their_line) or not all(map(same, our_line, their_line)):
+            return "what is owed"
     if (
-        len(owing[0]) != len(owing[1])
-        or not all(map(same, *owing))
+        _weather(one) != _weather(two)
+        or vars(one.governor) != vars(two.governor)
         or [*one.prefetch.deferred] != [*two.prefetch.deferred]
     ):
         return "what waits"
     return ""
+
+
+def _weather(core: Core) -> tuple[int, float]:
+    return core.backups.failures, core.backups.rest_until
 
 
 def dump(core: Core) -> Mapping[str, Any]:
@@ -93,6 +100,9 @@ def dump(core: Core) -> Mapping[str, Any]:
         "evicted": [*core.shelves.evicted],
         "tick": core.shelves.tick,
         "owing": [names.get(id(run), gone) for run in core.backups.owing],
+        "due": [names.get(id(run), gone) for run in core.backups.due],
+        "weather": _weather(core),
+        "governor": {name: _plain(value, {}) for name, value in vars(core.governor).items()},
         "deferred": [*core.prefetch.deferred],
         "counts": (core.backups.flying, [*core.backups.storing], [*core.prefetch.held], core.shelves.spoiled),
         "storage": core.copies.storage,
@@ -116,4 +126,6 @@ def _plain(value: Any, names: dict[int, tuple[bytes, bytes]]) -> Any:
         return sorted(value)
     if isinstance(value, list):
         return [dict(each) if isinstance(each, dict) else each for each in value]
+    if isinstance(value, dict):
+        return dict(value)
     return value

@@ -62,6 +62,8 @@ class World:
         self._handed: dict[int, list[tuple[list[int], list[bytes]]]] = {}  # by lease and pool: slots, what is in them
         self._grown: dict[int, list[dict[int, int]]] = {}  # by lease and pool: room that is not published yet
         self._stalled: Counter[int] = Counter()  # by lease: steps in which it had nothing to wait for
+        self._failures, self._rest_until = 0, 0.0  # stores that failed in a row, and until when nothing is stored
+        self._paused = False
         self._swept = [slots[:0] for slots in self.core.shelves.free]
         self._check()
 
@@ -198,6 +200,7 @@ class World:
     def attach(self, store: Store | None = None, back_up: bool = False) -> None:
         """A storage comes: one that we know, or a new and empty one."""
         self.storage, self.attached = store or Store(), True
+        self._failures, self._rest_until = 0, self.now
         for core in self.cores:
             core.attach(back_up)
         self._check()
@@ -205,6 +208,7 @@ class World:
     def detach(self) -> None:
         """The storage goes, whatever is under way to it or from it."""
         self.attached = False
+        self._failures, self._rest_until = 0, self.now
         for core in self.cores:
             core.detach()
         self._check()
@@ -214,10 +218,29 @@ class World:
         if len(self.cores) > 1:  # as ranks/agreement.py has it
             ended = sorted({end.op: end for end in ended}.values(), key=lambda end: end.op)
         self.ended = [*self.ended, *[end for end in ended if end.op in self.core.copies.ops]][-40:]
+        for end in ended:
+            self._note_failure(end)
         for core in self.cores:
             core.step(ended, self.now)
         self._check()
         self._check_waiting()
+        if self._paused != self.core.governor.paused:
+            self._paused = not self._paused
+            self.seen["storing paused" if self._paused else "storing went on"] += 1
+
+    def _note_failure(self, end: Ended) -> None:
+        """By our own account: after a store of which something got lost stores rest, twice as long each time."""
+        op = self.core.copies.ops.get(end.op)
+        if op is None or op.edge != (Tier.HOST, Tier.STORAGE) or op.void:
+            return
+        told = end.good | end.bad
+        if any(not told >> i & 1 for i in range(len(op.pages))):
+            self.seen["stores rested"] += 1
+            if self.now >= self._rest_until:
+                self._rest_until = self.now + min(30.0, 0.1 * 2.0**self._failures)
+                self._failures += 1
+        elif end.good:
+            self._failures, self._rest_until = 0, self.now
 
     # --- what the lanes and the storage do
 
@@ -282,7 +305,8 @@ class World:
     def settle(self, lost: bool = False) -> None:
         """Let everything in flight end, well or badly, until nothing new comes up."""
         for _ in range(400):
-            self.step([self.end(op, lost=-1 if lost else 0) for op in [*self.flying]])
+            later_s = 0.0 if self.flying else 0.25  # stores may rest
+            self.step([self.end(op, lost=-1 if lost else 0) for op in [*self.flying]], later_s)
             if not self.flying and (self.core.idle() or self.lost):
                 return
         raise AssertionError("the core never comes to rest")
@@ -460,6 +484,10 @@ class World:
             assert self.attached or (isinstance(effect, Copy) and Tier.STORAGE not in (effect.source, effect.target)), (
                 "without a storage nothing is asked of it"
             )
+            if isinstance(effect, Copy) and effect.target is Tier.STORAGE and self._failures:
+                assert self.now >= self._rest_until, "stores rest when one has failed"
+                others = [each for each in (*self.flying.values(), *self.lost.values()) if isinstance(each, Copy)]
+                assert not any(each.target is Tier.STORAGE for each in others), "and then one tries alone"
             assert effect.op not in self.flying and effect.op not in self.lost, "every copy has a number of its own"
             self.flying[effect.op] = effect
             self._stores[effect.op] = self.storage

@@ -1,0 +1,145 @@
+"""What an operator does to a cache that serves: ask about its storage, attach another, detach it. From any thread.
+
+Opening and closing a storage take their time, so they happen on the caller's thread; the cache's own thread only makes
+the change. One change at a time: who comes second is told so.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from kvarve.errors import Busy, KvarveError, StorageError
+from kvarve.runtime import CHANGE_S, Change, PrefixCache, UnderWay
+
+log = logging.getLogger(__name__)
+
+ASK_S = 60.0  # how long the cache's thread may take to hear of a change
+CLOSED_S = 10.0  # how long a change waits for the storage before it to be closed; then it says that it is not
+
+OnItsThread = Callable[[Callable[[], Change], float], Change]
+
+
+class Admin:
+    """Changes the storage of one cache. `on_its_thread(call, seconds)` has the cache's thread do something."""
+
+    def __init__(self, cache: PrefixCache, on_its_thread: OnItsThread) -> None:
+        self._cache, self._on_its_thread = cache, on_its_thread
+        self._changing = threading.Lock()
+
+    def status(self) -> dict[str, Any]:
+        """What is attached and how it does, as JSON has it; in a moment, even if it hangs."""
+        cache, attached = self._cache, self._cache.attached
+        told: dict[str, Any] = {
+            "attached": attached is not None,
+            "changing": self._changing.locked(),
+            "prefetch_policy": cache.config.prefetch_policy,
+            "write_policy": cache.config.write_policy,
+        }
+        if attached is None:
+            return told
+        usage, trouble = None, attached.storage.last_error
+        try:
+            usage = attached.depot.usage()
+        except StorageError as e:
+            trouble = str(e)
+        counters = cache.core.counters
+        return told | {
+            "url": attached.urls[0] if len(attached.urls) == 1 else [*attached.urls] or None,
+            "up": attached.storage.up,
+            "for_s": round(max(0.0, cache.now() - attached.storage.since), 3),
+            "last_error": trouble or None,
+            "capacity_bytes": usage and usage.capacity_bytes,
+            "bytes": usage and usage.bytes,
+            "objects": usage and usage.objects,
+            "evicted_objects": usage and usage.evicted,
+            "pages": {
+                "fetched": counters.fetched,
+                "stored": counters.stored,
+                "failed": counters.failed,
+                "bad": counters.bad_storage,
+                "late": counters.late,
+            },
+            "given_up_backups": counters.given_up,
+            "lanes": {
+                lane.name: {
+                    "waiting": lane.waiting(),
+                    "done": lane.counts.done,
+                    "failed": lane.counts.failed,
+                    "late": lane.counts.late,
+                    "refused": lane.counts.refused,
+                }
+                for lane in attached.depot.lanes.values()
+            },
+            "counts": dict(attached.storage.counts),
+        }
+
+    def attach(
+        self, url: str | Sequence[str], *, prefetch: str | None = None, write: str | None = None, back_up: bool = False
+    ) -> dict[str, Any]:
+        """Open a storage (several URLs: tiers) and let it take the place of what there is, once that is done; answers
+        the status then.
+
+        Any KvarveError: it could not be done, and everything is as before.
+        """
+        cache = self._cache
+        with self._alone():
+            try:
+                storage = cache.opened(url, prefetch=prefetch, write=write)
+            except Exception as e:  # noqa: BLE001  it may be a bug in a backend; the caller is told
+                error = _ours(e, f"{url}: it cannot be opened")
+                if cache.ranks > 1:  # the others, which may be able to, need not wait for this one
+                    with suppress(Busy):
+                        self._on_its_thread(lambda: cache.decline(error), ASK_S)
+                raise error from None
+            try:
+                change = self._on_its_thread(
+                    lambda: cache.attach(storage, setting=url, back_up=back_up, prefetch=prefetch, write=write), ASK_S
+                )
+            except BaseException:
+                _close(storage.close)
+                raise
+            return self._made(change)
+
+    def detach(self) -> dict[str, Any]:
+        """Let the storage go, if there is one; answers the status then. Any KvarveError: it is still there."""
+        with self._alone():
+            return self._made(self._on_its_thread(self._cache.detach, ASK_S))
+
+    def _made(self, change: Change) -> dict[str, Any]:
+        """Wait for a change; what it let go of is closed then, or said not to be."""
+        try:
+            before = change.made.result(CHANGE_S + ASK_S)
+        except TimeoutError:
+            raise Busy("the engine is too busy to change its storage; it may still do so") from None
+        except Exception as e:  # noqa: BLE001  it may be a bug of ours; the caller is told
+            if change.attached is not None:
+                change.attached.depot.closed.wait(CLOSED_S)
+            raise _ours(e, "the storage could not be changed") from None
+        told = self.status() | {"changing": False}
+        return told if before is None else told | {"previous_closed": before.closed.wait(CLOSED_S)}
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._changing.acquire(blocking=False):
+            raise UnderWay("another change of the storage is under way: try again later")
+        try:
+            yield
+        finally:
+            self._changing.release()
+
+
+def _ours(e: Exception, what: str) -> KvarveError:
+    """Trouble of ours as it is; a bug, be it in somebody's backend, as trouble of ours."""
+    if isinstance(e, KvarveError):
+        return e
+    log.error("%s", what, exc_info=e)
+    return StorageError(f"{what}: {type(e).__name__}: {e}")
+
+
+def _close(close: Callable[[], None]) -> None:
+    try:
+        close()
+    except StorageError as e:
+        log.warning("a storage that was not attached could not be closed: %s", e)

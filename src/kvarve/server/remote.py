@@ -1,0 +1,57 @@
+"""What `kvarve storage` says to a server that runs, and how it tells people what that answers."""
+
+from typing import Any
+
+import httpx
+
+from kvarve.errors import ConfigError, StorageError
+from kvarve.sizes import format_size
+
+CONNECT_S = 10.0
+ANSWER_S = 600.0  # a large storage may take its time to open
+
+
+def storage(method: str, server: str, key: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Ask a server's /admin/storage. ConfigError: no such server, or it refuses; StorageError: it could not."""
+    if not server.startswith(("http://", "https://")):
+        raise ConfigError(f"--server: {server!r} is not the URL of a server, such as http://127.0.0.1:8000")
+    headers = {b"Authorization": b"Bearer " + key.encode()}
+    try:
+        # Not through a proxy of the environment: the key is for this server alone.
+        with httpx.Client(timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S), trust_env=False) as client:
+            response = client.request(method, server.rstrip("/") + "/admin/storage", headers=headers, json=body)
+    except (httpx.HTTPError, httpx.InvalidURL) as e:
+        raise ConfigError(f"{server}: no answer: {e}") from None
+    try:
+        answer = response.json()
+        if response.status_code == 200:
+            return dict(answer)
+        message = str(answer["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{server}: this is no kvarve server: it answers {response.status_code}") from None
+    raise (StorageError if response.status_code >= 500 else ConfigError)(f"{server}: {message}")
+
+
+def describe(status: dict[str, Any]) -> str:
+    """A storage's status, for people."""
+    lines = [("storage", "none")]
+    if status["attached"]:
+        state = f"{'up' if status['up'] else 'down'} for {status['for_s']:.0f} s"
+        if status["last_error"]:
+            state += f"; last trouble: {status['last_error']}"
+        urls = [status["url"]] if isinstance(status["url"], str) else status["url"] or ["one that has no URL"]
+        lines = [("storage", ", then ".join(urls)), ("state", state)]
+        if status["bytes"] is not None:
+            most = "" if status["capacity_bytes"] is None else f" of {format_size(status['capacity_bytes'])}"
+            lines.append(("holds", f"{status['objects']} objects, {format_size(status['bytes'])}{most}"))
+        lines.append(("pages", _counts(status["pages"])))
+        lines += [(name, _counts(lane)) for name, lane in status["lanes"].items()]
+    lines.append(("policies", f"prefetch {status['prefetch_policy']}, write {status['write_policy']}"))
+    if status.get("previous_closed") is False:
+        lines.append(("before", "a call to the storage that was attached hangs: it is closed when that comes back"))
+    width = max(len(word) for word, _ in lines)
+    return "\n".join(f"{word:<{width}}  {text}" for word, text in lines)
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())

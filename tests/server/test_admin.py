@@ -1,0 +1,347 @@
+"""The operator's side: storages are attached to a server that serves and detached from it, by who has the key."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from servers import settings
+from talk import COMPLETIONS, Body, cached, complete, refused, text, until
+
+from kvarve.cli import main
+from kvarve.errors import ConfigError
+from kvarve.server.admin import WITHIN_S, WRONG_KEYS, Doorkeeper
+from kvarve.server.api import Refused
+from kvarve.server.serve import Server, check_settings
+from kvarve.storage import SCHEMES, FileStorage, MemoryStorage, Scheme, Storage, StorageUrl
+
+STORAGE = "/admin/storage"
+KEY = "gärdsgård"
+BEARER = {b"Authorization": b"Bearer " + KEY.encode()}
+
+
+@pytest.fixture(scope="module")
+def operated(checkpoint: Path) -> Iterator[Server]:
+    with Server(settings(checkpoint, admin_key=KEY)) as server:
+        yield server
+
+
+@pytest.fixture
+def client(operated: Server) -> Iterator[httpx.Client]:
+    """An operator, who finds no storage attached and leaves none."""
+    with httpx.Client(base_url=operated.url, timeout=60, headers=BEARER) as client:
+        yield client
+        done(client.delete(STORAGE))
+
+
+def done(response: httpx.Response) -> Body:
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+def attach(client: httpx.Client, folder: Path, **more: Any) -> Body:
+    return done(client.put(STORAGE, json={"url": f"file://{folder}?capacity=64MiB"} | more))
+
+
+def stored(metrics: dict[str, float]) -> float:
+    return metrics["kvarve_copied_pages_total.host.storage"]
+
+
+def settled(client: httpx.Client, operated: Server) -> None:
+    assert operated.engine.settle(20)
+
+
+def test_a_storage_comes_and_goes_while_the_server_serves(
+    client: httpx.Client, operated: Server, tmp_path: Path, song: str, salt: str
+) -> None:
+    assert done(client.get(STORAGE)) == {
+        "attached": False,
+        "changing": False,
+        "prefetch_policy": "wait_complete",
+        "write_policy": "write_through",
+    }
+    told = attach(client, tmp_path / "pages", prefetch_policy="timeout")
+    assert (told["attached"], told["up"], told["prefetch_policy"]) == (True, True, "timeout")
+    assert told["url"] == f"file://{tmp_path}/pages?capacity=64MiB"
+    assert (told["capacity_bytes"], told["objects"], told["changing"]) == (64 << 20, 0, False)
+    cold = complete(client, song * 2, cache_salt=salt)
+    settled(client, operated)
+    told = done(client.get(STORAGE))
+    assert told["objects"] > 0 and told["bytes"] > 0 and told["pages"]["stored"] > 0
+    assert set(told["lanes"]) == {"host-to-storage", "storage-to-host"}
+    assert not any(told["pages"][trouble] for trouble in ("failed", "bad", "late"))
+    client.post("/flush_cache")
+    warm = complete(client, song * 2, cache_salt=salt)
+    assert cached(warm) == {"storage": 64}
+    gone = done(client.delete(STORAGE))
+    assert (gone["attached"], gone["previous_closed"]) == (False, True)
+    FileStorage(tmp_path / "pages", 64 << 20, operated.engine.model.identity.fingerprint(), "").close()  # nobody has it
+    client.post("/flush_cache")
+    again = complete(client, song * 2, cache_salt=salt)
+    assert cached(again) == {}
+    assert cold["choices"] == warm["choices"] == again["choices"]
+
+
+def test_what_is_in_memory_goes_to_a_new_storage_if_asked(
+    client: httpx.Client, tmp_path: Path, operated: Server, song: str, salt: str
+) -> None:
+    complete(client, song * 2, cache_salt=salt)
+    settled(client, operated)
+    assert attach(client, tmp_path / "first")["objects"] == 0
+    settled(client, operated)
+    assert done(client.get(STORAGE))["objects"] == 0
+    told = attach(client, tmp_path / "second", back_up=True)
+    assert told["previous_closed"] is True
+    settled(client, operated)
+    client.post("/flush_cache")
+    assert cached(complete(client, song * 2, cache_salt=salt)) == {"storage": 64}
+
+
+def test_several_storages_are_attached_as_tiers(
+    client: httpx.Client, operated: Server, tmp_path: Path, song: str, salt: str
+) -> None:
+    urls = [f"file://{tmp_path}/{name}?capacity=64MiB" for name in ("near", "far")]
+    assert done(client.put(STORAGE, json={"url": urls}))["url"] == urls
+    complete(client, song * 2, cache_salt=salt)
+    settled(client, operated)
+    client.post("/flush_cache")
+    assert cached(complete(client, song * 2, cache_salt=salt)) == {"storage": 64}
+
+
+@pytest.mark.parametrize(
+    ("asked", "complaint"),
+    [
+        ({}, "url: Field required"),
+        ({"url": 1}, "url.str: Input should be a valid string"),
+        ({"url": []}, "no storage is named"),
+        ({"url": ["{new}", "{new}"]}, "is the same place as"),
+        ({"url": "{new}", "backup": True}, "backup: Extra inputs are not permitted"),
+        ({"url": "{new}", "back_up": "yes"}, "back_up: Input should be a valid boolean"),
+        ({"url": "{new}", "capacity": "1GiB"}, "capacity: Extra inputs are not permitted"),
+        ({"url": "{new}", "prefetch_policy": "hope"}, "unknown prefetch policy 'hope'; known: best_effort"),
+        ({"url": "{new}", "write_policy": "later"}, "unknown write policy 'later'"),
+        ({"url": "nfs://x"}, "there is no storage of the kind 'nfs'"),
+        ({"url": "file://{folder}/new?capacity=1KiB"}, "1 KiB of storage memory is too little for this model"),
+        ({"url": "file://{folder}/new"}, "say how much it may hold"),
+        ({"url": ""}, "'' is not a storage"),
+    ],
+)
+def test_what_cannot_be_attached_is_refused_and_nothing_has_changed(
+    client: httpx.Client, tmp_path: Path, asked: Body, complaint: str
+) -> None:
+    before = attach(client, tmp_path / "old")
+    new = f"file://{tmp_path}/new?capacity=64MiB"
+    body = json.dumps(asked).replace("{new}", new).replace("{folder}", str(tmp_path))
+    assert complaint in refused(client.put(STORAGE, content=body), 400)
+    after = done(client.get(STORAGE))
+    for settled in ("attached", "url", "up", "prefetch_policy", "write_policy", "objects"):
+        assert after[settled] == before[settled]
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_another_models_storage_is_refused_and_the_one_that_is_there_goes_on(
+    client: httpx.Client, operated: Server, tmp_path: Path, song: str, salt: str
+) -> None:
+    attach(client, tmp_path / "old")
+    FileStorage(tmp_path / "other", 1 << 20, b"another model", "llama of another farm").close()
+    url = f"file://{tmp_path}/other?capacity=64MiB"
+    assert "llama of another farm" in refused(client.put(STORAGE, json={"url": url}), 500)
+    complete(client, song * 2, cache_salt=salt)
+    settled(client, operated)
+    client.post("/flush_cache")
+    assert cached(complete(client, song * 2, cache_salt=salt)) == {"storage": 64}
+
+
+def a_scheme(open_it: Callable[[bytes, str], Storage]) -> Scheme:
+    def prepare(url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
+        return lambda: open_it(label, description)
+
+    return Scheme("odd://x?capacity=64MiB", frozenset({"capacity"}), prepare)
+
+
+def test_a_bug_in_a_backend_is_one_line_and_changes_nothing(
+    client: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(label: bytes, description: str) -> Storage:
+        raise RuntimeError("half way")
+
+    monkeypatch.setitem(SCHEMES, "odd", a_scheme(fails))
+    attach(client, tmp_path / "old")
+    message = refused(client.put(STORAGE, json={"url": "odd://x?capacity=64MiB"}), 500)
+    assert message == "odd://x?capacity=64MiB: it cannot be opened: RuntimeError: half way"
+    assert done(client.get(STORAGE))["up"] is True
+
+
+def test_while_a_storage_takes_its_time_to_open_everybody_is_served_and_no_second_change_begins(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, song: str
+) -> None:
+    opening, may_open = threading.Event(), threading.Event()
+
+    def slowly(label: bytes, description: str) -> Storage:
+        opening.set()
+        assert may_open.wait(30)
+        return MemoryStorage(64 << 20, label, description)
+
+    monkeypatch.setitem(SCHEMES, "odd", a_scheme(slowly))
+    with ThreadPoolExecutor(1) as apart:
+        first = apart.submit(client.put, STORAGE, json={"url": "odd://x?capacity=64MiB"})
+        assert opening.wait(30)
+        assert done(client.get(STORAGE))["changing"] is True
+        assert text(client, song * 2, max_tokens=4) == song[:4]
+        assert client.get("/health").status_code == 200
+        for second in (client.put(STORAGE, json={"url": "memory://x?capacity=64MiB"}), client.delete(STORAGE)):
+            assert "another change" in refused(second, 409)
+        may_open.set()
+        assert done(first.result())["url"] == "odd://x?capacity=64MiB"
+
+
+def test_the_metrics_say_what_a_storage_holds_as_long_as_there_is_one(
+    client: httpx.Client, operated: Server, tmp_path: Path, song: str, salt: str
+) -> None:
+    attach(client, tmp_path / "pages")
+    complete(client, song * 2, cache_salt=salt)
+    until(client, lambda now: now.get("kvarve_storage_objects", 0) > 0)
+    done(client.delete(STORAGE))
+    assert not [name for name in until(client, lambda now: True) if name.startswith("kvarve_storage_")]
+
+
+# --- who may
+
+
+def test_without_an_admin_key_there_is_no_admin(server: Server) -> None:
+    with httpx.Client(base_url=server.url, headers=BEARER) as anybody:
+        for method in ("GET", "PUT", "DELETE"):
+            message = refused(anybody.request(method, STORAGE, json={}), 403)
+            assert "--admin-key" in message and "$KVARVE_ADMIN_KEY" in message
+
+
+@pytest.mark.parametrize("own_server", [{"api_key": "bräda", "admin_key": KEY}], indirect=True)
+def test_neither_key_is_the_other(own_client: httpx.Client) -> None:
+    api = {b"Authorization": "Bearer bräda".encode()}
+    ask = {"prompt": "hei", "max_tokens": 1}
+    assert own_client.get(STORAGE, headers=BEARER).status_code == 200
+    assert own_client.post(COMPLETIONS, json=ask, headers=api).status_code == 200
+    assert "admin key" in refused(own_client.get(STORAGE, headers=api), 401)
+    assert "API key" in refused(own_client.post(COMPLETIONS, json=ask, headers=BEARER), 401)
+
+
+@pytest.mark.parametrize("own_server", [{"admin_key": KEY}], indirect=True)
+def test_who_tries_keys_is_told_to_wait_and_who_has_the_key_is_not(own_client: httpx.Client) -> None:
+    for _ in range(WRONG_KEYS):
+        assert "wrong admin key" in refused(own_client.put(STORAGE, headers={"Authorization": "Bearer a"}), 401)
+    response = own_client.delete(STORAGE, headers={"Authorization": "Bearer b"})
+    assert "too many wrong admin keys" in refused(response, 429)
+    assert 0 < int(response.headers["retry-after"]) <= WITHIN_S
+    assert "this needs the admin key" in refused(own_client.get(STORAGE), 401)
+    assert own_client.get(STORAGE, headers=BEARER).status_code == 200
+    assert own_client.post(COMPLETIONS, json={"prompt": "hei", "max_tokens": 1}).status_code == 200
+
+
+def test_wrong_keys_are_looked_at_again_when_none_has_come_for_a_while() -> None:
+    now = 1000.0
+    door = Doorkeeper("key", lambda: now)
+
+    def status(authorization: bytes) -> int:
+        try:
+            door.admit(authorization)
+        except Refused as e:
+            return e.status
+        return 200
+
+    wrong = (b"Bearer kex", b"key", b"Bearer ", b"Bearer key ", b"bearer key", b"Basic key", b"Bearer key\0")
+    assert [status(wrong[i]) for i in range(WRONG_KEYS)] == [401] * WRONG_KEYS
+    for _ in range(1000):
+        now += 0.5
+        assert status(wrong[0]) == 429
+        assert status(b"Bearer key") == 200
+        assert status(b"") == 401
+    assert len(door._wrong) == WRONG_KEYS
+    now += WITHIN_S
+    assert [status(each) for each in wrong[:WRONG_KEYS]] == [401] * WRONG_KEYS
+    assert status(wrong[-1]) == 429
+
+
+@pytest.mark.parametrize(("keys", "complaint"), [({"admin_key": " "}, "cannot be empty"), ({"admin_key": "b"}, "not")])
+def test_an_admin_key_that_protects_nothing_is_refused(checkpoint: Path, keys: dict[str, str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        check_settings(settings(checkpoint, api_key="b", **keys))
+
+
+# --- from the command line
+
+Say = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def say(operated: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Say:
+    """`kvarve storage ...` of who has the key in the environment."""
+    monkeypatch.setenv("KVARVE_ADMIN_KEY", KEY)
+
+    def say(*words: object, server: str = operated.url) -> tuple[int, str, str]:
+        code = main(["storage", *map(str, words), "--server", server])
+        return code, *capsys.readouterr()  # type: ignore[return-value]
+
+    return say
+
+
+def told(result: tuple[int, str, str]) -> dict[str, str]:
+    code, out, error = result
+    assert (code, error) == (0, ""), error
+    return dict(line.split(None, 1) for line in out.splitlines())  # type: ignore[misc]
+
+
+def test_an_operator_attaches_and_detaches_from_the_command_line(
+    client: httpx.Client, say: Say, tmp_path: Path
+) -> None:
+    assert told(say("status"))["storage"] == "none"
+    url = f"file://{tmp_path}/pages?capacity=64MiB"
+    said = told(say("attach", url, "--back-up", "--prefetch-policy", "timeout", "--write-policy", "write_back"))
+    assert (said["storage"], said["policies"]) == (url, "prefetch timeout, write write_back")
+    assert said["state"].startswith("up for")
+    assert said["holds"].endswith("of 64 MiB")
+    assert told(say("status"))["storage"] == url
+    assert told(say("detach")) == {"storage": "none", "policies": "prefetch timeout, write write_back"}
+    attach(client, tmp_path / "pages", prefetch_policy="wait_complete", write_policy="write_through")
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("attach", "nfs://x"), "there is no storage of the kind 'nfs'"),
+        (("attach",), "the following arguments are required: URL (see kvarve storage attach --help)"),
+        (("atach", "x"), "unknown command 'atach': did you mean attach?; known: attach, detach, status"),
+        (("attach", "x", "--backup"), "unknown option '--backup': did you mean --back-up?"),
+        ((), "which command? known: attach, detach, status"),
+        (("status", "--admin-key", "x"), "wrong admin key"),
+        (("status", "--admin-key", ""), "this needs the server's admin key: give --admin-key or $KVARVE_ADMIN_KEY"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_line(
+    operated: Server, say: Say, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], complaint: str
+) -> None:
+    code, out, error = say(*words) if words else (main(["storage"]), *capsys.readouterr())
+    assert (code, out) == (2, "")
+    assert error.startswith("kvarve: ") and error.count("\n") == 1 and complaint in error
+
+
+@pytest.mark.parametrize(
+    ("server", "complaint"),
+    [
+        ("http://127.0.0.1:9", "http://127.0.0.1:9: no answer: "),
+        ("127.0.0.1:8000", "is not the URL of a server, such as http://127.0.0.1:8000"),
+        ("http://[::1", "no answer"),
+    ],
+)
+def test_a_server_that_is_not_there_is_named(say: Say, server: str, complaint: str) -> None:
+    code, out, error = say("status", server=server)
+    assert (code, out) == (2, "")
+    assert error.startswith("kvarve: ") and error.count("\n") == 1 and complaint in error
+
+
+def test_a_server_of_another_kind_is_told_apart(operated: Server, say: Say) -> None:
+    code, _, error = say("status", server=operated.url + "/v1")
+    assert code == 2 and error.count("\n") == 1 and "/v1/admin/storage" in error
