@@ -204,7 +204,7 @@ def test_the_metrics_say_what_a_storage_holds_as_long_as_there_is_one(
 ) -> None:
     attach(client, tmp_path / "pages")
     complete(client, song * 2, cache_salt=salt)
-    until(client, lambda now: now.get("kvarve_storage_objects", 0) > 0)
+    assert until(client, lambda now: now.get("kvarve_storage_objects", 0) > 0)["kvarve_storage_up"] == 1
     done(client.delete(STORAGE))
     assert not [name for name in until(client, lambda now: True) if name.startswith("kvarve_storage_")]
 
