@@ -294,7 +294,8 @@ def test_ctrl_c_ends_it_whole_and_what_it_knew_is_there_after_a_restart(
 ) -> None:
     ready = tmp_path / "ready"
     argv = ["--model", checkpoint, "--page-tokens", 16, "--chunk-tokens", 64, "--ready-file", ready]
-    argv += ["--storage", tmp_path / "storage", "--served-model-name", "singer", "--threads", 1]
+    argv += ["--storage", tmp_path / "storage", "--storage", f"file://{tmp_path}/far?capacity=64MiB"]
+    argv += ["--served-model-name", "singer", "--threads", 1]
     prompt = {"prompt": song * 3, "temperature": 0, "max_tokens": 12}
     answers = []
     with serving(tmp_path, *argv) as (process, client):
@@ -316,10 +317,14 @@ def test_ctrl_c_ends_it_whole_and_what_it_knew_is_there_after_a_restart(
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 0
         assert (tmp_path / "log").read_text() == ""
-    cold, warm = answers
+        shutil.rmtree(tmp_path / "storage")
+    with serving(tmp_path, *argv) as (_, client):
+        answers.append(client.post("/v1/completions", json=prompt).json())
+    cold, warm, from_afar = answers
     assert cold["usage"]["kvarve"]["cached_tokens"] == {"device": 0, "host": 0, "storage": 0}
     assert warm["usage"]["kvarve"]["cached_tokens"] == {"device": 0, "host": 0, "storage": 128}
-    assert cold["choices"] == warm["choices"]
+    assert from_afar["usage"]["kvarve"]["cached_tokens"] == {"device": 0, "host": 0, "storage": 128}
+    assert cold["choices"] == warm["choices"] == from_afar["choices"]
 
 
 def test_at_the_start_it_says_what_is_kept_and_what_can_hit(server: Server) -> None:

@@ -253,6 +253,20 @@ def test_what_is_owed_and_gone_is_owed_no_more(make_row: MakeRow) -> None:
     assert row.storage.counts["owed no more: gone"] == 1
 
 
+def test_a_tier_is_not_given_what_it_is_owed_from_a_damaged_copy(make_row: MakeRow) -> None:
+    row = make_row((ROOM, ROOM, ROOM))
+    row.go_down(2)
+    row.put("a", "b")
+    row.settle()
+    row.sick[0].flip("a")
+    row.sick[0].flip("b")
+    row.sick[1].inner.delete(["b"])
+    row.come_up(2)
+    row.settle()
+    assert get(row.sick[2].inner, "a") == page("a")
+    assert row.has(2, "b") == ""
+
+
 def test_a_tier_that_is_behind_is_owed_instead_of_filling_memory(make_row: MakeRow) -> None:
     row = make_row(waiting_bytes=80)
     row.sick[1].stall()

@@ -89,7 +89,7 @@ class Tiers(Storage):
 
     `whole(record)` says whether some bytes can be what was put: what cannot is asked from the next tier, and mended
     where it lay. Without it nothing is judged, and nothing promoted. `changed` is called when any tier has gone down or
-    up, as a breaker calls it. `waiting_bytes` (or a single object) and `owed` (objects) bound how far each tier is behind.
+    up, as a breaker calls it. Each tier may be behind by `waiting_bytes` (or a single object) and by `owed` objects.
     """
 
     def __init__(
@@ -460,19 +460,18 @@ class Tiers(Storage):
         return found
 
     def _deliver(self, carrier: _Carrier, errands: Sequence[_Errand], ups: int) -> None:
-        good = [errand for errand in errands if self._can_be(errand.data)]
-        damaged = [errand.name for errand in good if errand.damaged]
+        names = [errand.name for errand in errands]
+        damaged = [errand.name for errand in errands if errand.damaged]
         well = carrier.tier.up
         try:
             if damaged:
                 carrier.tier.delete(damaged)
-            stored = carrier.tier.put([errand.name for errand in good], [errand.data for errand in good])
+            stored = carrier.tier.put(names, [errand.data for errand in errands])
         except StorageError:  # the breaker has written it down
-            well, stored = False, [False] * len(good)
+            well, stored = False, [False] * len(names)
         lost = not well or not carrier.tier.up  # else it has looked for room
         with self._lock:
-            self.counts["dropped: not whole"] += len(errands) - len(good)
-            for errand, done in zip(good, stored, strict=True):
+            for errand, done in zip(errands, stored, strict=True):
                 if done:
                     self.counts["promoted" if errand.promotion else "copied"] += 1
                 elif not lost:

@@ -33,6 +33,8 @@ class Veil(Storage):
         return bytes(data)
 
     def write(self, name: str, data: bytes) -> None:
+        """Store an object in place of what is there."""
+        self.inner.delete([name])
         if self.inner.put([name], [memoryview(data)]) != [True]:
             raise StorageError(f"no room for {len(data)} bytes in the storage: give it more capacity")
 
