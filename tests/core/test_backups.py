@@ -225,7 +225,11 @@ def test_a_run_that_is_split_while_stores_rest_is_stored_whole() -> None:
     world = World(config=config(ATTENTION, host=64, storage=True))
     write(world, 0, pages=6)
     fail(world)
-    lease = world.start(fork(3, 7), read=False)
+    lease = world.start(fork(3, 7))
+    while not world.claim(lease):
+        world.step([world.end(op) for op in others(world)])
+    world.step()
+    assert lease.boundary == 3 and not stores(world)
     world.grow(lease, 6)
     world.publish(lease, 6)
     world.close(lease)
@@ -334,3 +338,31 @@ def test_what_storage_saved_is_counted_in_tokens_and_bytes_and_keeps_storing_goi
 def test_a_governor_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="cannot be negative"):
         config(ATTENTION, **wrong)
+
+
+def test_in_a_pause_all_that_a_request_resumes_from_has_been_used_once_more() -> None:
+    world = World(
+        config=config(ATTENTION, host=64, storage=True, offload_pays_at=0.5, offload_horizon_bytes=4 * PAGE_BYTES)
+    )
+    world.request(prompt(4, seed=9))
+    write(world, 0, pages=6)
+    lease = world.start(fork(3, 7), read=False)  # so the first six pages are two runs now
+    world.grow(lease, 6)
+    world.publish(lease, 6)
+    world.close(lease)
+    world.settle()
+    assert world.core.governor.paused and len(world.storage.objects) == 4
+    world.request(prompt(6))
+    assert len(world.storage.objects) == 4 + 6
+
+
+def test_what_came_from_storage_and_leads_nowhere_has_saved_nothing() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    world.request(prompt(6))
+    world.flush(DEVICE, HOST)
+    lease = world.open(prompt(6))
+    world.step([world.end(op) for op in [*world.flying]])  # the probe
+    world.step([world.end(op, lost=0b1000) for op in [*world.flying]])
+    assert world.ready(lease) and lease.boundary == 3
+    assert world.core.counters.used_bytes == 3 * PAGE_BYTES
+    assert world.core.counters.used_tokens == 3 * world.core.config.page_tokens
