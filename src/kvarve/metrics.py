@@ -87,6 +87,7 @@ class Snapshot:
     ttft_s: Histogram
     cache: Mapping[str, float]  # PrefixCache.stats()
     storage: Usage | None
+    storage_up: bool | None = None  # None: there is none
 
 
 class Metrics(Collector):
@@ -110,6 +111,8 @@ class Metrics(Collector):
         yield _gauge("kvarve_up", "1 while the engine can serve, 0 once it has broken.", now.up)
         yield from _requests(now)
         yield from _cache(now.cache)
+        if now.storage_up is not None:
+            yield _gauge("kvarve_storage_up", "1 while storage answers, 0 while it is left alone.", now.storage_up)
         if now.storage is not None:
             yield from _storage(now.storage)
 

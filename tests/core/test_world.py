@@ -78,6 +78,7 @@ def test_the_world_sees_every_kind_of_thing_happen() -> None:
         "storing paused",
         "storing went on",
         "torn",
+        "tried at once",
     }
     assert not (missing := expected - set(+seen)), missing
 
@@ -134,8 +135,8 @@ def hand_the_wrong_slot(broken: pytest.MonkeyPatch) -> None:
 def forget_to_pin_what_is_stored(broken: pytest.MonkeyPatch) -> None:
     honest = Copies.send
 
-    def send(copies: Copies, op: Any, key: Any) -> None:
-        honest(copies, op, key)
+    def send(copies: Copies, op: Any) -> None:
+        honest(copies, op)
         if op.run is not None and op.edge == STORE and len(op.pages) > 1:
             copies._shelves.unpin(op.run, op.pinned)
             op.pinned = 0

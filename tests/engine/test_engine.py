@@ -608,6 +608,22 @@ def test_what_others_ask_of_the_engine_is_answered_by_its_thread(make: Make) -> 
         engine.ask(lambda: 1, 0.01)
 
 
+def test_what_the_engine_did_not_get_round_to_in_time_is_never_done(make: Make) -> None:
+    engine, done, may_go_on, begun = make(), [], threading.Event(), threading.Event()
+
+    def busy() -> None:
+        begun.set()
+        assert may_go_on.wait(LONG_S)
+
+    threading.Thread(target=lambda: engine.ask(busy, LONG_S)).start()
+    assert begun.wait(LONG_S)
+    with pytest.raises(Busy, match="did not get round to it"):
+        engine.ask(lambda: done.append("late"), 0.01)
+    may_go_on.set()
+    engine.ask(lambda: done.append("in time"), LONG_S)
+    assert done == ["in time"]
+
+
 @pytest.mark.parametrize(
     ("prompt", "most", "told"),
     [

@@ -143,13 +143,15 @@ def test_what_cannot_be_attached_is_refused_and_nothing_has_changed(
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
-def test_another_models_storage_is_refused_and_the_one_that_is_there_goes_on(
+def test_a_folder_of_somebody_else_is_refused_and_the_storage_that_is_there_goes_on(
     client: httpx.Client, operated: Server, tmp_path: Path, song: str, salt: str
 ) -> None:
     attach(client, tmp_path / "old")
-    FileStorage(tmp_path / "other", 1 << 20, b"another model", "llama of another farm").close()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes").write_text("do not lose")
     url = f"file://{tmp_path}/other?capacity=64MiB"
-    assert "llama of another farm" in refused(client.put(STORAGE, json={"url": url}), 500)
+    assert "not a kvarve storage folder" in refused(client.put(STORAGE, json={"url": url}), 500)
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["notes"]
     complete(client, song * 2, cache_salt=salt)
     settled(client, operated)
     client.post("/flush_cache")
@@ -204,7 +206,7 @@ def test_the_metrics_say_what_a_storage_holds_as_long_as_there_is_one(
 ) -> None:
     attach(client, tmp_path / "pages")
     complete(client, song * 2, cache_salt=salt)
-    until(client, lambda now: now.get("kvarve_storage_objects", 0) > 0)
+    assert until(client, lambda now: now.get("kvarve_storage_objects", 0) > 0)["kvarve_storage_up"] == 1
     done(client.delete(STORAGE))
     assert not [name for name in until(client, lambda now: True) if name.startswith("kvarve_storage_")]
 

@@ -47,7 +47,9 @@ Meanwhile = Callable[[int, Path], None]  # gets the process and the file of its 
 
 
 def a_process(*argv: str, **kwargs: Any) -> "subprocess.Popen[str]":
-    environment = {name: value for name, value in os.environ.items() if name != "KVARVE_API_KEY"}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("KVARVE_API_KEY", "KVARVE_ADMIN_KEY")
+    }
     return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment, **kwargs)
 
 
@@ -113,6 +115,11 @@ def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
         ("serve --host-memory 900TiB", "more than this machine's"),
         ("serve --host-memory 0", "storage needs host memory"),
         ("serve --page-tokens 48", "a page of 48 tokens does not fit the model's prefill grid of 64"),
+        ("serve --admin-key=", "an admin key cannot be empty"),
+        ("serve --api-key one --admin-key one", "the admin key must not be the API key"),
+        ("storage atach x", "unknown command 'atach': did you mean attach?; known: attach, detach, status"),
+        ("storage attach", "the following arguments are required: URL (see kvarve storage attach --help)"),
+        ("storage status", "this needs the server's admin key: give --admin-key or $KVARVE_ADMIN_KEY"),
         ("serve --page-tokens 0", "--page-tokens: '0' is not a whole number above zero"),
         ("serve --chunk-tokens many", "--chunk-tokens: 'many' is not a whole number above zero"),
         ("serve --write-policy later", "unknown write policy 'later'; known: write_through"),

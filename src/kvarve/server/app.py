@@ -291,6 +291,7 @@ class _Front:
             ttft_s=counts.ttft_s,
             cache=engine.cache.stats(),
             storage=storage,
+            storage_up=engine.cache.up if engine.cache.attached is not None else None,
         )
 
 

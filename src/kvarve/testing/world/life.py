@@ -280,6 +280,11 @@ def _mute(world: World, ranks: int) -> bool:
     return True
 
 
+def _retry(world: World) -> bool:
+    world.retry()
+    return True
+
+
 ACTIONS: Mapping[str, Callable[..., bool]] = {
     "open": _open,
     "request": _request,
@@ -304,6 +309,7 @@ ACTIONS: Mapping[str, Callable[..., bool]] = {
     "elsewhere": _elsewhere,
     "forget": _forget,
     "mute": _mute,
+    "retry": _retry,
 }
 
 
@@ -361,6 +367,7 @@ class Fate:
             "rot": 4 * faults,
             "forget": 2 * faults,
             "mute": 0.5 * faults,
+            "retry": dice.choice([0, 0, 1]),
         }
         # Lives that are all alike find the same things: what is rare in one is common in another.
         self.kinds, self.weights = [*weights], [weight * dice.choice([0.3, 1, 1, 3]) for weight in weights.values()]
@@ -393,8 +400,8 @@ class Fate:
                 return ["extend", pick, dice.choice(["0", "1", "11", "0111", "101010"])]
             case "attach":
                 return ["attach", dice.randrange(2), dice.randrange(2)]
-            case "detach":
-                return ["detach"]
+            case "detach" | "retry":
+                return [kind]
             case "unheard":
                 return ["unheard", dice.choice([1, 2, 1000]), dice.choice([0, 1, 2**70 - 1])]
             case "half":

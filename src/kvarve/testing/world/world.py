@@ -213,6 +213,14 @@ class World:
             core.detach()
         self._check()
 
+    def retry(self) -> None:
+        """Somebody does not want to wait for stores that rest."""
+        self.seen["tried at once"] += self._failures > 0
+        self._rest_until = self.now
+        for core in self.cores:
+            core.retry()
+        self._check()
+
     def step(self, ended: Sequence[Ended] = (), later_s: float = 0.0) -> None:
         self.now += later_s
         if len(self.cores) > 1:  # as ranks/agreement.py has it

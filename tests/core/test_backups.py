@@ -1,0 +1,368 @@
+"""Pages on their way to a storage that fails, is slow, or is not worth it."""
+
+import pytest
+
+from kvarve.core.backups import LONGEST_REST_S, REST_S, TRIES
+from kvarve.core.effects import Copy
+from kvarve.core.policies import WritePolicy
+from kvarve.errors import ConfigError
+from kvarve.model import Tier
+from kvarve.testing.world import ATTENTION, STATE, World, config, fork, prompt, runs
+
+DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
+PAGE_BYTES = ATTENTION.payload_bytes
+
+
+def stores(world: World) -> list[int]:
+    """The stores in flight."""
+    return [op for op, each in world.flying.items() if isinstance(each, Copy) and each.target is STORAGE]
+
+
+def others(world: World) -> list[int]:
+    return [op for op in world.flying if op not in stores(world)]
+
+
+def write(world: World, *seeds: int, pages: int = 4) -> None:
+    """Prompts are computed and come down to the host; their stores are sent, if any may be, and have not ended."""
+    for seed in seeds:
+        lease = world.start(prompt(pages, seed=seed), read=False)  # so that nothing asks storage
+        world.grow(lease, pages)
+        world.publish(lease, pages)
+        world.close(lease)
+    world.step()
+    while others(world):
+        world.step([world.end(op) for op in others(world)])
+
+
+def fail(world: World, later_s: float = 0.0) -> None:
+    """Storage fails whatever is on its way there."""
+    world.step([world.end(op, lost=-1) for op in stores(world)], later_s)
+
+
+# --- a storage that fails
+
+
+def test_after_a_failed_store_nothing_is_stored_for_a_while_and_then_one_copy_tries() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    write(world, 1, 2, 3)
+    assert len(stores(world)) == 3
+    fail(world)
+    assert not stores(world)
+    world.step(later_s=REST_S * 0.99)
+    assert not stores(world)
+    world.step(later_s=REST_S * 0.02)
+    assert len(stores(world)) == 1
+    for _ in range(3):
+        world.step(later_s=1.0)
+    assert len(stores(world)) == 1, "until it has ended nobody knows"
+    world.step([world.end(op) for op in stores(world)])
+    assert len(stores(world)) == 2, "and when it has gone well the others follow at once"
+    world.settle()
+    assert len(world.storage.objects) == 12
+
+
+def test_a_rest_is_twice_as_long_each_time_up_to_a_bound_and_short_again_after_a_good_store() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    write(world, 1)
+    rest_s = REST_S
+    for _ in range(12):
+        fail(world)
+        begun = world.now
+        assert world.core.backups.rest_until == pytest.approx(begun + rest_s)
+        world.step(later_s=rest_s)
+        rest_s = min(LONGEST_REST_S, 2 * rest_s)
+    assert rest_s == LONGEST_REST_S
+    world.step([world.end(op) for op in stores(world)])
+    assert len(world.storage.objects) == 4
+    write(world, 2)
+    fail(world)
+    assert world.core.backups.rest_until == pytest.approx(world.now + REST_S)
+
+
+def test_a_store_that_fails_in_part_makes_stores_rest_too() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    write(world, 1)
+    world.step([world.end(op, lost=0b10) for op in stores(world)])
+    assert not stores(world) and len(world.storage.objects) == 3
+    world.step(later_s=REST_S)
+    assert [len(world.flying[op].pages) for op in stores(world)] == [1]
+
+
+def test_a_page_that_was_bad_in_the_host_is_not_the_storages_fault() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    write(world, 1, 2)
+    first, second = stores(world)
+    world.step([world.end(first, rotten=0b1), world.end(second)])
+    world.settle()
+    assert world.now == 0.0 and len(world.storage.objects) == 8, "it came down anew, and nothing had to rest"
+
+
+def test_what_was_sent_before_a_rest_does_not_make_it_longer() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    write(world, 1, 2, 3)
+    ends = [world.end(op, lost=-1) for op in stores(world)]
+    world.step(ends[:1])
+    world.step(ends[1:], later_s=REST_S / 2)
+    world.step(later_s=REST_S / 2)
+    assert len(stores(world)) == 1
+
+
+def test_a_storage_that_was_away_gets_all_that_is_still_in_memory() -> None:
+    """However often it failed: the pages are not to blame."""
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    for seed in range(1, 6):
+        write(world, seed)
+        for _ in range(2 * TRIES):
+            fail(world, later_s=LONGEST_REST_S)
+    assert not world.storage.objects and world.core.counters.given_up == 0
+    world.step(later_s=LONGEST_REST_S)
+    world.settle()
+    assert len(world.storage.objects) == 20
+    assert world.core.counters.dropped_evicted == world.core.counters.dropped_failed == 0
+
+
+def test_a_run_that_fails_while_others_go_well_is_given_up_and_counted() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    write(world, 1)
+    for seed in range(2, 20):
+        write(world, seed)
+        ends = {op: world.flying[op].pages[0].key for op in stores(world)}
+        poison = world.log[0].pages[0].key
+        world.step([world.end(op, lost=-1 if key == poison else 0) for op, key in ends.items()], later_s=1.0)
+    world.settle()
+    assert world.core.counters.given_up == 1 and world.core.counters.dropped_failed == 4
+    assert len(world.storage.objects) == 4 * 18
+    world.request(prompt(4, seed=1))
+    assert len(world.storage.objects) == 4 * 19, "until it is used again"
+
+
+def test_the_host_goes_on_filling_and_giving_room_while_stores_rest() -> None:
+    world = World(config=config(ATTENTION, device=64, host=8, storage=True))
+    write(world, 1)
+    fail(world)
+    write(world, 2)
+    assert world.resident(HOST) == 8 and not stores(world)
+    world.flush(DEVICE)
+    assert world.core.counters.dropped_evicted == 0, "the host has them"
+    write(world, 3)
+    assert world.resident(HOST) == 8 and world.core.counters.dropped_evicted == 4
+    assert world.flush(DEVICE, HOST) == 4 + 8 and world.core.counters.dropped_evicted == 12
+
+
+def test_what_storage_has_may_leave_memory_uncounted() -> None:
+    world = World(config=config(ATTENTION, STATE, host=64, storage=True))
+    world.request(prompt(4))
+    world.flush(DEVICE, HOST)
+    assert world.core.counters.dropped_evicted == 0
+
+
+def test_states_that_go_with_their_attention_pages_are_counted_with_them() -> None:
+    world = World(config=config(ATTENTION, STATE, host=64, storage=True))
+    write(world, 1)
+    fail(world)
+    world.flush(DEVICE, HOST)
+    assert world.core.counters.dropped_evicted == 4 + 1
+
+
+def test_what_has_not_been_used_enough_to_be_stored_is_not_dropped_when_it_leaves() -> None:
+    world = World(
+        config=config(ATTENTION, host=64, storage=True, write=WritePolicy.WRITE_THROUGH_SELECTIVE, selective_uses=2)
+    )
+    world.request(prompt(4))
+    world.flush(DEVICE, HOST)
+    assert world.core.counters.dropped_evicted == 0
+
+
+def test_under_write_back_nothing_leaves_the_host_before_it_has_to_while_stores_rest() -> None:
+    world = World(config=config(ATTENTION, device=8, host=8, storage=True, write=WritePolicy.WRITE_BACK))
+    world.request(prompt(8))
+    world.flush(DEVICE)
+    while others(world):
+        world.step([world.end(op) for op in others(world)])
+    assert stores(world), "room is made before it is needed"
+    fail(world)
+    full = world.resident(HOST)
+    for _ in range(3):
+        world.step()
+    assert world.resident(HOST) == full == 8
+    world.flush(HOST)
+    assert world.resident(HOST) == 0 and world.core.counters.dropped_evicted == 8, "but it is not held back"
+
+
+def test_who_asks_for_it_has_a_storage_tried_at_once() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    write(world, 1)
+    fail(world)
+    world.step()
+    assert not stores(world)
+    world.retry()
+    world.step()
+    assert stores(world)
+
+
+def test_a_storage_that_keeps_failing_is_not_waited_for() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    write(world, 1)
+    for _ in range(TRIES):
+        assert not world.core.idle()
+        fail(world)
+        assert not stores(world)
+        world.step(later_s=LONGEST_REST_S) if world.core.backups.failures < TRIES else None
+    assert world.core.idle()
+
+
+def test_another_storage_does_not_rest_for_the_failures_of_the_last_one() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    write(world, 1)
+    fail(world)
+    world.detach()
+    world.attach(back_up=True)
+    world.step()
+    assert len(stores(world)) == 1
+
+
+def test_a_run_that_is_split_while_stores_rest_is_stored_whole() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    write(world, 0, pages=6)
+    fail(world)
+    lease = world.start(fork(3, 7))
+    while not world.claim(lease):
+        world.step([world.end(op) for op in others(world)])
+    world.step()
+    assert lease.boundary == 3 and not stores(world)
+    world.grow(lease, 6)
+    world.publish(lease, 6)
+    world.close(lease)
+    assert len([*runs(world.core)]) == 4
+    world.settle()
+    assert len(world.storage.objects) == 9
+
+
+# --- a storage that is slow
+
+
+def test_a_slow_storage_holds_its_share_and_nothing_due_to_it_is_forgotten() -> None:
+    world = World(config=config(ATTENTION, host=40, storage=True, host_share=0.4))
+    write(world, *range(1, 9))
+    for _ in range(10 * TRIES):
+        world.step(later_s=1.0)
+        assert sum(len(world.flying[op].pages) for op in stores(world)) == 8
+    world.settle()
+    assert len(world.storage.objects) == 32
+    assert world.core.counters.dropped_no_room == world.core.counters.given_up == 0
+
+
+def test_a_slow_storage_does_not_keep_pages_from_coming_down_to_the_host() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True, backup_pages=4))
+    write(world, 1)
+    assert len(stores(world)) == 1
+    write(world, 2, 3)
+    assert world.resident(HOST) == 12 and len(stores(world)) == 1
+
+
+def test_what_finds_no_room_in_the_host_is_given_up_and_counted() -> None:
+    world = World(config=config(ATTENTION, device=64, host=4))
+    world.request(prompt(4, seed=1))
+    world.flush(DEVICE)
+    held = world.start(prompt(4, seed=1, extra=3))
+    world.settle()
+    assert world.claim(held) and world.resident(HOST) == 4
+    write(world, 2)
+    world.settle()
+    assert world.core.counters.dropped_no_room == 4
+
+
+# --- a storage that does not pay
+
+
+def test_where_nothing_that_was_stored_is_used_only_what_was_used_twice_and_a_sample_go_down() -> None:
+    world = World(
+        config=config(
+            ATTENTION, device=64, host=64, storage=True, offload_pays_at=0.5, offload_horizon_bytes=40 * PAGE_BYTES
+        )
+    )
+    for seed in range(1, 11):
+        world.request(prompt(4, seed=seed))
+    assert world.core.governor.paused and len(world.storage.objects) == 40
+    for seed in range(100, 260):
+        world.request(prompt(4, seed=seed))
+    sampled = (len(world.storage.objects) - 40) // 4
+    assert 0 < sampled < 40, "one in 16 of 160"
+    counters = world.core.counters
+    assert counters.dropped_unpaying == 4 * (160 - sampled) - 4 * sum(
+        not any(run.stored) for run in runs(world.core) if run.pages
+    )
+    assert counters.dropped_evicted == 0
+    before = len(world.storage.objects)
+    fresh = next(seed for seed in range(259, 100, -1) if world.hit(prompt(4, seed=seed))[1] and _unstored(world, seed))
+    world.request(prompt(4, seed=fresh))
+    assert len(world.storage.objects) == before + 4, "it has proven itself"
+
+
+def _unstored(world: World, seed: int) -> bool:
+    return all((world._key(prompt(4, seed=seed), at, ""), 0, 0) not in world.storage.objects for at in range(4))
+
+
+def test_a_beginning_that_many_share_has_proven_itself_as_far_as_they_share_it() -> None:
+    world = World(
+        config=config(ATTENTION, host=64, storage=True, offload_pays_at=0.5, offload_horizon_bytes=4 * PAGE_BYTES)
+    )
+    world.request(prompt(4, seed=9))
+    assert world.core.governor.paused
+    for word in range(20, 23):  # the first makes one run, the second splits it
+        world.request(fork(6, word, more=20))
+    names = {world._key(prompt(6), at, "") for at in range(6)}
+    assert names <= {key for key, _, _ in world.storage.objects}
+
+
+def test_what_storage_saved_is_counted_in_tokens_and_bytes_and_keeps_storing_going() -> None:
+    world = World(
+        config=config(
+            ATTENTION, STATE, host=64, storage=True, offload_pays_at=0.5, offload_horizon_bytes=6 * PAGE_BYTES
+        )
+    )
+    for _ in range(3):
+        lease = world.request(prompt(4))
+        world.flush(DEVICE, HOST)
+    assert lease.from_tiers() == (0, 0, 4)
+    counters = world.core.counters
+    assert counters.stored_bytes == 5 * PAGE_BYTES
+    assert counters.used_bytes == 2 * 5 * PAGE_BYTES, "four attention pages and the last state, twice"
+    assert counters.used_tokens == 2 * 4 * world.core.config.page_tokens
+    assert world.core.governor.used_share == 2.0
+    world.request(prompt(4, seed=1))
+    assert not world.core.governor.paused
+
+
+@pytest.mark.parametrize("wrong", [{"offload_pays_at": -0.1}, {"offload_horizon_bytes": -1}])
+def test_a_governor_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="cannot be negative"):
+        config(ATTENTION, **wrong)
+
+
+def test_in_a_pause_all_that_a_request_resumes_from_has_been_used_once_more() -> None:
+    world = World(
+        config=config(ATTENTION, host=64, storage=True, offload_pays_at=0.5, offload_horizon_bytes=4 * PAGE_BYTES)
+    )
+    world.request(prompt(4, seed=9))
+    write(world, 0, pages=6)
+    lease = world.start(fork(3, 7), read=False)  # so the first six pages are two runs now
+    world.grow(lease, 6)
+    world.publish(lease, 6)
+    world.close(lease)
+    world.settle()
+    assert world.core.governor.paused and len(world.storage.objects) == 4
+    world.request(prompt(6))
+    assert len(world.storage.objects) == 4 + 6
+
+
+def test_what_came_from_storage_and_leads_nowhere_has_saved_nothing() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    world.request(prompt(6))
+    world.flush(DEVICE, HOST)
+    lease = world.open(prompt(6))
+    world.step([world.end(op) for op in [*world.flying]])  # the probe
+    world.step([world.end(op, lost=0b1000) for op in [*world.flying]])
+    assert world.ready(lease) and lease.boundary == 3
+    assert world.core.counters.used_bytes == 3 * PAGE_BYTES
+    assert world.core.counters.used_tokens == 3 * world.core.config.page_tokens
