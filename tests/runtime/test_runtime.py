@@ -318,6 +318,26 @@ def test_best_effort_does_not_wait_for_a_storage_that_stalls(make: Make) -> None
     assert nothing_is_left(cache)
 
 
+def test_a_wait_is_over_with_the_patience_of_a_request(make: Make) -> None:
+    """An engine with nothing else to do sleeps: not for longer than the first of those who wait for storage."""
+    store, clock = a_full_store(), Clock()
+    cache = make(store, clock, prefetch_policy="timeout", prefetch_base_s=5.0, prefetch_per_ki_token_s=0.0)
+    store.stall()
+    request = Request(cache, LONG)
+    store.wait_for_stalled_call()
+    cache.step()
+    assert not cache.claim(request.lease)
+    assert not cache.wait(0.0)
+    clock.now += 5.001
+    assert cache.wait(20)
+    cache.step()
+    assert request.lease.ready
+    request.compute().close()
+    store.release()
+    settle(cache)
+    assert nothing_is_left(cache)
+
+
 def test_best_effort_takes_what_has_come_before_its_turn(make: Make) -> None:
     cache = make(a_full_store(), prefetch_policy="best_effort")
     request = Request(cache, LONG)

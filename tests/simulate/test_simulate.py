@@ -252,3 +252,13 @@ def test_the_command_refuses_before_it_works(tmp_path: Path) -> None:
         command(path, "--device-memory", "1GiB", "--limit", "0")
     with pytest.raises(SystemExit):
         command(path, "--device-memory", "plenty")
+
+
+def test_storing_what_nobody_uses_pauses_and_the_report_says_so(tmp_path: Path) -> None:
+    path = trace(tmp_path, *(line([10 * at + block for block in range(4)], at=at) for at in range(300)))
+    always = replay(path, settings(8, host=8, storage=64, offload_pays_at=0.0))
+    governed = replay(path, settings(8, host=8, storage=64))
+    assert always.paused_requests == always.used_bytes == 0 and always.stored_bytes == 1200 * PAGE_BYTES
+    assert governed.paused_requests > 200
+    assert governed.stored_bytes < always.stored_bytes / 4
+    assert governed.moved_bytes["host_to_storage"] < always.moved_bytes["host_to_storage"] / 4
