@@ -143,6 +143,7 @@ def test_a_truncated_object_is_bad_and_deleted(bench: Bench, size_bytes: int) ->
 
 def test_an_object_that_is_too_long_is_bad_and_deleted(bench: Bench) -> None:
     bench.store((0, 0))
+    bench.inner.delete([bench.name(0)])
     bench.inner.put([bench.name(0)], [memoryview(bytes(bench.host[0].record(0)) + b"x")])
     assert bench.fetch((0, 0, 1)) == Ended(bench.ops, 0, 1)
     assert bench.stored((0, 0)) == [False]
@@ -163,6 +164,7 @@ def test_the_bytes_of_another_model_are_bad() -> None:
     other = HostArena(KV, 1, b"n" * 32)
     other.record(0)[:] = bench.host[0].record(0)
     other.stamp.seal(other.record(0), bench.key(0))
+    bench.inner.delete([bench.name(0)])
     bench.inner.put([bench.name(0)], [other.record(0)])
     assert bench.fetch((0, 0, 1)) == Ended(bench.ops, 0, 1)
 

@@ -237,6 +237,20 @@ class FileStorage(Storage):
         with self._lock:
             return {"damaged": self._books.damaged, "lost": self._books.lost}
 
+    @contextmanager
+    def looking(self) -> Iterator[Books]:
+        """What the store knows, for those who take care of it; they change nothing."""
+        with self._lock, medium(self._directory):
+            self._require_open()
+            self._books.take_in()
+            yield self._books
+
+    @contextmanager
+    def changing(self) -> Iterator[Books]:
+        """The same, alone among all processes; whoever changes something publishes it."""
+        with medium(self._directory), self._changing(), self._lock:
+            yield self._books
+
     def close(self) -> None:
         with self._writing, self._lock:
             if self._open:
