@@ -265,6 +265,7 @@ class Books:
         self._held = {place for place in self._held if place[0] is not slab}
         self._dirty.pop(slab, None)
         self._unclear.discard(slab)
+        self._victims.clear()  # they would keep the file open
         return len(rows)
 
     # --- changing, with the mutex held
