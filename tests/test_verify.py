@@ -34,7 +34,7 @@ from kvarve.errors import ConfigError
 from kvarve.keys import root_key
 from kvarve.model import BufferSpec, PoolSpec
 from kvarve.runtime import PrefixCache
-from kvarve.storage.files import FileStorage
+from kvarve.storage import care
 from kvarve.testing.models import save_checkpoint, tiny_model
 from kvarve.verify.damage import damages, spoil
 from kvarve.verify.paths import abort, branches, conversation, deepest, eviction, partial, tiers
@@ -42,6 +42,7 @@ from kvarve.verify.plan import TURNS, Plan
 from kvarve.verify.prover import Prover
 from kvarve.verify.requests import same_bits
 from kvarve.verify.serving import answers, together
+from kvarve.verify.veil import Veil
 
 PAGE, CHUNK = 16, 64
 
@@ -226,7 +227,7 @@ def nothing_is_checked(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_bad_page_stays_in_storage(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FileStorage, "delete", lambda self, names: [True] * len(names))
+    patch.setattr(Veil, "delete", lambda self, names: [True] * len(names))
 
 
 def answers_change_each_others_rounding(patch: pytest.MonkeyPatch) -> None:
@@ -342,7 +343,9 @@ def test_a_storage_of_ones_own_is_left_as_it_was(
     verify("lfm2", "--storage", f"file://{store}?capacity=64MiB")
     assert verify.wrong() == set()
     assert verify.report["paths"][-1]["resumed"]["storage"] > 0
-    assert not [path for path in (store / "pages").rglob("*") if path.is_file()]
+    (model,) = care.models(store)
+    with care.opened(store, model) as storage:
+        assert care.objects(storage) == []
 
 
 def test_without_damage_nothing_is_proved(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:

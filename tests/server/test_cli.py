@@ -17,7 +17,6 @@ import pytest
 
 from kvarve import __version__
 from kvarve.server.serve import Server
-from kvarve.storage.files import FileStorage
 from kvarve.testing.models import tiny_config
 
 # Runs each command in a process of its own, which begins where the imports of torch and transformers have ended.
@@ -216,24 +215,13 @@ def test_a_port_in_use_is_refused_before_the_storage_is_touched(serve: Run, tmp_
     assert not (tmp_path / "storage").exists()
 
 
-def test_another_models_storage_is_refused_and_left_as_it_was(serve: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "storage"
-    storage = FileStorage(folder, 1 << 20, b"another model", "llama of another farm")
-    storage.put(["page"], [memoryview(b"wool")])
-    storage.close()
-    before = tree(folder)
-    line = one_line(serve("--storage", folder))
-    assert "was written by another model or format" in line
-    assert "llama of another farm" in line
-    assert tree(folder) == before
-
-
 @pytest.mark.parametrize(
     ("file", "content", "complaint"),
     [
         ("notes.txt", "do not lose", "not empty and not a kvarve storage folder"),
         ("kvarve.json", "{", "is damaged"),
-        ("kvarve.json", '{"format": "kvarve-files/999"}', "is in format 'kvarve-files/999'"),
+        ("kvarve.json", '{"format": "kvarve-slabs/999"}', "is in format 'kvarve-slabs/999'"),
+        ("kvarve.json", '{"format": "kvarve-files/1"}', "an earlier version of kvarve"),
     ],
 )
 def test_a_folder_with_something_else_is_refused_and_left_as_it_was(
@@ -245,10 +233,6 @@ def test_a_folder_with_something_else_is_refused_and_left_as_it_was(
     before = tree(folder)
     assert complaint in one_line(serve("--storage", folder))
     assert tree(folder) == before
-
-
-def test_a_storage_that_another_server_has_open_is_refused(serve: Run, server: Server, storage: Path) -> None:
-    assert f"is open already, in process {os.getpid()}" in one_line(serve("--storage", storage))
 
 
 def test_a_broken_checkpoint_is_named(serve: Run, checkpoint: Path, tmp_path: Path) -> None:

@@ -541,7 +541,7 @@ def test_a_full_disk_makes_the_store_smaller_and_is_no_trouble(opened, folder):
     storage = opened(disk=SmallDisk(folder, 100_000))
     for i in range(40):
         assert put(storage, **{f"page-{i}": b"1"}) == [True]
-    assert len(slabs(folder)) == 1
+    assert total(folder) <= 100_000
     assert there(storage, "page-39") == "page-39"
     assert put(storage, large=bytes(9000), huge=bytes(200_000)) == [True, False]
     assert get(storage, "large") == bytes(9000)

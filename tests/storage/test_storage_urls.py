@@ -26,6 +26,15 @@ def test_a_file_url_opens_a_folder(tmp_path):
     storage.close()
 
 
+def test_a_file_url_says_for_how_long_how_much_and_in_what_order(tmp_path):
+    url = f"file://{tmp_path}/store?capacity=1MiB&ttl=1.5d&quota=8KiB&eviction=s3fifo&threads=2"
+    storage = opened(url)
+    limits = storage._books.limits
+    assert (limits.ttl_ns, limits.quota_bytes, limits.eviction) == (129_600 * 10**9, 8192, "s3fifo")
+    assert put(storage, **{f"salt-{i}": b"1" for i in range(3)}) == [True, True, False]
+    storage.close()
+
+
 def test_a_plain_path_is_a_folder_of_10_gib(tmp_path):
     storage = opened(f"{tmp_path}/a b#c%20")
     assert storage.usage().capacity_bytes == 10 << 30
@@ -69,6 +78,13 @@ def test_a_memory_url_is_found_again_by_its_name():
         ("file:///store?capacity=1GiB&fsync=1", "unknown parameter 'fsync'; file knows: capacity"),
         ("file:///store?Capacity=1GiB", "unknown parameter 'Capacity'"),
         ("file:///store?capacity=1GiB&capacity=2GiB", "given twice"),
+        ("file:///store?capacity=1GiB&ttl=soon", "ttl=soon is not a time: write 90s, 30m, 12h, 7d or 2w"),
+        ("file:///store?capacity=1GiB&ttl=0d", "ttl above zero"),
+        ("file:///store?capacity=1GiB&ttl=7", "is not a time"),
+        ("file:///store?capacity=1GiB&quota=0", "quota must be above zero"),
+        ("file:///store?capacity=1GiB&eviction=random", "unknown eviction order 'random'; known: lru, lfu, s3fifo"),
+        ("file:///store?capacity=1GiB&threads=0", "at least 1"),
+        ("file:///store?capacity=1GiB&threads=-1", "is not a number from 1 to 9999"),
         ("file:///a#b?capacity=1GiB", "written %23"),
         ("file:///store?capacity=1GiB#", "written %23"),
         ("file:///a%00b?capacity=1GiB", "absolute path"),

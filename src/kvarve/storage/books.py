@@ -29,9 +29,10 @@ from kvarve.storage.table import (
     slot_bytes_for,
 )
 
-# A slab is a 16th of the capacity but not above 256 MiB; there are not more than some 256 of them, each an open file.
+# A slab is a 16th of the capacity but not above 256 MiB, until there are 16 of these; from then on it is a 16th of all
+# that there are. So a large store has some hundreds, each an open file, and one that is never filled takes little.
 _SLAB_BYTES = 256 << 20
-_SLABS_AT_LEAST, _SLABS_AT_MOST = 16, 256
+_SHARE = 16
 # Another class gives a slab away when its objects are so many times as old as what would have to go here.
 _MUCH_OLDER = 2.0
 _SECOND_NS = 1_000_000_000
@@ -264,6 +265,7 @@ class Books:
         self._held = {place for place in self._held if place[0] is not slab}
         self._dirty.pop(slab, None)
         self._unclear.discard(slab)
+        self._victims.clear()  # they would keep the file open
         return len(rows)
 
     # --- changing, with the mutex held
@@ -459,8 +461,8 @@ class Books:
 
     def shape_for(self, slot_bytes: int, room_bytes: int) -> Shape | None:
         """What a new slab of a class may be like; None if there is no room for one that is worth it."""
-        capacity = self.limits.capacity_bytes
-        usual_bytes = max(min(_SLAB_BYTES, capacity // _SLABS_AT_LEAST), capacity // _SLABS_AT_MOST)
+        held_bytes = sum(slab.shape.bytes for slab in self.slabs.values())
+        usual_bytes = max(min(_SLAB_BYTES, self.limits.capacity_bytes // _SHARE), held_bytes // _SHARE)
         usual = Shape(slot_bytes, max(1, Shape.within(slot_bytes, usual_bytes).slots))
         possible = Shape.within(slot_bytes, room_bytes)
         slots = min(usual.slots, possible.slots)

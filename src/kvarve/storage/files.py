@@ -30,7 +30,7 @@ from kvarve.storage.disk import Disk
 from kvarve.storage.folder import Folder, check_folder, medium
 from kvarve.storage.orders import ORDERS, age_of
 from kvarve.storage.slabs import Piece, Slab, runs
-from kvarve.storage.table import FREE, RETIRED
+from kvarve.storage.table import FREE, RETIRED, Shape
 
 DEFAULT_THREADS = 4
 _Work = TypeVar("_Work")
@@ -237,6 +237,20 @@ class FileStorage(Storage):
         with self._lock:
             return {"damaged": self._books.damaged, "lost": self._books.lost}
 
+    @contextmanager
+    def looking(self) -> Iterator[Books]:
+        """What the store knows, for those who take care of it; they change nothing."""
+        with self._lock, medium(self._directory):
+            self._require_open()
+            self._books.take_in()
+            yield self._books
+
+    @contextmanager
+    def changing(self) -> Iterator[Books]:
+        """The same, alone among all processes; whoever changes something publishes it."""
+        with medium(self._directory), self._changing(), self._lock:
+            yield self._books
+
     def close(self) -> None:
         with self._writing, self._lock:
             if self._open:
@@ -313,12 +327,14 @@ class FileStorage(Storage):
             if shape is not None or not self._folder.remove_unused():
                 break
         slab = None
-        if shape is not None:
+        while slab is None and shape is not None:
             try:
                 slab = self._books.new_slab(shape)
             except OSError as error:
                 if error.errno not in _FULL:
                     raise
+                # The disk is smaller than the capacity: perhaps there is room for a part.
+                shape = Shape(slot_bytes, shape.slots // 4) if shape.slots >= 4 else None
         if slab is None:
             self._full_until[slot_bytes] = now_ns + _TRY_AGAIN_NS
             return False

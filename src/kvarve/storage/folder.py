@@ -229,9 +229,7 @@ class Folder:
         unused = [
             folder
             for folder in models.iterdir()
-            if folder.is_dir()
-            and folder != self.model
-            and not any(_is_locked(self.disk, folder / f"{_PROCESS}{number}") for number in processes(folder))
+            if folder.is_dir() and folder != self.model and not is_in_use(self.disk, folder)
         ]
         for folder in sorted(unused, key=_last_open):
             remove_model(self.disk, folder)
@@ -254,6 +252,11 @@ class Folder:
 def processes(folder: Path) -> list[int]:
     names = (path.name.removeprefix(_PROCESS) for path in folder.glob(f"{_PROCESS}*"))
     return [int(name) for name in names if name.isdigit()]
+
+
+def is_in_use(disk: Disk, folder: Path) -> bool:
+    """Whether some process has a model open."""
+    return any(_is_locked(disk, folder / f"{_PROCESS}{number}") for number in processes(folder))
 
 
 def _is_locked(disk: Disk, path: Path) -> bool:

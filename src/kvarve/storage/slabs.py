@@ -201,6 +201,22 @@ class Slab:
         """Past the page cache, which would answer for a disk that is gone."""
         return self.direct < 0 or self.disk.read(self.direct, [_bounce()[:BLOCK_BYTES]], 0) == BLOCK_BYTES
 
+    def can_be_filled(self, row: int) -> bool:
+        """Whether a slot that holds nothing takes bytes and gives them back."""
+        pattern, back = _bounce()[:BLOCK_BYTES].tobytes(), bytearray(BLOCK_BYTES)
+        try:
+            for at in range(0, self.shape.slot_bytes, BLOCK_BYTES):
+                _write_all(self.disk, self.file, [pattern], self.shape.slot_at(row) + at)
+            self.disk.sync(self.file)
+            return all(
+                self._read_bounced(memoryview(back), self.shape.slot_at(row) + at) == BLOCK_BYTES and back == pattern
+                if self.direct >= 0
+                else _read_some(self.disk, self.file, memoryview(back), self.shape.slot_at(row) + at) == BLOCK_BYTES
+                for at in range(0, self.shape.slot_bytes, BLOCK_BYTES)
+            )
+        except OSError:
+            return False
+
     # --- the slots
 
     def read(self, row: int, views: Sequence[memoryview]) -> int:

@@ -1,0 +1,148 @@
+"""What people do with a file store: look what lies in it, read all of it once, tidy it up, empty it.
+
+A store is opened for it beside the processes that use it, as one more of them; it never grows nor shrinks by that.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvarve.storage.books import group_of
+from kvarve.storage.disk import Disk
+from kvarve.storage.files import FileStorage
+from kvarve.storage.folder import Folder, check_folder, is_in_use, medium, model_folders, owner_of_model, remove_model
+from kvarve.storage.table import RETIRED, STORED
+
+_AS_LARGE_AS_IT_IS = 1 << 62
+_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model's part of a folder."""
+
+    label: bytes
+    description: str
+    folder: Path
+    file_bytes: int
+    in_use: bool
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One object. `slot_bytes` is the class: what it takes on the disk; ages are by the store's own clock."""
+
+    name: str
+    group: str
+    slot_bytes: int
+    size_bytes: int
+    stored_s_ago: float
+    used_s_ago: float
+    uses: int
+
+
+def models(directory: str | os.PathLike[str]) -> list[Model]:
+    """Whose pages lie in a folder. StorageError if it is no folder of ours."""
+    path, disk = check_folder(directory, _AS_LARGE_AS_IT_IS, b"-", ""), Disk()
+    with medium(path):
+        return [
+            Model(*owner_of_model(folder), folder, sum(disk.sizes(folder).values()), is_in_use(disk, folder))
+            for folder in model_folders(path)
+        ]
+
+
+@contextmanager
+def opened(directory: str | os.PathLike[str], model: Model) -> Iterator[FileStorage]:
+    storage = FileStorage(directory, _AS_LARGE_AS_IT_IS, model.label, model.description)
+    try:
+        yield storage
+    finally:
+        storage.close()
+
+
+def objects(storage: FileStorage) -> list[Stored]:
+    """All that is stored, what was used last first."""
+    found = []
+    with storage.looking() as books:
+        now_ns = books.clock.now_ns()
+        for slab in books.slabs.values():
+            for row in np.flatnonzero(slab.state == STORED).tolist():
+                stored_s, used_s = ((now_ns - int(column[row])) / 1e9 for column in (slab.stored, slab.used))
+                name, size_bytes = slab.names[row], int(slab.length[row])
+                found.append(
+                    Stored(
+                        name,
+                        group_of(name),
+                        slab.shape.slot_bytes,
+                        size_bytes,
+                        max(0.0, stored_s),
+                        max(0.0, used_s),
+                        int(slab.uses[row]),
+                    )
+                )
+    return sorted(found, key=lambda each: each.used_s_ago)
+
+
+def verify(storage: FileStorage, intact: Callable[[str, memoryview], bool]) -> tuple[int, list[str]]:
+    """Read everything; what is not intact, by its name and its bytes, is dropped. Answers how many were read, and
+    the names of those that were dropped."""
+    read, dropped = 0, []
+    everything = objects(storage)
+    for at in range(0, len(everything), _AT_ONCE):
+        some = everything[at : at + _AT_ONCE]
+        buffers = [memoryview(bytearray(each.slot_bytes)) for each in some]
+        names = [each.name for each in some]
+        there = storage.exists(names)
+        sizes = storage.get(names, buffers)
+        bad = []
+        for name, known, size_bytes, buffer in zip(names, there, sizes, buffers, strict=True):
+            read += size_bytes is not None
+            if size_bytes is None and known:
+                dropped.append(name)  # it could not be read: `get` has dropped it
+            elif size_bytes is not None and not intact(name, buffer[:size_bytes]):
+                bad.append(name)
+        dropped += bad
+        storage.delete(bad)
+    return read, dropped
+
+
+def gc(storage: FileStorage) -> dict[str, int]:
+    """Free what is too old, what dead processes had reserved, and slots that could not be read and can be now."""
+    counts = dict.fromkeys(("expired", "reclaimed", "retired"), 0)
+    with storage.changing() as books:
+        counts["expired"] = books.sweep(books.clock.now_ns())
+        reserved = books.states()["reserved"]
+        books.reclaim()
+        counts["reclaimed"] = reserved - books.states()["reserved"]
+        for slab in books.slabs.values():
+            for row in np.flatnonzero(slab.state == RETIRED).tolist():
+                if slab.can_be_filled(row):
+                    books.drop(slab, row)
+                    counts["retired"] += 1
+        books.publish()
+    return counts
+
+
+def drop(storage: FileStorage, group: str | None = None) -> int:
+    """Remove the objects of a group, or all of the model; how many there were."""
+    names = [each.name for each in objects(storage) if group is None or each.group == group]
+    return sum(storage.delete(names))
+
+
+def drop_model(directory: str | os.PathLike[str], model: Model) -> bool:
+    """Remove a model from a folder; False, and nothing is removed, while a process has it open."""
+    path, disk = check_folder(directory, _AS_LARGE_AS_IT_IS, model.label, model.description), Disk()
+    with medium(path):
+        folder = Folder(disk, path, model.label, model.description)
+        try:
+            with folder.mutex():
+                if is_in_use(disk, model.folder):
+                    return False
+                remove_model(disk, model.folder)
+                return True
+        finally:
+            folder.close()

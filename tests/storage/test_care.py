@@ -1,0 +1,92 @@
+"""What people do with a file store: the same folder, looked after beside whoever uses it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvarve.errors import StorageError
+from kvarve.storage import FileStorage, care
+from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def storage(folder: Path) -> Iterator[FileStorage]:
+    storage = FileStorage(folder, MIB, LABEL, "model A")
+    yield storage
+    storage.close()
+
+
+def test_the_models_of_a_folder_are_told_and_whether_somebody_has_them_open(storage, folder):
+    put(storage, a=b"1")
+    FileStorage(folder, MIB, OTHER_LABEL, "model B").close()
+    found = {model.description: model for model in care.models(folder)}
+    assert {name: (model.label, model.in_use) for name, model in found.items()} == {
+        "model A": (LABEL, True),
+        "model B": (OTHER_LABEL, False),
+    }
+    assert found["model A"].file_bytes > 8192
+
+
+def test_a_folder_of_somebody_else_is_not_looked_after(folder):
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("precious")
+    with pytest.raises(StorageError, match="not a kvarve storage folder"):
+        care.models(folder)
+
+
+def test_what_lies_in_a_store_is_listed_by_its_last_use(storage, folder):
+    put(storage, **{"aaaa-1": b"first", "bbbb-1": bytes(5000), "loner": b""})
+    get(storage, "bbbb-1")
+    (model,) = care.models(folder)
+    with care.opened(folder, model) as beside:
+        listed = care.objects(beside)
+    assert [(each.name, each.group, each.slot_bytes, each.size_bytes, each.uses) for each in listed] == [
+        ("bbbb-1", "bbbb", 8192, 5000, 1),
+        ("aaaa-1", "aaaa", 4096, 5, 0),
+        ("loner", "", 4096, 0, 0),
+    ]
+    assert all(0 <= each.used_s_ago <= each.stored_s_ago < 60 for each in listed)
+
+
+def test_verify_reads_everything_and_drops_what_is_damaged(storage, folder):
+    put(storage, **{f"page-{i}": bytes([i]) * 5000 for i in range(40)})
+    (slab, row), (model,) = storage._books.place("page-7"), care.models(folder)
+    with slab.path.open("r+b") as file:
+        file.seek(slab.shape.slot_at(row) + 100)
+        file.write(b"\xff")
+    with care.opened(folder, model) as beside:
+        read, dropped = care.verify(beside, lambda name, data: data == bytes([int(name[5:])]) * 5000)
+    assert (read, dropped) == (40, ["page-7"])
+    assert storage.exists(["page-6", "page-7"]) == [True, False]
+
+
+def test_gc_gives_back_what_is_too_old_and_slots_that_can_be_read_again(folder, storage):
+    put(storage, a=b"1", b=b"2")
+    with storage.changing() as books:
+        books.drop(*books.place("a"), 3)
+        books.publish()
+    assert storage._books.states()["retired"] == 1
+    assert care.gc(storage) == {"expired": 0, "reclaimed": 0, "retired": 1}
+    assert storage._books.states()["retired"] == 0
+    assert get(storage, "b") == b"2"
+
+
+def test_a_group_is_dropped_alone_and_a_model_only_when_nobody_uses_it(storage, folder):
+    put(storage, **{"aaaa-1": b"1", "aaaa-2": b"2", "bbbb-1": b"3"})
+    (model,) = care.models(folder)
+    with care.opened(folder, model) as beside:
+        assert care.drop(beside, "aaaa") == 2
+    assert there(storage, "aaaa-1", "aaaa-2", "bbbb-1") == "bbbb-1"
+    assert care.drop(storage) == 1
+    assert not care.drop_model(folder, model)
+    storage.close()
+    assert care.drop_model(folder, model)
+    assert care.models(folder) == []
