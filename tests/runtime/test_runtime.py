@@ -27,7 +27,7 @@ from filling import (
 
 from kvarve.core.audit import audit
 from kvarve.core.lease import Phase
-from kvarve.errors import ConfigError, StorageError
+from kvarve.errors import ConfigError
 from kvarve.keys import object_name
 from kvarve.memory.record import HEADER_BYTES
 from kvarve.model import PoolSpec, Tier
