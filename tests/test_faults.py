@@ -1,6 +1,7 @@
-"""A real engine on a real folder: whatever happens to a page's file, the answer is right and the file is made good."""
+"""A real engine on a real folder: whatever happens to a page there, the answer is right and the page is made good."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing
 from functools import cache as cached
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from kvarve.keys import extend, object_name, pack, root_key, seal
 from kvarve.memory.record import HEADER_BYTES, Stamp
 from kvarve.model import ModelIdentity
 from kvarve.runtime import PrefixCache
+from kvarve.storage import FileStorage, care
 from kvarve.testing.models import byte_tokenizer, tiny_model
 
 PAGE, CHUNK = 16, 64
@@ -45,8 +47,37 @@ def a_prompt(seed: int) -> list[int]:
     return list(map(int, torch.randint(256, (PROMPT,), generator=torch.Generator().manual_seed(seed))))
 
 
+class Stored:
+    """A page as it lies in a slab, for those who damage it: through the store, or behind its back."""
+
+    def __init__(self, folder: "Folder", name: str) -> None:
+        self.folder, self.name = folder, name
+
+    def read_bytes(self) -> bytes:
+        with self.folder.beside() as storage:
+            buffer = bytearray(MIB)
+            (size,) = storage.get([self.name], [memoryview(buffer)])
+            assert size is not None
+            return bytes(buffer[:size])
+
+    def write_bytes(self, data: bytes) -> None:
+        with self.folder.beside() as storage:
+            slab, row = storage._books.place(self.name)
+            if len(data) == slab.length[row]:
+                with slab.path.open("r+b") as file:
+                    file.seek(slab.shape.slot_at(row))
+                    file.write(data)
+            else:
+                storage.delete([self.name])
+                assert storage.put([self.name], [memoryview(data)]) == [True]
+
+    def unlink(self) -> None:
+        with self.folder.beside() as storage:
+            assert storage.delete([self.name]) == [True]
+
+
 class Folder:
-    """A folder of page files, and engines that come and go on it."""
+    """A folder of pages, and engines that come and go on it."""
 
     def __init__(self, path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path, self.model = path, a_model(family)
@@ -85,9 +116,16 @@ class Folder:
     def key(self, seed: int, page: int) -> bytes:
         return extend(root_key(self.namespace), seal(pack(a_prompt(seed)), PAGE, CHUNK), PAGE)[page]
 
-    def file(self, pool: str, seed: int, page: int) -> Path:
-        (found,) = self.path.rglob(object_name(self.key(seed, page), pool))
-        return found
+    def beside(self) -> AbstractContextManager[FileStorage]:
+        """The same store, opened by somebody else."""
+        return closing(FileStorage(self.path, 1 << 30, self.namespace, str(self.model.identity)))
+
+    def everything(self) -> list[Stored]:
+        with self.beside() as storage:
+            return [Stored(self, each.name) for each in care.objects(storage)]
+
+    def file(self, pool: str, seed: int, page: int) -> Stored:
+        return Stored(self, object_name(self.key(seed, page), pool))
 
     def is_good(self, pool: str, seed: int, page: int) -> bool:
         payload_bytes = self.model.layout.pool(pool).payload_bytes
@@ -98,33 +136,33 @@ class Folder:
 Victim = tuple[str, int, int]  # pool, the prompt's seed, page
 
 
-def flip(victim: Path, other: Path) -> None:
+def flip(victim: Stored, other: Stored) -> None:
     data = bytearray(victim.read_bytes())
     data[HEADER_BYTES + 3] ^= 16
     victim.write_bytes(data)
 
 
-def truncate(victim: Path, other: Path) -> None:
+def truncate(victim: Stored, other: Stored) -> None:
     victim.write_bytes(victim.read_bytes()[:-4096])
 
 
-def empty(victim: Path, other: Path) -> None:
+def empty(victim: Stored, other: Stored) -> None:
     victim.write_bytes(b"")
 
 
-def swap(victim: Path, other: Path) -> None:
+def swap(victim: Stored, other: Stored) -> None:
     one, two = victim.read_bytes(), other.read_bytes()
     assert one != two
     victim.write_bytes(two)
     other.write_bytes(one)
 
 
-def delete(victim: Path, other: Path) -> None:
+def delete(victim: Stored, other: Stored) -> None:
     victim.unlink()
 
 
-def garbage(victim: Path, other: Path) -> None:
-    victim.write_bytes(torch.randint(256, (victim.stat().st_size,), dtype=torch.uint8).numpy().tobytes())
+def garbage(victim: Stored, other: Stored) -> None:
+    victim.write_bytes(torch.randint(256, (len(victim.read_bytes()),), dtype=torch.uint8).numpy().tobytes())
 
 
 FAULTS = [flip, truncate, empty, swap, delete, garbage]
@@ -148,7 +186,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     ("folder", "pool", "page"), CASES, indirect=["folder"], ids=[f"{family}-{pool}" for family, pool, _ in CASES]
 )
 def test_a_damaged_file_costs_time_and_nothing_else_and_is_made_good(
-    folder: Folder, pool: str, page: int, fault: Callable[[Path, Path], None]
+    folder: Folder, pool: str, page: int, fault: Callable[[Stored, Stored], None]
 ) -> None:
     cold = {seed: folder.ask(seed) for seed in (1, 2)}
     assert [usage.cached for *_, usage in cold.values()] == [0, 0]
@@ -192,7 +230,7 @@ def test_a_folder_of_nothing_but_damage_is_an_empty_one(folder: Folder) -> None:
     cold = folder.ask(1)
 
     def damage() -> None:
-        for file in folder.path.rglob("*.0"):
+        for file in folder.everything():
             flip(file, file)
 
     folder.restart(damage)
@@ -209,7 +247,7 @@ def test_a_folder_of_nothing_but_damage_is_an_empty_one(folder: Folder) -> None:
 def test_files_that_vanish_while_the_engine_runs_are_misses(folder: Folder) -> None:
     cold = folder.ask(1)
     assert folder.engine.settle(LONG_S)
-    for file in folder.path.rglob("*.0"):
+    for file in folder.everything():
         file.unlink()
     assert folder.engine.flush() > 0
     tokens, logits, usage = folder.ask(1)
