@@ -26,7 +26,7 @@ from filling import (
 
 from kvarve.core.audit import audit
 from kvarve.core.lease import Phase
-from kvarve.errors import ConfigError, StorageError
+from kvarve.errors import ConfigError
 from kvarve.keys import object_name
 from kvarve.memory.record import HEADER_BYTES
 from kvarve.model import PoolSpec, Tier
@@ -624,32 +624,27 @@ def test_what_is_going_on_is_told_by_name(make: Make) -> None:
 # --- what is refused
 
 
-def test_a_store_of_another_model_is_refused_and_not_touched(tmp_path: Path) -> None:
+def test_another_models_pages_in_the_same_folder_are_never_used_and_kept(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store?capacity=64MiB"
     cache = PrefixCache(an_identity(), a_config(storage=url))
     run(cache, LONG)
     cache.shutdown()
-
-    def seen() -> dict[str, tuple[int, bytes]]:
-        files = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
-        return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
-
-    before = seen()
-    with pytest.raises(StorageError, match="was written by another model"):
-        PrefixCache(an_identity(weights="w2"), a_config(storage=url))
-    assert seen() == before
+    other = PrefixCache(an_identity(weights="w2"), a_config(storage=url))
+    assert run(other, LONG) == (0, 0, 0)
+    other.shutdown()
     again = PrefixCache(an_identity(), a_config(storage=url))
     assert run(again, LONG) == (0, 0, ALL)
     again.shutdown()
 
 
-def test_a_store_that_is_open_already_is_refused(tmp_path: Path) -> None:
+def test_two_caches_on_one_folder_find_each_others_pages(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store?capacity=64MiB"
-    cache = PrefixCache(an_identity(), a_config(storage=url))
-    with pytest.raises(StorageError, match="open already"):
-        PrefixCache(an_identity(), a_config(storage=url))
+    cache, other = (PrefixCache(an_identity(), a_config(storage=url)) for _ in range(2))
     run(cache, LONG)
+    settle(cache)
+    assert run(other, LONG) == (0, 0, ALL)
     cache.shutdown()
+    other.shutdown()
 
 
 @pytest.mark.parametrize(
