@@ -1,9 +1,7 @@
-"""A real engine on a real folder: whatever happens to a stored page, the answer is right and the page is made good."""
+"""A real engine on a real folder: whatever happens to a page there, the answer is right and the page is made good."""
 
-import os
 from collections.abc import Callable, Iterator
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, closing
 from functools import cache as cached
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from kvarve.keys import extend, object_name, pack, root_key, seal
 from kvarve.memory.record import HEADER_BYTES, Stamp
 from kvarve.model import ModelIdentity
 from kvarve.runtime import PrefixCache
-from kvarve.storage import FileStorage
+from kvarve.storage import FileStorage, care
 from kvarve.testing.models import byte_tokenizer, tiny_model
 
 PAGE, CHUNK = 16, 64
@@ -47,6 +45,35 @@ def a_model(family: str) -> LoadedModel:
 
 def a_prompt(seed: int) -> list[int]:
     return list(map(int, torch.randint(256, (PROMPT,), generator=torch.Generator().manual_seed(seed))))
+
+
+class Stored:
+    """A page as it lies in a slab, for those who damage it: through the store, or behind its back."""
+
+    def __init__(self, folder: "Folder", name: str) -> None:
+        self.folder, self.name = folder, name
+
+    def read_bytes(self) -> bytes:
+        with self.folder.beside() as storage:
+            buffer = bytearray(MIB)
+            (size,) = storage.get([self.name], [memoryview(buffer)])
+            assert size is not None
+            return bytes(buffer[:size])
+
+    def write_bytes(self, data: bytes) -> None:
+        with self.folder.beside() as storage:
+            slab, row = storage._books.place(self.name)
+            if len(data) == slab.length[row]:
+                with slab.path.open("r+b") as file:
+                    file.seek(slab.shape.slot_at(row))
+                    file.write(data)
+            else:
+                storage.delete([self.name])
+                assert storage.put([self.name], [memoryview(data)]) == [True]
+
+    def unlink(self) -> None:
+        with self.folder.beside() as storage:
+            assert storage.delete([self.name]) == [True]
 
 
 class Folder:
@@ -89,76 +116,56 @@ class Folder:
     def key(self, seed: int, page: int) -> bytes:
         return extend(root_key(self.namespace), seal(pack(a_prompt(seed)), PAGE, CHUNK), PAGE)[page]
 
-    def slot(self, pool: str, seed: int, page: int) -> "Slot":
-        """Where the page lies now, as another process would find it."""
-        name = object_name(root_key(self.namespace), self.key(seed, page), pool)
-        with closing(FileStorage(self.path, 1024 * MIB, self.namespace, "another process")) as storage:
-            slab, row = storage._books.place(name)
-            return Slot(self, name, slab.path, slab.shape.slot_at(row), int(slab.length[row]))
+    def beside(self) -> AbstractContextManager[FileStorage]:
+        """The same store, opened by somebody else."""
+        return closing(FileStorage(self.path, 1 << 30, self.namespace, str(self.model.identity)))
+
+    def everything(self) -> list[Stored]:
+        with self.beside() as storage:
+            return [Stored(self, each.name) for each in care.objects(storage)]
+
+    def file(self, pool: str, seed: int, page: int) -> Stored:
+        return Stored(self, object_name(root_key(self.namespace), self.key(seed, page), pool))
 
     def is_good(self, pool: str, seed: int, page: int) -> bool:
         payload_bytes = self.model.layout.pool(pool).payload_bytes
-        data = self.slot(pool, seed, page).read()
+        data = self.file(pool, seed, page).read_bytes()
         return Stamp(self.namespace, pool, payload_bytes).intact(memoryview(data), self.key(seed, page))
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A page where it lies in a slab, for somebody who knows nothing of storages."""
-
-    folder: Folder
-    name: str
-    path: Path
-    at: int
-    size: int
-
-    def read(self) -> bytearray:
-        with self.path.open("rb") as file:
-            file.seek(self.at)
-            return bytearray(file.read(self.size))
-
-    def write(self, data: bytes, at: int = 0) -> None:
-        with self.path.open("r+b") as file:
-            file.seek(self.at + at)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())  # what is read past the page cache has to be on the disk
 
 
 Victim = tuple[str, int, int]  # pool, the prompt's seed, page
 
 
-def flip(victim: Slot, other: Slot) -> None:
-    data = victim.read()
+def flip(victim: Stored, other: Stored) -> None:
+    data = bytearray(victim.read_bytes())
     data[HEADER_BYTES + 3] ^= 16
-    victim.write(data)
+    victim.write_bytes(data)
 
 
-def tear(victim: Slot, other: Slot) -> None:
-    victim.write(bytes(4096), victim.size - 4096)
+def truncate(victim: Stored, other: Stored) -> None:
+    victim.write_bytes(victim.read_bytes()[:-4096])
 
 
-def empty(victim: Slot, other: Slot) -> None:
-    victim.write(bytes(victim.size))
+def empty(victim: Stored, other: Stored) -> None:
+    victim.write_bytes(b"")
 
 
-def swap(victim: Slot, other: Slot) -> None:
-    one, two = victim.read(), other.read()
+def swap(victim: Stored, other: Stored) -> None:
+    one, two = victim.read_bytes(), other.read_bytes()
     assert one != two
-    victim.write(two)
-    other.write(one)
+    victim.write_bytes(two)
+    other.write_bytes(one)
 
 
-def delete(victim: Slot, other: Slot) -> None:
-    with closing(FileStorage(victim.folder.path, 1024 * MIB, victim.folder.namespace, "another process")) as storage:
-        assert storage.delete([victim.name]) == [True]
+def delete(victim: Stored, other: Stored) -> None:
+    victim.unlink()
 
 
-def garbage(victim: Slot, other: Slot) -> None:
-    victim.write(torch.randint(256, (victim.size,), dtype=torch.uint8).numpy().tobytes())
+def garbage(victim: Stored, other: Stored) -> None:
+    victim.write_bytes(torch.randint(256, (len(victim.read_bytes()),), dtype=torch.uint8).numpy().tobytes())
 
 
-FAULTS = [flip, tear, empty, swap, delete, garbage]
+FAULTS = [flip, truncate, empty, swap, delete, garbage]
 CASES = [
     ("qwen3_5", "attention", 7),
     ("qwen3_5", "state", HIT // PAGE - 1),
@@ -178,8 +185,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("folder", "pool", "page"), CASES, indirect=["folder"], ids=[f"{family}-{pool}" for family, pool, _ in CASES]
 )
-def test_a_damaged_page_costs_time_and_nothing_else_and_is_made_good(
-    folder: Folder, pool: str, page: int, fault: Callable[[Slot, Slot], None]
+def test_a_damaged_file_costs_time_and_nothing_else_and_is_made_good(
+    folder: Folder, pool: str, page: int, fault: Callable[[Stored, Stored], None]
 ) -> None:
     cold = {seed: folder.ask(seed) for seed in (1, 2)}
     assert [usage.cached for *_, usage in cold.values()] == [0, 0]
@@ -190,7 +197,7 @@ def test_a_damaged_page_costs_time_and_nothing_else_and_is_made_good(
     def damage() -> None:
         assert folder.is_good(*victim)
         assert folder.is_good(*other)
-        fault(folder.slot(*victim), folder.slot(*other))
+        fault(folder.file(*victim), folder.file(*other))
 
     def same(seed: int) -> Usage:
         tokens, logits, usage = folder.ask(seed)
@@ -223,8 +230,8 @@ def test_a_folder_of_nothing_but_damage_is_an_empty_one(folder: Folder) -> None:
     cold = folder.ask(1)
 
     def damage() -> None:
-        for pool, page in (("attention", page) for page in range(HIT // PAGE)):
-            flip(slot := folder.slot(pool, 1, page), slot)
+        for file in folder.everything():
+            flip(file, file)
 
     folder.restart(damage)
     for _ in range(2):
@@ -237,15 +244,14 @@ def test_a_folder_of_nothing_but_damage_is_an_empty_one(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("folder", ["qwen3_5"], indirect=True)
-def test_slabs_that_vanish_while_the_engine_runs_cost_a_restart_its_hits_and_nothing_else(folder: Folder) -> None:
+def test_files_that_vanish_while_the_engine_runs_are_misses(folder: Folder) -> None:
     cold = folder.ask(1)
     assert folder.engine.settle(LONG_S)
-    slabs = [path for path in folder.path.rglob("slab-*") if path.is_file()]
-    assert slabs
-    for slab in slabs:
-        slab.unlink()
-    for expected in (0, HIT):
-        folder.restart()
-        tokens, logits, usage = folder.ask(1)
-        assert (tokens, usage.storage) == (cold[0], expected)
-        assert all(torch.equal(found, cold[1][position]) for position, found in logits.items())
+    for file in folder.everything():
+        file.unlink()
+    assert folder.engine.flush() > 0
+    tokens, logits, usage = folder.ask(1)
+    assert (tokens, usage.cached) == (cold[0], 0)
+    assert all(torch.equal(found, cold[1][position]) for position, found in logits.items())
+    folder.restart()
+    assert folder.ask(1)[2].storage == HIT

@@ -57,6 +57,7 @@ class Call:
     kept: set[int] = field(default_factory=set)  # places of what was there already
     of_group: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # slot bytes reserved
     grown: set[int] = field(default_factory=set)  # classes that cannot have one more slab now
+    stuck: set[int] = field(default_factory=set)  # classes for which no other class can make enough room
     full: bool = False  # the disk had no room behind a free row, so only those that were filled once are any good
 
 
@@ -363,7 +364,7 @@ class Books:
             return Wanted(slot_bytes)
         if place is None:
             victim, fresh = self._victim(call, slot_bytes, None)
-            if victim is None or fresh:
+            if (victim is None or fresh) and slot_bytes not in call.stuck:
                 instead = self._colder(call, slot_bytes, victim)
                 if instead is not None:
                     if victim is not None:

@@ -311,7 +311,7 @@ class FileStorage(Storage):
             if not isinstance(found, Wanted):
                 return found
             if found.instead is not None and not self._swap(found):
-                return None
+                call.stuck.add(found.slot_bytes)
             if found.instead is None and not self._grow(found.slot_bytes):
                 call.grown.add(found.slot_bytes)
 
