@@ -2,11 +2,11 @@
 
     .venv/bin/python bench/storage.py [--quick] [--json FILE] [--dir FOLDER]
 
-The limits of this run: `pwrite` and `preadv` of pages into one preallocated file, past the page cache (direct) and
-through it (buffered; reads after the kernel has been told to forget), by one thread and by eight. The usual way: a file
-for each page, written beside and renamed, one after the other, without a sync and with one of the file and the folder.
-And this store: what its lanes do, so each page's checksum is computed before it is written and after it is read, and a
-put answers when it is durable.
+The limits of this run: `pwrite` and `preadv` of pages into one file that has been written before, past the page cache
+(direct) and through it (buffered; reads after the kernel has been told to forget), by one thread and by eight. The
+usual way: a file for each page, written beside and renamed, one after the other, without a sync and with one of the
+file and the folder. And this store: what its lanes do, so each page's checksum is computed before it is written and
+after it is read, and a put answers when it is durable.
 
 Then lookups and opening with a million small objects, and a prompt of 4,096 tokens on its way from storage to the
 device: probe, reads, checks, copies. Each figure is the best of several rounds, taken in turns, because other work on a
@@ -184,6 +184,7 @@ def moves(folder: Path, records: Records, of_round: int) -> Iterator[tuple[str, 
         for threads in THREADS:
             raw, name = Raw(raw_path, records, direct, threads), f"{'direct' if direct else 'buffered'}, {threads}"
             raw.allocate()
+            raw.write()
             yield f"raw write, {name}", timed(raw.write)
             forget(raw_path)
             yield f"raw read, {name}", timed(raw.read)
@@ -216,7 +217,7 @@ def moves(folder: Path, records: Records, of_round: int) -> Iterator[tuple[str, 
             assert all(store.get(some, views))
         records.check()
 
-    # The slots have been written before, as those of any store that has been in use for a while.
+    # The slots have been written before, as the raw files, and as those of any store that has been in use for a while.
     assert all(all(store.put([f"x{name}" for name in some], views)) for some, views in batches())
     store.delete([f"x{name}" for name in names])
     yield "store put, durable", timed(put)

@@ -27,7 +27,7 @@ class CoreConfig:
     load_at_least: int = 0  # tokens that the host must save, for a copy to the device to be worth it
     fetch_at_least: int = 0  # tokens that storage must save, for a copy to the host to be worth it
     load_deadline_s: float = 30.0  # how long a request waits for a copy to the device that never ends
-    batch_pages: int = 64  # pages per copy: what can be late together
+    batch_pages: int = 16  # pages per copy: what can be late together; while some are checked, others are read
     backup_pages: int = 256  # pages that backups may have in flight at once
     host_share: float = 0.8  # of each host pool, what waiting for storage may hold at once
     offload_pays_at: float = 0.01  # the share of the bytes stored that has to be used, or storing pauses; 0: never
