@@ -51,7 +51,8 @@ class Storage(Protocol):
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
         """Store each buffer under its name: True is stored and visible, False is no room even after evicting.
 
-        An object of that name is replaced at once: readers see the old bytes or the new, and a False leaves the old.
+        What is there already stays as it is, which is a use and answers True: names are names of content. Of one name
+        twice in a call the first stays. Who finds an object damaged deletes it first.
         Objects stored by the same call are not evicted for each other. StorageError says how many of how many are done.
         """
         ...

@@ -87,13 +87,16 @@ class MemoryStorage(Storage):
         stored = []
         with region.lock:
             for name, view in zip(names, data, strict=True):
-                victims = region.index.victims(name, view.nbytes, mine)
-                if victims is not None:
+                if name not in region.objects:
+                    victims = region.index.victims(name, view.nbytes, mine)
+                    if victims is None:
+                        stored.append(False)
+                        continue
                     region.evict(victims)
                     region.objects[name] = bytes(view)
                     region.index.add(name, view.nbytes)
-                    mine[name] = None
-                stored.append(victims is not None)
+                mine[name] = None
+                stored.append(True)
             region.index.touch(list(mine))
         return stored
 

@@ -188,6 +188,7 @@ class FaultyStorage(Storage):
         return data
 
     def _overwrite(self, fault: Fault, objects: dict[str, bytearray]) -> None:
+        self.inner.delete(list(objects))
         answers = self.inner.put(list(objects), [memoryview(data) for data in objects.values()])
         assert all(answers), f"no room to {fault} {', '.join(objects)}"
         self._count(fault)
