@@ -3,10 +3,13 @@
 One thread (the engine's) calls it; the lanes' threads only ever touch slots that the core gave them.
 """
 
+import json
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,16 +18,22 @@ from torch import Tensor
 from kvarve.config import NO_HOST, CacheConfig, split
 from kvarve.core.cache import Core, Hit
 from kvarve.core.lease import Lease
-from kvarve.errors import ConfigError
+from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
 from kvarve.keys import TOKEN_BYTES, pack, root_key, seal
 from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
-from kvarve.ranks.agreement import Agreement, Alone
+from kvarve.ranks.agreement import Agreement, Alone, Wish
 from kvarve.sizes import format_size
 from kvarve.storage import Storage, Usage, check_storage, open_storage
+from kvarve.storage.breaker import Breaker
 from kvarve.storage.urls import parse_url
+from kvarve.transfer.depot import Depot
 from kvarve.transfer.hands import Hands
 
+log = logging.getLogger(__name__)
+
+CHANGE_S = 30.0  # how long a rank waits for the others to want the same change of the storage
+CLOSE_S = 5.0  # how long the end of a storage waits for a call to it that hangs
 GROW_WAIT_S = 0.5  # for evictions under way; then a request goes on without keeping its pages
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
@@ -44,13 +53,41 @@ def check(identity: ModelIdentity, config: CacheConfig) -> dict[Tier, tuple[int,
             f"than this machine's {format_size(have)}: give less"
         )
     if config.storage:
-        capacity = parse_url(config.storage).size_bytes("capacity")
-        try:
-            split(capacity, *shape, records=True, what="storage", per_snapshot=every)
-        except ConfigError as e:
-            raise ConfigError(f"{config.storage}: {e}") from None
-        check_storage(config.storage, label=identity.fingerprint(), description=str(identity))
+        check_url(identity, config, config.storage)
     return slots
+
+
+def check_url(identity: ModelIdentity, config: CacheConfig, url: str) -> None:
+    """Everything that can be refused of a storage before it is opened."""
+    shape = (identity.pools, identity.page_tokens, identity.chunk_tokens)
+    capacity = parse_url(url).size_bytes("capacity")
+    try:
+        split(capacity, *shape, records=True, what="storage", per_snapshot=config.tokens_per_snapshot)
+    except ConfigError as e:
+        raise ConfigError(f"{url}: {e}") from None
+    check_storage(url, label=identity.fingerprint(), description=str(identity))
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A storage that is there: behind a breaker, with lanes of its own. One given as an object has no URL."""
+
+    url: str
+    breaker: Breaker
+    depot: Depot
+
+
+@dataclass
+class Change:
+    """A storage that is to come in place of what there is; None: that one is to go. Made in a step, or not at all."""
+
+    wish: Wish
+    attached: Attached | None
+    config: CacheConfig  # from then on
+    back_up: bool
+    made: "Future[Depot | None]" = field(default_factory=Future)  # what it took the place of, or why it was not made
+    until: float | None = None  # by the time that the ranks agree on; None before they have met
+    why: KvarveError | None = None  # this rank cannot make it
 
 
 class PrefixCache:
@@ -88,12 +125,10 @@ class PrefixCache:
         ]
         if storage is None and config.storage:
             storage = open_storage(config.storage, label=self._namespace, description=str(identity))
-        self._storage = storage
         self._hands = Hands(
             self.pools,
             self._device,
             self._host,
-            storage,
             rank=rank,
             ranks=self._agreement.ranks,
             verify_host=config.verify_host,
@@ -101,6 +136,11 @@ class PrefixCache:
         )
         shape = (self.pools, slots, identity.page_tokens, identity.chunk_tokens)
         self.core = Core(config.core(*shape, storage=storage is not None))
+        self._change: Change | None = None  # that is wished, and not decided
+        self.attached: Attached | None = None
+        if storage is not None:
+            self.attached = self._guarded(storage, config.storage or "")
+            self._hands.attach(self.attached.depot)
 
     # --- a request's life
 
@@ -201,11 +241,15 @@ class PrefixCache:
 
     def step(self) -> None:
         """Once per scheduler turn: take in what has ended, send what is to be done next."""
-        ended, self._now = self._agreement.agree(self._hands.collect(), self._clock())
+        wish = None if self._change is None else self._change.wish
+        turn = self._agreement.agree(self._hands.collect(), self._clock(), self.up, wish)
+        self._now = turn.now
         while self._early:
             self._early.pop().deadline += self._now
-        self.core.step(ended, self._now)
+        self.core.step(turn.ended, self._now)
         self._send()
+        if self._change is None or not self._decide(self._change, turn.granted):
+            self._follow(turn.up)
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until something has ended (or `wake` was called), at most `timeout_s`."""
@@ -244,7 +288,138 @@ class PrefixCache:
     def shutdown(self, timeout_s: float = 30.0) -> None:
         """Finish what is under way, then stop the lanes and close the storage, whole."""
         self.settle(timeout_s)
+        if self._change is not None:
+            self._refuse(self._change, Busy("the cache is shutting down"))
         self._hands.close(timeout_s)
+
+    # --- a storage comes or goes
+
+    def opened(self, url: str) -> Storage:
+        """Open a storage for this cache's pages, to be attached. From any thread, since it may take its time.
+
+        ConfigError, StorageError: it cannot be used, and nothing has been touched.
+        """
+        replace(self.config, storage=url)  # refused where there is no host memory
+        check_url(self.identity, self.config, url)
+        return open_storage(url, label=self._namespace, description=str(self.identity))
+
+    def attach(
+        self,
+        storage: Storage,
+        *,
+        url: str = "",
+        back_up: bool = False,
+        prefetch: str | None = None,
+        write: str | None = None,
+    ) -> Change:
+        """Have a storage, which is open, take the place of what there is; it belongs to the cache then.
+
+        That happens in the next `step`; with several ranks in the first step in which all of them want the same, and on
+        none of them if one declines or too long has passed. The answer's `made` says so, and of a change that is not
+        made everything is as before, with the new storage closed. With `back_up`, what is in memory goes there, as the
+        write policy has it. Policies stay as they are unless given.
+
+        ConfigError, StorageError, Busy (another change is under way): refused at once, and the storage is still yours.
+        """
+        if not self.config.host_memory:
+            raise ConfigError(NO_HOST)
+        config = replace(
+            self.config,
+            storage=url or None,
+            prefetch_policy=self.config.prefetch_policy if prefetch is None else prefetch,
+            write_policy=self.config.write_policy if write is None else write,
+        )
+        what = json.dumps([url, prefetch, write, back_up])
+        self._check_free()
+        return self._wish(Change(Wish(what), self._guarded(storage, url), config, back_up))
+
+    def detach(self) -> Change:
+        """Have the storage go, if there is one: it ends what was sent to it, and is closed, and nobody waits for that.
+
+        When, and whether on all ranks: as for `attach`. Busy: another change is under way.
+        """
+        self._check_free()
+        return self._wish(Change(Wish("detach"), None, replace(self.config, storage=None), back_up=False))
+
+    def decline(self, why: KvarveError) -> Change:
+        """Tell the other ranks that this one cannot make the change that all were asked for, so that they need not
+        wait for it; `made` says `why`."""
+        self._check_free()
+        return self._wish(Change(Wish("", ready=False), None, self.config, back_up=False, why=why))
+
+    @property
+    def up(self) -> bool:
+        """Whether what is attached to this rank answers; True if nothing is."""
+        return self.attached is None or self.attached.breaker.up
+
+    def _guarded(self, storage: Storage, url: str) -> Attached:
+        deadline_s = self.config.storage_deadline_s
+        close_s = min(CLOSE_S, deadline_s)
+        breaker = Breaker(storage, deadline_s=deadline_s, close_s=close_s, changed=self.wake, clock=self._clock)
+        return Attached(url, breaker, self._hands.open_depot(breaker))
+
+    def _check_free(self) -> None:
+        if self._change is not None and self._change.wish.ready:
+            raise Busy("another change of the storage is under way")
+
+    def _wish(self, change: Change) -> Change:
+        if self._change is not None:  # it declined something that nobody asks for any more
+            self._refuse(self._change)
+        self._change = change
+        change.made.set_running_or_notify_cancel()  # it cannot be cancelled: all ranks make it or none
+        self.wake()
+        return change
+
+    def _decide(self, change: Change, granted: bool | None) -> bool:
+        """Make a change that all ranks wish, or give it up; whether it was made."""
+        if granted is None:
+            change.until = self._now + CHANGE_S if change.until is None else change.until
+            if self._now >= change.until:
+                self._refuse(change, Busy(f"the other ranks were not asked for the same within {CHANGE_S:g} s"))
+            return False
+        if not granted:
+            self._refuse(change, StorageError("another rank cannot do it, or was asked for something else"))
+            return False
+        # What can be refused has been: this part only thinks, and if there is a bug in it, the storage that there is
+        # goes on with the next step, which sees that the core believes there is none.
+        try:
+            self.core.write_by(change.config.write())  # first: what is owed to the new one is owed by this policy
+            if change.attached is not None:
+                self.core.attach(change.back_up)
+            else:
+                self.core.detach()
+        except Exception as e:  # whoever asked for it is told; nobody else need be troubled
+            log.exception("a change of the storage")
+            self.core.write_by(self.config.write())
+            self._refuse(change, e)
+            return False
+        self._change, self.config, self.attached = None, change.config, change.attached
+        change.made.set_result(self._hands.attach(None if change.attached is None else change.attached.depot))
+        self._go_on()
+        return True
+
+    def _refuse(self, change: Change, why: Exception | None = None) -> None:
+        """Everything is as before."""
+        self._change = None
+        if change.attached is not None:
+            self._hands.retire(change.attached.depot)
+        change.made.set_exception(change.why or why or Busy("another change took its place"))
+
+    def _follow(self, up: bool) -> None:
+        """A storage that is down on any rank is none, until it answers: then it gets what was written meanwhile."""
+        if self.attached is None or up == self.core.copies.storage:
+            return
+        log.warning("storage %s", "is back: it gets what was written meanwhile" if up else "is down: on without it")
+        if up:
+            self.core.attach(back_up=True)
+        else:
+            self.core.detach()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """What follows from a change goes out at once, not with the next step."""
+        self.core.step((), self._now)
+        self._send()
 
     # --- what is going on
 
@@ -262,15 +437,17 @@ class PrefixCache:
             stats[f"slots.{name}"] = capacity
             stats[f"used.{name}"] = capacity - len(shelves.free[place])
             stats[f"evicted.{name}"] = shelves.evicted[place]
-        for lane in self._hands.lanes.values():
+        for lane in self._hands.lanes:
             stats[f"lane_waiting.{lane.name}"] = lane.waiting()
             stats[f"lane_failed.{lane.name}"] = lane.counts.failed + lane.counts.late + lane.counts.refused
         stats["leases"] = len(self.core.leases)
         return stats
 
     def usage(self) -> Usage | None:
-        """What the storage holds, if there is one."""
-        return self._storage.usage() if self._storage is not None else None
+        """What the storage holds, if there is one. From any thread, and in a moment even if it hangs: then it is what
+        it said last. StorageError: it cannot say."""
+        attached = self.attached
+        return attached.depot.usage() if attached is not None else None
 
     def _known_by(self, packed: bytes) -> bytes:
         return seal(packed, self.identity.page_tokens, self.identity.chunk_tokens)

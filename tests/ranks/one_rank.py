@@ -15,10 +15,11 @@ from filling import Clock, Request, a_config, a_store, an_identity, nothing_is_l
 
 from kvarve.core.audit import audit
 from kvarve.core.effects import Ended
+from kvarve.errors import StorageError
 from kvarve.keys import object_name
 from kvarve.memory.record import HEADER_BYTES
 from kvarve.ranks.agreement import Group
-from kvarve.runtime import PrefixCache
+from kvarve.runtime import CHANGE_S, Change, PrefixCache
 
 OPS, STEPS, PAGES = 60, 25, 200
 NEVER = STEPS
@@ -44,7 +45,7 @@ def agreement(rank: int, ranks: int) -> object:
     group, heard = Group(), []
     for step in range(STEPS):
         mine = [end for at, end in ends_of(rank) if at == step]
-        both, now = group.agree(mine, clock_of(rank, step))
+        both, now, *_ = group.agree(mine, clock_of(rank, step))
         heard.append([now, [[end.op, hex(end.good), hex(end.bad)] for end in both]])
     return heard
 
@@ -62,25 +63,10 @@ def caches(rank: int, ranks: int) -> object:
     said: list[object] = []
 
     def serve(tokens: list[int]) -> None:
-        request = Request(cache, tokens, rank=rank)
-        for _ in range(2000):
-            cache.step()
-            audit(cache.core)
-            clock.now += 0.001
-            if cache.claim(request.lease):
-                request.look()
-                break
-            cache.wait(0.01)
-        request.compute()
-        said.append([request.lease.boundary, *request.close().from_tiers()])
+        said.append(served(cache, clock, tokens, rank))
 
     def settle() -> None:
-        for _ in range(2000):
-            cache.step()
-            if cache.core.idle():
-                return
-            cache.wait(0.01)
-        raise AssertionError("copies do not end")
+        settled(cache)
 
     for tokens in prompts:
         serve(tokens)
@@ -107,12 +93,97 @@ def caches(rank: int, ranks: int) -> object:
     return said
 
 
+def served(cache: PrefixCache, clock: Clock, tokens: list[int], rank: int) -> list[int]:
+    """A whole request, and what it found: all ranks take the same steps."""
+    request = Request(cache, tokens, rank=rank)
+    stepped(cache, lambda: cache.claim(request.lease), clock)
+    request.look()
+    request.compute()
+    return [request.lease.boundary, *request.close().from_tiers()]
+
+
+def settled(cache: PrefixCache) -> None:
+    stepped(cache, cache.core.idle)
+
+
+def stepped(cache: PrefixCache, until: Callable[[], bool], clock: Clock | None = None) -> None:
+    """Step until something holds that all ranks agree on."""
+    for _ in range(2000):
+        cache.step()
+        audit(cache.core)
+        if clock is not None:
+            clock.now += 0.001
+        if until():
+            return
+        cache.wait(0.01)
+    raise AssertionError("that does not end")
+
+
+def changes(rank: int, ranks: int) -> object:
+    """Storages come and go on ranks that are asked at different moments, that cannot, and that are asked for nothing.
+
+    `alike` has to be the same on all ranks, and `own` is how it ended on this one.
+    """
+    dist.barrier()
+    clock = Clock()
+    clock.now += 1000 * rank
+    cache = PrefixCache(an_identity(), a_config(), rank=rank, agreement=Group(), clock=clock)
+    tokens, alike, own = prompt(8.5), [], []
+    stores = [a_store(seed=rank) for _ in range(3)]
+
+    def ask(what: Callable[[], Change] | None, later_s: float = 0.0) -> None:
+        """Ranks ask one after the other; everybody says after each step which of the stores is attached."""
+        change = None
+        for step in range(2 * ranks + 1):
+            if step == 2 * rank and what is not None:
+                change = what()
+            cache.step()
+            attached = None if cache.attached is None else stores.index(cache.attached.breaker.inner)  # type: ignore[arg-type]
+            alike.append([attached, cache.core.copies.storage])
+            clock.now += later_s
+        why = None if change is None or not change.made.done() else change.made.exception(0)
+        own.append("nothing asked" if change is None else type(why).__name__ if change.made.done() else "waits")
+
+    alike.append(served(cache, clock, tokens, rank))
+    settled(cache)
+    ask(lambda: cache.attach(stores[0], back_up=True))
+    settled(cache)
+    cache.flush()
+    alike.append(served(cache, clock, tokens, rank))
+    ask(lambda: cache.decline(StorageError("refused")) if rank else cache.attach(stores[1]))
+    ask(lambda: cache.detach() if rank else cache.attach(stores[1]))
+    ask(None if rank else lambda: cache.attach(stores[1]), later_s=CHANGE_S)
+    alike.append(served(cache, clock, tokens, rank))
+    ask(lambda: cache.attach(stores[2], back_up=True))
+    settled(cache)
+    cache.flush()
+    alike.append(served(cache, clock, tokens, rank))
+    stores[2].dead = rank == 1
+    seed = 50
+    while cache.core.copies.storage:
+        alike.append(served(cache, clock, prompt(4.5, seed=seed), rank))
+        cache.step()
+        seed += 1
+    stores[2].dead = False
+    alike.append(served(cache, clock, tokens, rank))
+    stepped(cache, lambda: cache.core.copies.storage)
+    settled(cache)
+    cache.flush()
+    alike.append(served(cache, clock, tokens, rank))
+    ask(cache.detach)
+    settled(cache)
+    alike.append(nothing_is_left(cache))
+    dist.barrier()
+    cache.shutdown(5)
+    return {"alike": alike, "own": own}
+
+
 def main(what: str, rank: int, ranks: int, file: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{file}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
-    parts: dict[str, Callable[[int, int], object]] = {"agreement": agreement, "caches": caches}
+    parts: dict[str, Callable[[int, int], object]] = {"agreement": agreement, "caches": caches, "changes": changes}
     print(json.dumps({part: parts[part](rank, ranks) for part in what.split(",")}))
     dist.destroy_process_group()
 

@@ -14,7 +14,7 @@ from filling import Clock, Request, a_config, a_store, an_identity, prompt, run,
 from one_rank import NEVER, OPS, STEPS, clock_of, ends_of
 
 from kvarve.core.effects import Ended
-from kvarve.ranks.agreement import Alone
+from kvarve.ranks.agreement import Alone, Turn, Wish, granted
 from kvarve.runtime import PrefixCache
 
 HERE = Path(__file__).parent
@@ -63,7 +63,7 @@ def expected(ranks: int) -> list[list[Any]]:
 
 def test_a_rank_alone_hears_what_ended_as_it_ended() -> None:
     ends = [Ended(3, 1), Ended(1, 0, 1), Ended(2, 5)]
-    assert Alone().agree(iter(ends), 12.5) == (ends, 12.5)
+    assert Alone().agree(iter(ends), 12.5) == Turn(ends, 12.5)
 
 
 def test_two_processes_agree_and_two_caches_in_them_find_the_same_boundaries(tmp_path: Path) -> None:
@@ -90,23 +90,71 @@ def test_three_processes_agree_on_what_has_ended_and_when(tmp_path: Path) -> Non
     assert [answer["agreement"] for answer in answers] == [expected(3)] * 3
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_change_their_storage_in_the_same_step_or_not_at_all(tmp_path: Path, ranks: int) -> None:
+    answers = [answer["changes"] for answer in processes("changes", ranks, tmp_path)]
+    assert all(answer["alike"] == answers[0]["alike"] for answer in answers)
+    steps = 2 * ranks + 1
+    cold, *alike = answers[0]["alike"]
+    assert cold == [0, 0, 0, 0]
+    # In the step in which the last of them asked, and not before.
+    assert alike[:steps] == [[None, False]] * (steps - 3) + [[0, True]] * 3
+    alike = alike[steps:]
+    assert alike.pop(0) == [8, 0, 0, 8]
+    assert alike[: 3 * steps] == [[0, True]] * (3 * steps), "declined, not the same, and not asked of all"
+    alike = alike[3 * steps :]
+    assert alike.pop(0) == [8, 8, 0, 0]
+    assert alike[:steps] == [[0, True]] * (steps - 3) + [[2, True]] * 3
+    alike = alike[steps:]
+    assert alike.pop(0) == [8, 0, 0, 8]
+    assert alike.pop() is True, "something is left"
+    assert alike[-steps:] == [[2, True]] * (steps - 3) + [[None, False]] * 3
+    *while_it_fell, down, up_again = alike[:-steps]
+    assert while_it_fell
+    assert down == [8, 8, 0, 0], "memory has it"
+    assert up_again == [8, 0, 0, 8]
+    for rank, answer in enumerate(answers):
+        made, declined, differs, alone, replaced, detached = answer["own"]
+        assert (made, replaced, detached) == ("NoneType",) * 3
+        assert declined == differs == "StorageError"
+        assert alone == ("nothing asked" if rank else "Busy")
+
+
+@pytest.mark.parametrize(
+    ("wishes", "comes_true"),
+    [
+        ([None], None),
+        ([Wish("a")], True),
+        ([Wish("a", ready=False)], False),
+        ([Wish("a"), None, Wish("a")], None),
+        ([Wish("a"), None, Wish("b")], None),
+        ([Wish("a"), Wish("a")], True),
+        ([Wish("a"), Wish("b")], False),
+        ([Wish("a"), Wish("a", ready=False)], False),
+        ([Wish("", ready=False), Wish("", ready=False)], False),
+    ],
+)
+def test_a_wish_comes_true_if_all_have_it_and_are_ready(wishes: list[Wish | None], comes_true: bool | None) -> None:
+    assert granted(wishes) is comes_true
+
+
 class Meeting:
     """The agreement of ranks that are threads: each step is one on all of them, at the first one's time."""
 
     def __init__(self, ranks: int) -> None:
         self._barrier = threading.Barrier(ranks, timeout=3)
-        self._said: dict[int, tuple[list[Ended], float]] = {}
+        self._said: dict[int, float] = {}
         self.ranks = ranks
 
     def of(self, rank: int) -> "AtMeeting":
         return AtMeeting(self, rank)
 
-    def agree(self, rank: int, ended: Iterable[Ended], now: float) -> tuple[list[Ended], float]:
-        self._said[rank] = ([*ended], now)
+    def agree(self, rank: int, now: float) -> Turn:
+        self._said[rank] = now
         self._barrier.wait()
-        now = self._said[0][1]
+        now = self._said[0]
         self._barrier.wait()
-        return [], now
+        return Turn([], now)
 
 
 class AtMeeting:
@@ -115,9 +163,9 @@ class AtMeeting:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank, self.steps = meeting, rank, 0
 
-    def agree(self, ended: Iterable[Ended], now: float) -> tuple[list[Ended], float]:
+    def agree(self, ended: Iterable[Ended], now: float, up: bool = True, wish: Wish | None = None) -> Turn:
         self.steps += 1
-        return self._meeting.agree(self._rank, ended, now)
+        return self._meeting.agree(self._rank, now)
 
 
 def side_by_side(what: Callable[[int], None], ranks: int = 2) -> list[BaseException]:
@@ -151,8 +199,8 @@ def test_a_request_waits_by_the_time_that_the_ranks_agreed_on(steps_before: int)
     class Agreed:
         ranks = 1
 
-        def agree(self, ended: Iterable[Ended], now: float) -> tuple[list[Ended], float]:
-            return [*ended], now + 5000
+        def agree(self, ended: Iterable[Ended], now: float, up: bool = True, wish: Wish | None = None) -> Turn:
+            return Turn([*ended], now + 5000)
 
     cache = PrefixCache(an_identity(), a_config(), storage=store, agreement=Agreed(), clock=Clock())
     for _ in range(steps_before):

@@ -23,7 +23,8 @@ class Rank:
         namespace = an_identity(POOLS).fingerprint()
         self.device = [DeviceArena(pool, PAGES, "cpu") for pool in POOLS]
         self.host = [HostArena(pool, PAGES, namespace, rank) for pool in POOLS]
-        self.hands = Hands(POOLS, self.device, self.host, store, rank=rank, ranks=RANKS)
+        self.hands = Hands(POOLS, self.device, self.host, rank=rank, ranks=RANKS)
+        self.hands.attach(self.hands.open_depot(store))
         for pool, arena in enumerate(self.device):
             for buffer in arena.buffers.values():
                 buffer.copy_(torch.arange(buffer.numel()).reshape(buffer.shape) + 100 * rank * pool)

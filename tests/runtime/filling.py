@@ -7,7 +7,7 @@ pass.
 
 import hashlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -172,6 +172,17 @@ def run(
 def settle(cache: PrefixCache) -> None:
     assert cache.settle(30)
     audit(cache.core)
+
+
+def until(cache: PrefixCache, holds: Callable[[], bool]) -> None:
+    """Step until something holds."""
+    for _ in range(TURNS):
+        cache.step()
+        audit(cache.core)
+        if holds():
+            return
+        cache.wait(0.05)
+    raise AssertionError(f"not within {TURNS} turns")
 
 
 def used(cache: PrefixCache) -> dict[str, int]:

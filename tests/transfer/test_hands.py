@@ -10,7 +10,7 @@ from kvarve.keys import object_name
 from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.record import HEADER_BYTES
 from kvarve.model import BufferSpec, PoolSpec, Tier
-from kvarve.storage import MemoryStorage
+from kvarve.storage import MemoryStorage, Storage
 from kvarve.testing import FaultyStorage, Rule
 from kvarve.transfer.hands import Hands
 
@@ -41,10 +41,14 @@ class Bench:
         self.host = [HostArena(pool, SLOTS, NAMESPACE, rank) for pool in POOLS]
         self.inner = Recording()
         self.storage = FaultyStorage(self.inner, rules, seed=3)
-        self.hands = Hands(POOLS, self.device, self.host, self.storage, rank=rank, verify_host=verify_host)
+        self.hands = Hands(POOLS, self.device, self.host, rank=rank, verify_host=verify_host)
+        self.attach(self.storage)
         self.rank, self.ops = rank, 0
         for tensor in (tensor for arena in self.device for tensor in arena.buffers.values()):
             tensor.copy_(torch.arange(float(tensor.numel())).view(tensor.shape))
+
+    def attach(self, storage: Storage) -> None:
+        self.hands.attach(self.hands.open_depot(storage))
 
     def key(self, page: int) -> bytes:
         return bytes([page + 1]) * 32
@@ -83,6 +87,11 @@ class Bench:
                 arena.record(slot)[:] = b"\xee" * arena.stride
         for tensor in (tensor for device in self.device for tensor in device.buffers.values()):
             tensor.fill_(-1)
+
+    def lie(self, page: int, data: memoryview) -> None:
+        """Have something else lie in storage under a page's name."""
+        self.inner.delete([self.name(page)])
+        assert self.inner.put([self.name(page)], [data]) == [True]
 
     def stored(self, *pages: tuple[int, int]) -> list[bool]:
         return self.inner.exists([self.name(page, pool) for pool, page in pages])
@@ -143,7 +152,7 @@ def test_a_truncated_object_is_bad_and_deleted(bench: Bench, size_bytes: int) ->
 
 def test_an_object_that_is_too_long_is_bad_and_deleted(bench: Bench) -> None:
     bench.store((0, 0))
-    bench.inner.put([bench.name(0)], [memoryview(bytes(bench.host[0].record(0)) + b"x")])
+    bench.lie(0, memoryview(bytes(bench.host[0].record(0)) + b"x"))
     assert bench.fetch((0, 0, 1)) == Ended(bench.ops, 0, 1)
     assert bench.stored((0, 0)) == [False]
 
@@ -163,7 +172,7 @@ def test_the_bytes_of_another_model_are_bad() -> None:
     other = HostArena(KV, 1, b"n" * 32)
     other.record(0)[:] = bench.host[0].record(0)
     other.stamp.seal(other.record(0), bench.key(0))
-    bench.inner.put([bench.name(0)], [other.record(0)])
+    bench.lie(0, other.record(0))
     assert bench.fetch((0, 0, 1)) == Ended(bench.ops, 0, 1)
 
 
@@ -220,7 +229,7 @@ def test_when_deleting_a_bad_page_fails_it_is_still_not_good() -> None:
 
 def test_a_page_without_room_in_storage_is_not_good() -> None:
     bench = Bench()
-    bench.hands._storage = MemoryStorage(3 * 4096, NAMESPACE, "small")
+    bench.attach(MemoryStorage(3 * 4096, NAMESPACE, "small"))
     ended = bench.store(*((0, page) for page in range(4)))
     assert ended == Ended(bench.ops, 0b0111)
 

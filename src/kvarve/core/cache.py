@@ -6,6 +6,7 @@ replays from its seed, and the simulator runs this very code.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
 
@@ -335,6 +336,10 @@ class Core:
         for lease in self.leases.values():
             if lease.phase in (Phase.PROBING, Phase.FETCHING):
                 self._stop_waiting(lease)
+
+    def write_by(self, policy: WritePolicy) -> None:
+        """From now on pages are backed up by another policy; what was owed by the one before still is."""
+        self.config = self.backups.config = replace(self.config, write=policy)
 
     # --- prompts that share
 

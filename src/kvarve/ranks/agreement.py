@@ -1,17 +1,39 @@
 """How tensor-parallel ranks stay one cache: they agree on the inputs of the core, and the core does the rest.
 
-Every rank runs the same requests in the same order. What may differ is when a copy ends and whether it went well, and
-what time it is; so once per scheduler turn the ranks agree on those, and each core then makes the same decisions.
+Every rank runs the same requests in the same order. What may differ is when a copy ends and whether it went well, what
+time it is, whether storage answers, and when a change of it is asked for; so once per scheduler turn the ranks agree on
+those, and each core then makes the same decisions.
 """
 
 import json
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from kvarve.core.effects import Ended, agreed
+
+
+class Wish(NamedTuple):
+    """A change that a rank would make with all others, or (not `ready`) cannot make though it was asked to."""
+
+    what: str  # the same text on all ranks means the same change
+    ready: bool = True
+
+
+class Turn(NamedTuple):
+    """What all ranks go by in one step: what has ended everywhere by now, in one order; one time for all; whether the
+    storage answers on all of them; and whether the change that they wish is made now.
+
+    `granted` is None while there are ranks that wish nothing yet. Who will not wait for them any longer takes its wish
+    back without a word: nothing is granted unless all wish it in the same step.
+    """
+
+    ended: list[Ended]
+    now: float
+    up: bool = True
+    granted: bool | None = None
 
 
 class Agreement(Protocol):
@@ -20,24 +42,33 @@ class Agreement(Protocol):
         """How many ranks there are."""
         ...
 
-    def agree(self, ended: Iterable[Ended], now: float) -> tuple[list[Ended], float]:
-        """What has ended on every rank by now, in one order, and one time for all. Every rank has to call it."""
+    def agree(self, ended: Iterable[Ended], now: float, up: bool = True, wish: Wish | None = None) -> Turn:
+        """Say what has ended here, what time it is, whether the storage answers, and what change is wished. Every rank
+        has to call it."""
         ...
 
 
+def granted(wishes: Sequence[Wish | None]) -> bool | None:
+    """Whether the ranks' wishes come true: once all have one, if it is the same and all are ready."""
+    if None in wishes:
+        return None
+    return all(wish is not None and wish.ready and wish == wishes[0] for wish in wishes)
+
+
 class Alone:
-    """One rank: everything that ended, as it ended."""
+    """One rank: everything as it is."""
 
     ranks = 1
 
-    def agree(self, ended: Iterable[Ended], now: float) -> tuple[list[Ended], float]:
-        return [*ended], now
+    def agree(self, ended: Iterable[Ended], now: float, up: bool = True, wish: Wish | None = None) -> Turn:
+        return Turn([*ended], now, up, granted([wish]))
 
 
 class Group:
     """The ranks of a torch.distributed group (a CPU backend such as gloo).
 
-    A copy has ended when it has ended on all ranks; a page is good if it is good on all, bad if it is bad on any.
+    A copy has ended when it has ended on all ranks; a page is good if it is good on all, bad if it is bad on any. A
+    storage that is down on one rank is down on all.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -45,16 +76,17 @@ class Group:
         self.ranks = dist.get_world_size(group)
         self._waiting: list[dict[int, Ended]] = [{} for _ in range(self.ranks)]
 
-    def agree(self, ended: Iterable[Ended], now: float) -> tuple[list[Ended], float]:
+    def agree(self, ended: Iterable[Ended], now: float, up: bool = True, wish: Wish | None = None) -> Turn:
         news = [[end.op, hex(end.good), hex(end.bad)] for end in ended]
-        heard = [json.loads(text) for text in self._exchange(json.dumps([now, news]).encode())]
-        for waiting, (_, their_news) in zip(self._waiting, heard, strict=True):
+        heard = [json.loads(text) for text in self._exchange(json.dumps([now, news, up, wish]).encode())]
+        for waiting, (_, their_news, _, _) in zip(self._waiting, heard, strict=True):
             for op, good, bad in their_news:
                 waiting[op] = Ended(op, int(good, 16), int(bad, 16))
         both = []
         for op in sorted(set.intersection(*(set(waiting) for waiting in self._waiting))):
             both.append(agreed([waiting.pop(op) for waiting in self._waiting]))
-        return both, float(heard[0][0])
+        wishes = [None if theirs is None else Wish(*theirs) for *_, theirs in heard]
+        return Turn(both, float(heard[0][0]), all(theirs for _, _, theirs, _ in heard), granted(wishes))
 
     def _exchange(self, mine: bytes) -> list[bytes]:
         """Everybody's bytes, by rank: first the lengths, then the bytes padded to the longest."""

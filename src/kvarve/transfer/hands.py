@@ -1,10 +1,13 @@
 """The hands of the core: they turn its effects into copies between arenas and storage, on four lanes.
 
+Two lanes are between device and host; the other two belong to the storage that is attached now, and go with it.
+
 Every page is checked here before it can get nearer to a model: always when it comes from storage, and from host
 memory as well unless that is switched off.
 """
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 
 from kvarve.core.effects import Copy, Effect, Ended, Page, Probe
@@ -13,6 +16,7 @@ from kvarve.keys import object_name
 from kvarve.memory.arenas import DeviceArena, HostArena, to_device, to_host
 from kvarve.model import PoolSpec, Tier
 from kvarve.storage import Storage
+from kvarve.transfer.depot import FETCH, STORE, Depot
 from kvarve.transfer.lanes import Ends, Lane
 
 log = logging.getLogger(__name__)
@@ -24,7 +28,6 @@ class Hands:
         pools: Sequence[PoolSpec],
         device: Sequence[DeviceArena],
         host: Sequence[HostArena],
-        storage: Storage | None,
         *,
         rank: int = 0,
         ranks: int = 1,
@@ -32,39 +35,67 @@ class Hands:
         deadline_s: float = 30.0,
         storage_readers: int = 2,
     ) -> None:
-        self._pools, self._device, self._host, self._storage = pools, device, host, storage
+        self._pools, self._device, self._host = pools, device, host
         self._rank, self._ranks, self._verify_host, self._deadline_s = rank, ranks, verify_host, deadline_s
+        self._storage_readers = storage_readers
         self.ends = Ends()
-        edges = {(Tier.DEVICE, Tier.HOST): 1, (Tier.HOST, Tier.DEVICE): 1}
-        if storage is not None:
-            edges |= {(Tier.HOST, Tier.STORAGE): 1, (Tier.STORAGE, Tier.HOST): storage_readers}
-        self.lanes = {
-            edge: Lane(f"{edge[0].name.lower()}-to-{edge[1].name.lower()}", self.ends, workers=workers)
-            for edge, workers in edges.items()
+        self._lanes = {
+            (source, target): Lane(f"{source.name.lower()}-to-{target.name.lower()}", self.ends)
+            for source, target in ((Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE))
         }
+        self.depot: Depot | None = None
+        self._retired: list[Depot] = []  # those that may not have ended yet
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """All that work now: of device and host, and of the storage if there is one."""
+        return [*self._lanes.values(), *(self.depot.lanes.values() if self.depot is not None else ())]
+
+    def open_depot(self, storage: Storage) -> Depot:
+        """Workers for a storage that may be attached; it is theirs from now on. StorageError if there are none."""
+        return Depot(storage, self.ends, deadline_s=self._deadline_s, readers=self._storage_readers)
+
+    def attach(self, depot: Depot | None) -> Depot | None:
+        """What is sent from now on goes to this storage; the one before goes, and is answered."""
+        before, self.depot = self.depot, depot
+        if before is not None:
+            self.retire(before)
+        return before
+
+    def retire(self, depot: Depot) -> None:
+        """Have a depot that takes nothing more end what was sent to it, and close, on a thread of its own."""
+        self._retired = [each for each in self._retired if not each.closed.is_set()] + [depot]
+        depot.retire(self._deadline_s)
 
     def send(self, effect: Effect) -> None:
         """Start an effect; its `Ended` comes out of `ends`."""
-        if isinstance(effect, Probe):
-            self.lanes[Tier.STORAGE, Tier.HOST].send(effect.op, lambda: self._probe(effect), self._deadline_s)
+        if isinstance(effect, Copy) and Tier.STORAGE not in (effect.source, effect.target):
+            work = self._back_up if effect.target is Tier.HOST else self._load
+            self._lanes[effect.source, effect.target].send(effect.op, lambda: work(effect), self._deadline_s)
             return
-        work = {
-            (Tier.DEVICE, Tier.HOST): self._back_up,
-            (Tier.HOST, Tier.DEVICE): self._load,
-            (Tier.HOST, Tier.STORAGE): self._store,
-            (Tier.STORAGE, Tier.HOST): self._fetch,
-        }[effect.source, effect.target]
-        self.lanes[effect.source, effect.target].send(effect.op, lambda: work(effect), self._deadline_s)
+        depot = self.depot
+        assert depot is not None, "the core knows that there is no storage"
+        # Each piece of work knows its storage: another may be attached when its turn comes.
+        storage = depot.storage
+        if isinstance(effect, Probe):
+            depot.send(effect.op, FETCH, lambda: self._probe(storage, effect))
+        elif effect.target is Tier.STORAGE:
+            depot.send(effect.op, STORE, lambda: self._store(storage, effect))
+        else:
+            depot.send(effect.op, FETCH, lambda: self._fetch(storage, effect))
 
     def collect(self) -> list[Ended]:
         return self.ends.collect()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop the lanes after what they have, then close the storage."""
-        for lane in self.lanes.values():
+        end = time.monotonic() + timeout_s
+        for lane in self._lanes.values():
             lane.close(timeout_s)
-        if self._storage is not None:
-            self._storage.close()
+        for depot in self._retired:
+            depot.closed.wait(max(0.0, end - time.monotonic()))
+        if self.depot is not None:
+            self.depot.close(timeout_s)
 
     # --- work, on the lanes' threads; each answers (good, bad) as sets of bits over the effect's pages
 
@@ -90,13 +121,12 @@ class Hands:
             to_device(self._host[pool], self._device[pool], checked(pages))
         return _all(copy.pages) & ~bad, bad
 
-    def _store(self, copy: Copy) -> tuple[int, int]:
-        assert self._storage is not None
+    def _store(self, storage: Storage, copy: Copy) -> tuple[int, int]:
         bad = self._broken(copy.pages) if self._verify_host else 0
         names = [self._name(copy.root, page) for page in copy.pages]
-        there = self._storage.exists(names)
+        there = storage.exists(names)
         missing = [i for i, known in enumerate(there) if not known and not bad >> i & 1 and self._writes(copy.pages[i])]
-        stored = self._storage.put(
+        stored = storage.put(
             [names[i] for i in missing], [self._host[copy.pages[i].pool].record(copy.pages[i].source) for i in missing]
         )
         good = sum(
@@ -104,11 +134,10 @@ class Hands:
         )
         return good | sum(1 << i for i, done in zip(missing, stored, strict=True) if done), bad
 
-    def _fetch(self, copy: Copy) -> tuple[int, int]:
-        assert self._storage is not None
+    def _fetch(self, storage: Storage, copy: Copy) -> tuple[int, int]:
         names = [self._name(copy.root, page) for page in copy.pages]
         records = [self._host[page.pool].record(page.target) for page in copy.pages]
-        sizes = self._storage.get(names, records)
+        sizes = storage.get(names, records)
         good = bad = 0
         for i, (page, record, size) in enumerate(zip(copy.pages, records, sizes, strict=True)):
             if size is None:
@@ -119,14 +148,13 @@ class Hands:
                 bad |= 1 << i
         if bad:  # gone from storage, so that the page computed anew is written again
             try:
-                self._storage.delete([name for i, name in enumerate(names) if bad >> i & 1])
+                storage.delete([name for i, name in enumerate(names) if bad >> i & 1])
             except StorageError as e:  # the good pages are good all the same
                 log.warning("bad pages could not be deleted: %s", e)
         return good, bad
 
-    def _probe(self, probe: Probe) -> tuple[int, int]:
-        assert self._storage is not None
-        there = self._storage.exists([self._name(probe.root, page) for page in probe.pages])
+    def _probe(self, storage: Storage, probe: Probe) -> tuple[int, int]:
+        there = storage.exists([self._name(probe.root, page) for page in probe.pages])
         return sum(1 << i for i, known in enumerate(there) if known), 0
 
     def _name(self, root: bytes, page: Page) -> str:

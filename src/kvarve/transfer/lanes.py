@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvarve.core.effects import Ended
@@ -105,18 +106,30 @@ class Lane:
         return self._queue.qsize()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Let what waits be done, then stop; False if a worker still hangs after `timeout_s` (it is abandoned)."""
+        """Let what waits be done, then stop. After `timeout_s` what has not begun ends undone, and a worker that hangs
+        is left behind: False, and it stops when it comes back."""
         end = time.monotonic() + timeout_s
-        if not self._closed:
-            self._closed = True
-            try:
-                for _ in self._threads:
-                    self._queue.put(None, timeout=max(0.0, end - time.monotonic()))
-            except queue.Full:  # a worker hangs with a full lane behind it
-                return False
+        self._closed = True
+        for _ in self._threads:
+            with suppress(queue.Full):  # a worker hangs with a full lane behind it
+                self._queue.put(None, timeout=max(0.0, end - time.monotonic()))
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        hangs = any(thread.is_alive() for thread in self._threads)
+        if hangs:
+            self._give_up()
+        return not hangs
+
+    def _give_up(self) -> None:
+        """Nobody but those who hang would do what waits: it ends here. The workers find word to stop instead."""
+        with suppress(queue.Empty):
+            while True:
+                piece = self._queue.get_nowait()
+                if piece is not None:
+                    self._count("late")
+                    self.ends.put(Ended(piece.op, 0))
+        for _ in self._threads:
+            self._queue.put_nowait(None)
 
     def _count(self, what: str) -> None:
         with self._lock:

@@ -1,0 +1,462 @@
+"""Storages come and go while requests are served: nobody is troubled, nothing leaks, and what fails changes nothing."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from filling import (
+    Clock,
+    Request,
+    StoreThatStays,
+    a_config,
+    a_region,
+    a_store,
+    an_identity,
+    nothing_is_left,
+    prompt,
+    run,
+    settle,
+    until,
+    used,
+)
+
+from kvarve.core.lease import Phase
+from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
+from kvarve.model import Tier
+from kvarve.runtime import PrefixCache
+from kvarve.storage import MemoryStorage
+from kvarve.transfer import depot as depot_module
+
+Make = Callable[..., PrefixCache]
+LONG, OTHER = prompt(8.5), prompt(8.5, seed=3)
+ALL = 8
+LONG_S = 20.0
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes caches, and shuts them down at the end."""
+    caches: list[PrefixCache] = []
+
+    def made(storage: StoreThatStays | None = None, clock: Clock | None = None, **settings: object) -> PrefixCache:
+        kwargs = {} if clock is None else {"clock": clock}
+        caches.append(PrefixCache(an_identity(), a_config(**settings), storage=storage, **kwargs))  # type: ignore[arg-type]
+        return caches[-1]
+
+    yield made
+    for cache in caches:
+        cache.shutdown(5)
+
+
+class ThatCloses(StoreThatStays):
+    """Knows whether it has been closed; what it holds stays."""
+
+    def __init__(self, inner: MemoryStorage) -> None:
+        super().__init__(inner)
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def a_door() -> ThatCloses:
+    return ThatCloses(a_region())
+
+
+def attach(cache: PrefixCache, store: StoreThatStays, **how: object) -> None:
+    change = cache.attach(store, **how)  # type: ignore[arg-type]
+    cache.step()
+    change.made.result(0)
+
+
+def detach(cache: PrefixCache) -> None:
+    change = cache.detach()
+    cache.step()
+    before = change.made.result(0)
+    assert before is None or before.closed.wait(LONG_S)
+
+
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("kvarve")}
+
+
+def gone(some: set[threading.Thread]) -> None:
+    """Threads that end by themselves, or the test's time limit does."""
+    for thread in some:
+        thread.join(LONG_S)
+        assert not thread.is_alive(), thread.name
+
+
+# --- what comes and goes
+
+
+def test_what_is_in_memory_goes_to_a_store_that_is_attached_if_asked(make: Make) -> None:
+    cache, store = make(), a_store()
+    run(cache, LONG)
+    settle(cache)
+    attach(cache, store, back_up=True)
+    settle(cache)
+    cache.flush()
+    assert run(cache, LONG) == (0, 0, ALL)
+
+
+def test_a_store_gets_what_is_computed_after_it_was_attached(make: Make) -> None:
+    cache, store = make(), a_store()
+    run(cache, LONG)
+    settle(cache)
+    attach(cache, store)
+    settle(cache)
+    assert store.usage().objects == 0
+    run(cache, OTHER)
+    settle(cache)
+    cache.flush()
+    assert run(cache, LONG) == (0, 0, 0)
+    assert run(cache, OTHER) == (0, 0, ALL)
+
+
+def test_a_store_that_takes_anothers_place_gets_everything_and_the_other_is_closed(make: Make) -> None:
+    first, second = a_door(), a_door()
+    cache = make(first)
+    run(cache, LONG)
+    settle(cache)
+    change = cache.attach(second, back_up=True)
+    assert not first.closed.is_set(), "the new one has not come yet"
+    cache.step()
+    before = change.made.result(0)
+    assert before is not None and before.closed.wait(LONG_S) and first.closed.is_set()
+    settle(cache)
+    assert second.usage().objects == first.usage().objects > 0
+    cache.flush()
+    assert run(cache, LONG) == (0, 0, ALL)
+    asked = first.counts["exists"]
+    run(cache, OTHER)
+    assert first.counts["exists"] == asked
+    assert not second.closed.is_set()
+
+
+def test_a_store_that_goes_first_ends_what_was_sent_to_it(make: Make) -> None:
+    store = a_door()
+    cache = make(store, prefetch_policy="best_effort")
+    store.stall()
+    run(cache, LONG)
+    until(cache, lambda: cache.stats()["backed_up"] > 0 and cache._hands.depot.lanes[depot_module.STORE].waiting() > 0)
+    change = cache.detach()
+    cache.step()
+    before = change.made.result(0)
+    assert before is not None and not store.closed.is_set()
+    store.release()
+    assert before.closed.wait(LONG_S) and store.closed.is_set()
+    assert store.usage().objects > 0
+    settle(cache)
+    assert nothing_is_left(cache)
+
+
+def test_without_a_store_nobody_is_asked_and_it_can_come_back(make: Make, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store?capacity=64MiB"
+    cache = make(storage_deadline_s=30.0)
+    for _ in range(3):
+        attach(cache, cache.opened(url), url=url)  # type: ignore[arg-type]
+        assert cache.attached is not None and cache.attached.url == url
+        assert sum(run(cache, LONG)) in (0, ALL)
+        settle(cache)
+        detach(cache)
+        assert cache.attached is None and cache.usage() is None
+        cache.flush()
+        assert run(cache, LONG) == (0, 0, 0)
+        cache.flush()
+    attach(cache, cache.opened(url))  # type: ignore[arg-type]
+    assert run(cache, LONG) == (0, 0, ALL)
+
+
+def test_detaching_where_there_is_nothing_is_nothing(make: Make) -> None:
+    cache = make()
+    detach(cache)
+    assert run(cache, LONG) == (0, 0, 0)
+
+
+def test_who_waits_for_a_store_that_goes_is_computed_at_once(make: Make) -> None:
+    store, clock = a_store(), Clock()
+    cache = make(store, clock, prefetch_policy="wait_complete")
+    store.stall()
+    request = Request(cache, LONG)
+    store.wait_for_stalled_call()
+    assert request.lease.phase is Phase.PROBING and not cache.claim(request.lease)
+    change = cache.detach()
+    cache.step()
+    change.made.result(0)
+    assert cache.claim(request.lease)
+    request.look()
+    request.compute().close()
+    store.release()
+    settle(cache)
+    assert nothing_is_left(cache)
+
+
+def test_policies_come_with_a_store_and_stay(make: Make) -> None:
+    cache, store = make(write_policy="write_back"), a_store()
+    run(cache, LONG)
+    settle(cache)
+    assert "host.attention" not in used(cache)
+    attach(cache, store, prefetch="best_effort", write="write_through", back_up=True)
+    settle(cache)
+    assert used(cache)["host.attention"] == ALL and store.usage().objects > 0
+    assert (cache.config.prefetch_policy, cache.config.write_policy) == ("best_effort", "write_through")
+    assert cache.config.wait().base_s == 0
+    detach(cache)
+    attach(cache, a_store())
+    assert (cache.config.prefetch_policy, cache.config.write_policy) == ("best_effort", "write_through")
+
+
+# --- one that hangs
+
+
+def test_a_store_that_hangs_hurts_nobody_after_it_was_detached(make: Make) -> None:
+    before = threads()
+    old, new = a_door(), a_door()
+    cache = make(old, storage_deadline_s=0.05)
+    old.stall()
+    run(cache, LONG)
+    old.wait_for_stalled_call()  # a worker hangs with host pages in its hands
+    change = cache.attach(new, back_up=True)
+    cache.step()
+    gone_depot = change.made.result(0)
+    assert gone_depot is not None
+    assert gone_depot.closed.wait(LONG_S), "it is given up"
+    assert not old.closed.is_set(), "and not closed under a call"
+    run(cache, OTHER)
+    until(cache, lambda: new.counts["put"] > 0 and not cache.core.backups.owing)
+    assert not cache.core.idle(), "what hangs keeps its slots"
+    old.release()
+    settle(cache)
+    assert old.closed.wait(LONG_S)
+    cache.flush()
+    assert run(cache, OTHER) == (0, 0, ALL)
+    settle(cache)
+    assert nothing_is_left(cache)
+    cache.shutdown()
+    gone(threads() - before)
+
+
+def test_what_waited_behind_a_call_that_hangs_ends_when_the_store_is_given_up(make: Make) -> None:
+    store = a_door()
+    cache = make(store, Clock(), storage_deadline_s=0.05, prefetch_policy="best_effort")
+    store.stall()
+    for seed in range(4):
+        run(cache, prompt(8.5, seed=20 + seed))
+    store.wait_for_stalled_call()
+    until(cache, lambda: cache.attached is not None and sum(lane.waiting() for lane in cache._hands.lanes) > 0)
+    change = cache.detach()
+    cache.step()
+    before = change.made.result(0)
+    assert before is not None and before.closed.wait(LONG_S)
+    cache.step()
+    hanging = len(cache.core.copies.ops)
+    assert 0 < hanging <= 3, "only what has begun, one for each worker"
+    store.release()
+    settle(cache)
+    assert nothing_is_left(cache)
+
+
+def test_figures_of_a_store_that_hangs_are_those_it_gave_last(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(depot_module, "USAGE_S", 0.01)
+    store = a_store()
+    cache = make(store)
+    run(cache, LONG)
+    settle(cache)
+    while (usage := cache.usage()) is None or not usage.objects:
+        pass
+    store.stall()
+    stalled = threads()
+    assert [cache.usage() for _ in range(5)] == [usage] * 5
+    assert len(threads() - stalled) <= 1, "one thread hangs, however often somebody asks"
+    store.release()
+
+
+# --- up and down
+
+
+def test_a_store_that_is_down_is_not_asked_and_gets_what_was_written_meanwhile(make: Make) -> None:
+    store = a_store()
+    cache = make(store)
+    store.dead = True
+    seed = 100
+    while cache.up:
+        run(cache, prompt(4.5, seed))
+        settle(cache)
+        seed += 1
+    cache.step()
+    asked = store.counts["put"], store.counts["get"]
+    run(cache, LONG)
+    settle(cache)
+    assert (store.counts["put"], store.counts["get"]) == asked
+    store.dead = False
+    until(cache, lambda: cache.up)
+    settle(cache)
+    cache.flush()
+    assert run(cache, LONG) == (0, 0, ALL)
+
+
+def test_when_a_store_has_hung_for_too_long_those_who_wait_go_on_and_others_never_waited(make: Make) -> None:
+    filled, clock = a_store(), Clock()
+    cache = make(filled, clock, prefetch_base_s=99.0, prefetch_per_ki_token_s=9.0, storage_deadline_s=7.0)
+    run(cache, LONG)
+    settle(cache)
+    filled.stall()
+    waits = Request(cache, OTHER)
+    filled.wait_for_stalled_call()
+    assert not cache.claim(waits.lease)
+    assert run(cache, LONG) == (ALL, 0, 0), "who needs nothing of it is not delayed: the clock stood still"
+    clock.now += 7.01
+    cache.step()
+    assert not cache.up
+    assert cache.claim(waits.lease), "its patience is longer than that"
+    waits.compute().close()
+    assert run(cache, prompt(8.5, seed=5)) == (0, 0, 0), "misses cost nothing now"
+    filled.release()
+    until(cache, lambda: cache.up)
+    settle(cache)
+    cache.flush()
+    assert run(cache, OTHER) == (0, 0, ALL)
+    assert nothing_is_left(cache)
+
+
+def test_a_store_that_is_down_can_be_detached_and_another_attached(make: Make) -> None:
+    store, other = a_store(), a_store()
+    cache = make(store)
+    store.dead = True
+    while cache.up:
+        run(cache, prompt(4.5, seed=store.counts["exists"]))
+        settle(cache)
+    cache.step()
+    attach(cache, other, back_up=True)
+    assert cache.up
+    run(cache, LONG)
+    settle(cache)
+    cache.flush()
+    assert run(cache, LONG) == (0, 0, ALL)
+
+
+# --- what fails changes nothing
+
+
+def goes_on(cache: PrefixCache) -> None:
+    """The store that there was works as before."""
+    settle(cache)
+    cache.flush()
+    assert run(cache, LONG) == (0, 0, ALL)
+    run(cache, OTHER)
+    settle(cache)
+    cache.flush()
+    assert run(cache, OTHER) == (0, 0, ALL)
+    settle(cache)
+    assert nothing_is_left(cache)
+
+
+@pytest.fixture
+def full(make: Make) -> PrefixCache:
+    cache = make(a_store())
+    run(cache, LONG)
+    settle(cache)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("how", "complaint"),
+    [({"prefetch": "hope"}, "unknown prefetch policy 'hope'"), ({"write": "later"}, "unknown write policy 'later'")],
+)
+def test_a_policy_that_nobody_knows_is_refused(full: PrefixCache, how: dict[str, str], complaint: str) -> None:
+    config, store = full.config, a_door()
+    with pytest.raises(ConfigError, match=complaint):
+        full.attach(store, **how)  # type: ignore[arg-type]
+    assert full.config is config and not store.closed.is_set(), "it is still the caller's"
+    goes_on(full)
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [
+        ("nfs://x", "no storage of the kind 'nfs'"),
+        ("file://{folder}/x", "say how much it may hold"),
+        ("file://{folder}/x?capacity=1KiB", "too little for this model"),
+        ("file://{folder}?capacity=64MiB", "is not empty and not a kvarve storage folder"),
+    ],
+)
+def test_a_store_that_cannot_be_opened_is_refused(full: PrefixCache, tmp_path: Path, url: str, complaint: str) -> None:
+    (tmp_path / "something else").write_text("of somebody else's")
+    with pytest.raises(KvarveError, match=complaint):
+        full.opened(url.format(folder=tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["something else"]
+    goes_on(full)
+
+
+def test_without_host_memory_there_is_no_way_to_a_store(make: Make) -> None:
+    cache = make(host=0)
+    with pytest.raises(ConfigError, match="storage needs host memory"):
+        cache.attach(a_door())
+    with pytest.raises(ConfigError, match="storage needs host memory"):
+        cache.opened("memory://x?capacity=1GiB")
+    assert run(cache, LONG) == (0, 0, 0)
+
+
+def test_a_store_without_workers_is_refused(full: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = threads()
+    start, started = threading.Thread.start, 0
+
+    def fails(thread: threading.Thread) -> None:
+        nonlocal started
+        started += 1
+        if started == 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    store = a_door()
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    with pytest.raises(StorageError, match="no workers for a storage: can't start new thread"):
+        full.attach(store)
+    monkeypatch.undo()
+    assert not store.closed.is_set()
+    gone(threads() - before)
+    goes_on(full)
+
+
+def test_a_bug_in_the_middle_of_a_change_leaves_the_old_store(
+    full: PrefixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = threads()
+    store = a_door()
+    forget = full.core.shelves.runs
+    full.core.shelves.runs = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    change = full.attach(store, back_up=True, write="write_back")
+    full.step()
+    full.core.shelves.runs = forget  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        change.made.result(0)
+    assert full.config.write_policy == full.core.config.write.value == "write_through"
+    assert store.closed.wait(LONG_S)
+    gone(threads() - before)
+    goes_on(full)
+
+
+def test_two_changes_at_once_are_one_too_many(full: PrefixCache) -> None:
+    store, other = a_store(), a_door()
+    first = full.attach(store, back_up=True)
+    for second in (lambda: full.attach(other), full.detach):
+        with pytest.raises(Busy, match="another change"):
+            second()
+    assert not other.closed.is_set()
+    full.step()
+    first.made.result(0)
+    goes_on(full)
+    assert store.usage().objects > 0
+
+
+def test_a_change_that_is_not_made_before_the_end_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, store = make(), a_door()
+    change = cache.attach(store)
+    monkeypatch.setattr(cache, "settle", lambda timeout_s: True)
+    cache.shutdown()
+    with pytest.raises(Busy, match="shutting down"):
+        change.made.result(0)
+    assert store.closed.wait(LONG_S)
+    assert cache.flush([Tier.DEVICE]) == 0
