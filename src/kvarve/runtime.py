@@ -26,7 +26,7 @@ from kvarve.ranks.agreement import Agreement, Alone, Wish
 from kvarve.sizes import format_size
 from kvarve.storage import Storage, Usage, check_storage, open_storage
 from kvarve.storage.breaker import Breaker
-from kvarve.storage.urls import parse_url
+from kvarve.storage.urls import SCHEMES, parse_url
 from kvarve.transfer.depot import Depot
 from kvarve.transfer.hands import Hands
 
@@ -60,11 +60,13 @@ def check(identity: ModelIdentity, config: CacheConfig) -> dict[Tier, tuple[int,
 def check_url(identity: ModelIdentity, config: CacheConfig, url: str) -> None:
     """Everything that can be refused of a storage before it is opened."""
     shape = (identity.pools, identity.page_tokens, identity.chunk_tokens)
-    capacity = parse_url(url).size_bytes("capacity")
-    try:
-        split(capacity, *shape, records=True, what="storage", per_snapshot=config.tokens_per_snapshot)
-    except ConfigError as e:
-        raise ConfigError(f"{url}: {e}") from None
+    parsed = parse_url(url)
+    if "capacity" in SCHEMES[parsed.scheme].parameters:  # else it is as large as others make it
+        capacity = parsed.size_bytes("capacity")
+        try:
+            split(capacity, *shape, records=True, what="storage", per_snapshot=config.tokens_per_snapshot)
+        except ConfigError as e:
+            raise ConfigError(f"{url}: {e}") from None
     check_storage(url, label=identity.fingerprint(), description=str(identity))
 
 

@@ -63,6 +63,14 @@ class Storage(Protocol):
 
     def usage(self) -> Usage: ...
 
+    def register(self, memory: memoryview) -> None:
+        """Most buffers of later calls will lie in `memory`, which stays where it is until the storage is closed.
+
+        For a backend that moves bytes by itself and has to know the memory first. Returns at once: what takes time is
+        done by the next call. To do nothing is right for all others.
+        """
+        return
+
     def close(self) -> None:
         """Let go of everything. May be called twice; any other call afterwards raises StorageError."""
         ...
