@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import hypothesis
 import pytest
+from mooncake_cluster import MASTER, METRICS, Cluster, own_network, require_mooncake
 
 from kvarve.storage import Storage, Usage
 from kvarve.storage.mooncake import MooncakeStorage
 from kvarve.storage.mooncake_settings import Settings
 from kvarve.testing import suite
 from kvarve.testing.suite import LABEL, OTHER_LABEL, MakeStorage, StorageSuite, get, put
-from mooncake_cluster import MASTER, METRICS, Cluster, own_network, require_mooncake
 
 _tests = itertools.count()
 

@@ -161,7 +161,9 @@ def test_no_call_reaches_the_library_after_it_was_closed(world: World) -> None:
     assert world.made[0].closed
 
 
-def test_a_setup_that_fails_is_told_and_tried_again_by_the_next_call(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setup_that_fails_is_told_and_tried_again_by_the_next_call(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = world.client()
     world.made[0].hang = True
     client.get(["a"], [0], [1])

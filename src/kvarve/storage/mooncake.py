@@ -90,9 +90,8 @@ class MooncakeStorage(Storage):
         check_batch(names, into)
         self._client.require_open()
         sizes: list[int | None] = [None] * len(names)
-        first: dict[
-            str, int
-        ] = {}  # of one name twice in a call the library fills one buffer and says that it filled both
+        # Of one name twice in a call the library fills one buffer, and says that it has filled both.
+        first: dict[str, int] = {}
         with self._lock:
             for number, name in enumerate(names):
                 if name not in self._deleted:
