@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from kvarve import demo
 from mooncake_cluster import MASTER, METRICS, MIB, Cluster, kill, own_network, require_mooncake, until
 
-WORDS = "the cat sat on the mat and the dog lay under the tree while rain fell over the quiet town all night ".split()
+from kvarve import demo
+
+WORDS = ("cat", "sat", "mat", "and", "dog", "lay", "under", "the", "tree", "while", "rain", "fell", "all", "night")
 
 
 def prompt(seed: int) -> list[dict[str, str]]:

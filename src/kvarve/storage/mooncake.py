@@ -58,7 +58,7 @@ class MooncakeStorage(Storage):
         self.description = description
         self.counts: Counter[str] = Counter()
         self._where = f"mooncake://{settings.master}"
-        self._prefix = f"kvarve:{hashlib.sha256(label).hexdigest()[:32]}:"  # nothing in it means anything in a pattern
+        self._prefix = f"kvarve:{hashlib.sha256(label).hexdigest()[:16]}:"  # nothing in it means anything in a pattern
         self._client = client(settings)
         self._lock = threading.Lock()  # of everything below
         self._lent: list[tuple[int, int]] = []  # address and end of what the library knows
@@ -81,7 +81,10 @@ class MooncakeStorage(Storage):
         if not names:
             return []
         codes = self._client.exists(self._keys(names))
-        self._require_answers(codes, "asked for")
+        if min(codes) < 0:  # no answer, and no miss: to take it for one would be to compute what is there
+            raise StorageError(f"{self._where}: asked for {len(names)} objects: {min(codes)}")
+        if not self._deleted:
+            return [*map(bool, codes)]
         with self._lock:
             self._deleted.difference_update(name for name, code in zip(names, codes, strict=True) if code == 0)
             return [code == 1 and name not in self._deleted for name, code in zip(names, codes, strict=True)]
@@ -213,13 +216,7 @@ class MooncakeStorage(Storage):
     # --- inside
 
     def _keys(self, names: Iterable[str]) -> list[str]:
-        return [self._prefix + name for name in names]
-
-    def _require_answers(self, codes: Sequence[int], verb: str) -> None:
-        """A negative answer is no answer: to take it for a miss would be to recompute what is there."""
-        trouble = next((code for code in codes if code < 0), None)
-        if trouble is not None:
-            raise StorageError(f"{self._where}: {verb} {len(codes)} objects: {trouble}")
+        return [*map(self._prefix.__add__, names)]
 
     def _placed(
         self, numbers: Sequence[int], views: Sequence[memoryview], filled: bool = False
