@@ -81,8 +81,6 @@ class MooncakeStorage(Storage):
         if not names:
             return []
         codes = self._client.exists(self._keys(names))
-        if min(codes) < 0:  # no answer, and no miss: to take it for one would be to compute what is there
-            raise StorageError(f"{self._where}: asked for {len(names)} objects: {min(codes)}")
         if not self._deleted:
             return [*map(bool, codes)]
         with self._lock:
@@ -216,7 +214,8 @@ class MooncakeStorage(Storage):
     # --- inside
 
     def _keys(self, names: Iterable[str]) -> list[str]:
-        return [*map(self._prefix.__add__, names)]
+        prefix = self._prefix
+        return [prefix + name for name in names]
 
     def _placed(
         self, numbers: Sequence[int], views: Sequence[memoryview], filled: bool = False

@@ -12,8 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvarve.errors import ConfigError, StorageError
@@ -85,7 +84,7 @@ class Client:
         self._lent: list[memoryview] = []  # what every library object is to know of
         self._pid = os.getpid()
         self._hostname = settings.hostname
-        with self._entered():
+        with self._entered():  # or there is no master
             pass
 
     def lend(self, memory: memoryview) -> None:
@@ -93,9 +92,15 @@ class Client:
         with self._lock:
             self._lent.append(memory)
 
-    def exists(self, keys: Sequence[str]) -> list[int]:
+    def exists(self, keys: list[str]) -> list[int]:
+        """1 or 0 for each. StorageError for anything else: to take no answer for a miss is to compute what is there."""
         with self._entered() as raw:
-            return self._heard(raw.store.batch_is_exist(list(keys)))
+            codes: list[int] = raw.store.batch_is_exist(keys)
+        if min(codes, default=0) < 0:
+            self._heard(codes)
+            raise StorageError(f"the Mooncake master at {self._settings.master} cannot say what is there: {min(codes)}")
+        self._suspect = False
+        return codes
 
     def put(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
         with self._entered() as raw:
@@ -167,19 +172,12 @@ class Client:
 
     # --- inside
 
-    @contextmanager
-    def _entered(self) -> Iterator["_Raw"]:
+    def _entered(self) -> "_Inside":
         """The library, with everything known to it that was lent; it is not closed before this is left."""
         self.require_open()
         if self._suspect:
             self._knock()
-        raw = self._ready()
-        try:
-            yield raw
-        finally:
-            with self._lock:
-                self._inside -= 1
-                self._lock.notify_all()
+        return _Inside(self, self._ready())
 
     def _ready(self) -> "_Raw":
         """A library object that may be called, counted as being in it. What takes time is done without the lock."""
@@ -203,7 +201,7 @@ class Client:
 
     def _heard(self, codes: list[int]) -> list[int]:
         """StorageError if the master did not answer; the next call then knocks before it asks."""
-        outage = next((code for code in codes if code in _OUTAGES), None)
+        outage = next((code for code in codes if code in _OUTAGES), None) if min(codes, default=0) < 0 else None
         self._suspect = outage is not None
         if outage is not None:
             raise StorageError(f"the Mooncake master at {self._settings.master} does not answer ({outage})")
@@ -253,6 +251,25 @@ class Client:
             with self._lock:
                 self._raw, self._changing = None, False
                 self._lock.notify_all()
+
+
+class _Inside:
+    """One call's stay in the library; a class, since a generator would take longer than a question is to take."""
+
+    __slots__ = ("_client", "_raw")
+
+    def __init__(self, client: Client, raw: "_Raw") -> None:
+        self._client, self._raw = client, raw
+
+    def __enter__(self) -> "_Raw":
+        return self._raw
+
+    def __exit__(self, *_: object) -> None:
+        client = self._client
+        with client._lock:
+            client._inside -= 1
+            if client._changing or client._closed:  # somebody waits for this
+                client._lock.notify_all()
 
 
 class _Raw:
