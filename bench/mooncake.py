@@ -284,7 +284,9 @@ def main() -> int:
             pages, storage = Pages(), cluster.storage()
             ways: dict[str, Raw | Lane] = {"raw": Raw(pages), "kvarve": Lane(pages, storage)}
             restore = Restore()
-            for batch in range((1 << 30) // BATCH // MIB - 1):  # the owner's memory is taken from the system by a first use
+            for batch in range(
+                (1 << 30) // BATCH // MIB - 1
+            ):  # the owner's memory is taken from the system by a first use
                 ways["raw"].put(names((1 << 21) + batch))
             assert storage._client.remove_all_of(".*")
             for number in watched(range(size.rounds + 1), "round", size.rounds + 1):

@@ -89,6 +89,7 @@ class TestMooncakeStorage(StorageSuite):
     def test_any_history_of_calls_agrees_with_a_dict(
         self, make_storage: MakeStorage, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        # A few examples: each opens the storage anew several times, and the library needs a second to close.
-        monkeypatch.setattr(suite, "settings", lambda **usual: hypothesis.settings(**(usual | {"max_examples": 3})))
+        # A few short ones: each opens the storage anew several times, and the library needs a second to close.
+        few = {"max_examples": 2, "stateful_step_count": 12}
+        monkeypatch.setattr(suite, "settings", lambda **usual: hypothesis.settings(**(usual | few)))
         super().test_any_history_of_calls_agrees_with_a_dict(make_storage)

@@ -225,12 +225,16 @@ class MooncakeStorage(Storage):
         A batch is over when the next one is asked for.
         """
         direct, bounced = list[_Place](), list[int]()
+        with self._lock:
+            lent = [*self._lent]
         for number in numbers:
-            address = self._known(views[number])
-            if address is None:
-                bounced.append(number)
+            view = views[number]
+            # What is shorter than what stands for nothing could not hold that.
+            address = 0 if view.readonly or len(view) < len(_EMPTY) else address_of(view)
+            if address and any(start <= address and address + len(view) <= end for start, end in lent):
+                direct.append(_Place(number, address, len(view)))
             else:
-                direct.append(_Place(number, address, len(views[number])))
+                bounced.append(number)
         for at in range(0, len(direct), _BATCH):
             yield direct[at : at + _BATCH]
         while bounced:
@@ -250,19 +254,10 @@ class MooncakeStorage(Storage):
                 yield places
                 del bounced[: len(places)]
 
-    def _known(self, view: memoryview) -> int | None:
-        """The address of a buffer that the library may use as it is."""
-        if view.readonly or len(view) < len(_EMPTY):
-            return None
-        address = address_of(view)
-        with self._lock:
-            known = any(start <= address and address + len(view) <= end for start, end in self._lent)
-        return address if known else None
-
     def _have_bounce(self, size_bytes: int) -> None:
         """Called with the bounce lock held. A smaller one stays lent: nobody can say who may still write there."""
         if len(self._bounce) < size_bytes:
-            self._bounce = memoryview(mmap.mmap(-1, max(size_bytes, _BOUNCE_BYTES)))
+            self._bounce = memoryview(mmap.mmap(-1, max(1 << (size_bytes - 1).bit_length(), _BOUNCE_BYTES)))
             self._client.lend(self._bounce)
 
     def _get_large(self, name: str, view: memoryview) -> int | None:
