@@ -26,7 +26,9 @@ from kvarve.storage.mooncake import MooncakeStorage
 from kvarve.storage.mooncake_settings import Settings
 
 MIB = 1 << 20
-MASTER, METRICS = "127.0.0.1:50051", "127.0.0.1:9003"
+# Below the ports that connections get (from 32768) and beside those that the library takes (12300 to 17000): the usual
+# one of a master may be a connection's own just when it wants to listen.
+MASTER, METRICS = "127.0.0.1:5051", "127.0.0.1:9003"
 PATIENCE_S = 60.0
 LABEL = b"\x01" * 32
 
@@ -111,7 +113,11 @@ class Cluster:
     def __init__(self, folder: Path, *flags: str) -> None:
         self.folder, self._flags = folder, flags
         self._processes: list[subprocess.Popen[str]] = []
-        self.master = self._start_master()
+        try:
+            self.master = self._start_master()
+        except BaseException:
+            self.close()
+            raise
 
     def _start_master(self) -> subprocess.Popen[str]:
         program = shutil.which("mooncake_master", path=str(Path(sys.executable).parent)) or "mooncake_master"
@@ -122,7 +128,8 @@ class Cluster:
         with (self.folder / "master.log").open("a") as log:
             master = subprocess.Popen([program, *words], stdout=log, stderr=log, text=True)
         self._processes.append(master)
-        until(listens, "a master that listens")
+        until(lambda: listens() or master.poll() is not None, "a master that listens")
+        assert master.poll() is None, (self.folder / "master.log").read_text()[-2000:]
         return master
 
     def owner(self, size_bytes: int = 64 * MIB) -> subprocess.Popen[str]:

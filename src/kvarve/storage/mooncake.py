@@ -64,7 +64,7 @@ class MooncakeStorage(Storage):
         self._lent: list[tuple[int, int]] = []  # address and end of what the library knows
         self._reading = 0  # calls that are in a get
         self._deleted: set[str] = set()  # names under a lease, which are gone for everybody here until they are
-        self._stored: dict[str, int] = {}  # counts for when the master's figures cannot be had
+        self._usage = Usage(0, 0, None, 0)  # as the master last told it
         self._bounce_lock = threading.Lock()
         self._bounce = memoryview(b"")
 
@@ -98,7 +98,7 @@ class MooncakeStorage(Storage):
                 if name not in self._deleted:
                     first.setdefault(name, number)
             self._reading += 1
-        tried = failed = 0
+        arrived = failed = 0
         large: list[int] = []
         try:
             for places in self._placed([*first.values()], into):
@@ -107,17 +107,17 @@ class MooncakeStorage(Storage):
                     [place.address for place in places],
                     [place.size_bytes for place in places],
                 )
-                tried += len(places)
                 for place, code in zip(places, codes, strict=True):
                     if code >= 0:
                         sizes[place.number] = _arrived(place, into[place.number], code)
+                        arrived += 1
                     elif code == INVALID:  # larger than its buffer, which the library refuses
                         large.append(place.number)
                     elif code in UNREADABLE:
                         failed += 1
                     else:
-                        self._require_miss(code, tried - len(places), len(names))
-                if failed and failed == tried:
+                        self._require_miss(code, arrived, len(names))
+                if failed and not arrived:
                     break  # an owner is gone, or stands still: the rest would take as long
             for number in large:
                 sizes[number] = self._get_large(names[number], into[number])
@@ -125,7 +125,7 @@ class MooncakeStorage(Storage):
             with self._lock:
                 self._reading -= 1
         self.counts["unreadable"] += failed
-        if failed and failed == tried:
+        if failed and not arrived:
             raise StorageError(f"{self._where}: read 0 of {len(names)} objects: their owners do not answer")
         for number, name in enumerate(names):
             other = first.get(name, number)
@@ -145,7 +145,7 @@ class MooncakeStorage(Storage):
         self._remove(buried)
         with self._lock:  # what is still there of those is as good as not stored: who needs it will find nothing
             first = {name: number for name, number in first.items() if name not in self._deleted}
-        tried = failed = 0
+        failed = 0
         sent: list[int] = []
         for places in self._placed([*first.values()], data, filled=True):
             codes = self._client.put(
@@ -153,7 +153,6 @@ class MooncakeStorage(Storage):
                 [place.address for place in places],
                 [place.size_bytes for place in places],
             )
-            tried += len(places)
             for place, code in zip(places, codes, strict=True):
                 if code in (0, ALREADY_THERE):
                     sent.append(place.number)
@@ -163,15 +162,13 @@ class MooncakeStorage(Storage):
                     self.counts["no room"] += 1
                 else:
                     raise StorageError(f"{self._where}: stored {len(sent)} of {len(names)} objects: {code}")
-            if failed and failed == tried:
+            if failed and not sent:
                 raise StorageError(f"{self._where}: stored 0 of {len(names)} objects: no owner takes them")
         self.counts["not taken"] += failed
         # A put of what another writer has begun and never ended says 0 and stores nothing.
         there = self.exists([names[number] for number in sent])
         self.counts["not there after a put"] += len(there) - sum(there)
         stored = {names[number] for number, found in zip(sent, there, strict=True) if found}
-        with self._lock:
-            self._stored |= {name: len(data[first[name]]) for name in stored if name not in self._stored}
         return [name in stored for name in names]
 
     def delete(self, names: Sequence[str]) -> list[bool]:
@@ -191,22 +188,16 @@ class MooncakeStorage(Storage):
         check_names([] if group is None else [group])
         self._client.require_open()
         pattern = self._prefix if group is None else f"{self._prefix}{group.replace('.', '[.]')}-"
-        with self._lock:
-            self._stored = (
-                {} if group is None else {n: s for n, s in self._stored.items() if n.partition("-")[0] != group}
-            )
         return self._client.remove_all_of(f"^{pattern}.*")
 
     def usage(self) -> Usage:
-        """What the master says of everybody's objects; where its figures cannot be had, what was stored through us."""
+        """What the master says of everybody's objects; what it said last, where its figures cannot be had."""
         self._client.require_open()
         figures = self._client.figures()
-        if figures is None:
-            with self._lock:
-                return Usage(len(self._stored), sum(self._stored.values()), None, 0)
-        names = ("key_count", "allocated_bytes", "total_capacity_bytes", "evicted_key_count")
-        objects, used, capacity, evicted = (int(figures.get(f"master_{name}", 0)) for name in names)
-        return Usage(objects, used, capacity, evicted)
+        if figures is not None:
+            names = ("key_count", "allocated_bytes", "total_capacity_bytes", "evicted_key_count")
+            self._usage = Usage(*(int(figures.get(f"master_{name}", 0)) for name in names))
+        return self._usage
 
     def close(self) -> None:
         self._client.close()
@@ -308,7 +299,6 @@ class MooncakeStorage(Storage):
                     self._deleted.add(name)
                 else:
                     self._deleted.discard(name)
-                self._stored.pop(name, None)
         trouble = next((code for code in codes if code < 0 and code not in HELD | MISSING), None)
         if trouble is not None:
             raise StorageError(f"{self._where}: deleted some of {len(names)} objects: {trouble}")
