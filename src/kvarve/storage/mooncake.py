@@ -77,8 +77,8 @@ class MooncakeStorage(Storage):
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
-        self._client.require_open()
         if not names:
+            self._client.require_open()
             return []
         codes = self._client.exists(self._keys(names))
         if not self._deleted:

@@ -174,8 +174,8 @@ class Client:
 
     def _entered(self) -> "_Inside":
         """The library, with everything known to it that was lent; it is not closed before this is left."""
-        self.require_open()
         if self._suspect:
+            self.require_open()
             self._knock()
         return _Inside(self, self._ready())
 
@@ -183,7 +183,8 @@ class Client:
         """A library object that may be called, counted as being in it. What takes time is done without the lock."""
         while True:
             with self._lock:
-                self._lock.wait_for(lambda: not self._changing)
+                if self._changing:
+                    self._lock.wait_for(lambda: not self._changing)
                 self.require_open()
                 raw = self._raw
                 if raw is not None and raw.registered == len(self._lent):
