@@ -174,6 +174,15 @@ def test_a_setup_that_fails_is_told_and_tried_again_by_the_next_call(
     assert client.exists(["a"]) == [1]
 
 
+def test_a_child_after_a_fork_leaves_the_library_alone(world: World) -> None:
+    storage = world.storage()
+    storage._client._pid -= 1  # as a child sees it
+    with pytest.raises(StorageError, match="fork"):
+        storage.exists(["a"])
+    storage.close()
+    assert not world.made[0].closed
+
+
 # --- versions
 
 

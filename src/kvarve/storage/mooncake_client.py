@@ -160,9 +160,10 @@ class Client:
 
     def close(self) -> None:
         """Wait for the calls that are inside, and let go. May be called twice."""
+        if os.getpid() != self._pid:  # what a child after a fork has is not its own
+            return
         with self._lock:
-            if self._closed or os.getpid() != self._pid:  # what a child after a fork has is not its own
-                self._closed = True
+            if self._closed:
                 return
             self._closed = True
             self._lock.wait_for(lambda: not self._inside and not self._changing)
@@ -174,8 +175,8 @@ class Client:
 
     def _entered(self) -> "_Inside":
         """The library, with everything known to it that was lent; it is not closed before this is left."""
+        self.require_open()  # before the lock, which a child after a fork may find taken for ever
         if self._suspect:
-            self.require_open()
             self._knock()
         return _Inside(self, self._ready())
 
