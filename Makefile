@@ -58,7 +58,7 @@ train: setup
 # torch comes first and by itself (see TORCH), so the lock is of everything else; hashes are in it, addresses are not.
 lock: setup
 	mkdir -p .venv/lock && grep -v '"torch' pyproject.toml > .venv/lock/pyproject.toml
-	.venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --extra dev --no-header \
+	.venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --extra dev --extra mooncake --no-header \
 		--no-annotate .venv/lock/pyproject.toml -o requirements.lock
 
 clean:

@@ -112,6 +112,7 @@ def _parsers(words: Sequence[str]) -> _Parser:
     demo.option("--model", "builtin:... or a checkpoint folder", default="builtin:tiny-hybrid")
     demo.add_argument("--quick", action="store_true", help="a shorter run")
     demo.option("--port", "port of the server that it starts, 0 for any free one", type=_port, default=0)
+    demo.option("--storage", "an empty one, such as mooncake://10.0.0.1; files below --out unless given", metavar="URL")
     text = "prove on a model of your own that the cache never changes a logit"
     verify = commands.add_parser("verify", help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_VERIFY)
     _verify_options(verify)

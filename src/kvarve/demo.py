@@ -161,12 +161,8 @@ def server(args: argparse.Namespace, folder: Path, log: Path) -> Iterator[Client
     ready.unlink(missing_ok=True)
     command = [sys.executable, "-m", "kvarve", "serve", "--model", args.model, "--port", str(args.port)]
     command += ["--device-memory", "1GiB", "--host-memory", "2GiB", "--ready-file", str(ready)]
-    command += [
-        "--storage",
-        f"file://{(folder / 'storage').resolve()}?capacity=8GiB",
-        "--prefetch-policy",
-        "wait_complete",
-    ]
+    storage = args.storage or f"file://{(folder / 'storage').resolve()}?capacity=8GiB"
+    command += ["--storage", storage, "--prefetch-policy", "wait_complete"]
     with log.open("ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
     try:

@@ -27,7 +27,7 @@ from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
 from kvarve.ranks.agreement import Agreement, Alone, Wish
 from kvarve.sizes import format_size
 from kvarve.storage import Breaker, Storage, Tiers, Usage, check_storage, open_storage
-from kvarve.storage.urls import parse_urls
+from kvarve.storage.urls import SCHEMES, parse_urls
 from kvarve.transfer.depot import Depot
 from kvarve.transfer.hands import Hands
 
@@ -67,6 +67,8 @@ def check_setting(identity: ModelIdentity, config: CacheConfig) -> None:
     """Everything that can be refused of storages before they are opened."""
     shape = (identity.pools, identity.page_tokens, identity.chunk_tokens)
     for url in parse_urls(config.storages):
+        if "capacity" not in SCHEMES[url.scheme].parameters:
+            continue  # it is as large as others make it
         capacity = url.size_bytes("capacity")
         try:
             split(capacity, *shape, records=True, what="storage", per_snapshot=config.tokens_per_snapshot)

@@ -712,3 +712,12 @@ def test_threads_on_failing_tiers_get_what_was_put_or_nothing() -> None:
     assert row.storage.exists(names) == [False] * 60
     assert [part.usage.bytes for part in row.storage.parts()] == [0, 0], f"seed {seed}"
     row.close()
+
+
+def test_memory_that_is_lent_is_lent_to_every_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    lent: list[tuple[Storage, memoryview]] = []
+    monkeypatch.setattr(MemoryStorage, "register", lambda storage, memory: lent.append((storage, memory)))
+    row, memory = Row(), memoryview(bytearray(64))
+    row.storage.register(memory)
+    assert [(storage, view is memory) for storage, view in lent] == [(sick.inner, True) for sick in row.sick]
+    row.storage.close()

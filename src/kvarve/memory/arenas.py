@@ -60,6 +60,11 @@ class HostArena:
         typed = everything.view(getattr(torch, dtype))
         return typed.as_strided((self.slots, *shape), (self.stride // size, *reversed(strides)), offset // size)
 
+    @property
+    def memory(self) -> memoryview:
+        """All records, writable."""
+        return self._bytes
+
     def record(self, slot: int) -> memoryview:
         """The bytes of one record, writable."""
         return self._bytes[slot * self.stride : (slot + 1) * self.stride]

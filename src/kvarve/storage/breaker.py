@@ -142,6 +142,9 @@ class Breaker(Storage):
             self._usage = usage or self._usage
             return self._usage
 
+    def register(self, memory: memoryview) -> None:
+        self.inner.register(memory)
+
     def close(self) -> None:
         """Let go within `close_s`. Calls that are inside come back when they can; the last of them closes `inner`.
 

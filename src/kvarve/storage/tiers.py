@@ -269,6 +269,10 @@ class Tiers(Storage):
         self._check_open()
         return self._carriers[0].tier.usage()
 
+    def register(self, memory: memoryview) -> None:
+        for carrier in self._carriers:
+            carrier.tier.register(memory)
+
     def close(self) -> None:
         """Carry what waits, within `close_s`, then close every tier. What is still owed is owed no more."""
         with self._lock:

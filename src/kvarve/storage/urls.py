@@ -9,11 +9,13 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvarve.errors import ConfigError
 from kvarve.sizes import parse_size
-from kvarve.storage.base import Storage
+from kvarve.storage.base import Storage, check_settings
 from kvarve.storage.breaker import Breaker
 from kvarve.storage.files import DEFAULT_THREADS, FileStorage, check_limits
 from kvarve.storage.folder import check_folder
 from kvarve.storage.memory import MemoryStorage, check_memory
+from kvarve.storage.mooncake import MooncakeStorage
+from kvarve.storage.mooncake_settings import PARAMETERS, read_settings
 from kvarve.storage.tiers import Tiers
 
 DEFAULT_CAPACITY = "10GiB"  # of a plain path; a URL says its own
@@ -101,11 +103,18 @@ def _memory(url: StorageUrl, label: bytes, description: str) -> Callable[[], Sto
     return lambda: MemoryStorage(capacity_bytes, label, description, url.place)
 
 
+def _mooncake(url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
+    check_settings(1, label)
+    settings = read_settings(url.text, url.place, url.path, url.parameters)
+    return lambda: MooncakeStorage(settings, label, description)
+
+
 SCHEMES: dict[str, Scheme] = {
     "file": Scheme(
         "file:///var/kvarve?capacity=100GiB", frozenset({"capacity", "ttl", "quota", "eviction", "threads"}), _file
     ),
     "memory": Scheme("memory://name?capacity=1GiB", frozenset({"capacity"}), _memory),
+    "mooncake": Scheme("mooncake://10.0.0.1:50051?protocol=tcp&segment=4GiB", PARAMETERS, _mooncake),
 }
 
 

@@ -125,6 +125,9 @@ class FaultyStorage(Storage):
         self._begin("usage", 0, lambda _: None)
         return self.inner.usage()
 
+    def register(self, memory: memoryview) -> None:
+        self.inner.register(memory)
+
     def close(self) -> None:
         self.inner.close()
 

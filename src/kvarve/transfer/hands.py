@@ -53,6 +53,8 @@ class Hands:
 
     def open_depot(self, storage: Storage) -> Depot:
         """Workers for a storage that may be attached; it is theirs from now on. StorageError if there are none."""
+        for arena in self._host:
+            storage.register(arena.memory)
         return Depot(storage, self.ends, deadline_s=self._deadline_s, readers=self._storage_readers)
 
     def attach(self, depot: Depot | None) -> Depot | None:

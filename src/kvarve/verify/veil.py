@@ -66,6 +66,9 @@ class Veil(Storage):
     def usage(self) -> Usage:
         return self.inner.usage()
 
+    def register(self, memory: memoryview) -> None:
+        self.inner.register(memory)
+
     def close(self) -> None:
         self.inner.close()
 

@@ -1,0 +1,336 @@
+"""How near to Mooncake's own calls does kvarve come?
+
+    .venv/bin/python bench/mooncake.py [--quick] [--json FILE]
+
+A real master and an owner of memory, each a process of its own, and this one, in a network of their own with nothing
+but loopback (which takes root). Raw: the library's batch calls from registered memory, by the same client, because two
+clients differ by more than what is measured here. kvarve: what its lanes do, so each page's checksum is computed before
+it is written and after it is read, and a put has asked whether what it wrote is there. Both move the same pages, in
+turns, and begin the rounds in turns.
+
+Then questions about 128 names, and a prompt of 4,096 tokens on its way from the store to the device: probe, reads,
+checks, copies. Each figure is the best of several rounds (of the questions the median), because other work on a machine
+only ever makes a round slower. And what a master that is lost costs: the time of a call that fails, and of one behind
+the breaker.
+"""
+
+import mmap
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from common import arguments, machine, show, watched, write_json
+from kvarve.config import CacheConfig
+from kvarve.core.lease import Lease
+from kvarve.errors import StorageError
+from kvarve.memory.record import HEADER_BYTES, Stamp
+from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
+from kvarve.runtime import PrefixCache
+from kvarve.storage.breaker import Breaker
+from kvarve.storage.mooncake import MooncakeStorage
+from kvarve.storage.mooncake_client import address_of
+
+sys.path.remove(str(Path(__file__).parent))  # or this file would be taken for the library of its name
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "storage"))
+from mooncake_cluster import MASTER, METRICS, Cluster, kill, own_network
+
+MIB = 1 << 20
+BATCH, HELD = 32, 128
+NAMESPACE, PATIENCE_S = b"n" * 32, 120.0
+PROMPT_TOKENS, PAGE_TOKENS, CHUNK_TOKENS = 4096, 64, 256
+
+
+@dataclass(frozen=True)
+class Size:
+    batches: int = 8  # moved by each way in each round
+    rounds: int = 8
+    questions: int = 2000
+    restores: int = 4  # in each round
+
+
+QUICK = Size(batches=2, rounds=2, questions=100, restores=2)
+
+
+class Pages:
+    """Sealed records of 1 MiB in page-aligned memory, as the host has them."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(mmap.mmap(-1, BATCH * MIB))
+        self.views = [self.memory[at : at + MIB] for at in range(0, BATCH * MIB, MIB)]
+        self.addresses = [address_of(view) for view in self.views]
+        self.stamp = Stamp(NAMESPACE, "kv", MIB - HEADER_BYTES)
+        noise = np.random.default_rng(7).integers(0, 256, MIB, np.uint8).data
+        self.keys = [number.to_bytes(32, "little") for number in range(BATCH)]
+        for view, key in zip(self.views, self.keys, strict=True):
+            view[:] = noise
+            self.stamp.seal(view, key)
+
+    def check(self) -> None:
+        """What a lane does before it writes and after it has read."""
+        for view, key in zip(self.views, self.keys, strict=True):
+            assert self.stamp.intact(view, key), "these are not the bytes that were written"
+
+    def blank(self) -> None:
+        for view in self.views:
+            view[:4096] = bytes(4096)
+
+
+class Raw:
+    """The library's own calls, on the connections that kvarve has."""
+
+    def __init__(self, pages: Pages, storage: MooncakeStorage) -> None:
+        with storage._client._entered() as raw:
+            self.pages, self.store = pages, raw.store
+
+    def put(self, names: list[str]) -> None:
+        assert self.store.batch_put_from(names, self.pages.addresses, [MIB] * BATCH) == [0] * BATCH
+
+    def get(self, names: list[str]) -> None:
+        assert self.store.batch_get_into(names, self.pages.addresses, [MIB] * BATCH) == [MIB] * BATCH
+
+    def holds(self, names: list[str]) -> Any:
+        return self.store.batch_is_exist(names)
+
+    def delete(self, names: list[str]) -> None:
+        assert self.store.batch_remove(names, True) == [0] * BATCH
+
+
+class Lane:
+    """What kvarve's lanes do with a storage."""
+
+    def __init__(self, pages: Pages, storage: MooncakeStorage) -> None:
+        self.pages, self.storage = pages, storage
+        storage.register(pages.memory)
+
+    def put(self, names: list[str]) -> None:
+        self.pages.check()
+        assert all(self.storage.put(names, self.pages.views))
+
+    def get(self, names: list[str]) -> None:
+        assert self.storage.get(names, self.pages.views) == [MIB] * BATCH
+        self.pages.check()
+
+    def holds(self, names: list[str]) -> Any:
+        return self.storage.exists(names)
+
+    def delete(self, names: list[str]) -> None:
+        assert all(self.storage.delete(names))
+
+
+def names(of_round: int, count: int = BATCH) -> list[str]:
+    return [f"0123456789abcdef-{of_round:08x}{number:056x}.kv.0" for number in range(count)]
+
+
+def timed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def moves(ways: dict[str, Raw | Lane], pages: Pages, size: Size, number: int) -> Iterator[tuple[str, float]]:
+    """Seconds of a batch, put and got each way; each way's objects go before the next one's come."""
+    for way, what in [*ways.items()][:: 1 if number % 2 else -1]:
+        for batch in range(size.batches):
+            some = names(number * size.batches + batch)
+            pages.check()  # so that both find the processor's caches alike
+            yield f"{way} put", timed(lambda what=what, some=some: what.put(some))  # type: ignore[misc]
+            pages.blank()
+            yield f"{way} get", timed(lambda what=what, some=some: what.get(some))  # type: ignore[misc]
+            what.delete(some)
+
+
+def restored(restore: "Restore", raw: Raw | Lane, size: Size, number: int) -> Iterator[tuple[float, float]]:
+    """Seconds of a prompt's restore, and of as many raw gets as bring about as many bytes, one pair after the other."""
+    for pair in range(size.restores):
+        some = [names((1 << 20) + 2 * pair + half) for half in range(2)]
+        for batch in some:
+            raw.put(batch)
+        seconds = restore.round()
+        yield seconds, timed(lambda some=some: [raw.get(batch) for batch in some])  # type: ignore[misc]
+        for batch in some:
+            raw.delete(batch)
+
+
+def questions(ways: dict[str, Raw | Lane], size: Size) -> dict[str, float]:
+    """Median seconds of a question about 128 names, half of which are there."""
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    asked = names(1 << 30, HELD)
+    lane = ways["kvarve"]
+    assert isinstance(lane, Lane)
+    assert all(lane.storage.put(asked[::2], [memoryview(b"x" * 64)] * (HELD // 2)))
+    raw_asked = [lane.storage._prefix + name for name in asked]
+    for _ in range(size.questions):
+        for way, what in ways.items():
+            some = asked if what is lane else raw_asked
+            found[way].append(timed(lambda what=what, some=some: what.holds(some)))  # type: ignore[misc]
+    assert sum(lane.holds(asked)) == HELD // 2
+    return {way: float(np.median(seconds)) for way, seconds in found.items()}
+
+
+# --- a prompt from the store to the device
+
+KV = PoolSpec(
+    "kv",
+    tuple(BufferSpec(f"{layer}.{kind}", (PAGE_TOKENS, 4, 128), "bfloat16") for layer in range(8) for kind in "kv"),
+    None,
+)
+STATE = PoolSpec("state", tuple(BufferSpec(f"{layer}", (16, 128, 128), "float32") for layer in range(4)), 1, True)
+IDENTITY = ModelIdentity("mooncake-bench", "none", "bfloat16", PAGE_TOKENS, CHUNK_TOKENS, (KV, STATE))
+PROMPT_BYTES = PROMPT_TOKENS // PAGE_TOKENS * KV.payload_bytes + STATE.payload_bytes
+
+
+class Restore:
+    """A cache over Mooncake, and an engine that only pretends to compute."""
+
+    def __init__(self) -> None:
+        storage = f"mooncake://{MASTER}?metrics={METRICS}"
+        settings = CacheConfig(4 * PROMPT_BYTES, 4 * PROMPT_BYTES, storage, prefetch_policy="wait_complete")
+        self.cache, self._first = PrefixCache(IDENTITY, settings), 0
+
+    def round(self) -> float:
+        """Seconds from `open` until the pages of a prompt that only the store has are on the device."""
+        cache, pages = self.cache, PROMPT_TOKENS // PAGE_TOKENS
+        prompt = np.arange(PROMPT_TOKENS + 1) + self._first
+        self._first += len(prompt)
+        lease = cache.open(prompt)
+        self._until(lambda: cache.claim(lease))
+        for name, slots in cache.grow(lease, pages).items():
+            for buffer in cache.arena(name).values():
+                for position, slot in slots.items():
+                    buffer[slot].fill_(position % 251)
+        cache.publish(lease, pages)
+        cache.close(lease)
+        cache.flush(timeout_s=PATIENCE_S)
+        start = time.perf_counter()
+        lease = cache.open(prompt)
+        self._until(lambda: cache.claim(lease))
+        seconds = time.perf_counter() - start
+        self._check(lease, pages)
+        cache.flush(timeout_s=PATIENCE_S)
+        assert cache.attached is not None
+        storage = cache.attached.breaker.inner
+        assert isinstance(storage, MooncakeStorage)
+        assert storage.drop() == pages + 1  # and its state
+        return seconds
+
+    def _check(self, lease: Lease, pages: int) -> None:
+        assert lease.boundary == pages, f"only {lease.boundary} of {pages} pages came back"
+        for name, (positions, slots) in self.cache.pages(lease).items():
+            for buffer in self.cache.arena(name).values():
+                for position, slot in zip(positions, slots, strict=True):
+                    assert buffer[slot].flatten()[-1].item() == position % 251, "another page's bytes"
+        self.cache.close(lease)
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        end = time.monotonic() + PATIENCE_S
+        self.cache.step()
+        while not done():
+            assert time.monotonic() < end, f"nothing has happened for {PATIENCE_S:.0f} s"
+            self.cache.wait(0.05)
+            self.cache.step()
+
+
+# --- a lost master
+
+
+def loss(cluster: Cluster, storage: MooncakeStorage) -> dict[str, float]:
+    """Seconds of calls while the master is gone, and from its return until something is stored and read again."""
+    breaker, asked = Breaker(storage, deadline_s=30.0), names(0, HELD)
+    kill(cluster.master)
+    first = []
+    while breaker.up:
+        start = time.perf_counter()
+        try:
+            breaker.exists(asked)
+        except StorageError:
+            first.append(time.perf_counter() - start)
+    later = max(timed(lambda: breaker.exists(asked)) for _ in range(100))
+    cluster.restart_master()
+    start, number, one = time.perf_counter(), 0, memoryview(bytearray(64))
+    while True:
+        number += 1
+        try:
+            if breaker.put([f"back-{number}"], [one]) == [True] and breaker.get([f"back-{number}"], [one]) == [64]:
+                break
+        except StorageError:
+            pass
+    return {
+        "first failed call": max(first),
+        "call behind the breaker": later,
+        "hits after its return": time.perf_counter() - start,
+    }
+
+
+# --- all of it
+
+
+def main() -> int:
+    parser = arguments("How near to Mooncake's own calls does kvarve come?")
+    args = parser.parse_args()
+    size, about = QUICK if args.quick else Size(), machine()
+    torch.set_num_threads(1)
+    seconds: dict[str, list[float]] = {}
+    restores: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="kvarve-bench-") as folder, own_network():
+        cluster = Cluster(Path(folder), "--default_kv_lease_ttl=2000")
+        try:
+            cluster.owner(1 << 30)
+            pages, storage = Pages(), cluster.storage()
+            ways: dict[str, Raw | Lane] = {"kvarve": Lane(pages, storage), "raw": Raw(pages, storage)}
+            restore = Restore()
+            for batch in range(
+                (1 << 30) // BATCH // MIB - 1
+            ):  # the owner's memory is taken from the system by a first use
+                ways["raw"].put(names((1 << 21) + batch))
+            assert storage._client.remove_all_of(".*")
+            for number in watched(range(size.rounds + 1), "round", size.rounds + 1):
+                for what, taken in moves(ways, pages, size, number):
+                    if number:  # the first round only warms up
+                        seconds.setdefault(what, []).append(taken)
+                for taken, raw_taken in restored(restore, ways["raw"], size, number):
+                    if number:
+                        restores.append(taken)
+                        seconds.setdefault("raw prompt", []).append(raw_taken)
+            asked = questions(ways, size)
+            restore.cache.shutdown()
+            lost = loss(cluster, storage)
+        finally:
+            cluster.close()
+    best = {what: min(taken) for what, taken in seconds.items()}
+    moved = BATCH * MIB
+    rows = [
+        {
+            "what": way,
+            "put GB/s": moved / best[f"{way} put"] / 1e9,
+            "get GB/s": moved / best[f"{way} get"] / 1e9,
+            f"{HELD} names us": 1e6 * asked[way],
+        }
+        for way in ("raw", "kvarve")
+    ]
+    ratios = {
+        "put_over_raw": best["raw put"] / best["kvarve put"],
+        "get_over_raw": best["raw get"] / best["kvarve get"],
+        "holds_over_raw": asked["kvarve"] / asked["raw"],
+        "restore_over_raw": PROMPT_BYTES / min(restores) / (2 * moved / best["raw prompt"]),
+    }
+    show(f"batches of {BATCH} pages of 1 MiB, best of {size.rounds * size.batches}; TCP on loopback", rows)
+    print(
+        f"a prompt of {PROMPT_TOKENS} tokens, {PROMPT_BYTES // MIB} MiB, from the store: {1000 * min(restores):.1f} ms"
+    )
+    for what, value in lost.items():
+        print(f"a lost master, {what}: {1000 * value:.2f} ms")
+    for ratio, value in ratios.items():
+        print(f"{ratio}: {value:.3f}")
+    write_json(args.json, {"machine": about, "rows": rows, "lost_s": lost, "ratios": ratios})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

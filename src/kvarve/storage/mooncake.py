@@ -1,0 +1,315 @@
+"""Pages in a Mooncake Store: one object per name, moved between its owners and our host memory without a copy between.
+
+The master knows which objects there are, and others' memory holds them; both may go away at any time. An object that
+cannot be had is a miss; a master that does not answer, or a call of which every transfer failed, is trouble of the
+storage. Whoever reads a page checks it, so what Mooncake may do to bytes (memory given to another object while somebody
+still reads it) costs misses.
+"""
+
+import hashlib
+import mmap
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvarve.errors import StorageError
+from kvarve.storage.base import Storage, Usage, check_batch, check_names, check_settings
+from kvarve.storage.mooncake_client import (
+    ALREADY_THERE,
+    HELD,
+    INVALID,
+    MISSING,
+    NO_ROOM,
+    UNREADABLE,
+    Client,
+    address_of,
+)
+from kvarve.storage.mooncake_settings import Settings
+
+# Of one call into the library: so many that a call costs little beside what it moves, and so few that all transfers of
+# it have ended before the library gives up on them (see mooncake_client).
+_BATCH = 32
+_BOUNCE_BYTES = 4 << 20  # grown by whoever needs more
+# Mooncake stores nothing that is empty. This stands for it, as long as nobody stores just these bytes.
+_EMPTY = b"kvarve: an object without a byte"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Memory that the library knows: of the caller's own, or a part of the bounce buffer that stands for it."""
+
+    number: int  # of the name in its call
+    address: int
+    size_bytes: int
+    bounced: memoryview | None = None
+
+
+class MooncakeStorage(Storage):
+    """Objects of one label at a master that others may use too; theirs are neither seen nor touched.
+
+    `settings` say where. StorageError: nobody answers there. What is evicted, when and from where, the master decides.
+    """
+
+    def __init__(
+        self, settings: Settings, label: bytes, description: str, client: Callable[[Settings], Client] = Client
+    ) -> None:
+        check_settings(1, label)
+        self.description = description
+        self.counts: Counter[str] = Counter()
+        self._where = f"mooncake://{settings.master}"
+        self._prefix = f"kvarve:{hashlib.sha256(label).hexdigest()[:16]}:"  # nothing in it means anything in a pattern
+        self._client = client(settings)
+        self._lock = threading.Lock()  # of everything below
+        self._lent: list[tuple[int, int]] = []  # address and end of what the library knows
+        self._reading = 0  # calls that are in a get
+        self._deleted: set[str] = set()  # names under a lease, which are gone for everybody here until they are
+        self._usage = Usage(0, 0, None, 0)  # as the master last told it
+        self._bounce_lock = threading.Lock()
+        self._bounce = memoryview(b"")
+
+    def register(self, memory: memoryview) -> None:
+        """Buffers inside of `memory` are read from and written to where they are. All others are copied."""
+        self._client.lend(memory)
+        start = address_of(memory)
+        with self._lock:
+            self._lent.append((start, start + memory.nbytes))
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        check_names(names)
+        if not names:
+            self._client.require_open()
+            return []
+        codes = self._client.exists(self._keys(names))
+        if not self._deleted:
+            return [*map(bool, codes)]
+        with self._lock:
+            self._deleted.difference_update(name for name, code in zip(names, codes, strict=True) if code == 0)
+            return [code == 1 and name not in self._deleted for name, code in zip(names, codes, strict=True)]
+
+    def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
+        check_batch(names, into)
+        self._client.require_open()
+        sizes: list[int | None] = [None] * len(names)
+        # Of one name twice in a call the library fills one buffer, and says that it has filled both.
+        first: dict[str, int] = {}
+        with self._lock:
+            for number, name in enumerate(names):
+                if name not in self._deleted:
+                    first.setdefault(name, number)
+            self._reading += 1
+        arrived = failed = 0
+        large: list[int] = []
+        try:
+            for places in self._placed([*first.values()], into):
+                codes = self._client.get(
+                    self._keys(names[place.number] for place in places),
+                    [place.address for place in places],
+                    [place.size_bytes for place in places],
+                )
+                for place, code in zip(places, codes, strict=True):
+                    if code >= 0:
+                        sizes[place.number] = _arrived(place, into[place.number], code)
+                        arrived += 1
+                    elif code == INVALID:  # larger than its buffer, which the library refuses
+                        large.append(place.number)
+                    elif code in UNREADABLE:
+                        failed += 1
+                    else:
+                        self._require_miss(code, arrived, len(names))
+                if failed and not arrived:
+                    break  # an owner is gone, or stands still: the rest would take as long
+            for number in large:
+                sizes[number] = self._get_large(names[number], into[number])
+        finally:
+            with self._lock:
+                self._reading -= 1
+        self.counts["unreadable"] += failed
+        if failed and not arrived:
+            raise StorageError(f"{self._where}: read 0 of {len(names)} objects: their owners do not answer")
+        for number, name in enumerate(names):
+            other = first.get(name, number)
+            size = sizes[other]
+            if other != number and size is not None:
+                sizes[number] = self._copied(name, size, into[other], into[number])
+        return sizes
+
+    def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
+        check_batch(names, data)
+        self._client.require_open()
+        first: dict[str, int] = {}
+        for number, name in enumerate(names):
+            first.setdefault(name, number)
+        with self._lock:
+            buried = [name for name in first if name in self._deleted]
+        self._remove(buried)
+        with self._lock:  # what is still there of those is as good as not stored: who needs it will find nothing
+            first = {name: number for name, number in first.items() if name not in self._deleted}
+        failed = 0
+        sent: list[int] = []
+        for places in self._placed([*first.values()], data, filled=True):
+            codes = self._client.put(
+                self._keys(names[place.number] for place in places),
+                [place.address for place in places],
+                [place.size_bytes for place in places],
+            )
+            for place, code in zip(places, codes, strict=True):
+                if code in (0, ALREADY_THERE):
+                    sent.append(place.number)
+                elif code in UNREADABLE:
+                    failed += 1
+                elif code == NO_ROOM:
+                    self.counts["no room"] += 1
+                else:
+                    raise StorageError(f"{self._where}: stored {len(sent)} of {len(names)} objects: {code}")
+            if failed and not sent:
+                raise StorageError(f"{self._where}: stored 0 of {len(names)} objects: no owner takes them")
+        self.counts["not taken"] += failed
+        # A put of what another writer has begun and never ended says 0 and stores nothing.
+        there = self.exists([names[number] for number in sent])
+        self.counts["not there after a put"] += len(there) - sum(there)
+        stored = {names[number] for number, found in zip(sent, there, strict=True) if found}
+        return [name in stored for name in names]
+
+    def delete(self, names: Sequence[str]) -> list[bool]:
+        check_names(names)
+        self._client.require_open()
+        unique = list(dict.fromkeys(names))
+        with self._lock:
+            gone = {name for name in unique if name in self._deleted}
+        removed = dict(zip(unique, self._remove(unique), strict=True))
+        answers = []
+        for name in names:
+            answers.append(removed.pop(name, False) and name not in gone)
+        return answers
+
+    def drop(self, group: str | None = None) -> int:
+        """Remove all objects of one group, or of the label; how many there were. Nobody else's are touched."""
+        check_names([] if group is None else [group])
+        self._client.require_open()
+        pattern = self._prefix if group is None else f"{self._prefix}{group.replace('.', '[.]')}-"
+        return self._client.remove_all_of(f"^{pattern}.*")
+
+    def usage(self) -> Usage:
+        """What the master says of everybody's objects; what it said last, where its figures cannot be had."""
+        self._client.require_open()
+        figures = self._client.figures()
+        if figures is not None:
+            names = ("key_count", "allocated_bytes", "total_capacity_bytes", "evicted_key_count")
+            self._usage = Usage(*(int(figures.get(f"master_{name}", 0)) for name in names))
+        return self._usage
+
+    def close(self) -> None:
+        self._client.close()
+
+    # --- inside
+
+    def _keys(self, names: Iterable[str]) -> list[str]:
+        prefix = self._prefix
+        return [prefix + name for name in names]
+
+    def _placed(
+        self, numbers: Sequence[int], views: Sequence[memoryview], filled: bool = False
+    ) -> Iterator[list[_Place]]:
+        """Batches of places for these buffers; those of the bounce buffer hold, if `filled`, what is in the buffers.
+
+        A batch is over when the next one is asked for.
+        """
+        direct, bounced = list[_Place](), list[int]()
+        with self._lock:
+            lent = [*self._lent]
+        for number in numbers:
+            view = views[number]
+            # What is shorter than what stands for nothing could not hold that.
+            address = 0 if view.readonly or len(view) < len(_EMPTY) else address_of(view)
+            if address and any(start <= address and address + len(view) <= end for start, end in lent):
+                direct.append(_Place(number, address, len(view)))
+            else:
+                bounced.append(number)
+        for at in range(0, len(direct), _BATCH):
+            yield direct[at : at + _BATCH]
+        while bounced:
+            with self._bounce_lock:
+                places, end = list[_Place](), 0
+                self._have_bounce(max(len(views[bounced[0]]), len(_EMPTY)))
+                for number in bounced[:_BATCH]:
+                    data: memoryview | bytes = views[number] if views[number].nbytes or not filled else _EMPTY
+                    size = max(len(data), len(_EMPTY))  # for what may be read of one that is empty
+                    if end + size > len(self._bounce):
+                        break
+                    part = self._bounce[end : end + (len(data) if filled else size)]
+                    if filled:
+                        part[:] = data
+                    places.append(_Place(number, address_of(part), len(part), part))
+                    end += -(-size // 64) * 64
+                yield places
+                del bounced[: len(places)]
+
+    def _have_bounce(self, size_bytes: int) -> None:
+        """Called with the bounce lock held. A smaller one stays lent: nobody can say who may still write there."""
+        if len(self._bounce) < size_bytes:
+            self._bounce = memoryview(mmap.mmap(-1, max(1 << (size_bytes - 1).bit_length(), _BOUNCE_BYTES)))
+            self._client.lend(self._bounce)
+
+    def _get_large(self, name: str, view: memoryview) -> int | None:
+        """Read as much of an object as its buffer takes; its whole size, None if it is gone meanwhile."""
+        (key,) = self._keys([name])
+        size = self._client.size(key)
+        if size < 0:
+            self._require_miss(size, 0, 1)
+            return None
+        with self._bounce_lock:
+            self._have_bounce(size)
+            (code,) = self._client.get([key], [address_of(self._bounce)], [size])
+            if code < 0:
+                if code not in UNREADABLE | {INVALID}:
+                    self._require_miss(code, 0, 1)
+                return None
+            count = min(code, len(view))
+            view[:count] = self._bounce[:count]
+            return code
+
+    def _require_miss(self, code: int, done: int, count: int) -> None:
+        """StorageError unless `code` says that an object is not there."""
+        if code not in MISSING:
+            raise StorageError(f"{self._where}: read {done} of {count} objects: {code}")
+
+    def _copied(self, name: str, size: int, source: memoryview, target: memoryview) -> int | None:
+        """The same object into another buffer of the same call."""
+        if len(source) < min(size, len(target)):
+            (again,) = self.get([name], [target])
+            return again
+        target[: min(size, len(target))] = source[: min(size, len(target))]
+        return size
+
+    def _remove(self, names: Sequence[str]) -> list[bool]:
+        """Whether there was each; a lease on it does not help it, unless somebody here may be reading."""
+        if not names:
+            return []
+        codes = self._client.remove(self._keys(names), force=False)
+        held = [i for i, code in enumerate(codes) if code in HELD]
+        with self._lock:
+            if held and not self._reading:  # under the lock, so that nobody begins to read either
+                for i, code in zip(
+                    held, self._client.remove(self._keys(names[i] for i in held), force=True), strict=True
+                ):
+                    codes[i] = code
+            for name, code in zip(names, codes, strict=True):
+                if code in HELD:
+                    self._deleted.add(name)
+                else:
+                    self._deleted.discard(name)
+        trouble = next((code for code in codes if code < 0 and code not in HELD | MISSING), None)
+        if trouble is not None:
+            raise StorageError(f"{self._where}: deleted some of {len(names)} objects: {trouble}")
+        return [code == 0 or code in HELD for code in codes]
+
+
+def _arrived(place: _Place, view: memoryview, size: int) -> int:
+    """Bring what the bounce buffer has to its buffer; the size of the object."""
+    if size == len(_EMPTY) and (place.bounced or view)[:size] == _EMPTY:
+        return 0
+    if place.bounced is not None:
+        count = min(size, len(view))
+        view[:count] = place.bounced[:count]
+    return size

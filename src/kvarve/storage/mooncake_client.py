@@ -1,0 +1,312 @@
+"""One client of a Mooncake master, made safe to call: what the library does to those who trust it is kept in here.
+
+Measured with version 0.3.13 (docs/decisions/0012-mooncake.md): a call after `close` ends the process; a `setup` without
+a master blocks for 90 s; a get that the library gave up on may write later; a dead master costs seconds per call.
+"""
+
+import ctypes
+import http.client
+import importlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvarve.errors import ConfigError, StorageError
+from kvarve.storage.mooncake_settings import Settings
+
+log = logging.getLogger(__name__)
+
+# What the library answers, by the names of its ErrorCode.
+NO_ROOM, INVALID, NOT_READY, NOT_FOUND, ALREADY_THERE = -200, -600, -703, -704, -705
+HAS_LEASE, LEASE_EXPIRED, IN_REPLICATION, NO_REPLICA, GONE, BUSY = -706, -707, -708, -710, -712, -714
+TRANSFER_FAILED, BAD_CHECKSUM = -800, -801
+MISSING = frozenset({NOT_READY, NOT_FOUND, LEASE_EXPIRED, NO_REPLICA, GONE})
+HELD = frozenset({HAS_LEASE, IN_REPLICATION, BUSY})
+UNREADABLE = frozenset({TRANSFER_FAILED, BAD_CHECKSUM})
+_OUTAGES = range(-1099, -899)  # the master does not answer, or will not now
+
+# Taken by the library from the environment when it is first used; who has set one of these keeps it. The second and the
+# third end a transfer that stands still: four at a time go to one owner, so 32 objects end within 20 s, long before the
+# 60 s after which the library itself returns and leaves transfers behind that may still write.
+_ENVIRONMENT = {
+    "MC_RPC_TIMEOUT_MS": "1000",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "2",
+    "MC_HANDSHAKE_CONNECT_TIMEOUT": "1",  # of the first contact with an owner, for each object of a call
+}
+LIBRARY_PATIENCE_S = 50.0  # a call that took longer may have left transfers behind (the library waits for 60 s)
+_KNOCK_S = 0.5  # for the master's port to open, and for its figures
+_BUFFER_BYTES = 16 << 20  # that the library keeps for calls that we do not make; its smallest
+_CLOSED = "this storage is closed, or was opened before a fork"
+
+
+def library() -> Any:
+    """A client of Mooncake's own, not connected. ConfigError: it is not installed, or cannot be loaded here."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        return importlib.import_module("mooncake.store").MooncakeDistributedStore()
+    except ImportError as error:
+        raise ConfigError(
+            f"the Mooncake client cannot be loaded ({error}): pip install 'kvarve[mooncake]', and on Debian "
+            f"apt-get install libibverbs1 libnuma1 libcurl4"
+        ) from error
+
+
+def address_of(memory: memoryview) -> int:
+    """Where the bytes of a view lie; of a writable view, since a view that is not cannot be asked."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+class Client:
+    """Calls of many threads into one library object, which is replaced by a fresh one when it can no more be trusted.
+
+    Every call answers the library's own codes, and raises StorageError when the master does not answer. StorageError
+    from the constructor too: there is no master.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        make: Callable[[], Any] = library,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings, self._make, self._clock = settings, make, clock
+        self._lock = threading.Condition()  # of everything below
+        self._raw: _Raw | None = None
+        self._inside = 0  # calls that are in `_raw`
+        self._changing = self._closed = False
+        self._suspect = True  # the master did not answer when it was last asked
+        self._lent: list[memoryview] = []  # what every library object is to know of
+        self._pid = os.getpid()
+        self._hostname = settings.hostname
+        with self._entered():  # or there is no master
+            pass
+
+    def lend(self, memory: memoryview) -> None:
+        """Buffers of later calls lie in `memory`. It is made known to the library by the next call."""
+        with self._lock:
+            self._lent.append(memory)
+
+    def exists(self, keys: list[str]) -> list[int]:
+        """1 or 0 for each. StorageError for anything else: to take no answer for a miss is to compute what is there."""
+        with self._entered() as raw:
+            codes: list[int] = raw.store.batch_is_exist(keys)
+        if min(codes, default=0) < 0:
+            self._heard(codes)
+            raise StorageError(f"the Mooncake master at {self._settings.master} cannot say what is there: {min(codes)}")
+        self._suspect = False
+        return codes
+
+    def put(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        with self._entered() as raw:
+            config = raw.replication
+            more = () if config is None else (config,)
+            return self._heard(raw.store.batch_put_from(list(keys), list(addresses), list(sizes), *more))
+
+    def get(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        """Read each object; when this returns or raises, nothing will be written to the addresses any more."""
+        start = self._clock()
+        with self._entered() as raw:
+            codes: list[int] = raw.store.batch_get_into(list(keys), list(addresses), list(sizes))
+        if any(code in UNREADABLE for code in codes) and self._clock() - start >= LIBRARY_PATIENCE_S:
+            self._renew(raw)
+        return self._heard(codes)
+
+    def size(self, key: str) -> int:
+        with self._entered() as raw:
+            (code,) = self._heard([raw.store.get_size(key)])
+            return code
+
+    def remove(self, keys: Sequence[str], *, force: bool) -> list[int]:
+        """Remove each object; with `force`, where the version can, also what somebody has a lease on."""
+        with self._entered() as raw:
+            if force and raw.can_force:
+                return self._heard(raw.store.batch_remove(list(keys), True))
+            if hasattr(raw.store, "batch_remove"):
+                return self._heard(raw.store.batch_remove(list(keys)))
+            return self._heard([raw.store.remove(key) for key in keys])
+
+    def remove_all_of(self, pattern: str) -> int:
+        """Remove what a regular expression names; how many there were."""
+        with self._entered() as raw:
+            if not hasattr(raw.store, "remove_by_regex"):
+                raise StorageError("this version of Mooncake cannot remove by prefix: install 0.3.7 or newer")
+            (count,) = self._heard([raw.store.remove_by_regex(pattern, *((True,) if raw.can_force else ()))])
+            return count
+
+    def figures(self) -> dict[str, float] | None:
+        """What the master says of itself, by the names of its metrics; None if it cannot be asked."""
+        connection = http.client.HTTPConnection(*self._settings.metrics_address, timeout=_KNOCK_S)
+        try:
+            connection.request("GET", "/metrics")
+            answer = connection.getresponse()
+            text = answer.read(4 << 20).decode("utf-8", "replace") if answer.status == http.client.OK else ""
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+        pairs = (line.split() for line in text.splitlines() if line.startswith("master_"))
+        return {pair[0]: float(pair[1]) for pair in pairs if len(pair) == 2} or None
+
+    def require_open(self) -> None:
+        """StorageError after `close`."""
+        if self._closed or os.getpid() != self._pid:
+            raise StorageError(_CLOSED)
+
+    def close(self) -> None:
+        """Wait for the calls that are inside, and let go. May be called twice."""
+        if os.getpid() != self._pid:  # what a child after a fork has is not its own
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._lock.wait_for(lambda: not self._inside and not self._changing)
+            raw, self._raw = self._raw, None
+        if raw is not None:
+            raw.store.close()
+
+    # --- inside
+
+    def _entered(self) -> "_Inside":
+        """The library, with everything known to it that was lent; it is not closed before this is left."""
+        self.require_open()  # before the lock, which a child after a fork may find taken for ever
+        if self._suspect:
+            self._knock()
+        return _Inside(self, self._ready())
+
+    def _ready(self) -> "_Raw":
+        """A library object that may be called, counted as being in it. What takes time is done without the lock."""
+        while True:
+            with self._lock:
+                if self._changing:
+                    self._lock.wait_for(lambda: not self._changing)
+                self.require_open()
+                raw = self._raw
+                if raw is not None and raw.registered == len(self._lent):
+                    self._inside += 1
+                    return raw
+                self._changing, lent = True, [*self._lent]
+            try:
+                raw = raw or self._connected()
+                for memory in lent[raw.registered :]:
+                    raw.register(memory)
+            finally:
+                with self._lock:
+                    self._raw, self._changing = raw, False
+                    self._lock.notify_all()
+
+    def _heard(self, codes: list[int]) -> list[int]:
+        """StorageError if the master did not answer; the next call then knocks before it asks."""
+        outage = next((code for code in codes if code in _OUTAGES), None) if min(codes, default=0) < 0 else None
+        self._suspect = outage is not None
+        if outage is not None:
+            raise StorageError(f"the Mooncake master at {self._settings.master} does not answer ({outage})")
+        return codes
+
+    def _knock(self) -> None:
+        """StorageError at once where nobody listens; the library would try for seconds, and `setup` for 90."""
+        try:
+            with socket.create_connection(self._settings.address, _KNOCK_S) as knock:
+                self._hostname = self._hostname or str(knock.getsockname()[0])
+        except OSError as error:
+            raise StorageError(f"no Mooncake master answers at {self._settings.master}: {error}") from None
+
+    def _connected(self) -> "_Raw":
+        settings, raw = self._settings, _Raw(self._make(), self._settings)
+        hostname = f"[{self._hostname}]" if ":" in self._hostname.strip("[]") else self._hostname
+        code = raw.store.setup(
+            hostname,
+            settings.metadata,
+            settings.segment_bytes,
+            _BUFFER_BYTES,
+            settings.protocol,
+            settings.device,
+            settings.master,
+        )
+        if code != 0:
+            raise StorageError(
+                f"the Mooncake client could not be set up for {settings.master} ({code}); its log says why"
+            )
+        self._suspect = False
+        return raw
+
+    def _renew(self, raw: "_Raw") -> None:
+        """End whatever `raw` has left under way: once its close has returned it writes nothing more. The next call gets
+        another one. The caller is not inside any more; the others that are hang as it did, and come here too.
+        """
+        with self._lock:
+            self._lock.wait_for(lambda: not self._changing)
+            if self._raw is not raw:
+                return
+            self._changing = True
+            self._lock.wait_for(lambda: not self._inside)
+        log.warning("a transfer from Mooncake hangs: its client is closed, and another one takes its place")
+        try:
+            raw.store.close()
+        finally:
+            with self._lock:
+                self._raw, self._changing = None, False
+                self._lock.notify_all()
+
+
+class _Inside:
+    """One call's stay in the library; a class, since a generator would take longer than a question is to take."""
+
+    __slots__ = ("_client", "_raw")
+
+    def __init__(self, client: Client, raw: "_Raw") -> None:
+        self._client, self._raw = client, raw
+
+    def __enter__(self) -> "_Raw":
+        return self._raw
+
+    def __exit__(self, *_: object) -> None:
+        client = self._client
+        with client._lock:
+            client._inside -= 1
+            if client._changing or client._closed:  # somebody waits for this
+                client._lock.notify_all()
+
+
+class _Raw:
+    """A library object, and what its version can do."""
+
+    def __init__(self, store: Any, settings: Settings) -> None:
+        self.store = store
+        self.registered = 0  # pieces of the memory that was lent
+        self.can_force = "force" in (
+            getattr(store.batch_remove, "__doc__", "") if hasattr(store, "batch_remove") else ""
+        )
+        self.replication = _replication(settings)
+
+    def register(self, memory: memoryview) -> None:
+        code = self.store.register_buffer(address_of(memory), memory.nbytes)
+        if code != 0:
+            raise StorageError(f"Mooncake cannot register {memory.nbytes} bytes of host memory ({code})")
+        self.registered += 1
+
+
+def _replication(settings: Settings) -> Any:
+    """How each object is to be kept, as far as this version knows of it; ConfigError if it does not."""
+    if settings.replicas == 1 and not settings.soft_pin and not settings.hard_pin:
+        return None
+    store = importlib.import_module("mooncake.store")
+    config = store.ReplicateConfig()
+    config.replica_num = settings.replicas
+    if settings.soft_pin and hasattr(config, "with_soft_pin"):
+        config.with_soft_pin = True
+    elif settings.soft_pin and hasattr(config, "soft_pin_action"):
+        config.soft_pin_action = store.SoftPinAction.ENABLE
+    elif settings.soft_pin:
+        raise ConfigError("this version of Mooncake has no soft pin")
+    if settings.hard_pin and not hasattr(config, "with_hard_pin"):
+        raise ConfigError("this version of Mooncake has no hard pin")
+    if settings.hard_pin:
+        config.with_hard_pin = True
+    return config

@@ -1,0 +1,285 @@
+"""The client without a master: a library that does as the real one was seen to do, and settings from everywhere."""
+
+import json
+import mmap
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvarve.errors import ConfigError, StorageError
+from kvarve.storage import mooncake_settings
+from kvarve.storage.mooncake import MooncakeStorage
+from kvarve.storage.mooncake_client import LIBRARY_PATIENCE_S, Client, address_of
+from kvarve.storage.mooncake_settings import Settings, read_settings
+from kvarve.storage.urls import parse_url
+from kvarve.testing.suite import put
+
+TRANSFER_FAILED, OK = -800, 0
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Of somebody who listens, as a master does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+class Library:
+    """A library that holds one object, and whose transfers hang when told; the hanging ones end when it is closed."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self.seconds = seconds  # what the clock shows
+        self.hang = self.closed = False
+        self.late: list[int] = []  # addresses that may still be written to
+        self.registered: list[tuple[int, int]] = []
+        self.hostname = ""
+
+    def setup(self, hostname: str, *rest: object) -> int:
+        self.hostname = hostname
+        return OK
+
+    def register_buffer(self, address: int, size: int) -> int:
+        self.registered.append((address, size))
+        return OK
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]:
+        assert not self.closed, "this would have been the end of the process"
+        return [1] * len(keys)
+
+    def batch_put_from(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        assert not self.closed, "this would have been the end of the process"
+        return [OK] * len(keys)
+
+    def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        assert not self.closed, "this would have been the end of the process"
+        if not self.hang:
+            return list(sizes)
+        self.late += addresses
+        self.seconds[0] += LIBRARY_PATIENCE_S + 10
+        return [TRANSFER_FAILED] * len(keys)
+
+    def remove(self, key: str) -> int:
+        return -706 if key.endswith("leased") else OK
+
+    def close(self) -> int:
+        self.closed = True
+        self.late.clear()
+        return OK
+
+
+class World:
+    def __init__(self, port: int) -> None:
+        self.made: list[Library] = []
+        self.seconds = [0.0]
+        self.settings = Settings(f"127.0.0.1:{port}", metrics="127.0.0.1:1")
+
+    def _make(self) -> Library:
+        self.made.append(Library(self.seconds))
+        return self.made[-1]
+
+    def client(self, settings: Settings | None = None) -> Client:
+        return Client(settings or self.settings, make=self._make, clock=lambda: self.seconds[0])
+
+    def storage(self) -> MooncakeStorage:
+        return MooncakeStorage(self.settings, b"label", "model A", self.client)
+
+
+@pytest.fixture
+def world(port: int) -> World:
+    return World(port)
+
+
+# --- what the library leaves behind
+
+
+def test_transfers_that_the_library_gave_up_on_are_over_before_the_get_returns(world: World) -> None:
+    storage = world.storage()
+    memory = memoryview(mmap.mmap(-1, 1 << 16))
+    storage.register(memory)
+    (first,) = world.made
+    first.hang = True
+    with pytest.raises(StorageError, match="owners do not answer"):
+        storage.get(["a", "b"], [memory[:4096], memory[4096:8192]])
+    assert first.closed
+    assert first.late == []
+    assert storage.get(["a"], [memory[:4096]]) == [4096]
+    assert len(world.made) == 2
+    assert world.made[1].registered == [(address_of(memory), len(memory))], "the next one knows the memory too"
+
+
+def test_a_client_in_which_others_are_is_closed_when_they_have_left(world: World) -> None:
+    client = world.client()
+    (library,) = world.made
+    inside, leave = threading.Event(), threading.Event()
+    library.batch_is_exist = lambda keys: (inside.set(), leave.wait(30), [int(not library.closed)])[2]  # type: ignore
+    answers: list[list[int]] = []
+    asking = threading.Thread(target=lambda: answers.append(client.exists(["a"])))
+    asking.start()
+    assert inside.wait(30)
+    library.hang = True
+    buffer = bytearray(64)
+    reading = threading.Thread(target=lambda: client.get(["a"], [address_of(memoryview(buffer))], [64]))
+    reading.start()
+    with client._lock:
+        assert client._lock.wait_for(lambda: client._changing, 30)
+    assert not library.closed
+    leave.set()
+    for thread in (asking, reading):
+        thread.join(30)
+    assert answers == [[1]]
+    assert library.closed
+
+
+def test_a_get_that_failed_soon_has_left_nothing_behind_and_the_client_stays(world: World) -> None:
+    client = world.client()
+    world.made[0].batch_get_into = lambda *_: [TRANSFER_FAILED]  # type: ignore[method-assign]
+    assert client.get(["a"], [0], [1]) == [TRANSFER_FAILED]
+    assert not world.made[0].closed
+
+
+def test_memory_is_registered_by_the_next_call_and_once(world: World) -> None:
+    client = world.client()
+    memory = memoryview(bytearray(4096))
+    client.lend(memory)
+    assert world.made[0].registered == [], "whoever lends is not kept waiting"
+    client.exists(["a"])
+    client.exists(["a"])
+    assert world.made[0].registered == [(address_of(memory), 4096)]
+
+
+def test_no_call_reaches_the_library_after_it_was_closed(world: World) -> None:
+    storage = world.storage()
+    storage.close()
+    storage.close()
+    for call in (lambda: storage.exists(["a"]), storage.usage, lambda: storage.get([], []), storage.drop):
+        with pytest.raises(StorageError, match="closed"):
+            call()
+    assert world.made[0].closed
+
+
+def test_a_setup_that_fails_is_told_and_tried_again_by_the_next_call(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = world.client()
+    world.made[0].hang = True
+    client.get(["a"], [0], [1])
+    monkeypatch.setattr(Library, "setup", lambda *_: -1)
+    with pytest.raises(StorageError, match="could not be set up"):
+        client.exists(["a"])
+    monkeypatch.undo()
+    assert client.exists(["a"]) == [1]
+
+
+def test_a_child_after_a_fork_leaves_the_library_alone(world: World) -> None:
+    storage = world.storage()
+    storage._client._pid -= 1  # as a child sees it
+    with pytest.raises(StorageError, match="fork"):
+        storage.exists(["a"])
+    storage.close()
+    assert not world.made[0].closed
+
+
+# --- versions
+
+
+def test_an_older_version_removes_one_by_one_and_hides_what_is_under_a_lease(world: World) -> None:
+    storage = world.storage()
+    assert storage.delete(["leased", "free", "free"]) == [True, True, False]
+    assert storage.exists(["leased"]) == [False]
+    assert storage.delete(["leased"]) == [False]
+    assert put(storage, leased=b"again") == [False]
+    with pytest.raises(StorageError, match=r"install 0\.3\.7"):
+        storage.drop()
+
+
+def test_the_address_by_which_the_master_is_reached_is_this_ones_unless_it_has_a_name(world: World) -> None:
+    world.client()
+    world.client(Settings(world.settings.master, hostname="node-7"))
+    assert [library.hostname for library in world.made] == ["127.0.0.1", "node-7"]
+
+
+# --- settings
+
+Read = Callable[..., Settings]
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Read:
+    """The settings that a URL means in an environment."""
+    monkeypatch.setattr(mooncake_settings, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda _: True)))
+
+    def read_url(text: str, **environ: str) -> Settings:
+        url = parse_url(text)
+        return read_settings(url.text, url.place, url.path, url.parameters, environ)
+
+    return read_url
+
+
+def test_a_url_says_everything(read: Read) -> None:
+    settings = read(
+        "mooncake://10.0.0.1:5?protocol=rdma&device=mlx5_0&segment=4GiB&metadata=http://10.0.0.1:8080/metadata"
+        "&hostname=node-7&replicas=2&soft_pin=true&hard_pin=no&metrics=10.0.0.1:19003"
+    )
+    metadata = "http://10.0.0.1:8080/metadata"
+    assert settings == Settings(
+        "10.0.0.1:5", "rdma", "mlx5_0", 4 << 30, metadata, "node-7", 2, True, False, "10.0.0.1:19003"
+    )
+
+
+def test_what_a_url_leaves_out_is_usual(read: Read) -> None:
+    assert read("mooncake://master") == Settings("master:50051", metrics="master:9003")
+    assert read("mooncake://[::1]").address == ("::1", 50051)
+
+
+def test_what_a_url_leaves_out_comes_from_the_variables_then_the_file(read: Read, tmp_path: Path) -> None:
+    file = tmp_path / "mooncake.json"
+    file.write_text(
+        json.dumps({"master_server_address": "f:1", "protocol": "rdma", "device_name": "mlx5_1", "local_hostname": "f"})
+    )
+    variables = {
+        "MOONCAKE_CONFIG_PATH": str(file),
+        "MOONCAKE_MASTER": "v:2",
+        "MOONCAKE_GLOBAL_SEGMENT_SIZE": "4gb",
+        "MOONCAKE_LOCAL_HOSTNAME": "v",
+        "MOONCAKE_TE_META_DATA_SERVER": "etcd://v",
+    }
+    settings = read("mooncake:///?hostname=u", **variables)
+    assert settings == Settings("v:2", "rdma", "mlx5_1", 4 << 30, "etcd://v", "u", metrics="v:9003")
+    assert read("mooncake://u:3", **variables).master == "u:3"
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("mooncake://", "say where the master is"),
+        ("mooncake://master/path", "no path"),
+        ("mooncake://master:99999", "not host:port"),
+        ("mooncake://master:port", "not host:port"),
+        ("mooncake://master?replicas=0", "replicas"),
+        ("mooncake://master?soft_pin=maybe", "true or false"),
+        ("mooncake://master?segment=big", "not a size"),
+        ("mooncake://master?metrics=a/b", "not host:port"),
+        ("mooncake://master?capacity=1GiB", "unknown parameter 'capacity'"),
+    ],
+)
+def test_a_url_that_cannot_be_meant_is_refused(read: Read, url: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as refusal:
+        read(url)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "\x00"])
+def test_a_file_that_holds_no_settings_is_refused(read: Read, tmp_path: Path, content: str) -> None:
+    (tmp_path / "some.json").write_text(content)
+    with pytest.raises(ConfigError, match="MOONCAKE_CONFIG_PATH"):
+        read("mooncake://master", MOONCAKE_CONFIG_PATH=str(tmp_path / "some.json"))
+
+
+def test_where_the_library_is_missing_one_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake_settings, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda _: None)))
+    with pytest.raises(ConfigError, match=r"pip install 'kvarve\[mooncake\]'"):
+        read_settings("mooncake://m", "m", "", {}, {})

@@ -1,0 +1,101 @@
+"""Two servers, each a process as an operator starts it, on one master."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mooncake_cluster import MASTER, METRICS, MIB, Cluster, kill, own_network, require_mooncake, until
+
+from kvarve import demo
+
+WORDS = ("cat", "sat", "mat", "and", "dog", "lay", "under", "the", "tree", "while", "rain", "fell", "all", "night")
+
+
+def prompt(seed: int) -> list[dict[str, str]]:
+    """Some 1,500 tokens that no other seed begins with."""
+    text = " ".join(WORDS[(seed * 7 + i * i) % len(WORDS)] for i in range(1200))
+    return [{"role": "user", "content": f"Story {seed}: {text}"}]
+
+
+class Servers:
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._stacks = folder, dict[str, ExitStack]()
+
+    def start(self, name: str) -> demo.Client:
+        stack = self._stacks[name] = ExitStack()
+        (self._folder / name).mkdir(exist_ok=True)
+        args = Namespace(model="builtin:tiny-hybrid", port=0, storage=f"mooncake://{MASTER}?metrics={METRICS}")
+        return stack.enter_context(demo.server(args, self._folder / name, self._folder / f"{name}.log"))
+
+    def stop(self, name: str) -> None:
+        self._stacks.pop(name).close()
+
+    def close(self) -> None:
+        for name in [*self._stacks]:
+            self.stop(name)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Cluster, Servers]]:
+    require_mooncake()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with own_network():
+        cluster, servers = Cluster(tmp_path, "--client_ttl=2"), Servers(tmp_path)
+        try:
+            yield cluster, servers
+            servers.close()
+        finally:
+            cluster.close()
+
+
+def ask(client: demo.Client, seed: int, **more: Any) -> demo.Answer:
+    return client.chat(prompt(seed), 8, **({"read_cache": True} | more))
+
+
+def emptied(client: demo.Client) -> demo.Client:
+    """Whoever asks now gets what storage has; all that was computed is in storage by now."""
+    client.flush("device,host")
+    return client
+
+
+def test_what_one_server_computed_the_other_has_and_a_restarted_one_has_it_at_once_and_a_lost_master_costs_nothing(
+    world: tuple[Cluster, Servers],
+) -> None:
+    cluster, servers = world
+    cluster.owner(256 * MIB)
+    one, two = servers.start("one"), servers.start("two")
+    cold = {seed: ask(one, seed) for seed in range(3)}
+    assert all(not sum(answer.by_tier.values()) for answer in cold.values())
+    emptied(one)
+
+    for seed, answer in cold.items():
+        again = ask(two, seed)
+        assert again.text == answer.text
+        assert again.by_tier["storage"] >= 0.8 * again.prompt
+
+    servers.stop("one")
+    one = servers.start("one")
+    again = ask(one, 0)
+    assert again.text == cold[0].text
+    assert again.by_tier["storage"] >= 0.8 * again.prompt
+
+    kill(cluster.master)
+    for _ in range(2):
+        for seed, answer in cold.items():
+            assert ask(emptied(two), seed).text == answer.text
+    assert ask(one, 3).text == ask(two, 3).text
+
+    cluster.restart_master()
+
+    def hits() -> bool:
+        """What two has by now in memory goes to storage, and one finds it there."""
+        ask(two, 1)
+        emptied(two)
+        again = ask(emptied(one), 1)
+        assert again.text == cold[1].text
+        return again.by_tier["storage"] >= 0.8 * again.prompt
+
+    until(hits, "hits from the new master")
