@@ -14,7 +14,7 @@ FLOORS = (
     {"memory", "transfer", "storage", "ranks"},  # hands
     {"runtime", "admin", "metrics", "config"},  # the house
     {"engine", "simulate"},
-    {"cli", "__main__", "server", "bench", "demo", "verify", "integrations"},  # guests
+    {"cli", "__main__", "caretaker", "server", "bench", "demo", "verify", "integrations"},  # guests
 )
 WORDS, CORE, HANDS = FLOORS[0], FLOORS[1], FLOORS[2]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvarve.keys import KEY_BYTES, TOKEN_BYTES, extend, object_name, pack, root_key, seal
+from kvarve.keys import KEY_BYTES, TOKEN_BYTES, extend, group_name, object_name, pack, parse_object_name, root_key, seal
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 PAGES = st.integers(1, 5)
@@ -109,6 +109,17 @@ def test_every_pool_and_rank_of_a_page_has_a_name_of_its_own() -> None:
     }
     assert len(names) == 16
     assert object_name(roots[0], one, "kv", 1) == f"{roots[0].hex()[:16]}-{one.hex()}.kv.1"
+
+
+@given(st.binary(min_size=32, max_size=32), st.sampled_from(["kv", "a-b_c", "x" * 32]), st.integers(0, 5000))
+def test_the_name_of_an_object_says_all_that_it_was_made_of(key: bytes, pool: str, rank: int) -> None:
+    root = root_key(b"model")
+    assert parse_object_name(object_name(root, key, pool, rank)) == (group_name(root), key, pool, rank)
+
+
+@pytest.mark.parametrize("name", ["note", "aaaa-1", f"{'0' * 16}-{'0' * 63}.kv.0", f"{'0' * 16}-{'0' * 64}.kv.0 "])
+def test_other_names_say_nothing(name: str) -> None:
+    assert parse_object_name(name) is None
 
 
 @given(

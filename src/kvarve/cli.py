@@ -1,7 +1,7 @@
 """The command line: words to settings. Whatever is wrong with them is said in one line that begins with "kvarve: ".
 
-Exit codes: 0 done, 2 a setting that cannot work or something that cannot be used (nothing has been touched then),
-130 interrupted. Nothing heavy is imported before the words are understood.
+Exit codes: 0 done, 1 what was to be proved or verified is not so, 2 a setting that cannot work or something that cannot
+be used (nothing has been touched then), 130 interrupted. Nothing heavy is imported before the words are understood.
 """
 
 import argparse
@@ -35,9 +35,12 @@ Exit codes: 0 proved, 1 something differs or a damage went unnoticed, 2 it canno
 """
 
 _STORAGE = """\
+attach, detach and status ask a server; the others look after a folder, also while servers use it.
+
 example:
   export KVARVE_ADMIN_KEY=...
   kvarve storage attach 'file:///var/kvarve?capacity=100GiB' --back-up
+  kvarve storage stat /var/kvarve
 """
 
 
@@ -134,7 +137,7 @@ def _parsers(words: Sequence[str]) -> _Parser:
     chunk = "tokens of a prompt that are computed at once; 256, or what a model needs, unless given"
     models.option("--chunk-tokens", chunk, type=_count, metavar="N")
     models.option("--dtype", "for --model: auto, float32, bfloat16 or float16", default="auto")
-    text = "attach a storage to a server that runs, detach it, or say how it does"
+    text = "attach a storage to a server that runs, detach it, or look after what is stored in a folder"
     storage = commands.add_parser("storage", help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_STORAGE)
     _storage_commands(storage)
     parser.commands = {
@@ -165,10 +168,35 @@ def _storage_commands(parser: _Parser) -> None:
     text = "say what is attached to a server that runs, and how it does"
     status = kinds.add_parser("status", help=text, description=f"{text[0].upper()}{text[1:]}.")
     status.set_defaults(command=_storage_status)
-    parser.commands = {"attach": attach, "detach": detach, "status": status}
-    for command in parser.commands.values():
+    for command in (attach, detach, status):
         command.option("--server", "where it listens", default="http://127.0.0.1:8000", metavar="URL")
         command.option("--admin-key", f"its admin key; ${ADMIN_KEY_VARIABLE} says it unseen by `ps`", metavar="KEY")
+    texts = {
+        "ls": "list what a folder holds, what was used last first",
+        "stat": "say whose pages a folder holds, and how much of what",
+        "verify": "read all that a folder holds and drop what is damaged; exits with 1 if anything was",
+        "gc": "give back what is too old (the URL's ttl) and what dead processes left in a folder",
+        "drop": "remove a group's pages, a model's, or all, from a folder",
+    }
+    folders = {}
+    for does, text in texts.items():
+        command = folders[does] = kinds.add_parser(does, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        command.set_defaults(command=_storage_care, does=does)
+        command.add_argument(
+            "url", help="such as file:///var/kvarve or /var/kvarve, its capacity or not", metavar="URL"
+        )
+        command.option("--json", "write all of it there too; -: to standard output, and nothing else", metavar="FILE")
+    folders["ls"].option("--group", "of this group alone; its first digits will do", metavar="GROUP")
+    folders["ls"].option("--limit", "how many to list, 0 for all", type=_whole, default=20, metavar="N")
+    folders["ls"].option("--by", "used or stored, the newest first, or size", default="used", metavar="ORDER")
+    text = "remove models, too, that nobody has open and that were not used for so long, such as 30d"
+    folders["gc"].option("--unused-for", text, metavar="TIME")
+    what = folders["drop"].add_mutually_exclusive_group(required=True)
+    what.add_argument("--group", help="this group's pages; its first digits will do", metavar="GROUP")
+    what.add_argument("--model", help="the model whose fingerprint begins so", metavar="FINGERPRINT")
+    what.add_argument("--all", action="store_true", help="every model")
+    folders["drop"].add_argument("--yes", action="store_true", help="do not ask")
+    parser.commands = {"attach": attach, "detach": detach, "status": status, **folders}
 
 
 def _serve_options(parser: _Parser) -> None:
@@ -310,6 +338,12 @@ def _ask_server(method: str, args: argparse.Namespace, body: dict[str, Any] | No
     if not key:
         raise ConfigError(f"this needs the server's admin key: give --admin-key or ${ADMIN_KEY_VARIABLE}")
     print(remote.describe(remote.storage(method, args.server, key, body)))
+
+
+def _storage_care(args: argparse.Namespace) -> int:
+    from kvarve import caretaker
+
+    return caretaker.main(args)
 
 
 def _demo(args: argparse.Namespace) -> int | None:

@@ -5,7 +5,9 @@ a page in any tier, on any rank, after any restart.
 """
 
 import hashlib
+import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +15,7 @@ import numpy.typing as npt
 KEY_BYTES = 32
 TOKEN_BYTES = 4
 GROUP_BYTES = 8  # of a root key, in the names of all that is below it
+_OBJECT = re.compile(r"([0-9a-f]{16})-([0-9a-f]{64})\.([A-Za-z0-9_-]{1,32})\.([0-9]{1,9})", re.ASCII)
 
 
 def pack(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
@@ -70,3 +73,18 @@ def group_name(root: bytes) -> str:
 def object_name(root: bytes, key: bytes, pool: str, rank: int = 0) -> str:
     """The name of one pool's page in a storage backend; its group stands before the first "-"."""
     return f"{group_name(root)}-{key.hex()}.{pool}.{rank}"
+
+
+class ObjectName(NamedTuple):
+    """What the name of an object says."""
+
+    group: str
+    key: bytes
+    pool: str
+    rank: int
+
+
+def parse_object_name(name: str) -> ObjectName | None:
+    """`object_name` backwards; None for the name of something else."""
+    match = _OBJECT.fullmatch(name)
+    return match and ObjectName(match[1], bytes.fromhex(match[2]), match[3], int(match[4]))

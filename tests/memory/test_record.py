@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarve.memory.record import BLOCK_BYTES, HEADER, HEADER_BYTES, Stamp, record_bytes, whole
+from kvarve.memory.record import BLOCK_BYTES, HEADER, HEADER_BYTES, Stamp, record_bytes, title, whole
 
 NAMESPACE, KEY = b"m" * 32, bytes(range(32))
 payloads = st.binary(min_size=1, max_size=300)
@@ -100,6 +100,12 @@ def test_a_record_is_whole_blocks_and_no_more_than_it_needs(payload_bytes: int) 
 @given(payloads, st.sampled_from([b"m" * 32, b"n" * 32]), st.binary(min_size=32, max_size=32))
 def test_a_record_is_whole_whatever_page_of_whatever_model_it_is(payload: bytes, model: bytes, key: bytes) -> None:
     assert whole(memoryview(a_record(payload, Stamp(model, "state", len(payload), rank=3), key)))
+
+
+@pytest.mark.parametrize("pool", ["attention", "a-b_c", "x" * 32])
+def test_a_record_tells_which_page_it_is(pool: str) -> None:
+    record = a_record(b"payload", Stamp(NAMESPACE, pool, 7, rank=5))
+    assert title(memoryview(record)) == (NAMESPACE, KEY, pool, 5)
 
 
 def test_a_record_with_one_bit_changed_is_not_whole() -> None:

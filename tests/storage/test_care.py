@@ -1,12 +1,15 @@
 """What people do with a file store: the same folder, looked after beside whoever uses it."""
 
-from collections.abc import Iterator
+import errno
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage, care
+from kvarve.storage.disk import Disk
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
 
 MIB = 1 << 20
@@ -66,6 +69,50 @@ def test_verify_reads_everything_and_drops_what_is_damaged(storage, folder):
         read, dropped = care.verify(beside, lambda name, data: data == bytes([int(name[5:])]) * 5000)
     assert (read, dropped) == (40, ["page-7"])
     assert storage.exists(["page-6", "page-7"]) == [True, False]
+
+
+class OneBadPlace(Disk):
+    """Cannot read one slot."""
+
+    def __init__(self, path: Path, at: int) -> None:
+        self.path, self.at = path, at
+
+    def read(self, file: int, into: Sequence[memoryview], at: int) -> int:
+        hit = at <= self.at < at + sum(view.nbytes for view in into)
+        if hit and os.path.samestat(os.fstat(file), self.path.stat()):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().read(file, into, at)
+
+
+def test_verify_tells_what_cannot_be_read_and_it_is_gone(storage, folder):
+    put(storage, **{f"page-{i}": bytes([i]) * 5000 for i in range(40)})
+    slab, row = storage._books.place("page-7")
+    disk = OneBadPlace(slab.path, slab.shape.slot_at(row))
+    heard = []
+    visitor = FileStorage(folder, MIB, LABEL, "model A", visiting=True, disk=disk)
+    assert care.verify(visitor, lambda name, data: True, lambda *far: heard.append(far)) == (39, ["page-7"])
+    visitor.close()
+    assert heard == [(16, 40), (32, 40), (40, 40)]
+    assert not storage.exists(["page-7"])[0]
+
+
+def test_who_visits_a_store_uses_nothing_in_it(storage, folder):
+    put(storage, a=b"1", b=b"2")
+    get(storage, "a")
+    (model,) = care.models(folder)
+    with care.opened(folder, model) as beside:
+        before = [(each.name, each.uses) for each in care.objects(beside)]
+        for _ in range(3):
+            get(beside, "b")
+    with care.opened(folder, model) as beside:
+        assert [(each.name, each.uses) for each in care.objects(beside)] == before == [("a", 1), ("b", 0)]
+
+
+def test_a_folder_that_is_no_store_yet_has_no_models_to_tell_of(folder):
+    for _ in range(2):
+        with pytest.raises(StorageError, match="there is no kvarve storage in it"):
+            care.models(folder)
+        folder.mkdir(exist_ok=True)
 
 
 def test_gc_gives_back_what_is_too_old_and_slots_that_can_be_read_again(folder, storage):

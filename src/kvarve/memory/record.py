@@ -7,6 +7,7 @@ bits) covers everything before and after itself, the padding too.
 
 import math
 import struct
+from typing import NamedTuple
 
 import xxhash
 
@@ -60,6 +61,21 @@ def whole(record: memoryview) -> bool:
     if (magic, form) != (MAGIC, FORMAT) or len(record) != record_bytes(payload_bytes):
         return False
     return _checksum(header, record) == _claimed(record)
+
+
+class Title(NamedTuple):
+    """Which page a record says that it is."""
+
+    namespace: bytes
+    key: bytes
+    pool: str
+    rank: int
+
+
+def title(record: memoryview) -> Title:
+    """What stands in the header of a record that is `whole`, which says nothing of where it was found."""
+    _, _, rank, namespace, key, pool, _ = HEADER.unpack(record[: HEADER.size])
+    return Title(namespace, key, pool.rstrip(b"\0").decode("ascii", "replace"), rank)
 
 
 def _checksum(header: bytes, record: memoryview) -> int:

@@ -84,7 +84,7 @@ class Books:
         self.slabs: dict[int, Slab] = {}
         self.index: dict[str, int] = {}  # the slab's number << 32 | the row
         self.bytes = 0
-        self.evicted = self.lost = self.damaged = 0
+        self.evicted = self.lost = self.damaged = self.reclaimed = 0
         self._groups: dict[str, int] = {}
         self._of_group: dict[str, int] = defaultdict(int)  # slot bytes; counted where there is a quota
         self._taken: set[int] = set()  # classes (slot bytes) without a free row
@@ -338,6 +338,7 @@ class Books:
                 if holder == self.folder.number or not self.folder.is_alive(holder):
                     for row in np.flatnonzero(reserved & (slab.holder == holder)).tolist():
                         if (slab, row) not in self._held:
+                            self.reclaimed += 1
                             self.drop(slab, row)
 
     def sweep(self, now_ns: int) -> int:

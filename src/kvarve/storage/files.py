@@ -65,7 +65,8 @@ class FileStorage(Storage):
     The capacity bounds the whole folder, with all models in it: those that nobody has open make room. Objects lie in
     slots of whole 4 KiB. What does not fit pushes out what the order `eviction` says (lru, lfu, s3fifo). What was
     stored more than `ttl_s` ago is missing. `quota_bytes`: the most that the objects of one group (what stands before
-    the first "-" of a name) may take; `threads`: that read and write at once.
+    the first "-" of a name) may take; `threads`: that read and write at once. `visiting`: only to look after what is
+    there; then neither do reads count as uses, which decide who goes first, nor does the store count as open.
     """
 
     def __init__(
@@ -79,11 +80,12 @@ class FileStorage(Storage):
         quota_bytes: int | None = None,
         eviction: str = "lru",
         threads: int = DEFAULT_THREADS,
+        visiting: bool = False,
         disk: Disk | None = None,
     ) -> None:
         check_limits(ttl_s, quota_bytes, eviction, threads)
         self._directory = check_folder(directory, capacity_bytes, label, description)
-        self._threads = threads
+        self._threads, self._visiting = threads, visiting
         limits = Limits(capacity_bytes, eviction, None if ttl_s is None else int(ttl_s * 1e9), quota_bytes)
         # Whoever changes tables holds `_writing`, then the folder's mutex, and `_lock` for moments. Nothing slow
         # happens under `_lock`, which is all that a reader needs.
@@ -113,7 +115,8 @@ class FileStorage(Storage):
         with self._lock, suppress(OSError):  # read-only, it can still be read
             self._books.reclaim()
             self._books.publish()
-            self._books.clock.save()
+            if not self._visiting:
+                self._books.clock.save()
         self._saved_ns = self._books.clock.now_ns()
         excess = self._folder.bytes() - self._books.limits.capacity_bytes
         while excess > 0 and self._folder.remove_unused():
@@ -176,7 +179,7 @@ class FileStorage(Storage):
                     used.append((piece.slab, piece.row))
                 else:
                     gone.append((piece.slab, piece.row, generation))
-            stamps = self._books.use(used)
+            stamps = self._books.use(used) if not self._visiting else []
         with suppress(OSError):  # on a disk that became read-only there is no order to keep
             for slab, row, when, uses in stamps:
                 slab.stamp(row, when, uses)
@@ -256,7 +259,8 @@ class FileStorage(Storage):
             if self._open:
                 self._open = False
                 with suppress(OSError):
-                    self._books.clock.save()
+                    if not self._visiting:
+                        self._books.clock.save()
                 self._folder.close()
                 self._let_go()
 

@@ -86,6 +86,11 @@ def _check_contents(directory: Path) -> None:
         )
 
 
+def is_store(directory: Path) -> bool:
+    """Whether a folder has been opened as a store before."""
+    return (directory / _MARKER).exists()
+
+
 def check_model(folder: Path, label: bytes, description: str) -> None:
     """Raise StorageError if the folder of this model belongs to another one, whose label begins alike."""
     if (folder / _MODEL).exists():
@@ -220,6 +225,15 @@ class Folder:
         """How much lies in the folder, of all models."""
         return sum(self.disk.sizes(self.directory).values())
 
+    def remove_remains(self) -> int:
+        """Remove what is left of models whose removal was cut short; of how many. With the mutex held."""
+        models, count = self.directory / _MODELS, 0
+        for folder in models.iterdir() if models.is_dir() else ():
+            if folder.is_dir() and not (folder / _MODEL).exists() and not is_in_use(self.disk, folder):
+                remove_model(self.disk, folder)
+                count += 1
+        return count
+
     def remove_unused(self) -> bool:
         """Remove what another model keeps here that nobody has open, the longest unused first; False if there is none.
 
@@ -231,7 +245,7 @@ class Folder:
             for folder in models.iterdir()
             if folder.is_dir() and folder != self.model and not is_in_use(self.disk, folder)
         ]
-        for folder in sorted(unused, key=_last_open):
+        for folder in sorted(unused, key=last_open):
             remove_model(self.disk, folder)
             return True
         return False
@@ -273,7 +287,7 @@ def _is_locked(disk: Disk, path: Path) -> bool:
         disk.close(file)
 
 
-def _last_open(folder: Path) -> int:
+def last_open(folder: Path) -> int:
     """When the clock of a model was last written, which is while it is open; what a removal left is older than all."""
     if not (folder / _MODEL).exists():
         return -1

@@ -23,6 +23,14 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", re.ASCII)
 
 
+def parse_time(written: str) -> float:
+    """The seconds meant by 90s, 30m, 12h, 7d or 2w; ConfigError for anything else."""
+    match = _TIME.fullmatch(written)
+    if match is None:
+        raise ConfigError(f"{written} is not a time: write 90s, 30m, 12h, 7d or 2w")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
 @dataclass(frozen=True)
 class StorageUrl:
     """A setting taken apart. `text` is how it was written, for messages."""
@@ -44,11 +52,10 @@ class StorageUrl:
 
     def seconds(self, parameter: str) -> float:
         """The time that `parameter` gives, such as 90s, 30m, 12h, 7d or 2w."""
-        match = _TIME.fullmatch(self.parameters[parameter])
-        if match is None:
-            written = self.parameters[parameter]
-            raise ConfigError(f"{self.text}: {parameter}={written} is not a time: write 90s, 30m, 12h, 7d or 2w")
-        return float(match[1]) * _SECONDS[match[2]]
+        try:
+            return parse_time(self.parameters[parameter])
+        except ConfigError as error:
+            raise ConfigError(f"{self.text}: {parameter}={error}") from None
 
     def whole_number(self, parameter: str) -> int:
         written = self.parameters[parameter]

@@ -1,0 +1,436 @@
+"""`kvarve storage ls|stat|verify|gc|drop`: how people look after the folder of a file store, also while servers use it.
+
+Each command is one more process on the folder. Here is what they say and when they refuse; what they do to a store is
+in `kvarve.storage.care`. Exit codes: 0 done, 1 verify found damage, 2 it cannot be done (an error that says why).
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvarve.errors import ConfigError, StorageError
+from kvarve.keys import parse_object_name
+from kvarve.memory.record import title, whole
+from kvarve.sizes import format_size
+from kvarve.storage import care
+from kvarve.storage.care import Model, Stored
+from kvarve.storage.folder import medium
+from kvarve.storage.urls import DEFAULT_CAPACITY, SCHEMES, parse_time, parse_url
+
+ORDERS: dict[str, Callable[[Stored], float]] = {
+    "used": lambda each: each.used_s_ago,
+    "stored": lambda each: each.stored_s_ago,
+    "size": lambda each: -each.size_bytes,
+}
+_ELSEWHERE = {
+    "memory": "what memory:// holds lives and ends within one process: ask its server with kvarve storage status",
+    "mooncake": "what Mooncake holds is looked after by its master: see mooncake_master's own metrics and tools, "
+    "and kvarve storage status for what a server has of it",
+}
+_SHORT = 12  # hex digits of a fingerprint or a key, for people
+_SHOWN = 20  # damaged objects, for people
+_UNITS = ((2 * 86400, 86400, "d"), (2 * 3600, 3600, "h"), (2 * 60, 60, "min"), (0, 1, "s"))
+_WIDE = 200  # columns where nobody looks at a terminal, so that nothing is cut
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a URL says that matters to these commands."""
+
+    folder: Path
+    capacity_bytes: int | None
+    ttl_s: float | None
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run one of the commands; answers the exit code."""
+    place, out = _place(args.url), Report(args.json)
+    code = COMMANDS[args.does](place, args, out)
+    out.write()
+    return code
+
+
+class Report:
+    """What a command found out, for people on standard output and as JSON where that is asked for."""
+
+    def __init__(self, json_to: str | None) -> None:
+        self._json_to = json_to
+        self.json: dict[str, Any] = {}
+        if json_to not in (None, "-"):  # better said before the work than after it
+            path = Path(str(json_to))
+            if path.is_dir() or not path.absolute().parent.is_dir():
+                raise ConfigError(f"--json: {path}: not a file that can be written")
+        # Whoever reads JSON from standard output gets nothing else there.
+        self._console = Console(
+            quiet=json_to == "-", width=None if sys.stdout.isatty() else _WIDE, markup=False, highlight=False
+        )
+
+    def say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+
+    def table(self, table: Table) -> None:
+        self._console.print(table)
+
+    def write(self) -> None:
+        if self._json_to is None:
+            return
+        text = json.dumps(self.json, indent=1) + "\n"
+        if self._json_to == "-":
+            sys.stdout.write(text)
+            return
+        try:
+            Path(self._json_to).write_text(text)
+        except OSError as e:
+            raise ConfigError(f"--json: {self._json_to}: {e.strerror}") from e
+
+
+def _place(text: str) -> Place:
+    """Where a URL points to. Nothing is created; its capacity may be left out."""
+    scheme, colon, _ = text.partition("://")
+    if colon and scheme != "file" and (scheme in _ELSEWHERE or scheme in SCHEMES):
+        raise ConfigError(f"{text}: {_ELSEWHERE.get(scheme, 'only folders (file://) are looked after here')}")
+    url = parse_url(text)
+    path = Path(url.path)
+    if not url.place:
+        with medium(path):
+            if not path.exists():
+                raise StorageError(f"{path}: no such folder")
+    SCHEMES["file"].prepare(replace(url, parameters={"capacity": DEFAULT_CAPACITY} | url.parameters), b"-", "")
+    # The capacity of a plain path is one that nobody has said.
+    said = url.parameters if "://" in text else {}
+    return Place(
+        path,
+        url.size_bytes("capacity") if "capacity" in said else None,
+        url.seconds("ttl") if "ttl" in said else None,
+    )
+
+
+# --- the commands
+
+
+def _ls(place: Place, args: argparse.Namespace, out: Report) -> int:
+    if args.by not in ORDERS:
+        raise ConfigError(f"--by: {args.by!r} is no order; known: {', '.join(ORDERS)}")
+    models = care.models(place.folder)
+    found = [(model, each) for model, objects in _objects(place, models) for each in objects]
+    if args.group is not None:
+        group = _the_one(place, "group", args.group, {each.group for _, each in found})
+        found = [(model, each) for model, each in found if each.group == group]
+    found.sort(key=lambda pair: ORDERS[args.by](pair[1]))
+    shown = found[: args.limit or None]
+    more = len(found) - len(shown)
+    out.json = {
+        "folder": str(place.folder),
+        "objects": [_object_json(model, each) for model, each in shown],
+        "more": more,
+    }
+    table = _table("group", "page", "pool", right=("rank", "size", "stored", "used", "uses"))
+    for _, each in shown:  # whose group it is says `stat`
+        about = parse_object_name(each.name)
+        table.add_row(
+            *(
+                (about.group, about.key.hex()[:_SHORT], about.pool, str(about.rank))
+                if about
+                else ("", each.name, "", "")
+            ),
+            format_size(each.size_bytes),
+            _age(each.stored_s_ago),
+            _age(each.used_s_ago),
+            f"{each.uses:,}",
+        )
+    if shown:
+        out.table(table)
+    size = format_size(sum(each.size_bytes for _, each in found))
+    out.say(f"{_many(len(found), 'object')}, {size}" + (f"; {more:,} more are not shown (--limit)" if more else ""))
+    return 0
+
+
+def _stat(place: Place, _: argparse.Namespace, out: Report) -> int:
+    models = care.models(place.folder)
+    total = care.folder_bytes(place.folder)
+    text = f"{place.folder}: {format_size(total)} in {_many(len(models), 'model')}"
+    if place.capacity_bytes is not None:
+        text += f", {total / place.capacity_bytes:.0%} of {format_size(place.capacity_bytes)}"
+    out.say(text)
+    told: list[dict[str, Any]] = []
+    out.json = {"folder": str(place.folder), "bytes": total, "capacity_bytes": place.capacity_bytes, "models": told}
+    for model in models:
+        with care.opened(place.folder, model) as storage:
+            objects = care.objects(storage)
+            with storage.looking() as books:
+                slots = books.states()
+        rows = _shares(objects)
+        told.append(_model_json(model) | {"slots": slots, "objects": len(objects), "groups": [*rows]})
+        use = "in use" if model.in_use else f"not used for {_age(_unused_s(model, objects))}"
+        out.say(f"\n{model.description}")
+        out.say(f"  fingerprint {_short(model)}, {use}, {format_size(model.file_bytes)} on disk")
+        out.say("  slots: " + ", ".join(f"{count:,} {state}" for state, count in slots.items() if count))
+        table = _table("group", "pool", right=("objects", "size", "oldest", "newest", "last used"))
+        for row in rows:
+            ages = (_age(row[f"{when}_s_ago"]) for when in ("oldest", "newest", "used"))
+            table.add_row(row["group"], row["pool"], f"{row['objects']:,}", format_size(row["bytes"]), *ages)
+        if rows:
+            out.table(table)
+    return 0
+
+
+def _verify(place: Place, _: argparse.Namespace, out: Report) -> int:
+    told: list[dict[str, Any]] = []
+    damage = 0
+    for model in care.models(place.folder):
+        inspector = Inspector(model.label)
+        with care.opened(place.folder, model) as storage, _progress(model.description) as tick:
+            read, dropped = care.verify(storage, inspector.intact, tick)
+            lost = storage.trouble()["lost"]
+        damage += len(dropped) + lost
+        whys = {name: inspector.whys.get(name, "cannot be read") for name in dropped}
+        told.append(
+            _model_json(model)
+            | {"read": read, "unknown": inspector.unknown, "lost": lost}
+            | {"dropped": [{"name": name, "why": why} for name, why in whys.items()]}
+        )
+        text = f"{model.description} ({_short(model)}): {_many(read, 'object')} read, "
+        out.say(text + (f"{len(dropped):,} damaged and dropped" if dropped else "none damaged"))
+        for name, why in [*whys.items()][:_SHOWN]:
+            out.say(f"  {name}: {why}")
+        if len(whys) > _SHOWN:
+            out.say(f"  and {len(whys) - _SHOWN:,} more")
+        if lost:
+            out.say(f"  {_many(lost, 'entry', 'entries')} of its tables could not be read: what lay there is gone")
+        if inspector.unknown:
+            out.say(f"  {_many(inspector.unknown, 'object')} with no page's name: left as they are")
+    out.json = {"folder": str(place.folder), "ok": not damage, "models": told}
+    return 1 if damage else 0
+
+
+class Inspector:
+    """Says of each object of a model whether it is the page that its name says, and if not, why."""
+
+    def __init__(self, namespace: bytes) -> None:
+        self._namespace = namespace
+        self.whys: dict[str, str] = {}
+        self.unknown = 0  # objects that are no pages of ours by their names: nobody can say how they should be
+
+    def intact(self, name: str, record: memoryview) -> bool:
+        wanted = parse_object_name(name)
+        if wanted is None:
+            self.unknown += 1
+        elif not whole(record):
+            self.whys[name] = "its seal or its checksum is wrong"
+        elif (said := title(record)).namespace != self._namespace:
+            self.whys[name] = f"holds a page of another model, {said.namespace.hex()[:_SHORT]}"
+        elif said[1:] != wanted[1:]:
+            self.whys[name] = f"holds another page, {said.key.hex()}.{said.pool}.{said.rank}"
+        return name not in self.whys
+
+
+def _gc(place: Place, args: argparse.Namespace, out: Report) -> int:
+    unused_for_s = None
+    if args.unused_for is not None:
+        try:
+            unused_for_s = parse_time(args.unused_for)
+        except ConfigError as e:
+            raise ConfigError(f"--unused-for: {e}") from None
+    told: list[dict[str, Any]] = []
+    for model in care.models(place.folder):
+        with care.opened(place.folder, model, ttl_s=place.ttl_s) as storage:
+            unused_s = _unused_s(model, care.objects(storage))
+            counts = care.gc(storage)
+        old = unused_for_s is not None and not model.in_use and unused_s >= unused_for_s
+        removed = old and care.drop_model(place.folder, model)
+        told.append(_model_json(model) | counts | {"unused_s": unused_s, "removed": removed})
+        who = f"{model.description} ({_short(model)}): "
+        if removed:
+            out.say(who + f"not used for {_age(unused_s)}: removed, {format_size(model.file_bytes)}")
+        else:
+            done = [
+                (counts["expired"], "objects were too old"),
+                (counts["reclaimed"], "slots were those of dead processes"),
+                (counts["retired"], "slots can be read again"),
+            ]
+            out.say(who + (", ".join(f"{count:,} {what}" for count, what in done if count) or "nothing to give back"))
+    remains = care.drop_remains(place.folder)
+    if remains:
+        out.say(f"what was left of {_many(remains, 'model')} whose removal was cut short: removed")
+    out.json = {"folder": str(place.folder), "models": told, "remains": remains}
+    return 0
+
+
+def _drop(place: Place, args: argparse.Namespace, out: Report) -> int:
+    models = care.models(place.folder)
+    out.json = {"folder": str(place.folder), "dropped": False}
+    if args.group is not None:
+        objects = {model.label: found for model, found in _objects(place, models)}
+        group = _the_one(place, "group", args.group, {each.group for found in objects.values() for each in found})
+        models = [model for model in models if any(each.group == group for each in objects[model.label])]
+        mine = [each for model in models for each in objects[model.label] if each.group == group]
+        out.json |= {"group": group, "objects": len(mine), "bytes": sum(each.size_bytes for each in mine)}
+        size = format_size(out.json["bytes"])
+        if not _agreed(f"drop group {group}: {_many(len(mine), 'object')}, {size}", args, out):
+            return 0
+        count = 0
+        for model in models:
+            with care.opened(place.folder, model) as storage:
+                count += care.drop(storage, group)
+        out.json |= {"dropped": True, "objects": count}
+        out.say(f"{_many(count, 'object')} dropped")
+        return 0
+    if args.model is not None:
+        label = _the_one(place, "model", args.model.lower(), {model.label.hex() for model in models})
+        models = [model for model in models if model.label.hex() == label]
+    for model in models:
+        if model.in_use:
+            raise StorageError(_in_use(model))
+    size = format_size(sum(model.file_bytes for model in models))
+    out.json |= {"models": [_model_json(model) for model in models]}
+    what = "; ".join(f"{model.description} ({_short(model)})" for model in models) or "nothing"
+    if not _agreed(f"drop {_many(len(models), 'model')}, {size}: {what}", args, out):
+        return 0
+    for model in models:
+        if not care.drop_model(place.folder, model):  # it has been opened since
+            raise StorageError(_in_use(model))
+        out.say(f"{model.description} ({_short(model)}): dropped")
+    if args.all:
+        care.drop_remains(place.folder)
+    out.json["dropped"] = True
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Place, argparse.Namespace, Report], int]] = {
+    "ls": _ls,
+    "stat": _stat,
+    "verify": _verify,
+    "gc": _gc,
+    "drop": _drop,
+}
+
+
+# --- what they share
+
+
+def _objects(place: Place, models: Iterable[Model]) -> Iterator[tuple[Model, list[Stored]]]:
+    for model in models:
+        with care.opened(place.folder, model) as storage:
+            yield model, care.objects(storage)
+
+
+def _the_one(place: Place, kind: str, begins: str, known: set[str]) -> str:
+    """The one of these that begins so, as one writes commits; ConfigError if there is none, or several."""
+    found = sorted({each for each in known if each.startswith(begins)} if begins not in known else {begins})
+    if len(found) == 1:
+        return found[0]
+    problem = f"no {kind} begins with {begins!r}"
+    if found:
+        problem = f"several {kind}s begin with {begins!r}: {', '.join(each[:16] for each in found[:4])}"
+    raise ConfigError(f"--{kind}: {problem}; kvarve storage stat {place.folder} says which there are")
+
+
+def _agreed(what: str, args: argparse.Namespace, out: Report) -> bool:
+    """Whether it may be done: by --yes, or by somebody at a terminal. ConfigError if there is nobody to ask."""
+    out.say(("" if args.yes else "would ") + what)
+    if args.yes:
+        return True
+    if not sys.stdin.isatty():
+        raise ConfigError("nothing was dropped: say --yes to do it")
+    print("Do it? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() in ("y", "yes"):
+        return True
+    out.say("nothing was dropped")
+    return False
+
+
+def _in_use(model: Model) -> str:
+    return (
+        f"{model.description} ({_short(model)}) is in use: end or detach who has it open, or drop its groups one by one"
+    )
+
+
+def _unused_s(model: Model, objects: Sequence[Stored]) -> float:
+    """For how long nobody has used a model."""
+    return min([model.open_s_ago, *(each.used_s_ago for each in objects[:1])])
+
+
+def _shares(objects: Sequence[Stored]) -> list[dict[str, Any]]:
+    """What each group has of each pool."""
+    parts: dict[tuple[str, str], list[Stored]] = {}
+    for each in objects:
+        about = parse_object_name(each.name)
+        parts.setdefault((each.group, about.pool if about else ""), []).append(each)
+    return [
+        {
+            "group": group,
+            "pool": pool,
+            "objects": len(part),
+            "bytes": sum(each.size_bytes for each in part),
+            "oldest_s_ago": max(each.stored_s_ago for each in part),
+            "newest_s_ago": min(each.stored_s_ago for each in part),
+            "used_s_ago": min(each.used_s_ago for each in part),
+        }
+        for (group, pool), part in sorted(parts.items())
+    ]
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    console = Console(stderr=True, markup=False)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task(what, total=None)
+        yield lambda read, of: progress.update(bar, completed=read, total=of)
+
+
+def _model_json(model: Model) -> dict[str, Any]:
+    return {
+        "fingerprint": model.label.hex(),
+        "description": model.description,
+        "in_use": model.in_use,
+        "file_bytes": model.file_bytes,
+    }
+
+
+def _object_json(model: Model, each: Stored) -> dict[str, Any]:
+    about = parse_object_name(each.name)
+    return {
+        "model": model.label.hex(),
+        "name": each.name,
+        "group": each.group,
+        "key": about and about.key.hex(),
+        "pool": about and about.pool,
+        "rank": about and about.rank,
+        "bytes": each.size_bytes,
+        "stored_s_ago": each.stored_s_ago,
+        "used_s_ago": each.used_s_ago,
+        "uses": each.uses,
+    }
+
+
+def _table(*left: str, right: Sequence[str]) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for name in left:
+        table.add_column(name, no_wrap=True)
+    for name in right:
+        table.add_column(name, no_wrap=True, justify="right")
+    return table
+
+
+def _short(model: Model) -> str:
+    return model.label.hex()[:_SHORT]
+
+
+def _age(seconds: float) -> str:
+    _, unit_s, unit = next(row for row in _UNITS if seconds >= row[0])
+    return f"{int(seconds // unit_s)} {unit}"
+
+
+def _many(count: int, one: str, more: str = "") -> str:
+    return f"{count:,} {one if count == 1 else more or one + 's'}"
