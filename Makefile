@@ -24,7 +24,7 @@ test: setup
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: setup
 	.venv/bin/ruff check --fix

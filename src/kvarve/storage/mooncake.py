@@ -76,11 +76,12 @@ class MooncakeStorage(Storage):
             self._lent.append((start, start + memory.nbytes))
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        check_names(names)
         if not names:
             self._client.require_open()
             return []
         codes = self._client.exists(self._keys(names))
+        if 0 in codes:
+            check_names(names)  # what is there has a name that can be
         if not self._deleted:
             return [*map(bool, codes)]
         with self._lock:
