@@ -3,9 +3,10 @@
     .venv/bin/python bench/stall.py [--quick] [--json FILE] [--dir FOLDER]
 
 One request decodes all the time. Beside it come requests whose prompt only storage has, once a second: with a storage
-that works, and with one that hangs for 30 seconds (every call into it waits). Spells of both kinds take turns. Ratios:
-`decode_stalled_over_healthy` tokens per second of the one that decodes; `late_ms` by how much the longest wait for
-storage was longer than its deadline. A wait is from `submit` until nothing more is expected from storage.
+that works, with one that hangs for 30 seconds (every call into it waits), and with one that hangs while nothing decodes
+and the engine is idle. Spells of these kinds take turns. Ratios: `decode_stalled_over_healthy` tokens per second of the
+one that decodes; `late_ms` by how much the longest wait for storage was longer than its deadline. A wait is from
+`submit` until nothing more is expected from storage.
 """
 
 import sys
@@ -44,6 +45,7 @@ class Size:
 
 
 QUICK = Size(spell_s=3.0, spells=1)
+HEALTHY, STALLED, IDLE = KINDS = ("healthy", "stalled", "stalled, idle")
 
 
 class Waits:
@@ -71,19 +73,20 @@ class Waits:
 
 
 class Spell:
-    """Some seconds of one request that decodes and of others that want what storage has."""
+    """Some seconds of one request that decodes, unless it is idle, and of others that want what storage has."""
 
-    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], seconds: float) -> None:
+    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], seconds: float, idle: bool) -> None:
         self.came: list[float] = []
         self._engine, self._end = engine, time.perf_counter() + seconds
         self._over = threading.Event()
         talk = Request(prompts[0][:64], Sampling(1 << 14, ignore_eos=True), deliver=self._take)
-        engine.submit(talk)
+        if not idle:
+            engine.submit(talk)
         others = []
         for number in range(1, int(seconds)):
             others.append(engine.submit(Request(prompts[number % len(prompts)], Sampling(1, ignore_eos=True))))
             self._over.wait(1.0)
-        assert self._over.wait(LONG_S)
+        assert idle or self._over.wait(LONG_S)
         engine.abort(talk)
         for other in others:
             _, _, last = other.result(LONG_S)
@@ -98,6 +101,8 @@ class Spell:
     @property
     def tokens_per_s(self) -> float:
         """By the median gap between two tokens: the chunks of the others' prompts are the same in both kinds."""
+        if not self.came:
+            return 0.0
         return 1 / median(after - before for before, after in zip(self.came, self.came[1:], strict=False))
 
 
@@ -115,18 +120,15 @@ def measure(size: Size, folder: Path) -> tuple[dict[str, list[float]], dict[str,
     prompts = [torch.randint(256, (size.prompt,), generator=dice).tolist() for _ in range(8)]
     for prompt in prompts:
         engine.submit(Request(prompt, Sampling(1, ignore_eos=True))).result(LONG_S)
-    speeds, late = (
-        {"healthy": list[float](), "stalled": list[float]()},
-        {"healthy": list[float](), "stalled": list[float]()},
-    )
-    for number in watched(range(2 * size.spells), "spell", 2 * size.spells):
-        kind = ("healthy", "stalled")[number % 2]
+    speeds, late = {kind: list[float]() for kind in KINDS}, {kind: list[float]() for kind in KINDS}
+    for number in watched(range(len(KINDS) * size.spells), "spell", len(KINDS) * size.spells):
+        kind = KINDS[number % len(KINDS)]
         engine.settle(LONG_S)
         engine.flush([Tier.DEVICE, Tier.HOST], LONG_S)
         waits.late_s.clear()
-        if kind == "stalled":
+        if kind != HEALTHY:
             faulty.stall()
-        speeds[kind].append(Spell(engine, prompts, size.spell_s).tokens_per_s)
+        speeds[kind].append(Spell(engine, prompts, size.spell_s, kind == IDLE).tokens_per_s)
         late[kind] += waits.late_s
         faulty.release()
     engine.shutdown()
@@ -152,8 +154,8 @@ def main() -> int:
         for kind in speeds
     ]
     ratios = {
-        "decode_stalled_over_healthy": max(speeds["stalled"]) / max(speeds["healthy"]),
-        "late_ms": 1000 * max(late["stalled"]),
+        "decode_stalled_over_healthy": max(speeds[STALLED]) / max(speeds[HEALTHY]),
+        "late_ms": 1000 * max(late[STALLED] + late[IDLE]),
     }
     show(f"Spells of {size.spell_s:.0f} s, patience {size.patience_s} s", rows)
     for ratio, value in ratios.items():
