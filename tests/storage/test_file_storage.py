@@ -804,6 +804,25 @@ except StorageError as error:
 sys.stdin.read()
 """
 
+LEAVE_WHILE_A_READ_HANGS = """
+import sys, threading
+from kvarve.storage import FileStorage
+from kvarve.storage.disk import Disk
+hangs, never = threading.Event(), threading.Event()
+class Hanging(Disk):
+    def read(self, file, into, at):
+        if threading.current_thread() is not threading.main_thread():
+            hangs.set()
+            never.wait()
+        return super().read(file, into, at)
+storage = FileStorage(sys.argv[1], 1 << 20, bytes.fromhex(sys.argv[2]), "model A", disk=Hanging())
+storage.put(["a", "b"], [memoryview(b"1")] * 2)
+views = [memoryview(bytearray(1)) for _ in "12"]
+threading.Thread(target=lambda: storage.get(["a", "b"], views), daemon=True).start()
+hangs.wait()
+print("hangs", flush=True)
+"""
+
 
 def python(script: str, folder: Path) -> "subprocess.Popen[str]":
     command = [sys.executable, "-c", script, str(folder), LABEL.hex()]
@@ -820,6 +839,16 @@ def test_two_processes_have_one_folder_and_one_may_die(opened, folder):
         other.wait()
         assert put(storage, a=b"1") == [True]
         assert there(storage, "from-child", "a") == "from-child a"
+
+
+def test_a_process_can_end_while_a_disk_hangs(folder):
+    with python(LEAVE_WHILE_A_READ_HANGS, folder) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "hangs\n"
+        try:
+            assert other.wait(60) == 0
+        finally:
+            other.kill()
 
 
 def test_a_forked_child_cannot_use_the_folder_and_does_not_keep_it_from_others(opened, folder):

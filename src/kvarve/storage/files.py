@@ -18,7 +18,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -26,6 +25,7 @@ from typing import TypeVar
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import Storage, Usage, check_batch, check_names
 from kvarve.storage.books import Books, Call, Limits, Place, Wanted
+from kvarve.storage.crew import Crew
 from kvarve.storage.disk import Disk
 from kvarve.storage.folder import Folder, check_folder, medium
 from kvarve.storage.orders import ORDERS, age_of
@@ -91,7 +91,7 @@ class FileStorage(Storage):
         self._full_until: dict[int, int] = {}  # slot bytes: store time
         self._saved_ns = 0
         self._open = False
-        self._pool: ThreadPoolExecutor | None = None
+        self._crew: Crew | None = None
         with ExitStack() as undo, medium(self._directory):
             self._folder = Folder(disk or Disk(), self._directory, label, description)
             undo.callback(self._folder.close)
@@ -484,9 +484,9 @@ class FileStorage(Storage):
             return
         with self._lock:
             self._require_open()
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._threads, "kvarve-files")
-            futures: list[Future[OSError | None]] = [self._pool.submit(tried, one) for one in work]
+            if self._crew is None:
+                self._crew = Crew(self._threads, "kvarve files")
+            futures = [self._crew.submit(tried, one) for one in work]
         yield from [(one, future.result()) for one, future in zip(work, futures, strict=True)]
 
     @contextmanager
@@ -509,14 +509,14 @@ class FileStorage(Storage):
         """Slabs that are being read are closed by whoever reads them."""
         self._books.slabs.clear()
         self._books.index.clear()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False)
-            self._pool = None
+        if self._crew is not None:
+            self._crew.leave()
+            self._crew = None
 
     def _leave_to_parent(self) -> None:
         """In a child after fork: the folder stays the parent's, and its locks must not outlive the parent in us."""
         self._writing, self._lock = threading.Lock(), threading.Lock()  # a thread of the parent may have held them
-        self._pool = None  # its threads are the parent's
+        self._crew = None  # its threads are the parent's
         if self._open:
             self._open = False
             self._folder.abandon()
