@@ -17,7 +17,7 @@ import pytest
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import FileStorage, Storage
 from kvarve.storage.disk import Disk
-from kvarve.storage.folder import check_folder
+from kvarve.storage.folder import check_folder, is_in_use
 from kvarve.storage.table import Shape
 from kvarve.testing import CapacitySuite, MakeStorage, StorageSuite
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
@@ -123,9 +123,9 @@ class Failing(WithoutSync):
         self._maybe("allocate")
         super().allocate(file, size_bytes)
 
-    def lock(self, file: int, *, wait: bool = True) -> bool:
+    def lock(self, file: int, *, wait: bool = True, shared: bool = False) -> bool:
         self._maybe("lock")
-        return super().lock(file, wait=wait)
+        return super().lock(file, wait=wait, shared=shared)
 
 
 @pytest.fixture
@@ -328,6 +328,14 @@ def test_the_whole_folder_stays_within_its_capacity_whatever_is_stored(opened, f
     assert all(data is None or data == bytes([turn]) * len(data) for turn, data in enumerate(found))
 
 
+def test_a_folder_stays_within_its_capacity_to_the_byte(tmp_path):
+    for capacity in range(2 * ONE, 2 * ONE + 1024, 64):
+        storage = FileStorage(tmp_path / str(capacity), capacity, LABEL, "model A", disk=WithoutSync())
+        put(storage, a=b"1", b=b"2", c=b"3")
+        storage.close()
+        assert total(tmp_path / str(capacity)) <= capacity
+
+
 def test_what_is_larger_than_the_whole_store_finds_no_room_and_evicts_nothing(opened):
     storage = opened(256 << 10)
     put(storage, a=b"1", b=bytes(20_000))
@@ -347,6 +355,18 @@ def test_objects_of_another_size_get_the_room_of_those_that_nobody_uses_any_more
         assert put(storage, **{f"large-{i}": bytes([i]) * 60_000}) == [True]
     assert there(storage, "large-11", "large-10") == "large-11 large-10"
     assert sum(storage.exists(small)) < 50
+
+
+def test_the_small_pages_of_the_newest_prompts_do_not_all_go_for_the_large_ones_of_the_next(opened):
+    """A class of small objects keeps them for the longest, so its only slab is the coldest on average."""
+    disk = Clockwork()
+    storage = opened(8 * MIB, disk=disk)
+    for turn in range(400):
+        names = [*(f"{turn}-kv-{i}" for i in range(8)), f"{turn}-state"]
+        assert all(storage.put(names, [*[memoryview(bytes(60_000))] * 8, memoryview(b"1")]))
+        disk.elapse(1)
+        recent = range(max(0, turn - 5), turn + 1)
+        assert all(storage.exists([f"{each}-{kind}" for each in recent for kind in ("kv-7", "state")])), turn
 
 
 def test_the_longest_unused_model_that_nobody_has_open_makes_room(opened, folder):
@@ -613,6 +633,29 @@ def test_a_sync_that_fails_is_trouble_and_nothing_is_stored(opened):
     assert there(storage, "a", "b") == ""
 
 
+def test_what_somebody_else_is_about_to_sync_is_synced_before_it_is_said_to_be_stored(opened):
+    class Counting(WithoutSync):
+        syncs = 0
+
+        def sync(self, file: int) -> None:
+            self.syncs += 1
+
+    counting = Counting()
+    other = opened(disk=counting)
+    told = []
+
+    class Interrupted(WithoutSync):
+        def sync(self, file: int) -> None:
+            counting.syncs = 0
+            told.append((put(other, a=b"1"), counting.syncs))
+
+    one = opened()
+    put(one, z=b"26")
+    one._books.slabs[0].disk = Interrupted()
+    assert put(one, a=b"1") == [True]
+    assert told == [([True], 1)]
+
+
 class BadSector(WithoutSync):
     """One place on the disk that cannot be read."""
 
@@ -777,6 +820,44 @@ def test_a_table_that_is_being_written_while_it_is_read_costs_a_miss_for_a_momen
     assert other.trouble()["lost"] == 0
 
 
+def test_of_two_objects_of_one_name_one_goes_for_good(opened):
+    """Two processes may have stored it at once, of which one died before it could tell."""
+    storage = opened()
+    names = [f"page-{i:02}" for i in range(20)]
+    assert all(storage.put(names, [memoryview(b"1")] * 20))
+    with storage.changing() as books:
+        one, row = books.place("page-00")
+        other = next(slab for slab in books.slabs.values() if slab is not one)
+        double = other.take_free()
+        assert double is not None
+        for column in ("state", "length", "stored", "names"):
+            getattr(other, column)[double] = getattr(one, column)[row]
+        other.write(double, [memoryview(b"1")])
+        other.save([double])
+    storage.close()
+    storage = opened()
+    assert put(storage, new=b"2") == [True]
+    with storage.looking() as books:
+        tables = [found for slab in books.slabs.values() for _, found in slab.load(0, slab.shape.slots)]
+    on_disk = [name for table in tables for name in table.names]
+    assert sorted(on_disk) == sorted([*names, "new"])
+    assert storage.usage().objects == 21
+    assert get(storage, "page-00") == b"1"
+    assert storage.trouble()["lost"] == 0
+
+
+def test_an_object_that_went_to_another_place_is_found_there_by_who_never_changes_anything(opened):
+    one, other = opened(), opened()
+    names = [f"page-{i:02}" for i in range(20)]
+    assert all(one.put(names, [memoryview(b"1")] * 20))
+    assert all(other.exists(names))
+    one.delete([names[0], names[19]])
+    assert one.put([names[19]], [memoryview(b"1")]) == [True]
+    assert other.exists([names[0], names[19]]) == [False, True]
+    assert get(other, names[19]) == b"1"
+    assert (other.usage().objects, other.usage().bytes) == (19, 19)
+
+
 OPEN_AND_WAIT = """
 import sys
 from kvarve.storage import FileStorage
@@ -804,6 +885,25 @@ except StorageError as error:
 sys.stdin.read()
 """
 
+LEAVE_WHILE_A_READ_HANGS = """
+import sys, threading
+from kvarve.storage import FileStorage
+from kvarve.storage.disk import Disk
+hangs, never = threading.Event(), threading.Event()
+class Hanging(Disk):
+    def read(self, file, into, at):
+        if threading.current_thread() is not threading.main_thread():
+            hangs.set()
+            never.wait()
+        return super().read(file, into, at)
+storage = FileStorage(sys.argv[1], 1 << 20, bytes.fromhex(sys.argv[2]), "model A", disk=Hanging())
+storage.put(["a", "b"], [memoryview(b"1")] * 2)
+views = [memoryview(bytearray(1)) for _ in "12"]
+threading.Thread(target=lambda: storage.get(["a", "b"], views), daemon=True).start()
+hangs.wait()
+print("hangs", flush=True)
+"""
+
 
 def python(script: str, folder: Path) -> "subprocess.Popen[str]":
     command = [sys.executable, "-c", script, str(folder), LABEL.hex()]
@@ -820,6 +920,36 @@ def test_two_processes_have_one_folder_and_one_may_die(opened, folder):
         other.wait()
         assert put(storage, a=b"1") == [True]
         assert there(storage, "from-child", "a") == "from-child a"
+
+
+def test_a_process_can_end_while_a_disk_hangs(folder):
+    with python(LEAVE_WHILE_A_READ_HANGS, folder) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "hangs\n"
+        try:
+            assert other.wait(60) == 0
+        finally:
+            other.kill()
+
+
+def test_who_looks_whether_a_folder_is_in_use_is_taken_for_no_user_of_it(opened, folder):
+    """Else the one who opens it at that moment would believe what processes of before a power cut told each other."""
+    storage = opened()
+    put(storage, a=b"1")
+    storage.close()
+    (model,) = folder.glob("models/*")
+    found = []
+
+    class Interrupted(WithoutSync):
+        """Somebody opens the folder in the middle of a look."""
+
+        def unlock(self, file: int) -> None:
+            (model / "changes").write_bytes(b"")
+            found.append(there(opened(), "a"))
+            super().unlock(file)
+
+    assert is_in_use(Interrupted(), model) is False
+    assert found == ["a"]
 
 
 def test_a_forked_child_cannot_use_the_folder_and_does_not_keep_it_from_others(opened, folder):

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvarve.storage.changes import Changes
+from kvarve.storage.changes import ROW_BYTES, Changes
 from kvarve.storage.disk import Disk
 from kvarve.storage.folder import Clock, Folder, slab_numbers, slab_path
-from kvarve.storage.orders import Victim, age_of, coldest
+from kvarve.storage.orders import Victim, age_of, coldest, last_used
 from kvarve.storage.slabs import Broken, Slab
 from kvarve.storage.table import (
     BROKEN,
@@ -33,7 +33,8 @@ from kvarve.storage.table import (
 # that there are. So a large store has some hundreds, each an open file, and one that is never filled takes little.
 _SLAB_BYTES = 256 << 20
 _SHARE = 16
-# Another class gives a slab away when its objects are so many times as old as what would have to go here.
+# Another class gives a slab away when its objects are so many times as old as what would have to go here; its last one
+# only when all of them are older.
 _MUCH_OLDER = 2.0
 _SECOND_NS = 1_000_000_000
 _GENERATIONS = (1 << 32) - 1
@@ -91,6 +92,7 @@ class Books:
         self._dirty: dict[Slab, set[int]] = defaultdict(set)
         self._held: set[Place] = set()  # what calls of this process are about to fill
         self._unclear: set[Slab] = set()  # slabs with entries that fail their check
+        self._doubles: set[Place] = set()  # of those: another row has the same name
         self._victims: dict[tuple[int, str | None], list[Victim]] = {}
         self._interrupted = False  # the tables may have reserved rows of ours that nobody fills
         self._last_tick = 0
@@ -215,6 +217,9 @@ class Books:
         else:
             for row, name in zip(rows, names, strict=True):
                 slab.names[row] = name
+        # An object that went from one row to another may be seen there before it is seen to have gone from here.
+        for name in dict.fromkeys(name for name in names if name in self.index):
+            self._give_up(*self.place(name))
         before = len(self.index)
         # All at once, as there may be a million of them.
         self.index.update(zip(names, (np.array(rows) + (slab.number << 32)).tolist(), strict=True))
@@ -223,19 +228,22 @@ class Books:
             for row in rows:
                 self._count_group(slab, row)
         if len(self.index) < before + len(rows):
-            self._give_up_doubles()
+            for row, name in zip(rows, names, strict=True):
+                if self.index[name] != slab.number << 32 | row:
+                    self._give_up(slab, row)
 
-    def _give_up_doubles(self) -> None:
-        """Two processes may have stored one name at once, of which one died before it could tell."""
-        for slab in self.slabs.values():
-            for row in np.flatnonzero(slab.state == STORED).tolist():
-                name = slab.names[row]
-                if name and self.index.get(name) != slab.number << 32 | row:
-                    self.bytes -= int(slab.length[row])
-                    if self.limits.quota_bytes is not None:
-                        self._of_group[group_of(name)] -= slab.shape.slot_bytes
-                    slab.state[row], slab.names[row] = BROKEN, ""
-                    self._unclear.add(slab)
+    def _give_up(self, slab: Slab, row: int) -> None:
+        """A row whose name another one has: two processes may have stored it at once, of which one died before it
+        could tell."""
+        name = slab.names[row]
+        if self.index[name] == slab.number << 32 | row:
+            del self.index[name]
+        self.bytes -= int(slab.length[row])
+        if self.limits.quota_bytes is not None:
+            self._of_group[group_of(name)] -= slab.shape.slot_bytes
+        slab.state[row], slab.names[row] = BROKEN, ""
+        self._unclear.add(slab)
+        self._doubles.add((slab, row))
 
     def _count_in(self, slab: Slab, row: int) -> None:
         self.index[slab.names[row]] = slab.number << 32 | row
@@ -264,6 +272,7 @@ class Books:
             self._unlist(slab, row)
         self.slabs.pop(slab.number, None)
         self._held = {place for place in self._held if place[0] is not slab}
+        self._doubles = {place for place in self._doubles if place[0] is not slab}
         self._dirty.pop(slab, None)
         self._unclear.discard(slab)
         self._victims.clear()  # they would keep the file open
@@ -320,6 +329,12 @@ class Books:
         if self._interrupted:
             self._interrupted = False
             self.reclaim()
+        doubles, self._doubles = self._doubles, set()
+        for slab, row in doubles:
+            if slab.state[row] == BROKEN:
+                for _, found in slab.load(row, row + 1):
+                    if found.names and found.names[0] in self.index:
+                        self.drop(slab, row)
         unclear, self._unclear = self._unclear, set()
         for slab in unclear:
             broken = np.flatnonzero(slab.state == BROKEN)
@@ -447,11 +462,25 @@ class Books:
             for slab in self.slabs.values()
             if slab.shape.slot_bytes != slot_bytes and self.may_go(slab, call)
         }
-        slab = min(ages, key=lambda slab: ages[slab], default=None)
-        if slab is None or victim is None:
-            return slab
-        now_ns = self.clock.now_ns()
-        return slab if now_ns - ages[slab] > _MUCH_OLDER * (now_ns - victim.used) else None
+        if victim is not None:
+            now_ns = self.clock.now_ns()
+            ages = {
+                slab: age
+                for slab, age in ages.items()
+                if (
+                    last_used(slab) < victim.used
+                    if self.is_last(slab)
+                    else now_ns - age > _MUCH_OLDER * (now_ns - victim.used)
+                )
+            }
+        return min(ages, key=lambda slab: (self.is_last(slab), ages[slab]), default=None)
+
+    def is_last(self, slab: Slab) -> bool:
+        """Whether it is the only one of its class. With it all of them would go: a prompt that needs one page of each
+        class could resume nowhere, and a class of small objects keeps those for the longest."""
+        return not any(
+            other.shape.slot_bytes == slab.shape.slot_bytes for other in self.slabs.values() if other is not slab
+        )
 
     def may_go(self, slab: Slab, call: Call | None = None) -> bool:
         """Whether nobody is filling a row of the slab, nor has this call answered for one."""
@@ -460,6 +489,10 @@ class Books:
         return call is None or not any(place >> 32 == slab.number for place in call.kept)
 
     # --- slabs, with the mutex held and, as files are made and removed, without the store's lock
+
+    def room_bytes(self) -> int:
+        """How large a new slab may be, beside what the other processes have to be told of it."""
+        return self.limits.capacity_bytes - self.folder.bytes() - ROW_BYTES
 
     def shape_for(self, slot_bytes: int, room_bytes: int) -> Shape | None:
         """What a new slab of a class may be like; None if there is no room for one that is worth it."""

@@ -18,7 +18,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -26,6 +25,7 @@ from typing import TypeVar
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import Storage, Usage, check_batch, check_names
 from kvarve.storage.books import Books, Call, Limits, Place, Wanted
+from kvarve.storage.crew import Crew
 from kvarve.storage.disk import Disk
 from kvarve.storage.folder import Folder, check_folder, medium
 from kvarve.storage.orders import ORDERS, age_of
@@ -37,6 +37,7 @@ _Work = TypeVar("_Work")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _TRY_AGAIN_NS = 10_000_000_000  # a class that found no room for a slab asks for one again after so long
 _SAVE_CLOCK_NS = 30_000_000_000
+_YOUNG_NS = 60_000_000_000  # whoever stored it, perhaps another process, may not have synced it yet
 
 
 def check_limits(ttl_s: float | None, quota_bytes: int | None, eviction: str, threads: int) -> None:
@@ -57,6 +58,7 @@ class _Filling:
 
     places: dict[int, Place] = field(default_factory=dict)  # by the object's number in the call
     failed: dict[int, OSError] = field(default_factory=dict)
+    young: dict[Slab, None] = field(default_factory=dict)  # where what was there already may not be on the medium yet
 
 
 class FileStorage(Storage):
@@ -93,7 +95,7 @@ class FileStorage(Storage):
         self._full_until: dict[int, int] = {}  # slot bytes: store time
         self._saved_ns = 0
         self._open = False
-        self._pool: ThreadPoolExecutor | None = None
+        self._crew: Crew | None = None
         with ExitStack() as undo, medium(self._directory):
             self._folder = Folder(disk or Disk(), self._directory, label, description)
             undo.callback(self._folder.close)
@@ -124,9 +126,9 @@ class FileStorage(Storage):
         while excess > 0:
             with self._lock:
                 movable = [slab for slab in self._books.slabs.values() if self._books.may_go(slab)]
-            if not movable:
+                coldest = min(movable, key=lambda slab: (self._books.is_last(slab), age_of(slab)), default=None)
+            if coldest is None:
                 break
-            coldest = min(movable, key=age_of)
             excess -= coldest.shape.bytes
             self._remove(coldest)
 
@@ -201,7 +203,7 @@ class FileStorage(Storage):
                 if filling.places:
                     self._write(filling, data)
                     self._commit(call, filling, names, data, answers)
-                    self._sync(filling, answers)
+                self._sync(filling, answers)
                 numbers = sorted(filling.failed)
                 call.full = any(error.errno in _FULL for error in filling.failed.values())
                 if not numbers:
@@ -280,7 +282,7 @@ class FileStorage(Storage):
             try:
                 for number in numbers:
                     name = names[number]
-                    if self._is_there(call, name):
+                    if self._is_there(call, filling, name):
                         answers[number] = True
                         continue
                     place = self._seat(call, name, data[number].nbytes)
@@ -297,13 +299,17 @@ class FileStorage(Storage):
                 raise
         return filling
 
-    def _is_there(self, call: Call, name: str) -> bool:
+    def _is_there(self, call: Call, filling: _Filling, name: str) -> bool:
         """Then it is used, and stays at least until the call is done. What is too old makes room."""
         with self._lock:
-            place = self._books.find(name, self._books.clock.now_ns())
+            now_ns = self._books.clock.now_ns()
+            place = self._books.find(name, now_ns)
             if place is not None:
+                slab, row = place
                 call.kept.add(self._books.index[name])
                 self._books.use([place])
+                if now_ns - int(slab.stored[row]) < _YOUNG_NS:
+                    filling.young[slab] = None
             elif name in self._books.index:
                 self._books.drop(*self._books.place(name))
             return place is not None
@@ -325,7 +331,7 @@ class FileStorage(Storage):
         if self._full_until.get(slot_bytes, 0) > now_ns:
             return False
         while True:
-            room_bytes = self._books.limits.capacity_bytes - self._folder.bytes()
+            room_bytes = self._books.room_bytes()
             with self._lock:
                 shape = self._books.shape_for(slot_bytes, room_bytes)
             if shape is not None or not self._folder.remove_unused():
@@ -349,7 +355,7 @@ class FileStorage(Storage):
     def _swap(self, wanted: Wanted) -> bool:
         """Empty a slab of another class and make one of this class in its place, unless that gives too little room."""
         assert wanted.instead is not None
-        room_bytes = self._books.limits.capacity_bytes - self._folder.bytes()
+        room_bytes = self._books.room_bytes()
         with self._lock:
             room_bytes += sum(
                 slab.shape.bytes
@@ -404,6 +410,7 @@ class FileStorage(Storage):
                     full += [(slab, row)] if error.errno in _FULL else []
                 elif names[number] in self._books.index:  # somebody else was faster
                     self._books.drop(slab, row)
+                    filling.young[self._books.place(names[number])[0]] = None
                     answers[number] = True
                 else:
                     self._books.keep(slab, row, names[number], data[number].nbytes)
@@ -418,7 +425,7 @@ class FileStorage(Storage):
 
     def _sync(self, filling: _Filling, answers: dict[int, bool]) -> None:
         """Return when all is on the medium. Where that fails, nobody knows what is: it is taken back."""
-        slabs = list({slab.number: slab for slab, _ in filling.places.values()}.values())
+        slabs = list(dict.fromkeys([*(slab for slab, _ in filling.places.values()), *filling.young]))
         for slab, error in self._each_run(slabs, lambda slab: slab.sync()):
             if error is None:
                 continue
@@ -488,9 +495,9 @@ class FileStorage(Storage):
             return
         with self._lock:
             self._require_open()
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._threads, "kvarve-files")
-            futures: list[Future[OSError | None]] = [self._pool.submit(tried, one) for one in work]
+            if self._crew is None:
+                self._crew = Crew(self._threads, "kvarve files")
+            futures = [self._crew.submit(tried, one) for one in work]
         yield from [(one, future.result()) for one, future in zip(work, futures, strict=True)]
 
     @contextmanager
@@ -513,14 +520,14 @@ class FileStorage(Storage):
         """Slabs that are being read are closed by whoever reads them."""
         self._books.slabs.clear()
         self._books.index.clear()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False)
-            self._pool = None
+        if self._crew is not None:
+            self._crew.leave()
+            self._crew = None
 
     def _leave_to_parent(self) -> None:
         """In a child after fork: the folder stays the parent's, and its locks must not outlive the parent in us."""
         self._writing, self._lock = threading.Lock(), threading.Lock()  # a thread of the parent may have held them
-        self._pool = None  # its threads are the parent's
+        self._crew = None  # its threads are the parent's
         if self._open:
             self._open = False
             self._folder.abandon()
