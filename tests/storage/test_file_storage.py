@@ -777,6 +777,44 @@ def test_a_table_that_is_being_written_while_it_is_read_costs_a_miss_for_a_momen
     assert other.trouble()["lost"] == 0
 
 
+def test_of_two_objects_of_one_name_one_goes_for_good(opened):
+    """Two processes may have stored it at once, of which one died before it could tell."""
+    storage = opened()
+    names = [f"page-{i:02}" for i in range(20)]
+    assert all(storage.put(names, [memoryview(b"1")] * 20))
+    with storage.changing() as books:
+        one, row = books.place("page-00")
+        other = next(slab for slab in books.slabs.values() if slab is not one)
+        double = other.take_free()
+        assert double is not None
+        for column in ("state", "length", "stored", "names"):
+            getattr(other, column)[double] = getattr(one, column)[row]
+        other.write(double, [memoryview(b"1")])
+        other.save([double])
+    storage.close()
+    storage = opened()
+    assert put(storage, new=b"2") == [True]
+    with storage.looking() as books:
+        tables = [found for slab in books.slabs.values() for _, found in slab.load(0, slab.shape.slots)]
+    on_disk = [name for table in tables for name in table.names]
+    assert sorted(on_disk) == sorted([*names, "new"])
+    assert storage.usage().objects == 21
+    assert get(storage, "page-00") == b"1"
+    assert storage.trouble()["lost"] == 0
+
+
+def test_an_object_that_went_to_another_place_is_found_there_by_who_never_changes_anything(opened):
+    one, other = opened(), opened()
+    names = [f"page-{i:02}" for i in range(20)]
+    assert all(one.put(names, [memoryview(b"1")] * 20))
+    assert all(other.exists(names))
+    one.delete([names[0], names[19]])
+    assert one.put([names[19]], [memoryview(b"1")]) == [True]
+    assert other.exists([names[0], names[19]]) == [False, True]
+    assert get(other, names[19]) == b"1"
+    assert (other.usage().objects, other.usage().bytes) == (19, 19)
+
+
 OPEN_AND_WAIT = """
 import sys
 from kvarve.storage import FileStorage

@@ -91,6 +91,7 @@ class Books:
         self._dirty: dict[Slab, set[int]] = defaultdict(set)
         self._held: set[Place] = set()  # what calls of this process are about to fill
         self._unclear: set[Slab] = set()  # slabs with entries that fail their check
+        self._doubles: set[Place] = set()  # of those: another row has the same name
         self._victims: dict[tuple[int, str | None], list[Victim]] = {}
         self._interrupted = False  # the tables may have reserved rows of ours that nobody fills
         self._last_tick = 0
@@ -215,6 +216,9 @@ class Books:
         else:
             for row, name in zip(rows, names, strict=True):
                 slab.names[row] = name
+        # An object that went from one row to another may be seen there before it is seen to have gone from here.
+        for name in dict.fromkeys(name for name in names if name in self.index):
+            self._give_up(*self.place(name))
         before = len(self.index)
         # All at once, as there may be a million of them.
         self.index.update(zip(names, (np.array(rows) + (slab.number << 32)).tolist(), strict=True))
@@ -223,19 +227,22 @@ class Books:
             for row in rows:
                 self._count_group(slab, row)
         if len(self.index) < before + len(rows):
-            self._give_up_doubles()
+            for row, name in zip(rows, names, strict=True):
+                if self.index[name] != slab.number << 32 | row:
+                    self._give_up(slab, row)
 
-    def _give_up_doubles(self) -> None:
-        """Two processes may have stored one name at once, of which one died before it could tell."""
-        for slab in self.slabs.values():
-            for row in np.flatnonzero(slab.state == STORED).tolist():
-                name = slab.names[row]
-                if name and self.index.get(name) != slab.number << 32 | row:
-                    self.bytes -= int(slab.length[row])
-                    if self.limits.quota_bytes is not None:
-                        self._of_group[group_of(name)] -= slab.shape.slot_bytes
-                    slab.state[row], slab.names[row] = BROKEN, ""
-                    self._unclear.add(slab)
+    def _give_up(self, slab: Slab, row: int) -> None:
+        """A row whose name another one has: two processes may have stored it at once, of which one died before it
+        could tell."""
+        name = slab.names[row]
+        if self.index[name] == slab.number << 32 | row:
+            del self.index[name]
+        self.bytes -= int(slab.length[row])
+        if self.limits.quota_bytes is not None:
+            self._of_group[group_of(name)] -= slab.shape.slot_bytes
+        slab.state[row], slab.names[row] = BROKEN, ""
+        self._unclear.add(slab)
+        self._doubles.add((slab, row))
 
     def _count_in(self, slab: Slab, row: int) -> None:
         self.index[slab.names[row]] = slab.number << 32 | row
@@ -264,6 +271,7 @@ class Books:
             self._unlist(slab, row)
         self.slabs.pop(slab.number, None)
         self._held = {place for place in self._held if place[0] is not slab}
+        self._doubles = {place for place in self._doubles if place[0] is not slab}
         self._dirty.pop(slab, None)
         self._unclear.discard(slab)
         self._victims.clear()  # they would keep the file open
@@ -320,6 +328,12 @@ class Books:
         if self._interrupted:
             self._interrupted = False
             self.reclaim()
+        doubles, self._doubles = self._doubles, set()
+        for slab, row in doubles:
+            if slab.state[row] == BROKEN:
+                for _, found in slab.load(row, row + 1):
+                    if found.names and found.names[0] in self.index:
+                        self.drop(slab, row)
         unclear, self._unclear = self._unclear, set()
         for slab in unclear:
             broken = np.flatnonzero(slab.state == BROKEN)

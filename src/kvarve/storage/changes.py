@@ -15,7 +15,7 @@ from kvarve.storage.disk import Disk
 from kvarve.storage.slabs import STRIPES
 
 _WORDS = 1 + STRIPES
-_ROW_BYTES = 8 * _WORDS
+ROW_BYTES = 8 * _WORDS
 _MOST_BYTES = 1 << 22
 _MASK = (1 << 64) - 1
 
@@ -42,7 +42,7 @@ class Changes:
             return []
         raw = self._disk.peek(self._file, _MOST_BYTES, 0)
         self._head = head  # read before the rest: what comes in between is seen the next time
-        now = np.frombuffer(raw[: len(raw) // _ROW_BYTES * _ROW_BYTES], np.uint64).reshape(-1, _WORDS)
+        now = np.frombuffer(raw[: len(raw) // ROW_BYTES * ROW_BYTES], np.uint64).reshape(-1, _WORDS)
         self._grow(len(now) - 1)
         differs = self._seen[: len(now)] != now
         differs[:1] = False
@@ -61,14 +61,14 @@ class Changes:
             row[0] = identity
             for stripe in stripes:
                 row[1 + stripe] = (int(row[1 + stripe]) + 1) & _MASK
-            self._disk.write(self._file, [row.tobytes()], (number + 1) * _ROW_BYTES)
+            self._disk.write(self._file, [row.tobytes()], (number + 1) * ROW_BYTES)
         head = (int.from_bytes((self._head or b"").ljust(8, b"\0"), "little") + 1) & _MASK
-        self._disk.write(self._file, [head.to_bytes(8, "little").ljust(_ROW_BYTES, b"\0")], 0)
+        self._disk.write(self._file, [head.to_bytes(8, "little").ljust(ROW_BYTES, b"\0")], 0)
         self._head = head.to_bytes(8, "little")
 
     def begin(self, slabs: Mapping[int, int]) -> None:
         """Nobody else has the store open, and these are the slabs (number: identity)."""
-        rows = max([self._disk.size(self._file) // _ROW_BYTES, 1, *(number + 2 for number in slabs)])
+        rows = max([self._disk.size(self._file) // ROW_BYTES, 1, *(number + 2 for number in slabs)])
         fresh = np.zeros((rows, _WORDS), np.uint64)
         for number, identity in slabs.items():
             fresh[number + 1, 0] = identity
