@@ -328,6 +328,14 @@ def test_the_whole_folder_stays_within_its_capacity_whatever_is_stored(opened, f
     assert all(data is None or data == bytes([turn]) * len(data) for turn, data in enumerate(found))
 
 
+def test_a_folder_stays_within_its_capacity_to_the_byte(tmp_path):
+    for capacity in range(2 * ONE, 2 * ONE + 1024, 64):
+        storage = FileStorage(tmp_path / str(capacity), capacity, LABEL, "model A", disk=WithoutSync())
+        put(storage, a=b"1", b=b"2", c=b"3")
+        storage.close()
+        assert total(tmp_path / str(capacity)) <= capacity
+
+
 def test_what_is_larger_than_the_whole_store_finds_no_room_and_evicts_nothing(opened):
     storage = opened(256 << 10)
     put(storage, a=b"1", b=bytes(20_000))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvarve.storage.changes import Changes
+from kvarve.storage.changes import ROW_BYTES, Changes
 from kvarve.storage.disk import Disk
 from kvarve.storage.folder import Clock, Folder, slab_numbers, slab_path
 from kvarve.storage.orders import Victim, age_of, coldest
@@ -473,6 +473,10 @@ class Books:
         return call is None or not any(place >> 32 == slab.number for place in call.kept)
 
     # --- slabs, with the mutex held and, as files are made and removed, without the store's lock
+
+    def room_bytes(self) -> int:
+        """How large a new slab may be, beside what the other processes have to be told of it."""
+        return self.limits.capacity_bytes - self.folder.bytes() - ROW_BYTES
 
     def shape_for(self, slot_bytes: int, room_bytes: int) -> Shape | None:
         """What a new slab of a class may be like; None if there is no room for one that is worth it."""

@@ -321,7 +321,7 @@ class FileStorage(Storage):
         if self._full_until.get(slot_bytes, 0) > now_ns:
             return False
         while True:
-            room_bytes = self._books.limits.capacity_bytes - self._folder.bytes()
+            room_bytes = self._books.room_bytes()
             with self._lock:
                 shape = self._books.shape_for(slot_bytes, room_bytes)
             if shape is not None or not self._folder.remove_unused():
@@ -345,7 +345,7 @@ class FileStorage(Storage):
     def _swap(self, wanted: Wanted) -> bool:
         """Empty a slab of another class and make one of this class in its place, unless that gives too little room."""
         assert wanted.instead is not None
-        room_bytes = self._books.limits.capacity_bytes - self._folder.bytes()
+        room_bytes = self._books.room_bytes()
         with self._lock:
             room_bytes += sum(
                 slab.shape.bytes
