@@ -17,7 +17,7 @@ import pytest
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import FileStorage, Storage
 from kvarve.storage.disk import Disk
-from kvarve.storage.folder import check_folder
+from kvarve.storage.folder import check_folder, is_in_use
 from kvarve.storage.table import Shape
 from kvarve.testing import CapacitySuite, MakeStorage, StorageSuite
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
@@ -123,9 +123,9 @@ class Failing(WithoutSync):
         self._maybe("allocate")
         super().allocate(file, size_bytes)
 
-    def lock(self, file: int, *, wait: bool = True) -> bool:
+    def lock(self, file: int, *, wait: bool = True, shared: bool = False) -> bool:
         self._maybe("lock")
-        return super().lock(file, wait=wait)
+        return super().lock(file, wait=wait, shared=shared)
 
 
 @pytest.fixture
@@ -895,6 +895,26 @@ def test_a_process_can_end_while_a_disk_hangs(folder):
             assert other.wait(60) == 0
         finally:
             other.kill()
+
+
+def test_who_looks_whether_a_folder_is_in_use_is_taken_for_no_user_of_it(opened, folder):
+    """Else the one who opens it at that moment would believe what processes of before a power cut told each other."""
+    storage = opened()
+    put(storage, a=b"1")
+    storage.close()
+    (model,) = folder.glob("models/*")
+    found = []
+
+    class Interrupted(WithoutSync):
+        """Somebody opens the folder in the middle of a look."""
+
+        def unlock(self, file: int) -> None:
+            (model / "changes").write_bytes(b"")
+            found.append(there(opened(), "a"))
+            super().unlock(file)
+
+    assert is_in_use(Interrupted(), model) is False
+    assert found == ["a"]
 
 
 def test_a_forked_child_cannot_use_the_folder_and_does_not_keep_it_from_others(opened, folder):

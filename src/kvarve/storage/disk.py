@@ -98,10 +98,10 @@ class Disk:
 
     # --- locks: the kernel lets go of them when the process ends, however it ends
 
-    def lock(self, file: int, *, wait: bool = True) -> bool:
-        """Whether the file is now ours alone."""
+    def lock(self, file: int, *, wait: bool = True, shared: bool = False) -> bool:
+        """Whether the file is now ours alone; `shared`: ours, and perhaps of others who share."""
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             return False
         return True

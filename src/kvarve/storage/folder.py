@@ -265,7 +265,7 @@ def _is_locked(disk: Disk, path: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        free = disk.lock(file, wait=False)
+        free = disk.lock(file, wait=False, shared=True)  # who looks at the same time is nobody who has it open
         if free:
             disk.unlock(file)
         return not free

@@ -155,9 +155,9 @@ class FaultyDisk(Disk):
     def sync_folder(self, path: Path) -> None:
         self._happens("sync_folder", path=path)
 
-    def lock(self, file: int, *, wait: bool = True) -> bool:
+    def lock(self, file: int, *, wait: bool = True, shared: bool = False) -> bool:
         self._live()
-        return super().lock(file, wait=wait)
+        return super().lock(file, wait=wait, shared=shared)
 
     def unlock(self, file: int) -> None:
         self._live()
