@@ -7,15 +7,18 @@ the change. One change at a time: who comes second is told so.
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from kvarve.errors import Busy, KvarveError, StorageError
 from kvarve.runtime import CHANGE_S, Change, PrefixCache, UnderWay
+from kvarve.storage import Storage
 
 log = logging.getLogger(__name__)
 
 ASK_S = 60.0  # how long the cache's thread may take to hear of a change
+OPEN_S = 300.0  # how long a storage may take to open, be it large; then it is closed again as soon as it is open
 CLOSED_S = 10.0  # how long a change waits for the storage before it to be closed; then it says that it is not
 
 OnItsThread = Callable[[Callable[[], Change], float], Change]
@@ -86,7 +89,7 @@ class Admin:
         cache = self._cache
         with self._alone():
             try:
-                storage = cache.opened(url, prefetch=prefetch, write=write)
+                storage = _in_time(lambda: cache.opened(url, prefetch=prefetch, write=write), f"{url}: it is not open")
             except Exception as e:  # noqa: BLE001  it may be a bug in a backend; the caller is told
                 error = _ours(e, f"{url}: it cannot be opened")
                 if cache.ranks > 1:  # the others, which may be able to, need not wait for this one
@@ -128,6 +131,32 @@ class Admin:
             yield
         finally:
             self._changing.release()
+
+
+def _in_time(opened: Callable[[], Storage], late: str) -> Storage:
+    """Open a storage on a thread of its own, which is left behind should that hang: the next change is not to wait for
+    it, nor the end of the program."""
+    opening: Future[Storage] = Future()
+
+    def work() -> None:
+        try:
+            storage = opened()
+        except BaseException as e:  # noqa: BLE001  it belongs to who waits
+            if opening.set_running_or_notify_cancel():
+                opening.set_exception(e)
+            return
+        if opening.set_running_or_notify_cancel():
+            opening.set_result(storage)
+        else:
+            _close(storage.close)
+
+    threading.Thread(target=work, name="kvarve opens a storage", daemon=True).start()
+    try:
+        return opening.result(OPEN_S)
+    except TimeoutError:
+        if not opening.cancel():  # it has been opened at this moment, or has raised this itself
+            return opening.result()
+        raise StorageError(f"{late} after {OPEN_S:g} s: given up") from None
 
 
 def _ours(e: Exception, what: str) -> KvarveError:

@@ -201,6 +201,36 @@ def test_while_a_storage_takes_its_time_to_open_everybody_is_served_and_no_secon
         assert done(first.result())["url"] == "odd://x?capacity=64MiB"
 
 
+def test_a_storage_that_does_not_open_is_given_up_and_stands_in_nobodys_way(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    may_open, closed = threading.Event(), threading.Event()
+    threads: list[threading.Thread] = []
+
+    class Late(MemoryStorage):
+        def close(self) -> None:
+            super().close()
+            closed.set()
+
+    def never(label: bytes, description: str) -> Storage:
+        threads.append(threading.current_thread())
+        assert may_open.wait(60)
+        return Late(64 << 20, label, description)
+
+    monkeypatch.setitem(SCHEMES, "odd", a_scheme(never))
+    attach(client, tmp_path / "old")
+    monkeypatch.setattr("kvarve.admin.OPEN_S", 0.01)
+    message = refused(client.put(STORAGE, json={"url": "odd://x?capacity=64MiB"}), 500)
+    assert message == "odd://x?capacity=64MiB: it is not open after 0.01 s: given up"
+    assert threads[0].daemon, "or the server never ends"
+    monkeypatch.undo()
+    assert done(client.get(STORAGE))["url"].startswith("file:")
+    assert attach(client, tmp_path / "new")["up"] is True
+    may_open.set()
+    assert closed.wait(60)
+    assert done(client.get(STORAGE))["url"] == f"file://{tmp_path / 'new'}?capacity=64MiB"
+
+
 def test_the_metrics_say_what_a_storage_holds_as_long_as_there_is_one(
     client: httpx.Client, operated: Server, tmp_path: Path, song: str, salt: str
 ) -> None:

@@ -1,5 +1,6 @@
 """The operator's side of the server: /admin/storage, for who has the admin key. No key, no admin."""
 
+import asyncio
 import hashlib
 import hmac
 import math
@@ -7,15 +8,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 from fastapi import APIRouter, Depends
 from fastapi import Request as Http
 from fastapi.responses import JSONResponse, Response
-from starlette.concurrency import run_in_threadpool
 
 from kvarve.admin import Admin
 from kvarve.runtime import UnderWay
 from kvarve.server.api import AttachAsked, Refused, parse
+
+T = TypeVar("T")
 
 WRONG_KEYS, WITHIN_S = 5, 60.0  # so many wrong keys within so long, and wrong keys are not looked at for a while
 
@@ -56,7 +60,7 @@ def admin_routes(admin: Admin, key: str | None, read: Callable[[Http], Awaitable
         door.admit(http.headers.get("authorization", "").encode("latin-1"))
 
     async def status() -> Response:
-        return JSONResponse(await run_in_threadpool(admin.status))
+        return JSONResponse(await _apart(admin.status))
 
     async def attach(http: Http) -> Response:
         asked = parse(AttachAsked, await read(http))
@@ -82,9 +86,27 @@ def admin_routes(admin: Admin, key: str | None, read: Callable[[Http], Awaitable
 
 async def _changed(change: Callable[[], Response]) -> Response:
     try:
-        return await run_in_threadpool(change)
+        return await _apart(change)
     except UnderWay as e:
         raise Refused(409, str(e), code="change_under_way") from None
+
+
+async def _apart(work: Callable[[], T]) -> T:
+    """Wait for something that may take long. A program that ends does not: not for this thread."""
+    answer: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            result = work()
+        except BaseException as e:  # noqa: BLE001  it belongs to who asked
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(e)
+        else:
+            if answer.set_running_or_notify_cancel():
+                answer.set_result(result)
+
+    threading.Thread(target=call, name="kvarve admin", daemon=True).start()
+    return await asyncio.wrap_future(answer)
 
 
 def _digest(text: bytes) -> bytes:
