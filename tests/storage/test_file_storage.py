@@ -621,6 +621,29 @@ def test_a_sync_that_fails_is_trouble_and_nothing_is_stored(opened):
     assert there(storage, "a", "b") == ""
 
 
+def test_what_somebody_else_is_about_to_sync_is_synced_before_it_is_said_to_be_stored(opened):
+    class Counting(WithoutSync):
+        syncs = 0
+
+        def sync(self, file: int) -> None:
+            self.syncs += 1
+
+    counting = Counting()
+    other = opened(disk=counting)
+    told = []
+
+    class Interrupted(WithoutSync):
+        def sync(self, file: int) -> None:
+            counting.syncs = 0
+            told.append((put(other, a=b"1"), counting.syncs))
+
+    one = opened()
+    put(one, z=b"26")
+    one._books.slabs[0].disk = Interrupted()
+    assert put(one, a=b"1") == [True]
+    assert told == [([True], 1)]
+
+
 class BadSector(WithoutSync):
     """One place on the disk that cannot be read."""
 

@@ -37,6 +37,7 @@ _Work = TypeVar("_Work")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _TRY_AGAIN_NS = 10_000_000_000  # a class that found no room for a slab asks for one again after so long
 _SAVE_CLOCK_NS = 30_000_000_000
+_YOUNG_NS = 60_000_000_000  # whoever stored it, perhaps another process, may not have synced it yet
 
 
 def check_limits(ttl_s: float | None, quota_bytes: int | None, eviction: str, threads: int) -> None:
@@ -57,6 +58,7 @@ class _Filling:
 
     places: dict[int, Place] = field(default_factory=dict)  # by the object's number in the call
     failed: dict[int, OSError] = field(default_factory=dict)
+    young: dict[Slab, None] = field(default_factory=dict)  # where what was there already may not be on the medium yet
 
 
 class FileStorage(Storage):
@@ -198,7 +200,7 @@ class FileStorage(Storage):
                 if filling.places:
                     self._write(filling, data)
                     self._commit(call, filling, names, data, answers)
-                    self._sync(filling, answers)
+                self._sync(filling, answers)
                 numbers = sorted(filling.failed)
                 call.full = any(error.errno in _FULL for error in filling.failed.values())
                 if not numbers:
@@ -276,7 +278,7 @@ class FileStorage(Storage):
             try:
                 for number in numbers:
                     name = names[number]
-                    if self._is_there(call, name):
+                    if self._is_there(call, filling, name):
                         answers[number] = True
                         continue
                     place = self._seat(call, name, data[number].nbytes)
@@ -293,13 +295,17 @@ class FileStorage(Storage):
                 raise
         return filling
 
-    def _is_there(self, call: Call, name: str) -> bool:
+    def _is_there(self, call: Call, filling: _Filling, name: str) -> bool:
         """Then it is used, and stays at least until the call is done. What is too old makes room."""
         with self._lock:
-            place = self._books.find(name, self._books.clock.now_ns())
+            now_ns = self._books.clock.now_ns()
+            place = self._books.find(name, now_ns)
             if place is not None:
+                slab, row = place
                 call.kept.add(self._books.index[name])
                 self._books.use([place])
+                if now_ns - int(slab.stored[row]) < _YOUNG_NS:
+                    filling.young[slab] = None
             elif name in self._books.index:
                 self._books.drop(*self._books.place(name))
             return place is not None
@@ -400,6 +406,7 @@ class FileStorage(Storage):
                     full += [(slab, row)] if error.errno in _FULL else []
                 elif names[number] in self._books.index:  # somebody else was faster
                     self._books.drop(slab, row)
+                    filling.young[self._books.place(names[number])[0]] = None
                     answers[number] = True
                 else:
                     self._books.keep(slab, row, names[number], data[number].nbytes)
@@ -414,7 +421,7 @@ class FileStorage(Storage):
 
     def _sync(self, filling: _Filling, answers: dict[int, bool]) -> None:
         """Return when all is on the medium. Where that fails, nobody knows what is: it is taken back."""
-        slabs = list({slab.number: slab for slab, _ in filling.places.values()}.values())
+        slabs = list(dict.fromkeys([*(slab for slab, _ in filling.places.values()), *filling.young]))
         for slab, error in self._each_run(slabs, lambda slab: slab.sync()):
             if error is None:
                 continue
