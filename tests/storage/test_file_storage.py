@@ -357,6 +357,18 @@ def test_objects_of_another_size_get_the_room_of_those_that_nobody_uses_any_more
     assert sum(storage.exists(small)) < 50
 
 
+def test_the_small_pages_of_the_newest_prompts_do_not_all_go_for_the_large_ones_of_the_next(opened):
+    """A class of small objects keeps them for the longest, so its only slab is the coldest on average."""
+    disk = Clockwork()
+    storage = opened(8 * MIB, disk=disk)
+    for turn in range(400):
+        names = [*(f"{turn}-kv-{i}" for i in range(8)), f"{turn}-state"]
+        assert all(storage.put(names, [*[memoryview(bytes(60_000))] * 8, memoryview(b"1")]))
+        disk.elapse(1)
+        recent = range(max(0, turn - 5), turn + 1)
+        assert all(storage.exists([f"{each}-{kind}" for each in recent for kind in ("kv-7", "state")])), turn
+
+
 def test_the_longest_unused_model_that_nobody_has_open_makes_room(opened, folder):
     capacity = 160 << 10
     for number, label in enumerate((b"first", b"second")):

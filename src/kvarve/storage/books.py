@@ -15,7 +15,7 @@ import numpy as np
 from kvarve.storage.changes import ROW_BYTES, Changes
 from kvarve.storage.disk import Disk
 from kvarve.storage.folder import Clock, Folder, slab_numbers, slab_path
-from kvarve.storage.orders import Victim, age_of, coldest
+from kvarve.storage.orders import Victim, age_of, coldest, last_used
 from kvarve.storage.slabs import Broken, Slab
 from kvarve.storage.table import (
     BROKEN,
@@ -33,7 +33,8 @@ from kvarve.storage.table import (
 # that there are. So a large store has some hundreds, each an open file, and one that is never filled takes little.
 _SLAB_BYTES = 256 << 20
 _SHARE = 16
-# Another class gives a slab away when its objects are so many times as old as what would have to go here.
+# Another class gives a slab away when its objects are so many times as old as what would have to go here; its last one
+# only when all of them are older.
 _MUCH_OLDER = 2.0
 _SECOND_NS = 1_000_000_000
 _GENERATIONS = (1 << 32) - 1
@@ -460,11 +461,25 @@ class Books:
             for slab in self.slabs.values()
             if slab.shape.slot_bytes != slot_bytes and self.may_go(slab, call)
         }
-        slab = min(ages, key=lambda slab: ages[slab], default=None)
-        if slab is None or victim is None:
-            return slab
-        now_ns = self.clock.now_ns()
-        return slab if now_ns - ages[slab] > _MUCH_OLDER * (now_ns - victim.used) else None
+        if victim is not None:
+            now_ns = self.clock.now_ns()
+            ages = {
+                slab: age
+                for slab, age in ages.items()
+                if (
+                    last_used(slab) < victim.used
+                    if self.is_last(slab)
+                    else now_ns - age > _MUCH_OLDER * (now_ns - victim.used)
+                )
+            }
+        return min(ages, key=lambda slab: (self.is_last(slab), ages[slab]), default=None)
+
+    def is_last(self, slab: Slab) -> bool:
+        """Whether it is the only one of its class. With it all of them would go: a prompt that needs one page of each
+        class could resume nowhere, and a class of small objects keeps those for the longest."""
+        return not any(
+            other.shape.slot_bytes == slab.shape.slot_bytes for other in self.slabs.values() if other is not slab
+        )
 
     def may_go(self, slab: Slab, call: Call | None = None) -> bool:
         """Whether nobody is filling a row of the slab, nor has this call answered for one."""

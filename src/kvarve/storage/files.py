@@ -123,9 +123,9 @@ class FileStorage(Storage):
         while excess > 0:
             with self._lock:
                 movable = [slab for slab in self._books.slabs.values() if self._books.may_go(slab)]
-            if not movable:
+                coldest = min(movable, key=lambda slab: (self._books.is_last(slab), age_of(slab)), default=None)
+            if coldest is None:
                 break
-            coldest = min(movable, key=age_of)
             excess -= coldest.shape.bytes
             self._remove(coldest)
 

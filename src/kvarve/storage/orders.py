@@ -116,3 +116,9 @@ def age_of(slab: Slab) -> float:
     """When its objects were used on average; of a slab that holds nothing, before everything."""
     held = slab.used[slab.state == STORED]
     return float(held.mean()) if len(held) else -1.0
+
+
+def last_used(slab: Slab) -> int:
+    """When the last of its objects was used; of a slab that holds nothing, before everything."""
+    held = slab.used[slab.state == STORED]
+    return int(held.max()) if len(held) else -1
