@@ -67,9 +67,11 @@ def check_setting(identity: ModelIdentity, config: CacheConfig) -> None:
     """Everything that can be refused of storages before they are opened."""
     shape = (identity.pools, identity.page_tokens, identity.chunk_tokens)
     for url in parse_urls(config.storages):
-        capacity = url.size_bytes("capacity")
+        every = config.tokens_per_snapshot
         try:
-            split(capacity, *shape, records=True, what="storage", per_snapshot=config.tokens_per_snapshot)
+            split(url.size_bytes("capacity"), *shape, records=True, what="storage", per_snapshot=every)
+            if "quota" in url.parameters:  # or nobody could ever store what a prompt needs
+                split(url.size_bytes("quota"), *shape, records=True, what="quota", per_snapshot=every)
         except ConfigError as e:
             raise ConfigError(f"{url.text}: {e}") from None
     check_storage(config.storages, label=identity.fingerprint(), description=str(identity))

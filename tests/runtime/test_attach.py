@@ -402,6 +402,7 @@ def test_a_policy_that_nobody_knows_is_refused(full: PrefixCache, how: dict[str,
         ("nfs://x", "no storage of the kind 'nfs'"),
         ("file://{folder}/x", "say how much it may hold"),
         ("file://{folder}/x?capacity=1KiB", "too little for this model"),
+        ("file://{folder}/x?capacity=64MiB&quota=1KiB", "1 KiB of quota memory is too little for this model"),
         ("file://{folder}?capacity=64MiB", "is not empty and not a kvarve storage folder"),
     ],
 )
