@@ -439,3 +439,19 @@ def test_many_threads_through_many_turns_leave_it_up_and_nothing_inside() -> Non
     assert storage.counts["went down"] == storage.counts["came up"] > 0
     assert not storage._inside
     storage.close()
+
+
+def test_where_no_thread_is_to_be_had_that_asks_the_next_call_tries_again(
+    ward: Ward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_more(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(threading.Thread, "start", no_more)
+        ward.go_down()
+    assert get(ward.storage, "x") is None
+    ward.next_pause()
+    ward.sick.dead = False
+    ward.probe()
+    assert ward.turn() is True

@@ -100,6 +100,7 @@ class Breaker(Storage):
         """Whether calls reach the storage now."""
         with self._lock:
             turned = self._look_for_hung_calls()
+            self._start_asking()
             up = not self._down and not self._closed
         self._tell(turned)
         return up
@@ -198,6 +199,7 @@ class Breaker(Storage):
             turned = self._look_for_hung_calls()
             call = None
             if self._down:
+                self._start_asking()
                 self.counts[_UNASKED[what]] += count
             else:
                 call = _Call(what, self._clock())
@@ -240,10 +242,19 @@ class Breaker(Storage):
         self._down, self.since = True, self._clock()
         self.counts["went down"] += 1
         log.warning("a storage is down: %s", why)
-        if self._prober is None:  # else one hangs in a question of earlier, whose answer will do
-            self._prober = threading.Thread(target=self._probe, name="kvarve asks a storage", daemon=True)
-            self._prober.start()
+        self._start_asking()
         return True
+
+    def _start_asking(self) -> None:
+        if self._prober is not None or not self._has_to_ask():  # or one hangs in a question of earlier, which will do
+            return
+        prober = threading.Thread(target=self._probe, name="kvarve asks a storage", daemon=True)
+        try:
+            prober.start()
+        except RuntimeError as e:  # no more threads are to be had: whoever comes next tries again
+            log.warning("nobody asks whether the storage is up: %s", e)
+        else:
+            self._prober = prober
 
     def _go_up(self) -> bool:
         if not self._down or self._closed:
