@@ -373,7 +373,8 @@ class PrefixCache:
     @property
     def up(self) -> bool:
         """Whether what is attached to this rank answers; True if nothing is."""
-        return self.attached is None or self.attached.storage.up
+        attached = self.attached
+        return attached is None or (attached.storage.up and not attached.depot.hangs())
 
     def _with(self, setting: str | Sequence[str], prefetch: str | None, write: str | None) -> CacheConfig:
         """The settings with another storage, and other policies where they are given."""

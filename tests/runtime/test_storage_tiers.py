@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from uuid import uuid4
 
 import pytest
-from filling import a_config, an_identity, nothing_is_left, prompt, run, settle
+from filling import a_config, a_store, an_identity, nothing_is_left, prompt, run, settle, until
 
 from kvarve.runtime import PrefixCache
-from kvarve.storage import open_storage
+from kvarve.storage import Breaker, Tiers, open_storage
 from kvarve.storage.memory import forget_memory
 
 LONG = prompt(8.5)  # of which 8 pages can be resumed from
@@ -65,3 +65,28 @@ def test_pages_that_the_near_storage_damaged_come_from_the_far_one_and_are_mende
     assert places.run(places.near, places.far) == (0, 0, ALL)
     places.lose(1)
     assert places.run(places.near, places.far) == (0, 0, ALL)
+
+
+def test_while_all_who_read_hang_in_a_far_storage_nobody_waits_for_the_near_one() -> None:
+    near, far = a_store(), a_store()
+    tiers = Tiers([Breaker(each, deadline_s=1.0) for each in (near, far)])
+    config = a_config(storage_deadline_s=1.0, prefetch_policy="wait_complete")
+    cache = PrefixCache(an_identity(), config, storage=tiers)
+    run(cache, LONG)
+    settle(cache)
+    cache.flush()
+    far.stall()
+    asking = [cache.open(prompt(8.5, seed=seed)) for seed in (20, 21)]
+    until(cache, lambda: not cache.up)
+    assert tiers.up, "for the near one answers"
+    for lease in asking:
+        cache.close(lease)
+    assert run(cache, LONG) == (0, 0, 0)
+    far.release()
+    until(cache, lambda: cache.up)
+    settle(cache)
+    cache.flush()
+    assert run(cache, LONG) == (0, 0, ALL)
+    settle(cache)
+    assert nothing_is_left(cache)
+    cache.shutdown()

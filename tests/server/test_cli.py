@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from kvarve import __version__
+from kvarve.errors import StorageError
 from kvarve.server.serve import Server
 from kvarve.testing.models import tiny_config
 
@@ -318,6 +319,16 @@ def test_at_the_start_it_says_what_is_kept_and_what_can_hit(server: Server) -> N
     assert any("reads all pages" in line and "on the host" in line for line in said)
     (hits,) = [line for line in said if line.split()[0] == "hits"]
     assert f"prompts of {64 + 1} tokens and more; a token takes 256 B, a snapshot 4 KiB" in hits
+
+
+def test_a_storage_that_is_slow_to_say_what_it_holds_keeps_no_server_from_starting(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow() -> None:
+        raise StorageError("this storage has not said yet what it holds")
+
+    monkeypatch.setattr(server.engine.cache, "usage", slow)
+    assert any(line.split()[0] == "storage" for line in server.describe().splitlines())
 
 
 def test_a_second_ctrl_c_does_not_wait_for_anybody(serve: Run, tmp_path: Path) -> None:

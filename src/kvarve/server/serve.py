@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -21,7 +21,7 @@ from kvarve.config import CacheConfig
 from kvarve.engine.engine import TURN_TOKENS, Engine
 from kvarve.engine.families import reads, takes
 from kvarve.engine.model import check_model, keeping_answers, load_model
-from kvarve.errors import ConfigError
+from kvarve.errors import ConfigError, StorageError
 from kvarve.memory.heap import bound_heaps
 from kvarve.runtime import PrefixCache, check
 from kvarve.server.app import MAX_BODY_BYTES, create_app
@@ -155,8 +155,10 @@ class Server:
         layout = model.layout
         room = takes(layout.bytes_per_token, layout.bytes_per_snapshot)
         lines.append(("hits", f"prompts of {layout.shortest_hit} tokens and more; {room}"))
-        usage = self.engine.cache.usage()
-        held = f", {usage.objects} objects, {format_size(usage.bytes)}" if usage else ""
+        held = ""
+        with suppress(StorageError):  # it may be slow to say
+            usage = self.engine.cache.usage()
+            held = f", {usage.objects} objects, {format_size(usage.bytes)}" if usage else ""
         lines.append(("answers", self._answers()))
         lines.append(("storage", f"{', then '.join(settings.cache.storages) or 'none'}{held}"))
         if settings.admin_key is not None:

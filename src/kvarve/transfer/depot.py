@@ -46,6 +46,11 @@ class Depot:
         """Start a piece of work; it has to begin within the depot's deadline."""
         self.lanes[edge].send(op, work, self._deadline_s)
 
+    def hangs(self) -> bool:
+        """Whether all who read have been in calls for longer than the deadline: one of several tiers may hang while the
+        others are up, and who waits would wait in vain."""
+        return self.lanes[FETCH].busy_s() > self._deadline_s
+
     def usage(self) -> Usage:
         """What the storage says of itself, or what it said last if that takes longer than a moment. From any thread.
 

@@ -146,6 +146,11 @@ class Lane:
         with self._lock:
             return self.clock() - min(self._running.values()) if self._running else 0.0
 
+    def busy_s(self) -> float:
+        """For how long no worker has been free; 0 if one is."""
+        with self._lock:
+            return self.clock() - max(self._running.values()) if len(self._running) == self.workers else 0.0
+
     def left_s(self) -> float:
         """How long until something that waits may have waited for too long."""
         return self._earliest - self.clock()
