@@ -215,7 +215,7 @@ class Restore:
         self._check(lease, pages)
         cache.flush(timeout_s=PATIENCE_S)
         assert cache.attached is not None
-        storage = cache.attached.breaker.inner
+        storage = cache.attached.storage.inner
         assert isinstance(storage, MooncakeStorage)
         assert storage.drop() == pages + 1  # and its state
         return seconds
