@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 CHANGE_S = 30.0  # how long a rank waits for the others to want the same change of the storage
 CLOSE_S = 5.0  # how long the end of a storage waits for a call to it that hangs
+LEAST_CLOSE_S = 1.0  # and that of the lanes, at least
 LEAST_WAIT_S = 0.001  # for a patience that is over: the ranks agree on the time, so it may not be in the next step
 GROW_WAIT_S = 0.5  # for evictions under way; then a request goes on without keeping its pages
 
@@ -304,11 +305,13 @@ class PrefixCache:
         return gone
 
     def shutdown(self, timeout_s: float = 30.0) -> None:
-        """Finish what is under way, then stop the lanes and close the storage, whole."""
-        self.settle(timeout_s)
+        """Finish what is under way, then stop the lanes and close the storage, whole. Nobody waits for a storage that
+        is down."""
+        end = time.monotonic() + timeout_s
+        self.settle(timeout_s if self.up else 0.0)
         if self._change is not None:
             self._refuse(self._change, Busy("the cache is shutting down"))
-        self._hands.close(timeout_s)
+        self._hands.close(max(LEAST_CLOSE_S, end - time.monotonic()))
 
     # --- a storage comes or goes
 

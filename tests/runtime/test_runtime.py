@@ -603,6 +603,20 @@ def test_shutting_down_ends_in_time_when_storage_hangs(make: Make) -> None:
     store.release()
 
 
+def test_nobody_waits_at_the_end_for_a_storage_that_is_down(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, waited = a_store(), list[float]()
+    cache = make(store)
+    store.dead = True
+    run(cache, LONG)
+    while cache.up:
+        cache.wait(0.01)
+        cache.core.retry()
+        cache.step()
+    monkeypatch.setattr(cache, "settle", waited.append)
+    cache.shutdown()
+    assert waited == [0.0]
+
+
 def test_shutting_down_twice_is_shutting_down(make: Make) -> None:
     store = a_store()
     cache = make(store)

@@ -990,3 +990,16 @@ def test_closing_while_others_read_and_write_ends_them_with_an_answer(opened):
         thread.join(60)
     assert [type(error) for error in ended] == [StorageError] * 3, ended
     assert all("closed" in str(error) for error in ended)
+
+
+def test_a_process_that_stops_with_the_lock_in_its_hands_costs_the_others_no_more_than_a_wait(opened, monkeypatch):
+    monkeypatch.setattr("kvarve.storage.folder.MUTEX_S", 0.05)
+    storage, stopped = opened(), opened()
+    put(storage, a=b"1")
+    stopped._folder.disk.lock(stopped._folder._mutex)
+    for call in (lambda: put(storage, b=b"2"), opened):
+        with pytest.raises(StorageError, match="is it stopped"):
+            call()
+    assert get(storage, "a") == b"1"
+    stopped._folder.disk.unlock(stopped._folder._mutex)
+    assert put(storage, b=b"2") == [True]

@@ -13,6 +13,7 @@ models/<16 hex of the label>/   one model's objects
 import json
 import os
 import struct
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,8 @@ from kvarve.storage.base import check_owner, check_settings
 from kvarve.storage.disk import Disk
 
 FORMAT = "kvarve-slabs/1"
+MUTEX_S = 20.0  # how long a process waits for another one that changes a table, which takes that one milliseconds
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.005  # between two looks at whether it has
 _OLD_FORMAT = "kvarve-files/1"
 _MARKER, _LOCK, _MODELS, _MODEL = "kvarve.json", "kvarve.lock", "models", "model.json"
 _UNFINISHED = "~"
@@ -204,8 +207,18 @@ class Folder:
 
     @contextmanager
     def mutex(self) -> Iterator[None]:
-        """Alone among all processes, for as long as it takes to change a table."""
-        self.disk.lock(self._mutex)
+        """Alone among all processes, for as long as it takes to change a table.
+
+        StorageError when another one does not let go of it: it may have been stopped in the middle.
+        """
+        end, pause_s = time.monotonic() + MUTEX_S, FIRST_PAUSE_S
+        while not self.disk.lock(self._mutex, wait=False):
+            if time.monotonic() > end:
+                raise StorageError(
+                    f"{self.directory}: another process has held its lock for {MUTEX_S:g} s: is it stopped?"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         try:
             yield
         finally:

@@ -3,7 +3,7 @@
 What is put is answered by the first tier that takes it, and carried to the others behind the caller's back; what a far
 tier had is carried to the nearer ones. Each tier has one thread that carries to it, and two bounds: of the bytes that
 wait, and of the names that it is owed because it was down or behind. What is owed is read from another tier when this
-one is up again. A tier that is down, full or slow takes nothing from the rest.
+one is up again. A tier that is down or full takes nothing from the rest.
 
     put ──> tier 0 ──(copy)──> tier 1            get <── tier 0 <──(promotion)── tier 1
             answers            later                     nobody waits for this ^

@@ -91,14 +91,14 @@ class Hands:
         return self.ends.collect()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop the lanes after what they have, then close the storage."""
+        """Stop the lanes after what they have, then close the storage, all within `timeout_s`."""
         end = time.monotonic() + timeout_s
         for lane in self._lanes.values():
-            lane.close(timeout_s)
+            lane.close(max(0.0, end - time.monotonic()))
         for depot in self._retired:
             depot.closed.wait(max(0.0, end - time.monotonic()))
         if self.depot is not None:
-            self.depot.close(timeout_s)
+            self.depot.close(max(0.0, end - time.monotonic()))
 
     # --- work, on the lanes' threads; each answers (good, bad) as sets of bits over the effect's pages
 
