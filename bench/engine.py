@@ -10,8 +10,8 @@ and then token by token, so that whatever else a machine does slows both alike. 
 count as its own time, all of it, though where nobody takes turns they would go on beside the next chunk. At the end 16
 conversations of two turns run side by side, and some of them one after the other.
 
-Each figure is the best of several rounds (of a cold prompt: each chunk's; of further tokens: the best round's median),
-because other work on a machine only ever makes a round slower. Ratios:
+Each figure is the best of several rounds (of a cold prompt: each chunk's; of further tokens: each token's, and then the
+median), because other work on a machine only ever makes a round slower. Ratios:
 `warm_host_ttft`, `warm_storage_ttft` warm over cold; `cold_ttft_on_over_off` engine with cache over bare model;
 `decode_on_over_off` tokens per second of the same; `throughput_16_over_1` tokens said per second, and
 `ttft_p99_over_mean` of those sixteen: that nobody starves.
@@ -156,11 +156,11 @@ def tokens(count: int, seed: int) -> list[int]:
 def one_round(
     model: LoadedModel, engine: TakingTurns, size: Size, seed: int
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Seconds by name, and those of each chunk of the cold prompt."""
+    """Seconds by name, and those of each chunk of the cold prompt, and of each further token."""
     prompt, question = tokens(size.prompt, seed), tokens(size.question, seed + 1)
     bare = Bare(model, [*prompt, *question], size.answer)
     cold, chunk_s = engine.cold([*prompt, *question], bare, size.answer)
-    found = {"token_off": median(bare.token_s), "token_on": median(cold.token_s)}
+    found = dict[str, float]()
     for tier, flushed in (("device", []), ("host", [Tier.DEVICE]), ("storage", [Tier.DEVICE, Tier.HOST])):
         engine.settle(PATIENCE_S)
         if flushed:
@@ -169,7 +169,8 @@ def one_round(
         assert warm.piece and warm.piece.usage and getattr(warm.piece.usage, tier) > 0, warm.piece
         assert warm.tokens == bare.said[:2] and cold.tokens == bare.said, "the cache changed an answer"
         found[f"warm_{tier}"] = warm.ttft_s
-    return found, {"cold_off": bare.chunk_s, "cold_on": chunk_s}
+    each = {"cold_off": bare.chunk_s, "cold_on": chunk_s, "token_off": bare.token_s, "token_on": cold.token_s}
+    return found, each
 
 
 def talk(engine: Engine, size: Size, seeds: Sequence[int]) -> tuple[float, list[float]]:
@@ -186,7 +187,7 @@ def talk(engine: Engine, size: Size, seeds: Sequence[int]) -> tuple[float, list[
 
 
 def measure(model: LoadedModel, size: Size, folder: Path) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Seconds of every round by name, of cold prompts those of every chunk's best; tokens per second."""
+    """Seconds of every round by name, of cold prompts and further tokens those of the best; tokens per second."""
     seconds: dict[str, list[float]] = {}
     chunks: dict[str, list[list[float]]] = {}
     storage = f"file://{folder}/store?capacity=4GiB"
@@ -203,7 +204,8 @@ def measure(model: LoadedModel, size: Size, folder: Path) -> tuple[dict[str, lis
     one_by_one = [talk(engine, size, [9000 + 10 * number]) for number in range(size.alone)]
     together = [talk(engine, size, [10_000 * (again + 1) + 10 * n for n in range(CONVERSATIONS)]) for again in range(2)]
     engine.shutdown()
-    seconds |= {name: [sum(map(min, zip(*rounds, strict=True)))] for name, rounds in chunks.items()}
+    best = {name: [*map(min, zip(*rounds, strict=True))] for name, rounds in chunks.items()}
+    seconds |= {name: [sum(each) if name.startswith("cold") else median(each)] for name, each in best.items()}
     waits = sorted(wait for _, each in together for wait in each)
     fair = {"ttft_mean_s": fmean(waits), "ttft_p99_s": waits[int(0.99 * (len(waits) - 1))]}
     return seconds, {

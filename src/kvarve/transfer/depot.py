@@ -26,7 +26,7 @@ USAGE_S = 0.5  # how long who asks for figures waits for a storage to say them
 class Depot:
     """A storage, which is its own from now on, and a lane each way; their ends go where all ends go."""
 
-    def __init__(self, storage: Storage, ends: Ends, *, deadline_s: float, readers: int = 2) -> None:
+    def __init__(self, storage: Storage, ends: Ends, *, deadline_s: float, readers: int = 2, writers: int = 2) -> None:
         self.storage = storage
         self.closed = threading.Event()  # the storage has been let go of, or given up
         self.lanes: dict[Edge, Lane] = {}
@@ -34,7 +34,7 @@ class Depot:
         self._figures = _Figures()
         self._lock = threading.Lock()  # of the figures that are being asked for
         try:
-            for (source, target), workers in ((STORE, 1), (FETCH, readers)):
+            for (source, target), workers in ((STORE, writers), (FETCH, readers)):
                 name = f"{source.name.lower()}-to-{target.name.lower()}"
                 self.lanes[source, target] = Lane(name, ends, workers=workers)
         except RuntimeError as e:  # no more threads are to be had
