@@ -1,5 +1,6 @@
 """The core by example: what it finds, brings back, keeps, gives up and forgets."""
 
+from array import array
 from math import inf
 
 import pytest
@@ -1271,3 +1272,15 @@ def test_a_host_whose_pages_never_arrive_is_given_up_after_a_second_round() -> N
         assert lease.phase is Phase.LOADING
         world.step([world.end(op, lost=-1) for op in [*world.flying]])
     assert lease.ready and lease.boundary == 0
+
+
+def test_a_sequence_computes_in_slots_that_lie_in_a_row_if_there_are_such() -> None:
+    world = World(config=config(ATTENTION, device=64))
+    shelves = world.core.shelves
+    shelves.free[0] = array("i", [40, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 3, 9, 1, 7])
+    shelves.straighten(0, 3, after=-1)
+    assert [shelves.free[0].pop() for _ in range(3)] == [20, 21, 22]
+    shelves.straighten(0, 1, after=22)
+    assert shelves.free[0].pop() == 23
+    shelves.straighten(0, 2, after=7)
+    assert [shelves.free[0].pop() for _ in range(2)] == [24, 25]

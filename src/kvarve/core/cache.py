@@ -187,7 +187,8 @@ class Core:
         taken: dict[int, dict[int, int]] = {}
         for pool in self.shelves.chains:
             missing = span(lease.done, upto) & ~lease.seen[pool] & ~boundaries.of(lease.own[pool])
-            self.shelves.straighten(pool, missing.bit_count())
+            if missing:
+                self.shelves.straighten(pool, missing.bit_count(), self._slot_before(lease, pool, missing))
             slots = self.shelves.reserve(pool, missing.bit_count())
             taken[pool] = dict(zip(members(missing), slots, strict=False))
             if len(slots) < missing.bit_count():
@@ -198,6 +199,14 @@ class Core:
         for pool, pages in taken.items():
             lease.own[pool].update(pages)
         return True
+
+    def _slot_before(self, lease: Lease, pool: int, positions: int) -> int:
+        """Where the page before the first of these positions lies on the device."""
+        before = (positions & -positions).bit_length() - 2
+        if before < 0:
+            return NOWHERE
+        own = lease.own[pool].get(before)
+        return covering(lease.run, before).slot(pool, before) if own is None else own
 
     def seats(self, lease: Lease, pool: int, start: int) -> list[int]:
         """The device slots of a chain's pages from `start` on, as far as a ready lease has them.

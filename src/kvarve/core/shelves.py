@@ -7,6 +7,7 @@ everything that it still had.
 """
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 
@@ -18,7 +19,8 @@ from kvarve.core.tree import Root, Run, upward
 from kvarve.errors import ConfigError
 from kvarve.model import MEMORY_TIERS, PoolSpec, Tier
 
-NEAR = 64  # so many of the free slots of a place, at least, are looked through for a straight row
+NEAR = 64  # so many of the free slots of a place, at least, are looked through for a row
+SPARE = 8  # a row is better where so many more slots behind it are free
 
 
 class Shelves:
@@ -324,16 +326,28 @@ class Shelves:
             self.evict(place, wanted - len(free))
         return [free.pop() for _ in range(min(wanted, len(free)))]
 
-    def straighten(self, place: int, wanted: int) -> None:
-        """Have the next slots of a place be given in order: what lies one behind the other need not be gathered."""
+    def straighten(self, place: int, wanted: int, after: int) -> None:
+        """Have the next slots of a place be given in a row, behind the slot `after` if those are free, or else where
+        the row can go on for a while: what lies one behind the other need not be gathered."""
         free = self.free[place]
         if len(free) < wanted:
             self.evict(place, wanted - len(free))
-        near = max(NEAR, 4 * wanted)
-        free[-near:] = array("i", sorted(free[-near:], reverse=True))
+        near = sorted(free[-max(NEAR, 4 * wanted) :])
+        at = bisect_left(near, after + 1)
+        rows = [(at, wanted)] if at < len(near) and near[at] == after + 1 else []
+        rows += [(start, row) for row in (wanted + SPARE, wanted) for start in range(len(near) - row + 1)]
+        start = next((start for start, row in rows if _is_row(near, start, row)), 0)
+        near = near[start : start + wanted] + near[:start] + near[start + wanted :]
+        free[-len(near) :] = array("i", reversed(near))
 
     def shed(self, tier: Tier) -> None:
         """Evict everything that nobody holds from a tier."""
         for pool in range(len(self.pools)):
             place = self.place(tier, pool)
             self.evict(place, self.capacity[place])
+
+
+def _is_row(slots: Sequence[int], start: int, count: int) -> bool:
+    """Whether so many of the slots, which ascend, lie one behind the other."""
+    last = start + count - 1
+    return last < len(slots) and slots[last] - slots[start] == count - 1
