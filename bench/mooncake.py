@@ -27,15 +27,12 @@ import numpy as np
 import torch
 
 from common import arguments, machine, show, watched, write_json
-from kvarve.config import CacheConfig
-from kvarve.core.lease import Lease
 from kvarve.errors import StorageError
 from kvarve.memory.record import HEADER_BYTES, Stamp
-from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
-from kvarve.runtime import PrefixCache
 from kvarve.storage.breaker import Breaker
 from kvarve.storage.mooncake import MooncakeStorage
 from kvarve.storage.mooncake_client import address_of
+from pretend import PAGES, PROMPT_BYTES, PROMPT_TOKENS, Restore
 
 sys.path.remove(str(Path(__file__).parent))  # or this file would be taken for the library of its name
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "storage"))
@@ -43,8 +40,7 @@ from mooncake_cluster import MASTER, METRICS, Cluster, kill, own_network
 
 MIB = 1 << 20
 BATCH, HELD = 32, 128
-NAMESPACE, PATIENCE_S = b"n" * 32, 120.0
-PROMPT_TOKENS, PAGE_TOKENS, CHUNK_TOKENS = 4096, 64, 256
+NAMESPACE = b"n" * 32
 
 
 @dataclass(frozen=True)
@@ -146,13 +142,17 @@ def moves(ways: dict[str, Raw | Lane], pages: Pages, size: Size, number: int) ->
             what.delete(some)
 
 
-def restored(restore: "Restore", raw: Raw | Lane, size: Size, number: int) -> Iterator[tuple[float, float]]:
+def restored(restore: Restore, raw: Raw | Lane, size: Size, number: int) -> Iterator[tuple[float, float]]:
     """Seconds of a prompt's restore, and of as many raw gets as bring about as many bytes, one pair after the other."""
     for pair in range(size.restores):
         some = [names((1 << 20) + 2 * pair + half) for half in range(2)]
         for batch in some:
             raw.put(batch)
         seconds = restore.round()
+        assert restore.cache.attached is not None
+        storage = restore.cache.attached.storage.inner
+        assert isinstance(storage, MooncakeStorage)
+        assert storage.drop() == PAGES + 1  # and its state
         yield seconds, timed(lambda some=some: [raw.get(batch) for batch in some])  # type: ignore[misc]
         for batch in some:
             raw.delete(batch)
@@ -172,69 +172,6 @@ def questions(ways: dict[str, Raw | Lane], size: Size) -> dict[str, float]:
             found[way].append(timed(lambda what=what, some=some: what.holds(some)))  # type: ignore[misc]
     assert sum(lane.holds(asked)) == HELD // 2
     return {way: float(np.median(seconds)) for way, seconds in found.items()}
-
-
-# --- a prompt from the store to the device
-
-KV = PoolSpec(
-    "kv",
-    tuple(BufferSpec(f"{layer}.{kind}", (PAGE_TOKENS, 4, 128), "bfloat16") for layer in range(8) for kind in "kv"),
-    None,
-)
-STATE = PoolSpec("state", tuple(BufferSpec(f"{layer}", (16, 128, 128), "float32") for layer in range(4)), 1, True)
-IDENTITY = ModelIdentity("mooncake-bench", "none", "bfloat16", PAGE_TOKENS, CHUNK_TOKENS, (KV, STATE))
-PROMPT_BYTES = PROMPT_TOKENS // PAGE_TOKENS * KV.payload_bytes + STATE.payload_bytes
-
-
-class Restore:
-    """A cache over Mooncake, and an engine that only pretends to compute."""
-
-    def __init__(self) -> None:
-        storage = f"mooncake://{MASTER}?metrics={METRICS}"
-        settings = CacheConfig(4 * PROMPT_BYTES, 4 * PROMPT_BYTES, storage, prefetch_policy="wait_complete")
-        self.cache, self._first = PrefixCache(IDENTITY, settings), 0
-
-    def round(self) -> float:
-        """Seconds from `open` until the pages of a prompt that only the store has are on the device."""
-        cache, pages = self.cache, PROMPT_TOKENS // PAGE_TOKENS
-        prompt = np.arange(PROMPT_TOKENS + 1) + self._first
-        self._first += len(prompt)
-        lease = cache.open(prompt)
-        self._until(lambda: cache.claim(lease))
-        for name, slots in cache.grow(lease, pages).items():
-            for buffer in cache.arena(name).values():
-                for position, slot in slots.items():
-                    buffer[slot].fill_(position % 251)
-        cache.publish(lease, pages)
-        cache.close(lease)
-        cache.flush(timeout_s=PATIENCE_S)
-        start = time.perf_counter()
-        lease = cache.open(prompt)
-        self._until(lambda: cache.claim(lease))
-        seconds = time.perf_counter() - start
-        self._check(lease, pages)
-        cache.flush(timeout_s=PATIENCE_S)
-        assert cache.attached is not None
-        storage = cache.attached.storage.inner
-        assert isinstance(storage, MooncakeStorage)
-        assert storage.drop() == pages + 1  # and its state
-        return seconds
-
-    def _check(self, lease: Lease, pages: int) -> None:
-        assert lease.boundary == pages, f"only {lease.boundary} of {pages} pages came back"
-        for name, (positions, slots) in self.cache.pages(lease).items():
-            for buffer in self.cache.arena(name).values():
-                for position, slot in zip(positions, slots, strict=True):
-                    assert buffer[slot].flatten()[-1].item() == position % 251, "another page's bytes"
-        self.cache.close(lease)
-
-    def _until(self, done: Callable[[], bool]) -> None:
-        end = time.monotonic() + PATIENCE_S
-        self.cache.step()
-        while not done():
-            assert time.monotonic() < end, f"nothing has happened for {PATIENCE_S:.0f} s"
-            self.cache.wait(0.05)
-            self.cache.step()
 
 
 # --- a lost master
@@ -284,7 +221,7 @@ def main() -> int:
             cluster.owner(1 << 30)
             pages, storage = Pages(), cluster.storage()
             ways: dict[str, Raw | Lane] = {"kvarve": Lane(pages, storage), "raw": Raw(pages, storage)}
-            restore = Restore()
+            restore = Restore(f"mooncake://{MASTER}?metrics={METRICS}")
             for batch in range(
                 (1 << 30) // BATCH // MIB - 1
             ):  # the owner's memory is taken from the system by a first use

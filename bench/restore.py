@@ -29,21 +29,12 @@ from common import arguments, machine, show, watched, write_json
 from kvarve.config import CacheConfig
 from kvarve.core.lease import Lease, Phase
 from kvarve.memory.record import record_bytes
-from kvarve.model import BufferSpec, ModelIdentity, PoolSpec, Tier
+from kvarve.model import Tier
 from kvarve.runtime import PrefixCache
 from kvarve.storage import FileStorage, Storage, Usage
+from pretend import IDENTITY, KV, PAGE_TOKENS, PATIENCE_S, STATE, until
 
-PAGE_TOKENS, CHUNK_TOKENS, LAYERS = 64, 256, 8
 MIB = 1 << 20
-PATIENCE_S = 120.0
-
-KV = PoolSpec(
-    "kv",
-    tuple(BufferSpec(f"{layer}.{kind}", (PAGE_TOKENS, 4, 128), "bfloat16") for layer in range(LAYERS) for kind in "kv"),
-    None,
-)
-STATE = PoolSpec("state", tuple(BufferSpec(f"{layer}", (16, 128, 128), "float32") for layer in range(4)), 1, True)
-IDENTITY = ModelIdentity("restore-bench", "none", "bfloat16", PAGE_TOKENS, CHUNK_TOKENS, (KV, STATE))
 
 
 @dataclass(frozen=True)
@@ -128,12 +119,12 @@ class Bench:
         def back_up() -> None:
             for lease in leases:
                 cache.publish(lease, self.size.pages)
-            self._until(lambda: cache.stats()["backed_up"] >= done)
+            until(self.cache, lambda: cache.stats()["backed_up"] >= done)
 
         seconds["backup"] = timed(back_up)
         if self.storage is not None:
             self.storage.open()
-            seconds["store"] = timed(lambda: self._until(cache.core.idle))
+            seconds["store"] = timed(lambda: until(self.cache, cache.core.idle))
         for lease in leases:
             cache.close(lease)
         cache.flush([Tier.DEVICE])
@@ -188,7 +179,7 @@ class Bench:
         """Seconds until the pages of one prompt have come from storage to the host."""
         start = time.perf_counter()
         lease = self.cache.open(prompt)
-        self._until(lambda: lease.phase not in (Phase.PROBING, Phase.FETCHING))
+        until(self.cache, lambda: lease.phase not in (Phase.PROBING, Phase.FETCHING))
         seconds = time.perf_counter() - start
         self._finish(lease, prompt)
         return seconds
@@ -197,15 +188,7 @@ class Bench:
         return int(prompt[0] // len(prompt) * 31 + position) % 251  # small enough for bfloat16 to hold it exactly
 
     def _claimed(self, lease: Lease) -> None:
-        self._until(lambda: self.cache.claim(lease))
-
-    def _until(self, done: Callable[[], bool]) -> None:
-        end = time.monotonic() + PATIENCE_S
-        self.cache.step()
-        while not done():
-            assert time.monotonic() < end, f"nothing has happened for {PATIENCE_S:.0f} s"
-            self.cache.wait(0.05)
-            self.cache.step()
+        until(self.cache, lambda: self.cache.claim(lease))
 
 
 class Limits:

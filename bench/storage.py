@@ -32,20 +32,16 @@ import numpy as np
 import torch
 
 from common import arguments, machine, show, watched, write_json
-from kvarve.config import CacheConfig
-from kvarve.core.lease import Lease
 from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES, Stamp
-from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
-from kvarve.runtime import PrefixCache
 from kvarve.storage import FileStorage
+from pretend import PROMPT_BYTES, PROMPT_TOKENS, Restore
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 PAGES = (64 * KIB, MIB, 4 * MIB)
 THREADS = (1, 8)
 PUT_PAGES, GET_PAGES, WORKERS = 64, 16, 2  # pages of a call, and workers of a lane
 HELD = 128  # names of one question
-LABEL, NAMESPACE, PATIENCE_S = b"bench", b"n" * 32, 120.0
-PROMPT_TOKENS, PAGE_TOKENS, CHUNK_TOKENS = 4096, 64, 256
+LABEL, NAMESPACE = b"bench", b"n" * 32
 
 
 @dataclass(frozen=True)
@@ -278,65 +274,6 @@ def many(folder: Path, size: Size) -> dict[str, float]:
     return {"holds_128_us": 1e6 * float(np.median(found)), "recovery_s": min(opened)}
 
 
-# --- a prompt from storage to the device
-
-KV = PoolSpec(
-    "kv",
-    tuple(BufferSpec(f"{layer}.{kind}", (PAGE_TOKENS, 4, 128), "bfloat16") for layer in range(8) for kind in "kv"),
-    None,
-)
-STATE = PoolSpec("state", tuple(BufferSpec(f"{layer}", (16, 128, 128), "float32") for layer in range(4)), 1, True)
-IDENTITY = ModelIdentity("storage-bench", "none", "bfloat16", PAGE_TOKENS, CHUNK_TOKENS, (KV, STATE))
-PROMPT_BYTES = PROMPT_TOKENS // PAGE_TOKENS * KV.payload_bytes + STATE.payload_bytes
-
-
-class Restore:
-    """A cache over files, and an engine that only pretends to compute."""
-
-    def __init__(self, folder: Path) -> None:
-        storage = f"file://{folder}?capacity=2GiB"
-        settings = CacheConfig(4 * PROMPT_BYTES, 4 * PROMPT_BYTES, storage, prefetch_policy="wait_complete")
-        self.cache, self._first = PrefixCache(IDENTITY, settings), 0
-
-    def round(self) -> float:
-        """Seconds from `open` until the pages of a prompt that only storage has are on the device."""
-        cache, pages = self.cache, PROMPT_TOKENS // PAGE_TOKENS
-        prompt = np.arange(PROMPT_TOKENS + 1) + self._first
-        self._first += len(prompt)
-        lease = cache.open(prompt)
-        self._until(lambda: cache.claim(lease))
-        for name, slots in cache.grow(lease, pages).items():
-            for buffer in cache.arena(name).values():
-                for position, slot in slots.items():
-                    buffer[slot].fill_(position % 251)
-        cache.publish(lease, pages)
-        cache.close(lease)
-        cache.flush(timeout_s=PATIENCE_S)
-        start = time.perf_counter()
-        lease = cache.open(prompt)
-        self._until(lambda: cache.claim(lease))
-        seconds = time.perf_counter() - start
-        self._check(lease, pages)
-        cache.flush(timeout_s=PATIENCE_S)
-        return seconds
-
-    def _check(self, lease: Lease, pages: int) -> None:
-        assert lease.boundary == pages, f"only {lease.boundary} of {pages} pages came back"
-        for name, (positions, slots) in self.cache.pages(lease).items():
-            for buffer in self.cache.arena(name).values():
-                for position, slot in zip(positions, slots, strict=True):
-                    assert buffer[slot].flatten()[-1].item() == position % 251, "another page's bytes"
-        self.cache.close(lease)
-
-    def _until(self, done: Callable[[], bool]) -> None:
-        end = time.monotonic() + PATIENCE_S
-        self.cache.step()
-        while not done():
-            assert time.monotonic() < end, f"nothing has happened for {PATIENCE_S:.0f} s"
-            self.cache.wait(0.05)
-            self.cache.step()
-
-
 # --- all of it
 
 Figures = dict[tuple[str, int], list[Taken]]  # by what, and page size
@@ -344,7 +281,7 @@ Figures = dict[tuple[str, int], list[Taken]]  # by what, and page size
 
 def restored(folder: Path, rounds: int) -> dict[str, float]:
     """Seconds of the restore of a prompt, and of raw reads of as many bytes, in turns; a first round only warms up."""
-    restore, records = Restore(folder / "restored"), Records(MIB, PROMPT_BYTES // MIB)
+    restore, records = Restore(f"file://{folder / 'restored'}?capacity=2GiB"), Records(MIB, PROMPT_BYTES // MIB)
     limits, found = [Raw(folder / "raw", records, True, threads) for threads in THREADS], dict[str, float]()
     limits[0].allocate()
     limits[0].write()

@@ -100,7 +100,7 @@ class Admin:
                 change = self._on_its_thread(
                     lambda: cache.attach(storage, setting=url, back_up=back_up, prefetch=prefetch, write=write), ASK_S
                 )
-            except BaseException:
+            except BaseException:  # whatever it is, what was opened is closed, and it goes on to the caller
                 _close(storage.close)
                 raise
             return self._made(change)

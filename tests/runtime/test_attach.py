@@ -276,7 +276,7 @@ def test_what_waited_behind_a_call_that_hangs_ends_when_the_store_is_given_up(ma
     assert before is not None and before.closed.wait(LONG_S)
     cache.step()
     hanging = len(cache.core.copies.ops)
-    assert 0 < hanging <= 4, "only what has begun, one for each worker"
+    assert 0 < hanging <= sum(lane.workers for lane in before.lanes.values()), "only what has begun"
     store.release()
     settle(cache)
     assert nothing_is_left(cache)

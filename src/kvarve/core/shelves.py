@@ -9,7 +9,7 @@ everything that it still had.
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from kvarve.boundaries import leading, members, of, ones, span
 from kvarve.core.eviction import order_for
@@ -334,9 +334,9 @@ class Shelves:
             self.evict(place, wanted - len(free))
         near = sorted(free[-max(NEAR, 4 * wanted) :])
         at = bisect_left(near, after + 1)
-        rows = [(at, wanted)] if at < len(near) and near[at] == after + 1 else []
-        rows += [(start, row) for row in (wanted + SPARE, wanted) for start in range(len(near) - row + 1)]
-        start = next((start for start, row in rows if _is_row(near, start, row)), 0)
+        behind = [(at, wanted)] if at < len(near) and near[at] == after + 1 else []
+        others = ((start, row) for row in (wanted + SPARE, wanted) for start in range(len(near) - row + 1))
+        start = next((start for start, row in chain(behind, others) if _is_row(near, start, row)), 0)
         near = near[start : start + wanted] + near[:start] + near[start + wanted :]
         free[-len(near) :] = array("i", reversed(near))
 

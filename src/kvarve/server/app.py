@@ -156,7 +156,7 @@ class _Front:
         except _Gone:
             answer.close()
             return await _nobody(http, _Gone())
-        except BaseException:
+        except BaseException:  # whatever it is, nobody waits for the answer any more, and it goes on to the caller
             answer.close()
             raise
 

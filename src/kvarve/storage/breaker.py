@@ -189,7 +189,7 @@ class Breaker(Storage):
         except ConfigError:  # says nothing about the medium
             self._leave(call)
             raise
-        except BaseException as e:
+        except BaseException as e:  # whatever it is, the call is not inside any more, and it goes on to the caller
             self._leave(call, trouble=f"{what}: {e}")
             raise
         self._leave(call, known=proof(answer))

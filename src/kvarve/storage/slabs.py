@@ -99,7 +99,7 @@ class Slab:
                 raise Broken(path)
             if disk.size(file) < found[0].bytes and not read_only:
                 disk.allocate(file, found[0].bytes)  # somebody cut it: what is gone fails its checks
-        except BaseException:
+        except BaseException:  # whatever it is, it goes on to the caller, and no file stays open
             disk.close(file)
             raise
         return Slab(disk, path, number, *found, file)

@@ -9,24 +9,21 @@ import threading
 import time
 from dataclasses import dataclass
 
+from kvarve.core.copies import FETCH, STORE, Edge
 from kvarve.errors import StorageError
-from kvarve.model import Tier
 from kvarve.storage import Storage, Usage
 from kvarve.transfer.lanes import Ends, Lane, Work
 
 log = logging.getLogger(__name__)
 
-Edge = tuple[Tier, Tier]
-STORE: Edge = (Tier.HOST, Tier.STORAGE)
-FETCH: Edge = (Tier.STORAGE, Tier.HOST)
-
+WORKERS = 2  # each way: one checks pages while the other one reads or writes
 USAGE_S = 0.5  # how long who asks for figures waits for a storage to say them
 
 
 class Depot:
     """A storage, which is its own from now on, and a lane each way; their ends go where all ends go."""
 
-    def __init__(self, storage: Storage, ends: Ends, *, deadline_s: float, readers: int = 2, writers: int = 2) -> None:
+    def __init__(self, storage: Storage, ends: Ends, *, deadline_s: float) -> None:
         self.storage = storage
         self.closed = threading.Event()  # the storage has been let go of, or given up
         self.lanes: dict[Edge, Lane] = {}
@@ -34,9 +31,9 @@ class Depot:
         self._figures = _Figures()
         self._lock = threading.Lock()  # of the figures that are being asked for
         try:
-            for (source, target), workers in ((STORE, writers), (FETCH, readers)):
+            for source, target in (STORE, FETCH):
                 name = f"{source.name.lower()}-to-{target.name.lower()}"
-                self.lanes[source, target] = Lane(name, ends, workers=workers)
+                self.lanes[source, target] = Lane(name, ends, workers=WORKERS)
         except RuntimeError as e:  # no more threads are to be had
             for lane in self.lanes.values():
                 lane.close(0.0)

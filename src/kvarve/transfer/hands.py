@@ -10,13 +10,14 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 
+from kvarve.core.copies import BACKUP, FETCH, LOAD, STORE
 from kvarve.core.effects import Copy, Effect, Ended, Page, Probe
 from kvarve.errors import StorageError
 from kvarve.keys import object_name
 from kvarve.memory.arenas import DeviceArena, HostArena, to_device, to_host
 from kvarve.model import PoolSpec, Tier
 from kvarve.storage import Storage
-from kvarve.transfer.depot import FETCH, STORE, Depot
+from kvarve.transfer.depot import Depot
 from kvarve.transfer.lanes import Ends, Lane
 
 log = logging.getLogger(__name__)
@@ -33,15 +34,14 @@ class Hands:
         ranks: int = 1,
         verify_host: bool = True,
         deadline_s: float = 30.0,
-        storage_readers: int = 2,
     ) -> None:
         self._pools, self._device, self._host = pools, device, host
         self._rank, self._ranks, self._verify_host, self._deadline_s = rank, ranks, verify_host, deadline_s
-        self._storage_readers = storage_readers
         self.ends = Ends()
+        # One worker each: a chain's page rests on the one before it, so what is sent first has to end first.
         self._lanes = {
             (source, target): Lane(f"{source.name.lower()}-to-{target.name.lower()}", self.ends)
-            for source, target in ((Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE))
+            for source, target in (BACKUP, LOAD)
         }
         self.depot: Depot | None = None
         self._retired: list[Depot] = []  # those that may not have ended yet
@@ -55,7 +55,7 @@ class Hands:
         """Workers for a storage that may be attached; it is theirs from now on. StorageError if there are none."""
         for arena in self._host:
             storage.register(arena.memory)
-        return Depot(storage, self.ends, deadline_s=self._deadline_s, readers=self._storage_readers)
+        return Depot(storage, self.ends, deadline_s=self._deadline_s)
 
     def attach(self, depot: Depot | None) -> Depot | None:
         """What is sent from now on goes to this storage; the one before goes, and is answered."""

@@ -1,0 +1,76 @@
+"""A model that is only a shape, and a cache whose engine only pretends to compute: for what moves pages."""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from kvarve.config import CacheConfig
+from kvarve.core.lease import Lease
+from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
+from kvarve.runtime import PrefixCache
+
+PROMPT_TOKENS, PAGE_TOKENS, CHUNK_TOKENS, LAYERS = 4096, 64, 256, 8
+PAGES = PROMPT_TOKENS // PAGE_TOKENS
+PATIENCE_S = 120.0
+
+KV = PoolSpec(
+    "kv",
+    tuple(BufferSpec(f"{layer}.{kind}", (PAGE_TOKENS, 4, 128), "bfloat16") for layer in range(LAYERS) for kind in "kv"),
+    None,
+)
+STATE = PoolSpec("state", tuple(BufferSpec(f"{layer}", (16, 128, 128), "float32") for layer in range(4)), 1, True)
+IDENTITY = ModelIdentity("pretended", "none", "bfloat16", PAGE_TOKENS, CHUNK_TOKENS, (KV, STATE))
+PROMPT_BYTES = PAGES * KV.payload_bytes + STATE.payload_bytes
+
+
+def until(cache: PrefixCache, done: Callable[[], bool]) -> None:
+    """Step until something is so."""
+    end = time.monotonic() + PATIENCE_S
+    cache.step()
+    while not done():
+        assert time.monotonic() < end, f"nothing has happened for {PATIENCE_S:.0f} s"
+        cache.wait(0.05)
+        cache.step()
+
+
+class Restore:
+    """Prompts of 4,096 tokens, each computed once and then brought back from storage."""
+
+    def __init__(self, storage: str) -> None:
+        settings = CacheConfig(4 * PROMPT_BYTES, 4 * PROMPT_BYTES, storage, prefetch_policy="wait_complete")
+        self.cache, self._first = PrefixCache(IDENTITY, settings), 0
+
+    def round(self) -> float:
+        """Seconds from `open` until the pages of a prompt that only storage has are on the device."""
+        cache = self.cache
+        prompt = np.arange(PROMPT_TOKENS + 1) + self._first
+        self._first += len(prompt)
+        lease = cache.open(prompt)
+        until(cache, lambda: cache.claim(lease))
+        for name, slots in cache.grow(lease, PAGES).items():
+            for buffer in cache.arena(name).values():
+                for position, slot in slots.items():
+                    buffer[slot].fill_(_value(position))
+        cache.publish(lease, PAGES)
+        cache.close(lease)
+        cache.flush(timeout_s=PATIENCE_S)
+        start = time.perf_counter()
+        lease = cache.open(prompt)
+        until(cache, lambda: cache.claim(lease))
+        seconds = time.perf_counter() - start
+        self._check(lease)
+        cache.flush(timeout_s=PATIENCE_S)
+        return seconds
+
+    def _check(self, lease: Lease) -> None:
+        assert lease.boundary == PAGES, f"only {lease.boundary} of {PAGES} pages came back"
+        for name, (positions, slots) in self.cache.pages(lease).items():
+            for buffer in self.cache.arena(name).values():
+                for position, slot in zip(positions, slots, strict=True):
+                    assert buffer[slot].flatten()[-1].item() == _value(position), "another page's bytes"
+        self.cache.close(lease)
+
+
+def _value(position: int) -> int:
+    return position % 251  # small enough for bfloat16 to hold it exactly
