@@ -237,7 +237,7 @@ def test_a_forked_child_cannot_use_the_folder_and_does_not_keep_it_from_others(o
 
 def test_closing_while_others_read_and_write_ends_them_with_an_answer(opened):
     storage = opened(8 * MIB, threads=2)
-    start = threading.Barrier(4, timeout=60)
+    start, stored = threading.Barrier(4, timeout=60), threading.Semaphore(0)
     ended: list[BaseException] = []
 
     def work(worker: int) -> None:
@@ -246,6 +246,7 @@ def test_closing_while_others_read_and_write_ends_them_with_an_answer(opened):
             for turn in itertools.count():
                 name = f"page-{worker}-{turn % 50}"
                 storage.put([name, f"{name}-too"], [memoryview(bytes(9000))] * 2)
+                stored.release()
                 storage.get([name, f"{name}-too"], [memoryview(bytearray(9000)) for _ in "12"])
         except BaseException as error:  # noqa: BLE001  whatever it is, it has to be the right one
             ended.append(error)
@@ -254,8 +255,8 @@ def test_closing_while_others_read_and_write_ends_them_with_an_answer(opened):
     for thread in threads:
         thread.start()
     start.wait()
-    while storage.usage().objects < 30:
-        pass
+    for _ in range(15):
+        assert stored.acquire(timeout=60), ended
     storage.close()
     for thread in threads:
         thread.join(60)
