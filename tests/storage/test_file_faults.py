@@ -1,6 +1,7 @@
 """What other programs and the disk itself do to a file store costs what it hits, and is told."""
 
 import errno
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from file_disks import MIB, ONE, SMALL_FILES, Failing, WithoutSync, total
 
 from kvarve.errors import StorageError
-from kvarve.storage.table import Shape
+from kvarve.storage.table import ENTRY_BYTES, Shape
 from kvarve.testing.suite import get, put, there
 
 
@@ -52,6 +53,35 @@ def test_a_slab_that_is_gone_or_broken_is_lost_alone(opened, folder, harm):
     assert put(storage, small=b"2") == [True]
     assert (get(storage, "small"), get(storage, "large")) == (b"2", bytes(9000))
     assert total(folder) <= MIB
+
+
+def entry_of(folder: Path, name: str) -> tuple[Path, int]:
+    """The file in which an object's entry stands, and where it begins: 32 bytes before the name."""
+    (found,) = [(path, at) for path in folder.rglob("slab-*") if (at := path.read_bytes().find(name.encode())) >= 0]
+    return found[0], found[1] - 32
+
+
+@pytest.mark.parametrize("elsewhere", ["in another row", "in another slab"])
+def test_an_entry_that_the_disk_has_written_elsewhere_is_no_entry(opened, folder, elsewhere):
+    storage = opened()
+    pages = {f"page-{i:02}": b"%d" % i for i in range(20)}
+    assert all(put(storage, **pages))
+    slab, row = storage._books.place("page-01")
+    next_row = [storage._books.place(name) == (slab, row + 1) for name in pages]
+    next_slab = [it is not slab and at == row for it, at in map(storage._books.place, pages)]
+    (other,) = itertools.compress(pages, next_row if "row" in elsewhere else next_slab)
+    storage.close()
+    places = [entry_of(folder, name) for name in ("page-01", other)]
+    entries = [path.read_bytes()[at : at + ENTRY_BYTES] for path, at in places]
+    for (path, at), entry in zip(places, reversed(entries), strict=True):
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(entry)
+    storage = opened()
+    strays = ("page-01", other)
+    assert {name: get(storage, name) for name in pages} == pages | dict.fromkeys(strays)
+    assert put(storage, **dict.fromkeys(strays, b"anew")) == [True, True]
+    assert [get(storage, name) for name in strays] == [b"anew"] * 2
 
 
 def test_a_folder_that_is_gone_takes_nothing_more_and_is_not_made_anew(opened, folder):

@@ -75,20 +75,89 @@ def test_a_table_that_is_being_written_while_it_is_read_costs_a_miss_for_a_momen
         def write(self, file: int, data: Any, at: int) -> int:
             if self.other is not None and 256 <= at < 4096 and len(data[0]) == 256:
                 super().write(file, [bytes(data[0])[:100]], at)
-                self.seen += self.other.exists(["a"])
+                self.seen += self.other.exists([name])
             return super().write(file, data, at)
 
     put(one, z=b"26")
+    name = "a" * 150  # so the tear goes through it
     disk = TearsTheTable()
     disk.seen = []
     writer = opened(disk=disk)
     disk.other = opened()
-    put(writer, a=b"1")
+    put(writer, **{name: b"1"})
     disk.other, other = None, disk.other
-    assert there(other, "a") == "a"
-    assert get(other, "a") == b"1"
+    assert disk.seen
+    assert not any(disk.seen)
+    assert there(other, name) == name
+    assert get(other, name) == b"1"
     assert put(other, b=b"2") == [True]
     assert other.trouble()["lost"] == 0
+
+
+def test_a_change_that_comes_while_another_is_taken_in_is_taken_in_by_the_next_call(opened):
+    one = opened()
+
+    class ChangesMeanwhile(WithoutSync):
+        armed = False
+
+        def peek(self, file: int, size_bytes: int, at: int) -> bytes:
+            found = super().peek(file, size_bytes, at)
+            if self.armed and size_bytes > MIB:  # all that has changed
+                self.armed = False
+                put(one, b=b"2")
+            return found
+
+    put(one, z=b"26")
+    disk = ChangesMeanwhile()
+    other = opened(disk=disk)
+    put(one, a=b"1")
+    disk.armed = True
+    assert there(other, "a", "b") == "a"
+    assert not disk.armed
+    assert there(other, "a", "b") == "a b"
+
+
+def test_a_row_that_a_process_is_filling_is_nobody_elses(opened):
+    """Who opens the folder meanwhile looks for rows that the dead have left."""
+    others = []
+
+    class OpensMeanwhile(WithoutSync):
+        armed = False
+
+        def write(self, file: int, data: Any, at: int) -> int:
+            count = super().write(file, data, at)
+            if self.armed and count >= 4096:  # an object; entries are smaller
+                self.armed = False
+                others.append(opened())
+                put(others[0], b=b"2" * 4096)
+            return count
+
+    disk = OpensMeanwhile()
+    storage = opened(disk=disk)
+    put(storage, z=b"26")
+    disk.armed = True
+    assert put(storage, a=b"1" * 4096) == [True]
+    for each in (storage, *others):
+        assert [get(each, name) for name in "abz"] == [b"1" * 4096, b"2" * 4096, b"26"]
+    assert len(others) == 1
+
+
+def test_what_lies_in_two_slabs_is_read_at_once(opened):
+    class Meeting(WithoutSync):
+        """A read comes back when another one is under way."""
+
+        place: threading.Barrier | None = None
+
+        def read(self, file: int, into: Any, at: int) -> int:
+            if self.place is not None:
+                self.place.wait()
+            return super().read(file, into, at)
+
+    disk = Meeting()
+    storage = opened(disk=disk)
+    put(storage, small=b"1", large=bytes(5000))
+    disk.place = threading.Barrier(2, timeout=10)
+    assert storage.get(["small", "large"], [memoryview(bytearray(5000)) for _ in "12"]) == [1, 5000]
 
 
 def test_of_two_objects_of_one_name_one_goes_for_good(opened):

@@ -374,5 +374,5 @@ def test_the_time_while_a_store_is_closed_counts_also_over_a_reboot(opened):
     storage = opened(ttl_s=DAY_S, disk=disk)
     assert there(storage, "a") == "a"
     storage.close()
-    disk.reboot(DAY_S)
+    disk.reboot(DAY_S / 2 + 1)
     assert there(opened(ttl_s=DAY_S, disk=disk), "a") == ""
