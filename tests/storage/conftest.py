@@ -1,6 +1,40 @@
-"""Lets the tests of this folder import what stands beside them."""
+"""Lets the tests of this folder import what stands beside them, and opens file stores for those that want one."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+from file_disks import MIB, Open, WithoutSync
+
+from kvarve.storage import FileStorage
+from kvarve.testing.suite import LABEL
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def opened(folder: Path) -> Iterator[Open]:
+    """Opens the folder; what is left open is closed in the end."""
+    everything = []
+
+    def make(capacity_bytes: int = MIB, label: bytes = LABEL, description: str = "model A", **more: Any) -> FileStorage:
+        more.setdefault("disk", WithoutSync())
+        everything.append(FileStorage(folder, capacity_bytes, label, description, **more))
+        return everything[-1]
+
+    yield make
+    for storage in everything:
+        storage.close()
+
+
+@pytest.fixture
+def storage(opened: Open) -> FileStorage:
+    return opened()

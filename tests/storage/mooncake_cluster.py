@@ -13,6 +13,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ MIB = 1 << 20
 # Below the ports that connections get (from 32768) and beside those that the library takes (12300 to 17000): the usual
 # one of a master may be a connection's own just when it wants to listen.
 MASTER, METRICS = "127.0.0.1:5051", "127.0.0.1:9003"
-PATIENCE_S = 60.0
+PATIENCE_S, PAUSE_S = 60.0, 0.01
 LABEL = b"\x01" * 32
 
 # Before the library is loaded: what stands still ends sooner than it would for users.
@@ -99,12 +100,12 @@ def require_mooncake() -> None:
         pytest.skip(f"Mooncake cannot be tested here: {problem}")
 
 
-def until(holds: Callable[[], bool], what: str = "it") -> float:
-    """Ask again and again; the seconds that it took."""
-    start = time.monotonic()
+def until(holds: Callable[[], bool], what: str = "it") -> None:
+    """Ask again and again, and leave the processor to those who are to bring it about."""
+    end, never = time.monotonic() + PATIENCE_S, threading.Event()
     while not holds():
-        assert time.monotonic() - start < PATIENCE_S, f"{what} did not come about"
-    return time.monotonic() - start
+        assert time.monotonic() < end, f"{what} did not come about"
+        never.wait(PAUSE_S)
 
 
 class Cluster:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+from memories import over_memories
 
 from kvarve.errors import ConfigError, StorageError
-from kvarve.storage import MemoryStorage, Storage, Usage
+from kvarve.storage import MemoryStorage, Usage
 from kvarve.storage.breaker import Breaker
-from kvarve.storage.memory import forget_memory
 from kvarve.testing import CapacitySuite, FaultyStorage, MakeStorage, Rule, StorageSuite
 from kvarve.testing.suite import LABEL, get, put
 
@@ -113,26 +113,9 @@ def ward(make_ward: Callable[..., Ward]) -> Ward:
 
 class TestABreakerThatIsUpIsItsInner(StorageSuite, CapacitySuite):
     @pytest.fixture
-    def make_storage(self, request: pytest.FixtureRequest) -> Iterator[MakeStorage]:
-        names, opened = set(), []
-
-        def make(
-            *,
-            label: bytes = LABEL,
-            description: str = "model A",
-            capacity_bytes: int = 64 << 20,
-            place: str = "here",
-        ) -> Storage:
-            name = f"breaker-{id(opened)}-{place}"
-            names.add(name)
-            opened.append(Breaker(MemoryStorage(capacity_bytes, label, description, name), deadline_s=DEADLINE_S))
-            return opened[-1]
-
-        yield make
-        for storage in opened:
-            storage.close()
-        for name in names:
-            forget_memory(name)
+    def make_storage(self) -> Iterator[MakeStorage]:
+        with over_memories(lambda memory: Breaker(memory(0), deadline_s=DEADLINE_S)) as make:
+            yield make
 
 
 def test_after_three_failures_in_a_row_nobody_is_asked_any_more(ward: Ward) -> None:

@@ -16,11 +16,6 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
 def storage(folder: Path) -> Iterator[FileStorage]:
     storage = FileStorage(folder, MIB, LABEL, "model A")
     yield storage

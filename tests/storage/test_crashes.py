@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from file_disks import total
 
 from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
 from kvarve.storage import FileStorage
@@ -73,10 +74,6 @@ def intact(storage: FileStorage, some: Sequence[Page]) -> set[Page]:
         elif size is not None:
             storage.delete([page.name])
     return found
-
-
-def total(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 class Quick(Disk):

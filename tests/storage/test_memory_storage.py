@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from uuid import uuid4
 
 import pytest
+from memories import over_memories
 
 from kvarve.errors import StorageError
-from kvarve.storage import MemoryStorage, Storage
+from kvarve.storage import MemoryStorage
 from kvarve.storage.memory import forget_memory
 from kvarve.testing import ByteCapacitySuite, MakeStorage, StorageSuite
 from kvarve.testing.suite import LABEL, get, put
@@ -15,21 +16,8 @@ from kvarve.testing.suite import LABEL, get, put
 class TestMemoryStorage(StorageSuite, ByteCapacitySuite):
     @pytest.fixture
     def make_storage(self) -> Iterator[MakeStorage]:
-        test, names = uuid4().hex, set()
-
-        def make(
-            *,
-            label: bytes = LABEL,
-            description: str = "model A",
-            capacity_bytes: int = 64 << 20,
-            place: str = "here",
-        ) -> Storage:
-            names.add(f"{test}-{place}")
-            return MemoryStorage(capacity_bytes, label, description, f"{test}-{place}")
-
-        yield make
-        for name in names:
-            forget_memory(name)
+        with over_memories(lambda memory: memory(0)) as make:
+            yield make
 
 
 def test_memory_without_a_name_is_gone_when_it_is_closed():

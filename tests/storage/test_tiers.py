@@ -1,7 +1,6 @@
 """Storages in a row are one storage: the first that can answers, the others follow, and nothing comes back wrong."""
 
 import hashlib
-import itertools
 import queue
 import random
 import threading
@@ -13,17 +12,15 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from memories import over_memories
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import Breaker, MemoryStorage, Storage, Tiers, Usage
-from kvarve.storage.memory import forget_memory
 from kvarve.testing import FaultyStorage, MakeStorage, Rule, StorageSuite
 from kvarve.testing.suite import LABEL, get, put, there
 
 LONG_S = 20.0  # nothing here waits so long unless something is broken
 ROOM = 1 << 20
-
-_rows = itertools.count()
 
 
 def page(name: str, size_bytes: int = 40) -> bytes:
@@ -133,32 +130,18 @@ def row(make_row: MakeRow) -> Row:
 class TestTiers(StorageSuite):
     @pytest.fixture(params=["two", "two that promote", "three", "with a dead one behind"])
     def make_storage(self, request: pytest.FixtureRequest) -> Iterator[MakeStorage]:
-        kind, here, names, opened = request.param, next(_rows), set[str](), list[Tiers]()
+        kind = request.param
 
-        def make(
-            *,
-            label: bytes = LABEL,
-            description: str = "model A",
-            capacity_bytes: int = 64 << 20,
-            place: str = "here",
-        ) -> Storage:
-            tiers: list[Storage] = []
-            for number in range(3 if kind == "three" else 2):
-                name = f"tiers-{here}-{place}-{number}"
-                names.add(name)
-                tiers.append(MemoryStorage(capacity_bytes, label, description, name))
+        def build(memory: Callable[[int], Storage]) -> Tiers:
+            tiers = [memory(number) for number in range(3 if kind == "three" else 2)]
             if "dead" in kind:
                 tiers[1] = FaultyStorage(tiers[1])
                 tiers[1].dead = True
             breakers = [Breaker(tier, deadline_s=LONG_S, probe_first_s=0.001) for tier in tiers]
-            opened.append(Tiers(breakers, whole=(lambda _: True) if "promote" in kind else None))
-            return opened[-1]
+            return Tiers(breakers, whole=(lambda _: True) if "promote" in kind else None)
 
-        yield make
-        for storage in opened:
-            storage.close()
-        for name in names:
-            forget_memory(name)
+        with over_memories(build) as make:
+            yield make
 
 
 # --- what is put

@@ -1,0 +1,93 @@
+"""Disks that fail, or whose time passes, as a test of the file store says; no test stands here."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvarve.storage import FileStorage
+from kvarve.storage.disk import Disk
+from kvarve.storage.table import Shape
+
+MIB = 1 << 20
+# A folder's small files are below this; a slab of one slot of 4 KiB is two blocks.
+SMALL_FILES = 8192
+ONE = Shape(4096, 1).bytes
+
+Open = Callable[..., FileStorage]
+
+
+class WithoutSync(Disk):
+    """No power is cut here, and a test bed's syncs are slow."""
+
+    def sync(self, file: int) -> None:
+        pass
+
+    def sync_folder(self, path: Path) -> None:
+        pass
+
+
+class Clockwork(WithoutSync):
+    """Time passes as a test says: `elapse` for everybody, `set_wall` as somebody who sets the wall clock."""
+
+    def __init__(self) -> None:
+        self.wall, self.up, self.machine = 1_700_000_000_000_000_000, 10**12, b"first boot......"
+
+    def elapse(self, seconds: float) -> None:
+        self.wall += int(seconds * 1e9)
+        self.up += int(seconds * 1e9)
+
+    def set_wall(self, seconds: float) -> None:
+        self.wall += int(seconds * 1e9)
+
+    def reboot(self, seconds: float) -> None:
+        self.wall += int(seconds * 1e9)
+        self.up, self.machine = 10**9, os.urandom(16)
+
+    def wall_ns(self) -> int:
+        return self.wall
+
+    def since_boot_ns(self) -> int:
+        self.up += 1
+        return self.up
+
+    def boot(self) -> bytes:
+        return self.machine
+
+
+class Failing(WithoutSync):
+    """Every call of the kinds in `fails` raises what is said there, from `after` such calls on."""
+
+    def __init__(self) -> None:
+        self.fails: dict[str, int] = {}
+        self.after = 0
+        self.seen = 0
+
+    def _maybe(self, call: str) -> None:
+        if call in self.fails:
+            self.seen += 1
+            if self.seen > self.after:
+                raise OSError(self.fails[call], os.strerror(self.fails[call]))
+
+    def read(self, file: int, into: Any, at: int) -> int:
+        self._maybe("read")
+        return super().read(file, into, at)
+
+    def write(self, file: int, data: Any, at: int) -> int:
+        self._maybe("write")
+        return super().write(file, data, at)
+
+    def sync(self, file: int) -> None:
+        self._maybe("sync")
+
+    def allocate(self, file: int, size_bytes: int) -> None:
+        self._maybe("allocate")
+        super().allocate(file, size_bytes)
+
+    def lock(self, file: int, *, wait: bool = True, shared: bool = False) -> bool:
+        self._maybe("lock")
+        return super().lock(file, wait=wait, shared=shared)
+
+
+def total(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,37 @@
+"""Memories with names, behind whatever is tested: who opens a place again finds what was there. No test stands here."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from uuid import uuid4
+
+from kvarve.storage import MemoryStorage, Storage
+from kvarve.storage.memory import forget_memory
+from kvarve.testing import MakeStorage
+from kvarve.testing.suite import LABEL
+
+
+@contextmanager
+def over_memories(build: Callable[[Callable[[int], MemoryStorage]], Storage]) -> Iterator[MakeStorage]:
+    """Opens what `build` makes of the memories it asks for by number; all is closed and forgotten in the end."""
+    here, names, opened = uuid4().hex, set[str](), list[Storage]()
+
+    def make(
+        *,
+        label: bytes = LABEL,
+        description: str = "model A",
+        capacity_bytes: int = 64 << 20,
+        place: str = "here",
+    ) -> Storage:
+        def memory(number: int) -> MemoryStorage:
+            name = f"{here}-{place}-{number}"
+            names.add(name)
+            return MemoryStorage(capacity_bytes, label, description, name)
+
+        opened.append(build(memory))
+        return opened[-1]
+
+    yield make
+    for storage in opened:
+        storage.close()
+    for name in names:
+        forget_memory(name)
