@@ -326,9 +326,9 @@ def test_verify_leaves_alone_what_is_no_page_by_its_name(filled: Path, say: Say)
 
 
 def test_verify_counts_a_file_that_is_no_slab_any_more(filled: Path, say: Say) -> None:
-    (slab,) = model_of(filled, THEIRS).folder.glob("slab-*")
-    with slab.open("r+b") as file:
-        file.write(b"not a slab")
+    (table,) = model_of(filled, THEIRS).folder.glob("slab-*.table")
+    with table.open("r+b") as file:
+        file.write(b"not a table")
     code, out, _ = say("verify", filled)
     assert code == 1 and "1 entry of its tables could not be read" in out
     assert say("verify", filled)[0] == 0

@@ -9,6 +9,7 @@ from filling import a_config, a_store, an_identity, nothing_is_left, prompt, run
 from kvarve.runtime import PrefixCache
 from kvarve.storage import Breaker, Tiers, open_storage
 from kvarve.storage.memory import forget_memory
+from kvarve.transfer.depot import WORKERS
 
 LONG = prompt(8.5)  # of which 8 pages can be resumed from
 ALL = 8
@@ -76,7 +77,7 @@ def test_while_all_who_read_hang_in_a_far_storage_nobody_waits_for_the_near_one(
     settle(cache)
     cache.flush()
     far.stall()
-    asking = [cache.open(prompt(8.5, seed=seed)) for seed in (20, 21)]
+    asking = [cache.open(prompt(8.5, seed=20 + number)) for number in range(WORKERS)]
     until(cache, lambda: not cache.up)
     assert tiers.up, "for the near one answers"
     for lease in asking:

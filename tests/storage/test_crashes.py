@@ -23,6 +23,7 @@ from file_disks import total
 from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
 from kvarve.storage import FileStorage
 from kvarve.storage.disk import Disk
+from kvarve.storage.slabs import table_path
 from kvarve.storage.table import ENTRY_BYTES, Shape
 from kvarve.testing.faulty_disk import Died, FaultyDisk
 from kvarve.testing.suite import LABEL, OTHER_LABEL
@@ -198,6 +199,8 @@ def test_after_a_cut_at_any_event_what_was_confirmed_is_there_and_nothing_is_wro
         history.disk.after(count, folder, fate, seed)
         storage = opened(folder)
         assert total(folder) <= CAPACITY
+        slabs = storage._folder.model.glob("slab-??????")
+        assert all(table_path(path).exists() for path in slabs), "slots that are nobody's"
         assert storage._books.states()["reserved"] == 0
         expected = history.expected(count)
         found = intact(storage, history.known)
@@ -265,6 +268,10 @@ class Slot:
     shape: Shape
     row: int
 
+    @property
+    def table(self) -> Path:
+        return table_path(self.path)
+
 
 def filled(folder: Path) -> list[Slot]:
     storage = opened(folder)
@@ -279,16 +286,12 @@ def filled(folder: Path) -> list[Slot]:
 
 
 def hit_by(slots: Sequence[Slot], path: Path, at: int) -> set[Page]:
-    """Whom a change of this byte may harm: an entry, a slot, or with the header all of a slab."""
+    """Whom a change of this byte may harm: a slot, an entry, or with a table's header all of a slab."""
     return {
         slot.page
         for slot in slots
-        if slot.path == path
-        and (
-            at < ENTRY_BYTES
-            or slot.shape.entry_at(slot.row) <= at < slot.shape.entry_at(slot.row) + ENTRY_BYTES
-            or slot.shape.slot_at(slot.row) <= at < slot.shape.slot_at(slot.row) + slot.shape.slot_bytes
-        )
+        if (path == slot.path and 0 <= at - slot.shape.slot_at(slot.row) < slot.shape.slot_bytes)
+        or (path == slot.table and (at < ENTRY_BYTES or 0 <= at - slot.shape.entry_at(slot.row) < ENTRY_BYTES))
     }
 
 
@@ -302,32 +305,33 @@ def exchange(one: Path, at: int, other: Path, there: int, size: int) -> None:
 
 def harm(folder: Path, slots: Sequence[Slot], rng: random.Random) -> set[Page]:
     """Something bad; answers whom it may have hit."""
-    kind = rng.choice(["flip", "flip in a table", "swap pages", "swap entries", "truncate", "zeros", "small files"])
+    kinds = ["flip", "flip in a table", "swap pages", "swap entries", "truncate", "truncate a table", "zeros"]
+    kind = rng.choice([*kinds, "small files"])
     one, other = rng.sample(list(slots), 2)
-    path = folder / one.path
+    name = one.table if kind.endswith("table") else one.path
+    path = folder / name
     if kind.startswith("flip"):
-        size = one.shape.head_bytes if kind == "flip in a table" else path.stat().st_size
-        at = rng.randrange(size)
+        at = rng.randrange(path.stat().st_size)
         data = bytearray(path.read_bytes())
         data[at] ^= 1 << rng.randrange(8)
         path.write_bytes(data)
-        return hit_by(slots, one.path, at)
+        return hit_by(slots, name, at)
     if kind == "swap pages":
         size = min(one.shape.slot_bytes, other.shape.slot_bytes)
         exchange(path, one.shape.slot_at(one.row), folder / other.path, other.shape.slot_at(other.row), size)
         return {one.page, other.page}
     if kind == "swap entries":
         places = one.shape.entry_at(one.row), other.shape.entry_at(other.row)
-        exchange(path, places[0], folder / other.path, places[1], ENTRY_BYTES)
+        exchange(folder / one.table, places[0], folder / other.table, places[1], ENTRY_BYTES)
         return {one.page, other.page}
-    if kind == "truncate":
+    if kind.startswith("truncate"):
         size = rng.randrange(path.stat().st_size)
         os.truncate(path, size)
-        cut = size < one.shape.head_bytes
         return {
             slot.page
             for slot in slots
-            if slot.path == one.path and (cut or slot.shape.slot_at(slot.row) + slot.shape.slot_bytes > size)
+            if slot.path == one.path
+            and (name == slot.table or slot.shape.slot_at(slot.row) + slot.shape.slot_bytes > size)
         }
     if kind == "zeros":
         at, end = one.shape.slot_at(one.row), one.shape.slot_at(one.row) + one.shape.slot_bytes
@@ -362,7 +366,8 @@ def test_pages_that_another_model_left_under_the_same_names_are_not_accepted(tmp
     store(other, pages("full", 0))
     other.close()
     (target,) = (tmp_path / "b" / "models").iterdir()
-    shutil.copy(tmp_path / "a" / slots[0].path, target / "slab-000000")
+    for path in (slots[0].path, slots[0].table):
+        shutil.copy(tmp_path / "a" / path, target / path.name)
     other = opened(tmp_path / "b", label=OTHER_LABEL)
     assert not any(other.exists([slot.page.name for slot in slots]))
     goes_on(other, tmp_path / "b")

@@ -15,6 +15,7 @@ from file_disks import MIB, ONE, SMALL_FILES, WithoutSync, total
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
 from kvarve.storage.folder import is_in_use
+from kvarve.storage.slabs import Piece
 from kvarve.testing.suite import LABEL, get, put, there
 
 
@@ -172,7 +173,7 @@ def test_of_two_objects_of_one_name_one_goes_for_good(opened):
         assert double is not None
         for column in ("state", "length", "stored", "names"):
             getattr(other, column)[double] = getattr(one, column)[row]
-        other.write(double, [memoryview(b"1")])
+        other.write([Piece(0, other, double, memoryview(b"1"))])
         other.save([double])
     storage.close()
     storage = opened()

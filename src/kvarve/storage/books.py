@@ -16,7 +16,7 @@ from kvarve.storage.changes import ROW_BYTES, Changes
 from kvarve.storage.disk import Disk
 from kvarve.storage.folder import Clock, Folder, slab_numbers, slab_path
 from kvarve.storage.orders import Victim, age_of, coldest, last_used
-from kvarve.storage.slabs import Broken, Slab
+from kvarve.storage.slabs import Broken, Slab, unlink
 from kvarve.storage.table import (
     BROKEN,
     FREE,
@@ -55,7 +55,8 @@ class Limits:
 class Call:
     """One put: what it has answered for may not be evicted for the rest of it."""
 
-    kept: set[int] = field(default_factory=set)  # places of what was there already
+    kept: set[int] = field(default_factory=set)  # places of what was there already, and of what it stored
+    stored: set[Place] = field(default_factory=set)
     of_group: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # slot bytes reserved
     grown: set[int] = field(default_factory=set)  # classes that cannot have one more slab now
     stuck: set[int] = field(default_factory=set)  # classes for which no other class can make enough room
@@ -295,11 +296,11 @@ class Books:
             slab.searched = False
             self._taken.discard(slab.shape.slot_bytes)
 
-    def keep(self, slab: Slab, row: int, name: str, length: int) -> None:
+    def keep(self, slab: Slab, row: int, name: str, length: int, now_ns: int) -> None:
         """The row has been filled."""
         self._held.discard((slab, row))
         slab.state[row], slab.names[row], slab.length[row] = STORED, name, length
-        slab.stored[row] = self.clock.now_ns()
+        slab.stored[row] = now_ns
         self._dirty[slab].add(row)
         self._count_in(slab, row)
 
@@ -367,6 +368,15 @@ class Books:
                 count += 1
         return count
 
+    def tidy(self) -> int:
+        """Now and then, make room of what is too old and of what the dead had reserved; answers what time it is."""
+        now_ns = self.clock.now_ns()
+        if now_ns - self._swept_ns > _SECOND_NS:
+            self._swept_ns = now_ns
+            self.sweep(now_ns)
+            self.reclaim()
+        return now_ns
+
     # --- finding room
 
     def seat(self, call: Call, name: str, size_bytes: int) -> Place | Wanted | None:
@@ -400,11 +410,6 @@ class Books:
         self.evicted += 1
 
     def _free(self, slot_bytes: int) -> Place | None:
-        now_ns = self.clock.now_ns()
-        if now_ns - self._swept_ns > _SECOND_NS:
-            self._swept_ns = now_ns
-            self.sweep(now_ns)
-            self.reclaim()
         if slot_bytes not in self._taken:
             for slab in self.slabs.values():
                 if slab.shape.slot_bytes == slot_bytes and (row := slab.take_free()) is not None:
@@ -510,6 +515,12 @@ class Books:
         self._taken.discard(slab.shape.slot_bytes)
         self.changes.tell({slab.number: (slab.identity, ())})
 
+    def remove_remains(self) -> None:
+        """Slots without a table: a process died while it made or removed a slab."""
+        for number, whole in slab_numbers(self.disk, self.folder.model).items():
+            if not whole:
+                unlink(self.disk, slab_path(self.folder.model, number))
+
     def new_slab(self, shape: Shape) -> Slab:
         there = slab_numbers(self.disk, self.folder.model)
         number = next(number for number in range(len(there) + 1) if number not in there)
@@ -519,13 +530,14 @@ class Books:
     def begin(self) -> None:
         """This process is alone: the files say which slabs there are. What is no slab, though named like one, goes."""
         found = {}
+        self.remove_remains()
         for number in slab_numbers(self.disk, self.folder.model):
             path = slab_path(self.folder.model, number)
             try:
                 found[number] = Slab.open(self.disk, path, number, self.owner).identity
             except Broken:
                 self.lost += 1
-                self.disk.unlink(path)
+                unlink(self.disk, path)
             except OSError:
                 self.lost += 1  # its place is not given away before somebody has looked at it
         self.changes.begin(found)

@@ -1,12 +1,12 @@
 """Objects in a few large files below one folder, at most so many bytes. Knows names and bytes only.
 
-A slab is a file of equal slots with a table of what lies in them (`table`); where things lie is said in `folder`. What
-is known of it in memory, and who has to go when room is short, is in `books`. Here are the calls: they take locks, ask
-the books, and move bytes, by direct I/O where the file system has it and several threads at once.
+A slab is a file of equal slots, with another one for the table of what lies in them (`table`); where things lie is said
+in `folder`. What is known of it in memory, and who has to go when room is short, is in `books`. Here are the calls:
+they take locks, ask the books, and move bytes, by direct I/O where the file system has it and several threads at once.
 
-A put is on the medium when it answers True: the data, then the entries in the tables, then one sync of each slab. The
-entries need not wait for the data, because whoever reads an object checks its own checksum: what a power cut tears is a
-miss, and so is a slot that was given to another object and still has its old entry. Nothing is ever replaced.
+A put is on the medium when it answers True: the data, then the entries in the tables, then a sync of both. The entries
+need not wait for the data, because whoever reads an object checks its own checksum: what a power cut tears is a miss,
+and so is a slot that was given to another object and still has its old entry. Nothing is ever replaced.
 
 Several processes may have one folder open. They change tables one at a time (a mutex that the kernel lets go of when a
 process dies), fill rows that they have reserved without any lock, and read without any lock: who has read an object
@@ -29,10 +29,11 @@ from kvarve.storage.crew import Crew
 from kvarve.storage.disk import Disk
 from kvarve.storage.folder import Folder, check_folder, medium
 from kvarve.storage.orders import ORDERS, age_of
-from kvarve.storage.slabs import Piece, Slab, runs
+from kvarve.storage.slabs import Piece, Slab, runs, unlink
 from kvarve.storage.table import FREE, RETIRED, Shape
 
 DEFAULT_THREADS = 4
+_MOVE, _SYNC = 0, 1  # two crews: a sync behind the writes of other puts would wait for all of them
 _Work = TypeVar("_Work")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _TRY_AGAIN_NS = 10_000_000_000  # a class that found no room for a slab asks for one again after so long
@@ -67,8 +68,9 @@ class FileStorage(Storage):
     The capacity bounds the whole folder, with all models in it: those that nobody has open make room. Objects lie in
     slots of whole 4 KiB. What does not fit pushes out what the order `eviction` says (lru, lfu, s3fifo). What was
     stored more than `ttl_s` ago is missing. `quota_bytes`: the most that the objects of one group (what stands before
-    the first "-" of a name) may take; `threads`: that read and write at once. `visiting`: only to look after what is
-    there; then neither do reads count as uses, which decide who goes first, nor does the store count as open.
+    the first "-" of a name) may take; `threads`: that read and write at once, and as many that sync. `visiting`: only
+    to look after what is there; then neither do reads count as uses, which decide who goes first, nor does the store
+    count as open.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class FileStorage(Storage):
         self._full_until: dict[int, int] = {}  # slot bytes: store time
         self._saved_ns = 0
         self._open = False
-        self._crew: Crew | None = None
+        self._crews: list[Crew] = []
         with ExitStack() as undo, medium(self._directory):
             self._folder = Folder(disk or Disk(), self._directory, label, description)
             undo.callback(self._folder.close)
@@ -214,7 +216,7 @@ class FileStorage(Storage):
         except OSError as error:
             done = sum(answers.values())
             raise StorageError(f"{self._directory}: stored {done} of {len(names)} objects: {error}") from error
-        self._used(names, answers)
+        self._used(call, names, answers)
         return [answers[first[name]] for name in names]
 
     def delete(self, names: Sequence[str]) -> list[bool]:
@@ -280,9 +282,11 @@ class FileStorage(Storage):
         filling = _Filling()
         with self._changing():
             try:
+                with self._lock:
+                    now_ns = self._books.tidy()
                 for number in numbers:
                     name = names[number]
-                    if self._is_there(call, filling, name):
+                    if self._is_there(call, filling, name, now_ns):
                         answers[number] = True
                         continue
                     place = self._seat(call, name, data[number].nbytes)
@@ -299,10 +303,9 @@ class FileStorage(Storage):
                 raise
         return filling
 
-    def _is_there(self, call: Call, filling: _Filling, name: str) -> bool:
+    def _is_there(self, call: Call, filling: _Filling, name: str, now_ns: int) -> bool:
         """Then it is used, and stays at least until the call is done. What is too old makes room."""
         with self._lock:
-            now_ns = self._books.clock.now_ns()
             place = self._books.find(name, now_ns)
             if place is not None:
                 slab, row = place
@@ -330,6 +333,7 @@ class FileStorage(Storage):
         now_ns = self._books.clock.now_ns()
         if self._full_until.get(slot_bytes, 0) > now_ns:
             return False
+        self._books.remove_remains()
         while True:
             room_bytes = self._books.room_bytes()
             with self._lock:
@@ -373,17 +377,17 @@ class FileStorage(Storage):
         with self._lock:
             self._books.changes.tell({slab.number: (0, ())})
             self._books.evicted += self._books.forget(slab)
-        slab.disk.unlink(slab.path)
+        unlink(slab.disk, slab.path)
         self._full_until.clear()
 
     def _write(self, filling: _Filling, data: Sequence[memoryview]) -> None:
         pieces = [Piece(number, *place, data[number]) for number, place in filling.places.items()]
-        for run, error in self._each_run(runs(pieces), lambda run: run[0].slab.write(run[0].row, _views(run))):
+        for run, error in self._each_run(runs(pieces), lambda run: run[0].slab.write(run)):
             if error is None:
                 continue
             for piece in run:
                 try:
-                    piece.slab.write(piece.row, [piece.view])
+                    piece.slab.write([piece])
                 except OSError as its_own:
                     filling.failed[piece.number] = its_own
 
@@ -398,7 +402,7 @@ class FileStorage(Storage):
         """What is written is there, from now on for everybody; the rows of the rest are free, or retired."""
         call.of_group.clear()
         with self._changing(), self._lock:
-            full = []
+            now_ns, full, kept = self._books.clock.now_ns(), [], []
             for number, (slab, row) in filling.places.items():
                 error = filling.failed.get(number)
                 if self._books.slabs.get(slab.number) is not slab:
@@ -413,20 +417,24 @@ class FileStorage(Storage):
                     filling.young[self._books.place(names[number])[0]] = None
                     answers[number] = True
                 else:
-                    self._books.keep(slab, row, names[number], data[number].nbytes)
+                    self._books.keep(slab, row, names[number], data[number].nbytes, now_ns)
                     call.kept.add(slab.number << 32 | row)
+                    kept.append((slab, row))
                     answers[number] = True
+            self._books.use(kept, count=False)
+            call.stored.update(kept)
             self._books.publish()
             for slab, row in full:  # free in the table, and as long as this storage is open nobody tries it again
                 slab.state[row] = RETIRED
-            if self._books.clock.now_ns() - self._saved_ns > _SAVE_CLOCK_NS:
-                self._saved_ns = self._books.clock.now_ns()
+            if now_ns - self._saved_ns > _SAVE_CLOCK_NS:
+                self._saved_ns = now_ns
                 self._books.clock.save()
 
     def _sync(self, filling: _Filling, answers: dict[int, bool]) -> None:
         """Return when all is on the medium. Where that fails, nobody knows what is: it is taken back."""
         slabs = list(dict.fromkeys([*(slab for slab, _ in filling.places.values()), *filling.young]))
-        for slab, error in self._each_run(slabs, lambda slab: slab.sync()):
+        files = [(slab, file) for slab in slabs for file in slab.files]
+        for (slab, _), error in self._each_run(files, lambda one: one[0].disk.sync(one[1]), _SYNC):
             if error is None:
                 continue
             with self._changing(), self._lock, suppress(OSError):
@@ -437,7 +445,7 @@ class FileStorage(Storage):
                 self._books.publish()
             raise error
 
-    def _used(self, names: Sequence[str], answers: dict[int, bool]) -> None:
+    def _used(self, call: Call, names: Sequence[str], answers: dict[int, bool]) -> None:
         """The first name of a call counts as used last, whether it was there or is new."""
         with self._lock:
             self._require_open()
@@ -446,7 +454,8 @@ class FileStorage(Storage):
             stamps = self._books.use(list(dict.fromkeys(place for place in stored if place)), count=False)
         with suppress(OSError):
             for slab, row, when, uses in stamps:
-                slab.stamp(row, when, uses)
+                if (slab, row) not in call.stored:  # its entry has just been written
+                    slab.stamp(row, when, uses)
 
     # --- a get, step by step
 
@@ -456,7 +465,7 @@ class FileStorage(Storage):
         troubles: dict[int, OSError] = {}
 
         def read(run: list[Piece]) -> None:
-            count = run[0].slab.read(run[0].row, _views(run))
+            count = run[0].slab.read(run)
             for piece in run:
                 counts[piece.number] = max(0, min(count, piece.view.nbytes))
                 count -= piece.view.nbytes
@@ -464,7 +473,7 @@ class FileStorage(Storage):
         for run, error in self._each_run(runs(pieces), read):
             for piece in run if error is not None else ():
                 try:
-                    counts[piece.number] = piece.slab.read(piece.row, [piece.view])
+                    counts[piece.number] = piece.slab.read([piece])
                 except OSError as its_own:
                     troubles[piece.number] = its_own
         return counts, troubles
@@ -480,7 +489,9 @@ class FileStorage(Storage):
 
     # --- threads, locks, and the end
 
-    def _each_run(self, work: Sequence[_Work], do: Callable[[_Work], None]) -> Iterator[tuple[_Work, OSError | None]]:
+    def _each_run(
+        self, work: Sequence[_Work], do: Callable[[_Work], None], crew: int = _MOVE
+    ) -> Iterator[tuple[_Work, OSError | None]]:
         """Do all of it, several at once; each with what went wrong."""
 
         def tried(one: _Work) -> OSError | None:
@@ -495,9 +506,9 @@ class FileStorage(Storage):
             return
         with self._lock:
             self._require_open()
-            if self._crew is None:
-                self._crew = Crew(self._threads, "kvarve files")
-            futures = [self._crew.submit(tried, one) for one in work]
+            if not self._crews:
+                self._crews = [Crew(self._threads, f"kvarve files {what}") for what in ("move", "sync")]
+            futures = [self._crews[crew].submit(tried, one) for one in work]
         yield from [(one, future.result()) for one, future in zip(work, futures, strict=True)]
 
     @contextmanager
@@ -520,22 +531,18 @@ class FileStorage(Storage):
         """Slabs that are being read are closed by whoever reads them."""
         self._books.slabs.clear()
         self._books.index.clear()
-        if self._crew is not None:
-            self._crew.leave()
-            self._crew = None
+        for crew in self._crews:
+            crew.leave()
+        self._crews = []
 
     def _leave_to_parent(self) -> None:
         """In a child after fork: the folder stays the parent's, and its locks must not outlive the parent in us."""
         self._writing, self._lock = threading.Lock(), threading.Lock()  # a thread of the parent may have held them
-        self._crew = None  # its threads are the parent's
+        self._crews = []  # their threads are the parent's
         if self._open:
             self._open = False
             self._folder.abandon()
             self._let_go()
-
-
-def _views(run: Sequence[Piece]) -> list[memoryview]:
-    return [piece.view for piece in run]
 
 
 # A program that forks its workers after opening a storage is a common one.

@@ -8,6 +8,7 @@ models/<16 hex of the label>/   one model's objects
     changes                     what changed in which slab, for the other processes; means nothing after a crash
     clock                       the age of the store
     slab-000007                 objects
+    slab-000007.table           what lies where in it
 """
 
 import json
@@ -31,6 +32,7 @@ _OLD_FORMAT = "kvarve-files/1"
 _MARKER, _LOCK, _MODELS, _MODEL = "kvarve.json", "kvarve.lock", "models", "model.json"
 _UNFINISHED = "~"
 _SLAB, _PROCESS = "slab-", "process-"
+TABLE = ".table"
 # What an opening that was cut short leaves, and what every fresh ext4 disk has: a folder with these only is empty.
 _NOT_CONTENT = frozenset({_LOCK, _MARKER + _UNFINISHED, "lost+found"})
 PROCESSES = 1 << 12
@@ -133,13 +135,14 @@ def slab_path(folder: Path, number: int) -> Path:
     return folder / f"{_SLAB}{number:06}"
 
 
-def slab_numbers(disk: Disk, folder: Path) -> dict[int, int]:
-    """The numbers of a model's slabs, and the length of each one's file."""
-    return {
-        int(path.name.removeprefix(_SLAB)): size
-        for path, size in disk.sizes(folder).items()
-        if path.parent == folder and path.name.startswith(_SLAB) and path.name.removeprefix(_SLAB).isdigit()
-    }
+def slab_numbers(disk: Disk, folder: Path) -> dict[int, bool]:
+    """The numbers of a model's slabs, and whether each has a table: slots without one are what a crash left."""
+    found: dict[int, bool] = {}
+    for path in disk.sizes(folder):
+        number = path.name.removeprefix(_SLAB).removesuffix(TABLE)
+        if path.parent == folder and path.name.startswith(_SLAB) and number.isdigit():
+            found[int(number)] = found.get(int(number), False) or path.name.endswith(TABLE)
+    return found
 
 
 class Folder:

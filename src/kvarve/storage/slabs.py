@@ -1,4 +1,8 @@
-"""A slab: one file of equal slots, what this process knows of its table, and the way of bytes into and out of slots."""
+"""A slab: a file of equal slots, one of the table of what is in them, and the way of bytes into and out of both.
+
+Two files, for a write through the page cache waits until no direct I/O is under way in the same file, and whoever
+writes a table has a mutex meanwhile.
+"""
 
 import errno
 import itertools
@@ -13,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from kvarve.storage.disk import BLOCK_BYTES, Disk, is_aligned
+from kvarve.storage.folder import TABLE
 from kvarve.storage.table import (
     ENTRY_BYTES,
     FREE,
@@ -38,21 +43,21 @@ _here = threading.local()
 
 
 class Broken(Exception):
-    """A file that cannot be used as a slab."""
+    """Files that cannot be used as a slab."""
 
 
 class Slab:
     """One open slab. Its columns are guarded by whoever owns it; the bytes of slots by the states of their rows."""
 
-    def __init__(self, disk: Disk, path: Path, number: int, shape: Shape, identity: int, file: int) -> None:
+    def __init__(self, disk: Disk, path: Path, number: int, shape: Shape, identity: int, table: int, file: int) -> None:
         self.disk, self.path, self.number = disk, path, number
         self.shape, self.identity = shape, identity
-        self.file, self.direct = file, -1
+        self.table, self.file, self.direct = table, file, -1
         with suppress(OSError):  # tmpfs, and others that know no such thing
             self.direct = disk.open(path, direct=True)
             self._try_direct()
         # A read may still be under way when the slab is given up: the last who holds it closes it.
-        self._closing = weakref.finalize(self, _close, disk, file, self.direct)
+        self._closing = weakref.finalize(self, _close, disk, table, file, self.direct)
         self._closing.atexit = False
         slots = shape.slots
         self.state = np.zeros(slots, np.uint8)
@@ -70,39 +75,43 @@ class Slab:
     @staticmethod
     def create(disk: Disk, path: Path, number: int, shape: Shape, owner: int, identity: int) -> "Slab":
         """A new slab, empty, on the disk for good when this returns. OSError, ENOSPC among them: nothing is left."""
-        file = disk.open(path, create=True)
+        files = []
         try:
-            disk.allocate(file, shape.bytes)
-            _write_all(disk, file, [pack_header(shape, owner, identity)], 0)
-            disk.sync(file)
+            files.append(disk.open(path, create=True))
+            disk.allocate(files[0], shape.slots_bytes)
+            # The table comes last and goes first: slots without one are nobody's.
+            files.append(disk.open(table_path(path), create=True))
+            disk.allocate(files[1], shape.table_bytes)
+            _write_all(disk, files[1], [pack_header(shape, owner, identity)], 0)
+            disk.sync(files[1])
             disk.sync_folder(path.parent)
         except OSError:
-            disk.close(file)
+            _close(disk, *files)
             with suppress(OSError):
-                disk.unlink(path)
+                unlink(disk, path)
             raise
-        return Slab(disk, path, number, shape, identity, file)
+        return Slab(disk, path, number, shape, identity, files[1], files[0])
 
     @staticmethod
     def open(disk: Disk, path: Path, number: int, owner: int) -> "Slab":
-        """A slab that is there; `Broken` if its header is not what it should be."""
-        read_only = False
+        """A slab that is there; `Broken` if its table does not begin as it should, or one of its files is missing."""
+        files = []
         try:
-            file = disk.open(path)
-        except OSError as error:
-            if error.errno != errno.EROFS:
-                raise
-            file, read_only = disk.open(path, read_only=True), True
-        try:
-            found = unpack_header(disk.peek(file, ENTRY_BYTES, 0), owner)
-            if found is None or disk.size(file) < found[0].head_bytes:
+            for place in (table_path(path), path):
+                file, writable = _opened(disk, place)
+                files.append(file)
+            found = unpack_header(disk.peek(files[0], ENTRY_BYTES, 0), owner)
+            if found is None or disk.size(files[0]) < found[0].table_bytes:
                 raise Broken(path)
-            if disk.size(file) < found[0].bytes and not read_only:
-                disk.allocate(file, found[0].bytes)  # somebody cut it: what is gone fails its checks
+            if disk.size(files[1]) < found[0].slots_bytes and writable:
+                disk.allocate(files[1], found[0].slots_bytes)  # somebody cut it: what is gone fails its checks
+        except FileNotFoundError:
+            _close(disk, *files)
+            raise Broken(path) from None
         except BaseException:  # whatever it is, it goes on to the caller, and no file stays open
-            disk.close(file)
+            _close(disk, *files)
             raise
-        return Slab(disk, path, number, *found, file)
+        return Slab(disk, path, number, *found, *files)
 
     def _try_direct(self) -> None:
         """Some file systems take the flag and refuse the I/O."""
@@ -131,7 +140,7 @@ class Slab:
             raw = bytearray((min(last, at + step) - at) * ENTRY_BYTES)
             done = 0
             with suppress(OSError):
-                done = _read_some(self.disk, self.file, memoryview(raw), self.shape.entry_at(at))
+                done = _read_some(self.disk, self.table, memoryview(raw), self.shape.entry_at(at))
             if done < len(raw):
                 raw = self._sector_by_sector(raw, at)
             yield at, read_entries(raw, self.identity, at, self.shape.slot_bytes)
@@ -142,7 +151,7 @@ class Slab:
         for i in range(0, len(raw), ENTRY_BYTES):
             view[i : i + ENTRY_BYTES] = b"\xff" * ENTRY_BYTES
             with suppress(OSError):
-                _read_some(self.disk, self.file, view[i : i + ENTRY_BYTES], self.shape.entry_at(first) + i)
+                _read_some(self.disk, self.table, view[i : i + ENTRY_BYTES], self.shape.entry_at(first) + i)
         return raw
 
     def save(self, rows: Sequence[int]) -> None:
@@ -164,15 +173,15 @@ class Slab:
         begins = [0, *(np.flatnonzero(np.diff(at) != 1) + 1).tolist(), len(at)]
         for begin, end in itertools.pairwise(begins):
             piece = raw[begin * ENTRY_BYTES : end * ENTRY_BYTES]
-            _write_all(self.disk, self.file, [piece], self.shape.entry_at(int(at[begin])))
+            _write_all(self.disk, self.table, [piece], self.shape.entry_at(int(at[begin])))
 
     def stamp(self, row: int, used: int, uses: int) -> None:
         """Write down that an object was used. Nobody waits for it to reach the medium."""
-        self.disk.write(self.file, [STAMP.pack(used, uses)], self.shape.entry_at(row) + USED_AT)
+        self.disk.write(self.table, [STAMP.pack(used, uses)], self.shape.entry_at(row) + USED_AT)
 
     def stamped(self, row: int) -> tuple[int, int]:
         """When and how often the object in a row was used, by whichever process."""
-        raw = self.disk.peek(self.file, STAMP.size, self.shape.entry_at(row) + USED_AT)
+        raw = self.disk.peek(self.table, STAMP.size, self.shape.entry_at(row) + USED_AT)
         return STAMP.unpack(raw) if len(raw) == STAMP.size else (0, 0)
 
     def take_free(self) -> int | None:
@@ -187,13 +196,15 @@ class Slab:
             self.free = np.flatnonzero(self.state == FREE)[::-1].tolist()
             self.searched = True
 
-    def sync(self) -> None:
-        self.disk.sync(self.file)
+    @property
+    def files(self) -> tuple[int, int]:
+        """What has to be synced for an object to stay: its bytes and its entry."""
+        return self.file, self.table
 
     def answers(self) -> bool:
-        """Whether the file can be read at all: else it is not one object that is damaged."""
+        """Whether its files can be read at all: else it is not one object that is damaged."""
         try:
-            return len(self.disk.peek(self.file, ENTRY_BYTES, 0)) == ENTRY_BYTES and self._reads_direct()
+            return len(self.disk.peek(self.table, ENTRY_BYTES, 0)) == ENTRY_BYTES and self._reads_direct()
         except OSError:
             return False
 
@@ -219,10 +230,10 @@ class Slab:
 
     # --- the slots
 
-    def read(self, row: int, views: Sequence[memoryview]) -> int:
-        """Fill views from a row and its neighbours; how many bytes there were. OSError: the disk cannot."""
-        at = self.shape.slot_at(row)
-        if self.direct >= 0 and all(map(is_aligned, views)):
+    def read(self, run: Sequence["Piece"]) -> int:
+        """Fill the views of neighbours; how many bytes there were. OSError: the disk cannot."""
+        at, views = self.shape.slot_at(run[0].row), [piece.view for piece in run]
+        if self.direct >= 0 and all(piece.aligned for piece in run):
             total = sum(view.nbytes for view in views)
             count = self.disk.read(self.direct, views, at)
             if count in (0, total):
@@ -242,12 +253,12 @@ class Slab:
             done += count
         return done
 
-    def write(self, row: int, views: Sequence[memoryview]) -> None:
-        """Fill a row and its neighbours from views, whole slots but for the last. OSError: it is not all written."""
-        at = self.shape.slot_at(row)
+    def write(self, run: Sequence["Piece"]) -> None:
+        """Write neighbours, of whole slots but for the last. OSError: it is not all written."""
+        at, views = self.shape.slot_at(run[0].row), [piece.view for piece in run]
         if self.direct < 0:
             _write_all(self.disk, self.file, views, at)
-        elif all(map(is_aligned, views)):
+        elif all(piece.aligned for piece in run):
             count = self.disk.write(self.direct, views, at)
             if count < sum(view.nbytes for view in views):
                 _write_all(self.disk, self.file, views, at)
@@ -274,6 +285,9 @@ class Piece:
     row: int
     view: memoryview
 
+    def __post_init__(self) -> None:
+        self.aligned = is_aligned(self.view)  # asked three times
+
 
 def runs(pieces: Iterable[Piece]) -> list[list[Piece]]:
     """The pieces, neighbours together where each but the last fills its slot and direct I/O may use its memory."""
@@ -287,8 +301,8 @@ def runs(pieces: Iterable[Piece]) -> list[list[Piece]]:
             and last.row + 1 == piece.row
             and last.view.nbytes == piece.slab.shape.slot_bytes
             and moved + piece.view.nbytes <= _RUN_BYTES
-            and is_aligned(last.view)
-            and is_aligned(piece.view)
+            and last.aligned
+            and piece.aligned
         ):
             found[-1].append(piece)
             moved += piece.view.nbytes
@@ -344,7 +358,28 @@ def _write_all(disk: Disk, file: int, data: Sequence[memoryview | bytes], at: in
         at += view.nbytes
 
 
-def _close(disk: Disk, file: int, direct: int) -> None:
-    for descriptor in (file, direct):
-        if descriptor >= 0:
-            disk.close(descriptor)
+def table_path(path: Path) -> Path:
+    return path.with_name(path.name + TABLE)
+
+
+def unlink(disk: Disk, path: Path) -> None:
+    """Remove a slab's files, or what there is of them. Its table goes first, as slots without one are nobody's."""
+    for place in (table_path(path), path):
+        with suppress(FileNotFoundError):
+            disk.unlink(place)
+
+
+def _opened(disk: Disk, path: Path) -> tuple[int, bool]:
+    """A file, and whether it can be written to."""
+    try:
+        return disk.open(path), True
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        return disk.open(path, read_only=True), False
+
+
+def _close(disk: Disk, *files: int) -> None:
+    for file in files:
+        if file >= 0:
+            disk.close(file)

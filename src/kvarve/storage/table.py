@@ -1,6 +1,6 @@
-"""The table at the head of a slab: one entry of 256 bytes for each slot. Columns and bytes; no file is known here.
+"""The table of a slab: one entry of 256 bytes for each slot. Columns and bytes; no file is known here.
 
-    slab    header and table, padded to whole blocks; then the slots, each of whole blocks
+    table   header and entries, padded to whole blocks
     header  magic 8, format u32, 0 u32, owner u64 (of the label), identity u64, slot bytes u64, slots u64, check u64
     entry   check u64; state u8, 0 u8, holder u16, generation u32; length u64; stored u64 (ns); name 200, zeros behind;
             0 u64; used u64 (ns), uses u64
@@ -65,24 +65,28 @@ def _checks(entries: Words, identity: int, rows: Rows) -> Words:
 
 @dataclass(frozen=True)
 class Shape:
-    """How many slots of which size a slab has, and where they lie."""
+    """How many slots of which size a slab has, and where in its two files they and their entries lie."""
 
     slot_bytes: int
     slots: int
 
     @property
-    def head_bytes(self) -> int:
+    def table_bytes(self) -> int:
         return -(-ENTRY_BYTES * (self.slots + 1) // BLOCK_BYTES) * BLOCK_BYTES
 
     @property
     def bytes(self) -> int:
-        return self.head_bytes + self.slots * self.slot_bytes
+        return self.table_bytes + self.slots_bytes
+
+    @property
+    def slots_bytes(self) -> int:
+        return self.slots * self.slot_bytes
 
     def entry_at(self, row: int) -> int:
         return ENTRY_BYTES * (row + 1)
 
     def slot_at(self, row: int) -> int:
-        return self.head_bytes + row * self.slot_bytes
+        return row * self.slot_bytes
 
     @staticmethod
     def within(slot_bytes: int, size_bytes: int) -> "Shape":
@@ -99,7 +103,7 @@ def slot_bytes_for(size_bytes: int) -> int:
 
 
 def owner_of(label: bytes) -> int:
-    """What a slab's header says of the model whose pages it holds."""
+    """What a table's header says of the model whose pages it holds."""
     return int.from_bytes(hashlib.sha256(label).digest()[:8], "little")
 
 

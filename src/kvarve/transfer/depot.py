@@ -16,7 +16,7 @@ from kvarve.transfer.lanes import Ends, Lane, Work
 
 log = logging.getLogger(__name__)
 
-WORKERS = 2  # each way: one checks pages while the other one reads or writes
+WORKERS = 3  # each way: one checks pages, one moves them, and one waits until they are on the medium
 USAGE_S = 0.5  # how long who asks for figures waits for a storage to say them
 
 
