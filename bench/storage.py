@@ -21,6 +21,7 @@ import random
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -52,12 +53,12 @@ class Size:
     compared_bytes: int = GIB  # the same at the page size of the ratios: long enough for a lane to be in full swing
     rounds: int = 6
 
-    def pages(self, page_bytes: int) -> int:
-        return max(2, (self.compared_bytes if page_bytes == MIB else self.moved_bytes) // page_bytes)
-
     objects: int = 1_000_000
     objects_in_a_call: int = 2048
     questions: int = 400
+
+    def pages(self, page_bytes: int) -> int:
+        return max(2, (self.compared_bytes if page_bytes == MIB else self.moved_bytes) // page_bytes)
 
 
 QUICK = Size(moved_bytes=16 * MIB, compared_bytes=16 * MIB, rounds=2, objects=20_000, questions=50)
@@ -219,10 +220,11 @@ def file_moves(folder: Path, records: Records) -> Iterator[tuple[str, Taken]]:
 
 def store_moves(folder: Path, records: Records, of_round: int) -> Iterator[tuple[str, Taken]]:
     store = FileStorage(folder, 4 * records.page_bytes * records.count, LABEL, "bench/storage.py")
-    names = records.names(of_round)
+    names, checking = records.names(of_round), threading.Lock()
 
     def put(part: slice) -> None:
-        records.check(part)
+        with checking:
+            records.check(part)
         assert all(store.put(names[part], records.views[part]))
 
     def get(part: slice) -> None:
@@ -353,12 +355,12 @@ def main() -> int:
         for page in PAGES:
             moved, all_taken = page * size.pages(page), figures[what, page]
             row[f"GB/s at {page // KIB} KiB"] = moved / min(taken.seconds for taken in all_taken) / 1e9
-        moved = MIB * size.pages(MIB)
-        row["CPU ms per GiB"] = 1000 * min(taken.cpu_s for taken in figures[what, MIB]) * GIB / moved
+        cpu_s = min(taken.cpu_s for taken in figures[what, MIB])
+        row["CPU ms per GiB"] = 1000 * cpu_s * GIB / (MIB * size.pages(MIB))
         rows.append(row)
     ratios = ratios_of(figures, restores, objects, size)
-    title = f"{size.moved_bytes // MIB} MiB a time, {size.compared_bytes // MIB} at 1 MiB; best of {size.rounds}; CPU at 1 MiB"
-    show(title, rows)
+    moved = f"{size.moved_bytes // MIB} MiB a time, {size.compared_bytes // MIB} at 1 MiB"
+    show(f"{moved}; best of {size.rounds}; CPU at 1 MiB", rows)
     restore_ms = 1000 * restores["restore"]
     print(f"a prompt of {PROMPT_TOKENS} tokens, {PROMPT_BYTES // MIB} MiB, from storage: {restore_ms:.1f} ms")
     print(f"{size.objects:,} objects: opened in {objects['recovery_s']:.2f} s")

@@ -7,6 +7,7 @@ memory as well unless that is switched off.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Iterator, Sequence
 
@@ -38,6 +39,7 @@ class Hands:
         self._pools, self._device, self._host = pools, device, host
         self._rank, self._ranks, self._verify_host, self._deadline_s = rank, ranks, verify_host, deadline_s
         self.ends = Ends()
+        self._checking = threading.Lock()
         # One worker each: a chain's page rests on the one before it, so what is sent first has to end first.
         self._lanes = {
             (source, target): Lane(f"{source.name.lower()}-to-{target.name.lower()}", self.ends)
@@ -129,8 +131,9 @@ class Hands:
         to ask for that first."""
         storage = sent[0][0]
         fates, names, records, told = [], [], [], []
-        for at, (_, copy) in enumerate(sent):
-            bad = self._broken(copy.pages) if self._verify_host else 0
+        with self._checking:  # by one worker at a time, so that the first one's pages are soon on their way
+            broken = [self._broken(copy.pages) if self._verify_host else 0 for _, copy in sent]
+        for at, ((_, copy), bad) in enumerate(zip(sent, broken, strict=True)):
             good = 0
             for i, page in enumerate(copy.pages):
                 if bad >> i & 1:
