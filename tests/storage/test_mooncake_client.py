@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvarve.errors import ConfigError, StorageError
-from kvarve.storage import mooncake_settings
+from kvarve.storage import mooncake_client, mooncake_settings
 from kvarve.storage.mooncake import MooncakeStorage
 from kvarve.storage.mooncake_client import LIBRARY_PATIENCE_S, Client, address_of
 from kvarve.storage.mooncake_settings import Settings, read_settings
@@ -132,6 +132,41 @@ def test_a_client_in_which_others_are_is_closed_when_they_have_left(world: World
         thread.join(30)
     assert answers == [[1]]
     assert library.closed
+
+
+@pytest.mark.parametrize("what", ["put", "get"])
+def test_one_transfer_each_way_waits_for_the_one_before_it_unless_that_hangs(
+    world: World, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    client = world.client()
+    (library,) = world.made
+    entered, begun, leave = threading.Semaphore(0), list[int](), threading.Event()
+
+    def transfer(keys: list[str], *_: object) -> list[int]:
+        begun.append(len(begun))
+        entered.release()
+        assert leave.wait(30)
+        return [OK]
+
+    setattr(library, "batch_put_from" if what == "put" else "batch_get_into", transfer)
+    monkeypatch.setattr(mooncake_client, "_TURN_S", 30.0)
+    move = {"put": client.put, "get": client.get}[what]
+    other = {"put": client.get, "get": client.put}[what]
+    threads = [threading.Thread(target=move, args=(["a"], [0], [1])) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert entered.acquire(timeout=30)
+    assert other(["a"], [0], [1]) in ([OK], [1]), "the other way is free"
+    assert len(begun) == 1
+    monkeypatch.setattr(mooncake_client, "_TURN_S", 0.01)
+    late = threading.Thread(target=move, args=(["a"], [0], [1]))
+    late.start()
+    assert entered.acquire(timeout=30), "it has gone ahead"
+    leave.set()
+    for thread in (*threads, late):
+        thread.join(30)
+    assert len(begun) == 3
+    assert not client._putting.locked() and not client._getting.locked()
 
 
 def test_a_get_that_failed_soon_has_left_nothing_behind_and_the_client_stays(world: World) -> None:

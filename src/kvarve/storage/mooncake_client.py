@@ -12,7 +12,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from kvarve.errors import ConfigError, StorageError
@@ -39,6 +40,7 @@ _ENVIRONMENT = {
     "MC_HANDSHAKE_CONNECT_TIMEOUT": "1",  # of the first contact with an owner, for each object of a call
 }
 LIBRARY_PATIENCE_S = 50.0  # a call that took longer may have left transfers behind (the library waits for 60 s)
+_TURN_S = 1.0  # how long a transfer waits for the one before it, which may hang
 _KNOCK_S = 0.5  # for the master's port to open, and for its figures
 _BUFFER_BYTES = 16 << 20  # that the library keeps for calls that we do not make; its smallest
 _CLOSED = "this storage is closed, or was opened before a fork"
@@ -55,6 +57,18 @@ def library() -> Any:
             f"the Mooncake client cannot be loaded ({error}): pip install 'kvarve[mooncake]', and on Debian "
             f"apt-get install libibverbs1 libnuma1 libcurl4"
         ) from error
+
+
+@contextmanager
+def _turn(lock: threading.Lock) -> Iterator[None]:
+    """One transfer each way at a time: the library moves a batch on threads of its own, and two batches at once are
+    slower than one after the other where processors are few (over TCP on two of them by a third)."""
+    mine = lock.acquire(timeout=_TURN_S)
+    try:
+        yield
+    finally:
+        if mine:
+            lock.release()
 
 
 def address_of(memory: memoryview) -> int:
@@ -82,6 +96,7 @@ class Client:
         self._changing = self._closed = False
         self._suspect = True  # the master did not answer when it was last asked
         self._lent: list[memoryview] = []  # what every library object is to know of
+        self._putting, self._getting = threading.Lock(), threading.Lock()
         self._pid = os.getpid()
         self._hostname = settings.hostname
         with self._entered():  # or there is no master
@@ -103,15 +118,15 @@ class Client:
         return codes
 
     def put(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        with self._entered() as raw:
+        with _turn(self._putting), self._entered() as raw:
             config = raw.replication
             more = () if config is None else (config,)
             return self._heard(raw.store.batch_put_from(list(keys), list(addresses), list(sizes), *more))
 
     def get(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """Read each object; when this returns or raises, nothing will be written to the addresses any more."""
-        start = self._clock()
-        with self._entered() as raw:
+        with _turn(self._getting), self._entered() as raw:
+            start = self._clock()
             codes: list[int] = raw.store.batch_get_into(list(keys), list(addresses), list(sizes))
         if any(code in UNREADABLE for code in codes) and self._clock() - start >= LIBRARY_PATIENCE_S:
             self._renew(raw)
