@@ -136,8 +136,9 @@ class PrefixCache:
             HostArena(pool, n, self._namespace, rank)
             for pool, n in zip(self.pools, slots.get(Tier.HOST, ()), strict=False)
         ]
-        if storage is None and config.storages:
-            storage = self._open(config)
+        opened = storage is None and bool(config.storages)
+        if opened:
+            storage = self._open(config, answers=False)
         self._hands = Hands(
             self.pools,
             self._device,
@@ -154,6 +155,8 @@ class PrefixCache:
         if storage is not None:
             self.attached = self._guarded(storage, config.storages)
             self._hands.attach(self.attached.depot)
+            if opened:
+                self.attached.storage.look()  # one that does not answer yet is no reason not to start
 
     # --- a request's life
 
@@ -323,7 +326,7 @@ class PrefixCache:
         """
         config = self._with(setting, prefetch, write)
         check_setting(self.identity, config)
-        return self._open(config)
+        return self._open(config, answers=True)
 
     def attach(
         self,
@@ -388,13 +391,14 @@ class PrefixCache:
             write_policy=self.config.write_policy if write is None else write,
         )
 
-    def _open(self, config: CacheConfig) -> Storage:
+    def _open(self, config: CacheConfig, *, answers: bool) -> Storage:
         return open_storage(
             config.storages,
             label=self._namespace,
             description=str(self.identity),
             guard=partial(Breaker, deadline_s=config.storage_deadline_s, clock=self._clock),
             whole=whole,
+            answers=answers,
         )
 
     def _guarded(self, storage: Storage, urls: tuple[str, ...]) -> Attached:

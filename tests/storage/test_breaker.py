@@ -147,6 +147,21 @@ def test_after_three_failures_in_a_row_nobody_is_asked_any_more(ward: Ward) -> N
     }
 
 
+def test_one_that_does_not_answer_when_it_is_first_asked_is_down_from_the_beginning(ward: Ward) -> None:
+    ward.storage.look()
+    assert ward.storage.up
+    ward.sick.dead = True
+    ward.storage.look()
+    assert ward.turn() is False
+    assert "injected" in ward.storage.last_error
+    assert ward.storage.exists(["a"]) == [False]
+    ward.next_pause()
+    ward.sick.dead = False
+    ward.probe()
+    assert ward.turn() is True
+    assert put(ward.storage, a=b"1") == [True]
+
+
 def test_a_name_that_cannot_be_is_refused_while_it_is_down(ward: Ward) -> None:
     ward.go_down()
     with pytest.raises(ConfigError, match="cannot name"):

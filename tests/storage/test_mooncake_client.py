@@ -3,6 +3,7 @@
 import json
 import mmap
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvarve.errors import ConfigError, StorageError
-from kvarve.storage import mooncake_client, mooncake_settings
+from kvarve.storage import check_storage, mooncake_client, mooncake_settings
 from kvarve.storage.mooncake import MooncakeStorage
 from kvarve.storage.mooncake_client import LIBRARY_PATIENCE_S, Client, address_of
 from kvarve.storage.mooncake_settings import Settings, read_settings
@@ -82,7 +83,10 @@ class World:
         return self.made[-1]
 
     def client(self, settings: Settings | None = None) -> Client:
-        return Client(settings or self.settings, make=self._make, clock=lambda: self.seconds[0])
+        """One that is connected."""
+        client = Client(settings or self.settings, make=self._make, clock=lambda: self.seconds[0])
+        client.exists(["any"])
+        return client
 
     def storage(self) -> MooncakeStorage:
         return MooncakeStorage(self.settings, b"label", "model A", self.client)
@@ -318,3 +322,9 @@ def test_where_the_library_is_missing_one_line_says_what_to_do(monkeypatch: pyte
     monkeypatch.setattr(mooncake_settings, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda _: None)))
     with pytest.raises(ConfigError, match=r"pip install 'kvarve\[mooncake\]'"):
         read_settings("mooncake://m", "m", "", {}, {})
+
+
+def test_a_library_that_is_not_there_is_noticed_before_anything_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvarve\[mooncake\]'"):
+        check_storage("mooncake://127.0.0.1:1", label=b"label", description="model A")

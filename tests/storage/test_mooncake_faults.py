@@ -24,6 +24,7 @@ from mooncake_cluster import (
 )
 
 from kvarve.errors import StorageError
+from kvarve.storage import open_storage
 from kvarve.storage.mooncake import MooncakeStorage
 from kvarve.storage.mooncake_client import Client, address_of, library
 from kvarve.storage.mooncake_settings import Settings
@@ -175,11 +176,14 @@ def test_what_an_owner_that_stands_still_does_not_take_is_not_there(
 # --- the master
 
 
-def test_without_a_master_opening_is_refused_before_the_library_is_asked() -> None:
+def test_without_a_master_a_call_ends_before_the_library_is_asked() -> None:
     require_mooncake()
+    client = Client(Settings(MASTER), make=lambda: pytest.fail("setup would block for 90 s"))
     with own_network(), pytest.raises(StorageError, match=f"no Mooncake master answers at {MASTER}: .*refused") as told:
-        Client(Settings(MASTER), make=lambda: pytest.fail("setup would block for 90 s"))
+        client.exists(["some"])
     assert "\n" not in str(told.value)
+    with own_network(), pytest.raises(StorageError, match=f"no Mooncake master answers at {MASTER}"):
+        open_storage(f"mooncake://{MASTER}", label=LABEL, description="model A")
 
 
 def test_an_outage_is_no_miss_and_ends_by_itself(cluster: Cluster, opened: Callable[..., MooncakeStorage]) -> None:

@@ -86,6 +86,8 @@ def test_what_one_server_computed_the_other_has_and_a_restarted_one_has_it_at_on
     for _ in range(2):
         for seed, answer in cold.items():
             assert ask(emptied(two), seed).text == answer.text
+    servers.stop("one")
+    one = servers.start("one")  # without a master
     assert ask(one, 3).text == ask(two, 3).text
 
     cluster.restart_master()

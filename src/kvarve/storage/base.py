@@ -14,6 +14,10 @@ _LEGAL = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-"
 _NAME_MAX = 200
 _LABEL_MAX_BYTES = 64
 
+# Asked for by who wants to know whether a storage answers, while no object is known to be there. What it answers is not
+# the point.
+ANY_NAME = "kvarve-is-it-up"
+
 
 @dataclass(frozen=True)
 class Usage:

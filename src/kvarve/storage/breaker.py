@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvarve.errors import ConfigError, StorageError
-from kvarve.storage.base import Storage, Usage, check_batch, check_names
+from kvarve.storage.base import ANY_NAME, Storage, Usage, check_batch, check_names
 
 log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
-# Asked for while no object is known to be there. Whether it is there is not the point.
-_ANY_NAME = "kvarve-is-it-up"
 _LOOK_BYTES = 4096  # of a stored object, read to see that the medium can
 
 _UNASKED = {
@@ -105,6 +103,15 @@ class Breaker(Storage):
         self._tell(turned)
         return up
 
+    def look(self) -> None:
+        """Ask once: a storage that does not answer is down from the beginning, and not only after some calls."""
+        try:
+            self.exists([ANY_NAME])
+        except StorageError as e:
+            with self._lock:
+                turned = self._fail(str(e), rows=self._failures)
+            self._tell(turned)
+
     def exists(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
         return self._ask("exists", len(names), lambda: self.inner.exists(names), [False] * len(names))
@@ -133,7 +140,7 @@ class Breaker(Storage):
             len(names),
             lambda: self.inner.delete(names),
             [False] * len(names),
-            lambda removed: _ANY_NAME if any(removed) else None,
+            lambda removed: ANY_NAME if any(removed) else None,
         )
 
     def usage(self) -> Usage:
@@ -220,7 +227,7 @@ class Breaker(Storage):
                 self.counts["raised"] += 1
                 turned = self._fail(trouble, rows=0 if past else 1)
             elif call.hung or (known is not None and not past):
-                self._known = known if known not in (None, _ANY_NAME) else self._known
+                self._known = known if known not in (None, ANY_NAME) else self._known
                 self._row, self._probe_s = 0, self._probe_first_s
                 turned = self._go_up()
         self._tell(turned)
@@ -293,7 +300,7 @@ class Breaker(Storage):
                 if not self._has_to_ask():
                     continue
                 self._inside.add(call)
-                name = self._known or _ANY_NAME
+                name = self._known or ANY_NAME
             trouble = ""
             try:
                 if self.inner.exists([name]) == [True]:

@@ -48,10 +48,15 @@ _CLOSED = "this storage is closed, or was opened before a fork"
 
 def library() -> Any:
     """A client of Mooncake's own, not connected. ConfigError: it is not installed, or cannot be loaded here."""
+    return load().MooncakeDistributedStore()
+
+
+def load() -> Any:
+    """The library. ConfigError: it is not installed, or cannot be loaded here."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
-        return importlib.import_module("mooncake.store").MooncakeDistributedStore()
+        return importlib.import_module("mooncake.store")
     except ImportError as error:
         raise ConfigError(
             f"the Mooncake client cannot be loaded ({error}): pip install 'kvarve[mooncake]', and on Debian "
@@ -79,8 +84,8 @@ def address_of(memory: memoryview) -> int:
 class Client:
     """Calls of many threads into one library object, which is replaced by a fresh one when it can no more be trusted.
 
-    Every call answers the library's own codes, and raises StorageError when the master does not answer. StorageError
-    from the constructor too: there is no master.
+    Every call answers the library's own codes, and raises StorageError when the master does not answer. It need not be
+    there before the first call: who starts without it goes on with it.
     """
 
     def __init__(
@@ -99,8 +104,6 @@ class Client:
         self._putting, self._getting = threading.Lock(), threading.Lock()
         self._pid = os.getpid()
         self._hostname = settings.hostname
-        with self._entered():  # or there is no master
-            pass
 
     def lend(self, memory: memoryview) -> None:
         """Buffers of later calls lie in `memory`. It is made known to the library by the next call."""

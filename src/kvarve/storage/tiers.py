@@ -129,6 +129,11 @@ class Tiers(Storage):
         ups = [carrier.tier.up for carrier in self._carriers]  # of each, since that is how a hang is noticed
         return any(ups)
 
+    def look(self) -> None:
+        """Ask each tier once; see `Breaker.look`."""
+        for carrier in self._carriers:
+            carrier.tier.look()
+
     @property
     def last_error(self) -> str:
         told = ((number, carrier.tier.last_error) for number, carrier in enumerate(self._carriers))

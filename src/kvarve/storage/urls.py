@@ -9,12 +9,13 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvarve.errors import ConfigError
 from kvarve.sizes import parse_size
-from kvarve.storage.base import Storage, check_settings
+from kvarve.storage.base import ANY_NAME, Storage, check_settings
 from kvarve.storage.breaker import Breaker
 from kvarve.storage.files import DEFAULT_THREADS, FileStorage, check_limits
 from kvarve.storage.folder import check_folder
 from kvarve.storage.memory import MemoryStorage, check_memory
 from kvarve.storage.mooncake import MooncakeStorage
+from kvarve.storage.mooncake_client import load
 from kvarve.storage.mooncake_settings import PARAMETERS, read_settings
 from kvarve.storage.tiers import Tiers
 
@@ -113,6 +114,7 @@ def _memory(url: StorageUrl, label: bytes, description: str) -> Callable[[], Sto
 def _mooncake(url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
     check_settings(1, label)
     settings = read_settings(url.text, url.place, url.path, url.parameters)
+    load()  # or who starts before the master does would hear of it late
     return lambda: MooncakeStorage(settings, label, description)
 
 
@@ -176,18 +178,22 @@ def open_storage(
     description: str,
     guard: Callable[[Storage], Breaker] = lambda storage: Breaker(storage, deadline_s=30.0),
     whole: Callable[[memoryview], bool] | None = None,
+    answers: bool = True,
 ) -> Storage:
     """Open what a URL names for pages of `label` (1 to 64 bytes; `description` says the same to people).
 
     Several URLs are tiers, nearest first, each behind a `guard` of its own; see `Tiers` for `whole`. ConfigError: the
-    setting cannot work. StorageError: what is there cannot be used. In both cases nothing is touched, unless one of
-    several can be used and another, which looked well, turns out not to be.
+    setting cannot work. StorageError: what is there cannot be used, or (unless `answers` is false) does not answer now,
+    as one on another machine may not. In both cases nothing is touched, unless one of several can be used and another,
+    which looked well, turns out not to be.
     """
     with ExitStack() as undo:
         storages = []
         for opened in _prepare(setting, label, description):
             storages.append(opened())
             undo.callback(storages[-1].close)
+            if answers:
+                storages[-1].exists([ANY_NAME])
         undo.pop_all()
     return storages[0] if len(storages) == 1 else Tiers([guard(storage) for storage in storages], whole=whole)
 
