@@ -162,7 +162,7 @@ def everything(folder: Path) -> list[tuple[str, int, float]]:
     for model in care.models(folder):
         with care.opened(folder, model) as storage:
             listed = care.objects(storage)
-        found += [(each.name, each.uses, round(each.used_s_ago - listed[0].used_s_ago, 6)) for each in listed]
+        found += [(each.name, each.uses, round(each.used_s_ago - listed[0].used_s_ago, 9)) for each in listed]
     return found
 
 
