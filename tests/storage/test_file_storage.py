@@ -116,10 +116,21 @@ def test_a_model_that_does_not_say_whose_it_is_is_refused(storage, folder, marke
 
 def test_a_folder_of_a_later_format_is_refused(storage, folder):
     storage.close()
-    (folder / "kvarve.json").write_text(json.dumps({"format": "kvarve-slabs/2", "owner": "unheard of"}))
+    (folder / "kvarve.json").write_text(json.dumps({"format": "kvarve-slabs/3", "owner": "unheard of"}))
     told = refusal_of(folder)
+    assert "kvarve-slabs/3" in told
     assert "kvarve-slabs/2" in told
-    assert "kvarve-slabs/1" in told
+
+
+def test_a_folder_whose_slabs_have_their_tables_inside_is_refused_and_nothing_of_it_is_removed(storage, folder):
+    put(storage, a=b"1")
+    storage.close()
+    (folder / "kvarve.json").write_text(json.dumps({"format": "kvarve-slabs/1"}))
+    for table in folder.rglob("*.table"):
+        table.unlink()
+    before = sorted(folder.rglob("*"))
+    assert "an earlier version of kvarve ('kvarve-slabs/1')" in refusal_of(folder)
+    assert sorted(folder.rglob("*")) == before
 
 
 def test_a_folder_with_a_file_for_each_page_is_refused_and_told_what_to_do(folder):
@@ -178,7 +189,7 @@ def test_checking_a_folder_that_is_not_there_makes_none(folder):
 
 
 def test_the_folder_says_its_format_and_whose_pages_these_are(storage, folder):
-    assert json.loads((folder / "kvarve.json").read_text()) == {"format": "kvarve-slabs/1"}
+    assert json.loads((folder / "kvarve.json").read_text()) == {"format": "kvarve-slabs/2"}
     model = json.loads((folder / "models" / LABEL.hex()[:16] / "model.json").read_text())
     assert model == {"label": LABEL.hex(), "description": "model A"}
 

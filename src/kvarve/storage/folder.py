@@ -25,10 +25,10 @@ from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import check_owner, check_settings
 from kvarve.storage.disk import Disk
 
-FORMAT = "kvarve-slabs/1"
+FORMAT = "kvarve-slabs/2"
 MUTEX_S = 20.0  # how long a process waits for another one that changes a table, which takes that one milliseconds
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.005  # between two looks at whether it has
-_OLD_FORMAT = "kvarve-files/1"
+_OLD_FORMATS = ("kvarve-files/1", "kvarve-slabs/1")  # a file for each page; a table inside of each slab
 _MARKER, _LOCK, _MODELS, _MODEL = "kvarve.json", "kvarve.lock", "models", "model.json"
 _UNFINISHED = "~"
 _SLAB, _PROCESS = "slab-", "process-"
@@ -79,7 +79,7 @@ def _check_contents(directory: Path) -> None:
             )
         return
     version = _read_json(marker, "format")["format"]
-    if version == _OLD_FORMAT:
+    if version in _OLD_FORMATS:
         raise StorageError(
             f"{directory} holds pages of an earlier version of kvarve ({version!r}), which this one "
             f"({FORMAT!r}) does not read: empty this folder or give another one"
