@@ -75,9 +75,8 @@ class Slab:
     @staticmethod
     def create(disk: Disk, path: Path, number: int, shape: Shape, owner: int, identity: int) -> "Slab":
         """A new slab, empty, on the disk for good when this returns. OSError, ENOSPC among them: nothing is left."""
-        files = []
+        files = [disk.open(path, create=True)]
         try:
-            files.append(disk.open(path, create=True))
             disk.allocate(files[0], shape.slots_bytes)
             # The table comes last and goes first: slots without one are nobody's.
             files.append(disk.open(table_path(path), create=True))
