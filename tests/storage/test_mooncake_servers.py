@@ -62,7 +62,7 @@ def emptied(client: demo.Client) -> demo.Client:
 
 
 def test_what_one_server_computed_the_other_has_and_a_restarted_one_has_it_at_once_and_a_lost_master_costs_nothing(
-    world: tuple[Cluster, Servers],
+    world: tuple[Cluster, Servers], tmp_path: Path
 ) -> None:
     cluster, servers = world
     cluster.owner(256 * MIB)
@@ -87,7 +87,8 @@ def test_what_one_server_computed_the_other_has_and_a_restarted_one_has_it_at_on
         for seed, answer in cold.items():
             assert ask(emptied(two), seed).text == answer.text
     servers.stop("one")
-    one = servers.start("one")  # without a master
+    one = servers.start("one")
+    assert "down: served without it until it answers" in (tmp_path / "one.log").read_text()
     assert ask(one, 3).text == ask(two, 3).text
 
     cluster.restart_master()

@@ -159,6 +159,8 @@ class Server:
         with suppress(StorageError):  # it may be slow to say
             usage = self.engine.cache.usage()
             held = f", {usage.objects} objects, {format_size(usage.bytes)}" if usage else ""
+        if not self.engine.cache.up:
+            held = ", down: served without it until it answers"
         lines.append(("answers", self._answers()))
         lines.append(("storage", f"{', then '.join(settings.cache.storages) or 'none'}{held}"))
         if settings.admin_key is not None:
