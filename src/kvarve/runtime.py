@@ -315,6 +315,9 @@ class PrefixCache:
         if self._change is not None:
             self._refuse(self._change, Busy("the cache is shutting down"))
         self._hands.close(max(LEAST_CLOSE_S, end - time.monotonic()))
+        if self.attached is not None:
+            # Or each would keep the other, and all host memory with them, until a collection of garbage.
+            self.attached.storage.changed = lambda: None
 
     # --- a storage comes or goes
 

@@ -1,5 +1,7 @@
 """A request resumes from the right bytes, wherever they come from and whatever goes wrong on the way."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -624,6 +626,19 @@ def test_shutting_down_twice_is_shutting_down(make: Make) -> None:
     cache.shutdown()
     cache.shutdown()
     assert run(make(store), LONG) == (0, 0, ALL)
+
+
+def test_a_cache_that_was_shut_down_gives_its_memory_back_at_once(tmp_path: Path) -> None:
+    cache = PrefixCache(an_identity(), a_config(storage=f"file://{tmp_path}/store?capacity=64MiB"))
+    run(cache, LONG)
+    cache.shutdown()
+    kept = weakref.ref(cache._host[0])
+    gc.disable()  # it comes when it likes, and what a cache had is much
+    try:
+        del cache
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_shutting_down_while_requests_run_leaves_what_they_published(make: Make, tmp_path: Path) -> None:
