@@ -56,7 +56,7 @@ class Call:
     """One put: what it has answered for may not be evicted for the rest of it."""
 
     kept: set[int] = field(default_factory=set)  # places of what was there already, and of what it stored
-    stored: set[Place] = field(default_factory=set)
+    stored: list[set[Place]] = field(default_factory=list)  # by each of its rounds
     of_group: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # slot bytes reserved
     grown: set[int] = field(default_factory=set)  # classes that cannot have one more slab now
     stuck: set[int] = field(default_factory=set)  # classes for which no other class can make enough room
@@ -219,11 +219,19 @@ class Books:
             for row, name in zip(rows, names, strict=True):
                 slab.names[row] = name
         # An object that went from one row to another may be seen there before it is seen to have gone from here.
-        for name in dict.fromkeys(name for name in names if name in self.index):
-            self._give_up(*self.place(name))
+        # The older one may be what a power cut has brought back, and its slot another object's by now.
+        newer: dict[str, int] = {}
+        for name, row in zip(names, rows, strict=True):
+            if name in self.index:
+                there, at = self.place(name)
+                if there.stored[at] > slab.stored[row]:
+                    newer[name] = self.index[name]
+                else:
+                    self._give_up(there, at)
         before = len(self.index)
         # All at once, as there may be a million of them.
         self.index.update(zip(names, (np.array(rows) + (slab.number << 32)).tolist(), strict=True))
+        self.index.update(newer)
         self.bytes += int(slab.length[rows].sum())
         if self.limits.quota_bytes is not None:
             for row in rows:
@@ -534,7 +542,7 @@ class Books:
         for number in slab_numbers(self.disk, self.folder.model):
             path = slab_path(self.folder.model, number)
             try:
-                found[number] = Slab.open(self.disk, path, number, self.owner).identity
+                found[number] = Slab.open(self.disk, path, number, self.owner, alone=True).identity
             except Broken:
                 self.lost += 1
                 unlink(self.disk, path)

@@ -59,6 +59,7 @@ class _Filling:
 
     places: dict[int, Place] = field(default_factory=dict)  # by the object's number in the call
     failed: dict[int, OSError] = field(default_factory=dict)
+    stored: dict[int, int] = field(default_factory=dict)  # generations of what is in the tables now
     young: dict[Slab, None] = field(default_factory=dict)  # where what was there already may not be on the medium yet
 
 
@@ -420,9 +421,10 @@ class FileStorage(Storage):
                     self._books.keep(slab, row, names[number], data[number].nbytes, now_ns)
                     call.kept.add(slab.number << 32 | row)
                     kept.append((slab, row))
+                    filling.stored[number] = int(slab.generation[row])
                     answers[number] = True
             self._books.use(kept, count=False)
-            call.stored.update(kept)
+            call.stored.append(set(kept))
             self._books.publish()
             for slab, row in full:  # free in the table, and as long as this storage is open nobody tries it again
                 slab.state[row] = RETIRED
@@ -434,16 +436,19 @@ class FileStorage(Storage):
         """Return when all is on the medium. Where that fails, nobody knows what is: it is taken back."""
         slabs = list(dict.fromkeys([*(slab for slab, _ in filling.places.values()), *filling.young]))
         files = [(slab, file) for slab in slabs for file in slab.files]
-        for (slab, _), error in self._each_run(files, lambda one: one[0].disk.sync(one[1]), _SYNC):
-            if error is None:
-                continue
-            with self._changing(), self._lock, suppress(OSError):
-                for number, (other, row) in filling.places.items():
-                    if other is slab:
-                        answers[number] = False
-                        self._books.drop(other, row)
-                self._books.publish()
-            raise error
+        ended = list(self._each_run(files, lambda one: one[0].disk.sync(one[1]), _SYNC))
+        errors = {slab: error for (slab, _), error in ended if error is not None}
+        if not errors:
+            return
+        with self._changing(), self._lock, suppress(OSError):
+            for number, (slab, row) in filling.places.items():
+                if slab in errors:
+                    answers[number] = False
+                    # Somebody may have evicted it meanwhile, and the row may be another put's.
+                    if number in filling.stored and self._books.stands((slab, row), filling.stored[number]):
+                        self._books.drop(slab, row)
+            self._books.publish()
+        raise next(iter(errors.values()))
 
     def _used(self, call: Call, names: Sequence[str], answers: dict[int, bool]) -> None:
         """The first name of a call counts as used last, whether it was there or is new."""
@@ -451,11 +456,13 @@ class FileStorage(Storage):
             self._require_open()
             now_ns = self._books.clock.now_ns()
             stored = [self._books.find(names[number], now_ns) for number in sorted(answers) if answers[number]]
-            stamps = self._books.use(list(dict.fromkeys(place for place in stored if place)), count=False)
+            places = list(dict.fromkeys(place for place in stored if place))
+            stamps = self._books.use(places, count=False)
+        if len(call.stored) == 1 and call.stored[0].issuperset(places):
+            return  # their entries have just been written, in this order
         with suppress(OSError):
             for slab, row, when, uses in stamps:
-                if (slab, row) not in call.stored:  # its entry has just been written
-                    slab.stamp(row, when, uses)
+                slab.stamp(row, when, uses)
 
     # --- a get, step by step
 

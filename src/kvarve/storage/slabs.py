@@ -92,8 +92,11 @@ class Slab:
         return Slab(disk, path, number, shape, identity, files[1], files[0])
 
     @staticmethod
-    def open(disk: Disk, path: Path, number: int, owner: int) -> "Slab":
-        """A slab that is there; `Broken` if its table does not begin as it should, or one of its files is missing."""
+    def open(disk: Disk, path: Path, number: int, owner: int, *, alone: bool = False) -> "Slab":
+        """A slab that is there; `Broken` if its table does not begin as it should, or one of its files is missing.
+
+        `alone`: nobody else has the store open, so it may be mended.
+        """
         files = []
         try:
             for place in (table_path(path), path):
@@ -102,7 +105,7 @@ class Slab:
             found = unpack_header(disk.peek(files[0], ENTRY_BYTES, 0), owner)
             if found is None or disk.size(files[0]) < found[0].table_bytes:
                 raise Broken(path)
-            if disk.size(files[1]) < found[0].slots_bytes and writable:
+            if alone and writable and disk.size(files[1]) < found[0].slots_bytes:
                 disk.allocate(files[1], found[0].slots_bytes)  # somebody cut it: what is gone fails its checks
         except FileNotFoundError:
             _close(disk, *files)
