@@ -304,6 +304,12 @@ class Books:
             slab.searched = False
             self._taken.discard(slab.shape.slot_bytes)
 
+    def release(self, places: Iterable[Place]) -> None:
+        """Nobody is going to fill these after all, as far as they are held."""
+        for place in places:
+            if place in self._held:
+                self.drop(*place)
+
     def keep(self, slab: Slab, row: int, name: str, length: int, now_ns: int) -> None:
         """The row has been filled."""
         self._held.discard((slab, row))
@@ -357,13 +363,16 @@ class Books:
     def reclaim(self) -> None:
         """Rows that a process had reserved before it died are free, and those of ours that no call is filling."""
         for slab in self.slabs.values():
-            reserved = slab.state == RESERVED
-            for holder in np.unique(slab.holder[reserved]).tolist():
-                if holder == self.folder.number or not self.folder.is_alive(holder):
-                    for row in np.flatnonzero(reserved & (slab.holder == holder)).tolist():
-                        if (slab, row) not in self._held:
-                            self.reclaimed += 1
-                            self.drop(slab, row)
+            holders = np.unique(slab.holder[slab.state == RESERVED]).tolist()
+            gone = [each for each in holders if each == self.folder.number or not self.folder.is_alive(each)]
+            rows = np.flatnonzero((slab.state == RESERVED) & np.isin(slab.holder, gone))
+            rows = rows[[(slab, row) not in self._held for row in rows.tolist()]]
+            # Before it died one may have written that they are filled, which somebody else knows by now.
+            for stripe in np.unique(slab.stripe(rows)).tolist():
+                self._read(slab, *slab.rows_of(stripe))
+            for row in rows[slab.state[rows] == RESERVED].tolist():
+                self.reclaimed += 1
+                self.drop(slab, row)
 
     def sweep(self, now_ns: int) -> int:
         """What is too old is gone; how many that were."""
@@ -381,8 +390,8 @@ class Books:
         now_ns = self.clock.now_ns()
         if now_ns - self._swept_ns > _SECOND_NS:
             self._swept_ns = now_ns
-            self.sweep(now_ns)
             self.reclaim()
+            self.sweep(now_ns)
         return now_ns
 
     # --- finding room

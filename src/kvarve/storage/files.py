@@ -204,8 +204,12 @@ class FileStorage(Storage):
             for _ in range(2):
                 filling = self._reserve(call, numbers, names, data, answers)
                 if filling.places:
-                    self._write(filling, data)
-                    self._commit(call, filling, names, data, answers)
+                    try:
+                        self._write(filling, data)
+                        self._commit(call, filling, names, data, answers)
+                    except BaseException:  # whatever it is, nobody fills those rows, and it goes on to the caller
+                        self._give_back(filling)
+                        raise
                 self._sync(filling, answers)
                 numbers = sorted(filling.failed)
                 call.full = any(error.errno in _FULL for error in filling.failed.values())
@@ -391,6 +395,11 @@ class FileStorage(Storage):
                     piece.slab.write([piece])
                 except OSError as its_own:
                     filling.failed[piece.number] = its_own
+
+    def _give_back(self, filling: _Filling) -> None:
+        with suppress(OSError, StorageError), self._changing(), self._lock:
+            self._books.release(filling.places.values())
+            self._books.publish()
 
     def _commit(
         self,
