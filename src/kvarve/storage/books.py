@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvarve.storage.changes import ROW_BYTES, Changes
+from kvarve.storage.changes import ROW_BYTES, UNREADABLE, Changes
 from kvarve.storage.disk import Disk
 from kvarve.storage.folder import Clock, Folder, slab_numbers, slab_path
 from kvarve.storage.orders import Victim, age_of, coldest, last_used
@@ -91,7 +91,7 @@ class Books:
         self._of_group: dict[str, int] = defaultdict(int)  # slot bytes; counted where there is a quota
         self._taken: set[int] = set()  # classes (slot bytes) without a free row
         self._dirty: dict[Slab, set[int]] = defaultdict(set)
-        self._held: set[Place] = set()  # what calls of this process are about to fill
+        self.held: set[Place] = set()  # what calls of this process are about to fill
         self._unclear: set[Slab] = set()  # slabs with entries that fail their check
         self._doubles: set[Place] = set()  # of those: another row has the same name
         self._victims: dict[tuple[int, str | None], list[Victim]] = {}
@@ -147,9 +147,9 @@ class Books:
 
     # --- learning from the tables
 
-    def take_in(self) -> None:
-        """Look what other processes have changed."""
-        for changed in self.changes.look():
+    def take_in(self, *, closely: bool = False) -> None:
+        """Look what other processes have changed; closely, before changing something oneself."""
+        for changed in self.changes.look(closely=closely):
             slab = self.slabs.get(changed.number)
             if slab is not None and slab.identity != changed.identity:
                 self.forget(slab)
@@ -280,7 +280,7 @@ class Books:
         for row in rows:
             self._unlist(slab, row)
         self.slabs.pop(slab.number, None)
-        self._held = {place for place in self._held if place[0] is not slab}
+        self.held = {place for place in self.held if place[0] is not slab}
         self._doubles = {place for place in self._doubles if place[0] is not slab}
         self._dirty.pop(slab, None)
         self._unclear.discard(slab)
@@ -292,13 +292,13 @@ class Books:
     def hold(self, slab: Slab, row: int) -> None:
         """The row is to be filled by this process."""
         self._set(slab, row, RESERVED)
-        self._held.add((slab, row))
+        self.held.add((slab, row))
         slab.length[row] = slab.used[row] = slab.uses[row] = 0
 
     def drop(self, slab: Slab, row: int, state: int = FREE) -> None:
         """The row holds nothing any more, and is free, or is not used again."""
         self._unlist(slab, row)
-        self._held.discard((slab, row))
+        self.held.discard((slab, row))
         self._set(slab, row, state)
         if state == FREE:
             slab.searched = False
@@ -307,12 +307,12 @@ class Books:
     def release(self, places: Iterable[Place]) -> None:
         """Nobody is going to fill these after all, as far as they are held."""
         for place in places:
-            if place in self._held:
+            if place in self.held:
                 self.drop(*place)
 
     def keep(self, slab: Slab, row: int, name: str, length: int, now_ns: int) -> None:
         """The row has been filled."""
-        self._held.discard((slab, row))
+        self.held.discard((slab, row))
         slab.state[row], slab.names[row], slab.length[row] = STORED, name, length
         slab.stored[row] = now_ns
         self._dirty[slab].add(row)
@@ -366,7 +366,7 @@ class Books:
             holders = np.unique(slab.holder[slab.state == RESERVED]).tolist()
             gone = [each for each in holders if each == self.folder.number or not self.folder.is_alive(each)]
             rows = np.flatnonzero((slab.state == RESERVED) & np.isin(slab.holder, gone))
-            rows = rows[[(slab, row) not in self._held for row in rows.tolist()]]
+            rows = rows[[(slab, row) not in self.held for row in rows.tolist()]]
             # Before it died one may have written that they are filled, which somebody else knows by now.
             for stripe in np.unique(slab.stripe(rows)).tolist():
                 self._read(slab, *slab.rows_of(stripe))
@@ -533,10 +533,12 @@ class Books:
         self.changes.tell({slab.number: (slab.identity, ())})
 
     def remove_remains(self) -> None:
-        """Slots without a table: a process died while it made or removed a slab."""
-        for number, whole in slab_numbers(self.disk, self.folder.model).items():
-            if not whole:
-                unlink(self.disk, slab_path(self.folder.model, number))
+        """What a process left that died while it made or removed a slab: nobody has heard of it, or not any more."""
+        known = self.changes.known()
+        for number in slab_numbers(self.disk, self.folder.model):
+            if number not in known:
+                with suppress(OSError):  # it stays in the way, and is asked again the next time
+                    unlink(self.disk, slab_path(self.folder.model, number))
 
     def new_slab(self, shape: Shape) -> Slab:
         there = slab_numbers(self.disk, self.folder.model)
@@ -545,18 +547,20 @@ class Books:
         return Slab.create(self.disk, slab_path(self.folder.model, number), number, shape, self.owner, identity)
 
     def begin(self) -> None:
-        """This process is alone: the files say which slabs there are. What is no slab, though named like one, goes."""
+        """This process is alone: the files say which slabs there are. What is no slab, though named like one, goes, and
+        so do slots without a table, which a process left that died while it made or removed a slab."""
         found = {}
-        self.remove_remains()
-        for number in slab_numbers(self.disk, self.folder.model):
+        for number, whole in slab_numbers(self.disk, self.folder.model).items():
             path = slab_path(self.folder.model, number)
             try:
                 found[number] = Slab.open(self.disk, path, number, self.owner, alone=True).identity
             except Broken:
-                self.lost += 1
-                unlink(self.disk, path)
+                self.lost += whole
+                with suppress(OSError):  # as above
+                    unlink(self.disk, path)
             except OSError:
                 self.lost += 1  # its place is not given away before somebody has looked at it
+                found[number] = UNREADABLE
         self.changes.begin(found)
 
     def states(self) -> dict[str, int]:

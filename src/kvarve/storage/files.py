@@ -17,7 +17,7 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -38,7 +38,7 @@ _Work = TypeVar("_Work")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _TRY_AGAIN_NS = 10_000_000_000  # a class that found no room for a slab asks for one again after so long
 _SAVE_CLOCK_NS = 30_000_000_000
-_YOUNG_NS = 60_000_000_000  # whoever stored it, perhaps another process, may not have synced it yet
+_YOUNG_NS = 60_000_000_000  # by then the kernel has written what another process stored, even if that has died
 
 
 def check_limits(ttl_s: float | None, quota_bytes: int | None, eviction: str, threads: int) -> None:
@@ -60,7 +60,9 @@ class _Filling:
     places: dict[int, Place] = field(default_factory=dict)  # by the object's number in the call
     failed: dict[int, OSError] = field(default_factory=dict)
     stored: dict[int, int] = field(default_factory=dict)  # generations of what is in the tables now
-    young: dict[Slab, None] = field(default_factory=dict)  # where what was there already may not be on the medium yet
+    # Slabs to be synced, as what was written to them, or was there already and is young, may not be on the medium yet;
+    # and how many of their syncs had failed before it was written.
+    failed_syncs: dict[Slab, int] = field(default_factory=dict)
 
 
 class FileStorage(Storage):
@@ -97,6 +99,7 @@ class FileStorage(Storage):
         self._writing, self._lock = threading.Lock(), threading.Lock()
         self._full_until: dict[int, int] = {}  # slot bytes: store time
         self._saved_ns = 0
+        self._unsynced: dict[Place, _Filling] = {}  # what is in the tables and may not be on the medium yet
         self._open = False
         self._crews: list[Crew] = []
         with ExitStack() as undo, medium(self._directory):
@@ -108,6 +111,11 @@ class FileStorage(Storage):
                 self._books = Books(self._folder.disk, self._folder, label, limits)
                 if self._folder.alone():
                     self._books.begin()
+                elif not self._books.changes.is_begun():
+                    raise StorageError(
+                        f"{self._folder.model}: processes have it open, and somebody has removed the file by which "
+                        f"they hear of each other: end them first"
+                    )
             self._books.take_in()  # takes long where there is much, so without the mutex
             self._open = True
             _open_here.add(self)
@@ -264,14 +272,15 @@ class FileStorage(Storage):
             yield self._books
 
     def close(self) -> None:
+        """Rows that a call is still filling stay this process's own until it comes back."""
         with self._writing, self._lock:
             if self._open:
                 self._open = False
                 with suppress(OSError):
                     if not self._visiting:
                         self._books.clock.save()
-                self._folder.close()
                 self._let_go()
+                self._leave_folder()
 
     # --- a put, step by step
 
@@ -298,6 +307,7 @@ class FileStorage(Storage):
                     answers[number] = False
                     if place is not None:
                         filling.places[number] = place
+                        filling.failed_syncs.setdefault(place[0], place[0].failed_syncs())
                 with self._lock:
                     self._books.publish()
             except OSError:
@@ -316,11 +326,19 @@ class FileStorage(Storage):
                 slab, row = place
                 call.kept.add(self._books.index[name])
                 self._books.use([place])
-                if now_ns - int(slab.stored[row]) < _YOUNG_NS:
-                    filling.young[slab] = None
+                if place in self._unsynced or now_ns - int(slab.stored[row]) < _YOUNG_NS:
+                    self._sync_too(filling, place)
             elif name in self._books.index:
                 self._books.drop(*self._books.place(name))
             return place is not None
+
+    def _sync_too(self, filling: _Filling, place: Place) -> None:
+        """What another put has stored may not be on the medium yet, if it is young or that put is under way."""
+        slab = place[0]
+        known = (
+            put.failed_syncs[slab] for put in (filling, self._unsynced.get(place)) if put and slab in put.failed_syncs
+        )
+        filling.failed_syncs[slab] = min(known, default=slab.failed_syncs())
 
     def _seat(self, call: Call, name: str, size_bytes: int) -> Place | None:
         while True:
@@ -400,6 +418,10 @@ class FileStorage(Storage):
         with suppress(OSError, StorageError), self._changing(), self._lock:
             self._books.release(filling.places.values())
             self._books.publish()
+        with self._lock:
+            if not self._open:  # the rows stay reserved, by a process that is dead now
+                self._books.held.difference_update(filling.places.values())
+                self._leave_folder()
 
     def _commit(
         self,
@@ -424,13 +446,14 @@ class FileStorage(Storage):
                     full += [(slab, row)] if error.errno in _FULL else []
                 elif names[number] in self._books.index:  # somebody else was faster
                     self._books.drop(slab, row)
-                    filling.young[self._books.place(names[number])[0]] = None
+                    self._sync_too(filling, self._books.place(names[number]))
                     answers[number] = True
                 else:
                     self._books.keep(slab, row, names[number], data[number].nbytes, now_ns)
                     call.kept.add(slab.number << 32 | row)
                     kept.append((slab, row))
                     filling.stored[number] = int(slab.generation[row])
+                    self._unsynced[slab, row] = filling
                     answers[number] = True
             self._books.use(kept, count=False)
             call.stored.append(set(kept))
@@ -443,12 +466,24 @@ class FileStorage(Storage):
 
     def _sync(self, filling: _Filling, answers: dict[int, bool]) -> None:
         """Return when all is on the medium. Where that fails, nobody knows what is: it is taken back."""
-        slabs = list(dict.fromkeys([*(slab for slab, _ in filling.places.values()), *filling.young]))
-        files = [(slab, file) for slab in slabs for file in slab.files]
-        ended = list(self._each_run(files, lambda one: one[0].disk.sync(one[1]), _SYNC))
-        errors = {slab: error for (slab, _), error in ended if error is not None}
-        if not errors:
-            return
+        files = [(slab, file) for slab in filling.failed_syncs for file in slab.files]
+        try:
+            ended = list(self._each_run(files, lambda one: one[0].sync(one[1]), _SYNC))
+            errors = {slab: error for (slab, _), error in ended if error is not None}
+            for slab, before in filling.failed_syncs.items():
+                if slab not in errors and slab.failed_syncs(wait=True) > before:
+                    errors[slab] = OSError(errno.EIO, "the sync of another put failed, and with it perhaps this one's")
+            if errors:
+                self._take_back(filling, answers, errors)
+                raise next(iter(errors.values()))
+        finally:
+            with self._lock:
+                for place in filling.places.values():
+                    if self._unsynced.get(place) is filling:
+                        del self._unsynced[place]
+
+    def _take_back(self, filling: _Filling, answers: dict[int, bool], errors: Mapping[Slab, OSError]) -> None:
+        """Nothing of what a put has stored in these slabs is there."""
         with self._changing(), self._lock, suppress(OSError):
             for number, (slab, row) in filling.places.items():
                 if slab in errors:
@@ -457,7 +492,6 @@ class FileStorage(Storage):
                     if number in filling.stored and self._books.stands((slab, row), filling.stored[number]):
                         self._books.drop(slab, row)
             self._books.publish()
-        raise next(iter(errors.values()))
 
     def _used(self, call: Call, names: Sequence[str], answers: dict[int, bool]) -> None:
         """The first name of a call counts as used last, whether it was there or is new."""
@@ -535,13 +569,18 @@ class FileStorage(Storage):
                 self._require_open()
             with self._folder.mutex():
                 with self._lock:
-                    self._books.take_in()
+                    self._books.take_in(closely=True)
                     self._books.settle()
                 yield
 
     def _require_open(self) -> None:
         if not self._open:
             raise StorageError(f"{self._directory}: this storage is closed, or was opened before a fork")
+
+    def _leave_folder(self) -> None:
+        """Closed, and nobody is filling a row any more: else the row would be given away under him."""
+        if not self._books.held:
+            self._folder.close()
 
     def _let_go(self) -> None:
         """Slabs that are being read are closed by whoever reads them."""
@@ -555,9 +594,9 @@ class FileStorage(Storage):
         """In a child after fork: the folder stays the parent's, and its locks must not outlive the parent in us."""
         self._writing, self._lock = threading.Lock(), threading.Lock()  # a thread of the parent may have held them
         self._crews = []  # their threads are the parent's
+        self._folder.abandon()
         if self._open:
             self._open = False
-            self._folder.abandon()
             self._let_go()
 
 

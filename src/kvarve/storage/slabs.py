@@ -71,6 +71,9 @@ class Slab:
         self.names: list[str] = [""] * slots
         self.free: list[int] = []  # rows that may be free, the next one last; asked again when one is taken
         self.searched = False  # whether `free` has been filled since rows became free
+        self._syncs = threading.Condition()
+        self._syncing: set[object] = set()
+        self._failed_syncs = 0
 
     @staticmethod
     def create(disk: Disk, path: Path, number: int, shape: Shape, owner: int, identity: int) -> "Slab":
@@ -203,6 +206,32 @@ class Slab:
         """What has to be synced for an object to stay: its bytes and its entry."""
         return self.file, self.table
 
+    def sync(self, file: int) -> None:
+        """Return when all that was written to one of its files has reached the medium. OSError: something has not.
+
+        It need not be the caller's. Nor has the caller's, if this returns: the kernel says so to one only of all who
+        sync through one descriptor. So who writes has to ask `failed_syncs` before, and once more after it.
+        """
+        this = object()
+        with self._syncs:
+            self._syncing.add(this)
+        failed = True
+        try:
+            self.disk.sync(file)
+            failed = False
+        finally:
+            with self._syncs:
+                self._failed_syncs += failed
+                self._syncing.discard(this)
+                self._syncs.notify_all()
+
+    def failed_syncs(self, *, wait: bool = False) -> int:
+        """How many have failed; `wait`: of those, too, that are under way."""
+        with self._syncs:
+            under_way = set(self._syncing) if wait else set()
+            self._syncs.wait_for(lambda: not under_way & self._syncing)
+            return self._failed_syncs
+
     def answers(self) -> bool:
         """Whether its files can be read at all: else it is not one object that is damaged."""
         try:
@@ -220,7 +249,7 @@ class Slab:
         try:
             for at in range(0, self.shape.slot_bytes, BLOCK_BYTES):
                 _write_all(self.disk, self.file, [pattern], self.shape.slot_at(row) + at)
-            self.disk.sync(self.file)
+            self.sync(self.file)
             return all(
                 self._read_bounced(memoryview(back), self.shape.slot_at(row) + at) == BLOCK_BYTES and back == pattern
                 if self.direct >= 0
