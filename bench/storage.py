@@ -335,7 +335,7 @@ def ratios_of(
         "durable_put_over_file_per_page": speed("store put, durable", "file per page, synced"),
         "holds_128_us": objects["holds_128_us"],
         "recovery_1m_s": objects["recovery_s"] * 1e6 / size.objects,
-        # What checking adds to the time that reading takes, since one worker checks while the other one reads.
+        # What checking adds to the time that reading takes, since one worker checks while others read.
         "checksum_share": max(0.0, 1 - speed("store get", "store get, unchecked")),
         "restore_over_raw": median(raw / ours for raw, ours in zip(restores["raw"], restores["restore"], strict=True)),
     }

@@ -210,11 +210,19 @@ def test_what_somebody_else_is_about_to_sync_is_synced_before_it_is_said_to_be_s
 
 
 class BadSector(WithoutSync):
-    """One place on the disk that cannot be read."""
+    """One place on the disk that cannot be read. It has direct I/O wherever the test runs."""
 
     bad = range(0)
     of: tuple[int, ...] = ()  # descriptors of the file
     all_bad = False
+
+    def open(self, path: Path, **how: Any) -> int:
+        try:
+            return super().open(path, **how)
+        except OSError as error:
+            if not how.get("direct") or error.errno != errno.EINVAL:
+                raise
+            return super().open(path)
 
     def read(self, file: int, into: Any, at: int) -> int:
         size = sum(view.nbytes for view in into)
@@ -247,9 +255,6 @@ def test_a_disk_that_reads_nothing_at_all_is_trouble_and_not_a_miss(opened):
     disk = BadSector()
     storage = opened(disk=disk)
     put(storage, a=b"1", b=b"2")
-    slab, _ = storage._books.place("a")
-    if slab.direct < 0:
-        pytest.skip("no direct I/O here, and the page cache answers for a disk that is gone")
     disk.all_bad = True
     with pytest.raises(StorageError, match=r"read 0 of 2 objects: .*Input/output error"):
         storage.get(["a", "b"], [memoryview(bytearray(1)) for _ in "ab"])
