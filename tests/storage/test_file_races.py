@@ -225,12 +225,17 @@ def test_what_a_process_leaves_that_dies_while_it_makes_or_removes_a_slab_is_roo
         for turn in range(4):
             survivor._full_until.clear()  # it would ask again after some seconds
             survivor._books._swept_ns = 0
-            store(survivor, pages("full", *range(100 + 9 * turn, 109 + 9 * turn)))
+            fresh = pages("full", *range(100 + 9 * turn, 109 + 9 * turn))
+            assert all(store(survivor, fresh))
+            assert intact(survivor, fresh) == set(fresh)
         known = sum(slab.shape.bytes for slab in survivor._books.slabs.values())
         there = sum(path.stat().st_size for path in folder.rglob("slab-*"))
         assert known == there, f"dies at its event {count}"
         assert total(folder) <= capacity
         dying._open = False
+        survivor.close()
+        survivor = opened(folder, capacity=capacity)
+        assert intact(survivor, fresh) == set(fresh)
         survivor.close()
         count += 1
     assert count > 60
