@@ -219,6 +219,8 @@ def _serve_options(parser: _Parser) -> None:
     option("--prefetch-policy", "how to wait for storage: best_effort, timeout or wait_complete", default="timeout")
     option("--prefetch-base-s", "seconds to wait for storage", type=_seconds, default=2.0, metavar="S")
     option("--prefetch-per-ki-token-s", "and per 1,024 tokens", type=_seconds, default=0.25, metavar="S")
+    hangs = "seconds after which a call to storage counts as hanging, and others go on without it"
+    option("--storage-deadline-s", hangs, type=_seconds, default=30.0, metavar="S")
     option("--snapshot-every", "keep windows and states every so many tokens too", type=_whole, default=0, metavar="N")
     least = "the fewest tokens that a kept window or state has to save"
     option("--snapshot-gap", least, type=_whole, default=0, metavar="N")
@@ -280,6 +282,7 @@ def _serve(args: argparse.Namespace) -> None:
         prefetch_policy=args.prefetch_policy,
         prefetch_base_s=args.prefetch_base_s,
         prefetch_per_ki_token_s=args.prefetch_per_ki_token_s,
+        storage_deadline_s=args.storage_deadline_s,
         snapshot_every=args.snapshot_every,
         snapshot_gap=args.snapshot_gap,
         eviction=args.eviction,

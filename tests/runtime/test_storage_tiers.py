@@ -4,7 +4,17 @@ from collections.abc import Iterator
 from uuid import uuid4
 
 import pytest
-from filling import a_config, a_store, an_identity, nothing_is_left, prompt, run, settle, until
+from filling import (
+    StoreThatStays,
+    a_config,
+    a_store,
+    an_identity,
+    nothing_is_left,
+    prompt,
+    run,
+    settle,
+    until,
+)
 
 from kvarve.runtime import PrefixCache
 from kvarve.storage import Breaker, Tiers, open_storage
@@ -68,26 +78,52 @@ def test_pages_that_the_near_storage_damaged_come_from_the_far_one_and_are_mende
     assert places.run(places.near, places.far) == (0, 0, ALL)
 
 
-def test_while_all_who_read_hang_in_a_far_storage_nobody_waits_for_the_near_one() -> None:
+@pytest.fixture
+def two() -> Iterator[tuple[StoreThatStays, StoreThatStays, PrefixCache]]:
+    """A near storage, a far one, and a cache over both, whose deadline is a second."""
     near, far = a_store(), a_store()
-    tiers = Tiers([Breaker(each, deadline_s=1.0) for each in (near, far)])
+    tiers = Tiers([Breaker(each, deadline_s=60.0) for each in (near, far)], patience_s=0.1)
     config = a_config(storage_deadline_s=1.0, prefetch_policy="wait_complete")
     cache = PrefixCache(an_identity(), config, storage=tiers)
     run(cache, LONG)
     settle(cache)
     cache.flush()
-    far.stall()
-    asking = [cache.open(prompt(8.5, seed=20 + number)) for number in range(WORKERS)]
-    until(cache, lambda: not cache.up)
-    assert tiers.up, "for the near one answers"
-    for lease in asking:
-        cache.close(lease)
-    assert run(cache, LONG) == (0, 0, 0)
-    far.release()
-    until(cache, lambda: cache.up)
-    settle(cache)
-    cache.flush()
-    assert run(cache, LONG) == (0, 0, ALL)
+    yield near, far, cache
     settle(cache)
     assert nothing_is_left(cache)
     cache.shutdown()
+
+
+def test_a_far_storage_that_does_not_answer_costs_nothing_of_what_the_near_one_has(
+    two: tuple[StoreThatStays, StoreThatStays, PrefixCache],
+) -> None:
+    _, far, cache = two
+    far.stall()
+    for number in range(2 * WORKERS):
+        run(cache, prompt(8.5, seed=20 + number))
+        cache.flush()
+        assert run(cache, LONG) == (0, 0, ALL)
+        cache.flush()
+    far.release()
+
+
+def test_other_workers_come_for_those_who_hang_reading_from_a_far_storage(
+    two: tuple[StoreThatStays, StoreThatStays, PrefixCache],
+) -> None:
+    near, far, cache = two
+    others = [prompt(8.5, seed=20 + number) for number in range(WORKERS)]
+    known = {*near.inner._region.objects}  # type: ignore[attr-defined]
+    for tokens in others:
+        run(cache, tokens)
+    settle(cache)
+    cache.flush()
+    near.inner.delete([name for name in near.inner._region.objects if name not in known])  # type: ignore[attr-defined]
+    far.hold_reads()
+    asking = [cache.open(tokens) for tokens in others]
+    for _ in asking:
+        until(cache, lambda: far.read_begun.acquire(blocking=False))
+    until(cache, lambda: cache.stats()["lane_stuck_s.storage-to-host"] > 1.1)
+    assert run(cache, LONG) == (0, 0, ALL), "though the three who read still hang"
+    far.reading.set()
+    for lease in asking:
+        cache.close(lease)

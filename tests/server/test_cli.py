@@ -127,6 +127,7 @@ def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
         ("serve --prefetch-policy hope", "unknown prefetch policy 'hope'; known: best_effort"),
         ("serve --prefetch-base-s soon", "'soon' is not a number of seconds"),
         ("serve --prefetch-base-s nan", "cannot be negative"),
+        ("serve --storage-deadline-s 0", "the storage deadline must be above zero seconds"),
         ("serve --snapshot-every 1.5", "--snapshot-every"),
         ("serve --dtype int4", "unknown dtype 'int4'"),
         ("serve --device abacus", "device 'abacus' cannot be used"),

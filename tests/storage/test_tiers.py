@@ -119,6 +119,9 @@ def make_row() -> Iterator[MakeRow]:
     yield make
     for row in rows:
         row.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvarve asks a tier"):
+            thread.join(LONG_S)
     assert all(threading.active_count() <= row.before for row in rows[:1])
 
 
@@ -165,6 +168,48 @@ def test_a_far_tier_that_hangs_keeps_nobody_waiting(row: Row) -> None:
     row.sick[1].release()
     row.settle()
     assert row.has(1, "a", "b", "c") == "a b c"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_tier_that_is_late_with_what_it_has_is_passed_over_until_it_answers(make_row: MakeRow, number: int) -> None:
+    row = make_row(patience_s=0.01)
+    row.put("a", "b")
+    row.settle()
+    other = 1 - number
+    row.sick[other].inner.delete(["b"])
+    row.sick[number].stall()
+    asked = row.sick[number].counts["exists"]
+    assert there(row.storage, "a", "b") == "a", "what both have is found, and what only that one has is not"
+    row.sick[number].wait_for_stalled_call()
+    assert there(row.storage, "a", "b") == "a"
+    assert read(row.storage, "a") == page("a")
+    assert read(row.storage, "b") is None
+    assert row.put("c") == [True]
+    assert row.sick[number].counts["exists"] == asked + 1, "and nobody else has asked it"
+    assert row.has(other, "c") == "c"
+    assert row.storage.counts["exists missed: late"] >= 2
+    row.sick[number].release()
+    while there(row.storage, "b") != "b":  # until its late answer has come
+        pass
+    row.settle()
+    assert row.has(number, "c") == "c"
+    assert read(row.storage, "b") == page("b")
+
+
+def test_storages_that_are_all_late_are_waited_for_by_who_reads(make_row: MakeRow) -> None:
+    row = make_row(patience_s=0.01)
+    row.put("a")
+    row.settle()
+    for sick in row.sick:
+        sick.stall()
+    assert there(row.storage, "a") == ""
+    reading = row.callers.submit(lambda: read(row.storage, "a"))
+    for sick in row.sick:
+        sick.wait_for_stalled_call()
+    row.sick[0].wait_for_stalled_call()  # that one reads
+    for sick in row.sick:
+        sick.release()
+    assert reading.result(LONG_S) == page("a")
 
 
 def test_the_callers_buffer_is_the_callers_again_after_the_put(row: Row) -> None:

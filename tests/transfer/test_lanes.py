@@ -9,7 +9,7 @@ import pytest
 
 from kvarve.core.effects import Ended
 from kvarve.errors import StorageError
-from kvarve.transfer.lanes import Ends, Lane
+from kvarve.transfer.lanes import MOST_HANGING, Ends, Lane
 
 LONG_S = 20.0  # nothing here waits so long unless something is broken
 
@@ -132,6 +132,46 @@ def test_what_waits_behind_a_call_that_hangs_ends_at_its_deadline(gate: Gate) ->
     assert lane.close(LONG_S)
     assert ends.collect() == [Ended(0, 1)], "and ends when it comes back"
     assert (lane.counts.done, lane.counts.late) == (1, 2)
+
+
+def test_another_worker_takes_the_place_of_one_that_hangs_who_goes_when_he_comes_back(gate: Gate) -> None:
+    ends, clock, threads = Ends(), Clock(), threading.active_count()
+    lane = Lane("test", ends, clock=clock, patience_s=10.0)
+    lane.send(0, gate, LONG_S)
+    gate.wait_until_begun()
+    lane.send(1, lambda: (1, 0), 100.0)
+    clock.now += 10
+    assert ends.collect() == [] and lane.waiting() == 1
+    assert lane.busy_s() == 10
+    clock.now += 0.001
+    assert ends.wait(0.0), "who waits for ends is told to collect them"
+    assert collect(ends, 1) == [Ended(1, 1)]
+    assert lane.busy_s() == 0
+    assert lane.stuck_s() > 10
+    assert threading.active_count() == threads + 2
+    gate.open.set()
+    assert collect(ends, 1) == [Ended(0, 1)]
+    while threading.active_count() > threads + 1:
+        pass
+    lane.send(2, lambda: (1, 0), LONG_S)
+    assert collect(ends, 1) == [Ended(2, 1)]
+    assert lane.close(LONG_S)
+
+
+def test_not_for_ever_do_others_take_the_place_of_those_that_hang(gate: Gate) -> None:
+    ends, clock = Ends(), Clock()
+    lane = Lane("test", ends, clock=clock, patience_s=10.0)
+    for op in range(MOST_HANGING + 2):
+        lane.send(op, gate, 10_000.0)
+    for _ in range(MOST_HANGING + 1):
+        gate.wait_until_begun()
+        clock.now += 11
+        assert ends.collect() == []
+    assert lane.waiting() == 1
+    assert lane.busy_s() == 11
+    gate.open.set()
+    assert len(collect(ends, MOST_HANGING + 2)) == MOST_HANGING + 2
+    assert lane.close(LONG_S)
 
 
 def test_a_wait_is_over_when_something_has_waited_for_too_long(gate: Gate) -> None:

@@ -5,6 +5,10 @@ tier had is carried to the nearer ones. Each tier has one thread that carries to
 wait, and of the names that it is owed because it was down or behind. What is owed is read from another tier when this
 one is up again. A tier that is down or full takes nothing from the rest.
 
+Who asks what is there waits a moment for each tier, on threads that are the tier's own. One that is late is passed
+over, and nobody else waits for it, nor reads from it or writes to it, until it has answered: a far tier that hangs
+costs what only that one has.
+
     put ──> tier 0 ──(copy)──> tier 1            get <── tier 0 <──(promotion)── tier 1
             answers            later                     nobody waits for this ^
 
@@ -17,16 +21,19 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from kvarve.errors import StorageError
 from kvarve.storage.base import Storage, Usage, check_batch, check_names
 from kvarve.storage.breaker import Breaker
+from kvarve.storage.crew import Crew
 
 log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 8 << 20  # that one put carries, unless a single object is larger
+_ASKING = 3  # threads of a tier that ask it what is there
 
 
 @dataclass(frozen=True)
@@ -54,9 +61,11 @@ class _Errand:
 
 @dataclass(eq=False)
 class _Carrier:
-    """What waits for one tier, and what is on its way to it."""
+    """What waits for one tier, what is on its way to it, and what it has not answered in time."""
 
     tier: Breaker
+    asking: Crew
+    late: set[Future[list[bool]]] = field(default_factory=set)
     errands: OrderedDict[str, _Errand] = field(default_factory=OrderedDict)  # by name, the next first
     waiting_bytes: int = 0  # of the errands, and of those that are being copied
     owed: OrderedDict[str, int] = field(default_factory=OrderedDict)  # sizes in bytes by name
@@ -90,6 +99,7 @@ class Tiers(Storage):
     `whole(record)` says whether some bytes can be what was put: what cannot is asked from the next tier, and mended
     where it lay. Without it nothing is judged, and nothing promoted. `changed` is called when any tier has gone down or
     up, as a breaker calls it. Each tier may be behind by `waiting_bytes` (or a single object) and by `owed` objects.
+    `patience_s`: for which a tier may think about what it has.
     """
 
     def __init__(
@@ -100,9 +110,11 @@ class Tiers(Storage):
         changed: Callable[[], None] = lambda: None,
         waiting_bytes: int = 64 << 20,
         owed: int = 1 << 16,
+        patience_s: float = 1.0,
         close_s: float = 5.0,
     ) -> None:
         assert tiers
+        self._patience_s = patience_s
         self.changed = changed
         self.counts: Counter[str] = Counter()
         self._whole, self._most_bytes, self._most_owed, self._close_s = whole, waiting_bytes, owed, close_s
@@ -111,7 +123,7 @@ class Tiers(Storage):
         self._calls: set[_Call] = set()
         self._deleting: Counter[str] = Counter()
         self._closed = False
-        self._carriers = [_Carrier(tier) for tier in tiers]
+        self._carriers = [_Carrier(tier, Crew(_ASKING, "kvarve asks a tier")) for tier in tiers]
         for number, carrier in enumerate(self._carriers):
             carrier.tier.changed = self._turned
             carrier.thread = threading.Thread(
@@ -175,10 +187,31 @@ class Tiers(Storage):
             asked = self._visible(carrier, names, [i for i, there in enumerate(found) if not there])
             if asked:
                 with _collected(errors):
-                    for i, there in zip(asked, carrier.tier.exists([names[i] for i in asked]), strict=True):
+                    for i, there in zip(asked, self._ask(carrier, [names[i] for i in asked]), strict=True):
                         found[i] = there
         self._raise_if_all(errors)
         return found
+
+    def _ask(self, carrier: _Carrier, names: Sequence[str]) -> list[bool]:
+        """What a tier has of these; nothing, if it does not say so in time."""
+        if not carrier.late:
+            answer = carrier.asking.submit(carrier.tier.exists, names)
+            if wait([answer], self._patience_s).done:
+                return answer.result()
+            with self._lock:
+                carrier.late.add(answer)
+            answer.add_done_callback(lambda it: self._answered(carrier, it))
+        with self._lock:
+            self.counts["exists missed: late"] += len(names)
+        return [False] * len(names)
+
+    def _passed_over(self, carrier: _Carrier) -> bool:
+        """Whether a tier is late, and not all of them are."""
+        return bool(carrier.late) and not all(each.late for each in self._carriers)
+
+    def _answered(self, carrier: _Carrier, answer: Future[list[bool]]) -> None:
+        with self._lock:
+            carrier.late.discard(answer)
 
     def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
         check_batch(names, into)
@@ -190,7 +223,7 @@ class Tiers(Storage):
         with self._ongoing() as call:
             for number, carrier in enumerate(self._carriers):
                 asked = self._visible(carrier, names, [i for i, well in enumerate(good) if not well])
-                if not asked:
+                if not asked or self._passed_over(carrier):
                     continue
                 # What a nearer tier had stays the answer unless this one has better, so it is read beside it.
                 views = [into[i] if sizes[i] is None else memoryview(bytearray(into[i].nbytes)) for i in asked]
@@ -223,7 +256,7 @@ class Tiers(Storage):
         with self._ongoing() as call:
             for number, carrier in enumerate(self._carriers):
                 asked = self._visible(carrier, names, [i for i, done in enumerate(stored) if not done])
-                if not asked:
+                if not asked or self._passed_over(carrier):
                     continue
                 up = carrier.tier.up
                 with _collected(errors):
@@ -298,6 +331,7 @@ class Tiers(Storage):
                     log.warning("tier %d never got %d objects", number, lost)
         errors: list[StorageError] = []
         for carrier in self._carriers:
+            carrier.asking.leave()
             with _collected(errors):
                 carrier.tier.close()
         for error in errors:

@@ -33,7 +33,7 @@ class Depot:
         try:
             for source, target in (STORE, FETCH):
                 name = f"{source.name.lower()}-to-{target.name.lower()}"
-                self.lanes[source, target] = Lane(name, ends, workers=WORKERS)
+                self.lanes[source, target] = Lane(name, ends, workers=WORKERS, patience_s=deadline_s)
         except RuntimeError as e:  # no more threads are to be had
             for lane in self.lanes.values():
                 lane.close(0.0)

@@ -4,7 +4,8 @@ A lane knows nothing of what it carries: a piece of work is a call that answers 
 bad. Pieces that are cheaper done together name the same work and bring their parts, and what waits of them becomes one
 call. Each piece ends exactly once. What could not start before its deadline ends without having been started, be all
 workers hanging: who collects what has ended (`Ends`) looks after that. Work that hangs keeps what it holds until it
-comes back, so nobody reuses memory that it may still write to.
+comes back, so nobody reuses memory that it may still write to. Another worker takes its place, since what hangs may be
+one of several storages, and one that others had answered for.
 """
 
 import logging
@@ -27,6 +28,7 @@ Work = Callable[[], Fate]
 SharedWork = Callable[[Sequence[T]], list[Fate]]
 
 TOGETHER = 64  # the most that pieces come to which become one call, in pages: what can be late together
+MOST_HANGING = 16  # workers of one lane in whose place others come
 
 
 @dataclass
@@ -101,12 +103,14 @@ class Ends:
 
 @dataclass(eq=False)
 class Lane:
-    """One kind of work: at most `depth` pieces waiting, `workers` threads."""
+    """One kind of work: at most `depth` pieces waiting, `workers` threads, and one more for each that has been in a
+    call for more than `patience_s`."""
 
     name: str
     ends: Ends
     depth: int = 1024
     workers: int = 1
+    patience_s: float = inf
     clock: Callable[[], float] = time.monotonic
     together: float = TOGETHER
     counts: LaneCounts = field(default_factory=LaneCounts)
@@ -115,16 +119,17 @@ class Lane:
         self._waiting: deque[_Piece] = deque()
         self._earliest = inf  # no deadline of what waits is earlier
         self._running: dict[int, float] = {}  # by worker: since when its call runs
+        self._hanging: set[int] = set()  # those of them in whose place others have come
+        self._next_hang = inf  # no call hangs before that which is not known to
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)  # something waits, or the lane is closed
         self._closed = False
         self._threads: list[threading.Thread] = []
+        self._hired = 0
         self.ends.look_after(self)
         try:
-            for i in range(self.workers):
-                thread = threading.Thread(target=self._serve, args=(i,), name=f"kvarve {self.name} {i}", daemon=True)
-                thread.start()
-                self._threads.append(thread)
+            for _ in range(self.workers):
+                self._hire()
         except RuntimeError:  # no more threads are to be had: nor shall those stay that began
             self.close()
             raise
@@ -149,18 +154,20 @@ class Lane:
     def busy_s(self) -> float:
         """For how long no worker has been free; 0 if one is."""
         with self._lock:
-            return self.clock() - max(self._running.values()) if len(self._running) == self.workers else 0.0
+            all_busy = len(self._running) == self.workers + len(self._hanging)
+            return self.clock() - max(self._running.values()) if all_busy else 0.0
 
     def left_s(self) -> float:
-        """How long until something that waits may have waited for too long."""
-        return self._earliest - self.clock()
+        """How long until something that waits may have waited for too long, or a call may hang."""
+        return min(self._earliest, self._next_hang) - self.clock()
 
     def expire(self) -> None:
-        """End what has waited for too long, whatever the workers do."""
+        """End what has waited for too long, whatever the workers do, and replace those that hang."""
         now = self.clock()
-        if now <= self._earliest:  # the usual case: every token passes here
+        if now <= self._earliest and now <= self._next_hang:  # the usual case: every token passes here
             return
         with self._lock:
+            self._replace(now)
             late = [piece for piece in self._waiting if now > piece.deadline]
             self._waiting = deque(piece for piece in self._waiting if now <= piece.deadline)
             self._earliest = min((piece.deadline for piece in self._waiting), default=inf)
@@ -195,6 +202,30 @@ class Lane:
         if not taken:
             self._end([piece])
 
+    def _hire(self) -> None:
+        """RuntimeError: no more threads are to be had."""
+        worker = self._hired
+        thread = threading.Thread(target=self._serve, args=(worker,), name=f"kvarve {self.name} {worker}", daemon=True)
+        thread.start()
+        self._hired += 1
+        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+
+    def _replace(self, now: float) -> None:
+        """Others take the place of those that hang; with the lock held."""
+        self._next_hang = inf
+        for worker, since in self._running.items():
+            if worker in self._hanging:
+                continue
+            if now - since > self.patience_s and len(self._hanging) < MOST_HANGING and not self._closed:
+                try:
+                    self._hire()
+                    self._hanging.add(worker)
+                except RuntimeError as e:
+                    log.warning("%s: nobody is to be had for a worker that hangs: %s", self.name, e)
+            if worker not in self._hanging:
+                hangs_at = since + self.patience_s
+                self._next_hang = min(self._next_hang, hangs_at if hangs_at >= now else now + self.patience_s)
+
     def _end(self, pieces: Sequence[_Piece]) -> None:
         """These have come to nothing."""
         for piece in pieces:
@@ -202,7 +233,8 @@ class Lane:
 
     def _serve(self, worker: int) -> None:
         while (pieces := self._next(worker)) is not None:
-            self._carry(worker, pieces)
+            if not self._carry(worker, pieces):
+                return
 
     def _next(self, worker: int) -> list[_Piece] | None:
         """The pieces of the next call; None when the lane is closed and nothing waits."""
@@ -216,11 +248,13 @@ class Lane:
             while self._waiting and self._waiting[0].work == pieces[0].work and self._waiting[0].size <= room:
                 pieces.append(self._waiting.popleft())
                 room -= pieces[-1].size
-            self._running[worker] = self.clock()
+            self._running[worker] = now = self.clock()
+            self._next_hang = min(self._next_hang, now + self.patience_s)
         return pieces
 
-    def _carry(self, worker: int, pieces: list[_Piece]) -> None:
-        """Do the work of some pieces in one call; what has come too late for it is left out."""
+    def _carry(self, worker: int, pieces: list[_Piece]) -> bool:
+        """Do the work of some pieces in one call; what has come too late for it is left out. False if another has
+        come in the worker's place meanwhile."""
         now, start = self.clock(), time.monotonic()
         late = [piece for piece in pieces if now > piece.deadline]
         pieces = [piece for piece in pieces if now <= piece.deadline]
@@ -240,6 +274,8 @@ class Lane:
                 log.exception("lane %s: a bug in its work", self.name)
         with self._lock:
             del self._running[worker]
+            stays = worker not in self._hanging
+            self._hanging.discard(worker)
             news = bool(why) and why != self.counts.last_error
             self.counts.last_error = why or self.counts.last_error
             self.counts.late += len(late)
@@ -252,3 +288,4 @@ class Lane:
         self._end(late)
         for piece, (good, bad) in zip(pieces, fates, strict=True):
             self.ends.put(Ended(piece.op, good, bad))
+        return stays
