@@ -290,6 +290,19 @@ def test_a_model_that_is_open_keeps_its_room(opened):
     assert one.exists(kept) == [True] * 4
 
 
+def test_who_finds_a_folder_full_of_another_model_in_use_is_told_once(opened, folder, caplog):
+    capacity = 96 << 10
+    one, other = opened(capacity), opened(capacity, OTHER_LABEL)
+    for i in range(30):
+        put(one, **{f"page-{i}": bytes(4096)})
+    assert caplog.messages == [], "whoever evicts has room"
+    for i in range(3):
+        assert put(other, **{f"page-{i}": bytes(4096)}) == [False]
+    (told,) = caplog.messages
+    assert str(folder) in told and "nothing of 4096 bytes can be stored within 98304" in told
+    assert "give it more capacity" in told
+
+
 @pytest.mark.parametrize(
     ("eviction", "left"),
     # a is used three times and long ago, b is used once and lately, c and d are never used again, c is older

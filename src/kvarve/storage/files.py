@@ -14,6 +14,7 @@ makes sure afterwards that it was still there.
 """
 
 import errno
+import logging
 import os
 import threading
 import weakref
@@ -30,7 +31,9 @@ from kvarve.storage.disk import Disk
 from kvarve.storage.folder import Folder, check_folder, medium
 from kvarve.storage.orders import ORDERS, age_of
 from kvarve.storage.slabs import Piece, Slab, runs, unlink
-from kvarve.storage.table import FREE, RETIRED, Shape
+from kvarve.storage.table import FREE, RETIRED, Shape, slot_bytes_for
+
+log = logging.getLogger(__name__)
 
 DEFAULT_THREADS = 4
 _MOVE, _SYNC = 0, 1  # two crews: a sync behind the writes of other puts would wait for all of them
@@ -98,6 +101,7 @@ class FileStorage(Storage):
         # happens under `_lock`, which is all that a reader needs.
         self._writing, self._lock = threading.Lock(), threading.Lock()
         self._full_until: dict[int, int] = {}  # slot bytes: store time
+        self._told_no_room: set[int] = set()  # slot bytes
         self._saved_ns = 0
         self._unsynced: dict[Place, _Filling] = {}  # what is in the tables and may not be on the medium yet
         self._open = False
@@ -345,11 +349,29 @@ class FileStorage(Storage):
             with self._lock:
                 found = self._books.seat(call, name, size_bytes)
             if not isinstance(found, Wanted):
+                if found is None:
+                    self._tell_if_never(slot_bytes_for(size_bytes))
                 return found
             if found.instead is not None and not self._swap(found):
                 call.stuck.add(found.slot_bytes)
             if found.instead is None and not self._grow(found.slot_bytes):
                 call.grown.add(found.slot_bytes)
+
+    def _tell_if_never(self, slot_bytes: int) -> None:
+        """Say once that nothing of this size can be stored: there is nothing that could be evicted for it."""
+        mine = [slab.shape for slab in self._books.slabs.values()]
+        if slot_bytes in self._told_no_room or any(shape.slot_bytes == slot_bytes for shape in mine):
+            return
+        self._told_no_room.add(slot_bytes)
+        others_bytes = self._folder.bytes() - sum(shape.bytes for shape in mine)
+        log.warning(
+            "%s: nothing of %d bytes can be stored within %d, of which other models that are in use have %d: give it "
+            "more capacity, or another folder",
+            self._directory,
+            slot_bytes,
+            self._books.limits.capacity_bytes,
+            others_bytes,
+        )
 
     def _grow(self, slot_bytes: int) -> bool:
         """One more slab of a class, if there is room; another model that nobody uses makes room."""
