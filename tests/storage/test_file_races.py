@@ -223,7 +223,7 @@ def test_what_a_process_leaves_that_dies_while_it_makes_or_removes_a_slab_is_roo
         except Died:
             died = True
         for turn in range(4):
-            survivor._full_until.clear()  # it would ask again after some seconds
+            survivor._room._full_until.clear()  # it would ask again after some seconds
             survivor._books._swept_ns = 0
             fresh = pages("full", *range(100 + 9 * turn, 109 + 9 * turn))
             assert all(store(survivor, fresh))

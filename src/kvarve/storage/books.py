@@ -4,7 +4,6 @@ Everything here is called with the store's lock held; what changes a table, with
 objects are not moved here.
 """
 
-import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvarve.storage.changes import ROW_BYTES, UNREADABLE, Changes
+from kvarve.storage.changes import UNREADABLE, Changes
 from kvarve.storage.disk import Disk
 from kvarve.storage.folder import Clock, Folder, slab_numbers, slab_path
 from kvarve.storage.orders import Victim, age_of, coldest, last_used
@@ -24,15 +23,10 @@ from kvarve.storage.table import (
     RETIRED,
     STORED,
     Columns,
-    Shape,
     owner_of,
     slot_bytes_for,
 )
 
-# A slab is a 16th of the capacity but not above 256 MiB, until there are 16 of these; from then on it is a 16th of all
-# that there are. So a large store has some hundreds, each an open file, and one that is never filled takes little.
-_SLAB_BYTES = 256 << 20
-_SHARE = 16
 # Another class gives a slab away when its objects are so many times as old as what would have to go here; its last one
 # only when all of them are older.
 _MUCH_OLDER = 2.0
@@ -510,41 +504,13 @@ class Books:
             return False
         return call is None or not any(place >> 32 == slab.number for place in call.kept)
 
-    # --- slabs, with the mutex held and, as files are made and removed, without the store's lock
-
-    def room_bytes(self) -> int:
-        """How large a new slab may be, beside what the other processes have to be told of it."""
-        return self.limits.capacity_bytes - self.folder.bytes() - ROW_BYTES
-
-    def shape_for(self, slot_bytes: int, room_bytes: int) -> Shape | None:
-        """What a new slab of a class may be like; None if there is no room for one that is worth it."""
-        held_bytes = sum(slab.shape.bytes for slab in self.slabs.values())
-        usual_bytes = max(min(_SLAB_BYTES, self.limits.capacity_bytes // _SHARE), held_bytes // _SHARE)
-        usual = Shape(slot_bytes, max(1, Shape.within(slot_bytes, usual_bytes).slots))
-        possible = Shape.within(slot_bytes, room_bytes)
-        slots = min(usual.slots, possible.slots)
-        first = all(slab.shape.slot_bytes != slot_bytes for slab in self.slabs.values())
-        return Shape(slot_bytes, slots) if slots >= (1 if first else (usual.slots + 1) // 2) else None
+    # --- slabs, with the mutex held
 
     def add(self, slab: Slab) -> None:
-        """A slab has been made; with the lock held."""
+        """A slab has been made."""
         self.slabs[slab.number] = slab
         self._taken.discard(slab.shape.slot_bytes)
         self.changes.tell({slab.number: (slab.identity, ())})
-
-    def remove_remains(self) -> None:
-        """What a process left that died while it made or removed a slab: nobody has heard of it, or not any more."""
-        known = self.changes.known()
-        for number in slab_numbers(self.disk, self.folder.model):
-            if number not in known:
-                with suppress(OSError):  # it stays in the way, and is asked again the next time
-                    unlink(self.disk, slab_path(self.folder.model, number))
-
-    def new_slab(self, shape: Shape) -> Slab:
-        there = slab_numbers(self.disk, self.folder.model)
-        number = next(number for number in range(len(there) + 1) if number not in there)
-        identity = secrets.randbits(64) | 1
-        return Slab.create(self.disk, slab_path(self.folder.model, number), number, shape, self.owner, identity)
 
     def begin(self) -> None:
         """This process is alone: the files say which slabs there are. What is no slab, though named like one, goes, and
@@ -556,7 +522,7 @@ class Books:
                 found[number] = Slab.open(self.disk, path, number, self.owner, alone=True).identity
             except Broken:
                 self.lost += whole
-                with suppress(OSError):  # as above
+                with suppress(OSError):  # it stays in the way until somebody can
                     unlink(self.disk, path)
             except OSError:
                 self.lost += 1  # its place is not given away before somebody has looked at it

@@ -1,7 +1,8 @@
 """Objects in a few large files below one folder, at most so many bytes. Knows names and bytes only.
 
 A slab is a file of equal slots, with another one for the table of what lies in them (`table`); where things lie is said
-in `folder`. What is known of it in memory, and who has to go when room is short, is in `books`. Here are the calls:
+in `folder`. What is known of it in memory, and who has to go when room is short, is in `books`; `room` makes slabs and
+removes them. Here are the calls:
 they take locks, ask the books, and move bytes, by direct I/O where the file system has it and several threads at once.
 
 A put is on the medium when it answers True: the data, then the entries in the tables, then a sync of both. The entries
@@ -14,7 +15,6 @@ makes sure afterwards that it was still there.
 """
 
 import errno
-import logging
 import os
 import threading
 import weakref
@@ -25,21 +25,18 @@ from typing import TypeVar
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import Storage, Usage, check_batch, check_names
-from kvarve.storage.books import Books, Call, Limits, Place, Wanted
+from kvarve.storage.books import Books, Call, Limits, Place
 from kvarve.storage.crew import Crew
 from kvarve.storage.disk import Disk
 from kvarve.storage.folder import Folder, check_folder, medium
-from kvarve.storage.orders import ORDERS, age_of
-from kvarve.storage.slabs import Piece, Slab, runs, unlink
-from kvarve.storage.table import FREE, RETIRED, Shape, slot_bytes_for
-
-log = logging.getLogger(__name__)
+from kvarve.storage.orders import ORDERS
+from kvarve.storage.room import FULL, Room
+from kvarve.storage.slabs import Piece, Slab, runs
+from kvarve.storage.table import FREE, RETIRED
 
 DEFAULT_THREADS = 4
 _MOVE, _SYNC = 0, 1  # two crews: a sync behind the writes of other puts would wait for all of them
 _Work = TypeVar("_Work")
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_TRY_AGAIN_NS = 10_000_000_000  # a class that found no room for a slab asks for one again after so long
 _SAVE_CLOCK_NS = 30_000_000_000
 _YOUNG_NS = 60_000_000_000  # by then the kernel has written what another process stored, even if that has died
 
@@ -100,8 +97,6 @@ class FileStorage(Storage):
         # Whoever changes tables holds `_writing`, then the folder's mutex, and `_lock` for moments. Nothing slow
         # happens under `_lock`, which is all that a reader needs.
         self._writing, self._lock = threading.Lock(), threading.Lock()
-        self._full_until: dict[int, int] = {}  # slot bytes: store time
-        self._told_no_room: set[int] = set()  # slot bytes
         self._saved_ns = 0
         self._unsynced: dict[Place, _Filling] = {}  # what is in the tables and may not be on the medium yet
         self._open = False
@@ -113,6 +108,7 @@ class FileStorage(Storage):
                 check_folder(directory, capacity_bytes, label, description)  # it may have changed meanwhile
                 self._folder.enter()
                 self._books = Books(self._folder.disk, self._folder, label, limits)
+                self._room = Room(self._books, self._lock)
                 if self._folder.alone():
                     self._books.begin()
                 elif not self._books.changes.is_begun():
@@ -135,17 +131,7 @@ class FileStorage(Storage):
             if not self._visiting:
                 self._books.clock.save()
         self._saved_ns = self._books.clock.now_ns()
-        excess = self._folder.bytes() - self._books.limits.capacity_bytes
-        while excess > 0 and self._folder.remove_unused():
-            excess = self._folder.bytes() - self._books.limits.capacity_bytes
-        while excess > 0:
-            with self._lock:
-                movable = [slab for slab in self._books.slabs.values() if self._books.may_go(slab)]
-                coldest = min(movable, key=lambda slab: (self._books.is_last(slab), age_of(slab)), default=None)
-            if coldest is None:
-                break
-            excess -= coldest.shape.bytes
-            self._remove(coldest)
+        self._room.shrink()
 
     # --- the calls
 
@@ -224,11 +210,11 @@ class FileStorage(Storage):
                         raise
                 self._sync(filling, answers)
                 numbers = sorted(filling.failed)
-                call.full = any(error.errno in _FULL for error in filling.failed.values())
+                call.full = any(error.errno in FULL for error in filling.failed.values())
                 if not numbers:
                     break
             for error in filling.failed.values():
-                if error.errno not in _FULL:
+                if error.errno not in FULL:
                     raise error
         except OSError as error:
             done = sum(answers.values())
@@ -307,7 +293,7 @@ class FileStorage(Storage):
                     if self._is_there(call, filling, name, now_ns):
                         answers[number] = True
                         continue
-                    place = self._seat(call, name, data[number].nbytes)
+                    place = self._room.seat(call, name, data[number].nbytes)
                     answers[number] = False
                     if place is not None:
                         filling.places[number] = place
@@ -343,87 +329,6 @@ class FileStorage(Storage):
             put.failed_syncs[slab] for put in (filling, self._unsynced.get(place)) if put and slab in put.failed_syncs
         )
         filling.failed_syncs[slab] = min(known, default=slab.failed_syncs())
-
-    def _seat(self, call: Call, name: str, size_bytes: int) -> Place | None:
-        while True:
-            with self._lock:
-                found = self._books.seat(call, name, size_bytes)
-            if not isinstance(found, Wanted):
-                if found is None:
-                    self._tell_if_never(slot_bytes_for(size_bytes))
-                return found
-            if found.instead is not None and not self._swap(found):
-                call.stuck.add(found.slot_bytes)
-            if found.instead is None and not self._grow(found.slot_bytes):
-                call.grown.add(found.slot_bytes)
-
-    def _tell_if_never(self, slot_bytes: int) -> None:
-        """Say once that nothing of this size can be stored: there is nothing that could be evicted for it."""
-        mine = [slab.shape for slab in self._books.slabs.values()]
-        if slot_bytes in self._told_no_room or any(shape.slot_bytes == slot_bytes for shape in mine):
-            return
-        self._told_no_room.add(slot_bytes)
-        others_bytes = self._folder.bytes() - sum(shape.bytes for shape in mine)
-        log.warning(
-            "%s: nothing of %d bytes can be stored within %d, of which other models that are in use have %d: give it "
-            "more capacity, or another folder",
-            self._directory,
-            slot_bytes,
-            self._books.limits.capacity_bytes,
-            others_bytes,
-        )
-
-    def _grow(self, slot_bytes: int) -> bool:
-        """One more slab of a class, if there is room; another model that nobody uses makes room."""
-        now_ns = self._books.clock.now_ns()
-        if self._full_until.get(slot_bytes, 0) > now_ns:
-            return False
-        self._books.remove_remains()
-        while True:
-            room_bytes = self._books.room_bytes()
-            with self._lock:
-                shape = self._books.shape_for(slot_bytes, room_bytes)
-            if shape is not None or not self._folder.remove_unused():
-                break
-        slab = None
-        while slab is None and shape is not None:
-            try:
-                slab = self._books.new_slab(shape)
-            except OSError as error:
-                if error.errno not in _FULL:
-                    raise
-                # The disk is smaller than the capacity: perhaps there is room for a part.
-                shape = Shape(slot_bytes, shape.slots // 4) if shape.slots >= 4 else None
-        if slab is None:
-            self._full_until[slot_bytes] = now_ns + _TRY_AGAIN_NS
-            return False
-        with self._lock:
-            self._books.add(slab)
-        return True
-
-    def _swap(self, wanted: Wanted) -> bool:
-        """Empty a slab of another class and make one of this class in its place, unless that gives too little room."""
-        assert wanted.instead is not None
-        room_bytes = self._books.room_bytes()
-        with self._lock:
-            room_bytes += sum(
-                slab.shape.bytes
-                for slab in self._books.slabs.values()
-                if slab.shape.slot_bytes != wanted.slot_bytes and self._books.may_go(slab)
-            )
-            if self._books.shape_for(wanted.slot_bytes, room_bytes) is None:
-                return False
-        self._remove(wanted.instead)
-        self._grow(wanted.slot_bytes)
-        return True
-
-    def _remove(self, slab: Slab) -> None:
-        """Evict all that a slab holds, and the slab."""
-        with self._lock:
-            self._books.changes.tell({slab.number: (0, ())})
-            self._books.evicted += self._books.forget(slab)
-        unlink(slab.disk, slab.path)
-        self._full_until.clear()
 
     def _write(self, filling: _Filling, data: Sequence[memoryview]) -> None:
         pieces = [Piece(number, *place, data[number]) for number, place in filling.places.items()]
@@ -465,7 +370,7 @@ class FileStorage(Storage):
                     bad = error.errno == errno.EIO
                     self._books.damaged += bad
                     self._books.drop(slab, row, RETIRED if bad else FREE)
-                    full += [(slab, row)] if error.errno in _FULL else []
+                    full += [(slab, row)] if error.errno in FULL else []
                 elif names[number] in self._books.index:  # somebody else was faster
                     self._books.drop(slab, row)
                     self._sync_too(filling, self._books.place(names[number]))
