@@ -89,5 +89,41 @@ class Failing(WithoutSync):
         return super().lock(file, wait=wait, shared=shared)
 
 
+class Rigged(WithoutSync):
+    """Before each write, sync and unlink it asks `happens(call, the file's name, where)`, which may raise."""
+
+    def __init__(self) -> None:
+        self.happens: Callable[[str, str, int], None] = lambda call, name, at: None
+
+    def fail(self, error: BaseException, call: str, name: str, *, skip: int = 0, at: range | None = None) -> None:
+        """Once, at the next such call but `skip`: of a file whose name ends so, at one of these places."""
+        left = skip
+
+        def happens(this: str, that: str, where: int) -> None:
+            nonlocal left
+            if this == call and that.endswith(name) and (at is None or where in at):
+                left -= 1
+                if left < 0:
+                    self.happens = lambda call, name, at: None
+                    raise error
+
+        self.happens = happens
+
+    def write(self, file: int, data: Any, at: int) -> int:
+        self.happens("write", file_name(file), at)
+        return super().write(file, data, at)
+
+    def sync(self, file: int) -> None:
+        self.happens("sync", file_name(file), 0)
+
+    def unlink(self, path: Path) -> None:
+        self.happens("unlink", path.name, 0)
+        super().unlink(path)
+
+
+def file_name(file: int) -> str:
+    return Path(f"/proc/self/fd/{file}").readlink().name
+
+
 def total(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

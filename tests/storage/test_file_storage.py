@@ -299,8 +299,8 @@ def test_who_finds_a_folder_full_of_another_model_in_use_is_told_once(opened, fo
     for i in range(3):
         assert put(other, **{f"page-{i}": bytes(4096)}) == [False]
     (told,) = caplog.messages
-    assert str(folder) in told and "nothing of 4096 bytes can be stored within 98304" in told
-    assert "give it more capacity" in told
+    assert str(folder) in told and "nothing of 4096 bytes can be stored" in told
+    assert "of 98304 bytes" in told and "give it more capacity" in told
 
 
 @pytest.mark.parametrize(

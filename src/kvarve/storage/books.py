@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvarve.storage.changes import UNREADABLE, Changes
+from kvarve.storage.changes import Changes
 from kvarve.storage.disk import Disk
 from kvarve.storage.folder import Clock, Folder, slab_numbers, slab_path
 from kvarve.storage.orders import Victim, age_of, coldest, last_used
-from kvarve.storage.slabs import Broken, Slab, unlink
+from kvarve.storage.slabs import STRIPES, Broken, Slab, unlink
 from kvarve.storage.table import (
     BROKEN,
     FREE,
@@ -88,6 +88,7 @@ class Books:
         self.held: set[Place] = set()  # what calls of this process are about to fill
         self._unclear: set[Slab] = set()  # slabs with entries that fail their check
         self._doubles: set[Place] = set()  # of those: another row has the same name
+        self._doubtful: dict[Place, int] = {}  # generations of objects that may never have reached the medium
         self._victims: dict[tuple[int, str | None], list[Victim]] = {}
         self._interrupted = False  # the tables may have reserved rows of ours that nobody fills
         self._last_tick = 0
@@ -143,13 +144,16 @@ class Books:
 
     def take_in(self, *, closely: bool = False) -> None:
         """Look what other processes have changed; closely, before changing something oneself."""
+        unsettled = {}
         for changed in self.changes.look(closely=closely):
+            if changed.unsettled:
+                unsettled[changed.number] = changed.identity, changed.unsettled
             slab = self.slabs.get(changed.number)
             if slab is not None and slab.identity != changed.identity:
                 self.forget(slab)
                 slab = None
             if slab is not None:
-                for stripe in changed.stripes or ():
+                for stripe in range(STRIPES) if changed.stripes is None else changed.stripes:
                     self._read(slab, *slab.rows_of(stripe))
             elif changed.identity:
                 # A slab that cannot be opened is lost with what it holds, as one that is not there.
@@ -160,6 +164,9 @@ class Books:
                     if slab.identity == changed.identity:
                         self.slabs[changed.number] = slab
                         self._read(slab, 0, slab.shape.slots)
+        if unsettled:
+            with suppress(OSError):  # then the next one has to do it
+                self.changes.did(unsettled)
 
     def reload(self, slabs: Iterable[Slab]) -> None:
         """Believe the tables again: what was meant to be written into them could not be."""
@@ -276,10 +283,15 @@ class Books:
         self.slabs.pop(slab.number, None)
         self.held = {place for place in self.held if place[0] is not slab}
         self._doubles = {place for place in self._doubles if place[0] is not slab}
+        self._doubtful = {place: it for place, it in self._doubtful.items() if place[0] is not slab}
         self._dirty.pop(slab, None)
         self._unclear.discard(slab)
         self._victims.clear()  # they would keep the file open
         return len(rows)
+
+    def doubt(self, places: Iterable[Place]) -> None:
+        """These may never have reached the medium: they are dropped as soon as tables can be written."""
+        self._doubtful.update(((slab, row), int(slab.generation[row])) for slab, row in places)
 
     # --- changing, with the mutex held
 
@@ -304,6 +316,12 @@ class Books:
             if place in self.held:
                 self.drop(*place)
 
+    def abandon(self, places: Iterable[Place]) -> None:
+        """The same where tables cannot be written now: the next who can finds them reserved by us, and held by
+        nobody."""
+        self.held.difference_update(places)
+        self._interrupted = True
+
     def keep(self, slab: Slab, row: int, name: str, length: int, now_ns: int) -> None:
         """The row has been filled."""
         self.held.discard((slab, row))
@@ -321,20 +339,25 @@ class Books:
     def publish(self) -> None:
         """Write what has changed into the tables and tell the others. OSError: nothing has changed after all."""
         dirty, self._dirty = self._dirty, defaultdict(set)
+        if not dirty:
+            return
+        change = {
+            slab.number: (slab.identity, set(slab.stripe(np.array(sorted(rows))).tolist()))
+            for slab, rows in dirty.items()
+        }
         try:
-            told = {}
+            self.changes.will(change)
             for slab, rows in dirty.items():
                 slab.save(sorted(rows))
-                told[slab.number] = (slab.identity, set(slab.stripe(np.array(sorted(rows))).tolist()))
-            if told:
-                self.changes.tell(told)
+            self.changes.did(change)
         except OSError:
             self._interrupted = True
             self.reload(dirty)
             raise
 
     def settle(self) -> None:
-        """Entries that fail their check although nobody is writing them are free rows; so are doubles of a name."""
+        """Entries that fail their check although nobody is writing them are free rows; so are doubles of a name, and
+        what may not be on the medium."""
         if self._interrupted:
             self._interrupted = False
             self.reclaim()
@@ -344,6 +367,11 @@ class Books:
                 for _, found in slab.load(row, row + 1):
                     if found.names and found.names[0] in self.index:
                         self.drop(slab, row)
+        for place, generation in [*self._doubtful.items()]:
+            if self.stands(place, generation):
+                self.drop(*place)
+            else:  # it is gone from the tables, too
+                del self._doubtful[place]
         unclear, self._unclear = self._unclear, set()
         for slab in unclear:
             broken = np.flatnonzero(slab.state == BROKEN)
@@ -507,10 +535,19 @@ class Books:
     # --- slabs, with the mutex held
 
     def add(self, slab: Slab) -> None:
-        """A slab has been made."""
+        """A slab has been made, or found. OSError: it is not known after all."""
         self.slabs[slab.number] = slab
-        self._taken.discard(slab.shape.slot_bytes)
-        self.changes.tell({slab.number: (slab.identity, ())})
+        self._read(slab, 0, slab.shape.slots)
+        try:
+            self.changes.did({slab.number: (slab.identity, ())})
+        except OSError:
+            self.forget(slab)
+            raise
+
+    def remove(self, slab: Slab) -> None:
+        """A slab is to be removed, with what it holds. OSError: others do not know that yet."""
+        self.evicted += self.forget(slab)
+        self.changes.did({slab.number: (0, ())})
 
     def begin(self) -> None:
         """This process is alone: the files say which slabs there are. What is no slab, though named like one, goes, and
@@ -525,8 +562,7 @@ class Books:
                 with suppress(OSError):  # it stays in the way until somebody can
                     unlink(self.disk, path)
             except OSError:
-                self.lost += 1  # its place is not given away before somebody has looked at it
-                found[number] = UNREADABLE
+                self.lost += 1  # until somebody can
         self.changes.begin(found)
 
     def states(self) -> dict[str, int]:

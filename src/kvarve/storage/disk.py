@@ -78,6 +78,10 @@ class Disk:
     def unlink(self, path: Path) -> None:
         path.unlink()
 
+    def truncate(self, path: Path) -> None:
+        """Nothing is left in a file, and its room is free, whoever has it open."""
+        os.truncate(path, 0)
+
     def sync_folder(self, path: Path) -> None:
         """Return when the names in a folder have reached the medium."""
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -87,9 +91,9 @@ class Disk:
             os.close(folder)
 
     def sizes(self, folder: Path) -> dict[Path, int]:
-        """Every file below a folder, and how long it is."""
+        """Every file below a folder, and how long it is. OSError: some of it cannot be looked at."""
         found = {}
-        for parent, _, files in os.walk(folder):
+        for parent, _, files in os.walk(folder, onerror=_unless_gone):
             for name in files:
                 with suppress(FileNotFoundError):  # somebody removes it while we look
                     path = Path(parent, name)
@@ -126,6 +130,11 @@ class Disk:
             return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
         except (OSError, ValueError):
             return os.urandom(16)  # then every opening asks the wall clock how long it was closed
+
+
+def _unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def is_aligned(view: memoryview) -> bool:

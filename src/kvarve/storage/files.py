@@ -18,10 +18,13 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
+
+import numpy as np
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import Storage, Usage, check_batch, check_names
@@ -32,7 +35,7 @@ from kvarve.storage.folder import Folder, check_folder, medium
 from kvarve.storage.orders import ORDERS
 from kvarve.storage.room import FULL, Room
 from kvarve.storage.slabs import Piece, Slab, runs
-from kvarve.storage.table import FREE, RETIRED
+from kvarve.storage.table import FREE, RETIRED, STORED
 
 DEFAULT_THREADS = 4
 _MOVE, _SYNC = 0, 1  # two crews: a sync behind the writes of other puts would wait for all of them
@@ -60,6 +63,7 @@ class _Filling:
     places: dict[int, Place] = field(default_factory=dict)  # by the object's number in the call
     failed: dict[int, OSError] = field(default_factory=dict)
     stored: dict[int, int] = field(default_factory=dict)  # generations of what is in the tables now
+    moving: list[Future[OSError | None]] = field(default_factory=list)  # what threads have been told to write
     # Slabs to be synced, as what was written to them, or was there already and is young, may not be on the medium yet;
     # and how many of their syncs had failed before it was written.
     failed_syncs: dict[Slab, int] = field(default_factory=dict)
@@ -97,7 +101,7 @@ class FileStorage(Storage):
         # Whoever changes tables holds `_writing`, then the folder's mutex, and `_lock` for moments. Nothing slow
         # happens under `_lock`, which is all that a reader needs.
         self._writing, self._lock = threading.Lock(), threading.Lock()
-        self._saved_ns = 0
+        self._saved_ns = self._opened_ns = 0
         self._unsynced: dict[Place, _Filling] = {}  # what is in the tables and may not be on the medium yet
         self._open = False
         self._crews: list[Crew] = []
@@ -130,7 +134,7 @@ class FileStorage(Storage):
             self._books.publish()
             if not self._visiting:
                 self._books.clock.save()
-        self._saved_ns = self._books.clock.now_ns()
+        self._saved_ns = self._opened_ns = self._books.clock.now_ns()
         self._room.shrink()
 
     # --- the calls
@@ -300,11 +304,9 @@ class FileStorage(Storage):
                         filling.failed_syncs.setdefault(place[0], place[0].failed_syncs())
                 with self._lock:
                     self._books.publish()
-            except OSError:
-                with self._lock, suppress(OSError):
-                    for slab, row in filling.places.values():
-                        self._books.drop(slab, row)
-                    self._books.publish()
+            except BaseException:  # whatever it is, nobody fills those rows, and it goes on to the caller
+                with self._lock:
+                    self._books.abandon(filling.places.values())
                 raise
         return filling
 
@@ -332,7 +334,7 @@ class FileStorage(Storage):
 
     def _write(self, filling: _Filling, data: Sequence[memoryview]) -> None:
         pieces = [Piece(number, *place, data[number]) for number, place in filling.places.items()]
-        for run, error in self._each_run(runs(pieces), lambda run: run[0].slab.write(run)):
+        for run, error in self._each_run(runs(pieces), lambda run: run[0].slab.write(run), moving=filling.moving):
             if error is None:
                 continue
             for piece in run:
@@ -342,12 +344,19 @@ class FileStorage(Storage):
                     filling.failed[piece.number] = its_own
 
     def _give_back(self, filling: _Filling) -> None:
+        """Nobody else may have a row while a thread still writes to it, as when who waits for it is interrupted."""
+        while filling.moving:
+            moving = filling.moving.pop()
+            if not moving.done():
+                moving.add_done_callback(lambda _: self._give_back(filling))
+                return
         with suppress(OSError, StorageError), self._changing(), self._lock:
             self._books.release(filling.places.values())
             self._books.publish()
         with self._lock:
-            if not self._open:  # the rows stay reserved, by a process that is dead now
-                self._books.held.difference_update(filling.places.values())
+            self._books.abandon(filling.places.values())
+            self._forget_unsynced(filling)
+            if not self._open:
                 self._leave_folder()
 
     def _commit(
@@ -401,24 +410,30 @@ class FileStorage(Storage):
                 if slab not in errors and slab.failed_syncs(wait=True) > before:
                     errors[slab] = OSError(errno.EIO, "the sync of another put failed, and with it perhaps this one's")
             if errors:
-                self._take_back(filling, answers, errors)
+                with self._lock:
+                    for slab in errors:
+                        self._books.doubt(self._not_known_to_be_synced(slab))
+                answers.update((number, False) for number, (slab, _) in filling.places.items() if slab in errors)
+                with suppress(OSError), self._changing(), self._lock:
+                    self._books.publish()
                 raise next(iter(errors.values()))
         finally:
             with self._lock:
-                for place in filling.places.values():
-                    if self._unsynced.get(place) is filling:
-                        del self._unsynced[place]
+                self._forget_unsynced(filling)
 
-    def _take_back(self, filling: _Filling, answers: dict[int, bool], errors: Mapping[Slab, OSError]) -> None:
-        """Nothing of what a put has stored in these slabs is there."""
-        with self._changing(), self._lock, suppress(OSError):
-            for number, (slab, row) in filling.places.items():
-                if slab in errors:
-                    answers[number] = False
-                    # Somebody may have evicted it meanwhile, and the row may be another put's.
-                    if number in filling.stored and self._books.stands((slab, row), filling.stored[number]):
-                        self._books.drop(slab, row)
-            self._books.publish()
+    def _not_known_to_be_synced(self, slab: Slab) -> list[Place]:
+        """What young objects there are in a slab but those that this process has synced. After a sync that failed the
+        kernel takes all of them for written, so the next sync would say nothing of what is lost."""
+        now_ns, mine = self._books.clock.now_ns(), slab.holder == self._folder.number
+        others = ~mine | (slab.stored < self._opened_ns)
+        young = (slab.state == STORED) & (now_ns - slab.stored < _YOUNG_NS) & others
+        unsynced = [place for place in self._unsynced if place[0] is slab]
+        return [*((slab, row) for row in np.flatnonzero(young).tolist()), *unsynced]
+
+    def _forget_unsynced(self, filling: _Filling) -> None:
+        for place in filling.places.values():
+            if self._unsynced.get(place) is filling:
+                del self._unsynced[place]
 
     def _used(self, call: Call, names: Sequence[str], answers: dict[int, bool]) -> None:
         """The first name of a call counts as used last, whether it was there or is new."""
@@ -467,9 +482,13 @@ class FileStorage(Storage):
     # --- threads, locks, and the end
 
     def _each_run(
-        self, work: Sequence[_Work], do: Callable[[_Work], None], crew: int = _MOVE
+        self,
+        work: Sequence[_Work],
+        do: Callable[[_Work], None],
+        crew: int = _MOVE,
+        moving: "list[Future[OSError | None]] | None" = None,
     ) -> Iterator[tuple[_Work, OSError | None]]:
-        """Do all of it, several at once; each with what went wrong."""
+        """Do all of it, several at once; each with what went wrong. `moving` gets what threads have been told to do."""
 
         def tried(one: _Work) -> OSError | None:
             try:
@@ -485,7 +504,9 @@ class FileStorage(Storage):
             self._require_open()
             if not self._crews:
                 self._crews = [Crew(self._threads, f"kvarve files {what}") for what in ("move", "sync")]
-            futures = [self._crews[crew].submit(tried, one) for one in work]
+            futures = [] if moving is None else moving
+            for one in work:
+                futures.append(self._crews[crew].submit(tried, one))
         yield from [(one, future.result()) for one, future in zip(work, futures, strict=True)]
 
     @contextmanager

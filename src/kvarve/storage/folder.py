@@ -11,6 +11,7 @@ models/<16 hex of the label>/   one model's objects
     slab-000007.table           what lies where in it
 """
 
+import errno
 import json
 import os
 import struct
@@ -31,6 +32,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.005  # between two looks at whether i
 _OLD_FORMATS = ("kvarve-files/1", "kvarve-slabs/1")  # a file for each page; a table inside of each slab
 _MARKER, _LOCK, _MODELS, _MODEL = "kvarve.json", "kvarve.lock", "models", "model.json"
 _UNFINISHED = "~"
+_NOT_FOR_US_TO_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM)
 _SLAB, _PROCESS = "slab-", "process-"
 TABLE = ".table"
 # What an opening that was cut short leaves, and what every fresh ext4 disk has: a folder with these only is empty.
@@ -189,7 +191,9 @@ class Folder:
                 file = self.disk.open(path, create=True)
             except FileExistsError:
                 file = self.disk.open(path)
-        except OSError:
+        except OSError as error:
+            if error.errno not in _NOT_FOR_US_TO_WRITE:
+                raise
             file = self.disk.open(path, read_only=True)
         self._files.append(file)
         return file
@@ -274,13 +278,15 @@ class Folder:
 
     def abandon(self) -> None:
         """Let go of the files alone: the locks are those of the process that this one was forked from."""
-        for file in self._files:
-            self.disk.close(file)
-        self._files = []
+        while self._files:
+            self.disk.close(self._files.pop())
 
 
 def processes(folder: Path) -> list[int]:
-    names = (path.name.removeprefix(_PROCESS) for path in folder.glob(f"{_PROCESS}*"))
+    """The numbers of all that have, or had, a model open. OSError, which `Path.glob` may hide: nobody can say."""
+    names: list[str] = []
+    with suppress(FileNotFoundError):
+        names = [path.name.removeprefix(_PROCESS) for path in folder.iterdir() if path.name.startswith(_PROCESS)]
     return [int(name) for name in names if name.isdigit()]
 
 

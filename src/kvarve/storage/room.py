@@ -11,10 +11,10 @@ import threading
 from contextlib import suppress
 
 from kvarve.storage.books import Books, Call, Place, Wanted
-from kvarve.storage.changes import ROW_BYTES
+from kvarve.storage.changes import LINE_BYTES
 from kvarve.storage.folder import slab_numbers, slab_path
 from kvarve.storage.orders import age_of
-from kvarve.storage.slabs import Slab, unlink
+from kvarve.storage.slabs import Broken, Slab, unlink
 from kvarve.storage.table import Shape, slot_bytes_for
 
 log = logging.getLogger(__name__)
@@ -55,12 +55,12 @@ class Room:
         self._told.add(slot_bytes)
         others_bytes = self._folder.bytes() - sum(shape.bytes for shape in mine)
         log.warning(
-            "%s: nothing of %d bytes can be stored within %d, of which other models that are in use have %d: give it "
-            "more capacity, or another folder",
+            "%s: nothing of %d bytes can be stored: other models that are in use have %d of %d bytes, or the disk is "
+            "full; give it more capacity, or another folder",
             self._folder.directory,
             slot_bytes,
-            self._books.limits.capacity_bytes,
             others_bytes,
+            self._books.limits.capacity_bytes,
         )
 
     def _grow(self, slot_bytes: int) -> bool:
@@ -68,7 +68,7 @@ class Room:
         now_ns = self._books.clock.now_ns()
         if self._full_until.get(slot_bytes, 0) > now_ns:
             return False
-        self._remove_remains()
+        self._find_lost()
         while True:
             room_bytes = self._room_bytes()
             with self._lock:
@@ -104,14 +104,16 @@ class Room:
             if self._shape_for(wanted.slot_bytes, room_bytes) is None:
                 return False
         self.remove(wanted.instead)
-        self._grow(wanted.slot_bytes)
-        return True
+        if self._grow(wanted.slot_bytes):
+            return True
+        room_bytes = self._room_bytes()
+        with self._lock:  # where there is room and still no slab, the disk is full, whatever is removed
+            return self._shape_for(wanted.slot_bytes, room_bytes) is None
 
     def remove(self, slab: Slab) -> None:
         """Evict all that a slab holds, and the slab."""
         with self._lock:
-            self._books.changes.tell({slab.number: (0, ())})
-            self._books.evicted += self._books.forget(slab)
+            self._books.remove(slab)
         unlink(slab.disk, slab.path)
         self._full_until.clear()
 
@@ -131,7 +133,7 @@ class Room:
 
     def _room_bytes(self) -> int:
         """How large a new slab may be, beside what the other processes have to be told of it."""
-        return self._books.limits.capacity_bytes - self._folder.bytes() - ROW_BYTES
+        return self._books.limits.capacity_bytes - self._folder.bytes() - LINE_BYTES
 
     def _shape_for(self, slot_bytes: int, room_bytes: int) -> Shape | None:
         """What a new slab of a class may be like; None if there is no room for one that is worth it."""
@@ -143,13 +145,22 @@ class Room:
         first = all(slab.shape.slot_bytes != slot_bytes for slab in self._books.slabs.values())
         return Shape(slot_bytes, slots) if slots >= (1 if first else (usual.slots + 1) // 2) else None
 
-    def _remove_remains(self) -> None:
-        """What a process left that died while it made or removed a slab: nobody has heard of it, or not any more."""
-        known = self._books.changes.known()
-        for number in slab_numbers(self._folder.disk, self._folder.model):
-            if number not in known:
-                with suppress(OSError):  # it stays in the way, and is asked again the next time
-                    unlink(self._folder.disk, slab_path(self._folder.model, number))
+    def _find_lost(self) -> None:
+        """Slabs of which nobody has heard, or not any more: a process died, or could not write, while it made or
+        removed them, or they could not be opened. They are room like others, and what lies in them is what it says."""
+        disk, known = self._folder.disk, self._books.changes.known()
+        for number in slab_numbers(disk, self._folder.model):
+            if number in known:
+                continue
+            path = slab_path(self._folder.model, number)
+            with suppress(OSError):  # it stays in the way, and is asked for again the next time
+                try:
+                    slab = Slab.open(disk, path, number, self._books.owner)
+                except Broken:
+                    unlink(disk, path)
+                else:
+                    with self._lock:
+                        self._books.add(slab)
 
     def _new_slab(self, shape: Shape) -> Slab:
         there = slab_numbers(self._folder.disk, self._folder.model)

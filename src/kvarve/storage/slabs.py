@@ -84,7 +84,7 @@ class Slab:
             # The table comes last and goes first: slots without one are nobody's.
             files.append(disk.open(table_path(path), create=True))
             disk.allocate(files[1], shape.table_bytes)
-            _write_all(disk, files[1], [pack_header(shape, owner, identity)], 0)
+            write_all(disk, files[1], [pack_header(shape, owner, identity)], 0)
             disk.sync(files[1])
             disk.sync_folder(path.parent)
         except OSError:
@@ -178,7 +178,7 @@ class Slab:
         begins = [0, *(np.flatnonzero(np.diff(at) != 1) + 1).tolist(), len(at)]
         for begin, end in itertools.pairwise(begins):
             piece = raw[begin * ENTRY_BYTES : end * ENTRY_BYTES]
-            _write_all(self.disk, self.table, [piece], self.shape.entry_at(int(at[begin])))
+            write_all(self.disk, self.table, [piece], self.shape.entry_at(int(at[begin])))
 
     def stamp(self, row: int, used: int, uses: int) -> None:
         """Write down that an object was used. Nobody waits for it to reach the medium."""
@@ -248,7 +248,7 @@ class Slab:
         pattern, back = _bounce()[:BLOCK_BYTES].tobytes(), bytearray(BLOCK_BYTES)
         try:
             for at in range(0, self.shape.slot_bytes, BLOCK_BYTES):
-                _write_all(self.disk, self.file, [pattern], self.shape.slot_at(row) + at)
+                write_all(self.disk, self.file, [pattern], self.shape.slot_at(row) + at)
             self.sync(self.file)
             return all(
                 self._read_bounced(memoryview(back), self.shape.slot_at(row) + at) == BLOCK_BYTES and back == pattern
@@ -288,11 +288,11 @@ class Slab:
         """Write neighbours, of whole slots but for the last. OSError: it is not all written."""
         at, views = self.shape.slot_at(run[0].row), [piece.view for piece in run]
         if self.direct < 0:
-            _write_all(self.disk, self.file, views, at)
+            write_all(self.disk, self.file, views, at)
         elif all(piece.aligned for piece in run):
             count = self.disk.write(self.direct, views, at)
             if count < sum(view.nbytes for view in views):
-                _write_all(self.disk, self.file, views, at)
+                write_all(self.disk, self.file, views, at)
         else:
             for view, place in _places(views, at):
                 self._write_bounced(view, place)
@@ -304,7 +304,7 @@ class Slab:
             bounce[:count] = view[done : done + count]
             bounce[count:] = bytes(bounce.nbytes - count)
             if self.disk.write(self.direct, [bounce], at + done) < bounce.nbytes:
-                _write_all(self.disk, self.file, [view[done : done + count]], at + done)
+                write_all(self.disk, self.file, [view[done : done + count]], at + done)
 
 
 @dataclass(eq=False)
@@ -377,7 +377,8 @@ def _read_some(disk: Disk, file: int, view: memoryview, at: int) -> int:
     return done
 
 
-def _write_all(disk: Disk, file: int, data: Sequence[memoryview | bytes], at: int) -> None:
+def write_all(disk: Disk, file: int, data: Sequence[memoryview | bytes], at: int) -> None:
+    """Write until all is written. OSError: it is not."""
     for piece in data:
         view = memoryview(piece)
         done = 0
@@ -394,10 +395,13 @@ def table_path(path: Path) -> Path:
 
 
 def unlink(disk: Disk, path: Path) -> None:
-    """Remove a slab's files, or what there is of them. Its table goes first, as slots without one are nobody's."""
-    for place in (table_path(path), path):
-        with suppress(FileNotFoundError):
-            disk.unlink(place)
+    """Remove a slab's files, or what there is of them. Its table goes first, as slots without one are nobody's. The
+    slots give up their room even if another process, which has yet to hear of it, has them open."""
+    with suppress(FileNotFoundError):
+        disk.unlink(table_path(path))
+    with suppress(FileNotFoundError):
+        disk.truncate(path)
+        disk.unlink(path)
 
 
 def _opened(disk: Disk, path: Path) -> tuple[int, bool]:

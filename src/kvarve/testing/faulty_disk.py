@@ -21,7 +21,18 @@ from kvarve.storage.disk import Disk
 
 SECTOR_BYTES = 512
 
-Kind = Literal["create", "allocate", "write", "sync", "rename", "unlink", "make_folder", "remove_folder", "sync_folder"]
+Kind = Literal[
+    "create",
+    "allocate",
+    "write",
+    "sync",
+    "rename",
+    "unlink",
+    "truncate",
+    "make_folder",
+    "remove_folder",
+    "sync_folder",
+]
 Fate = Literal["killed", "kept", "dropped", "torn"]
 
 
@@ -75,7 +86,7 @@ class FaultyDisk(Disk):
         names: list[Event] = []  # of what was done to folders, all of it
         settled = 0  # so many of them are on the disk for good
         for event in self.events[:count]:
-            if event.kind in ("write", "allocate"):
+            if event.kind in ("write", "allocate", "truncate"):
                 files[event.file].pending.append(event)
             elif event.kind == "sync":
                 files[event.file].flush()
@@ -152,6 +163,11 @@ class FaultyDisk(Disk):
             self._happens("unlink", path=path)
         super().unlink(path)
 
+    def truncate(self, path: Path) -> None:
+        self._live()
+        self._happens("truncate", inode=path.stat().st_ino)
+        super().truncate(path)
+
     def sync_folder(self, path: Path) -> None:
         self._happens("sync_folder", path=path)
 
@@ -172,11 +188,13 @@ class FaultyDisk(Disk):
         other: Path | None = None,
         at: int = 0,
         data: bytes = b"",
+        inode: int | None = None,
     ) -> None:
         self._live()
         if self.dies_at is not None and len(self.events) >= self.dies_at:
             self._die()
-        number = -1 if file < 0 else self._numbers.get(os.fstat(file).st_ino, -1)
+        inode = os.fstat(file).st_ino if file >= 0 else inode
+        number = self._numbers.get(inode, -1) if inode is not None else -1
         places = [str(place.relative_to(self.root)) if place is not None else "" for place in (path, other)]
         if kind == "create":
             number = self._made
@@ -198,6 +216,9 @@ def _apply(data: bytearray, event: Event, rng: random.Random | None = None) -> N
     """Do to a file what was written; with `rng`, each sector as luck has it, or all, or nothing."""
     if event.kind == "allocate":
         data.extend(bytes(max(0, event.at - len(data))))
+        return
+    if event.kind == "truncate":
+        data.clear()
         return
     luck = "kept" if rng is None else rng.choice(["kept", "dropped", "torn", "torn"])
     if luck == "dropped":

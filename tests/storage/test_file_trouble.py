@@ -1,0 +1,400 @@
+"""One call of the system fails, or who waits for one is interrupted: what was confirmed stays, for everybody."""
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from file_disks import MIB, Rigged, WithoutSync, file_name
+from test_crashes import Page, Quick, intact, opened, pages, store
+
+from kvarve.errors import StorageError
+from kvarve.storage import FileStorage
+from kvarve.testing.faulty_disk import Died
+from kvarve.testing.suite import LABEL, OTHER_LABEL
+
+ANYWHERE_BUT_THE_HEAD = range(1, MIB)
+HEAD = range(1)
+
+
+def trouble(number: int = errno.EIO) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+def names(some: Sequence[Page]) -> list[str]:
+    return [page.name for page in some]
+
+
+def intact_anew(folder: Path, some: Sequence[Page], capacity: int = MIB) -> set[Page]:
+    """What is there for who opens the store again."""
+    storage = opened(folder, capacity=capacity)
+    found = intact(storage, some)
+    storage.close()
+    return found
+
+
+def die(storage: FileStorage) -> None:
+    storage._folder.close()
+    storage._open = False
+
+
+# --- at the opening
+
+
+@pytest.mark.parametrize("nth", range(1, 8))
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
+    tmp_path: Path, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, some = tmp_path / "store", pages("full", *range(60))
+    storage = opened(folder, capacity=MIB)
+    assert all(store(storage, some))
+    storage.close()
+    scan, calls = os.scandir, 0
+
+    def scandir(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == nth:
+            raise trouble(errno.EMFILE)
+        return scan(*args)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    try:
+        storage = opened(folder, capacity=MIB)
+        store(storage, pages("window", 1))
+        storage.close()
+    except StorageError as error:
+        assert "Too many open files" in str(error)
+    monkeypatch.undo()
+    assert intact_anew(folder, some) == set(some)
+
+
+def test_a_disk_that_takes_a_few_bytes_at_a_time_hears_of_all_slabs(tmp_path: Path) -> None:
+    class Stingy(Quick):
+        def write(self, file: int, data: Any, at: int) -> int:
+            return super().write(file, [memoryview(data[0])[:30]], at)
+
+    folder, some = tmp_path / "store", pages("full", *range(60))
+    storage = opened(folder, capacity=MIB)
+    assert all(store(storage, some))
+    storage.close()
+    (storage._folder.model / "changes").write_bytes(b"")  # as a power cut leaves what was never synced
+    first, second = opened(folder, Stingy(), capacity=MIB), opened(folder, Stingy(), capacity=MIB)
+    assert store(first, pages("window", 1)) == [True]
+    assert intact(second, [*some, *pages("window", 1)]) == {*some, *pages("window", 1)}
+    first.close()
+    second.close()
+    assert intact_anew(folder, some) == set(some)
+
+
+def test_a_file_that_cannot_be_opened_for_a_moment_is_not_taken_for_read_only(tmp_path: Path) -> None:
+    class Once(Quick):
+        def open(self, path: Path, *, create: bool = False, direct: bool = False, read_only: bool = False) -> int:
+            if path.name == "changes" and not read_only:
+                raise trouble(errno.EMFILE)
+            return super().open(path, create=create, direct=direct, read_only=read_only)
+
+    with pytest.raises(StorageError, match="Too many open files"):
+        opened(tmp_path / "store", Once())
+
+
+def test_a_model_in_use_is_not_removed_by_who_cannot_see_who_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, capacity, some = tmp_path / "store", 400 << 10, pages("full", *range(20))
+    live = opened(folder, capacity=capacity)
+    other = opened(folder, label=OTHER_LABEL, capacity=capacity)
+    assert all(store(live, some))
+    listing = Path.iterdir
+
+    def iterdir(path: Path) -> Any:
+        if path == live._folder.model:
+            raise trouble(errno.EMFILE)
+        return listing(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: iter(()))  # as of Python 3.12 it says then
+    with pytest.raises(StorageError, match="Too many open files"):
+        for number in range(40):
+            store(other, pages("state", number))
+    monkeypatch.undo()
+    assert intact(live, some) == set(some)
+    live.close()
+    other.close()
+    assert intact_anew(folder, some, capacity) == set(some)
+
+
+# --- a change that cannot be told, or is not told to the end
+
+
+@pytest.mark.parametrize("at", [HEAD, ANYWHERE_BUT_THE_HEAD])
+@pytest.mark.parametrize("others", ["others", "nobody else"])
+def test_a_slab_of_which_nobody_could_be_told_is_a_slab_for_all_later(tmp_path: Path, at: range, others: str) -> None:
+    folder, disk = tmp_path / "store", Rigged()
+    one, other = opened(folder, disk, capacity=MIB), opened(folder, capacity=MIB)
+    some = pages("full", 1, 2, 3)
+    disk.fail(trouble(errno.ENOSPC), "write", "changes", at=at)
+    with pytest.raises(StorageError, match="No space"):
+        store(one, some)
+    if others == "others":
+        assert all(store(other, pages("state", 1)))
+    assert all(store(one, some))
+    assert intact(one, some) == intact(other, some) == set(some)
+    known = {slab.number for slab in one._books.slabs.values()}
+    assert known == {int(path.name[5:]) for path in folder.rglob("slab-??????")}
+    one.close()
+    other.close()
+    assert intact_anew(folder, some) == set(some)
+
+
+@pytest.mark.parametrize("at", [HEAD, ANYWHERE_BUT_THE_HEAD])
+@pytest.mark.parametrize("who", ["another", "the same"])
+def test_a_slab_whose_removal_could_not_be_told_is_no_trap(tmp_path: Path, at: range, who: str) -> None:
+    folder, disk = tmp_path / "store", Rigged()
+    one, other = opened(folder, disk, capacity=MIB), opened(folder, capacity=MIB)
+    base = pages("full", *range(15))
+    assert all(store(one, base))
+    disk.fail(trouble(), "write", "changes", at=at)
+    with pytest.raises(OSError, match="Input/output"), one._changing():
+        one._room.remove(one._books.slabs[0])
+    user = other if who == "another" else one
+    x, y = base[3], pages("full", 99)[0]
+    user.delete([x.name])
+    assert store(user, [y]) == [True]
+    assert all(store(user, pages("window", *range(30))))
+    for storage in (one, other):
+        assert store(storage, [x, y, *base[8:]]) == [True] * 9
+        assert intact(storage, [x, y, *base[8:]]) == {x, y, *base[8:]}
+    one.close()
+    other.close()
+    assert intact_anew(folder, [x, y, *base[8:]]) == {x, y, *base[8:]}
+
+
+@pytest.mark.parametrize("how", ["EIO", "killed"])
+@pytest.mark.parametrize("skip", [0, 1, 2])
+def test_what_is_gone_from_the_tables_is_confirmed_by_nobody(tmp_path: Path, how: str, skip: int) -> None:
+    folder, disk = tmp_path / "store", Rigged()
+    lagging, one = opened(folder, capacity=MIB), opened(folder, disk, capacity=MIB)
+    base = pages("full", *range(15))
+    assert all(store(lagging, base))
+    one.exists(["x"])
+    disk.fail(trouble() if how == "EIO" else Died(), "write", "changes", skip=skip)
+    with pytest.raises((StorageError, Died)):
+        one.delete([base[3].name])
+    if how == "killed":
+        die(one)
+    assert store(lagging, [base[3]]) == [True]
+    lagging.close()
+    one.close()
+    assert intact_anew(folder, base) == set(base)
+
+
+def test_what_was_changed_is_heard_of_though_the_call_that_heard_of_it_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, base = tmp_path / "store", pages("full", *range(60))
+    one, other = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
+    assert all(store(one, base))
+    other.exists(["x"])
+    first, last = (one._books.slabs[number] for number in (min(one._books.slabs), max(one._books.slabs)))
+    there = [page for page in base if one._books.place(page.name)[0] is last]
+    with one._changing():
+        one._room.remove(first)
+        one._room.remove(last)
+
+    def forget(slab: object) -> int:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(other._books, "forget", forget)
+        other.exists(names(base))
+    assert all(store(other, there))
+    one.close()
+    other.close()
+    assert intact_anew(folder, there) == set(there)
+
+
+# --- a sync that fails
+
+
+def test_what_a_failed_sync_leaves_in_doubt_is_written_again_even_if_it_could_not_be_taken_back(tmp_path: Path) -> None:
+    disk, (page,) = Rigged(), pages("full", 2)
+    storage = opened(tmp_path / "store", disk, capacity=MIB)
+    assert store(storage, pages("full", 1)) == [True]
+    bad = False
+
+    def happens(call: str, name: str, at: int) -> None:
+        nonlocal bad
+        bad |= call == "sync" and name == "slab-000000"
+        if bad:
+            raise trouble()
+
+    disk.happens = happens
+    with pytest.raises(StorageError, match="Input/output"):
+        store(storage, [page])
+    written = []
+    disk.happens = lambda call, name, at: written.append(name) if call == "write" else None
+    assert store(storage, [page]) == [True]
+    assert "slab-000000" in written
+    disk.happens = lambda call, name, at: None
+    assert intact(storage, [page]) == {page}
+    storage.close()
+
+
+def test_what_a_dead_process_had_not_synced_is_written_again_when_its_sync_fails(tmp_path: Path) -> None:
+    folder, disks, (page,) = tmp_path / "store", (Rigged(), Rigged()), pages("full", 2)
+    dying, other = (opened(folder, disk, capacity=MIB) for disk in disks)
+    mine, theirs = pages("full", 1, 3)
+    assert store(other, [mine]) == store(dying, [theirs]) == [True]
+    disks[0].fail(Died(), "sync", "slab-000000")
+    with pytest.raises(Died):
+        store(dying, [page])
+    die(dying)
+    disks[1].fail(trouble(), "sync", "slab-000000")
+    with pytest.raises(StorageError, match="Input/output"):
+        store(other, [page])
+    assert other.exists(names([page, mine])) == [False, True], "what this process has synced is no doubt there"
+    assert store(other, [page]) == [True]
+    assert intact(other, [page, mine]) == {page, mine}
+    other.close()
+
+
+def test_a_put_that_could_not_be_told_hinders_no_later_one(tmp_path: Path) -> None:
+    disk, (page, other) = Rigged(), pages("full", 2, 3)
+    storage = opened(tmp_path / "store", disk, capacity=MIB)
+    assert store(storage, pages("full", 1)) == [True]
+    disk.fail(trouble(), "write", "changes", skip=5, at=ANYWHERE_BUT_THE_HEAD)
+    disk.fail(trouble(), "write", "changes", skip=3)  # of the commit: reserving writes its line twice, and the head
+    with pytest.raises(StorageError, match="Input/output"):
+        store(storage, [page])
+    assert storage._books.held == set() and storage._unsynced == {}
+    disk.fail(trouble(), "sync", "slab-000000")
+    with pytest.raises(StorageError, match="Input/output"):
+        store(storage, [other])
+    assert store(storage, [page, other]) == [True, True]
+    assert intact(storage, [page, other]) == {page, other}
+    storage.close()
+
+
+# --- rows that are being filled
+
+
+def test_rows_that_could_not_be_given_back_are_free_again_and_the_folder_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process stands still, with the mutex in its hands."""
+    monkeypatch.setattr("kvarve.storage.folder.MUTEX_S", 0.01)
+    folder, disk = tmp_path / "store", Rigged()
+    storage, other = opened(folder, disk, capacity=MIB), opened(folder, capacity=MIB)
+    assert store(storage, pages("full", 1)) == [True]
+    mutex = other._folder.mutex()
+    disk.happens = lambda call, name, at: mutex.__enter__() if call == "write" and name == "slab-000000" else None
+    with pytest.raises(StorageError, match="is it stopped"):
+        store(storage, pages("full", 2))
+    disk.happens = lambda call, name, at: None
+    mutex.__exit__(None, None, None)
+    assert store(storage, pages("full", 3)) == [True]
+    assert storage._books.states()["reserved"] == 0
+    storage.close()
+    assert other._folder.alone()
+    other.close()
+
+
+def test_rows_of_a_put_that_was_interrupted_while_it_reserved_are_free_again(tmp_path: Path) -> None:
+    folder, disk = tmp_path / "store", Rigged()
+    storage = opened(folder, disk, capacity=MIB)
+    assert store(storage, pages("full", 1)) == [True]
+    disk.fail(KeyboardInterrupt(), "write", ".table")
+    with pytest.raises(KeyboardInterrupt):
+        store(storage, pages("full", 2, 3))
+    assert store(storage, pages("full", 4)) == [True]
+    assert storage._books.states()["reserved"] == 0
+    storage.close()
+    storage = opened(folder, capacity=MIB)
+    assert storage._folder.alone()
+    storage.close()
+
+
+def test_rows_are_nobody_elses_while_threads_write_for_a_put_that_was_interrupted(tmp_path: Path) -> None:
+    class Slow(WithoutSync):
+        gate: threading.Event | None = None
+        waiting = threading.Semaphore(0)
+
+        def write(self, file: int, data: Any, at: int) -> int:
+            if self.gate is not None and file_name(file) == "slab-000000":
+                self.waiting.release()
+                assert self.gate.wait(60)
+            return super().write(file, data, at)
+
+        def open(self, path: Path, *, create: bool = False, direct: bool = False, read_only: bool = False) -> int:
+            if direct:
+                raise trouble(errno.EINVAL)
+            return super().open(path, create=create, read_only=read_only)
+
+    disk = Slow()
+    storage = FileStorage(tmp_path / "store", MIB, LABEL, "model A", threads=4, disk=disk)
+    assert all(store(storage, pages("full", 1)))
+    disk.gate = gate = threading.Event()
+    main = threading.get_ident()
+
+    def interrupt() -> None:
+        for _ in range(2):
+            assert disk.waiting.acquire(timeout=60)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    with pytest.raises(KeyboardInterrupt):
+        storage.put(names(pages("full", 2, 3)), [page.record() for page in pages("full", 2, 3)])
+    interrupting.join()
+    disk.gate = None
+    some = pages("full", *range(20, 34))
+    for page in some:
+        assert store(storage, [page]) == [True]
+    gate.set()
+    while storage._books.held:  # until the last of them has come back
+        pass
+    assert intact(storage, some) == set(some)
+    assert store(storage, pages("full", 4)) == [True]
+    assert storage._books.states()["reserved"] == 0
+    storage.close()
+
+
+# --- a disk that is smaller than the capacity
+
+
+def test_what_is_removed_gives_up_its_room_although_somebody_idle_has_it_open(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    idle, busy = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
+    assert all(store(idle, pages("full", *range(30))))
+    busy.exists(["x"])
+    slab = idle._books.slabs[0]
+    with busy._changing():
+        busy._room.remove(busy._books.slabs[0])
+    assert os.fstat(slab.file).st_size == 0
+    assert intact(idle, pages("full", *range(5))) == set()
+    idle.close()
+    busy.close()
+
+
+def test_a_full_disk_costs_one_slab_at_most_when_what_is_removed_makes_no_room(tmp_path: Path) -> None:
+    class Full(Quick):
+        full = False
+
+        def allocate(self, file: int, size_bytes: int) -> None:
+            if self.full:
+                raise trouble(errno.ENOSPC)
+            super().allocate(file, size_bytes)
+
+    disk, some = Full(), pages("full", *range(60))
+    storage = opened(tmp_path / "store", disk, capacity=MIB)
+    assert all(store(storage, some))
+    before = len(storage._books.slabs)
+    disk.full = True
+    assert store(storage, pages("state", 1)) == [False]
+    assert len(storage._books.slabs) == before - 1
+    storage.close()
