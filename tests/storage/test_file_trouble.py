@@ -2,9 +2,9 @@
 
 import errno
 import os
-import signal
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,7 @@ def test_a_disk_that_takes_a_few_bytes_at_a_time_hears_of_all_slabs(tmp_path: Pa
     storage.close()
     (storage._folder.model / "changes").write_bytes(b"")  # as a power cut leaves what was never synced
     first, second = opened(folder, Stingy(), capacity=MIB), opened(folder, Stingy(), capacity=MIB)
+    assert intact(second, some) == set(some)
     assert store(first, pages("window", 1)) == [True]
     assert intact(second, [*some, *pages("window", 1)]) == {*some, *pages("window", 1)}
     first.close()
@@ -161,6 +162,8 @@ def test_a_slab_whose_removal_could_not_be_told_is_no_trap(tmp_path: Path, at: r
     disk.fail(trouble(), "write", "changes", at=at)
     with pytest.raises(OSError, match="Input/output"), one._changing():
         one._room.remove(one._books.slabs[0])
+    assert store(other, pages("state", 1)) == [True]
+    assert one.exists(names(base)) == other.exists(names(base)), "be they removed or not"
     user = other if who == "another" else one
     x, y = base[3], pages("full", 99)[0]
     user.delete([x.name])
@@ -169,6 +172,7 @@ def test_a_slab_whose_removal_could_not_be_told_is_no_trap(tmp_path: Path, at: r
     for storage in (one, other):
         assert store(storage, [x, y, *base[8:]]) == [True] * 9
         assert intact(storage, [x, y, *base[8:]]) == {x, y, *base[8:]}
+    assert one.exists(names(base)) == other.exists(names(base))
     one.close()
     other.close()
     assert intact_anew(folder, [x, y, *base[8:]]) == {x, y, *base[8:]}
@@ -193,6 +197,33 @@ def test_what_is_gone_from_the_tables_is_confirmed_by_nobody(tmp_path: Path, how
     assert intact_anew(folder, base) == set(base)
 
 
+def test_what_somebody_read_while_a_dying_process_changed_it_is_read_again(tmp_path: Path) -> None:
+    folder, disk = tmp_path / "store", Rigged()
+    lagging, third, dying = (
+        opened(folder, capacity=MIB),
+        opened(folder, capacity=MIB),
+        opened(folder, disk, capacity=MIB),
+    )
+    base = pages("full", *range(15))
+    assert all(store(lagging, base))
+    third.delete([base[14].name])  # so that there is something to be looked at
+    dying.exists(["x"])
+
+    def happens(call: str, name: str, at: int) -> None:
+        if name.endswith(".table"):
+            assert lagging.exists([base[3].name]) == [True], "nothing is written yet"
+            disk.fail(Died(), "write", "changes")
+
+    disk.happens = happens
+    with pytest.raises(Died):
+        dying.delete([base[3].name])
+    die(dying)
+    assert store(lagging, [base[3]]) == [True]
+    lagging.close()
+    third.close()
+    assert intact_anew(folder, base[:14]) == set(base[:14])
+
+
 def test_what_was_changed_is_heard_of_though_the_call_that_heard_of_it_was_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +232,7 @@ def test_what_was_changed_is_heard_of_though_the_call_that_heard_of_it_was_inter
     assert all(store(one, base))
     other.exists(["x"])
     first, last = (one._books.slabs[number] for number in (min(one._books.slabs), max(one._books.slabs)))
-    there = [page for page in base if one._books.place(page.name)[0] is last]
+    there = [page for page in base if one._books.place(page.name)[0] in (first, last)]
     with one._changing():
         one._room.remove(first)
         one._room.remove(last)
@@ -319,7 +350,9 @@ def test_rows_of_a_put_that_was_interrupted_while_it_reserved_are_free_again(tmp
     storage.close()
 
 
-def test_rows_are_nobody_elses_while_threads_write_for_a_put_that_was_interrupted(tmp_path: Path) -> None:
+def test_rows_are_nobody_elses_while_threads_write_for_a_put_that_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Slow(WithoutSync):
         gate: threading.Event | None = None
         waiting = threading.Semaphore(0)
@@ -339,18 +372,15 @@ def test_rows_are_nobody_elses_while_threads_write_for_a_put_that_was_interrupte
     storage = FileStorage(tmp_path / "store", MIB, LABEL, "model A", threads=4, disk=disk)
     assert all(store(storage, pages("full", 1)))
     disk.gate = gate = threading.Event()
-    main = threading.get_ident()
 
-    def interrupt() -> None:
+    def result(future: Future[Any]) -> None:
         for _ in range(2):
             assert disk.waiting.acquire(timeout=60)
-        signal.pthread_kill(main, signal.SIGINT)
+        raise KeyboardInterrupt
 
-    interrupting = threading.Thread(target=interrupt)
-    interrupting.start()
-    with pytest.raises(KeyboardInterrupt):
-        storage.put(names(pages("full", 2, 3)), [page.record() for page in pages("full", 2, 3)])
-    interrupting.join()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Future, "result", result)
+        store(storage, pages("full", 2, 3))
     disk.gate = None
     some = pages("full", *range(20, 34))
     for page in some:
