@@ -65,6 +65,7 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
     monkeypatch.setattr(os, "scandir", scandir)
     try:
         storage = opened(folder, capacity=MIB)
+        assert intact(storage, some) == set(some)
         store(storage, pages("window", 1))
         storage.close()
     except StorageError as error:
