@@ -1,5 +1,6 @@
 """One call of the system fails, or who waits for one is interrupted: what was confirmed stays, for everybody."""
 
+import contextlib
 import errno
 import os
 import threading
@@ -9,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from file_disks import MIB, Rigged, WithoutSync, file_name
+from file_disks import MIB, Rigged, WithoutSync, file_name, total
 from test_crashes import Page, Quick, intact, opened, pages, store
 
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
+from kvarve.storage.books import Call
+from kvarve.storage.care import gc
 from kvarve.testing.faulty_disk import Died
 from kvarve.testing.suite import LABEL, OTHER_LABEL
 
@@ -128,6 +131,67 @@ def test_a_model_in_use_is_not_removed_by_who_cannot_see_who_uses_it(
     live.close()
     other.close()
     assert intact_anew(folder, some, capacity) == set(some)
+
+
+def test_a_folder_that_only_root_may_look_into_is_none_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a fresh ext4 disk has one, and the tests may run as root."""
+    (tmp_path / "store" / "lost+found").mkdir(parents=True)
+    scan = os.scandir
+
+    def scandir(path: Any = ".") -> Any:
+        if str(path).endswith("lost+found"):
+            raise trouble(errno.EACCES)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    storage = opened(tmp_path / "store", capacity=MIB)
+    assert store(storage, pages("full", 1)) == [True]
+    storage.close()
+
+
+def test_a_slab_that_could_not_be_opened_when_it_was_told_of_is_opened_later(tmp_path: Path) -> None:
+    class Short(Quick):
+        short = False
+
+        def open(self, path: Path, *, create: bool = False, direct: bool = False, read_only: bool = False) -> int:
+            if self.short:
+                raise trouble(errno.EMFILE)
+            return super().open(path, create=create, direct=direct, read_only=read_only)
+
+    folder, disk, some = tmp_path / "store", Short(), pages("full", 1)
+    one, other = opened(folder, capacity=MIB), opened(folder, disk, capacity=MIB)
+    disk.short = True
+    assert store(one, some) == [True]
+    assert other.exists(names(some)) == [False]
+    disk.short = False
+    assert store(other, [*some, *pages("window", 1)]) == [True, True]
+    assert one.usage().objects == other.usage().objects == 2
+    one.close()
+    other.close()
+
+
+def test_slabs_that_were_cut_do_not_outgrow_the_capacity_when_they_are_found(tmp_path: Path) -> None:
+    class Full(Quick):
+        full = True
+
+        def allocate(self, file: int, size_bytes: int) -> None:
+            if self.full:
+                raise trouble(errno.ENOSPC)
+            super().allocate(file, size_bytes)
+
+    folder, capacity, disk = tmp_path / "store", 240 << 10, Full()
+    storage = opened(folder, capacity=capacity)
+    store(storage, pages("full", *range(60)))
+    storage.close()
+    for path in sorted(folder.rglob("slab-??????"))[:6]:
+        os.truncate(path, 0)
+    storage = opened(folder, disk, capacity=capacity)
+    disk.full = False
+    for number in range(100, 300):
+        store(storage, pages("full", number))
+        storage._room._full_until.clear()
+        assert total(folder) <= capacity
+    storage.close()
 
 
 # --- a change that cannot be told, or is not told to the end
@@ -250,6 +314,89 @@ def test_what_was_changed_is_heard_of_though_the_call_that_heard_of_it_was_inter
     assert intact_anew(folder, there) == set(there)
 
 
+def test_a_stripes_number_never_goes_back(tmp_path: Path) -> None:
+    folder, disks = tmp_path / "store", (Rigged(), Rigged())
+    lagging = opened(folder, capacity=MIB)
+    one, dying = (opened(folder, disk, capacity=MIB) for disk in disks)
+    base = pages("full", *range(15))
+    assert all(store(one, base[:14]))
+    dying.exists(["x"])
+    assert store(one, base[14:]) == [True]  # the lagging one has not looked since
+    disks[1].fail(Died(), "write", "changes", skip=1)
+    with pytest.raises(Died):
+        dying.delete([base[3].name])
+    die(dying)
+
+    def happens(call: str, name: str, at: int) -> None:
+        if name == "changes" and at == 0:
+            disks[0].happens = lambda call, name, at: None
+            lagging.exists(["x"])
+            raise trouble()
+
+    disks[0].happens = happens  # what the dead one left is settled, but for the number for all
+    call, answers, (mine, theirs) = Call(), dict[int, bool](), pages("full", 20, 21)
+    filling = one._reserve(call, [0], [mine.name], [mine.record()], answers)
+    assert store(lagging, [theirs]) == [True]
+    one._write(filling, [mine.record()])
+    one._commit(call, filling, [mine.name], [mine.record()], answers)
+    assert answers == {0: True}
+    one.close()
+    lagging.close()
+    assert intact_anew(folder, [mine, theirs]) == {mine, theirs}
+
+
+@pytest.mark.parametrize("nth", range(6))
+@pytest.mark.parametrize("what", ["will", "did"])
+def test_who_is_interrupted_while_he_tells_of_a_change_knows_what_is_on_the_disk(
+    tmp_path: Path, what: str, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, base, some = tmp_path / "store", pages("full", *range(15)), [*pages("window", 1, 2), *pages("full", 20, 21)]
+    storage = opened(folder, capacity=MIB)
+    assert all(store(storage, base))
+    tell, calls = getattr(storage._books.changes, what), 0
+
+    def interrupted(change: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == nth + 1:
+            raise KeyboardInterrupt
+        tell(change)
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(storage._books.changes, what, interrupted)
+        store(storage, some)
+    assert all(store(storage, some))
+    assert storage._books.held == set()
+    assert intact(storage, base + some) == {*base, *some}
+    storage.close()
+    assert storage._folder._files == []
+    assert intact_anew(folder, base + some) == {*base, *some}
+
+
+def test_who_is_interrupted_while_he_takes_the_mutex_does_not_keep_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(Quick):
+        now = False
+
+        def lock(self, file: int, *, wait: bool = True, shared: bool = False) -> bool:
+            locked = super().lock(file, wait=wait, shared=shared)
+            if self.now and locked:
+                self.now = False
+                raise KeyboardInterrupt
+            return locked
+
+    monkeypatch.setattr("kvarve.storage.folder.MUTEX_S", 0.01)
+    folder, disk = tmp_path / "store", Interrupted()
+    one, other = opened(folder, disk, capacity=MIB), opened(folder, capacity=MIB)
+    disk.now = True
+    with pytest.raises(KeyboardInterrupt):
+        one.delete(["x"])
+    assert store(other, pages("full", 1)) == [True]
+    one.close()
+    other.close()
+
+
 # --- a sync that fails
 
 
@@ -303,12 +450,119 @@ def test_a_put_that_could_not_be_told_hinders_no_later_one(tmp_path: Path) -> No
     disk.fail(trouble(), "write", "changes", skip=3)  # of the commit: reserving writes its line twice, and the head
     with pytest.raises(StorageError, match="Input/output"):
         store(storage, [page])
-    assert storage._books.held == set() and storage._unsynced == {}
+    assert storage._books.held == set()
     disk.fail(trouble(), "sync", "slab-000000")
     with pytest.raises(StorageError, match="Input/output"):
         store(storage, [other])
     assert store(storage, [page, other]) == [True, True]
     assert intact(storage, [page, other]) == {page, other}
+    assert storage._unsynced == {}
+    storage.close()
+
+
+@pytest.mark.parametrize("how", ["not told", "interrupted"])
+def test_what_a_put_left_unsynced_is_not_confirmed_after_a_sync_that_failed(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, (page, other) = Rigged(), pages("full", 2, 3)
+    storage = opened(tmp_path / "store", disk, capacity=MIB)
+    assert store(storage, pages("full", 1)) == [True]
+    if how == "not told":
+        disk.fail(trouble(), "write", "changes", skip=1, at=HEAD)  # the commit's; the table is written
+    else:
+        disk.fail(KeyboardInterrupt(), "sync", "slab-000000")
+    with pytest.raises((StorageError, KeyboardInterrupt)):
+        store(storage, [page])
+    assert storage.exists(names([page])) == [True]
+    disk.fail(trouble(), "sync", "slab-000000")
+    with pytest.raises(StorageError, match="Input/output"):
+        store(storage, [other])
+    written = []
+    disk.happens = lambda call, name, at: written.append(name) if call == "write" else None
+    assert store(storage, [page]) == [True]
+    assert "slab-000000" in written
+    assert storage._unsynced == {}
+    storage.close()
+
+
+def test_what_others_have_synced_is_not_in_doubt_when_my_sync_fails(tmp_path: Path) -> None:
+    folder, disk, theirs = tmp_path / "store", Rigged(), pages("full", *range(10))
+    mine, other = opened(folder, disk, capacity=MIB), opened(folder, capacity=MIB)
+    assert all(store(other, theirs))
+    disk.fail(trouble(), "sync", "slab-000000")
+    with pytest.raises(StorageError, match="Input/output"):
+        store(mine, pages("full", 20))
+    assert intact(mine, theirs) == intact(other, theirs) == set(theirs)
+    mine.close()
+    other.close()
+
+
+# --- a table that cannot be read for a moment
+
+
+class Blind(Quick):
+    """While `blind`, no table can be read."""
+
+    blind = False
+
+    def read(self, file: int, into: Any, at: int) -> int:
+        if self.blind and file_name(file).endswith(".table"):
+            raise trouble()
+        return super().read(file, into, at)
+
+
+@pytest.mark.parametrize("blind", ["who fills it", "another"])
+def test_a_row_that_is_being_filled_is_nobody_elses_though_its_entry_cannot_be_read(tmp_path: Path, blind: str) -> None:
+    folder, disks, (mine, theirs) = tmp_path / "store", (Blind(), Blind()), pages("full", 20, 21)
+    one, other = (opened(folder, disk, capacity=MIB) for disk in disks)
+    assert all(store(other, pages("full", *range(3))))
+    call, answers = Call(), dict[int, bool]()
+    filling = one._reserve(call, [0], [mine.name], [mine.record()], answers)
+    disk = disks[blind == "another"]
+    disk.blind = True
+    assert store(other, [theirs]) == [True]
+    one.exists(names([theirs]))
+    with one._changing():
+        pass
+    disk.blind = False
+    one._write(filling, [mine.record()])
+    one._commit(call, filling, [mine.name], [mine.record()], answers)
+    assert answers == {0: True}
+    both = [mine, theirs, *pages("full", *range(3))]
+    assert intact(one, both) == intact(other, both) == set(both)
+    one.close()
+    other.close()
+    assert intact_anew(folder, both) == set(both)
+
+
+def test_what_cannot_be_read_of_a_table_is_not_written_over_and_is_there_again_when_it_can(tmp_path: Path) -> None:
+    folder, disk, some = tmp_path / "store", Blind(), pages("full", *range(120))
+    blind, other = opened(folder, disk, capacity=8 * MIB), opened(folder, capacity=8 * MIB)
+    assert all(store(other, some))
+    blind.exists(["x"])
+    other.delete([some[5].name])
+    disk.blind = True
+    assert sum(blind.exists(names(some))) < 119
+    assert store(blind, pages("window", 1)) == [True]
+    disk.blind = False
+    assert store(blind, pages("window", 2)) == [True]
+    assert intact(blind, some) == intact(other, some) == {*some} - {some[5]}
+    assert blind._books.states()["unreadable"] == 0
+    blind.close()
+    other.close()
+
+
+def test_rows_whose_entries_can_never_be_read_are_mended_by_gc(tmp_path: Path) -> None:
+    folder, disk = tmp_path / "store", Blind()
+    storage = opened(folder, capacity=MIB)
+    assert all(store(storage, pages("full", *range(15))))
+    storage.close()
+    disk.blind = True
+    storage = opened(folder, disk, capacity=MIB)
+    unreadable = storage._books.states()["unreadable"]
+    assert unreadable >= 15
+    assert gc(storage)["retired"] == unreadable
+    assert storage._books.states()["unreadable"] == 0
     storage.close()
 
 

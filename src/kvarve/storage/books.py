@@ -22,6 +22,7 @@ from kvarve.storage.table import (
     RESERVED,
     RETIRED,
     STORED,
+    UNREADABLE,
     Columns,
     owner_of,
     slot_bytes_for,
@@ -88,7 +89,7 @@ class Books:
         self.held: set[Place] = set()  # what calls of this process are about to fill
         self._unclear: set[Slab] = set()  # slabs with entries that fail their check
         self._doubles: set[Place] = set()  # of those: another row has the same name
-        self._doubtful: dict[Place, int] = {}  # generations of objects that may never have reached the medium
+        self.doubtful: dict[Place, int] = {}  # generations of objects that may never have reached the medium
         self._victims: dict[tuple[int, str | None], list[Victim]] = {}
         self._interrupted = False  # the tables may have reserved rows of ours that nobody fills
         self._last_tick = 0
@@ -144,7 +145,7 @@ class Books:
 
     def take_in(self, *, closely: bool = False) -> None:
         """Look what other processes have changed; closely, before changing something oneself."""
-        unsettled = {}
+        unsettled, unopened = {}, []
         for changed in self.changes.look(closely=closely):
             if changed.unsettled:
                 unsettled[changed.number] = changed.identity, changed.unsettled
@@ -156,14 +157,19 @@ class Books:
                 for stripe in range(STRIPES) if changed.stripes is None else changed.stripes:
                     self._read(slab, *slab.rows_of(stripe))
             elif changed.identity:
-                # A slab that cannot be opened is lost with what it holds, as one that is not there.
-                with suppress(OSError, Broken):
+                # A slab that cannot be opened is not there, for now or for ever.
+                try:
                     slab = Slab.open(
                         self.disk, slab_path(self.folder.model, changed.number), changed.number, self.owner
                     )
                     if slab.identity == changed.identity:
                         self.slabs[changed.number] = slab
                         self._read(slab, 0, slab.shape.slots)
+                except Broken:
+                    pass
+                except OSError:
+                    unopened.append(changed.number)
+        self.changes.doubt(unopened)
         if unsettled:
             with suppress(OSError):  # then the next one has to do it
                 self.changes.did(unsettled)
@@ -181,7 +187,11 @@ class Books:
     def _learn(self, slab: Slab, first: int, found: Columns) -> None:
         here = slice(first, first + len(found.state))
         changed = (slab.state[here] != found.state) | (slab.generation[here] != found.generation)
-        changed |= found.state == BROKEN
+        changed |= found.state >= BROKEN
+        for row in np.flatnonzero(found.state >= BROKEN).tolist():
+            if (slab, first + row) in self.held:  # nobody knows that better
+                found.state[row], changed[row] = RESERVED, False
+                found.generation[row], found.holder[row] = slab.generation[first + row], slab.holder[first + row]
         for row in np.flatnonzero(changed & (slab.state[here] == STORED)).tolist():
             self._unlist(slab, first + row)
         held = found.state == STORED
@@ -207,7 +217,7 @@ class Books:
             rows = (np.flatnonzero(held) + first)[new].tolist()
             names = found.names if new.all() else [found.names[i] for i in np.flatnonzero(new).tolist()]
             self._list(slab, rows, names)
-        if (slab.state[here] == BROKEN).any():
+        if (slab.state[here] >= BROKEN).any():
             self._unclear.add(slab)
 
     def _list(self, slab: Slab, rows: list[int], names: list[str]) -> None:
@@ -283,7 +293,7 @@ class Books:
         self.slabs.pop(slab.number, None)
         self.held = {place for place in self.held if place[0] is not slab}
         self._doubles = {place for place in self._doubles if place[0] is not slab}
-        self._doubtful = {place: it for place, it in self._doubtful.items() if place[0] is not slab}
+        self.doubtful = {place: it for place, it in self.doubtful.items() if place[0] is not slab}
         self._dirty.pop(slab, None)
         self._unclear.discard(slab)
         self._victims.clear()  # they would keep the file open
@@ -291,7 +301,7 @@ class Books:
 
     def doubt(self, places: Iterable[Place]) -> None:
         """These may never have reached the medium: they are dropped as soon as tables can be written."""
-        self._doubtful.update(((slab, row), int(slab.generation[row])) for slab, row in places)
+        self.doubtful.update(((slab, row), int(slab.generation[row])) for slab, row in places)
 
     # --- changing, with the mutex held
 
@@ -313,8 +323,15 @@ class Books:
     def release(self, places: Iterable[Place]) -> None:
         """Nobody is going to fill these after all, as far as they are held."""
         for place in places:
-            if place in self.held:
+            if self.is_ours(place):
                 self.drop(*place)
+            self.held.discard(place)
+
+    def is_ours(self, place: Place) -> bool:
+        """Whether a row that this process has reserved still is: a disk may have lost that, and it is another's now."""
+        slab, row = place
+        ours = slab.state[row] == RESERVED and slab.holder[row] == self.folder.number
+        return bool(ours and place in self.held and self.slabs.get(slab.number) is slab)
 
     def abandon(self, places: Iterable[Place]) -> None:
         """The same where tables cannot be written now: the next who can finds them reserved by us, and held by
@@ -350,10 +367,11 @@ class Books:
             for slab, rows in dirty.items():
                 slab.save(sorted(rows))
             self.changes.did(change)
-        except OSError:
+        except BaseException:  # whatever it is, it goes on to the caller
             self._interrupted = True
             self.reload(dirty)
             raise
+        self.doubtful = {place: it for place, it in self.doubtful.items() if self.stands(place, it)}
 
     def settle(self) -> None:
         """Entries that fail their check although nobody is writing them are free rows; so are doubles of a name, and
@@ -367,20 +385,20 @@ class Books:
                 for _, found in slab.load(row, row + 1):
                     if found.names and found.names[0] in self.index:
                         self.drop(slab, row)
-        for place, generation in [*self._doubtful.items()]:
+        for place, generation in self.doubtful.items():
             if self.stands(place, generation):
                 self.drop(*place)
-            else:  # it is gone from the tables, too
-                del self._doubtful[place]
         unclear, self._unclear = self._unclear, set()
         for slab in unclear:
-            broken = np.flatnonzero(slab.state == BROKEN)
+            broken = np.flatnonzero(slab.state >= BROKEN)
             for stripe in np.unique(slab.stripe(broken)).tolist():
                 self._read(slab, *slab.rows_of(stripe))
             for row in np.flatnonzero(slab.state == BROKEN).tolist():
                 self.lost += 1
                 self.drop(slab, row)
             self._unclear.discard(slab)
+            if (slab.state == UNREADABLE).any():  # who knows what is there; asked again the next time
+                self._unclear.add(slab)
 
     def reclaim(self) -> None:
         """Rows that a process had reserved before it died are free, and those of ours that no call is filling."""
@@ -527,20 +545,22 @@ class Books:
         )
 
     def may_go(self, slab: Slab, call: Call | None = None) -> bool:
-        """Whether nobody is filling a row of the slab, nor has this call answered for one."""
-        if (slab.state == RESERVED).any():
+        """Whether nobody is filling a row of the slab, as far as can be known, nor has this call answered for one."""
+        if ((slab.state == RESERVED) | (slab.state == UNREADABLE)).any():
             return False
         return call is None or not any(place >> 32 == slab.number for place in call.kept)
 
     # --- slabs, with the mutex held
 
-    def add(self, slab: Slab) -> None:
-        """A slab has been made, or found. OSError: it is not known after all."""
+    def add(self, slab: Slab, *, empty: bool) -> None:
+        """A slab has been made, or found with what is in it. OSError: it is not known after all."""
         self.slabs[slab.number] = slab
-        self._read(slab, 0, slab.shape.slots)
+        self._taken.discard(slab.shape.slot_bytes)
         try:
+            if not empty:
+                self._read(slab, 0, slab.shape.slots)
             self.changes.did({slab.number: (slab.identity, ())})
-        except OSError:
+        except BaseException:
             self.forget(slab)
             raise
 
@@ -568,6 +588,7 @@ class Books:
     def states(self) -> dict[str, int]:
         """How many rows are in which state."""
         names = {FREE: "free", RESERVED: "reserved", STORED: "stored", RETIRED: "retired", BROKEN: "broken"}
+        names[UNREADABLE] = "unreadable"
         return {
             name: sum(int((slab.state == state).sum()) for slab in self.slabs.values()) for state, name in names.items()
         }

@@ -28,7 +28,7 @@ from kvarve.storage.folder import (
     owner_of_model,
     remove_model,
 )
-from kvarve.storage.table import RETIRED, STORED
+from kvarve.storage.table import RETIRED, STORED, UNREADABLE
 
 _AS_LARGE_AS_IT_IS = 1 << 62
 _AT_ONCE = 16
@@ -159,6 +159,10 @@ def gc(storage: FileStorage) -> dict[str, int]:
                 if slab.can_be_filled(row):
                     books.drop(slab, row)
                     counts["retired"] += 1
+            # To write an entry may mend what cannot be read of a table; while others are there it may be theirs.
+            for row in np.flatnonzero(slab.state == UNREADABLE).tolist() if books.folder.alone() else ():
+                books.drop(slab, row)
+                counts["retired"] += 1
         books.publish()
     return counts
 

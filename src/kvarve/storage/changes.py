@@ -70,6 +70,11 @@ class Changes:
             self._seen[line] = now[line]
         self._head = head  # read before the rest: what comes in between is seen the next time
 
+    def doubt(self, numbers: Iterable[int]) -> None:
+        """The next close look finds these slabs again."""
+        for number in numbers:
+            self._seen[number + 1, 0] = _IN_DOUBT
+
     def known(self) -> set[int]:
         """The numbers of all slabs that there were at the last look."""
         return set(np.flatnonzero(self._seen[1:, 0]).tolist())
@@ -99,6 +104,7 @@ class Changes:
             self._seen[number + 1, 0] = _IN_DOUBT
             at = np.fromiter(stripes, np.int64) + 1
             line[0], line[at] = identity, (line[at] | _ONE) + done
+            self._seen[number + 1, 1:] = line[1:]  # they never go back, whatever of it is written
             write_all(self._disk, self._file, [line.tobytes()], (number + 1) * LINE_BYTES)
         return lines
 

@@ -33,8 +33,9 @@ class Crew:
             if not started:
                 raise StorageError(f"no threads for a storage: {error}") from None
 
-    def submit(self, do: Callable[[Any], T], what: Any) -> "Future[T]":
-        answer: Future[T] = Future()
+    def submit(self, do: Callable[[Any], T], what: Any, answer: "Future[T] | None" = None) -> "Future[T]":
+        """Have it done; what comes of it is in the answer, which the caller may have made before."""
+        answer = Future() if answer is None else answer
 
         def call() -> None:
             try:

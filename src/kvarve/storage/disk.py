@@ -15,6 +15,7 @@ _FILE_MODE = 0o600
 # What a file system says that cannot preallocate.
 _CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
+NOT_OURS = "lost+found"  # every fresh ext4 disk has it, and nobody may look into it
 BLOCK_BYTES = 4096  # direct I/O moves whole blocks between block-aligned places
 
 
@@ -93,7 +94,8 @@ class Disk:
     def sizes(self, folder: Path) -> dict[Path, int]:
         """Every file below a folder, and how long it is. OSError: some of it cannot be looked at."""
         found = {}
-        for parent, _, files in os.walk(folder, onerror=_unless_gone):
+        for parent, folders, files in os.walk(folder, onerror=_unless_gone):
+            folders[:] = [each for each in folders if each != NOT_OURS]
             for name in files:
                 with suppress(FileNotFoundError):  # somebody removes it while we look
                     path = Path(parent, name)

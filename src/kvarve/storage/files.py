@@ -18,7 +18,7 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -62,11 +62,11 @@ class _Filling:
 
     places: dict[int, Place] = field(default_factory=dict)  # by the object's number in the call
     failed: dict[int, OSError] = field(default_factory=dict)
-    stored: dict[int, int] = field(default_factory=dict)  # generations of what is in the tables now
     moving: list[Future[OSError | None]] = field(default_factory=list)  # what threads have been told to write
     # Slabs to be synced, as what was written to them, or was there already and is young, may not be on the medium yet;
     # and how many of their syncs had failed before it was written.
     failed_syncs: dict[Slab, int] = field(default_factory=dict)
+    given_up: bool = False  # the put has ended without them
 
 
 class FileStorage(Storage):
@@ -267,6 +267,9 @@ class FileStorage(Storage):
 
     def close(self) -> None:
         """Rows that a call is still filling stay this process's own until it comes back."""
+        if self._books.doubtful:
+            with suppress(OSError, StorageError), self._changing(), self._lock:
+                self._books.publish()
         with self._writing, self._lock:
             if self._open:
                 self._open = False
@@ -355,7 +358,7 @@ class FileStorage(Storage):
             self._books.publish()
         with self._lock:
             self._books.abandon(filling.places.values())
-            self._forget_unsynced(filling)
+            filling.given_up = True
             if not self._open:
                 self._leave_folder()
 
@@ -373,8 +376,9 @@ class FileStorage(Storage):
             now_ns, full, kept = self._books.clock.now_ns(), [], []
             for number, (slab, row) in filling.places.items():
                 error = filling.failed.get(number)
-                if self._books.slabs.get(slab.number) is not slab:
-                    continue  # somebody has removed it
+                if not self._books.is_ours((slab, row)):
+                    self._books.release([(slab, row)])
+                    continue
                 if error is not None:
                     bad = error.errno == errno.EIO
                     self._books.damaged += bad
@@ -388,7 +392,6 @@ class FileStorage(Storage):
                     self._books.keep(slab, row, names[number], data[number].nbytes, now_ns)
                     call.kept.add(slab.number << 32 | row)
                     kept.append((slab, row))
-                    filling.stored[number] = int(slab.generation[row])
                     self._unsynced[slab, row] = filling
                     answers[number] = True
             self._books.use(kept, count=False)
@@ -403,37 +406,50 @@ class FileStorage(Storage):
     def _sync(self, filling: _Filling, answers: dict[int, bool]) -> None:
         """Return when all is on the medium. Where that fails, nobody knows what is: it is taken back."""
         files = [(slab, file) for slab in filling.failed_syncs for file in slab.files]
+        waiting = {}
+        with self._lock:
+            for place, put in [*self._unsynced.items()]:
+                if self._books.slabs.get(place[0].number) is not place[0]:
+                    del self._unsynced[place]
+                elif put is filling or (put.given_up and place[0] in filling.failed_syncs):
+                    waiting[place] = put
         try:
             ended = list(self._each_run(files, lambda one: one[0].sync(one[1]), _SYNC))
             errors = {slab: error for (slab, _), error in ended if error is not None}
             for slab, before in filling.failed_syncs.items():
                 if slab not in errors and slab.failed_syncs(wait=True) > before:
                     errors[slab] = OSError(errno.EIO, "the sync of another put failed, and with it perhaps this one's")
-            if errors:
-                with self._lock:
-                    for slab in errors:
-                        self._books.doubt(self._not_known_to_be_synced(slab))
-                answers.update((number, False) for number, (slab, _) in filling.places.items() if slab in errors)
-                with suppress(OSError), self._changing(), self._lock:
-                    self._books.publish()
-                raise next(iter(errors.values()))
-        finally:
-            with self._lock:
-                self._forget_unsynced(filling)
+        except BaseException:
+            filling.given_up = True
+            raise
+        with self._lock:
+            # After a sync that failed the kernel takes all for written, so the next one says nothing of what is lost.
+            self._books.doubt(place for place in self._unsynced if place[0] in errors)
+            for place, put in waiting.items():
+                if place[0].failed_syncs() > put.failed_syncs[place[0]]:
+                    self._books.doubt([place])
+                if self._unsynced.get(place) is put:
+                    del self._unsynced[place]
+        if errors:
+            answers.update((number, False) for number, (slab, _) in filling.places.items() if slab in errors)
+            with suppress(OSError), self._changing(), self._lock:
+                self._books.doubt(self._left_unsynced(errors))
+                self._books.settle()
+                self._books.publish()
+            raise next(iter(errors.values()))
 
-    def _not_known_to_be_synced(self, slab: Slab) -> list[Place]:
-        """What young objects there are in a slab but those that this process has synced. After a sync that failed the
-        kernel takes all of them for written, so the next sync would say nothing of what is lost."""
-        now_ns, mine = self._books.clock.now_ns(), slab.holder == self._folder.number
-        others = ~mine | (slab.stored < self._opened_ns)
-        young = (slab.state == STORED) & (now_ns - slab.stored < _YOUNG_NS) & others
-        unsynced = [place for place in self._unsynced if place[0] is slab]
-        return [*((slab, row) for row in np.flatnonzero(young).tolist()), *unsynced]
-
-    def _forget_unsynced(self, filling: _Filling) -> None:
-        for place in filling.places.values():
-            if self._unsynced.get(place) is filling:
-                del self._unsynced[place]
+    def _left_unsynced(self, slabs: Iterable[Slab]) -> list[Place]:
+        """What young objects there are that a process stored which has ended, so perhaps before it had synced them.
+        Whoever still lives hears of a failed sync himself, as every descriptor is told once."""
+        now_ns, left = self._books.clock.now_ns(), []
+        for slab in slabs:
+            young = (slab.state == STORED) & (now_ns - slab.stored < _YOUNG_NS)
+            mine = (slab.holder == self._folder.number) & (slab.stored >= self._opened_ns)
+            for row in np.flatnonzero(young & ~mine).tolist():
+                holder = int(slab.holder[row])
+                if holder == self._folder.number or not self._folder.is_alive(holder):
+                    left.append((slab, row))
+        return left
 
     def _used(self, call: Call, names: Sequence[str], answers: dict[int, bool]) -> None:
         """The first name of a call counts as used last, whether it was there or is new."""
@@ -504,9 +520,11 @@ class FileStorage(Storage):
             self._require_open()
             if not self._crews:
                 self._crews = [Crew(self._threads, f"kvarve files {what}") for what in ("move", "sync")]
-            futures = [] if moving is None else moving
-            for one in work:
-                futures.append(self._crews[crew].submit(tried, one))
+            futures: list[Future[OSError | None]] = [Future() for _ in work]
+            if moving is not None:
+                moving += futures
+            for one, future in zip(work, futures, strict=True):
+                self._crews[crew].submit(tried, one, future)
         yield from [(one, future.result()) for one, future in zip(work, futures, strict=True)]
 
     @contextmanager

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import check_owner, check_settings
-from kvarve.storage.disk import Disk
+from kvarve.storage.disk import NOT_OURS, Disk
 
 FORMAT = "kvarve-slabs/2"
 MUTEX_S = 20.0  # how long a process waits for another one that changes a table, which takes that one milliseconds
@@ -36,7 +36,7 @@ _NOT_FOR_US_TO_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM)
 _SLAB, _PROCESS = "slab-", "process-"
 TABLE = ".table"
 # What an opening that was cut short leaves, and what every fresh ext4 disk has: a folder with these only is empty.
-_NOT_CONTENT = frozenset({_LOCK, _MARKER + _UNFINISHED, "lost+found"})
+_NOT_CONTENT = frozenset({_LOCK, _MARKER + _UNFINISHED, NOT_OURS})
 PROCESSES = 1 << 12
 
 
@@ -219,14 +219,14 @@ class Folder:
         StorageError when another one does not let go of it: it may have been stopped in the middle.
         """
         end, pause_s = time.monotonic() + MUTEX_S, FIRST_PAUSE_S
-        while not self.disk.lock(self._mutex, wait=False):
-            if time.monotonic() > end:
-                raise StorageError(
-                    f"{self.directory}: another process has held its lock for {MUTEX_S:g} s: is it stopped?"
-                )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         try:
+            while not self.disk.lock(self._mutex, wait=False):
+                if time.monotonic() > end:
+                    raise StorageError(
+                        f"{self.directory}: another process has held its lock for {MUTEX_S:g} s: is it stopped?"
+                    )
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             yield
         finally:
             self.disk.unlock(self._mutex)

@@ -88,7 +88,7 @@ class Room:
             self._full_until[slot_bytes] = now_ns + _TRY_AGAIN_NS
             return False
         with self._lock:
-            self._books.add(slab)
+            self._books.add(slab, empty=True)
         return True
 
     def _swap(self, wanted: Wanted) -> bool:
@@ -150,7 +150,7 @@ class Room:
         removed them, or they could not be opened. They are room like others, and what lies in them is what it says."""
         disk, known = self._folder.disk, self._books.changes.known()
         for number in slab_numbers(disk, self._folder.model):
-            if number in known:
+            if number in known or number in self._books.slabs:
                 continue
             path = slab_path(self._folder.model, number)
             with suppress(OSError):  # it stays in the way, and is asked for again the next time
@@ -159,8 +159,9 @@ class Room:
                 except Broken:
                     unlink(disk, path)
                 else:
-                    with self._lock:
-                        self._books.add(slab)
+                    if disk.size(slab.file) == slab.shape.slots_bytes:  # else it would grow, beyond what there is room
+                        with self._lock:
+                            self._books.add(slab, empty=False)
 
     def _new_slab(self, shape: Shape) -> Slab:
         there = slab_numbers(self._folder.disk, self._folder.model)

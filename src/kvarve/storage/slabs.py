@@ -143,21 +143,25 @@ class Slab:
         step = _READ_TABLE_BYTES // ENTRY_BYTES
         for at in range(first, last, step):
             raw = bytearray((min(last, at + step) - at) * ENTRY_BYTES)
-            done = 0
-            with suppress(OSError):
+            unreadable: list[int] = []
+            try:
                 done = _read_some(self.disk, self.table, memoryview(raw), self.shape.entry_at(at))
-            if done < len(raw):
-                raw = self._sector_by_sector(raw, at)
-            yield at, read_entries(raw, self.identity, at, self.shape.slot_bytes)
+                raw[done:] = b"\xff" * (len(raw) - done)  # the table was cut: what is gone fails its check
+            except OSError:
+                unreadable = self._entry_by_entry(memoryview(raw), at)
+            yield at, read_entries(raw, self.identity, at, self.shape.slot_bytes, unreadable)
 
-    def _sector_by_sector(self, raw: bytearray, first: int) -> bytearray:
-        """After an I/O error: whatever of the table can be had, and entries that fail their check for the rest."""
-        view = memoryview(raw)
-        for i in range(0, len(raw), ENTRY_BYTES):
-            view[i : i + ENTRY_BYTES] = b"\xff" * ENTRY_BYTES
-            with suppress(OSError):
-                _read_some(self.disk, self.table, view[i : i + ENTRY_BYTES], self.shape.entry_at(first) + i)
-        return raw
+    def _entry_by_entry(self, view: memoryview, first: int) -> list[int]:
+        """After an I/O error: whatever of the table can be had; which entries cannot."""
+        unreadable = []
+        for i in range(view.nbytes // ENTRY_BYTES):
+            entry = view[i * ENTRY_BYTES : (i + 1) * ENTRY_BYTES]
+            entry[:] = b"\xff" * ENTRY_BYTES
+            try:
+                _read_some(self.disk, self.table, entry, self.shape.entry_at(first + i))
+            except OSError:
+                unreadable.append(i)
+        return unreadable
 
     def save(self, rows: Sequence[int]) -> None:
         """Write the entries of these rows as the columns have them. Not on the medium before `sync`."""
@@ -212,11 +216,10 @@ class Slab:
         It need not be the caller's. Nor has the caller's, if this returns: the kernel says so to one only of all who
         sync through one descriptor. So who writes has to ask `failed_syncs` before, and once more after it.
         """
-        this = object()
-        with self._syncs:
-            self._syncing.add(this)
-        failed = True
+        this, failed = object(), True
         try:
+            with self._syncs:
+                self._syncing.add(this)
             self.disk.sync(file)
             failed = False
         finally:

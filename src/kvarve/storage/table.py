@@ -12,6 +12,7 @@ of the check: a wrong time of use costs a miss at most. The sums are made for a 
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,9 +31,9 @@ _CHECKED = slice(1, _USED)
 USED_AT = 8 * _USED  # within the entry; 16 bytes, `STAMP`
 STAMP = struct.Struct("<QQ")
 
-# The states of a row. The last one is never written: it is what a reader says of an entry that fails its check, which
-# somebody may be writing just now.
-FREE, RESERVED, STORED, RETIRED, BROKEN = range(5)
+# The states of a row. The last two are never written: they are what a reader says of an entry that fails its check,
+# which somebody may be writing just now, and of one that the disk does not give him.
+FREE, RESERVED, STORED, RETIRED, BROKEN, UNREADABLE = range(6)
 
 _HEADER = struct.Struct("<8sIIQQQQ")
 _MAGIC, _FORMAT = b"kvarveSL", 1
@@ -137,8 +138,11 @@ class Columns:
     names: list[str]
 
 
-def read_entries(raw: bytes | bytearray, identity: int, first_row: int, slot_bytes: int) -> Columns:
-    """What the entries from `first_row` on say; one that fails its check is BROKEN, one never written is FREE."""
+def read_entries(
+    raw: bytes | bytearray, identity: int, first_row: int, slot_bytes: int, unreadable: Sequence[int] = ()
+) -> Columns:
+    """What the entries from `first_row` on say; one that fails its check is BROKEN, one never written is FREE, and one
+    of the `unreadable` (counted from the first) is what it is called."""
     entries = np.frombuffer(raw, np.uint64).reshape(-1, ENTRY_WORDS)
     rows = np.arange(first_row, first_row + len(entries))
     whole = entries[:, _CHECK] == _checks(entries, identity, rows)
@@ -149,6 +153,7 @@ def read_entries(raw: bytes | bytearray, identity: int, first_row: int, slot_byt
     whole &= (state <= RETIRED) & (length >= 0) & (length <= slot_bytes)
     state[~whole] = BROKEN
     state[blank] = FREE
+    state[list(unreadable)] = UNREADABLE
     names = np.ndarray((len(entries),), f"S{NAME_BYTES}", raw, 8 * _NAME, (ENTRY_BYTES,))
     found = b"\n".join(names[state == STORED].tolist()).decode("ascii", "replace")
     return Columns(
