@@ -366,7 +366,7 @@ def test_who_is_interrupted_while_he_tells_of_a_change_knows_what_is_on_the_disk
         patch.setattr(storage._books.changes, what, interrupted)
         store(storage, some)
     assert all(store(storage, some))
-    assert storage._books.held == set()
+    assert storage._books.held == {}
     assert intact(storage, base + some) == {*base, *some}
     storage.close()
     assert storage._folder._files == []
@@ -450,7 +450,7 @@ def test_a_put_that_could_not_be_told_hinders_no_later_one(tmp_path: Path) -> No
     disk.fail(trouble(), "write", "changes", skip=3)  # of the commit: reserving writes its line twice, and the head
     with pytest.raises(StorageError, match="Input/output"):
         store(storage, [page])
-    assert storage._books.held == set()
+    assert storage._books.held == {}
     disk.fail(trouble(), "sync", "slab-000000")
     with pytest.raises(StorageError, match="Input/output"):
         store(storage, [other])
@@ -533,6 +533,25 @@ def test_a_row_that_is_being_filled_is_nobody_elses_though_its_entry_cannot_be_r
     one.close()
     other.close()
     assert intact_anew(folder, both) == set(both)
+
+
+def test_a_row_that_a_disk_has_lost_to_another_process_is_not_entered(tmp_path: Path) -> None:
+    folder, (mine, theirs) = tmp_path / "store", pages("full", 20, 21)
+    one, other = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
+    assert all(store(other, pages("full", *range(3))))
+    call, answers = Call(), dict[int, bool]()
+    filling = one._reserve(call, [0], [mine.name], [mine.record()], answers)
+    ((slab, row),) = filling.places.values()
+    os.pwrite(slab.table, b"torn", slab.shape.entry_at(row))
+    other._books.reload([other._books.slabs[slab.number]])
+    assert store(other, [theirs]) == [True]
+    assert other._books.place(theirs.name)[1] == row
+    one._commit(call, filling, [mine.name], [mine.record()], answers)
+    assert answers == {0: False}
+    assert one._books.held == {}
+    assert intact(one, [theirs]) == intact(other, [theirs]) == {theirs}
+    one.close()
+    other.close()
 
 
 def test_what_cannot_be_read_of_a_table_is_not_written_over_and_is_there_again_when_it_can(tmp_path: Path) -> None:

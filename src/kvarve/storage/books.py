@@ -86,7 +86,7 @@ class Books:
         self._of_group: dict[str, int] = defaultdict(int)  # slot bytes; counted where there is a quota
         self._taken: set[int] = set()  # classes (slot bytes) without a free row
         self._dirty: dict[Slab, set[int]] = defaultdict(set)
-        self.held: set[Place] = set()  # what calls of this process are about to fill
+        self.held: dict[Place, int] = {}  # generations of rows that calls of this process are about to fill
         self._unclear: set[Slab] = set()  # slabs with entries that fail their check
         self._doubles: set[Place] = set()  # of those: another row has the same name
         self.doubtful: dict[Place, int] = {}  # generations of objects that may never have reached the medium
@@ -188,10 +188,6 @@ class Books:
         here = slice(first, first + len(found.state))
         changed = (slab.state[here] != found.state) | (slab.generation[here] != found.generation)
         changed |= found.state >= BROKEN
-        for row in np.flatnonzero(found.state >= BROKEN).tolist():
-            if (slab, first + row) in self.held:  # nobody knows that better
-                found.state[row], changed[row] = RESERVED, False
-                found.generation[row], found.holder[row] = slab.generation[first + row], slab.holder[first + row]
         for row in np.flatnonzero(changed & (slab.state[here] == STORED)).tolist():
             self._unlist(slab, first + row)
         held = found.state == STORED
@@ -291,7 +287,7 @@ class Books:
         for row in rows:
             self._unlist(slab, row)
         self.slabs.pop(slab.number, None)
-        self.held = {place for place in self.held if place[0] is not slab}
+        self.held = {place: it for place, it in self.held.items() if place[0] is not slab}
         self._doubles = {place for place in self._doubles if place[0] is not slab}
         self.doubtful = {place: it for place, it in self.doubtful.items() if place[0] is not slab}
         self._dirty.pop(slab, None)
@@ -308,13 +304,13 @@ class Books:
     def hold(self, slab: Slab, row: int) -> None:
         """The row is to be filled by this process."""
         self._set(slab, row, RESERVED)
-        self.held.add((slab, row))
+        self.held[slab, row] = int(slab.generation[row])
         slab.length[row] = slab.used[row] = slab.uses[row] = 0
 
     def drop(self, slab: Slab, row: int, state: int = FREE) -> None:
         """The row holds nothing any more, and is free, or is not used again."""
         self._unlist(slab, row)
-        self.held.discard((slab, row))
+        self.held.pop((slab, row), None)
         self._set(slab, row, state)
         if state == FREE:
             slab.searched = False
@@ -325,23 +321,25 @@ class Books:
         for place in places:
             if self.is_ours(place):
                 self.drop(*place)
-            self.held.discard(place)
+            self.held.pop(place, None)
 
     def is_ours(self, place: Place) -> bool:
         """Whether a row that this process has reserved still is: a disk may have lost that, and it is another's now."""
         slab, row = place
         ours = slab.state[row] == RESERVED and slab.holder[row] == self.folder.number
-        return bool(ours and place in self.held and self.slabs.get(slab.number) is slab)
+        same = slab.generation[row] == self.held.get(place) and self.slabs.get(slab.number) is slab
+        return bool(ours and same)
 
     def abandon(self, places: Iterable[Place]) -> None:
         """The same where tables cannot be written now: the next who can finds them reserved by us, and held by
         nobody."""
-        self.held.difference_update(places)
+        for place in places:
+            self.held.pop(place, None)
         self._interrupted = True
 
     def keep(self, slab: Slab, row: int, name: str, length: int, now_ns: int) -> None:
         """The row has been filled."""
-        self.held.discard((slab, row))
+        self.held.pop((slab, row), None)
         slab.state[row], slab.names[row], slab.length[row] = STORED, name, length
         slab.stored[row] = now_ns
         self._dirty[slab].add(row)
@@ -394,10 +392,11 @@ class Books:
             for stripe in np.unique(slab.stripe(broken)).tolist():
                 self._read(slab, *slab.rows_of(stripe))
             for row in np.flatnonzero(slab.state == BROKEN).tolist():
-                self.lost += 1
-                self.drop(slab, row)
+                if (slab, row) not in self.held:  # a call is writing there
+                    self.lost += 1
+                    self.drop(slab, row)
             self._unclear.discard(slab)
-            if (slab.state == UNREADABLE).any():  # who knows what is there; asked again the next time
+            if (slab.state >= BROKEN).any():  # who knows what is there; asked again the next time
                 self._unclear.add(slab)
 
     def reclaim(self) -> None:
@@ -469,8 +468,9 @@ class Books:
     def _free(self, slot_bytes: int) -> Place | None:
         if slot_bytes not in self._taken:
             for slab in self.slabs.values():
-                if slab.shape.slot_bytes == slot_bytes and (row := slab.take_free()) is not None:
-                    return slab, row
+                while slab.shape.slot_bytes == slot_bytes and (row := slab.take_free()) is not None:
+                    if (slab, row) not in self.held:
+                        return slab, row
             self._taken.add(slot_bytes)
         return None
 
@@ -502,6 +502,7 @@ class Books:
                 if (
                     victim.stands(self.slabs)
                     and victim.slab.number << 32 | victim.row not in call.kept
+                    and (victim.slab, victim.row) not in self.held
                     and not self._used_elsewhere(victim)
                 ):
                     return victim, fresh

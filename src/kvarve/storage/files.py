@@ -423,9 +423,8 @@ class FileStorage(Storage):
             filling.given_up = True
             raise
         with self._lock:
-            # After a sync that failed the kernel takes all for written, so the next one says nothing of what is lost.
-            self._books.doubt(place for place in self._unsynced if place[0] in errors)
             for place, put in waiting.items():
+                # After a sync that failed the kernel takes all for written, and the next one says nothing of it.
                 if place[0].failed_syncs() > put.failed_syncs[place[0]]:
                     self._books.doubt([place])
                 if self._unsynced.get(place) is put:
