@@ -166,6 +166,7 @@ def test_a_slab_that_could_not_be_opened_when_it_was_told_of_is_opened_later(tmp
     disk.short = False
     assert store(other, [*some, *pages("window", 1)]) == [True, True]
     assert one.usage().objects == other.usage().objects == 2
+    assert set(one._books.slabs) == set(other._books.slabs) == {0, 1}, "and none was made for what was there"
     one.close()
     other.close()
 
