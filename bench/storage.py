@@ -8,11 +8,11 @@ usual way: a file for each page, written beside and renamed, one after the other
 file and the folder. And this store: what its lanes do, so each page's checksum is computed before it is written and
 after it is read, by one of several workers while others write or read, and a put answers when it is durable.
 
-Then lookups and opening with a million small objects, and a prompt of 4,096 tokens on its way from storage to the
-device (probe, reads, checks, copies), in turns with raw reads of as many bytes. Each figure is the best of several
-rounds, taken in turns, because other work on a machine only ever makes a round slower. A ratio is the median of those
-of the rounds, for the disk of a virtual machine is at times three times as fast as at others; its limit is the better
-of one thread and eight at the same page size.
+Then lookups and opening with a million small objects, a prompt of 4,096 tokens on its way from storage to the device
+(probe, reads, checks, copies), in turns with raw reads of as many bytes, and gets with and without checks, in turns.
+Each figure is the best of several rounds, because other work on a machine only ever makes a round slower. A ratio is
+the median of those of the rounds, for the disk of a virtual machine is at times three times as fast as at others; its
+limit is the better of one thread and eight at the same page size.
 """
 
 import mmap
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,39 +218,55 @@ def file_moves(folder: Path, records: Records) -> Iterator[tuple[str, Taken]]:
         shutil.rmtree(folder)
 
 
-def store_moves(folder: Path, records: Records, of_round: int) -> Iterator[tuple[str, Taken]]:
-    store = FileStorage(folder, 4 * records.page_bytes * records.count, LABEL, "bench/storage.py")
-    names, checking = records.names(of_round), threading.Lock()
+class Stored:
+    """A store for some records, and its pages moved by as many workers as a lane has."""
 
-    def put(part: slice) -> None:
-        with checking:
-            records.check(part)
-        assert all(store.put(names[part], records.views[part]))
+    def __init__(self, folder: Path, records: Records, names: Sequence[str]) -> None:
+        self.folder, self.records, self.names = folder, records, names
+        self.store = FileStorage(folder, 4 * records.page_bytes * records.count, LABEL, "bench/storage.py")
+        self._checking = threading.Lock()
+        # The slots have been written before, as the raw files, and as those of any store that has been in use for long.
+        for at in range(0, records.count, PUT_PAGES):
+            part = slice(at, at + PUT_PAGES)
+            assert all(self.store.put([f"x{name}" for name in names[part]], records.views[part]))
+        self.store.delete([f"x{name}" for name in names])
 
-    def get(part: slice) -> None:
-        assert all(store.get(names[part], records.views[part]))
+    def put(self) -> Taken:
+        def work(part: slice) -> None:
+            with self._checking:
+                self.records.check(part)
+            assert all(self.store.put(self.names[part], self.records.views[part]))
 
-    def get_and_check(part: slice) -> None:
-        get(part)
-        records.check(part)
+        return timed(lambda: self._by_workers(work, PUT_PAGES))
 
-    def by_workers(work: Callable[[slice], None], pages: int) -> None:
+    def get(self, *, check: bool) -> Taken:
+        """All of it from the disk."""
+
+        def work(part: slice) -> None:
+            assert all(self.store.get(self.names[part], self.records.views[part]))
+            if check:
+                self.records.check(part)
+
+        self.records.blank()
+        forget(*self.folder.rglob("slab-??????"))  # not the tables, which opening reads
+        taken = timed(lambda: self._by_workers(work, GET_PAGES))
+        self.records.check()
+        return taken
+
+    def close(self) -> None:
+        self.store.close()
+        shutil.rmtree(self.folder)
+
+    def _by_workers(self, work: Callable[[slice], None], pages: int) -> None:
         with ThreadPoolExecutor(WORKERS) as workers:
-            [*workers.map(work, (slice(at, at + pages) for at in range(0, records.count, pages)))]
+            [*workers.map(work, (slice(at, at + pages) for at in range(0, self.records.count, pages)))]
 
-    # The slots have been written before, as the raw files, and as those of any store that has been in use for a while.
-    for at in range(0, records.count, PUT_PAGES):
-        part = slice(at, at + PUT_PAGES)
-        assert all(store.put([f"x{name}" for name in names[part]], records.views[part]))
-    store.delete([f"x{name}" for name in names])
-    yield "store put, durable", timed(lambda: by_workers(put, PUT_PAGES))
-    for what, work in (("store get", get_and_check), ("store get, unchecked", get)):
-        records.blank()
-        forget(*folder.rglob("slab-??????"))  # not the tables, which opening reads
-        yield what, timed(lambda w=work: by_workers(w, GET_PAGES))
-    records.check()
-    store.close()
-    shutil.rmtree(folder)
+
+def store_moves(folder: Path, records: Records, of_round: int) -> Iterator[tuple[str, Taken]]:
+    stored = Stored(folder, records, records.names(of_round))
+    yield "store put, durable", stored.put()
+    yield "store get", stored.get(check=True)
+    stored.close()
     yield "checksums", timed(records.check)
 
 
@@ -306,6 +322,20 @@ def restored(folder: Path, rounds: int) -> dict[str, list[float]]:
     return found
 
 
+def checked(folder: Path, size: Size, rounds: int) -> dict[bool, list[float]]:
+    """Seconds of gets that check what they read, and of some that do not, in turns; a first round only warms up."""
+    records, found = Records(MIB, size.pages(MIB)), dict[bool, list[float]]()
+    stored = Stored(folder / "checked", records, records.names(0))
+    stored.put()
+    for number in range(rounds + 1):
+        for check in (True, False) if number % 2 else (False, True):
+            taken = stored.get(check=check)
+            if number:
+                found.setdefault(check, []).append(taken.seconds)
+    stored.close()
+    return found
+
+
 def measure(size: Size, folder: Path) -> Figures:
     """Every way of moving pages in every round; a first round only warms up."""
     figures: Figures = {}
@@ -319,7 +349,11 @@ def measure(size: Size, folder: Path) -> Figures:
 
 
 def ratios_of(
-    figures: Figures, restores: dict[str, list[float]], objects: dict[str, float], size: Size
+    figures: Figures,
+    checks: dict[bool, list[float]],
+    restores: dict[str, list[float]],
+    objects: dict[str, float],
+    size: Size,
 ) -> dict[str, float]:
     def seconds(*ways: str) -> list[float]:
         """Of each round, by the fastest of these ways."""
@@ -336,7 +370,9 @@ def ratios_of(
         "holds_128_us": objects["holds_128_us"],
         "recovery_1m_s": objects["recovery_s"] * 1e6 / size.objects,
         # What checking adds to the time that reading takes, since one worker checks while others read.
-        "checksum_share": max(0.0, 1 - speed("store get", "store get, unchecked")),
+        "checksum_share": max(
+            0.0, 1 - median(raw / ours for raw, ours in zip(checks[False], checks[True], strict=True))
+        ),
         "restore_over_raw": median(raw / ours for raw, ours in zip(restores["raw"], restores["restore"], strict=True)),
     }
 
@@ -352,6 +388,7 @@ def main() -> int:
         objects = many(folder / "many", size)
         shutil.rmtree(folder / "many")
         restores = restored(folder, 3 * size.rounds)
+        checks = checked(folder, size, 3 * size.rounds)
         figures = measure(size, folder)
     rows = []
     for what in dict.fromkeys(what for what, _ in figures):
@@ -362,7 +399,7 @@ def main() -> int:
         cpu_s = min(taken.cpu_s for taken in figures[what, MIB])
         row["CPU ms per GiB"] = 1000 * cpu_s * GIB / (MIB * size.pages(MIB))
         rows.append(row)
-    ratios = ratios_of(figures, restores, objects, size)
+    ratios = ratios_of(figures, checks, restores, objects, size)
     moved = f"{size.moved_bytes // MIB} MiB a time, {size.compared_bytes // MIB} at 1 MiB"
     show(f"{moved}; best of {size.rounds}; CPU at 1 MiB", rows)
     restore_ms = 1000 * min(restores["restore"])

@@ -18,6 +18,6 @@ def test_a_quick_run_measures_every_way_and_leaves_nothing_behind(quick: Callabl
     figures = quick("storage.py").figures
     assert {*figures["ratios"]} == RATIOS
     assert all(ratio > 0 for name, ratio in figures["ratios"].items() if name != "checksum_share")
-    assert len(figures["rows"]) == 15
+    assert len(figures["rows"]) == 14
     assert all(row[f"GB/s at {page} KiB"] > 0 for row in figures["rows"] for page in (64, 1024, 4096))
     assert figures["machine"]["cores"] >= 1
