@@ -360,8 +360,11 @@ def ratios_of(
         rounds = zip(*(figures[way, MIB] for way in ways), strict=True)
         return [min(taken.seconds for taken in each) for each in rounds]
 
+    def over(limits: list[float], ours: list[float]) -> float:
+        return median(limit / mine for limit, mine in zip(limits, ours, strict=True))
+
     def speed(ours: str, *limits: str) -> float:
-        return median(limit / mine for mine, limit in zip(seconds(ours), seconds(*limits), strict=True))
+        return over(seconds(*limits), seconds(ours))
 
     return {
         "durable_put_over_raw": speed("store put, durable", *(f"raw write, direct, {threads}" for threads in THREADS)),
@@ -370,10 +373,8 @@ def ratios_of(
         "holds_128_us": objects["holds_128_us"],
         "recovery_1m_s": objects["recovery_s"] * 1e6 / size.objects,
         # What checking adds to the time that reading takes, since one worker checks while others read.
-        "checksum_share": max(
-            0.0, 1 - median(raw / ours for raw, ours in zip(checks[False], checks[True], strict=True))
-        ),
-        "restore_over_raw": median(raw / ours for raw, ours in zip(restores["raw"], restores["restore"], strict=True)),
+        "checksum_share": max(0.0, 1 - over(checks[False], checks[True])),
+        "restore_over_raw": over(restores["raw"], restores["restore"]),
     }
 
 

@@ -1,10 +1,13 @@
-"""Disks that fail, or whose time passes, as a test of the file store says; no test stands here."""
+"""Disks that fail, or whose time passes, as a test of the file store says, and calls at once; no test stands here."""
 
+import errno
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
 from kvarve.storage.disk import Disk
 from kvarve.storage.table import Shape
@@ -119,6 +122,34 @@ class Rigged(WithoutSync):
     def unlink(self, path: Path) -> None:
         self.happens("unlink", path.name, 0)
         super().unlink(path)
+
+
+def trouble(number: int = errno.EIO) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+class Calls:
+    """Calls on threads of their own; what each answers, or raises."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Any] = {}
+        self._threads: list[threading.Thread] = []
+
+    def start(self, name: str, do: Callable[[], Any]) -> None:
+        def run() -> None:
+            try:
+                self.answers[name] = do()
+            except StorageError as error:
+                self.answers[name] = error
+
+        self._threads.append(threading.Thread(target=run, name=name, daemon=True))
+        self._threads[-1].start()
+
+    def join(self) -> dict[str, Any]:
+        for thread in self._threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        return self.answers
 
 
 def file_name(file: int) -> str:

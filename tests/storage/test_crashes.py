@@ -77,6 +77,23 @@ def intact(storage: FileStorage, some: Sequence[Page]) -> set[Page]:
     return found
 
 
+def names(some: Sequence[Page]) -> list[str]:
+    return [page.name for page in some]
+
+
+def intact_anew(folder: Path, some: Sequence[Page], capacity: int = 1 << 20) -> set[Page]:
+    """What is there for who opens the store again."""
+    storage = opened(folder, capacity=capacity)
+    found = intact(storage, some)
+    storage.close()
+    return found
+
+
+def die(storage: FileStorage) -> None:
+    storage._folder.close()
+    storage._open = False
+
+
 class Quick(Disk):
     """What is checked after the cut need not survive another one, so it may stay in the page cache."""
 

@@ -4,14 +4,13 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
-from file_disks import MIB, Rigged, WithoutSync, file_name, total
-from test_crashes import Page, Quick, intact, opened, pages, store
+from file_disks import MIB, Rigged, WithoutSync, file_name, total, trouble
+from test_crashes import Quick, die, intact, intact_anew, names, opened, pages, store
 
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
@@ -22,27 +21,6 @@ from kvarve.testing.suite import LABEL, OTHER_LABEL
 
 ANYWHERE_BUT_THE_HEAD = range(1, MIB)
 HEAD = range(1)
-
-
-def trouble(number: int = errno.EIO) -> OSError:
-    return OSError(number, os.strerror(number))
-
-
-def names(some: Sequence[Page]) -> list[str]:
-    return [page.name for page in some]
-
-
-def intact_anew(folder: Path, some: Sequence[Page], capacity: int = MIB) -> set[Page]:
-    """What is there for who opens the store again."""
-    storage = opened(folder, capacity=capacity)
-    found = intact(storage, some)
-    storage.close()
-    return found
-
-
-def die(storage: FileStorage) -> None:
-    storage._folder.close()
-    storage._open = False
 
 
 # --- at the opening
@@ -395,106 +373,6 @@ def test_who_is_interrupted_while_he_takes_the_mutex_does_not_keep_it(
         one.delete(["x"])
     assert store(other, pages("full", 1)) == [True]
     one.close()
-    other.close()
-
-
-# --- a sync that fails
-
-
-def test_what_a_failed_sync_leaves_in_doubt_is_written_again_even_if_it_could_not_be_taken_back(tmp_path: Path) -> None:
-    disk, (page,) = Rigged(), pages("full", 2)
-    storage = opened(tmp_path / "store", disk, capacity=MIB)
-    assert store(storage, pages("full", 1)) == [True]
-    bad = False
-
-    def happens(call: str, name: str, at: int) -> None:
-        nonlocal bad
-        bad |= call == "sync" and name == "slab-000000"
-        if bad:
-            raise trouble()
-
-    disk.happens = happens
-    with pytest.raises(StorageError, match="Input/output"):
-        store(storage, [page])
-    written = []
-    disk.happens = lambda call, name, at: written.append(name) if call == "write" else None
-    assert store(storage, [page]) == [True]
-    assert "slab-000000" in written
-    disk.happens = lambda call, name, at: None
-    assert intact(storage, [page]) == {page}
-    storage.close()
-
-
-def test_what_a_dead_process_had_not_synced_is_written_again_when_its_sync_fails(tmp_path: Path) -> None:
-    folder, disks, (page,) = tmp_path / "store", (Rigged(), Rigged()), pages("full", 2)
-    dying, other = (opened(folder, disk, capacity=MIB) for disk in disks)
-    mine, theirs = pages("full", 1, 3)
-    assert store(other, [mine]) == store(dying, [theirs]) == [True]
-    disks[0].fail(Died(), "sync", "slab-000000")
-    with pytest.raises(Died):
-        store(dying, [page])
-    die(dying)
-    disks[1].fail(trouble(), "sync", "slab-000000")
-    with pytest.raises(StorageError, match="Input/output"):
-        store(other, [page])
-    assert other.exists(names([page, mine])) == [False, True], "what this process has synced is no doubt there"
-    assert store(other, [page]) == [True]
-    assert intact(other, [page, mine]) == {page, mine}
-    other.close()
-
-
-def test_a_put_that_could_not_be_told_hinders_no_later_one(tmp_path: Path) -> None:
-    disk, (page, other) = Rigged(), pages("full", 2, 3)
-    storage = opened(tmp_path / "store", disk, capacity=MIB)
-    assert store(storage, pages("full", 1)) == [True]
-    disk.fail(trouble(), "write", "changes", skip=5, at=ANYWHERE_BUT_THE_HEAD)
-    disk.fail(trouble(), "write", "changes", skip=3)  # of the commit: reserving writes its line twice, and the head
-    with pytest.raises(StorageError, match="Input/output"):
-        store(storage, [page])
-    assert storage._books.held == {}
-    disk.fail(trouble(), "sync", "slab-000000")
-    with pytest.raises(StorageError, match="Input/output"):
-        store(storage, [other])
-    assert store(storage, [page, other]) == [True, True]
-    assert intact(storage, [page, other]) == {page, other}
-    assert storage._unsynced == {}
-    storage.close()
-
-
-@pytest.mark.parametrize("how", ["not told", "interrupted"])
-def test_what_a_put_left_unsynced_is_not_confirmed_after_a_sync_that_failed(
-    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk, (page, other) = Rigged(), pages("full", 2, 3)
-    storage = opened(tmp_path / "store", disk, capacity=MIB)
-    assert store(storage, pages("full", 1)) == [True]
-    if how == "not told":
-        disk.fail(trouble(), "write", "changes", skip=1, at=HEAD)  # the commit's; the table is written
-    else:
-        disk.fail(KeyboardInterrupt(), "sync", "slab-000000")
-    with pytest.raises((StorageError, KeyboardInterrupt)):
-        store(storage, [page])
-    assert storage.exists(names([page])) == [True]
-    disk.fail(trouble(), "sync", "slab-000000")
-    with pytest.raises(StorageError, match="Input/output"):
-        store(storage, [other])
-    written = []
-    disk.happens = lambda call, name, at: written.append(name) if call == "write" else None
-    assert store(storage, [page]) == [True]
-    assert "slab-000000" in written
-    assert storage._unsynced == {}
-    storage.close()
-
-
-def test_what_others_have_synced_is_not_in_doubt_when_my_sync_fails(tmp_path: Path) -> None:
-    folder, disk, theirs = tmp_path / "store", Rigged(), pages("full", *range(10))
-    mine, other = opened(folder, disk, capacity=MIB), opened(folder, capacity=MIB)
-    assert all(store(other, theirs))
-    disk.fail(trouble(), "sync", "slab-000000")
-    with pytest.raises(StorageError, match="Input/output"):
-        store(mine, pages("full", 20))
-    assert intact(mine, theirs) == intact(other, theirs) == set(theirs)
-    mine.close()
     other.close()
 
 

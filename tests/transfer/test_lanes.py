@@ -151,8 +151,10 @@ def test_another_worker_takes_the_place_of_one_that_hangs_who_goes_when_he_comes
     assert threading.active_count() == threads + 2
     gate.open.set()
     assert collect(ends, 1) == [Ended(0, 1)]
-    while threading.active_count() > threads + 1:
-        pass
+    for thread in threading.enumerate():
+        if thread.name == "kvarve test 0":
+            thread.join(LONG_S)
+    assert threading.active_count() == threads + 1
     lane.send(2, lambda: (1, 0), LONG_S)
     assert collect(ends, 1) == [Ended(2, 1)]
     assert lane.close(LONG_S)

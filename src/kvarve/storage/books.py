@@ -406,7 +406,7 @@ class Books:
             gone = [each for each in holders if each == self.folder.number or not self.folder.is_alive(each)]
             rows = np.flatnonzero((slab.state == RESERVED) & np.isin(slab.holder, gone))
             rows = rows[[(slab, row) not in self.held for row in rows.tolist()]]
-            # Before it died one may have written that they are filled, which somebody else knows by now.
+            # What stands there counts, and not what somebody was about to write before he died, or failed.
             for stripe in np.unique(slab.stripe(rows)).tolist():
                 self._read(slab, *slab.rows_of(stripe))
             for row in rows[slab.state[rows] == RESERVED].tolist():

@@ -49,7 +49,8 @@ class Room:
 
     def _tell_if_never(self, slot_bytes: int) -> None:
         """Say once that nothing of this size can be stored: there is nothing that could be evicted for it."""
-        mine = [slab.shape for slab in self._books.slabs.values()]
+        with self._lock:
+            mine = [slab.shape for slab in self._books.slabs.values()]
         if slot_bytes in self._told or any(shape.slot_bytes == slot_bytes for shape in mine):
             return
         self._told.add(slot_bytes)
