@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvarve.core.eviction import ORDERS
 from kvarve.core.policies import PageCost, Patience, WritePolicy, patience
@@ -111,6 +111,7 @@ class CacheConfig:
             snapshots=Snapshots(every=self.snapshot_every, gap=self.snapshot_gap),
             load_at_least=self.load_at_least,
             fetch_at_least=self.fetch_at_least,
+            queue_deadline_s=self.storage_deadline_s,
             host_share=self.host_share,
             offload_pays_at=self.offload_pays_at,
         )
@@ -123,9 +124,9 @@ class CacheConfig:
             raise ConfigError(f"unknown write policy {self.write_policy!r}; known: {known}") from None
 
     def wait(self) -> Patience:
-        """The prefetch patience; even "wait for all of it" ends at the storage deadline."""
+        """The prefetch patience; "wait for all of it" too ends when one copy takes longer than the storage deadline."""
         asked = patience(self.prefetch_policy, self.prefetch_base_s, self.prefetch_per_ki_token_s)
-        return Patience(min(asked.base_s, self.storage_deadline_s), asked.per_ki_token_s)
+        return replace(asked, base_s=min(asked.base_s, self.storage_deadline_s))
 
 
 def split(

@@ -35,7 +35,7 @@ _PAGE_COUNTERS = {
     "uncached": ("kvarve_uncached_pages", "Pages computed without room on the device to keep them."),
     "given_up": (
         "kvarve_given_up_backups",
-        "Runs of pages whose backup failed too often; tried again at the next use.",
+        "Runs of pages whose backup failed too often; tried again at the next use, or after a minute.",
     ),
     "dropped_unpaying": (
         "kvarve_offload_held_back_pages",
@@ -149,10 +149,10 @@ def _cache(stats: Mapping[str, float]) -> Iterator[Metric]:
     for name, edge in _COPIES.items():
         copies.add_metric(edge, stats[name])
     yield copies
-    dropped = {reason: stats[f"dropped_{reason}"] for reason in ("failed", "no_room", "evicted")}
+    dropped = {reason: stats[f"dropped_{reason}"] for reason in ("failed", "evicted", "down")}
     help_text = (
-        "Pages that were to be copied down and were not: their copies failed too often, the host had no room, or they "
-        "left memory before it was their turn."
+        "Pages that left memory without having been stored: their stores failed too often, it was not yet their turn, "
+        "or the storage was down."
     )
     yield _by("kvarve_dropped_backup_pages", help_text, ("reason",), dropped)
     help_text = "1 while only a sample and what was used twice is stored, since storing does not pay."

@@ -19,6 +19,7 @@ from torch import Tensor
 from kvarve.config import NO_HOST, CacheConfig, split
 from kvarve.core.cache import Core, Hit
 from kvarve.core.lease import Lease
+from kvarve.core.policies import WritePolicy
 from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
 from kvarve.keys import TOKEN_BYTES, pack, root_key, seal
 from kvarve.memory.arenas import DeviceArena, HostArena
@@ -35,7 +36,6 @@ log = logging.getLogger(__name__)
 
 CHANGE_S = 30.0  # how long a rank waits for the others to want the same change of the storage
 CLOSE_S = 5.0  # how long the end of a storage waits for a call to it that hangs
-LEAST_CLOSE_S = 1.0  # and that of the lanes, at least
 LEAST_WAIT_S = 0.001  # for a patience that is over: the ranks agree on the time, so it may not be in the next step
 GROW_WAIT_S = 0.5  # for evictions under way; then a request goes on without keeping its pages
 
@@ -261,8 +261,8 @@ class PrefixCache:
         turn = self._agreement.agree(self._hands.collect(), self._clock(), self.up, wish)
         self._now = turn.now
         while self._early:
-            self._early.pop().deadline += self._now
-        self.core.step(turn.ended, self._now)
+            self._early.pop().postpone(self._now)
+        self.core.step(turn.events, self._now)
         self._send()
         if self._change is None or not self._decide(self._change, turn.granted):
             self._follow(turn.up)
@@ -277,20 +277,20 @@ class PrefixCache:
         self._hands.ends.wake()
 
     def settle(self, timeout_s: float = 30.0) -> bool:
-        """Step until every copy has ended and every backup has been written; False if that takes too long.
+        """Step until every copy has ended and every backup has been written; False if pages that the write policy wants
+        in storage are not there after that.
 
-        A storage that fails is tried again at once, and not waited for when it has failed some times in a row.
+        A storage that fails is tried again at once, and not waited for when it has failed some times in a row, or is
+        down.
         """
         self.core.retry()
         self.step()
         end = self._now + timeout_s  # by the time that the ranks agree on, so that all give up in the same step
-        while not self.core.idle():
-            if self._now >= end:
-                return False
+        while not self.core.idle() and self._now < end:
             self.wait(0.05)
             self.core.retry()
             self.step()
-        return True
+        return self.core.idle() and not self.core.dirty()
 
     def flush(self, tiers: Sequence[Tier] = MEMORY_TIERS, timeout_s: float = 30.0) -> int:
         """Evict what nobody holds from memory tiers, after the backups under way; storage stays. Pages that went."""
@@ -308,13 +308,22 @@ class PrefixCache:
         return gone
 
     def shutdown(self, timeout_s: float = 30.0) -> None:
-        """Finish what is under way, then stop the lanes and close the storage, whole. Nobody waits for a storage that
-        is down."""
+        """Write what is dirty to storage, stop the lanes and close the storage, whole, all within `timeout_s`.
+
+        Nothing waits for a storage that is down. What could not be stored is said in the log.
+        """
         end = time.monotonic() + timeout_s
-        self.settle(timeout_s if self.up else 0.0)
+        close_s = min(CLOSE_S, timeout_s / 4)
+        attached = self.attached is not None
+        # By what the ranks have agreed on, for each step of one is a step of all.
+        up = self.core.copies.storage
+        if up and self.config.write() is WritePolicy.WRITE_BACK:
+            self.core.back_up()
+        if not self.settle(timeout_s - 2 * close_s if up or not attached else 0.0) and attached:
+            log.warning("%d pages in memory could not be stored before the end", self.core.dirty())
         if self._change is not None:
             self._refuse(self._change, Busy("the cache is shutting down"))
-        self._hands.close(max(LEAST_CLOSE_S, end - time.monotonic()))
+        self._hands.close(max(0.0, end - time.monotonic()), close_s)
         if self.attached is not None:
             # Or each would keep the other, and all host memory with them, until a collection of garbage.
             self.attached.storage.changed = lambda: None
@@ -469,7 +478,7 @@ class PrefixCache:
         if up:
             self.core.attach(again=True)
         else:
-            self.core.detach()
+            self.core.detach(down=True)
         self._go_on()
 
     def _go_on(self) -> None:

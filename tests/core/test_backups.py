@@ -2,10 +2,11 @@
 
 import pytest
 
-from kvarve.core.backups import LONGEST_REST_S, REST_S, TRIES
+from kvarve.core.backups import LONGEST_REST_S, LOOK_AGAIN_S, REST_S, TRIES
 from kvarve.core.effects import Copy
 from kvarve.core.policies import WritePolicy
 from kvarve.errors import ConfigError
+from kvarve.keys import pack
 from kvarve.model import Tier
 from kvarve.testing.world import ATTENTION, STATE, World, config, fork, prompt, runs
 
@@ -130,7 +131,7 @@ def test_a_run_that_fails_while_others_go_well_is_given_up_and_counted() -> None
         poison = world.log[0].pages[0].key
         world.step([world.end(op, lost=-1 if key == poison else 0) for op, key in ends.items()], later_s=1.0)
     world.settle()
-    assert world.core.counters.given_up == 1 and world.core.counters.dropped_failed == 4
+    assert world.core.counters.given_up == 1
     assert len(world.storage.objects) == 4 * 18
     world.request(prompt(4, seed=1))
     assert len(world.storage.objects) == 4 * 19, "until it is used again"
@@ -249,7 +250,7 @@ def test_a_slow_storage_holds_its_share_and_nothing_due_to_it_is_forgotten() -> 
         assert sum(len(world.flying[op].pages) for op in stores(world)) == 8
     world.settle()
     assert len(world.storage.objects) == 32
-    assert world.core.counters.dropped_no_room == world.core.counters.given_up == 0
+    assert world.core.counters.given_up == 0
 
 
 def test_a_slow_storage_does_not_keep_pages_from_coming_down_to_the_host() -> None:
@@ -260,16 +261,19 @@ def test_a_slow_storage_does_not_keep_pages_from_coming_down_to_the_host() -> No
     assert world.resident(HOST) == 12 and len(stores(world)) == 1
 
 
-def test_what_finds_no_room_in_the_host_is_given_up_and_counted() -> None:
-    world = World(config=config(ATTENTION, device=64, host=4))
-    world.request(prompt(4, seed=1))
-    world.flush(DEVICE)
-    held = world.start(prompt(4, seed=1, extra=3))
+def test_what_finds_no_room_in_the_host_goes_down_when_there_is_some() -> None:
+    world = World(config=config(ATTENTION, device=64, host=4, storage=True, host_share=1.0))
+    world.stock(pack(prompt(4, seed=1)))
+    waits = world.open(prompt(4, seed=1))
     world.settle()
-    assert world.claim(held) and world.resident(HOST) == 4
+    assert world.resident(HOST) == 4 and waits.holds, "what storage sent for it"
     write(world, 2)
     world.settle()
-    assert world.core.counters.dropped_no_room == 4
+    assert world.core.idle() and world.core.dirty(), "it waits for room, and nobody for it"
+    world.close(waits)
+    world.step(later_s=LOOK_AGAIN_S)
+    world.settle()
+    assert len(world.storage.objects) == 8 and not world.core.dirty()
 
 
 # --- a storage that does not pay

@@ -59,7 +59,7 @@ def facts(root: Run) -> dict[bytes, Any]:
                 [run.bad[place] >> local & 1 for place in range(2 * POOLS)],
                 [run.coming[place] >> local & 1 for place in range(3 * POOLS)],
                 [(run.stored[pool] >> local & 1, run.asked[pool] >> local & 1) for pool in range(POOLS)],
-                run.pins.count(local),
+                run.pins[0].count(local),
                 (run.used, run.uses, run.tries),
             )
     return known
@@ -115,13 +115,13 @@ def test_a_split_changes_nothing_that_is_known_of_a_position(prompts: list[list[
             run.coming[dice.randrange(3 * POOLS)] |= 1 << position - run.first
         positions = dice.getrandbits(tail.end) if tail.end else 0
         for run, share in upward(tail, positions):
-            run.pins.add(share)
+            run.pins[0].add(share)
         held.append((tail, positions))
         check_shape(root)
     # Who held a run before it was split still finds every position by walking up from it.
     for tail, positions in held:
         for run, share in upward(tail, positions):
-            run.pins.remove(share)
+            run.pins[0].remove(share)
     assert all(fact[6] == 0 for fact in facts(root).values())
 
 

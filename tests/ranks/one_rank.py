@@ -14,7 +14,7 @@ import torch.distributed as dist
 from filling import Clock, Request, a_config, a_store, an_identity, nothing_is_left, prompt
 
 from kvarve.core.audit import audit
-from kvarve.core.effects import Ended
+from kvarve.core.effects import Began, Ended, Event
 from kvarve.errors import StorageError
 from kvarve.keys import object_name
 from kvarve.memory.record import HEADER_BYTES
@@ -37,6 +37,12 @@ def ends_of(rank: int) -> list[tuple[int, Ended]]:
     return ends
 
 
+def begins_of(rank: int) -> dict[int, int]:
+    """For some ops the step in which they begin on this rank; of the others it says nothing before they end."""
+    ends = {end.op: step for step, end in ends_of(rank)}
+    return {op: min(ends[op] // 2, 4 + rank) for op in range(1, OPS, 2)}
+
+
 def clock_of(rank: int, step: int) -> float:
     return 1e6 * rank + step / 7
 
@@ -44,10 +50,15 @@ def clock_of(rank: int, step: int) -> float:
 def agreement(rank: int, ranks: int) -> object:
     group, heard = Group(), []
     for step in range(STEPS):
-        mine = [end for at, end in ends_of(rank) if at == step]
+        mine: list[Event] = [Began(op) for op, at in begins_of(rank).items() if at == step]
+        mine += [end for at, end in ends_of(rank) if at == step]
         both, now, *_ = group.agree(mine, clock_of(rank, step))
-        heard.append([now, [[end.op, hex(end.good), hex(end.bad)] for end in both]])
+        heard.append([now, [plain(event) for event in both]])
     return heard
+
+
+def plain(event: Event) -> list[object]:
+    return [event.op] if isinstance(event, Began) else [event.op, hex(event.good), hex(event.bad)]
 
 
 def caches(rank: int, ranks: int) -> object:

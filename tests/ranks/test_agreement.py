@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 from filling import Clock, Request, a_config, a_store, an_identity, prompt, run, settle
-from one_rank import NEVER, OPS, STEPS, clock_of, ends_of
+from one_rank import NEVER, OPS, STEPS, begins_of, clock_of, ends_of
 
 from kvarve.core.effects import Ended
 from kvarve.ranks.agreement import Alone, Turn, Wish, granted
 from kvarve.runtime import PrefixCache
+from kvarve.storage import Breaker
 
 HERE = Path(__file__).parent
 
@@ -44,9 +45,15 @@ def processes(what: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
 
 
 def expected(ranks: int) -> list[list[Any]]:
-    """By the definition: an op ends when it has ended everywhere, good if good on all, bad if bad on any."""
+    """By the definition: an op begins and ends when it has everywhere, good if good on all, bad if bad on any."""
     by_rank = [{end.op: (step, end) for step, end in ends_of(rank)} for rank in range(ranks)]
     steps: list[list[Any]] = [[clock_of(0, step), []] for step in range(STEPS)]
+    for op in range(OPS):
+        ends = [by_op[op] for by_op in by_rank]
+        last = max(step for step, _ in ends)
+        begun = max(begins_of(rank).get(op, ends[rank][0]) for rank in range(ranks))
+        if begun < last:
+            steps[begun][1].append([op])
     for op in range(OPS):
         ends = [by_op[op] for by_op in by_rank]
         last = max(step for step, _ in ends)
@@ -215,19 +222,23 @@ def test_a_request_waits_by_the_time_that_the_ranks_agreed_on(steps_before: int)
         cache.shutdown(5)
 
 
-def test_settling_gives_up_in_the_same_step_on_every_rank() -> None:
-    """Else one rank would wait for ever in a step that the others do not take."""
+class Ticking(Clock):
+    """Goes on whenever it is asked."""
+
+    def __init__(self, tick_s: float) -> None:
+        super().__init__()
+        self.tick_s = tick_s
+
+    def __call__(self) -> float:
+        self.now += self.tick_s
+        return self.now
+
+
+@pytest.mark.parametrize("end", ["settle", "shutdown"])
+def test_settling_gives_up_in_the_same_step_on_every_rank(end: str) -> None:
+    """Else one rank would wait for ever in a step that the others do not take; one of them has just seen its storage go
+    down, and has not told the others."""
     meeting, stores = Meeting(2), [a_store(), a_store()]
-
-    class Ticking(Clock):
-        def __init__(self, tick_s: float) -> None:
-            super().__init__()
-            self.tick_s = tick_s
-
-        def __call__(self) -> float:
-            self.now += self.tick_s
-            return self.now
-
     at = [meeting.of(rank) for rank in range(2)]
     caches = [
         PrefixCache(
@@ -239,14 +250,23 @@ def test_settling_gives_up_in_the_same_step_on_every_rank() -> None:
         store.stall()
         cache.open(prompt(8.5))
     settled: dict[int, bool] = {}
+    attached = caches[1].attached
+    assert attached is not None and isinstance(attached.storage, Breaker)
+    stores[1].dead = True
+    with attached.storage._lock:
+        attached.storage._fail("as if three calls had failed", rows=3)
+    assert not caches[1].up
 
     def give_up(rank: int) -> None:
-        settled[rank] = caches[rank].settle(5)
+        if end == "settle":
+            settled[rank] = caches[rank].settle(5)
+        else:
+            caches[rank].shutdown(20)
 
     try:
         assert side_by_side(give_up) == []
-        assert settled == {0: False, 1: False}
-        assert at[0].steps == at[1].steps
+        assert settled == ({0: False, 1: False} if end == "settle" else {})
+        assert at[0].steps == at[1].steps > 2
     finally:
         for cache, store in zip(caches, stores, strict=True):
             store.release()

@@ -170,7 +170,9 @@ def run(
 
 
 def settle(cache: PrefixCache) -> None:
-    assert cache.settle(30)
+    """Step until nothing more happens by itself."""
+    cache.settle(30)
+    assert cache.core.idle()
     audit(cache.core)
 
 

@@ -505,7 +505,7 @@ def test_when_storage_dies_while_a_request_waits_for_it_the_request_is_computed(
     store.release()
     assert request.wait().lease.boundary == 0
     request.compute().close()
-    assert cache.stats()["lane_failed.storage-to-host"] == 1
+    assert cache.stats()["lane_failed.storage-probe"] == 1
 
 
 @pytest.mark.parametrize("pool", POOLS, ids=lambda pool: pool.name)

@@ -19,7 +19,7 @@ CACHE = dict.fromkeys(
         "given_up",
         "strays",
         "dropped_failed",
-        "dropped_no_room",
+        "dropped_down",
         "dropped_evicted",
         "dropped_unpaying",
         "stored_bytes",

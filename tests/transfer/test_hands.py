@@ -1,5 +1,6 @@
 """Whatever a storage or a stray write does to a page, only the right bytes ever count as good."""
 
+import threading
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -50,6 +51,7 @@ class Bench:
         self.hands = Hands(POOLS, self.device, self.host, rank=rank, verify_host=verify_host)
         self.attach(self.storage)
         self.rank, self.ops = rank, 0
+        self.begun: list[int] = []
         for tensor in (tensor for arena in self.device for tensor in arena.buffers.values()):
             tensor.copy_(torch.arange(float(tensor.numel())).view(tensor.shape))
 
@@ -65,10 +67,21 @@ class Bench:
     def run(self, effect: Callable[[int], Copy | Probe]) -> Ended:
         self.ops += 1
         self.hands.send(effect(self.ops))
-        assert self.hands.ends.wait(LONG_S)
-        (ended,) = self.hands.collect()
+        (ended,) = self.ends(1)
         assert ended.op == self.ops
         return ended
+
+    def ends(self, count: int) -> list[Ended]:
+        """The next pieces that end; `begun` knows which of them were said to begin."""
+        found: list[Ended] = []
+        while len(found) < count:
+            assert self.hands.ends.wait(LONG_S)
+            for event in self.hands.collect():
+                if isinstance(event, Ended):
+                    found.append(event)
+                else:
+                    self.begun.append(event.op)
+        return found
 
     def copy(self, source: Tier, target: Tier, *pages: tuple[int, int, int, int]) -> Ended:
         """Pages as (pool, page, source slot, target slot)."""
@@ -260,11 +273,7 @@ def stalled(bench: Bench, *stores: tuple[tuple[int, int], ...]) -> None:
 
 
 def ends(bench: Bench, count: int) -> dict[int, tuple[int, int]]:
-    found: list[Ended] = []
-    while len(found) < count:
-        assert bench.hands.ends.wait(LONG_S)
-        found += bench.hands.collect()
-    return {end.op: (end.good, end.bad) for end in found}
+    return {end.op: (end.good, end.bad) for end in bench.ends(count)}
 
 
 def test_stores_that_wait_become_one_put_and_each_has_its_own_end(bench: Bench) -> None:
@@ -295,6 +304,44 @@ def test_what_comes_from_storage_is_not_kept_waiting_for_company(bench: Bench) -
         bench.storage.wait_for_stalled_call()
     bench.storage.release()
     assert ends(bench, 2) == {100: (1, 0), 101: (1, 0)}
+
+
+def probe(bench: Bench, op: int, *pages: tuple[int, int]) -> Probe:
+    return Probe(op, tuple(Page(pool, bench.key(page), -1, -1) for pool, page in pages), ROOT)
+
+
+def test_probes_that_wait_become_one_question_and_each_has_its_own_answer(bench: Bench) -> None:
+    bench.store((0, 0), (1, 2))
+    asked = bench.storage.counts["exists"]
+    bench.storage.stall()
+    bench.hands.send(probe(bench, 100, (0, 0), (0, 1)))
+    bench.storage.wait_for_stalled_call()
+    for op in range(101, 160):
+        bench.hands.send(probe(bench, op, (0, 1), (1, op % 3), (0, 0)))
+    bench.storage.release()
+    expected = {op: (0b110 if op % 3 == 2 else 0b100, 0) for op in range(101, 160)}
+    assert ends(bench, 60) == {100: (0b1, 0), **expected}
+    assert bench.storage.counts["exists"] == asked + 2
+
+
+def test_probes_do_not_wait_behind_fetches(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.store((0, 0))
+    reading, get = threading.Event(), bench.storage.get
+    monkeypatch.setattr(bench.storage, "get", lambda *args: reading.wait(LONG_S) and get(*args))
+    for op in range(100, 108):
+        bench.hands.send(Copy(op, S, H, (Page(0, bench.key(0), -1, op - 100),), ROOT))
+    bench.hands.send(probe(bench, 200, (0, 0)))
+    assert ends(bench, 1) == {200: (0b1, 0)}
+    reading.set()
+    assert len(ends(bench, 8)) == 8
+
+
+def test_what_storage_is_asked_for_says_when_it_begins_and_what_it_is_given_does_not(bench: Bench) -> None:
+    bench.store((0, 0))
+    assert bench.begun == []
+    bench.fetch((0, 0, 3))
+    bench.run(lambda op: probe(bench, op, (0, 0)))
+    assert bench.begun == [bench.ops - 1, bench.ops]
 
 
 @pytest.mark.parametrize("pool", [0, 1])

@@ -121,7 +121,7 @@ def _audit_slots(core: Core, runs: list[Run]) -> None:
 def _audit_counts(core: Core, runs: list[Run]) -> None:
     """What is counted as under way, held for storage or bad is so."""
     pools = len(core.pools)
-    fetching, storing, down = [0] * pools, [0] * pools, 0
+    fetching, storing, staging, down = [0] * pools, [0] * pools, [0] * pools, 0
     coming: dict[tuple[int, int], int] = {}
     for op in core.copies.ops.values():
         if op.edge == (Tier.STORAGE, Tier.HOST):
@@ -131,6 +131,7 @@ def _audit_counts(core: Core, runs: list[Run]) -> None:
             down += len(op.pages)
             for page in op.pages:
                 storing[page.pool] += op.edge[1] is Tier.STORAGE
+                staging[page.pool] += op.onward
                 run = op.run
                 while run is not None and page.position < run.first:
                     run = run.parent
@@ -144,9 +145,14 @@ def _audit_counts(core: Core, runs: list[Run]) -> None:
             fetching[pool] += lease.lent[pool]
     _check(core.prefetch.held == fetching, "what waits for storage is counted")
     _check(core.backups.storing == storing, "what goes to storage is counted")
+    _check(core.backups.staging == staging, "what goes to the host for storage is counted")
     _check(core.backups.flying == down, "what goes down is counted")
     for held, share in zip(fetching, core.backups.share, strict=False):
         _check(held <= share, "what waits for storage keeps to its share of the host")
+    alive = {id(run) for run in runs}
+    for line in (core.backups.owing, core.backups.due, core.backups.parked):
+        _check(all(id(run) in alive for run in line), "what waits to be copied down is in the tree")
+    _check(core.backups.due.keys().isdisjoint(core.backups.parked), "a parked run stands in no line")
     spoiled = 0
     for run in runs:
         for bits in run.bad:
@@ -163,15 +169,18 @@ def audit(core: Core) -> None:
     chains = [i for i, pool in enumerate(core.pools) if pool.lookback is None]
     rest = [place % pools in chains for place in range(2 * pools)]
     runs = _runs(core)
-    held = [(lease.run, lease.held) for lease in core.leases.values()]
-    pins = _shares(runs, held + [(op.run, op.pinned) for op in core.copies.ops.values() if op.run is not None])
-    rests = _shares(runs, [(lease.run, lease.rests) for lease in core.leases.values()])
+    pins, rests = [], []
+    for tier in range(2):
+        holds = [(lease.run, lease.held, lease.rests) for lease in core.leases.values() if tier in lease.tiers]
+        reads = [(op.run, op.pinned) for op in core.copies.ops.values() if op.run is not None and op.edge[0] == tier]
+        pins.append(_shares(runs, [(run, held) for run, held, _ in holds] + reads))
+        rests.append(_shares(runs, [(run, chains) for run, _, chains in holds]))
     _audit_leases(core)
     _audit_slots(core, runs)
     _audit_counts(core, runs)
 
     # A run stands in an eviction order exactly once if it has a page to give; it may stand there in vain, not twice.
-    standing = dict.fromkeys(pins, 0)
+    standing = dict.fromkeys(pins[0], 0)
     for place, order in enumerate(core.shelves.orders):
         for run in order.runs():
             if id(run) in standing:
@@ -181,8 +190,8 @@ def audit(core: Core) -> None:
     for run in runs:
         length = len(run.tokens) // run.width
         _check(len(run.named) % 32 == 0 and len(run.named) <= 32 * max(1, length), "only pages have keys")
-        pinned = _audit_pins(run.pins, pins[id(run)])
-        needed = pinned | _audit_pins(run.rests, rests[id(run)])
+        pinned = [_audit_pins(run.pins[tier], pins[tier][id(run)]) for tier in range(2)]
+        needed = [pinned[tier] | _audit_pins(run.rests[tier], rests[tier][id(run)]) for tier in range(2)]
 
         known = 0
         for bits in (*run.here, *run.stored, *run.coming, *run.asked):
@@ -205,8 +214,16 @@ def audit(core: Core) -> None:
         for place, here in enumerate(run.here):
             if run.bad[place] & ~here:
                 raise BrokenLaw("only a page that is here can be bad")
-            if here:
-                may_go = here >> needed.bit_length() if rest[place] else here & ~pinned
-                giveable |= (may_go > 0 and not (rest[place] and resting[place])) << place
+            if not here:
+                continue
+            tier, other = place // pools, (place + pools) % (2 * pools)
+            if rest[place]:
+                # What another tier's copies and leases need stays in memory, if only here.
+                only_here = here & ~(run.here[other] & ~run.bad[other])
+                stays = only_here & (1 << needed[1 - tier].bit_length()) - 1
+                may_go = 0 if resting[place] else here >> max(needed[tier].bit_length(), stays.bit_length())
+            else:
+                may_go = here & ~pinned[tier]
+            giveable |= (may_go > 0) << place
         _check(not giveable & ~standing[id(run)], "what may be evicted stands in the eviction order")
         _check(run.queued == standing[id(run)], "a run knows where it stands")

@@ -1,10 +1,15 @@
-"""Pages on their way down: what the write policy owes, evictions that wait for a copy, and pages that heal.
+"""Pages on their way down: what is dirty, what waits for its copy, what is tried again and what is given up.
 
-A run *owes* when it may have pages to back up; owing is cheap and may be in vain. Each step sends what is owed, within
-a bound on what may be in flight, so a slow storage holds no more of the host than that. What is due to storage waits in
-a line of its own, for when storage fails a store, stores rest: the longer, the more often in a row it fails. After each
-rest one copy tries. Meanwhile pages go down to the host as ever, and leave it as ever; that is counted.
+A run is *dirty* if the write policy wants pages of it in storage that are not there. It stands in a line until all of
+them are stored or have left memory; each page that leaves memory unstored is counted by its reason. Copies to the host
+are made once per use, whatever storage does. A page that storage wants and only the device still has goes through the
+host when the line can take it, and on to storage as soon as it is there.
+
+When storage fails a store, stores back off, twice as long each time in a row; then one copy tries alone. A run whose
+copies fail too often while others succeed is parked, and tried again after a while.
 """
+
+from itertools import islice
 
 from kvarve.boundaries import members, of, union
 from kvarve.core.copies import BACKUP, STORE, Copies, Edge, Fate, Moving, Op
@@ -13,10 +18,13 @@ from kvarve.core.policies import WritePolicy
 from kvarve.core.settings import HORIZON_HOSTS, CoreConfig, Counters
 from kvarve.core.shelves import Shelves
 from kvarve.core.tree import NOWHERE, Run, covering
-from kvarve.model import Tier
+from kvarve.model import MEMORY_TIERS, Tier
 
-TRIES = 3  # backups of a run that may fail before it has to be used again to be tried again
+TRIES = 3  # backups of a run that may fail before it is parked
+PARKED_S = 60.0  # how long a parked run waits for its next try, unless a request uses it
 REST_S, LONGEST_REST_S = 0.1, 30.0  # of stores: after a first failure, and at most, doubling in between
+LOOK = 64  # runs of a line that one step looks at
+LOOK_AGAIN_S = 0.1  # how long a line waits that found no room in the host
 
 
 class Backups:
@@ -24,10 +32,16 @@ class Backups:
         self.config, self.shelves, self.copies, self.counters = config, shelves, copies, counters
         self.pools = range(len(config.pools))
         self.now = 0.0
-        self.owing: dict[Run, None] = {}  # oldest first
-        self.due: dict[Run, None] = {}  # runs that may have pages in the host for storage, oldest first
+        self.owing: dict[Run, None] = {}  # runs that may have pages to copy to the host, oldest first
+        self.due: dict[Run, None] = {}  # dirty runs, oldest first
+        self.parked: dict[Run, float] = {}  # runs that failed too often, with the time of their next try
+        self.staged: dict[Run, None] = {}  # runs of which pages have just come to the host for storage
         self.to_host = 0  # pages in flight to the host
-        self.storing = [0] * len(config.pools)  # and by pool those that storage is to take
+        self.storing = [0] * len(config.pools)  # by pool, pages that are on their way to storage
+        self.staging = [0] * len(config.pools)  # and those on their way to the host for storage
+        self.blocked = [False, False]  # whether the host has no room for what waits to go there, and to go to storage
+        self.look_again = 0.0  # when to look whether there is room now
+        self.down = False  # there is a storage, but it does not answer
         # Of each pool in the host, what waits for storage may hold: fetches all of it, stores half.
         self.share = [
             max(int(config.host_share * room), min(room, 2 * (pool.lookback or 1)))
@@ -35,6 +49,8 @@ class Backups:
         ]
         self.store_share = [max(1, share // 2) for share in self.share]
         shelves.rescue = self.rescue
+        shelves.divided = self._divided
+        shelves.removed = self._removed
         self.has_host = any(shelves.capacity[len(config.pools) :])
         if self.has_host:
             shelves.bid_farewell = self._left
@@ -44,29 +60,86 @@ class Backups:
         self.governor = Governor(config.offload_pays_at, horizon)
         self.begin_anew()
 
-    def begin_anew(self) -> None:
-        """The storage is another one from now on, or none: nothing is due to it, and nothing is known of it."""
+    def begin_anew(self, down: bool = False) -> None:
+        """The storage is another one from now on, or none, or does not answer: nothing is known of it."""
         self.due.clear()
+        self.parked.clear()
+        self.down = down
         self.failures, self.rest_until = 0, self.now  # stores that failed in a row, with a rest after each
         self.governor.begin_anew()
 
     def waits(self) -> bool:
-        """Whether anything waits to be sent down: for storage only as long as it is not in trouble for good."""
-        return bool(self.owing) or (bool(self.due) and self.failures < TRIES)
+        """Whether the next steps will send something down: not while the host has no room, nor while storage is in
+        trouble for good."""
+        to_host, to_storage = bool(self.owing), bool(self.due) and self.failures < TRIES
+        return (to_host and not self.blocked[0]) or (to_storage and not self.blocked[1])
+
+    def dirty(self) -> int:
+        """How many pages in memory the write policy wants in storage that are not known to be there."""
+        if not self.down and not self.due and not self.parked and not any(self.storing):
+            return 0
+        return sum(self._unstored(run) for run in self.shelves.runs() if not self._late(run) and self._wants(run))
+
+    def _unstored(self, run: Run) -> int:
+        """How many pages of a run are in memory and not known to be in storage."""
+        count = 0
+        for pool in self.pools:
+            host = self._host(pool)
+            if self.shelves.capacity[host]:
+                good = run.here[pool] | run.here[host] & ~run.bad[host]
+                count += (good & ~run.stored[pool]).bit_count()
+        return count
+
+    def _wants(self, run: Run) -> bool:
+        """Whether the policies want a run in storage now."""
+        return self._used_enough(run) and self.governor.wants(run)
 
     @property
     def flying(self) -> int:
         """Pages in flight down."""
         return self.to_host + sum(self.storing)
 
-    def owes(self, run: Run) -> bool:
-        return run in self.owing or run in self.due
-
     def owe(self, run: Run) -> None:
         """A run may have pages to back up."""
-        late = self.config.write is WritePolicy.WRITE_BACK and not run.wanted
-        if self.has_host and not late and run.pages:
+        if not self.has_host or not run.pages or self._late(run):
+            return
+        self.parked.pop(run, None)
+        if run not in self.owing:
             self.owing[run] = None
+            self.blocked[0] = False
+        if self.copies.storage and run not in self.due:
+            self.due[run] = None
+            self.blocked[1] = False
+
+    def owe_all(self) -> None:
+        """Any run may."""
+        for run in self.shelves.runs():
+            self.owe(run)
+
+    def _late(self, run: Run) -> bool:
+        """Whether a run is backed up only when it has to leave."""
+        return self.config.write is WritePolicy.WRITE_BACK and not run.wanted
+
+    def keeps_in_host(self, run: Run) -> bool:
+        """Whether the write policy wants a copy in the host of what the device has of a run."""
+        return not self._late(run) and self._used_enough(run)
+
+    def _divided(self, front: Run, tail: Run) -> None:
+        """A run was cut in two: both stand where it stood."""
+        for line in (self.owing, self.due, self.staged):
+            if tail in line:
+                line[front] = None
+        if tail in self.parked:
+            self.parked[front] = self.parked[tail]
+        elif self.governor.paused:  # of two runs each may be of the sample, though the one was not
+            self.owe(front)
+            self.owe(tail)
+
+    def _removed(self, run: Run) -> None:
+        """A run has left the tree."""
+        for line in (self.owing, self.due, self.staged):
+            line.pop(run, None)
+        self.parked.pop(run, None)
 
     def leaving(self) -> bool:
         """Whether evictions wait for copies in flight."""
@@ -86,10 +159,10 @@ class Backups:
         if place < len(self.pools):
             run.asked[place] &= ~(1 << local)
             if any(run.bad):
-                self._heal(run)
+                self.heal(run)
         return True
 
-    def _heal(self, run: Run) -> None:
+    def heal(self, run: Run) -> None:
         """Bad host pages that the device has good ones of are dropped, to be backed up anew."""
         for pool in self.pools:
             place = self._host(pool)
@@ -132,25 +205,42 @@ class Backups:
                     self.counters.bad_host += 1
                     self.shelves.spoil(run, self._host(page.pool), page.position)
             else:
+                self.staging[page.pool] -= op.onward
                 self.counters.backed_up += good
                 run.asked[page.pool] |= local if good else 0
                 if not good or not self.settle(run, place, page.position, page.target):
                     self.shelves.give_back(place, page.target)
             self.counters.failed += not good
         for run, good in touched.items():
-            self._heal(run)
+            self.heal(run)
+            run.tries = 0 if good else run.tries + (not excused)
             if not good:
                 self.due.pop(run, None)  # it stands at the end of the line from now on
-            run.tries = 0 if good else run.tries + (not excused)
-            if run.tries == TRIES and not good:
-                self.counters.given_up += 1
-                self.counters.dropped_failed += sum(
-                    bits.bit_count() for pool in self.pools for bits in self._missing(run, pool)
-                )
-            if run.tries < TRIES:
+            if run.tries >= TRIES:
+                self._park(run)
+            else:
                 self.owe(run)
+                if op.onward:
+                    self.staged[run] = None
         if op.leaving:
             self._leave(op, tail, [page for page, good, _ in fates if good])
+
+    def _park(self, run: Run) -> None:
+        """Copies of a run have failed too often: others go first for a while."""
+        if run in self.parked or not run.pages:
+            return
+        self.counters.given_up += 1
+        self.owing.pop(run, None)
+        self.due.pop(run, None)
+        self.parked[run] = self.now + PARKED_S
+
+    def _unpark(self) -> None:
+        """Parked runs whose time has come get one more try."""
+        for run in [*islice(self.parked, LOOK)]:
+            if self.now < self.parked[run]:
+                return
+            run.tries = TRIES - 1
+            self.owe(run)  # takes it out
 
     def _stored(self, run: Run, page: Moving, void: bool) -> None:
         self.counters.stored += 1
@@ -158,7 +248,10 @@ class Backups:
         self.counters.stored_bytes += size_bytes
         if not void:
             run.stored[page.pool] |= 1 << page.position - run.first
+            paused = self.governor.paused
             self.governor.stored(run, run.key(page.position), size_bytes)
+            if paused and not self.governor.paused:  # what it did not want so far it wants now
+                self.owe_all()
 
     def _storage_answered(self, fates: list[Fate]) -> bool:
         """Stores rest, or go on, by how one of them went. True if what failed does not count as tried, since storage
@@ -176,7 +269,7 @@ class Backups:
 
     def resting(self) -> bool:
         """Whether no store may be sent now: storage has failed one, and its rest or the one copy after it goes on."""
-        return self.failures > 0 and (self.now < self.rest_until or any(self.storing))
+        return self.failures > 0 and (self.now < self.rest_until or any(self.storing) or any(self.staging))
 
     def _leave(self, op: Op, tail: Run, pages: list[Moving]) -> None:
         """The copies that an eviction waited for have landed: now the pages may go, if nobody took them up again."""
@@ -192,50 +285,77 @@ class Backups:
 
     # --- what is sent
 
-    def _missing(self, run: Run, pool: int) -> tuple[int, int]:
-        """Local positions of a run to copy to the host, and to storage."""
+    def _for_host(self, run: Run, pool: int) -> int:
+        """Local positions of a run to copy to the host. Once per use: where the host is smaller than the run, its pages
+        would chase each other for ever."""
         host = self._host(pool)
-        # Once per use: where the host is smaller than the run, its pages would chase each other for ever.
-        settled = run.here[host] | run.coming[host] | run.asked[pool]
-        to_host = run.here[pool] & ~settled if self.shelves.capacity[host] else 0
-        to_storage = run.here[host] & ~run.bad[host] & ~run.stored[pool] & ~run.coming[self._storage(pool)]
-        return to_host, to_storage if self.copies.storage else 0
+        if not self.shelves.capacity[host]:
+            return 0
+        return run.here[pool] & ~(run.here[host] | run.coming[host] | run.asked[pool])
+
+    def _dirty(self, run: Run) -> tuple[list[int], list[int]]:
+        """By pool, the local positions of a run that storage wants: those in the host, and those that only the device
+        has. What is on its way already is not among them."""
+        in_host, above = [0 for _ in self.pools], [0 for _ in self.pools]
+        if self.copies.storage and run.pages and self._wants(run):
+            for pool in self.pools:
+                host, unsent = self._host(pool), ~(run.stored[pool] | run.coming[self._storage(pool)])
+                in_host[pool] = run.here[host] & ~run.bad[host] & unsent
+                if self.shelves.capacity[host]:
+                    above[pool] = run.here[pool] & ~run.here[host] & ~run.coming[host] & unsent
+        return in_host, above
+
+    def send_staged(self) -> None:
+        """Send on to storage what has come to the host for it, before anything else takes its place there."""
+        while self.staged:
+            run, _ = self.staged.popitem()
+            self._send(run, STORE, self._dirty(run)[0], leaving=False)
 
     def send_owed(self) -> None:
         """Send what the write policy wants backed up, within the bound of what may be in flight on each way."""
-        if self.owing:
+        if self.parked:
+            self._unpark()
+        if not self.owing and not self.due:  # the usual case: every token passes here
+            return
+        if any(self.blocked) and self.now >= self.look_again:
+            self.blocked, self.look_again = [False, False], self.now + LOOK_AGAIN_S
+        if self.owing and not self.blocked[0]:
+            before = self.copies.sent
             self._send_to_host()
-        if self.due:
+            self.blocked[0] = self.copies.sent == before
+        if self.due and not self.blocked[1] and not self.resting():
+            before = self.copies.sent
             self._send_to_storage()
+            self.blocked[1] = self.copies.sent == before and not any(self.storing) and not any(self.staging)
 
     def _send_to_host(self) -> None:
-        if self.to_host >= self.config.backup_pages:  # the usual case: every token passes here
-            return
-        for run in [*self.owing]:
+        full = [False] * len(self.pools)
+        for run in [*islice(self.owing, LOOK)]:
             if self.to_host >= self.config.backup_pages:
                 return
-            del self.owing[run]
-            if not run.pages or not self._used_enough(run):
+            if run not in self.owing:  # finding room has cost it its place in the tree
                 continue
-            each = [self._missing(run, pool) for pool in self.pools]
-            missing = sum(to_host.bit_count() for to_host, _ in each)
-            sent = len(self._send(run, BACKUP, [to_host for to_host, _ in each], leaving=False))
-            if missing and not sent:
-                run.tries += 1  # no room below: not for ever
-                self.counters.dropped_no_room += missing if run.tries == TRIES else 0
-            if sent < missing and run.tries < TRIES:
-                self.owing[run] = None
-            if any(to_storage for _, to_storage in each):
-                self.due.setdefault(run)
+            del self.owing[run]
+            if not self._used_enough(run):
+                continue
+            wanted = [self._for_host(run, pool) for pool in self.pools]
+            missing = sum(bits.bit_count() for bits in wanted)
+            sent = self._send(run, BACKUP, [0 if full[pool] else wanted[pool] for pool in self.pools], leaving=False)
+            if len(sent) < missing and run.pages:
+                self.owing[run] = None  # at the end of the line
+                if len(sent) < self.config.batch_pages:
+                    full = [full[pool] or not self.shelves.free[self._host(pool)] for pool in self.pools]
 
     def _send_to_storage(self) -> None:
         """First come, first served; what finds no room in what storage may hold stays in the line, for stores end."""
-        while self.due and not self.resting() and sum(self.storing) < self.config.backup_pages:
+        while self.due and not self.resting() and sum(self.storing) + sum(self.staging) < self.config.backup_pages:
             run = next(iter(self.due))
-            wanted = [self._missing(run, pool)[1] for pool in self.pools]
-            if not any(wanted) or not self.governor.wants(run):
+            in_host, above = self._dirty(run)
+            if not any(in_host) and not any(above):
                 del self.due[run]
-            elif not self._send(run, STORE, wanted, leaving=False):
+            elif not self._send(run, STORE, in_host, leaving=False) and not self._send(
+                run, BACKUP, above, leaving=False, onward=True
+            ):
                 return
 
     def _used_enough(self, run: Run) -> bool:
@@ -245,20 +365,30 @@ class Backups:
 
     def _left(self, run: Run, pool: int, gone: int) -> None:
         """Pages of a run (local positions) have left their last memory tier."""
-        lost = gone & ~run.stored[pool] if self.copies.storage else 0
-        if not lost or not self._used_enough(run) or run.tries >= TRIES:
+        lost = (gone & ~run.stored[pool]).bit_count() if self.copies.storage or self.down else 0
+        if not lost or not self._used_enough(run):
             return
-        if self.governor.wants(run):
-            self.counters.dropped_evicted += lost.bit_count()
+        if self.down:
+            self.counters.dropped_down += lost
+        elif run.tries >= TRIES:
+            self.counters.dropped_failed += lost
+        elif self.governor.wants(run):
+            self.counters.dropped_evicted += lost
         else:
-            self.counters.dropped_unpaying += lost.bit_count()
+            self.counters.dropped_unpaying += lost
 
-    def _send(self, run: Run, edge: Edge, wanted: list[int], leaving: bool) -> list[Moving]:
-        """Start copying local positions of a run, pool by pool, down one tier; returns what is on its way."""
+    def _send(self, run: Run, edge: Edge, wanted: list[int], leaving: bool, onward: bool = False) -> list[Moving]:
+        """Start copying local positions of a run, pool by pool, down one tier; returns what is on its way.
+
+        `leaving`: an eviction waits for them; `onward`: they go on to storage.
+        """
         held = union(wanted)
-        if not held:
+        # Asked here, after all that may have sent a store meanwhile.
+        if not held or (edge == STORE and self.resting()):
             return []
-        self.shelves.pin(run, held << run.first)  # finding room must not evict what it is for
+        # Finding room must not evict what it is for, nor, of what is to stay in the host, what it would rest on there.
+        tiers = MEMORY_TIERS if edge == BACKUP and not onward else edge[:1]
+        self.shelves.pin(run, held << run.first, tiers=tiers)
         pages: list[Moving] = []
         for pool, bits in enumerate(wanted):
             source = self.shelves.place(edge[0], pool)
@@ -266,19 +396,22 @@ class Backups:
             positions = [run.first + local for local in members(bits)]
             # What leaves goes from the tail; what is backed up for good comes from the front.
             positions = positions[::-1][:room] if leaving else positions[:room]
-            if edge is BACKUP:
+            if onward or edge == STORE:
+                positions = positions[: max(0, self.store_share[pool] - self.storing[pool] - self.staging[pool])]
+            if edge == BACKUP:
                 targets = self.shelves.reserve(self._host(pool), len(positions))
+                self.staging[pool] += len(targets) if onward else 0
             else:
-                targets = [NOWHERE] * min(len(positions), max(0, self.store_share[pool] - self.storing[pool]))
+                targets = [NOWHERE] * len(positions)
                 self.storing[pool] += len(targets)
             for position, slot in zip(positions, targets, strict=False):
                 pages.append(Moving(pool, position, run.slot(source, position), slot))
         if pages:
-            self.to_host += len(pages) if edge is BACKUP else 0
+            self.to_host += len(pages) if edge == BACKUP else 0
             for page in pages:
                 run.coming[self.shelves.place(edge[1], page.pool)] |= 1 << page.position - run.first
-            self.copies.send(Op(edge, pages, run=run, leaving=leaving))
-        self.shelves.unpin(run, held << run.first)
+            self.copies.send(Op(edge, pages, run=run, leaving=leaving, onward=onward))
+        self.shelves.unpin(run, held << run.first, tiers=tiers)
         return pages
 
     def rescue(self, run: Run, place: int, lost: int, stuck: int) -> int:
@@ -322,8 +455,14 @@ class Backups:
         for place, capacity in enumerate(self.shelves.capacity):
             if resting and place >= len(self.pools):  # it would be lost, and perhaps need not go
                 continue
+            tier, pool = divmod(place, len(self.pools))
             short = capacity // 8 - len(self.shelves.free[place])
-            coming = sum(len(op.pages) for op in self.copies.ops.values() if op.leaving)
+            coming = sum(
+                page.pool == pool
+                for op in self.copies.ops.values()
+                if op.leaving and op.edge[0] == tier
+                for page in op.pages
+            )
             if short > coming:
                 self.shelves.evict(place, short - coming)
 

@@ -15,7 +15,7 @@ from kvarve import boundaries
 from kvarve.boundaries import deepest, members, needed, ones, span
 from kvarve.core.backups import Backups
 from kvarve.core.copies import FETCH, LOAD, PROBE, Copies, Fate, Moving, Op
-from kvarve.core.effects import Effect, Ended
+from kvarve.core.effects import Began, Effect, Ended, Event
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.paths import Paths
 from kvarve.core.policies import BEST_EFFORT, Patience, WritePolicy
@@ -26,6 +26,8 @@ from kvarve.core.tree import NOWHERE, Run, covering, same_pages, upward, walk
 from kvarve.errors import ConfigError
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES
 from kvarve.model import Tier
+
+ON_DEVICE = (Tier.DEVICE,)  # where a lease that is ready holds its pages
 
 
 class Hit(NamedTuple):
@@ -80,8 +82,14 @@ class Core:
         )
 
     def idle(self) -> bool:
-        """Whether nothing is in flight and no backup waits, but for what is due to a storage that keeps failing."""
-        return not self.copies.ops and not self.backups.waits()
+        """Whether no more will happen by itself: nothing is in flight, but on a storage that is gone, and no backup
+        waits that could be sent."""
+        return all(op.void for op in self.copies.ops.values()) and not self.backups.waits()
+
+    def dirty(self) -> int:
+        """How many pages in memory the write policy wants in storage that are not known to be there, as far as there is
+        a storage, be it one that does not answer."""
+        return self.backups.dirty()
 
     def patience_ends(self) -> float:
         """When the next of those whose turn has come goes on with what it has, whatever is under way for it."""
@@ -109,7 +117,7 @@ class Core:
         Nothing is taken on the device before its turn comes (`claim`). With `read` false it resumes from nothing.
         `priority`: for eviction by priority, of the pages that it uses.
         """
-        self.now = now
+        self.now = self.backups.now = now
         run, path, known = self.paths.find(root, tokens)
         self.counters.requests += 1
         lease = Lease(
@@ -130,13 +138,13 @@ class Core:
             if self.copies.storage:
                 _, memory = self.paths.present(path, known)
                 lease.promised = deepest(self.paths.legal(memory, lease))
-                self.prefetch.ask(lease, lease.promised, memory, now)
+                self.prefetch.ask(lease, lease.promised, memory)
         return lease
 
     def claim(self, lease: Lease, now: float) -> bool:
         """The engine has a place for this request: pages come to the device now, and the lease waits for storage no
         longer than its patience. True once it is ready; ask again after each `step`."""
-        self.now = now
+        self.now = self.backups.now = now
         if not lease.claimed:
             lease.claimed = True
             if lease.phase is Phase.QUEUED:
@@ -152,7 +160,7 @@ class Core:
         assert lease.phase is Phase.READY
         if not lease.resumed:
             lease.resumed = True
-            self.paths.hold(lease, lease.run, 0, lease.rests)
+            self.paths.hold(lease, lease.run, 0, lease.rests, ON_DEVICE)
 
     def extend(self, lease: Lease, tokens: bytes, instead: int = 0) -> None:
         """The sequence of a ready lease goes on: with what was decoded, or with the next turn of a session.
@@ -286,12 +294,11 @@ class Core:
         tail, end = self.paths.insert(lease, Tier.DEVICE, pages)
         lease.done, lease.resumed = upto, True
         if kept := min(upto, end):
-            self.paths.hold(lease, tail, 0, self.paths.ends(kept) | self.paths.ahead(lease.seen))
+            self.paths.hold(lease, tail, 0, self.paths.ends(kept) | self.paths.ahead(lease.seen), ON_DEVICE)
             self.shelves.touch(tail, self.paths.near(kept))
         for run, _ in upward(tail, span(0, end) & ~ones(min(lease.boundary, end))):
             run.uses = max(run.uses, 1)
             run.priority = max(run.priority, lease.priority)
-            self.backups.owe(run)
 
     def close(self, lease: Lease) -> None:
         """End a request in whatever phase it is. Its published pages stay; what it still owned is free at once."""
@@ -310,11 +317,16 @@ class Core:
         del self.leases[lease.number]
         self.shelves.forget(lease.root)
 
-    def step(self, ended: Iterable[Ended], now: float) -> None:
-        """Apply what ended, in the order given; then let patience run out and send new backups."""
+    def step(self, events: Iterable[Event], now: float) -> None:
+        """Apply what began and ended, in the order given; then let patience run out and send new backups."""
         self.now = self.backups.now = now
-        for end in ended:
-            self._apply(end)
+        moved = False
+        for event in events:
+            op = self._began(event) if isinstance(event, Began) else self._apply(event)
+            moved = moved or (op is not None and op.edge in (PROBE, FETCH) and not op.void)
+        if moved:
+            self.prefetch.moved()
+        self.backups.send_staged()
         for lease in [*self.leases.values()]:
             self._lose_patience(lease)
             if lease.phase is Phase.LOADING and not lease.ops:  # it was put off
@@ -343,7 +355,7 @@ class Core:
             raise ConfigError("storage needs a host tier, through which its pages travel")
         if self.copies.storage:
             self.detach()
-        self.copies.storage = True
+        self.copies.storage, self.backups.down = True, False
         for run in self.shelves.runs():
             run.stored = [0] * len(self.pools)
             run.tries = 0
@@ -351,15 +363,22 @@ class Core:
             if back_up or again:
                 self.backups.owe(run)
 
-    def detach(self) -> None:
-        """The storage goes. Who waits for it goes on with what has arrived; copies in flight still have to end."""
+    def detach(self, down: bool = False) -> None:
+        """The storage goes, or (`down`) does not answer for now. Requests that wait for it go on with what has arrived;
+        copies in flight still have to end."""
         self.copies.storage = False
-        self.backups.begin_anew()
+        self.backups.begin_anew(down)
         for op in self.copies.ops.values():
             op.void = op.void or Tier.STORAGE in op.edge
         for lease in self.leases.values():
             if lease.phase in (Phase.PROBING, Phase.FETCHING):
                 self._stop_waiting(lease)
+
+    def back_up(self) -> None:
+        """Everything in memory is to go to storage now, whatever the write policy."""
+        for run in self.shelves.runs():
+            run.wanted = True
+            self.backups.owe(run)
 
     def write_by(self, policy: WritePolicy) -> None:
         """From now on pages are backed up by another policy; what was owed by the one before still is."""
@@ -400,7 +419,7 @@ class Core:
             _, path, known = self.paths.find(lease.root, lease.tokens)
             _, memory = self.paths.present(path, known)
             boundary = deepest(self.paths.legal(memory, lease))
-            if boundary < lease.promised and self.prefetch.ask(lease, boundary, memory, self.now):
+            if boundary < lease.promised and self.prefetch.ask(lease, boundary, memory):
                 return
         self._load(lease)
 
@@ -487,16 +506,29 @@ class Core:
         lease.boundary, lease.known = boundary, known
         # Pages beyond the boundary that are here already need not be kept again, so they must not go meanwhile.
         positions, rests = self.paths.footing(lease.boundary, device)
-        self.paths.hold(lease, run, positions, rests | self.paths.ahead(device))
+        self.paths.hold(lease, run, positions, rests | self.paths.ahead(device), ON_DEVICE)
         lease.seen = device
         lease.done = lease.room = lease.boundary
         lease.snapshots = self._snapshots(lease)
         lease.phase = Phase.READY
         if lease.reads:
+            self._free_passed(lease, run)
             self.shelves.touch(run, self.paths.near(lease.boundary))
             self._count_use(lease, run)
             if self.copies.storage and any(lease.fetched):
                 self._count_saved(lease)
+
+    def _free_passed(self, lease: Lease, run: Run) -> None:
+        """Copies in the host of what came from storage and is on the device now go, unless the write policy would have
+        put them there: or storage would cost room that the host has for others."""
+        for each, share in upward(run, boundaries.union(lease.fetched) & ones(lease.boundary)):
+            if self.backups.keeps_in_host(each):
+                continue
+            for pool, fetched in enumerate(lease.fetched):
+                place = self.shelves.place(Tier.HOST, pool)
+                passed = fetched >> each.first & share & each.here[pool] & each.here[place]
+                for local in reversed([*members(passed)]):
+                    self.shelves.drop(each, place, each.first + local)
 
     def _count_use(self, lease: Lease, run: Run) -> None:
         """A request resumes: what it reads was used once more, and backups of it are worth new tries."""
@@ -540,17 +572,25 @@ class Core:
             keep |= needed(boundary, lookback)
         return keep & span(start, stop)
 
-    # --- what has ended
+    # --- what has begun and ended
 
-    def _apply(self, end: Ended) -> None:
+    def _began(self, event: Began) -> Op | None:
+        op = self.copies.ops.get(event.op)
+        if op is not None and op.lease is not None and event.op in op.lease.ops and op.edge in (PROBE, FETCH):
+            self.prefetch.began(op.lease)
+        return op
+
+    def _apply(self, end: Ended) -> Op | None:
         op = self.copies.end(end.op)
         if op is None:
             self.counters.strays += 1
-            return
+            return None
         lease = op.lease
         waited = lease is not None and end.op in lease.ops
         if lease is not None:
             lease.ops.discard(end.op)
+            if waited and op.edge in (PROBE, FETCH):
+                self.prefetch.began(lease)  # at the latest
         fates = [Fate(page, bool(end.good >> i & 1), bool(end.bad >> i & 1)) for i, page in enumerate(op.pages)]
         if op.edge == PROBE:
             if lease is not None and waited:
@@ -572,6 +612,7 @@ class Core:
         else:
             assert op.run is not None
             self.backups.ended(op, op.run, fates)
+        return op
 
     def _loaded(self, tail: Run, fates: list[Fate]) -> None:
         for page, good, bad in fates:
@@ -583,3 +624,5 @@ class Core:
                 self.shelves.spoil(run, self.shelves.place(Tier.HOST, page.pool), page.position)
             if not good or not self.backups.settle(run, page.pool, page.position, page.target):
                 self.shelves.give_back(page.pool, page.target)
+            if any(run.bad):
+                self.backups.heal(run)

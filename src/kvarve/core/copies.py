@@ -39,7 +39,7 @@ class Fate(NamedTuple):
 
 @dataclass
 class Op:
-    """A copy or probe in flight; it owns its target slots and pins both ends until it has ended."""
+    """A copy or probe in flight. Until it has ended it owns its target slots and pins its sources in their tier."""
 
     edge: Edge
     pages: list[Moving]
@@ -47,6 +47,7 @@ class Op:
     run: Run | None = None
     pinned: int = 0
     leaving: bool = False  # an eviction that waits for its copy
+    onward: bool = False  # a copy to the host of pages that go on to storage
     void: bool = False  # the storage that it was for has been detached
 
 
@@ -58,19 +59,19 @@ class Copies:
         self.effects: list[Effect] = []  # not taken yet
         self.storage = False  # whether there is one now
         self._shelves = shelves
-        self._number = 0
+        self.sent = 0  # copies and probes so far; the last one has this number
 
     def send(self, op: Op) -> None:
         """Start a copy or probe of pages of the tree or, where it has no run, of a lease's prompt; what it touches in
         the tree is pinned."""
-        self._number += 1
-        self.ops[self._number] = op
+        self.sent += 1
+        self.ops[self.sent] = op
         if op.lease is not None:
-            op.lease.ops.add(self._number)
+            op.lease.ops.add(self.sent)
         if op.run is not None:
             op.pinned = boundaries.of(page.position for page in op.pages)
             op.run = covering(op.run, deepest(op.pinned))
-            self._shelves.pin(op.run, op.pinned)
+            self._shelves.pin(op.run, op.pinned, tiers=op.edge[:1])  # its target slots are its own
             keys = [covering(op.run, page.position).key(page.position) for page in op.pages]
             root = root_of(op.run).named
         else:
@@ -79,15 +80,15 @@ class Copies:
             root = op.lease.root
         pages = tuple(Page(page.pool, key, page.source, page.target) for page, key in zip(op.pages, keys, strict=True))
         if op.edge == PROBE:
-            self.effects.append(Probe(self._number, pages, root))
+            self.effects.append(Probe(self.sent, pages, root))
         else:
-            self.effects.append(Copy(self._number, *op.edge, pages, root))
+            self.effects.append(Copy(self.sent, *op.edge, pages, root))
 
     def end(self, number: int) -> Op | None:
         """A copy has ended: its pins are gone, its target slots are the caller's. None if there is no such copy."""
         op = self.ops.pop(number, None)
         if op is not None and op.run is not None:
-            self._shelves.unpin(op.run, op.pinned)
+            self._shelves.unpin(op.run, op.pinned, tiers=op.edge[:1])
         return op
 
     def reads(self, place: int, slot: int) -> bool:

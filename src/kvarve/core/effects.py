@@ -41,6 +41,13 @@ Effect = Copy | Probe
 
 
 @dataclass(frozen=True)
+class Began:
+    """A worker has begun to carry out an effect; until then it waited behind others."""
+
+    op: int
+
+
+@dataclass(frozen=True)
 class Ended:
     """The end of an effect: bit i of `good` says page i arrived (or is there), bit i of `bad` that it failed its
     check: its bytes were not what its name says."""
@@ -48,6 +55,9 @@ class Ended:
     op: int
     good: int
     bad: int = 0
+
+
+Event = Began | Ended
 
 
 def agreed(ends: Sequence[Ended]) -> Ended:

@@ -1,11 +1,13 @@
 """A request's hold on its pages, from match to finish."""
 
+from collections.abc import Sequence
 from enum import Enum
 
 from kvarve.boundaries import union
 from kvarve.core.policies import Patience
 from kvarve.core.tree import Run
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES, names
+from kvarve.model import MEMORY_TIERS, Tier
 
 
 class Phase(Enum):
@@ -27,6 +29,7 @@ class Lease:
     """
 
     __slots__ = (
+        "begun",
         "boundary",
         "claimed",
         "deadline",
@@ -35,6 +38,7 @@ class Lease:
         "held",
         "known",
         "landed",
+        "latest",
         "lent",
         "limit",
         "loaded",
@@ -59,8 +63,10 @@ class Lease:
         "run",
         "seen",
         "snapshots",
+        "tiers",
         "tokens",
         "torn",
+        "wait_s",
     )
 
     def __init__(
@@ -82,7 +88,7 @@ class Lease:
         self.named = b""  # the keys of its first pages, as far as anybody has asked for them
         self.page_tokens = page_tokens
         self.pages = len(tokens) // (page_tokens * TOKEN_BYTES)  # that can be kept: all full ones, unless room ran out
-        self.limit = limit  # deepest boundary that leaves at least one token to compute
+        self.limit = limit  # deepest boundary that leaves at least one token to compute and fits on the device
         self.patience = patience
         self.priority = priority
         self.reads = reads  # else it resumes from nothing
@@ -91,11 +97,15 @@ class Lease:
         self.promised = 0  # the boundary that memory could serve when it was queued
         self.known = 0  # pages whose tokens the tree knew when its turn came, whatever was resident
         self.deadline = 0.0  # of what it waits for now: storage, or a load
+        self.wait_s = 0.0  # what is left of its patience with storage
+        self.begun = False  # that is running: a worker has begun with what it waits for
+        self.latest = 0.0  # its deadline is not moved beyond this
         self.resumed = False  # the engine has copies of its own of windows and states
         self.claimed = False
         self.run = run  # the deepest run that `held` and `rests` reach
         self.held = 0  # positions pinned in our name with all that is there
         self.rests = 0  # positions whose chains are pinned in our name
+        self.tiers: Sequence[Tier] = MEMORY_TIERS  # where: once ready, on the device only
         self.ops: set[int] = set()  # copies in flight that we wait for
         self.probed = [0] * pools  # what storage said that it has
         self.landed: list[dict[int, int]] = [{} for _ in range(pools)]  # host slots filled from storage, by position
@@ -130,6 +140,15 @@ class Lease:
     def holds(self) -> bool:
         """Whether pages have to stay because of it, be it only those that storage sent for it and what they rest on."""
         return bool(self.held or self.rests)
+
+    def wait_from(self, now: float) -> None:
+        """Its patience with storage counts from now on."""
+        self.deadline = min(now + self.wait_s, self.latest)
+
+    def postpone(self, seconds: float) -> None:
+        """The clock by which it was opened was behind by so much."""
+        self.deadline += seconds
+        self.latest += seconds
 
     def key(self, position: int) -> bytes:
         return self.keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]

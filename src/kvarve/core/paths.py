@@ -10,7 +10,7 @@ from kvarve.core.settings import CoreConfig, Counters
 from kvarve.core.shelves import Shelves
 from kvarve.core.tree import Run, covering, upward, walk
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES
-from kvarve.model import Tier
+from kvarve.model import MEMORY_TIERS, Tier
 
 
 class Paths:
@@ -21,13 +21,16 @@ class Paths:
         self.reach = max((back for back in self.lookbacks if back is not None), default=1)
         self.grid = config.chunk_tokens // config.page_tokens
         self.width = config.page_tokens * TOKEN_BYTES
+        # No boundary is deeper than what the device has slots for.
+        slots = zip(self.lookbacks, shelves.capacity[: len(config.pools)], strict=True)
+        self.most = min((room for back, room in slots if back is None or room < back), default=1 << 32)
         self._found: tuple[bytes, bytes, int, tuple[Run, list[Run], int]] | None = None  # the last answer of `find`
 
     # --- what is here
 
     def limit(self, tokens: bytes) -> int:
-        """The deepest boundary that leaves at least one token to compute."""
-        return max(0, len(tokens) // TOKEN_BYTES - 1) // self.config.page_tokens
+        """The deepest boundary that leaves at least one token to compute, and that the device could hold."""
+        return min(self.most, max(0, len(tokens) // TOKEN_BYTES - 1) // self.config.page_tokens)
 
     def find(self, root: bytes, tokens: bytes) -> tuple[Run, list[Run], int]:
         """The deepest run that a prompt reaches, all runs on the way there, and how many of its pages they know.
@@ -109,13 +112,14 @@ class Paths:
         """The chains to pin so that all that is present of them stays."""
         return boundaries.of(here - 1 for pool in self.shelves.chains if (here := boundaries.leading(present[pool])))
 
-    def hold(self, lease: Lease, run: Run, positions: int, rests: int) -> None:
-        """Exchange what a lease pins. It refers to the deepest run that it pins something in, which therefore stays."""
-        self.shelves.pin(run, positions, rests)
-        self.shelves.unpin(lease.run, lease.held, lease.rests)
+    def hold(self, lease: Lease, run: Run, positions: int, rests: int, tiers: Sequence[Tier] = MEMORY_TIERS) -> None:
+        """Exchange what a lease pins, and in which tiers. It refers to the deepest run that it pins something in, which
+        therefore stays."""
+        self.shelves.pin(run, positions, rests, tiers)
+        self.shelves.unpin(lease.run, lease.held, lease.rests, lease.tiers)
         both = positions | rests
         lease.run = covering(run, deepest(both)) if both else self.shelves.root(lease.root)
-        lease.held, lease.rests = positions, rests
+        lease.held, lease.rests, lease.tiers = positions, rests, tiers
 
     def near(self, boundary: int) -> int:
         """The positions that windows and states read before a boundary."""
@@ -155,6 +159,9 @@ class Paths:
             if stored:
                 for run, share in upward(tail, boundaries.of(slots) & ones(end)):
                     run.stored[pool] |= share
+        if not stored:
+            for run, _ in upward(tail, boundaries.of(at for slots in pages for at in slots) & ones(end)):
+                self.backups.owe(run)
         return tail, end
 
     def _reach(self, slots: dict[int, int], start: int) -> int:
@@ -169,9 +176,7 @@ class Paths:
         tokens = lease.tokens[known * self.width : end * self.width]
         named = lease.named[known * KEY_BYTES : end * KEY_BYTES]
         if known < tail.end:
-            owing, tail = self.backups.owes(tail), self.shelves.split(tail, known)
-            if owing:
-                self.backups.owe(tail)
+            tail = self.shelves.split(tail, known)
         if tail.parent is not None and not tail.children:
             tail.append(tokens, named)
             return tail

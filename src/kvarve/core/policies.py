@@ -19,12 +19,14 @@ class WritePolicy(Enum):
 class Patience:
     """How long a request waits for its pages in storage: base + per 1,024 tokens that are not in memory, in seconds.
 
-    0 takes what has arrived when the request's turn comes (best effort), infinity waits until all copies have ended
-    (each of which has a deadline of its own).
+    The time counts from when its own copies begin: while they wait behind others it does not, as long as those go on.
+    0 takes what has arrived when the request's turn comes (best effort). With `each` it counts anew whenever one of its
+    copies begins or ends, so a request waits for all of them, however many there are.
     """
 
     base_s: float
     per_ki_token_s: float = 0.0
+    each: bool = False
 
     def __post_init__(self) -> None:
         if not (self.base_s >= 0 and self.per_ki_token_s >= 0):
@@ -49,7 +51,7 @@ class PageCost:
 
 FLAT_COST = PageCost()
 BEST_EFFORT = Patience(0.0)
-WAIT_COMPLETE = Patience(inf)
+WAIT_COMPLETE = Patience(inf, each=True)
 
 
 def patience(name: str, base_s: float = 2.0, per_ki_token_s: float = 0.25) -> Patience:

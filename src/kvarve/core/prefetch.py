@@ -5,6 +5,8 @@ waiting requests and stores under way together hold at most a set share of each 
 until somebody else's pages have arrived.
 """
 
+from math import inf
+
 from kvarve.boundaries import deepest, members, needed, of, ones, span
 from kvarve.core.backups import Backups
 from kvarve.core.copies import FETCH, PROBE, Copies, Fate, Moving, Op
@@ -37,12 +39,16 @@ class Prefetch:
 
     # --- asking
 
-    def ask(self, lease: Lease, boundary: int, memory: list[int], now: float) -> bool:
+    def ask(self, lease: Lease, boundary: int, memory: list[int]) -> bool:
         """Ask storage what it has beyond a boundary; False if there is nothing to ask."""
         pages = self._worth_asking(lease, boundary, memory) if self.copies.storage else []
         if pages:
             missing = (lease.limit - boundary) * self.config.page_tokens
-            lease.phase, lease.deadline = Phase.PROBING, now + lease.patience.seconds(missing)
+            lease.phase, lease.begun, lease.wait_s = Phase.PROBING, False, lease.patience.seconds(missing)
+            # A request without patience does not wait for a worker either.
+            queue_s = inf if lease.patience.each else self.config.queue_deadline_s if lease.wait_s else 0.0
+            lease.latest = self.backups.now + lease.wait_s + queue_s
+            lease.wait_from(self.backups.now)
             lease.probed = [0] * len(self.pools)
             _, path, known = self.paths.find(lease.root, lease.tokens)
             lease.named = lease.named or b"".join([run.keys for run in path])[: known * KEY_BYTES]
@@ -69,6 +75,24 @@ class Prefetch:
             pages.extend(Moving(pool, at, NOWHERE, NOWHERE) for at in members(want & ~memory[pool]))
         return pages
 
+    def began(self, lease: Lease) -> None:
+        """A worker has begun with something that a lease waits for."""
+        if not lease.begun or lease.patience.each:
+            lease.begun = True
+            lease.wait_from(self.backups.now)
+
+    def moved(self) -> None:
+        """Copies from storage begin and end: the patience of those that still wait behind others is not running."""
+        for lease in self.leases.values():
+            if lease.phase in (Phase.PROBING, Phase.FETCHING) and not lease.begun:
+                lease.wait_from(self.backups.now)
+
+    def _waits_again(self, lease: Lease) -> None:
+        """What a lease waits for next has not begun, so what is left of its patience does not run."""
+        if lease.begun and not lease.patience.each:
+            lease.wait_s = max(0.0, lease.deadline - self.backups.now)
+        lease.begun = False
+
     def answered(self, lease: Lease, fates: list[Fate]) -> None:
         """Storage has said what it has."""
         for page, good, _ in fates:
@@ -90,7 +114,8 @@ class Prefetch:
         if not waits or lease.ops:
             self.deferred.pop(lease.number, None)
         else:
-            self.deferred.setdefault(lease.number, lease)  # who tries again keeps its place in the line
+            self._waits_again(lease)
+            self.deferred.setdefault(lease.number, lease)  # a lease that tries again keeps its place in the line
         return waits
 
     def _fetch(self, lease: Lease) -> bool:
@@ -153,6 +178,7 @@ class Prefetch:
         return self.backups.leaving() and lease.retries <= ROOM_RETRIES
 
     def _send(self, lease: Lease, need: list[int], taken: list[list[int]], boundary: int) -> None:
+        self._waits_again(lease)
         lease.phase, lease.promised = Phase.FETCHING, boundary
         pages = [
             Moving(pool, position, NOWHERE, slot)

@@ -27,6 +27,7 @@ class CoreConfig:
     load_at_least: int = 0  # tokens that the host must save, for a copy to the device to be worth it
     fetch_at_least: int = 0  # tokens that storage must save, for a copy to the host to be worth it
     load_deadline_s: float = 30.0  # how long a request waits for a copy to the device that never ends
+    queue_deadline_s: float = 30.0  # and, beyond its patience, for copies from storage that wait behind others
     batch_pages: int = 16  # pages per copy: what can be late together; while some are checked, others are read
     backup_pages: int = 256  # pages that backups may have in flight at once
     host_share: float = 0.8  # of each host pool, what waiting for storage may hold at once
@@ -55,11 +56,11 @@ class Counters:
     late: int = 0  # arrived when nobody waited any more
     duplicates: int = 0  # published by somebody else meanwhile
     uncached: int = 0  # computed without room to keep them
-    given_up: int = 0  # runs whose backup failed too often, until they are used again
-    dropped_failed: int = 0  # what these had left to copy down
-    dropped_no_room: int = 0  # there was no room in the host for them, again and again
-    dropped_evicted: int = 0  # left memory before it was their turn to be stored
-    dropped_unpaying: int = 0  # left memory while storing paused because it did not pay
+    given_up: int = 0  # runs whose backup failed too often, until they are used again or some time has passed
+    dropped_failed: int = 0  # left memory unstored: of runs whose backup failed too often,
+    dropped_evicted: int = 0  # before it was their turn to be stored,
+    dropped_unpaying: int = 0  # while storing paused because it did not pay,
+    dropped_down: int = 0  # while the storage did not answer
     stored_bytes: int = 0
     used_bytes: int = 0  # came from storage, and a request resumed from them
     used_tokens: int = 0

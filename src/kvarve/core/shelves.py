@@ -57,6 +57,9 @@ class Shelves:
         # Asked before pages leave (run, place, local positions, those of them that may not be lost); returns the
         # positions that are being copied down instead, and that leave when their copy has ended.
         self.rescue: Callable[[Run, int, int, int], int] = lambda run, place, lost, stuck: 0
+        # Told of a run that was cut in two (front, tail), and of one that has left the tree.
+        self.divided: Callable[[Run, Run], None] = lambda front, tail: None
+        self.removed: Callable[[Run], None] = lambda run: None
         # Told of pages (run, pool, local positions) that leave their last memory tier, just before they do.
         self.bid_farewell: Callable[[Run, int, int], None] | None = None
 
@@ -96,12 +99,17 @@ class Shelves:
     def settle(self, run: Run, place: int, position: int, slot: int) -> None:
         """A page is now at a place; the slot is the tree's from here on."""
         run.put(place, position, slot)
-        self.offer(run, place)
+        self._offer_both(run, place)
 
     def settle_row(self, run: Run, place: int, position: int, slots: Sequence[int]) -> None:
         """The pages from `position` to the end of a run are now at a place."""
         run.put_row(place, position, slots)
+        self._offer_both(run, place)
+
+    def _offer_both(self, run: Run, place: int) -> None:
+        """A page has come to a place: it may go from there, and its copy in the other tier may go now."""
         self.offer(run, place)
+        self.offer(run, self.other(place))
 
     def leave(self, run: Run, place: int, position: int) -> None:
         """A page leaves a place; its slot is free, and what it rested on may go next."""
@@ -148,19 +156,24 @@ class Shelves:
         for each, _ in upward(run, positions):
             each.used = self.tick
 
-    def pin(self, run: Run, positions: int, rests: int = 0) -> None:
-        """Keep all that is at `positions`, and the chains at `rests`."""
+    def pin(self, run: Run, positions: int, rests: int = 0, tiers: Sequence[Tier] = MEMORY_TIERS) -> None:
+        """Keep all that these tiers have at `positions`, and what they have of the chains at `rests`; the positions
+        stay in the tree, whatever tier has their chains."""
         for each, share in upward(run, positions):
-            each.pins.add(share)
+            for tier in tiers:
+                each.pins[tier].add(share)
         for each, share in upward(run, rests):
-            each.rests.add(share)
+            for tier in tiers:
+                each.rests[tier].add(share)
 
-    def unpin(self, run: Run, positions: int, rests: int = 0) -> None:
+    def unpin(self, run: Run, positions: int, rests: int = 0, tiers: Sequence[Tier] = MEMORY_TIERS) -> None:
         for each, share in upward(run, positions):
-            each.pins.remove(share)
+            for tier in tiers:
+                each.pins[tier].remove(share)
             self._let_go(each)
         for each, share in upward(run, rests):
-            each.rests.remove(share)
+            for tier in tiers:
+                each.rests[tier].remove(share)
             self._let_go(each)
 
     def _let_go(self, run: Run) -> None:
@@ -172,6 +185,7 @@ class Shelves:
     def split(self, run: Run, at: int) -> Run:
         self.shape += 1
         front = run.split(at)
+        self.divided(front, run)
         for place in range(len(self.capacity)):
             self.offer(front, place)
         return front
@@ -189,13 +203,18 @@ class Shelves:
         here = run.here[place]
         if not here:
             return 0
+        tier = place // len(self.pools)
         if not self.is_chain(place):
-            return here & ~run.pins.held()
+            return here & ~run.pins[tier].held()
         if run.kids[place]:
             return 0
-        held = run.held()
-        # Tail-first: everything resident above the last held position.
-        return here & span(held.bit_length(), run.pages)
+        # Tail-first: everything resident above the last position that is held here.
+        first, elsewhere = run.held(tier).bit_length(), run.held(1 - tier).bit_length()
+        if elsewhere > first:  # that position stays in memory, so what only this tier has before it stays too
+            far = self.other(place)
+            only_here = here & ~(run.here[far] & ~run.bad[far]) & ones(elsewhere)
+            first = max(first, only_here.bit_length())
+        return here & span(first, run.pages)
 
     def evict(self, place: int, wanted: int) -> int:
         """Free up to `wanted` slots of a place, coldest run first; returns how many came free at once.
@@ -250,7 +269,7 @@ class Shelves:
         if chain:
             leaving &= span((take & ~leaving).bit_length(), run.pages)
         if leaving:
-            if self.bid_farewell is not None and (gone := leaving & ~safe):
+            if self.bid_farewell is not None and (gone := leaving & ~safe & ~run.bad[place]):
                 self.bid_farewell(run, place % len(self.pools), gone)
             self._leave_all(run, place, leaving)
             if chain or not self.chains:
@@ -274,7 +293,7 @@ class Shelves:
             if alive == run.end:
                 return
             self.shape += 1
-            held = run.held()
+            held = run.pinned()
             assert not held >> alive - run.first, "a held position lost its page"
             if self.bid_farewell is not None:
                 self._bid_farewell_from(self.bid_farewell, run, alive - run.first)
@@ -287,9 +306,10 @@ class Shelves:
                 return
             parent = run.parent
             run.detach()
-            for place in members(run.queued):
-                self.orders[place].bury()
+            for place, order in enumerate(self.orders):
+                order.bury(run, stands=bool(run.queued >> place & 1))
             run.queued = 0
+            self.removed(run)
             if isinstance(parent, Root):
                 self.forget(parent.named)
                 return
@@ -312,7 +332,7 @@ class Shelves:
             for pool in self.chains:
                 pages = min(pages, leading(run.here[pool] | run.here[self.other(pool)]))
             return run.first + pages
-        anything = run.held()
+        anything = run.pinned()
         for here in run.here:
             anything |= here
         return run.first + anything.bit_length()

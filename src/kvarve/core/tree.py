@@ -35,8 +35,8 @@ class Run:
         "stored": "[pool] positions known to be in storage",
         "asked": "[pool] positions backed up to the host since the run was used last: not again before the next use",
         "kids": "[place] how many child runs begin with a page there: what rests on this run's last position",
-        "pins": "by position: how many leases and copies need all that is there",
-        "rests": "by position: how many leases need its chains, to rest something on them",
+        "pins": "[memory tier] by position: how many leases and copies need all that is there",
+        "rests": "[memory tier] by position: how many leases need its chains there, to rest something on them",
         "used": "when it was used last, in ticks of the core",
         "uses": "how many requests have used it",
         "priority": "the highest priority of those",
@@ -59,8 +59,8 @@ class Run:
         self.slots: list[array[int] | None] = [None] * (2 * pools)
         self.stored = [0] * pools
         self.asked = [0] * pools
-        self.pins = Pins()
-        self.rests = Pins()
+        self.pins = Pins(), Pins()
+        self.rests = Pins(), Pins()
         self.used = self.uses = self.priority = self.tries = self.queued = 0
         self.wanted = False
 
@@ -72,9 +72,13 @@ class Run:
     def end(self) -> int:
         return self.first + self.pages
 
-    def held(self) -> int:
-        """The local positions that anybody needs for anything."""
-        return self.pins.held() | self.rests.held()
+    def held(self, tier: int) -> int:
+        """The local positions whose pages a lease or a copy needs in a memory tier."""
+        return self.pins[tier].held() | self.rests[tier].held()
+
+    def pinned(self) -> int:
+        """The local positions that a lease or a copy needs in any tier: they stay in the tree."""
+        return self.held(0) | self.held(1)
 
     @property
     def keys(self) -> bytes:
@@ -198,7 +202,8 @@ class Run:
         self.slots = [table and table[cut:] for table in self.slots]
         for run in (front, self):
             run.slots = [table if run.here[place] else None for place, table in enumerate(run.slots)]
-        front.pins, front.rests = self.pins.cut(cut), self.rests.cut(cut)
+        front.pins = self.pins[0].cut(cut), self.pins[1].cut(cut)
+        front.rests = self.rests[0].cut(cut), self.rests[1].cut(cut)
         front.kids = [bits & 1 for bits in self.here]
         self.parent.children[front.tokens[: self.width]] = front
         self.tokens, self.named = self.tokens[cut * self.width :], self.named[cut * KEY_BYTES :]
@@ -209,7 +214,7 @@ class Run:
     def detach(self) -> None:
         """Take an empty leaf out of the tree. It keeps its parent: who found a position by walking up from here
         still does."""
-        assert self.parent is not None and not self.children and not self.held()
+        assert self.parent is not None and not self.children and not self.pinned()
         del self.parent.children[self.tokens[: self.width]]
         self.tokens = self.named = b""
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from kvarve.core.effects import Ended, agreed
+from kvarve.core.effects import Began, Ended, Event, agreed
 
 
 class Wish(NamedTuple):
@@ -23,14 +23,14 @@ class Wish(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What all ranks go by in one step: what has ended everywhere by now, in one order; one time for all; whether the
-    storage answers on all of them; and whether the change that they wish is made now.
+    """What all ranks go by in one step: what has begun and ended everywhere by now, in one order; one time for all;
+    whether the storage answers on all of them; and whether the change that they wish is made now.
 
     `granted` is None while there are ranks that wish nothing yet. Who will not wait for them any longer takes its wish
     back without a word: nothing is granted unless all wish it in the same step.
     """
 
-    ended: list[Ended]
+    events: list[Event]
     now: float
     up: bool = True
     granted: bool | None = None
@@ -42,9 +42,9 @@ class Agreement(Protocol):
         """How many ranks there are."""
         ...
 
-    def agree(self, ended: Iterable[Ended], now: float, up: bool = True, wish: Wish | None = None) -> Turn:
-        """Say what has ended here, what time it is, whether the storage answers, and what change is wished. Every rank
-        has to call it."""
+    def agree(self, events: Iterable[Event], now: float, up: bool = True, wish: Wish | None = None) -> Turn:
+        """Say what has begun and ended here, what time it is, whether the storage answers, and what change is wished.
+        Every rank has to call it."""
         ...
 
 
@@ -60,14 +60,14 @@ class Alone:
 
     ranks = 1
 
-    def agree(self, ended: Iterable[Ended], now: float, up: bool = True, wish: Wish | None = None) -> Turn:
-        return Turn([*ended], now, up, granted([wish]))
+    def agree(self, events: Iterable[Event], now: float, up: bool = True, wish: Wish | None = None) -> Turn:
+        return Turn([*events], now, up, granted([wish]))
 
 
 class Group:
     """The ranks of a torch.distributed group (a CPU backend such as gloo).
 
-    A copy has ended when it has ended on all ranks; a page is good if it is good on all, bad if it is bad on any. A
+    A copy has begun or ended when it has on all ranks; a page is good if it is good on all, bad if it is bad on any. A
     storage that is down on one rank is down on all.
     """
 
@@ -75,16 +75,26 @@ class Group:
         self._group = group
         self.ranks = dist.get_world_size(group)
         self._waiting: list[dict[int, Ended]] = [{} for _ in range(self.ranks)]
+        self._begun: list[set[int]] = [set() for _ in range(self.ranks)]  # on each rank, and not yet ended everywhere
+        self._told: set[int] = set()  # what has begun everywhere, and the cores know of it
 
-    def agree(self, ended: Iterable[Ended], now: float, up: bool = True, wish: Wish | None = None) -> Turn:
-        news = [[end.op, hex(end.good), hex(end.bad)] for end in ended]
+    def agree(self, events: Iterable[Event], now: float, up: bool = True, wish: Wish | None = None) -> Turn:
+        news = [[each.op] if isinstance(each, Began) else [each.op, hex(each.good), hex(each.bad)] for each in events]
         heard = [json.loads(text) for text in self._exchange(json.dumps([now, news, up, wish]).encode())]
-        for waiting, (_, their_news, _, _) in zip(self._waiting, heard, strict=True):
-            for op, good, bad in their_news:
-                waiting[op] = Ended(op, int(good, 16), int(bad, 16))
-        both = []
+        for waiting, begun, (_, their_news, _, _) in zip(self._waiting, self._begun, heard, strict=True):
+            for op, *fate in their_news:
+                begun.add(op)
+                if fate:
+                    waiting[op] = Ended(op, *(int(bits, 16) for bits in fate))
+        both: list[Event] = []
+        begun_everywhere = set.intersection(*self._begun)
         for op in sorted(set.intersection(*(set(waiting) for waiting in self._waiting))):
             both.append(agreed([waiting.pop(op) for waiting in self._waiting]))
+            begun_everywhere.discard(op)
+            for begun in self._begun:
+                begun.discard(op)
+        both = [*(Began(op) for op in sorted(begun_everywhere - self._told)), *both]
+        self._told = begun_everywhere
         wishes = [None if theirs is None else Wish(*theirs) for *_, theirs in heard]
         return Turn(both, float(heard[0][0]), all(theirs for _, _, theirs, _ in heard), granted(wishes))
 

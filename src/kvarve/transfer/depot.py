@@ -7,9 +7,11 @@ workers of its own, and what still runs here keeps its slots until it comes back
 import logging
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
+from math import inf
 
-from kvarve.core.copies import FETCH, STORE, Edge
+from kvarve.core.copies import FETCH, PROBE, STORE, Edge
 from kvarve.errors import StorageError
 from kvarve.storage import Storage, Usage
 from kvarve.transfer.lanes import Ends, Lane, Work
@@ -17,11 +19,12 @@ from kvarve.transfer.lanes import Ends, Lane, Work
 log = logging.getLogger(__name__)
 
 WORKERS = 3  # each way: one checks pages, one moves them, and one waits until they are on the medium
+ASKED = 8192  # pages that are asked for in one call, at most, where several requests wait for an answer
 USAGE_S = 0.5  # how long who asks for figures waits for a storage to say them
 
 
 class Depot:
-    """A storage, which is its own from now on, and a lane each way; their ends go where all ends go."""
+    """A storage, which is its own from now on, a lane each way and one for probes; their ends go where all ends go."""
 
     def __init__(self, storage: Storage, ends: Ends, *, deadline_s: float) -> None:
         self.storage = storage
@@ -31,9 +34,9 @@ class Depot:
         self._figures = _Figures()
         self._lock = threading.Lock()  # of the figures that are being asked for
         try:
-            for source, target in (STORE, FETCH):
-                name = f"{source.name.lower()}-to-{target.name.lower()}"
-                self.lanes[source, target] = Lane(name, ends, workers=WORKERS, patience_s=deadline_s)
+            self.lanes[STORE] = Lane("host-to-storage", ends, workers=WORKERS, patience_s=deadline_s)
+            self.lanes[FETCH] = Lane("storage-to-host", ends, workers=WORKERS, patience_s=deadline_s, tells_begin=True)
+            self.lanes[PROBE] = Lane("storage-probe", ends, patience_s=deadline_s, together=ASKED, tells_begin=True)
         except RuntimeError as e:  # no more threads are to be had
             for lane in self.lanes.values():
                 lane.close(0.0)
@@ -66,17 +69,30 @@ class Depot:
             assert self._figures.usage is not None
             return self._figures.usage
 
-    def close(self, timeout_s: float) -> None:
-        """Let what was sent be done within `timeout_s`, then end the rest undone and close the storage.
+    def close(self, timeout_s: float, storage_s: float = inf) -> None:
+        """Let what was sent be done within `timeout_s`, then end the rest undone and close the storage in `storage_s`.
 
-        A call that hangs even then is left behind, and ends when it comes back. StorageError from the storage's close.
+        A call that hangs even then is left behind, and ends when it comes back, and so is a close that takes longer.
+        StorageError from the storage's close.
         """
         end = time.monotonic() + timeout_s
+        for lane in self.lanes.values():
+            if not lane.close(max(0.0, end - time.monotonic())):
+                log.warning("%s: a call to a storage hangs; it is left behind", lane.name)
+        closing: Future[None] = Future()
+        threading.Thread(target=self._close, args=(closing,), name="kvarve closes", daemon=True).start()
         try:
-            for lane in self.lanes.values():
-                if not lane.close(max(0.0, end - time.monotonic())):
-                    log.warning("%s: a call to a storage hangs; it is left behind", lane.name)
+            closing.result(None if storage_s == inf else storage_s)
+        except TimeoutError:
+            log.warning("a storage takes longer than %.1f s to close; it is left behind", storage_s)
+
+    def _close(self, closing: "Future[None]") -> None:
+        try:
             self.storage.close()
+        except BaseException as e:  # noqa: BLE001  it belongs to the caller, if that still waits
+            closing.set_exception(e)
+        else:
+            closing.set_result(None)
         finally:
             self.closed.set()
 

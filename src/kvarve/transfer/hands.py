@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from kvarve.core.copies import BACKUP, FETCH, LOAD, STORE
-from kvarve.core.effects import Copy, Effect, Ended, Page, Probe
+from kvarve.core.copies import BACKUP, FETCH, LOAD, PROBE, STORE
+from kvarve.core.effects import Copy, Effect, Event, Page, Probe
 from kvarve.errors import StorageError
 from kvarve.keys import object_name
 from kvarve.memory.arenas import DeviceArena, HostArena, to_device, to_host
@@ -82,25 +82,27 @@ class Hands:
         # Each piece of work knows its storage: another may be attached when its turn comes.
         storage = depot.storage
         if isinstance(effect, Probe):
-            depot.send(effect.op, FETCH, lambda: self._probe(storage, effect))
+            # All that wait are one question, so the last of a burst waits no longer than for two.
+            depot.lanes[PROBE].send_part(effect.op, self._probe, (storage, effect), len(effect.pages), self._deadline_s)
         elif effect.target is Tier.STORAGE:
             # A put is durable when it answers, so that a few large ones are cheaper.
             depot.lanes[STORE].send_part(effect.op, self._store, (storage, effect), len(effect.pages), self._deadline_s)
         else:
             depot.send(effect.op, FETCH, lambda: self._fetch(storage, effect))
 
-    def collect(self) -> list[Ended]:
+    def collect(self) -> list[Event]:
         return self.ends.collect()
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Stop the lanes after what they have, then close the storage, all within `timeout_s`."""
-        end = time.monotonic() + timeout_s
+    def close(self, timeout_s: float = 10.0, storage_s: float = 5.0) -> None:
+        """Stop the lanes after what they have, then close the storage, all within `timeout_s`, of which closing the
+        storage may take `storage_s`."""
+        end = time.monotonic() + timeout_s - storage_s
         for lane in self._lanes.values():
             lane.close(max(0.0, end - time.monotonic()))
         for depot in self._retired:
             depot.closed.wait(max(0.0, end - time.monotonic()))
         if self.depot is not None:
-            self.depot.close(max(0.0, end - time.monotonic()))
+            self.depot.close(max(0.0, end - time.monotonic()), storage_s)
 
     # --- work, on the lanes' threads; each answers (good, bad) as sets of bits over the effect's pages
 
@@ -169,9 +171,12 @@ class Hands:
                 log.warning("bad pages could not be deleted: %s", e)
         return good, bad
 
-    def _probe(self, storage: Storage, probe: Probe) -> tuple[int, int]:
-        there = storage.exists([self._name(probe.root, page) for page in probe.pages])
-        return sum(1 << i for i, known in enumerate(there) if known), 0
+    def _probe(self, sent: Sequence[tuple[Storage, Probe]]) -> list[tuple[int, int]]:
+        """What one storage, whose lane this is, has of several prompts."""
+        asked = [[self._name(probe.root, page) for page in probe.pages] for _, probe in sent]
+        names = [*dict.fromkeys(name for names in asked for name in names)]
+        there = dict(zip(names, sent[0][0].exists(names), strict=True))
+        return [(sum(there[name] << i for i, name in enumerate(names)), 0) for names in asked]
 
     def _name(self, root: bytes, page: Page) -> str:
         pool = self._pools[page.pool]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, TypeVar
 
-from kvarve.core.effects import Ended
+from kvarve.core.effects import Began, Ended, Event
 from kvarve.errors import KvarveError
 
 log = logging.getLogger(__name__)
@@ -58,21 +58,21 @@ class Ends:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ended: list[Ended] = []
+        self._ended: list[Event] = []
         self._lanes: list[Lane] = []  # that may have something waiting
         self._woken = threading.Event()
 
-    def put(self, ended: Ended) -> None:
+    def put(self, event: Event) -> None:
         with self._lock:
-            self._ended.append(ended)
+            self._ended.append(event)
         self._woken.set()
 
     def wake(self) -> None:
         """End a `wait` without anything having ended."""
         self._woken.set()
 
-    def collect(self) -> list[Ended]:
-        """Everything that ended since the last call, in the order in which it ended.
+    def collect(self) -> list[Event]:
+        """Everything that ended since the last call, or began where that is told, in the order in which it happened.
 
         What has waited in a lane for longer than it may ends here; no worker has to be free for that.
         """
@@ -113,6 +113,7 @@ class Lane:
     patience_s: float = inf
     clock: Callable[[], float] = time.monotonic
     together: float = TOGETHER
+    tells_begin: bool = False  # of each piece it says when a worker begins with it
     counts: LaneCounts = field(default_factory=LaneCounts)
 
     def __post_init__(self) -> None:
@@ -250,6 +251,8 @@ class Lane:
                 room -= pieces[-1].size
             self._running[worker] = now = self.clock()
             self._next_hang = min(self._next_hang, now + self.patience_s)
+        for piece in pieces if self.tells_begin else ():
+            self.ends.put(Began(piece.op))
         return pieces
 
     def _carry(self, worker: int, pieces: list[_Piece]) -> bool:

@@ -41,8 +41,9 @@ class Order(ABC):
         """Take out the run that should give next; None if there is none."""
 
     @abstractmethod
-    def bury(self) -> None:
-        """A run that stands here has left the tree (it has no pages now); `pop` must never answer it."""
+    def bury(self, run: Run, stands: bool) -> None:
+        """A run has left the tree and has no pages now: nothing of it is remembered, and if it `stands` here `pop` must
+        never answer it."""
 
     @abstractmethod
     def runs(self) -> list[Run]:
@@ -88,8 +89,8 @@ class Ranked(Order):
     def taken(self, run: Run) -> None:
         """The turn of a run has come."""
 
-    def bury(self) -> None:
-        self._dead += 1
+    def bury(self, run: Run, stands: bool) -> None:
+        self._dead += stands
         if 2 * self._dead > len(self._heap):
             self._heap = [entry for entry in self._heap if entry[2].tokens]
             heapify(self._heap)

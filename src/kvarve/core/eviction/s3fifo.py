@@ -44,7 +44,6 @@ class S3Fifo(Order):
             run = (self._small if small else self._main).popleft()
             if not run.tokens:
                 self._dead = max(0, self._dead - 1)
-                self._forget(run)
                 continue
             uses = min(MOST_USES, run.uses - self._counted[run])
             if uses <= 0:
@@ -57,21 +56,18 @@ class S3Fifo(Order):
             self._main.append(run)
         return None
 
-    def bury(self) -> None:
-        self._dead += 1
+    def bury(self, run: Run, stands: bool) -> None:
+        self._proven.pop(run, None)
+        self._counted.pop(run, None)
+        self._last = None if self._last is run else self._last
+        self._dead += stands
         if 2 * self._dead > len(self._small) + len(self._main):
-            self._small = deque(run for run in self._small if run.tokens)
-            self._main = deque(run for run in self._main if run.tokens)
-            for run in [run for run in self._proven if not run.tokens]:
-                self._forget(run)
+            self._small = deque(each for each in self._small if each.tokens)
+            self._main = deque(each for each in self._main if each.tokens)
             self._dead = 0
 
     def runs(self) -> list[Run]:
         return [*self._small, *self._main]
-
-    def _forget(self, run: Run) -> None:
-        self._proven.pop(run, None)
-        self._counted.pop(run, None)
 
     def _remember(self, run: Run) -> None:
         self._ghosts[run.keys[:KEY_BYTES]] = None

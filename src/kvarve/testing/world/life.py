@@ -13,7 +13,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvarve.core.effects import Ended, Probe
+from kvarve.core.effects import Began, Effect, Ended, Probe
 from kvarve.core.lease import Lease
 from kvarve.errors import ConfigError
 from kvarve.keys import TOKEN_BYTES
@@ -189,12 +189,13 @@ def _attach(world: World, empty: int, back_up: int) -> bool:
     return True
 
 
-def _detach(world: World) -> bool:
+def _detach(world: World, down: int) -> bool:
     if not world.attached:
         return False
+    world.seen["went down"] += down
     busy = any(isinstance(each, Probe) or Tier.STORAGE in (each.source, each.target) for each in world.flying.values())
     world.seen["detached in flight" if busy else "detached"] += 1
-    world.detach()
+    world.detach(bool(down))
     return True
 
 
@@ -207,6 +208,14 @@ def _step(world: World, later_s: float, ends: Sequence[Sequence[int]]) -> bool:
             ended.append(world.end(op, lost, rotten, rank % len(world.cores) if rank >= 0 else -1))
     world.step(ended, later_s)
     return True
+
+
+def _began(world: World, pick: int) -> bool:
+    """Workers begin with something that is in flight; the core may hear of it more than once."""
+    op = _one(pick, [*world.flying])
+    if op is not None:
+        world.step([Began(op)])
+    return op is not None
 
 
 def _half(world: World, pick: int, rank: int, lost: int, rotten: int) -> bool:
@@ -301,6 +310,7 @@ ACTIONS: Mapping[str, Callable[..., bool]] = {
     "attach": _attach,
     "detach": _detach,
     "step": _step,
+    "began": _began,
     "half": _half,
     "lose": _lose,
     "again": _again,
@@ -340,6 +350,8 @@ class Fate:
         self.told = dice.choice([0.2, 0.6, 1.0])  # share of what is in flight that ends in a step
         self.crowd = dice.choice([1, 2, 4, 8])
         self.newest = dice.random() < 0.3  # what was sent last ends first, so some of it is very late
+        # Kinds of calls to storage that hang for the whole of this life, but for those of a `request`.
+        self.hanging = dice.choice([(), (), (), ("put",), ("get",), ("exists",), ("put", "get", "exists")])
         self.salts = dice.choice(["aaab", "aaab", "abcdefghijkl"])
         self.known: list[str] = []
         faults = dice.choice([0.0, 0.3, 1.0])
@@ -361,6 +373,7 @@ class Fate:
             "detach": dice.choice([0, 0, 0.6]),
             "again": 1,
             "unheard": 0.5,
+            "began": dice.choice([0, 6]),
             "half": 6,
             "lose": 1.5 * faults,
             "elsewhere": dice.choice([0, 3, 6]),
@@ -380,12 +393,12 @@ class Fate:
             kind = "claim"
         match kind:
             case "step":
-                return ["step", dice.choice([0.0, 0.5, 2.0]), self._ends(len(world.flying))]
+                return ["step", dice.choice([0.0, 0.5, 2.0]), self._ends(world)]
             case "request":
                 return ["request", self._prompt(), salt, dice.randint(1, 3), int(dice.random() < 0.5)]
             case "open":
                 reads, priority = int(dice.random() < 0.85), dice.choice([0, 0, 1, 2])
-                return ["open", self._prompt(), salt, dice.randrange(4), reads, priority]
+                return ["open", self._prompt(), salt, dice.randrange(len(PATIENCES)), reads, priority]
             case "grow" | "short":
                 return [kind, pick, dice.randint(1, 12)]
             case "seat":
@@ -400,7 +413,9 @@ class Fate:
                 return ["extend", pick, dice.choice(["0", "1", "11", "0111", "101010"])]
             case "attach":
                 return ["attach", dice.randrange(2), dice.randrange(2)]
-            case "detach" | "retry":
+            case "detach":
+                return ["detach", dice.randrange(2)]
+            case "retry":
                 return [kind]
             case "unheard":
                 return ["unheard", dice.choice([1, 2, 1000]), dice.choice([0, 1, 2**70 - 1])]
@@ -417,10 +432,11 @@ class Fate:
             case _:
                 return [kind, pick]
 
-    def _ends(self, flying: int) -> list[list[int]]:
+    def _ends(self, world: World) -> list[list[int]]:
         dice, ends = self.dice, []
-        for at in range(round(dice.random() ** 0.5 * self.told * flying)):
-            pick = flying - 1 - at if self.newest else dice.randrange(flying)
+        flying = [at for at, effect in enumerate(world.flying.values()) if _call(effect) not in self.hanging]
+        for at in range(round(dice.random() ** 0.5 * self.told * len(flying))):
+            pick = flying[-1 - at] if self.newest else dice.choice(flying)
             decay = self._some(self.trouble / 2) if dice.random() < 0.3 else 0
             ends.append([pick, self._some(self.trouble), decay, dice.choice([-1, -1, 0, 1, 2, 3])])
         return ends
@@ -438,6 +454,13 @@ class Fate:
         if self.dice.random() < 0.1:
             return 2**70 - 1
         return sum((self.dice.random() < chance) << i for i in range(12))
+
+
+def _call(effect: Effect) -> str:
+    """The call to storage that an effect is, if it is one."""
+    if isinstance(effect, Probe):
+        return "exists"
+    return {Tier.STORAGE: "put"}.get(effect.target) or {Tier.STORAGE: "get"}.get(effect.source, "")
 
 
 def born(seed: int) -> tuple[Life, random.Random]:

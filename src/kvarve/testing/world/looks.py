@@ -14,7 +14,7 @@ from kvarve.core.lease import Lease
 from kvarve.core.tree import Run
 
 _POINTERS = {"parent", "children", "pins", "rests"}
-_run_facts = attrgetter(*(name for name in Run.__slots__ if name not in _POINTERS), "pins._planes", "rests._planes")
+_known_of_run = attrgetter(*(name for name in Run.__slots__ if name not in _POINTERS))
 _op_facts = attrgetter(*(each.name for each in fields(Op) if each.name not in ("lease", "run")))
 _lease_facts = attrgetter(*(name for name in Lease.__slots__ if name != "run"))
 
@@ -25,6 +25,14 @@ def runs(core: Core) -> Iterator[Run]:
         run = stack.pop()
         yield run
         stack.extend(run.children.values())
+
+
+def _pinned(run: Run) -> list[list[int]]:
+    return [pins._planes for pins in (*run.pins, *run.rests)]
+
+
+def _run_facts(run: Run) -> tuple[Any, list[list[int]]]:
+    return _known_of_run(run), _pinned(run)
 
 
 def differ(one: Core, two: Core) -> str:
@@ -60,8 +68,8 @@ def differ(one: Core, two: Core) -> str:
         whose = op.lease and op.lease.number, its.lease and its.lease.number
         if _op_facts(op) != _op_facts(its) or whose[0] != whose[1] or not same(op.run, its.run):
             return "a copy"
-    owed = [(core.backups.owing, core.backups.due) for core in (one, two)]
-    for our_line, their_line in zip(*owed, strict=True):
+    lines = [(core.backups.owing, core.backups.due, core.backups.parked) for core in (one, two)]
+    for our_line, their_line in zip(*lines, strict=True):
         if len(our_line) != len(their_line) or not all(map(same, our_line, their_line)):
             return "what is owed"
     if (
@@ -73,8 +81,16 @@ def differ(one: Core, two: Core) -> str:
     return ""
 
 
-def _weather(core: Core) -> tuple[int, float]:
-    return core.backups.failures, core.backups.rest_until
+def _weather(core: Core) -> tuple[Any, ...]:
+    backups = core.backups
+    return (
+        backups.failures,
+        backups.rest_until,
+        backups.down,
+        *backups.blocked,
+        backups.look_again,
+        [*backups.parked.values()],
+    )
 
 
 def dump(core: Core) -> Mapping[str, Any]:
@@ -87,7 +103,7 @@ def dump(core: Core) -> Mapping[str, Any]:
         return (
             [(each, _plain(getattr(run, each), {})) for each in Run.__slots__ if each not in _POINTERS | {"slots"}],
             [table and table.tolist() for table in run.slots],
-            [(run.pins.count(local), run.rests.count(local)) for local in range(run.pages)],
+            _pinned(run),
             [(first, describe(root, child, above + run.tokens)) for first, child in run.children.items()],
         )
 
@@ -101,12 +117,19 @@ def dump(core: Core) -> Mapping[str, Any]:
         "tick": core.shelves.tick,
         "owing": [names.get(id(run), gone) for run in core.backups.owing],
         "due": [names.get(id(run), gone) for run in core.backups.due],
+        "parked": [names.get(id(run), gone) for run in core.backups.parked],
         "weather": _weather(core),
         "governor": {name: _plain(value, {}) for name, value in vars(core.governor).items()},
         "deferred": [*core.prefetch.deferred],
-        "counts": (core.backups.flying, [*core.backups.storing], [*core.prefetch.held], core.shelves.spoiled),
+        "counts": (
+            core.backups.flying,
+            [*core.backups.storing],
+            [*core.backups.staging],
+            [*core.prefetch.held],
+            core.shelves.spoiled,
+        ),
         "storage": core.copies.storage,
-        "number": core.copies._number,
+        "number": core.copies.sent,
         "effects": [*core.copies.effects],
         "counters": vars(core.counters).copy(),
         "leases": [

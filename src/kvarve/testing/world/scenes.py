@@ -16,7 +16,7 @@ from kvarve.keys import pack
 from kvarve.model import BufferSpec, PoolSpec, Tier
 
 PAGE_TOKENS = 2
-PATIENCES = (BEST_EFFORT, WAIT_COMPLETE, Patience(3), Patience(1, 100))
+PATIENCES = (BEST_EFFORT, WAIT_COMPLETE, Patience(3), Patience(1, 100), Patience(2, each=True))
 
 
 def pool(name: str, lookback: int | None, in_place: bool = False, replicated: bool = False) -> PoolSpec:
@@ -90,6 +90,7 @@ def draw(dice: random.Random) -> dict[str, Any]:
         "load_at_least": dice.choice([0, 0, 3, 9]),
         "fetch_at_least": dice.choice([0, 0, 3, 9]),
         "load_deadline_s": dice.choice([1.0, 4.0, 30.0]),
+        "queue_deadline_s": dice.choice([1.0, 30.0]),
         "batch_pages": dice.choice([1, 2, 3, 64]),
         "backup_pages": dice.choice([2, 7, 50]),
         "host_share": dice.choice([0.0, 0.2, 0.5, 0.8, 1.0]),

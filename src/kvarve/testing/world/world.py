@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from kvarve.core.audit import audit
 from kvarve.core.cache import Core
-from kvarve.core.effects import Copy, Effect, Ended, agreed
+from kvarve.core.effects import Copy, Effect, Ended, Event, agreed
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import WAIT_COMPLETE, Patience
 from kvarve.core.prefetch import ROOM_RETRIES
@@ -22,6 +22,7 @@ from kvarve.core.settings import CoreConfig
 from kvarve.core.tree import Run
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES, extend, pack, root_key
 from kvarve.model import Tier
+from kvarve.testing.world.dirty import Dirty
 from kvarve.testing.world.hands import BROKEN, FREE, ROTTEN, Hands, Store, empty
 from kvarve.testing.world.looks import differ, runs
 from kvarve.testing.world.scenes import configure, draw
@@ -65,6 +66,7 @@ class World:
         self._failures, self._rest_until = 0, 0.0  # stores that failed in a row, and until when nothing is stored
         self._paused = False
         self._swept = [slots[:0] for slots in self.core.shelves.free]
+        self._dirty, self._confirmed = Dirty(self.core), 0
         self._check()
 
     # --- what the house does
@@ -198,19 +200,23 @@ class World:
         return gone
 
     def attach(self, store: Store | None = None, back_up: bool = False) -> None:
-        """A storage comes: one that we know, or a new and empty one."""
+        """A storage comes: one that we know, or a new and empty one; or the one that was down answers again."""
+        again = self.core.backups.down and store is self.storage
         self.storage, self.attached = store or Store(), True
         self._failures, self._rest_until = 0, self.now
         for core in self.cores:
-            core.attach(back_up)
+            core.attach(back_up, again)
+        self._dirty.begin_anew(back_up or again)
         self._check()
 
-    def detach(self) -> None:
-        """The storage goes, whatever is under way to it or from it."""
+    def detach(self, down: bool = False) -> None:
+        """The storage goes, whatever is under way to it or from it, or (`down`) does not answer any more."""
         self.attached = False
         self._failures, self._rest_until = 0, self.now
         for core in self.cores:
-            core.detach()
+            core.detach(down)
+        if not down:
+            self._dirty.begin_anew(back_up=False)
         self._check()
 
     def retry(self) -> None:
@@ -221,15 +227,19 @@ class World:
             core.retry()
         self._check()
 
-    def step(self, ended: Sequence[Ended] = (), later_s: float = 0.0) -> None:
+    def step(self, events: Sequence[Event] = (), later_s: float = 0.0) -> None:
         self.now += later_s
         if len(self.cores) > 1:  # as ranks/agreement.py has it
-            ended = sorted({end.op: end for end in ended}.values(), key=lambda end: end.op)
+            events = sorted({event.op: event for event in events}.values(), key=lambda event: event.op)
+        ended = [event for event in events if isinstance(event, Ended)]
         self.ended = [*self.ended, *[end for end in ended if end.op in self.core.copies.ops]][-40:]
         for end in ended:
             self._note_failure(end)
+            op = self.core.copies.ops.get(end.op)
+            if op is not None and op.edge == (Tier.HOST, Tier.STORAGE):
+                self._confirmed += end.good.bit_count()
         for core in self.cores:
-            core.step(ended, self.now)
+            core.step(events, self.now)
         self._check()
         self._check_waiting()
         if self._paused != self.core.governor.paused:
@@ -379,7 +389,7 @@ class World:
         self.step([self.give_up(op) for op in [*self.lost]])
         self.settle()
         assert not self.core.copies.ops and not self.core.leases and self.core.idle()
-        assert not any(run.held() for run in runs(self.core)), "nobody is here, so nothing is pinned"
+        assert not any(run.pinned() for run in runs(self.core)), "nobody is here, so nothing is pinned"
         for _ in range(10 + 8 * sum(self.core.shelves.capacity)):  # a small tier passes few at a time
             self.flush(Tier.DEVICE, Tier.HOST)
             self.settle()
@@ -444,8 +454,11 @@ class World:
 
         def deepest(present: list[set[int]], those: Sequence[int]) -> int:
             for boundary in range(max(0, tokens - 1) // self.core.config.page_tokens, 0, -1):
-                if boundary % self.core.grid == 0 and all(
-                    position in present[pool] for pool in those for position in self._reads(pool, boundary)
+                fits = all(len(self._reads(pool, boundary)) <= self.core.shelves.capacity[pool] for pool in pools)
+                if (
+                    boundary % self.core.grid == 0
+                    and fits
+                    and all(position in present[pool] for pool in those for position in self._reads(pool, boundary))
                 ):
                     return boundary
             return 0
@@ -471,6 +484,8 @@ class World:
         for run in here:
             self._check_names(run)
             self._check_stored(run)
+        self._dirty.look(here, self._confirmed)
+        self._confirmed = 0
         for lease in self.leases:
             if lease.phase is Phase.READY and lease.number not in self._handed:
                 self._hand(lease)

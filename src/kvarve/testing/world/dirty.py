@@ -1,0 +1,102 @@
+"""What the write policy wants in storage, by an account of our own: a page is stored, waits, or is counted as it goes.
+
+The account knows which pages are in memory from looking at the tree, and what a policy wants from when they came there.
+"""
+
+from collections.abc import Iterable
+
+from kvarve.core.cache import Core
+from kvarve.core.policies import WritePolicy
+from kvarve.core.tree import Run
+
+Name = tuple[int, int, int]  # of a page: a number for its root and tokens, its position, its pool
+# Pages that left memory unstored, by reason; a page of which the host's only copy turned out bad is lost as well.
+REASONS = ("dropped_failed", "dropped_evicted", "dropped_unpaying", "dropped_down", "bad_host")
+
+
+class Dirty:
+    """The pages in memory that storage does not have, of one core."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._spared: set[Name] = set()  # in memory since before this storage came, which nobody asked to back up
+        self._memory: set[Name] = set()
+        self._unstored: set[Name] = set()  # at the last look; each of them has to be counted if it goes
+        self._counted = 0
+        self._numbers: dict[tuple[int, bytes], int] = {}  # of a page: by the number above it, and its tokens
+
+    def begin_anew(self, back_up: bool) -> None:
+        """Another storage has come, or the one that there was has gone; what is in memory is to be backed up or not."""
+        self._spared = set() if back_up else {*self._memory}
+        self._unstored = set()
+
+    def look(self, runs: Iterable[Run], stored: int) -> None:
+        """After an input in which storage confirmed `stored` pages."""
+        core, memory, unstored = self._core, set[Name](), set[Name]()
+        expects = core.copies.storage or core.backups.down
+        for run in runs:
+            self._look_at(run, memory, unstored)
+        counted = sum(getattr(core.counters, reason) for reason in REASONS)
+        gone = len(self._unstored - memory)
+        assert counted - self._counted >= gone - stored, (
+            f"what leaves memory unstored is counted: {gone} left, {stored} stored, {counted - self._counted} counted"
+        )
+        self._counted, self._memory = counted, memory
+        self._unstored = unstored if expects else set()
+        self._spared &= memory
+
+    def _look_at(self, run: Run, memory: set[Name], unstored: set[Name]) -> None:
+        core = self._core
+        pools = len(core.pools)
+        if not run.pages:
+            return
+        backups = core.backups
+        wants = core.governor.wants(run)
+        used_enough = (
+            core.config.write is not WritePolicy.WRITE_THROUGH_SELECTIVE
+            or run.wanted
+            or run.uses >= core.config.selective_uses
+        )
+        through = core.config.write is not WritePolicy.WRITE_BACK or run.wanted
+        waits = run in backups.owing or run in backups.due or run in backups.parked
+        numbers = self._numbers_of(run)
+        for pool in range(pools):
+            near, far = run.here[pool], run.here[pools + pool]
+            good = near | far & ~run.bad[pools + pool]
+            on_its_way = run.coming[pools + pool] | run.coming[2 * pools + pool]
+            on_its_way |= self._healing(run, pools + pool)
+            for local in range((near | far).bit_length()):
+                if not (near | far) >> local & 1:
+                    continue
+                name = numbers[local], run.first + local, pool
+                memory.add(name)
+                if run.stored[pool] >> local & 1 or not good >> local & 1 or not used_enough:
+                    continue
+                if name not in self._spared:
+                    unstored.add(name)
+                    can = core.copies.storage and wants and through and core.shelves.capacity[pools + pool]
+                    assert not can or waits or on_its_way >> local & 1, "what is dirty waits to be stored"
+
+    def _healing(self, run: Run, place: int) -> int:
+        """Positions of bad pages in the host that a copy still reads: they are copied down anew when it has ended."""
+        bits, table = run.bad[place], run.slots[place]
+        assert not bits or table is not None
+        return sum(
+            1 << local
+            for local in range(bits.bit_length())
+            if bits >> local & 1 and table is not None and self._core.copies.reads(place, table[local])
+        )
+
+    def _numbers_of(self, run: Run) -> list[int]:
+        """A number for each page of a run, the same whenever the same tokens stand below the same root."""
+        above = 0
+        if run.parent is not None:
+            above = self._numbers_of(run.parent)[-1] if run.parent.pages else self._number(0, run.parent.named)
+        numbers = []
+        for local in range(run.pages):
+            above = self._number(above, run.tokens[local * run.width : (local + 1) * run.width])
+            numbers.append(above)
+        return numbers
+
+    def _number(self, above: int, tokens: bytes) -> int:
+        return self._numbers.setdefault((above, tokens), len(self._numbers) + 1)

@@ -1,0 +1,228 @@
+"""A storage that is slow, failing or away takes nothing but its own hits, and gets what the policy wants in the end."""
+
+import random
+
+import pytest
+
+from kvarve.core.backups import LONGEST_REST_S, PARKED_S, TRIES
+from kvarve.core.copies import STORE
+from kvarve.core.eviction.order import Place
+from kvarve.core.eviction.s3fifo import S3Fifo
+from kvarve.core.policies import FLAT_COST, WritePolicy
+from kvarve.keys import pack
+from kvarve.model import Tier
+from kvarve.testing.world import World
+from kvarve.testing.world.scenes import ATTENTION, STATE, config, prompt
+
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
+
+
+def stores(world: World) -> list[int]:
+    return [op for op in sorted(world.flying) if world.core.copies.ops[op].edge == STORE]
+
+
+def others(world: World) -> list[int]:
+    return [op for op in sorted(world.flying) if op not in stores(world)]
+
+
+def write(world: World, *seeds: int, pages: int = 4) -> None:
+    """Prompts are computed and copied to the host; what goes to storage from there stays on its way."""
+    for seed in seeds:
+        world.request(prompt(pages, seed=seed), rest=False)
+        world.step()
+        while others(world):
+            world.step([world.end(op) for op in others(world)])
+
+
+# --- what a store holds
+
+
+def test_a_store_that_hangs_keeps_its_pages_in_the_host_and_nothing_on_the_device() -> None:
+    world = World(config=config(ATTENTION, STATE, device=8, host=32, storage=True))
+    write(world, 1, 2)
+    assert stores(world), "they hang from here on"
+    write(world, 3, 4)
+    assert world.hit(prompt(4, seed=3, extra=2))[0] == world.hit(prompt(4, seed=4, extra=2))[0] == 4
+    assert world.hit(prompt(4, seed=1, extra=2)) == (0, 4), "the host has what the device had to give"
+
+
+def test_a_hung_storage_costs_no_device_hit() -> None:
+    """The same requests with a storage that never ends a store, and without any storage."""
+    picks = random.Random(5).choices(range(12), k=60)
+    hits = []
+    for storage in (False, True):
+        world = World(config=config(ATTENTION, STATE, device=12, host=64, storage=storage))
+        hits.append([])
+        for pick in picks:
+            hits[-1].append(world.hit(prompt(3, seed=pick, extra=2))[0])
+            write(world, pick, pages=3)
+    assert hits[0] == hits[1] and sum(hits[0]) > 0
+
+
+def test_a_page_stays_in_memory_while_the_host_copy_behind_it_is_read() -> None:
+    """A store reads a state in the host; the chain of its position is on the device alone, and must not leave."""
+    world = World(config=config(ATTENTION, STATE, device=8, host=(2, 8), storage=True))
+    write(world, 1, pages=4)
+    assert stores(world)
+    world.flush(DEVICE, HOST)
+    for _ in range(3):
+        write(world, 2, 3, pages=2)
+    world.settle()
+
+
+# --- dirty pages are stored, wait, or are counted
+
+
+def test_what_the_host_lost_before_it_was_stored_is_stored_from_the_device() -> None:
+    """15 prompts of which the host holds a third, and a store ends now and then."""
+    world = World(config=config(ATTENTION, STATE, device=128, host=20, storage=True))
+    for seed in range(15):
+        write(world, seed)
+        world.step([world.end(op) for op in stores(world)[: seed % 3 == 0]])
+    assert len(world.storage.objects) < 15 * 5 / 2
+    world.settle()
+    assert len(world.storage.objects) == 15 * (4 + 1) and not world.core.dirty()
+    assert world.core.counters.dropped_evicted == 0
+
+
+def test_after_an_outage_everything_that_is_in_memory_is_stored() -> None:
+    world = World(config=config(ATTENTION, device=1024, host=85, storage=True))
+    store = world.storage
+    world.detach(down=True)
+    for seed in range(255):
+        world.request(prompt(1, seed=seed, extra=1))
+    world.attach(store)
+    world.settle()
+    assert len(store.objects) == 255 and not world.core.dirty()
+
+
+def test_a_prompt_longer_than_the_host_is_stored_whole() -> None:
+    world = World(config=config(ATTENTION, device=64, host=6, storage=True))
+    world.request(prompt(20))
+    assert len(world.storage.objects) == 20
+
+
+def test_copies_for_storage_do_not_chase_each_other_through_the_host() -> None:
+    """While a store hangs, no page comes down for storage that has to wait there and is lost again."""
+    world = World(config=config(ATTENTION, device=128, host=16, storage=True))
+    write(world, *range(20))
+    copied = world.core.counters.backed_up
+    for _ in range(50):
+        world.step([world.end(op) for op in others(world)], later_s=1.0)
+    assert world.core.counters.backed_up == copied
+    world.settle()
+    assert len(world.storage.objects) == 80 and world.core.counters.backed_up <= copied + 80
+
+
+def test_a_run_whose_stores_fail_is_tried_again_after_a_while_without_being_used() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    write(world, 1)
+    poison = world.log[0].pages[0].key
+    for seed in range(2, 2 + 2 * TRIES):
+        write(world, seed)
+        keys = {op: world.flying[op].pages[0].key for op in stores(world)}
+        world.step([world.end(op, lost=-1 if key == poison else 0) for op, key in keys.items()], later_s=1.0)
+    world.settle()
+    assert world.core.counters.given_up == 1 and len(world.storage.objects) == 4 * 2 * TRIES
+    assert world.core.idle() and world.core.dirty(), "it is known not to be stored, and nobody waits for it"
+    world.step(later_s=PARKED_S)
+    world.settle()
+    assert len(world.storage.objects) == 4 * (1 + 2 * TRIES) and not world.core.dirty()
+
+
+@pytest.mark.parametrize("down", [False, True], ids=["storage that fails", "storage that is down"])
+def test_what_leaves_memory_unstored_is_counted_by_its_reason(down: bool) -> None:
+    world = World(config=config(ATTENTION, STATE, host=64, storage=True))
+    if down:
+        world.detach(down=True)
+    write(world, 1)
+    for _ in range(0 if down else TRIES):
+        world.step([world.end(op, lost=-1) for op in stores(world)], later_s=LONGEST_REST_S)
+    if stores(world):
+        world.step([world.end(op, lost=-1) for op in stores(world)])
+    world.flush(DEVICE, HOST)
+    counters = world.core.counters
+    assert (counters.dropped_down, counters.dropped_evicted) == ((5, 0) if down else (0, 5))
+
+
+def test_what_is_parked_when_it_leaves_memory_is_counted_as_failed() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    write(world, 1)
+    poison = world.log[0].pages[0].key
+    for seed in range(2, 2 + 2 * TRIES):
+        write(world, seed)
+        keys = {op: world.flying[op].pages[0].key for op in stores(world)}
+        world.step([world.end(op, lost=-1 if key == poison else 0) for op, key in keys.items()], later_s=1.0)
+    world.settle()
+    world.flush(DEVICE, HOST)
+    assert world.core.counters.dropped_failed == 4 and world.core.counters.dropped_evicted == 0
+
+
+def test_lines_of_what_waits_remember_nothing_that_has_left_the_tree() -> None:
+    world = World(config=config(ATTENTION, device=16, host=16, storage=True))
+    for seed in range(200):
+        write(world, seed, pages=2)
+    backups = world.core.backups
+    assert stores(world) and len(backups.due) + len(backups.owing) + len(backups.parked) <= 32
+
+
+# --- what storage adds to the host
+
+
+@pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH_SELECTIVE, WritePolicy.WRITE_BACK])
+def test_a_storage_leaves_the_host_what_it_keeps_without_one(policy: WritePolicy) -> None:
+    """Pages that pass through the host on their way up do not stay there, if the write policy would not put them there:
+    within a twentieth, memory hits as much as without a storage."""
+    dice = random.Random(1)
+    picks = dice.choices(range(60), [1 / (at + 1) ** 0.9 for at in range(60)], k=500)
+    found = []
+    for storage in (False, True):
+        world = World(config=config(ATTENTION, device=32, host=32, storage=storage, write=policy))
+        hits = 0
+        for pick in picks:
+            hits += world.hit(prompt(2, seed=pick, extra=2))[1]
+            world.request(prompt(2, seed=pick, extra=2))
+        found.append(hits)
+        if storage:
+            assert world.hits[Tier.STORAGE] > 50, "and storage adds to that"
+    assert found[1] >= 0.95 * found[0]
+
+
+def test_nothing_is_fetched_for_a_boundary_that_the_device_cannot_hold() -> None:
+    world = World(config=config(ATTENTION, STATE, device=(16, 4), host=64, storage=True))
+    world.stock(pack(prompt(16)))
+    world.stock(pack(prompt(32)))
+    lease = world.open(prompt(40))
+    assert world.ready(lease) and lease.boundary == 16
+    assert world.core.counters.fetched == 16 + 1
+
+
+# --- eviction orders and room ahead of time
+
+
+def test_an_eviction_order_remembers_no_run_that_has_left_the_tree() -> None:
+    world = World(config=config(ATTENTION, STATE, device=16, host=16, eviction="s3fifo"))
+    for seed in range(300):
+        world.request(prompt(2, seed=seed))
+    for order in world.core.shelves.orders:
+        assert isinstance(order, S3Fifo)
+        assert max(len(order._proven), len(order._counted)) <= 32 and len(order._ghosts) <= 64
+    world.flush(DEVICE, HOST)
+    for order in world.core.shelves.orders:
+        assert isinstance(order, S3Fifo) and not order._proven and not order._counted and order._last is None
+
+
+def test_an_order_of_runs_starts_with_nothing() -> None:
+    order = S3Fifo(Place(0, None, FLAT_COST, lambda: 0))
+    assert order.pop() is None and order.runs() == []
+
+
+def test_room_that_is_coming_in_one_pool_is_not_taken_for_room_in_another() -> None:
+    """Under write-back each pool has room made ahead, however much is leaving others."""
+    world = World(config=config(ATTENTION, STATE, device=(56, 8), host=256, write=WritePolicy.WRITE_BACK))
+    for seed in range(8):
+        world.request(prompt(7, seed=seed), rest=False)
+    assert not world.core.shelves.free[1], "all states are in use"
+    world.step()
+    leaving = [page.pool for op in world.core.copies.ops.values() if op.leaving for page in op.pages]
+    assert 0 in leaving and 1 in leaving
