@@ -19,3 +19,7 @@ class ModelError(KvarveError):
 
 class Busy(KvarveError):
     """Every place is taken; the same call may succeed later."""
+
+
+class Broken(KvarveError):
+    """The cache has failed in a way that nothing foresaw: nobody knows any more whose a page is, so all ends here."""

@@ -37,9 +37,16 @@ log = logging.getLogger(__name__)
 CHANGE_S = 30.0  # how long a rank waits for the others to want the same change of the storage
 CLOSE_S = 5.0  # how long the end of a storage waits for a call to it that hangs
 LEAST_WAIT_S = 0.001  # for a patience that is over: the ranks agree on the time, so it may not be in the next step
-GROW_WAIT_S = 0.5  # for evictions under way; then a request goes on without keeping its pages
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens as the core knows them (`PrefixCache.prompt`)."""
+
+    root: bytes
+    tokens: bytes
 
 
 class UnderWay(Busy):
@@ -164,11 +171,18 @@ class PrefixCache:
         """How deep a prompt could resume now, in pages; changes nothing."""
         return self.core.lookup(root_key(self._namespace, salt), self._known_by(pack(tokens)))
 
-    def open(self, tokens: Tokens, salt: str = "", read: bool = True, priority: int = 0) -> Lease:
+    def prompt(self, tokens: Tokens, salt: str = "") -> Prompt:
+        """What `open` makes of a prompt, made beforehand: from any thread, for it takes its time if a prompt is long.
+
+        ValueError if a token does not fit into 32 bits or the salt is no text that can be encoded.
+        """
+        return Prompt(root_key(self._namespace, salt), self._known_by(pack(tokens)))
+
+    def open(self, tokens: Tokens | Prompt, salt: str = "", read: bool = True, priority: int = 0) -> Lease:
         """A request begins to wait: what storage has of it comes nearer. `read` false resumes from nothing; what is
         used at a high `priority` goes last, where eviction is by priority."""
-        root = root_key(self._namespace, salt)
-        lease = self.core.open(root, self._known_by(pack(tokens)), self._now, self.config.wait(), read, priority)
+        known = tokens if isinstance(tokens, Prompt) else self.prompt(tokens, salt)
+        lease = self.core.open(known.root, known.tokens, self._now, self.config.wait(), read, priority)
         if not self._now:
             self._early.append(lease)
         self._send()
@@ -215,17 +229,22 @@ class PrefixCache:
         """The device slots of a chain's pages from `start` on, as far as a ready lease has them (see `Core.seats`)."""
         return self.core.seats(lease, next(i for i, each in enumerate(self.pools) if each.name == pool), start)
 
+    def mark(self, lease: Lease, boundary: int) -> bool:
+        """Have a ready lease keep its windows and states at a boundary too (see `Core.mark`)."""
+        return self.core.mark(lease, boundary)
+
+    def short(self, lease: Lease, upto: int) -> bool:
+        """Whether `grow` would keep fewer pages now than in a moment, since room is on its way: evictions that wait
+        for their copy have been started."""
+        short = self.core.short(lease, upto)
+        self._send()
+        return short
+
     def grow(self, lease: Lease, upto: int) -> dict[str, dict[int, int]]:
         """Room for the pages up to `upto` that are worth keeping: for each pool the device slots by position.
 
-        Under write-back this waits a moment for pages that are being copied down; if there is no room even then, fewer
-        pages are kept.
+        Where there is no room now fewer pages are kept. Never waits: under write-back ask `short` first.
         """
-        end = self._now + GROW_WAIT_S
-        while self.core.short(lease, upto) and self._now < end:
-            self._send()
-            self.wait(0.01)
-            self.step()
         fresh = self.core.grow(lease, upto)
         self._send()
         return {pool.name: slots for pool, slots in zip(self.pools, fresh, strict=True)}

@@ -109,7 +109,10 @@ real = engine_module.forward
 def test_who_leaves_in_the_middle_takes_nobody_along(make: Make) -> None:
     engine = make(start=False)
     requests = [engine.submit(a_request(a_prompt(tokens, seed), most)) for tokens, seed, most in ASKED]
-    turns(engine, lambda: all(not job.prefilling for job in engine._running) and len(engine._running) == 5)
+    turns(
+        engine,
+        lambda: all(not job.prefilling for job in engine.scheduler.running) and len(engine.scheduler.running) == 5,
+    )
     for number in (3, 0):
         engine.abort(requests[number])
         engine._turn()
@@ -150,8 +153,8 @@ def test_what_a_running_request_has_beside_its_pages_is_known_beforehand(family:
     model = a_model(family)
     engine = make(model, start=False)
     engine.submit(a_request(a_prompt(3 * CHUNK), 40))
-    turns(engine, lambda: any(not job.prefilling for job in engine._running))
-    (job,) = engine._running
+    turns(engine, lambda: any(not job.prefilling for job in engine.scheduler.running))
+    (job,) = engine.scheduler.running
     own = [tape._data for tape in job.state._tapes.values() if not isinstance(tape, PagedTape)]
     own += job.state._states.values()
     assert sum(tensor.nbytes for tensor in own) == model.layout.bytes_in_use
@@ -205,7 +208,7 @@ def test_a_shared_prefix_lies_on_the_device_once(make: Make) -> None:
     assert before == 6 * CHUNK // PAGE
     requests = [engine.submit(a_request([*stem, seed], 40)) for seed in range(8)]
     turns(engine, lambda: engine.counts.output_tokens >= 8)
-    tables = [job.state.tables["attention"].slots for job in engine._running]
+    tables = [job.state.tables["attention"].slots for job in engine.scheduler.running]
     assert len(tables) == 8
     assert len({tuple(slots[: 6 * CHUNK // PAGE]) for slots in tables}) == 1
     assert engine.cache.stats()["used.device.attention"] <= before + 8 * 2
@@ -246,9 +249,9 @@ def test_a_crowd_leaves_nothing_behind(make: Make) -> None:
                 engine._turn()
             engine.abort(request)
         turns(engine, lambda: engine.load() == (0, 0) and not engine._pending, at_most=4000)
-        assert engine._batch is None
+        assert not engine._batches
         assert not engine.cache.core.leases
-        assert not engine._waiting._overtaken
+        assert not engine.scheduler.waiting._overtaken
     engine.cache.flush()
     assert not any(value for name, value in engine.cache.stats().items() if name.startswith("used."))
 

@@ -244,7 +244,10 @@ def test_with_memory_for_hardly_one_prompt_two_at_once_are_still_answered_right(
 def test_a_long_prompt_delays_no_answer_by_more_than_one_chunk(make: Make, recorder: Recorder) -> None:
     engine = make(start=False)
     short = [engine.submit(a_request(a_prompt(10, seed), 50)) for seed in range(3)]
-    turns(engine, lambda: all(not run.prefilling for run in engine._running) and len(engine._running) == 3)
+    turns(
+        engine,
+        lambda: all(not run.prefilling for run in engine.scheduler.running) and len(engine.scheduler.running) == 3,
+    )
     for request in short:
         while not request.pieces.empty():
             request.pieces.get()
@@ -265,7 +268,7 @@ def test_a_long_prompt_delays_no_answer_by_more_than_one_chunk(make: Make, recor
 
 def test_prompts_take_turns(make: Make, recorder: Recorder) -> None:
     engine = make(start=False)
-    requests = [engine.submit(a_request(a_prompt(4 * CHUNK + 1, seed), 1)) for seed in range(3)]
+    requests = [engine.submit(a_request(a_prompt(5 * CHUNK, seed), 1)) for seed in range(3)]
     for _ in range(15):
         engine._turn()
     workspaces = [id(workspace) for workspace, _, _ in recorder.calls]
@@ -316,24 +319,6 @@ def test_a_crowd_that_comes_at_once_hits_as_if_it_came_one_by_one(make: Make) ->
     assert [usage and usage.host for usage in hits] == [(PROMPT - 1) // CHUNK * CHUNK] * 12
 
 
-def test_who_is_first_in_line_gets_the_room_of_those_behind_it(make: Make) -> None:
-    """Both of those behind hold pages on the device that they were given when it was not first yet."""
-    model = a_model()
-    engine = make(model, start=False, device=room_for(model, 34 * PAGE))
-    short = [a_prompt(4 * CHUNK + 1, seed) for seed in (1, 2)]
-    for prompt in short:
-        by_hand(engine, a_request(prompt, 1))
-    engine.cache.settle()
-    engine.cache.flush([Tier.DEVICE])
-    behind = [engine.submit(a_request(prompt, 1)) for prompt in short]
-    first = engine.submit(a_request(a_prompt(31 * PAGE, 3), 1))
-    turns(engine, lambda: [job.lease.on_device for job in engine._waiting] == [True, True, False], at_most=3)
-    engine._waiting._overtaken = {id(job): OVERTAKEN for job in engine._waiting if job.request is first}
-    turns(engine, lambda: engine.counts.finished == 5, at_most=200)
-    assert [alone("qwen3_5", 4 * CHUNK + 1, seed, 1) for seed in (1, 2)] == [each.result(0.1)[1] for each in behind]
-    assert first.result(0.1)[1] == alone("qwen3_5", 31 * PAGE, 3, 1)
-
-
 def test_what_storage_sent_for_those_behind_keeps_no_room_from_the_first_in_line(make: Make) -> None:
     """A page that somebody waits for stays, on the device too; where nobody runs that would be for ever."""
     model = a_model()
@@ -348,9 +333,11 @@ def test_what_storage_sent_for_those_behind_keeps_no_room_from_the_first_in_line
     running = engine.submit(a_request(a_prompt(8, 2), 24))
     turns(engine, lambda: engine.load()[0] == 1)
     behind, first = engine.submit(a_request(prompt, 1)), engine.submit(a_request(a_prompt(31 * PAGE, 3), 1))
-    turns(engine, lambda: any(job.lease.holds for job in engine._waiting))
+    turns(engine, lambda: any(job.lease.holds for job in engine.scheduler.waiting))
     assert running.pieces.qsize() < 24
-    engine._waiting._overtaken = {id(job): OVERTAKEN for job in engine._waiting if job.request is first}
+    engine.scheduler.waiting._overtaken = {
+        id(job): OVERTAKEN for job in engine.scheduler.waiting if job.request is first
+    }
     turns(engine, lambda: engine.counts.finished == 4, at_most=200)
     assert first.result(0.1)[1] == alone("qwen3_5", 31 * PAGE, 3, 1)
     assert behind.result(0.1)[1] == alone("qwen3_5", 4 * CHUNK + 1, 1, 1)
@@ -371,9 +358,9 @@ def test_a_requests_priority_reaches_its_pages(make: Make) -> None:
 def test_an_aborted_request_leaves_nothing_held_wherever_it_was(make: Make) -> None:
     engine = make(start=False, max_running=2)
     decoding, prefilling, waiting = (engine.submit(a_request(a_prompt(size), 40)) for size in (10, 400, 20))
-    turns(engine, lambda: len(engine._running) == 2 and not engine._running[0].prefilling)
+    turns(engine, lambda: len(engine.scheduler.running) == 2 and not engine.scheduler.running[0].prefilling)
     assert engine.load() == (2, 1)
-    assert [run.prefilling for run in engine._running] == [False, True]
+    assert [run.prefilling for run in engine.scheduler.running] == [False, True]
     for request in (waiting, prefilling, decoding):
         engine.abort(request)
         engine.abort(request)

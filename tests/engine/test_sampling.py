@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvarve.engine.requests import Sampling
-from kvarve.engine.sampling import _weighed, choose, likelihood
+from kvarve.engine.sampling import BLOCK, Draw, _weighed, choose, choose_all, likelihood
 from kvarve.errors import ConfigError
 
 CHANCES = (0.4, 0.05, 0.3, 0.15, 0.1)  # of tokens 0 to 4
@@ -147,12 +147,72 @@ def test_the_penalties_come_after_the_bias_and_before_the_temperature() -> None:
     assert weighed([0], [], repetition_penalty=2.0, logit_bias=((0, -3.0),))[0] == -2.0
     sampling = Sampling(temperature=0.0, presence_penalty=2.0)
     assert choose(torch.tensor(GIVEN), sampling, None) == 0
-    assert choose(torch.tensor(GIVEN), sampling, None, said=[0]) == 2
+    assert choose(torch.tensor(GIVEN), sampling, None, [], [0]) == 2
 
 
-def test_logits_of_which_nothing_is_asked_stay_the_same_bits() -> None:
-    given = torch.tensor(GIVEN, dtype=torch.bfloat16)
-    assert _weighed(given, Sampling(temperature=1.0, top_k=2, min_p=0.1), [1], [2], [3]) is given
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_row_asks_changes_the_logits_of_no_other_row(dtype: torch.dtype) -> None:
+    given = torch.tensor([GIVEN, GIVEN, GIVEN], dtype=dtype)
+    before = given.clone()
+    biased = Draw(Sampling(logit_bias=((3, 50.0),)), None)
+    plain = Draw(Sampling(), None, [0], [0])
+    assert choose_all(given, [plain, biased, plain]) == [0, 3, 0]
+    assert torch.equal(given, before)
+
+
+# --- many rows at once
+
+ASKED = [
+    {"temperature": 1.0},
+    {"temperature": 0.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.3, "top_k": 7},
+    {"temperature": 1.0, "top_k": 30, "top_p": 0.5, "min_p": 0.01},
+    {"temperature": 1e-40, "top_p": 0.4},
+    {"temperature": 1.0, "min_p": 0.2},
+    {"temperature": 1.0, "top_p": 0.95, "presence_penalty": 1.0, "repetition_penalty": 1.2},
+]
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 6.0], ids=["equal", "flat", "normal", "peaked"])
+def test_a_row_draws_what_it_draws_alone_whoever_else_is_asked(spread: float) -> None:
+    given = spread * torch.randn(3 * BLOCK + 1, 500, generator=torch.Generator().manual_seed(3))
+
+    def draws() -> list[Draw]:
+        return [
+            Draw(Sampling(**ASKED[row % len(ASKED)]), torch.Generator().manual_seed(row), [1], [2, 3], [4])
+            for row in range(len(given))
+        ]
+
+    together = choose_all(given, draws())
+    alone = [choose(logits, *draw) for logits, draw in zip(given, draws(), strict=True)]
+    assert together == alone
+    backwards = choose_all(given.flip(0), draws()[::-1])
+    assert backwards == alone[::-1]
+
+
+def test_a_row_that_is_no_number_takes_no_other_along() -> None:
+    given = torch.tensor([CHANCES] * 4).log()
+    given[1, 2] = math.nan
+    given[3] = -math.inf
+    found = choose_all(given, [Draw(Sampling(temperature=1.0, top_p=0.9), None)] * 4)
+    assert [token is None for token in found] == [False, True, False, True]
+    with pytest.raises(ValueError, match="not numbers"):
+        choose(given[1], Sampling(temperature=1.0), None)
+
+
+@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.6, 0.9, 0.999])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 6.0], ids=["equal", "flat", "normal", "peaked"])
+def test_top_p_leaves_what_a_full_sort_in_double_leaves(spread: float, top_p: float) -> None:
+    """Of tokens that are as likely as the last of them, any may go, but so many as there have to."""
+    logits = spread * torch.randn(400, generator=torch.Generator().manual_seed(5))
+    best = logits.double().softmax(-1).sort(descending=True).values
+    kept = int((best.cumsum(-1) - best < top_p + 1e-6).sum())
+    random, sampling = torch.Generator().manual_seed(1), Sampling(temperature=1.0, top_p=top_p)
+    found = {choose(logits, sampling, random) for _ in range(400)}
+    chances = logits.double().softmax(-1)
+    assert len(found) <= kept
+    assert min(float(chances[token]) for token in found) >= float(best[kept - 1]) * (1 - 1e-6)
 
 
 # --- how likely

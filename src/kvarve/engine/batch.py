@@ -24,9 +24,42 @@ from kvarve.engine.state import StateLayout
 log = logging.getLogger(__name__)
 
 TRIED_LENGTHS = (5, 12, 3)  # tokens of the prompts with which batching is tried
+# What another forward costs beside reading the weights, and how often the keys and values of a padded column are read
+# or written, by gathering and attention; measured with `bench/engine.py`.
+FORWARD_BYTES = 16 << 20
+PADDED = 4
 # How far logits may be from those of a row computed alone, as a share of the largest: a wrong mask or position is far
 # beyond it, and rounding far below.
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+
+
+def by_length(lengths: Sequence[int], spare: int) -> list[list[int]]:
+    """Groups of rows, by their numbers, to be computed in a forward each; `lengths` ascend.
+
+    In a group all rows are padded to the longest. `spare` columns of padding cost what another forward costs. All
+    lengths grow alike, so the best groups stay the best for as long as the rows are the same.
+    """
+    best: list[tuple[int, int]] = [(0, 0)]  # of the first rows: the least cost, and where the last group begins
+    for stop in range(1, len(lengths) + 1):
+        longest, padding, least = lengths[stop - 1], 0, (best[stop - 1][0] + spare, stop - 1)
+        for start in range(stop - 2, -1, -1):
+            padding += longest - lengths[start]
+            if padding >= least[0]:  # a wider group only has more of it
+                break
+            least = min(least, (best[start][0] + spare + padding, start))
+        best.append(least)
+    groups, stop = [], len(lengths)
+    while stop:
+        start = best[stop][1]
+        groups.append([*range(start, stop)])
+        stop = start
+    return groups[::-1]
+
+
+def spare_tokens(model: Any, layout: StateLayout) -> int:
+    """How many columns of padding cost as much as another forward: that reads all weights again."""
+    weights_bytes = sum(weight.nbytes for weight in model.parameters())
+    return int((weights_bytes + FORWARD_BYTES) / (PADDED * layout.bytes_per_token))
 
 
 class _Gather:
@@ -140,12 +173,9 @@ class Batch:
     def _stack_states(self, layer: Any, name: str) -> None:
         """One tensor of all rows' states, of which theirs are views from now on."""
         stack = torch.cat([workspace._states[name] for workspace in self.workspaces])
-        _, number, what = name.split(".", 2)
-        layer.hold(what, stack)
-        of, _, index = what.partition(".")
+        layer.hold(name.split(".", 2)[2], stack)
         for row, workspace in enumerate(self.workspaces):
-            own = workspace.cache.layers[int(number)]
-            getattr(own, f"{of}_states")[int(index)] = workspace._states[name] = stack[row : row + 1]
+            workspace._put_state(name, stack[row : row + 1])
 
     def _stack_tokens(self, name: str) -> Tensor:
         """A flat tensor in which the tokens of all rows lie."""
@@ -231,7 +261,7 @@ def _try(model: Any, layout: StateLayout) -> bool:
     tokens = model.get_input_embeddings().num_embeddings
     prompts = [[(7 * at + length) % tokens for at in range(length)] for length in TRIED_LENGTHS]
     try:
-        rows, alone = _computed(model, layout, prompts), _computed(model, layout, prompts)
+        rows, alone = computed(model, layout, prompts, 2), computed(model, layout, prompts, 2)
         batch = Batch(rows)
         for token in (1 % tokens, 2 % tokens):  # the second reads what the first has written
             together = batch.forward(model, [token] * len(rows)).float()
@@ -246,9 +276,9 @@ def _try(model: Any, layout: StateLayout) -> bool:
     return True
 
 
-def _computed(model: Any, layout: StateLayout, prompts: Sequence[Sequence[int]]) -> list[PagedWorkspace]:
-    """Sequences that have computed their prompts, in an arena of their own."""
-    pages = 1 + (max(map(len, prompts)) + 2) // layout.page_tokens
+def computed(model: Any, layout: StateLayout, prompts: Sequence[Sequence[int]], more: int) -> list[PagedWorkspace]:
+    """Sequences that have computed their prompts, in an arena of their own, with room for some tokens more."""
+    pages = 1 + (max(map(len, prompts)) + more) // layout.page_tokens
     arenas = _arenas(layout, pages * len(prompts), model.device)
     found = []
     for number, prompt in enumerate(prompts):
@@ -256,7 +286,8 @@ def _computed(model: Any, layout: StateLayout, prompts: Sequence[Sequence[int]])
         for table in workspace.tables.values():
             table.put(0, range(number * pages, (number + 1) * pages), 0)
         workspace.resume(0)
-        forward(model, workspace, torch.tensor([prompt], device=model.device))
+        if prompt:
+            forward(model, workspace, torch.tensor([prompt], device=model.device))
         found.append(workspace)
     return found
 

@@ -1,37 +1,43 @@
 """The reference engine: one thread that computes prompts on a fixed grid of chunks and answers many at once.
 
-A turn is: take in what has ended and who has come or gone, start who is ready, one token for every answer in a single
-forward, then a chunk each for as many prompts as a budget of tokens allows. Prompts take turns, so a long one delays
-nobody by more than a chunk. How many run is up to memory: where there is no room for one more page, who came last gives
-way, and later goes on from what is kept of it. A deterministic engine computes answers one by one and keeps only what
-prompts have computed, so that an answer depends, to the last bit, on its prompt alone.
+A turn is: take in what has ended and who has come or gone, let those begin that may (`scheduler.py`), a token for every
+answer, in as few forwards as their lengths allow, then a piece each for as many prompts as a budget of tokens allows:
+whole chunks alone, what follows the last of them together with others. Prompts take turns, so a long one delays no
+answer by more than a chunk. A deterministic engine computes everything alone and keeps only what prompts have computed,
+so that an answer depends, to the last bit, on its prompt alone.
+
+What goes wrong in a request (its model, its text, whoever listens) ends that request. What goes wrong in the cache ends
+the engine, for nobody knows then whose a page is. Either way every request that was accepted gets one last piece.
 """
 
 import logging
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvarve.core.lease import Lease, Phase
-from kvarve.engine.batch import Batch, batches
+from kvarve.core.lease import Lease
+from kvarve.engine.batch import Batch, batches, by_length, spare_tokens
 from kvarve.engine.job import Job, find_stop, held_back
 from kvarve.engine.model import LoadedModel, forward
 from kvarve.engine.paging import PagedWorkspace
+from kvarve.engine.prefill import GROW_WAIT_S, room_comes
 from kvarve.engine.requests import Finish, Likelihood, Piece, Request, Sampling, Usage
-from kvarve.engine.sampling import choose, likelihood
-from kvarve.engine.scheduler import Line, within
-from kvarve.errors import Busy, ConfigError
+from kvarve.engine.sampling import choose_all, likelihood
+from kvarve.engine.scheduler import Scheduler, within
+from kvarve.engine.tails import Tails, tails
+from kvarve.errors import Broken, Busy, ConfigError
 from kvarve.metrics import Histogram
 from kvarve.model import MEMORY_TIERS, Tier
-from kvarve.runtime import PrefixCache
+from kvarve.runtime import PrefixCache, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +46,6 @@ T = TypeVar("T")
 POLL_S = 0.005  # between two looks at whether backups have been written
 IDLE_S = 0.2  # how long a turn without work sleeps at most; whatever happens wakes it
 TURN_TOKENS = 512  # of answers and prompts together
-CLAIMED_AHEAD = 4  # so many requests hold pages on the device before they run
-STALL_S = 60.0  # how long a request waits for room that a copy holds which does not end
 
 
 @dataclass
@@ -59,6 +63,35 @@ class EngineCounts:
     aborted: int = 0
     preempted: int = 0
     ttft_s: Histogram = field(default_factory=Histogram)
+
+
+class _Vital:
+    """The cache, as the engine's thread calls it: an exception that it did not foresee is `Broken`."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._cache, name)
+        if not callable(found):
+            return found
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return found(*args, **kwargs)
+            except Exception as e:
+                raise Broken(f"{type(e).__name__}: {e}") from e
+
+        return call
+
+
+@contextmanager
+def _laws() -> Iterator[None]:
+    """What is asserted here is asserted of the cache."""
+    try:
+        yield
+    except AssertionError as e:
+        raise Broken(f"{type(e).__name__}: {e}") from e
 
 
 class Engine:
@@ -80,19 +113,29 @@ class Engine:
         if turn_tokens < 1:
             raise ConfigError(f"a turn computes at least one token, not {turn_tokens}")
         self.model, self.cache, self.deterministic = model, cache, deterministic
+        self._cache = cast(PrefixCache, _Vital(cache))
         self.counts = EngineCounts()
         self._turn_tokens = turn_tokens
         self.batches = not deterministic and batches(model.model, model.layout)
-        self._batch: Batch | None = None  # the last one, for as long as the same requests answer
-        self._crowded = False  # there was no room for all: nobody begins before somebody has ended
-        self._first: Job | None = None  # who found no room though nobody runs: nobody is claimed before it has begun
-        self._began = 0
+        self._tails = tails(model.model, model.layout) if self.batches else Tails()
+        self._spare = spare_tokens(model.model, model.layout)
+        self._batches: dict[tuple[PagedWorkspace, ...], Batch] = {}  # of the last turn
+        self.scheduler: Scheduler[Job] = Scheduler(
+            self._cache,
+            max_running=max_running,
+            page_tokens=model.layout.page_tokens,
+            chunk_tokens=model.layout.chunk_tokens,
+            again=self._open_again,
+            begin=self._begin,
+            stop=self._stop,
+            fail=self._fail,
+            clock=time.monotonic,
+        )
         self._max_running, self._max_waiting = max_running, max_waiting
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._waiting: Line[Job] = Line()
-        self._running: deque[Job] = deque()  # whose turn it is to be prefilled stands first
         self._stopping = threading.Event()
-        self._pending = 0  # submitted and not finished, whatever their state
+        self._accepted: dict[int, Request] = {}  # by number: they have not had their last piece
+        self._jobs: dict[int, Job] = {}  # by number: those of them that the engine's thread knows
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="kvarve engine", daemon=True)
         self._ended = False  # the thread takes no calls any more
@@ -104,39 +147,54 @@ class Engine:
         self._thread.start()
         return self
 
-    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """ConfigError if this model can never answer such a request."""
-        vocabulary = self.model.model.get_input_embeddings().num_embeddings
-        if not prompt:
+    def check(self, prompt: Sequence[int], *samplings: Sampling) -> None:
+        """ConfigError if this model can never answer a prompt in one of these ways."""
+        self._check(self._ids(prompt), *samplings)
+
+    def _ids(self, prompt: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        try:
+            ids = np.asarray(prompt, dtype=np.int64)
+        except OverflowError:
+            raise ConfigError("the prompt has a token id of more than 64 bits") from None
+        if not ids.size:
             raise ConfigError("the prompt is empty")
-        if max(prompt) >= vocabulary or min(prompt) < 0:
+        return ids
+
+    def _check(self, ids: np.ndarray[Any, np.dtype[np.int64]], *samplings: Sampling) -> None:
+        vocabulary = self.model.model.get_input_embeddings().num_embeddings
+        if int(ids.max()) >= vocabulary or int(ids.min()) < 0:
             raise ConfigError(f"the prompt has a token id outside the model's vocabulary of {vocabulary}")
-        for name, tokens in (
-            ("logit_bias", [token for token, _ in sampling.logit_bias]),
-            ("stop_token_ids", sampling.stop_token_ids),
-        ):
-            if odd := [token for token in tokens if not 0 <= token < vocabulary]:
-                raise ConfigError(f"{name}: {odd[0]} is no token id of the model's vocabulary of {vocabulary}")
-        if len(prompt) + sampling.max_tokens > self.model.max_tokens:
-            raise ConfigError(
-                f"the prompt's {len(prompt)} tokens and max_tokens {sampling.max_tokens} together are more than the "
-                f"{self.model.max_tokens} that {self.model.name} can attend to"
-            )
-        room = self.cache.room_tokens()
-        if len(prompt) + sampling.max_tokens - 1 > room:
-            raise ConfigError(
-                f"the prompt's {len(prompt)} tokens and max_tokens {sampling.max_tokens} together are more than the "
-                f"{room} for which there is device memory"
-            )
+        for sampling in samplings:
+            for name, tokens in (
+                ("logit_bias", [token for token, _ in sampling.logit_bias]),
+                ("stop_token_ids", sampling.stop_token_ids),
+            ):
+                if odd := [token for token in tokens if not 0 <= token < vocabulary]:
+                    raise ConfigError(f"{name}: {odd[0]} is no token id of the model's vocabulary of {vocabulary}")
+            if len(ids) + sampling.max_tokens > self.model.max_tokens:
+                raise ConfigError(
+                    f"the prompt's {len(ids)} tokens and max_tokens {sampling.max_tokens} together are more than the "
+                    f"{self.model.max_tokens} that {self.model.name} can attend to"
+                )
+            room = self.cache.room_tokens()
+            if len(ids) + sampling.max_tokens - 1 > room:  # of the last token nothing is computed
+                raise ConfigError(
+                    f"the prompt's {len(ids)} tokens and max_tokens {sampling.max_tokens} together are more than the "
+                    f"{room} for which there is device memory"
+                )
 
     def submit(self, request: Request, *more: Request) -> Request:
         """Queue a request, or several: all of them or none. Returns the first.
 
+        What takes time with a long prompt is done here, on the caller's thread, once for requests that share a prompt.
         ConfigError if one can never be served, Busy if too many wait or the engine has stopped.
         """
         requests, places = (request, *more), self._max_running + self._max_waiting
+        known: dict[tuple[int, str], Prompt] = {}
         for one in requests:
-            self.check(one.prompt, one.sampling)
+            if (id(one.prompt), one.salt) not in known:
+                same = [each.sampling for each in requests if each.prompt is one.prompt]
+                known[id(one.prompt), one.salt] = self._prompt(one, same)
         if len(requests) > places:
             raise ConfigError(f"{len(requests)} requests at once are more than the {places} for which there are places")
         with self._lock:
@@ -144,11 +202,28 @@ class Engine:
                 raise Busy(self.broken or "the engine is shutting down")
             if self._pending + len(requests) > places:
                 raise Busy(f"{self._pending} requests are being served or wait already: try again later")
-            self._pending += len(requests)
+            numbers = {one.number for one in requests}
+            if len(numbers) < len(requests) or numbers & self._accepted.keys():
+                raise ConfigError("the same request is being served already: make another one")
             for one in requests:
-                self._calls.put(lambda one=one: self._enqueue(one))  # type: ignore[misc]
+                self._accepted[one.number] = one
+                prompt = known[id(one.prompt), one.salt]
+                self._calls.put(lambda one=one, prompt=prompt: self._enqueue(one, prompt))  # type: ignore[misc]
         self.cache.wake()
         return request
+
+    def _prompt(self, request: Request, samplings: Sequence[Sampling]) -> Prompt:
+        ids = self._ids(request.prompt)
+        self._check(ids, *samplings)
+        try:
+            return self.cache.prompt(ids, request.salt)
+        except UnicodeEncodeError:
+            raise ConfigError("the salt has half a surrogate pair in it, which is no text") from None
+
+    @property
+    def _pending(self) -> int:
+        """Submitted and not finished, whatever their state."""
+        return len(self._accepted)
 
     def abort(self, request: Request) -> None:
         """Nobody waits for this request any more; its last piece says so."""
@@ -165,7 +240,7 @@ class Engine:
         gone = 0
         while True:
             self.settle(end - time.monotonic())
-            pages, idle = self.ask(lambda: (self.cache.evict(tiers), self.cache.core.idle()), timeout_s)
+            pages, idle = self.ask(lambda: (self._cache.evict(tiers), self.cache.core.idle()), timeout_s)
             gone += int(pages)
             if idle or time.monotonic() >= end:  # write-back copies pages down before they go
                 return gone
@@ -188,12 +263,15 @@ class Engine:
             self._thread.join(timeout_s)
         if self._thread.is_alive():  # the cache is that thread's; what is in storage is whole at any time
             log.warning("the engine is still computing after %.0f s: left behind", timeout_s)
+            self._tell_all()
             return
+        self._close_up()  # if it was never started, it is done here
         self.cache.shutdown(timeout_s)
 
     def load(self) -> tuple[int, int]:
         """How many requests run, and how many wait."""
-        return len(self._running), len(self._waiting)
+        running = len(self.scheduler.running)
+        return running, self._pending - running
 
     def ask(self, what: Callable[[], T], timeout_s: float) -> T:
         """Have the engine's thread do something and wait for its answer. Busy: it was not done, and will not be."""
@@ -202,8 +280,14 @@ class Engine:
         def call() -> None:
             if not answer.set_running_or_notify_cancel():
                 return
+            if self._ended:
+                answer.set_exception(Busy(self.broken or "the engine has stopped"))
+                return
             try:
                 answer.set_result(what())
+            except (AssertionError, Broken) as e:  # a broken law is more than the caller's trouble
+                answer.set_exception(e)
+                raise
             except Exception as e:  # noqa: BLE001  it belongs to the caller, who gets it from the future
                 answer.set_exception(e)
 
@@ -225,17 +309,39 @@ class Engine:
         try:
             while not self._stopping.is_set():
                 if not self._turn():
-                    self.cache.wait(IDLE_S)
-        except Exception as e:  # a bug of ours: say so to everybody who waits, rather than let them hang
-            log.exception("the engine has stopped")
-            with self._lock:
-                self.broken = f"the engine has stopped: {type(e).__name__}: {e}"
+                    self._cache.wait(IDLE_S)
+        except BaseException as e:  # noqa: BLE001  whatever it is: say so to all that wait, rather than let them hang
+            self._break(e)
+        self._close_up()
+
+    def _break(self, why: BaseException) -> None:
+        log.critical("the engine has stopped", exc_info=why)
+        what = str(why) if isinstance(why, Broken) else f"{type(why).__name__}: {why}"
+        with self._lock:
+            self.broken = self.broken or f"the engine has stopped: {what}"
+
+    def _close_up(self) -> None:
+        """The end of the thread, or of an engine that had none: what is left is told, once."""
         with self._lock:
             self._ended = True  # nothing is put on the list of calls any more
+        while not self._calls.empty():
+            try:
+                self._calls.get()()
+            except Exception as e:  # noqa: BLE001
+                self._break(e)
+        try:
+            for job in [*self._jobs.values()] if not self.broken else ():
+                self._end(job, Finish.ABORT)
+        except Exception as e:  # noqa: BLE001
+            self._break(e)
+        self._tell_all()
+
+    def _tell_all(self) -> None:
         finish, error = (Finish.ERROR, self.broken) if self.broken else (Finish.ABORT, "")
-        self._take_calls()
-        for job in [*self._running, *self._waiting]:
-            self._end(job, finish, error)
+        for request in [*self._accepted.values()]:
+            job = self._jobs.get(request.number)
+            usage = Usage(len(request.prompt), 0 if job is None else job.said, 0, 0, 0)
+            self._finish(request, Piece("", (), finish, usage, error))
 
     def _take_calls(self) -> None:
         while not self._calls.empty():
@@ -243,255 +349,245 @@ class Engine:
 
     def _turn(self) -> bool:
         """One turn; False if there was nothing to compute."""
-        self.cache.step()  # first: it clears the alarm that a call rings, so a call after it is never slept through
+        self._cache.step()  # first: it clears the alarm that a call rings, so a call after it is never slept through
         self._take_calls()
-        self._admit()
-        answers = self._seated([job for job in self._running if not job.prefilling])
-        together = [job for job in answers if not job.alone] if self.batches else []
-        if len(together) > 1:
-            self._tokens(together)
-        else:
-            together, self._batch = [], None
-        for job in answers:
-            if job not in together:
-                self._guarded(job, self._token)
-        prompts = [(job, self._next_line(job) - job.state.tokens) for job in self._running if job.prefilling]
-        chunks = [*within(self._turn_tokens - len(answers), prompts)]
-        for job in chunks:
-            self._guarded(job, self._chunk)
-        return bool(answers or chunks)
+        self.scheduler.admit()
+        answers = self._seated()
+        groups = self._groups([job for job in answers if self.batches and not job.alone])
+        grouped = {id(job) for group in groups for job in group}
+        alone = [job for job in answers if id(job) not in grouped]
+        for group in groups:
+            self._tokens(group)
+        for job in alone:
+            self._guarded(job, self._token)
+        prompts = [job for job in self.scheduler.running if job.prefilling and not self._is_short(job)]
+        left = self._turn_tokens - len(answers)
+        pieces = [*within(left, [(job, self._next_line(job) - job.computed) for job in prompts])]
+        ends = [job for job in pieces if self._is_tail(job)]
+        together = [[ends[at] for at in group] for group in self._tails.groups([self._shape(job) for job in ends])]
+        grouped = {id(job) for group in together for job in group}
+        for job in pieces:
+            if id(job) not in grouped:
+                self._guarded(job, self._chunk)
+        for group in together:
+            self._ends(group)
+        return bool(answers or pieces)
 
     def _guarded(self, job: Job, compute: Callable[[Job], None]) -> None:
+        if job.workspace is None and compute != self._resume:
+            return  # it has ended, or has given way, in this very turn
         try:
             compute(job)
+        except Broken:
+            raise
         except Exception as e:  # one request's trouble (memory, a broken kernel) is not the others'
             log.exception("request %d", job.request.number)
             self._end(job, Finish.ERROR, f"{type(e).__name__}: {e}")
 
-    # --- beginning
+    # --- beginning and ending to run
 
-    def _enqueue(self, request: Request) -> None:
+    def _enqueue(self, request: Request, prompt: Prompt) -> None:
         if self._ended:
-            finish = Finish.ERROR if self.broken else Finish.ABORT
-            self._finish(request, Piece("", (), finish, Usage(len(request.prompt), 0, 0, 0, 0), self.broken))
-            return
+            return  # it is told with all others
+        lease = self._cache.open(prompt, read=request.read_cache, priority=request.priority)
         try:
-            lease = self._open(request, request.prompt)
-        except Exception as e:  # a bug of ours ends the engine below; who is in no list yet is told here
+            job = Job(request, prompt, lease, self.model)
+        except Exception as e:
+            log.exception("request %d", request.number)
+            self._cache.close(lease)
             usage = Usage(len(request.prompt), 0, 0, 0, 0)
             self._finish(request, Piece("", (), Finish.ERROR, usage, f"{type(e).__name__}: {e}"))
-            raise
-        self._waiting.join(Job(request, lease, self.model))
-
-    def _open(self, request: Request, tokens: Sequence[int]) -> Lease:
-        return self.cache.open(tokens, request.salt, request.read_cache, request.priority)
-
-    def _admit(self) -> None:
-        """Let waiting requests begin, as far as there is room; who still waits for storage is passed by.
-
-        A request takes its pages to the device when it is claimed, so few are claimed before they can begin, and those
-        behind them find what the ones before have computed.
-        """
-        if self._crowded and self._running:
             return
-        self._crowded = False
-        if self._first is not None and not self._begin(self._first):
-            return
-        claimed = [job for job in self._waiting if job.lease.claimed]
-        held = False  # somebody further ahead in line has pages and will begin soon
-        fetching = sum(not job.lease.on_device for job in claimed)
-        ahead = len(claimed) - fetching
-        for job in self._waiting.order(self._in_memory) if claimed or len(self._running) < self._max_running else ():
-            lease = job.lease
-            if not lease.claimed:
-                if ahead >= min(CLAIMED_AHEAD, self._max_running - len(self._running)):
-                    continue
-                if lease.phase is not Phase.QUEUED and fetching >= self._max_running:
-                    continue
-                if self._is_being_computed(job):
-                    continue
-                self.cache.claim(lease)
-                ahead += lease.on_device
-                fetching += not lease.on_device
-            if not lease.ready or len(self._running) >= self._max_running:
-                held = held or lease.on_device
-                continue
-            if not self._begin(job, held):
-                return  # nobody goes before it
-            ahead -= 1
+        self._jobs[request.number] = job
+        self.scheduler.join(job)
 
-    def _in_memory(self, job: Job) -> int:
-        """How many pages a waiting request would find."""
-        if not job.request.read_cache:
-            return 0
-        return max(job.lease.promised, self.cache.core.lookup(job.lease.root, job.lease.tokens).memory)
-
-    def _is_being_computed(self, job: Job) -> bool:
-        """Whether somebody else computes more of a waiting request's prefix than it would find now.
-
-        It ends when that one has come so far, or goes away; so nobody waits for ever.
-        """
-        core, found = self.cache.core, self._in_memory(job)
-        others = [other for other in self._running if other.prefilling]
-        others += [other for other in self._waiting if other.lease.claimed]
-        for other in others:
-            parting = core.parting(other.lease, job.lease)
-            if parting > found and (not other.lease.ready or core.mark(other.lease, parting)):
-                return True
-        return False
-
-    def _begin(self, job: Job, held: bool = False) -> bool:
-        """Let a request whose pages are on the device run; False if there is no room for its prompt now. `held`:
-        somebody before it in line holds pages and will begin soon."""
-        if not self._room(job, held):
-            return False
-        self._first = None
-        try:
-            most = len(job.request.prompt) + job.request.sampling.max_tokens
-            job.workspace = PagedWorkspace.resumed(self.cache, job.lease, self.model.layout, most)
-        except Exception as e:  # no memory for its state, say
-            log.exception("request %d", job.request.number)
-            self._end(job, Finish.ERROR, f"{type(e).__name__}: {e}")
-            return True
-        if not job.began:
-            job.found = job.lease.from_tiers()
-        self._began += 1
-        job.began, job.stalled_s = self._began, None
-        self._waiting.go(job)
-        self._running.append(job)
-        return True
-
-    # --- room
-
-    def _room(self, job: Job, held: bool) -> bool:
-        """Take room for the prompt of a request that is about to begin; False if there is none now."""
-        pages = job.goal // self.model.layout.page_tokens + 1
-        if self.cache.seat(job.lease, pages):
-            return True
-        if self._running or held:  # they will make room; until then it lets go of what it holds itself
-            self._crowded = True
-            self._renew(job)
-            return False
-        # Nobody else will make room: those behind it give back what they hold, and take nothing before it has begun.
-        self._first = job
-        for other in self._waiting:
-            if other is not job and (other.lease.on_device or other.lease.holds):
-                self._renew(other)
-        if self.cache.seat(job.lease, pages):
-            return True
-        now = time.monotonic()
-        job.stalled_s = now if job.stalled_s is None else job.stalled_s
-        if now - job.stalled_s > STALL_S:
-            self._end(job, Finish.ERROR, "a copy that does not end holds the device memory that this request needs")
-        return False
-
-    def _renew(self, job: Job) -> None:
+    def _open_again(self, job: Job) -> Lease:
         """Begin to wait again. What has been said is part of the prompt then, unless every bit counts, or the model's
         code wants every token as it was: then it is said to it again, token by token."""
-        self.cache.close(job.lease)
+        request = job.request
         if self.batches:
             job.goal = job.length
         job.leased = job.goal
-        job.lease = self._open(job.request, job.sequence(0, job.goal))
+        prompt = job.packed
+        if job.goal > job.prompt:
+            prompt = self._cache.prompt(job.sequence(0, job.goal), request.salt)
+        return self._cache.open(prompt, read=request.read_cache, priority=request.priority)
 
-    def _seated(self, answers: list[Job]) -> list[Job]:
-        """Those who have room for one more token, after others have given way."""
-        for job in sorted(answers, key=lambda job: job.began):
-            if job.workspace is not None:
-                self._seat(job)
-        return [job for job in answers if job.workspace is not None and job.state.seated(job.state.tokens + 1)]
+    def _begin(self, job: Job) -> None:
+        self._guarded(job, self._resume)
 
-    def _seat(self, job: Job) -> None:
-        page, state = self.model.layout.page_tokens, job.state
-        while not state.seated(state.tokens + 1):
-            if self.cache.seat(job.lease, state.tokens // page + 1):
-                state.take_seats(self.cache, job.lease, state.tokens // page)
-                job.stalled_s = None
-                return
-            job.stalled_s = time.monotonic() if job.stalled_s is None else job.stalled_s
-            if self.cache.core.backups.leaving() and time.monotonic() - job.stalled_s < STALL_S:
-                return  # room is on its way
-            if self._give_way() is job:
-                return
+    def _resume(self, job: Job) -> None:
+        with _laws():
+            job.workspace = PagedWorkspace.resumed(self._cache, job.lease, self.model.layout, job.prompt + job.most)
+        if job.cached is None:
+            job.cached = job.lease.from_tiers()
 
-    def _give_way(self) -> Job:
-        """Who began last, or is about to, gives its room back and waits."""
-        self._crowded = True
-        for job in self._waiting:
-            if job.lease.on_device:
-                self._renew(job)
-                return job
-        job = max(self._running, key=lambda job: job.began)
-        self._preempt(job)
-        return job
-
-    def _preempt(self, job: Job) -> None:
-        self._running.remove(job)
-        job.workspace = self._batch = None
+    def _stop(self, job: Job) -> None:
         self.counts.preempted += 1
-        self._renew(job)
-        self._waiting.rejoin(job)
+        job.workspace = None
+
+    def _fail(self, job: Job, why: str) -> None:
+        self._end(job, Finish.ERROR, why)
+
+    def _seated(self) -> list[Job]:
+        """Those that answer and have room for one more token, after others have given way."""
+        answers = [job for job in self.scheduler.running if not job.prefilling]
+        found = []
+        for job in sorted(answers, key=lambda job: job.began):
+            if job.workspace is not None and self.scheduler.seated(job):
+                found.append(job)
+        for job in found:
+            if job.workspace is not None:  # else it has given way to one after it
+                self._guarded(job, self._take_seats)
+        return [job for job in found if job.workspace is not None]
+
+    def _take_seats(self, job: Job) -> None:
+        if not job.state.seated(job.computed + 1):
+            with _laws():
+                job.state.take_seats(self._cache, job.lease, job.computed // self.model.layout.page_tokens)
 
     # --- computing
 
     def _next_line(self, job: Job) -> int:
         """Where the next chunk of a prompt ends."""
         chunk = self.model.layout.chunk_tokens
-        return min(job.goal, (job.state.tokens // chunk + 1) * chunk)
+        return min(job.goal, (job.computed // chunk + 1) * chunk)
+
+    def _is_tail(self, job: Job) -> bool:
+        """Whether its next chunk is not a whole one, so that nothing of it will be published."""
+        return not job.alone and self._next_line(job) % self.model.layout.chunk_tokens != 0
+
+    def _shape(self, job: Job) -> tuple[int, int]:
+        return job.computed, self._next_line(job) - job.computed
+
+    def _is_short(self, job: Job) -> bool:
+        """Whether its next chunk had better wait a moment, for room to keep its pages is on its way."""
+        if not room_comes(self._cache, job.lease, self.model.layout, self._next_line(job)):
+            job.short_s = None
+            return False
+        now = time.monotonic()
+        job.short_s = now if job.short_s is None else job.short_s
+        return now - job.short_s < GROW_WAIT_S
+
+    def _keep(self, job: Job) -> None:
+        with _laws():
+            job.state.keep(self._cache, job.lease)
 
     def _chunk(self, job: Job) -> None:
         """Compute up to the next line of the grid, and keep the pages if the chunk was a whole one."""
-        state, start, stop = job.state, job.state.tokens, self._next_line(job)
+        state, start, stop = job.state, job.computed, self._next_line(job)
         ids = torch.tensor([job.sequence(start, stop)], device=state.device)
         logits = forward(self.model.model, state, ids)
-        self.counts.computed_tokens += stop - start
-        self._running.remove(job)
-        self._running.append(job)
-        state.keep(self.cache, job.lease)
+        self._further(job, stop - start)
+        self._keep(job)
         if stop == job.length:
-            if not job.tokens:
-                self.counts.ttft_s.observe(time.monotonic() - job.request.submitted_s)
-            self._say(job, logits)
+            self._speak([job], logits[None])
+
+    def _further(self, job: Job, tokens: int) -> None:
+        self.counts.computed_tokens += tokens
+        self.scheduler.running.remove(job)
+        self.scheduler.running.append(job)
+
+    def _ends(self, jobs: list[Job]) -> None:
+        """Compute the ends of several prompts, of which nothing is published."""
+        ids = [job.sequence(job.computed, self._next_line(job)) for job in jobs]
+        try:
+            logits = self._tails.forward(self.model.model, [job.state for job in jobs], ids)
+        except Exception:
+            log.exception("the ends of %d prompts", len(jobs))
+            self._one_by_one(jobs)
+            return
+        for job, tokens in zip(jobs, ids, strict=True):
+            self._further(job, len(tokens))
+        self._speak(jobs, logits)
+
+    def _one_by_one(self, jobs: list[Job]) -> None:
+        """Computed together they failed. Whose trouble it is shows when each is computed alone, from what is kept."""
+        for job in sorted(jobs, key=lambda job: job.began):
+            job.alone = True
+            self.scheduler.preempt(job)
 
     def _token(self, job: Job) -> None:
         """Compute one token that was said, and say the next."""
-        at = job.state.tokens
+        at = job.computed
         logits = forward(self.model.model, job.state, torch.tensor([job.sequence(at, at + 1)], device=job.state.device))
-        self._computed(job, logits)
+        self._computed(job)
+        if job.computed == job.length:  # else it says again what it had said before it gave way
+            self._speak([job], logits[None])
+
+    def _groups(self, jobs: list[Job]) -> list[list[Job]]:
+        """Answers that are computed together; a job that is in none is computed alone."""
+        jobs = sorted(jobs, key=lambda job: (job.computed, job.began))
+        groups = [[jobs[at] for at in group] for group in by_length([job.computed for job in jobs], self._spare)]
+        batches, self._batches = self._batches, {}
+        for group in groups:
+            states = tuple(job.state for job in group)
+            if len(group) > 1 and states in batches:
+                self._batches[states] = batches.pop(states)
+        batches.clear()  # before new ones are made, or their tensors would be there twice
+        for group in groups:
+            for job in group if len(group) == 1 else ():
+                self._guarded(job, lambda job: job.state.own())
+        return [group for group in groups if len(group) > 1]
 
     def _tokens(self, jobs: list[Job]) -> None:
-        """The same for many at once."""
+        """A token for many at once."""
         states = tuple(job.state for job in jobs)
-        if self._batch is None or self._batch.workspaces != states:
-            self._batch = None  # or its tensors would be there twice
-            self._batch = Batch(states)
-        ids = [job.sequence(job.state.tokens, job.state.tokens + 1)[0] for job in jobs]
+        ids = [job.sequence(job.computed, job.computed + 1)[0] for job in jobs]
         try:
-            logits = self._batch.forward(self.model.model, ids)
-        except Exception:  # whose trouble it is shows when each is computed alone, from what is kept of it
+            if states not in self._batches:
+                self._batches[states] = Batch(states)
+            logits = self._batches[states].forward(self.model.model, ids)
+        except Exception:
             log.exception("a batch of %d requests", len(jobs))
-            for job in sorted(jobs, key=lambda job: job.began, reverse=True):
-                job.alone = True
-                self._preempt(job)
+            self._batches.pop(states, None)
+            self._one_by_one(jobs)
             return
-        for job, row in zip(jobs, logits, strict=True):
-            self._guarded(job, lambda job, row=row: self._computed(job, row))  # type: ignore[misc]
+        for job in jobs:
+            self._guarded(job, self._computed)
+        speak = [row for row, job in enumerate(jobs) if job.workspace is not None and job.computed == job.length]
+        if speak:
+            rows = logits if len(speak) == len(jobs) else logits[torch.tensor(speak, device=logits.device)]
+            self._speak([jobs[row] for row in speak], rows)
 
-    def _computed(self, job: Job, logits: Tensor) -> None:
+    def _computed(self, job: Job) -> None:
         state = job.state
         if not self.deterministic and state.tokens % self.model.layout.chunk_tokens == 0:
-            self.cache.extend(job.lease, job.sequence(job.leased, state.tokens))
+            self._cache.extend(job.lease, job.sequence(job.leased, state.tokens))
             job.leased = state.tokens
-            state.keep(self.cache, job.lease)
-        if state.tokens == job.length:  # else it says again what it had said before it gave way
-            self._say(job, logits)
+            self._keep(job)
 
-    def _say(self, job: Job, logits: Tensor) -> None:
-        """Choose the next token and deliver what is certain of the text."""
+    # --- saying
+
+    def _speak(self, jobs: list[Job], logits: Tensor) -> None:
+        """Choose a token for each from logits [jobs, vocabulary], and say it."""
+        for job, row in zip(jobs, logits, strict=True):
+            if job.request.watch is not None:
+                self._guarded(job, lambda job, row=row: job.request.watch(row))  # type: ignore[misc]
+        rows = [row for row, job in enumerate(jobs) if job.workspace is not None]
+        if len(rows) < len(jobs):
+            jobs, logits = [jobs[row] for row in rows], logits[torch.tensor(rows, device=logits.device)]
+        try:
+            chosen = choose_all(logits, [job.draw for job in jobs])
+        except Exception:  # one of them is at fault, and is found when each is asked alone
+            log.exception("choosing for %d requests", len(jobs))
+            for job, row in zip(jobs, logits, strict=True):
+                self._guarded(job, lambda job, row=row: self._choose(job, row))  # type: ignore[misc]
+            return
+        for job, token, row in zip(jobs, chosen, logits, strict=True):
+            self._guarded(job, lambda job, token=token, row=row: self._say(job, token, row))  # type: ignore[misc]
+
+    def _choose(self, job: Job, logits: Tensor) -> None:
+        (token,) = choose_all(logits[None], [job.draw])
+        self._say(job, token, logits)
+
+    def _say(self, job: Job, token: int | None, logits: Tensor) -> None:
+        """Say a token, and deliver what is certain of the text."""
+        if token is None:
+            raise ValueError("the model's logits are not numbers")
+        if not job.tokens:
+            self.counts.ttft_s.observe(time.monotonic() - job.request.submitted_s)
         sampling = job.request.sampling
-        if job.request.watch is not None:
-            job.request.watch(logits)
-        token = choose(logits, sampling, job.random, job.heard, job.tokens, job.ends)
         asked = sampling.logprobs
         likely = () if asked is None else (likelihood(logits, token, asked, job.characters),)
         job.tokens.append(token)
@@ -510,7 +606,8 @@ class Engine:
         else:
             held = held_back(job.text, job.stops)
             text, job.text = job.text[: len(job.text) - held], job.text[len(job.text) - held :]
-            self._give(job.request, Piece(text, (token,), likelihoods=likely))
+            if job.request.number in self._accepted:
+                self._give(job.request, Piece(text, (token,), likelihoods=likely))
 
     def _end(
         self,
@@ -521,40 +618,39 @@ class Engine:
         likely: tuple[Likelihood, ...] = (),
         flush: bool = True,
     ) -> None:
+        if self._jobs.get(job.request.number) is not job:
+            return
         if flush:
-            job.text += job.words.flush()
-            if (cut := find_stop(job.text, job.stops)) is not None:
-                job.text = job.text[:cut]
-        if job.workspace is None or job not in self._running:
-            self._waiting.leave(job)
-        else:
-            self._running.remove(job)
-            self._crowded = False
+            try:
+                job.text += job.words.flush()
+                if (cut := find_stop(job.text, job.stops)) is not None:
+                    job.text = job.text[:cut]
+            except Exception as e:  # the tokenizer's trouble; what is held back of the text is lost
+                log.exception("request %d", job.request.number)
+                finish, error = Finish.ERROR, error or f"{type(e).__name__}: {e}"
+        self.scheduler.leave(job)
         job.workspace = None
-        if self._first is job:
-            self._first = None
-        if not self._running:
-            self._batch = None
+        if not self.scheduler.running:
+            self._batches.clear()
         page = self.model.layout.page_tokens
-        usage = Usage(len(job.request.prompt), len(job.tokens), *(n * page for n in job.found))
-        self._close(job.lease)
-        if job.began:
+        usage = Usage(len(job.request.prompt), len(job.tokens), *(n * page for n in job.cached or (0, 0, 0)))
+        self._cache.close(job.lease)
+        if job.cached is not None:
             self.counts.prompt_tokens += usage.prompt
             self.counts.cached_device += usage.device
             self.counts.cached_host += usage.host
             self.counts.cached_storage += usage.storage
         self._finish(job.request, Piece(job.text, last, finish, usage, error, likely))
 
-    def _close(self, lease: Lease) -> None:
-        if not self.broken:  # else the cache is in an unknown state, and everybody still gets a last piece
-            self.cache.close(lease)
-
     def _finish(self, request: Request, piece: Piece) -> None:
-        self.counts.finished += 1
-        self.counts.failed += piece.finish is Finish.ERROR
-        self.counts.aborted += piece.finish is Finish.ABORT
+        """Give a request its last piece, if it has not had one."""
         with self._lock:
-            self._pending -= 1
+            if self._accepted.pop(request.number, None) is None:
+                return
+            self._jobs.pop(request.number, None)
+            self.counts.finished += 1
+            self.counts.failed += piece.finish is Finish.ERROR
+            self.counts.aborted += piece.finish is Finish.ABORT
         self._give(request, piece)
 
     def _give(self, request: Request, piece: Piece) -> None:
@@ -564,5 +660,6 @@ class Engine:
             log.exception("request %d: nobody takes its answer", request.number)
 
     def _abort(self, request: Request) -> None:
-        for job in [job for job in (*self._running, *self._waiting) if job.request is request]:
+        job = self._jobs.get(request.number)
+        if job is not None and job.request is request:
             self._end(job, Finish.ABORT)

@@ -6,34 +6,39 @@ from kvarve.core.lease import Lease
 from kvarve.engine.model import Detokenizer, LoadedModel
 from kvarve.engine.paging import PagedWorkspace
 from kvarve.engine.requests import Request
+from kvarve.engine.sampling import Draw
+from kvarve.engine.scheduler import Task
+from kvarve.runtime import Prompt
 
 
-class Job:
+class Job(Task):
     """A request from its first turn to its last: its lease, what it has said, and while it runs its private state."""
 
-    def __init__(self, request: Request, lease: Lease, model: LoadedModel) -> None:
-        self.request, self.lease = request, lease
+    def __init__(self, request: Request, prompt: Prompt, lease: Lease, model: LoadedModel) -> None:
+        super().__init__(lease, len(request.prompt), request.sampling.max_tokens)
+        self.request, self.packed = request, prompt
         self.workspace: PagedWorkspace | None = None
         self.words = Detokenizer(model.tokenizer)
         self.text = ""  # not yet delivered: it could be the beginning of a stop text
         self.characters = 0  # of text that its tokens have made, delivered or not
         self.tokens: list[int] = []  # said, all but the last of them computed
-        self.found = (0, 0, 0)  # cached tokens when it first began, by tier
-        self.goal = len(request.prompt)  # so many tokens are computed in chunks, the others one by one
+        self.cached: tuple[int, int, int] | None = None  # pages when it first began, by tier
         self.leased = self.goal  # so many tokens its lease knows
         sampling = request.sampling
         self.heard = frozenset(request.prompt if sampling.repetition_penalty != 1 else ())
         self.ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else model.eos_ids)
-        self.began = 0  # counts those who began before it
         self.alone = False  # it is computed alone: a batch with it has failed
-        self.stalled_s: float | None = None  # since when there is no room for it, though nobody else runs
+        self.short_s: float | None = None  # since when room for what it keeps is on its way
         seed = sampling.seed
         self.random = torch.Generator().manual_seed(seed) if seed is not None else None
 
     @property
-    def length(self) -> int:
-        """Tokens of its prompt and of what it has said."""
-        return len(self.request.prompt) + len(self.tokens)
+    def said(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def computed(self) -> int:
+        return 0 if self.workspace is None else self.workspace.tokens
 
     def sequence(self, start: int, stop: int) -> list[int]:
         prompt = len(self.request.prompt)
@@ -50,8 +55,9 @@ class Job:
         return self.workspace
 
     @property
-    def prefilling(self) -> bool:
-        return self.state.tokens < self.goal
+    def draw(self) -> Draw:
+        """What its next token is chosen by."""
+        return Draw(self.request.sampling, self.random, self.heard, self.tokens, self.ends)
 
 
 def find_stop(text: str, stops: tuple[str, ...]) -> int | None:

@@ -64,6 +64,11 @@ class Tape:
         assert end == 0 or self.front <= end <= self.end
         self.end, self.front = end, self.front if end else 0
 
+    def own(self) -> None:
+        """Lie in a tensor of its own, and not in a part of one."""
+        if self._data.untyped_storage().nbytes() > self._data.nbytes:
+            self._data = self._data.clone()
+
     def _make_room(self, stop: int) -> None:
         room = len(self._data)
         if stop - self.front <= room:

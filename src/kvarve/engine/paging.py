@@ -85,6 +85,9 @@ class PagedTape(Tape):
     def rewind(self, end: int) -> None:
         self.end = end
 
+    def own(self) -> None:
+        """It lies in the arena, as it should."""
+
 
 class RollingTape(Tape):
     """A window's tokens in a tensor that is never exchanged for another."""

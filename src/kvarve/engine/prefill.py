@@ -20,6 +20,23 @@ def resumed(
     return workspace
 
 
+GROW_WAIT_S = 0.5  # for evictions under way; then a request goes on without keeping its pages
+
+
+def room_comes(cache: PrefixCache, lease: Lease, layout: StateLayout, tokens: int) -> bool:
+    """Whether there will be more room in a moment to keep what is computed up to a line of the grid."""
+    upto = min(tokens // layout.page_tokens, cache.core.keepable(lease))
+    return tokens % layout.chunk_tokens == 0 and upto > lease.room and cache.short(lease, upto)
+
+
+def wait_for_room(cache: PrefixCache, lease: Lease, workspace: Workspace) -> None:
+    """Wait a moment for room to `keep` pages, on a thread that has nothing else to do."""
+    end = cache.now() + GROW_WAIT_S
+    while room_comes(cache, lease, workspace.layout, workspace.tokens) and cache.now() < end:
+        cache.wait(0.01)
+        cache.step()
+
+
 def keep(cache: PrefixCache, lease: Lease, workspace: Workspace) -> None:
     """Publish what was computed, if it ends at a line of the grid: only pages of whole chunks are everybody's."""
     layout = workspace.layout

@@ -218,3 +218,17 @@ class Workspace:
                 if not consecutive:
                     pages = pages[[position - start for position in positions]]
             arena[buffer.name].index_copy_(0, index, pages)
+
+    def own(self) -> None:
+        """Have windows and states in tensors of its own, if they are parts of a batch's: those would stay with it."""
+        for name, state in self._states.items():
+            if state.untyped_storage().nbytes() > state.nbytes:
+                self._put_state(name, state.clone())
+        for tape in self._tapes.values():
+            tape.own()
+
+    def _put_state(self, name: str, state: Tensor) -> None:
+        """Keep a state in another tensor from now on."""
+        _, number, what = name.split(".", 2)
+        of, _, index = what.partition(".")
+        getattr(self.cache.layers[int(number)], f"{of}_states")[int(index)] = self._states[name] = state

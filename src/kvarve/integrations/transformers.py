@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from kvarve.config import CacheConfig
 from kvarve.engine.model import forward
-from kvarve.engine.prefill import keep, resumed
+from kvarve.engine.prefill import keep, resumed, wait_for_room
 from kvarve.engine.state import StateLayout
 from kvarve.engine.stepwise import teach
 from kvarve.errors import ConfigError
@@ -80,6 +80,7 @@ class PrefixCachedModel:
             # The last token is left to `generate`, which wants one to begin with.
             while (stop := workspace.tokens + self.layout.chunk_tokens) < len(prompt):
                 forward(self.model, workspace, input_ids[:, workspace.tokens : stop])
+                wait_for_room(self.cache, lease, workspace)
                 keep(self.cache, lease, workspace)
             yield workspace.cache
         finally:

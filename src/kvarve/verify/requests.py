@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvarve.engine.model import LoadedModel, forward
-from kvarve.engine.prefill import keep, resumed
+from kvarve.engine.prefill import keep, resumed, wait_for_room
 from kvarve.engine.state import Workspace
 from kvarve.runtime import PrefixCache
 
@@ -158,6 +158,7 @@ class Request:
             ids = torch.tensor([self.said.tokens[-1:]], device=self._ids.device)
         logits = forward(self.model.model, self._workspace, ids)
         if at < whole:
+            wait_for_room(self.cache, self.lease, self._workspace)
             keep(self.cache, self.lease, self._workspace)
         self.said.take(self._workspace.tokens, logits, whole, self.decode)
         return len(self.said.tokens) < self.decode

@@ -1,0 +1,76 @@
+"""How much of the device could be had now: slots that are free, and those of pages that nothing needs.
+
+A question, asked once for many requests: it changes nothing, and its cost follows what is held, not what is resident.
+"""
+
+from kvarve.boundaries import of, ones
+from kvarve.core.cache import Core
+from kvarve.core.copies import BACKUP, LOAD
+from kvarve.core.lease import Lease
+from kvarve.core.tree import Run, same_pages
+
+
+class Room:
+    """`loose[i]`: slots of the i-th chain (`core.shelves.chains`) on the device that are free or could be evicted."""
+
+    def __init__(self, core: Core) -> None:
+        self._core, self._chains = core, core.shelves.chains
+        self._stuck: dict[Run, list[int]] = {}  # of each chain, how many first pages of a run cannot be evicted
+        self.loose = [core.shelves.capacity[pool] for pool in self._chains]
+        for lease in core.leases.values():
+            self._hold(lease.run)
+            for i, pool in enumerate(self._chains):
+                self.loose[i] -= len(lease.own[pool])
+        for op in core.copies.ops.values():
+            if op.run is not None:
+                self._hold(op.run)
+            if op.edge == LOAD:
+                for page in op.pages:
+                    if page.pool in self._chains:
+                        self.loose[self._chains.index(page.pool)] -= 1
+        for stuck in self._stuck.values():
+            for i, pages in enumerate(stuck):
+                self.loose[i] -= pages
+
+    def _hold(self, run: Run | None) -> None:
+        """What is held in a run, and above it, keeps all that it rests on."""
+        below = [False] * len(self._chains)
+        while run is not None and run.tokens:
+            held, before = run.held().bit_length(), self._stuck.get(run)
+            stuck = []
+            for rests, pool in zip(below, self._chains, strict=True):
+                here = run.here[pool].bit_length()
+                stuck.append(here if rests else min(here, held))
+            if before is not None:
+                stuck = [*map(max, stuck, before)]
+                if stuck == before:
+                    return
+            self._stuck[run] = stuck
+            below, run = [pages > 0 for pages in stuck], run.parent
+
+    def needs(self, lease: Lease, upto: int) -> list[int]:
+        """Of each chain, how many of the `loose` slots a lease would take to hold all pages before `upto`."""
+        if lease.ready:
+            here = [ones(lease.done) | lease.seen[pool] | of(lease.own[pool]) for pool in self._chains]
+            return [upto - (pages & ones(upto)).bit_count() for pages in here]
+        have, at, width = [0] * len(self._chains), 0, self._core.width
+        run: Run | None = self._core.shelves.roots.get(lease.root)
+        while run is not None and at < upto:
+            run = run.children.get(lease.tokens[at * width : (at + 1) * width])
+            stuck = None if run is None else self._stuck.get(run)
+            if run is None or stuck is None:
+                break
+            same = same_pages(run.tokens, lease.tokens, at * width, run.pages, width)
+            for i, pages in enumerate(stuck):
+                have[i] += min(pages, same, upto - at)
+            at += run.pages
+            if same < run.pages:
+                break
+        copies = [self._core.copies.ops[op] for op in lease.ops]
+        coming = [page.pool for copy in copies if copy.edge == LOAD for page in copy.pages]
+        return [max(0, upto - pages - coming.count(pool)) for pages, pool in zip(have, self._chains, strict=True)]
+
+
+def making_room(core: Core) -> bool:
+    """Whether evictions from the device wait for copies in flight."""
+    return any(op.leaving and op.edge == BACKUP for op in core.copies.ops.values())

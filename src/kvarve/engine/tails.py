@@ -1,0 +1,190 @@
+"""The ends of many prompts in one forward: what follows a prompt's last whole chunk, of which nothing is published.
+
+Rows are padded on the left, as in a batch of answers, and each goes on where its own pages end. What a model's code
+makes of padding differs by the layer: attention hides it, whatever comes before it; a recurrent state is not touched by
+it if the row has no past, and is spoilt if it has one. So three ways are tried when an engine starts, on a few tokens
+each; what fails is computed row by row.
+"""
+
+import logging
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvarve.engine.batch import IN_ROWS, ROUNDING, computed
+from kvarve.engine.layers import Layer, LayerPlan, Tape, new_cache
+from kvarve.engine.model import forward
+from kvarve.engine.paging import PagedWorkspace
+from kvarve.engine.state import StateLayout
+
+log = logging.getLogger(__name__)
+
+# Tokens before and in each row with which the ways are tried: rows without a past, rows of one length, any rows.
+FRESH, EQUAL, ANY = ((0, 5), (0, 12), (0, 3)), ((5, 4), (0, 4), (12, 4)), ((5, 4), (0, 7), (12, 3))
+PADDING = 2  # a row is padded to so many times its own length at most
+
+
+class _InTails(Layer):
+    """Attention over what each row's own tape holds, aligned at the end."""
+
+    rows: list[dict[str, Tape]]
+    lengths: list[int]  # of the new tokens of each row
+    cumulative_length: int  # tokens before the new ones, of the longest row
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Take [rows, heads, n, width] and give back [rows, heads, columns, width]."""
+        new = key_states.shape[2]
+        columns = new + (self.cumulative_length if self.past is None else min(self.past, self.cumulative_length))
+        keys = values = self._push("keys", key_states, columns)
+        if "values" in self.rows[0]:
+            values = self._push("values", value_states, columns)
+        self.cumulative_length += new
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
+
+    def _push(self, name: str, states: Tensor, columns: int) -> Tensor:
+        """Write the last tokens of each row to its tape, and read so many columns; zeros where it has none."""
+        read = states.new_zeros(len(self.rows), columns, states.shape[1], states.shape[3])
+        for row, (tapes, length) in enumerate(zip(self.rows, self.lengths, strict=True)):
+            tape = tapes[name]
+            start = 0 if self.past is None else max(0, tape.end - self.past)
+            tape.append(states[row, :, states.shape[2] - length :].transpose(0, 1))
+            found = tape.read(start, tape.end)
+            read[row, columns - len(found) :] = found
+        return read.transpose(1, 2)
+
+
+def _in_tails(plan: LayerPlan) -> type[Layer]:
+    """What stands in for a layer: with attention of this kind where it has any, and states in rows as in a batch."""
+    in_batch = IN_ROWS[type(plan.fresh).__name__]
+    kinds = [each for each in in_batch.__mro__ if each.__module__ == in_batch.__module__]
+    names = [kind.__name__ for kind in kinds]
+    if "_InRows" not in names:
+        return in_batch
+    states = tuple(kind for kind in kinds if kind.__name__ == "_StatesInRows")
+    return _MIXINS.setdefault(states, type("_InTails", (_InTails, *states), {}) if states else _InTails)
+
+
+_MIXINS: dict[tuple[type, ...], type[Layer]] = {}
+
+
+@dataclass(frozen=True)
+class Tails:
+    """How a model computes the ends of prompts together; unless it was tried, not at all."""
+
+    fresh: bool = False  # rows of any lengths that have no past
+    equal: bool = False  # rows of one length
+    any: bool = False  # all rows
+
+    def groups(self, shapes: Sequence[tuple[int, int]]) -> list[list[int]]:
+        """Which rows (tokens before, tokens), by their numbers, are computed together; the others one by one."""
+        kinds: dict[object, list[int]] = {}
+        for row, (before, tokens) in enumerate(shapes):
+            if self.any or (self.fresh and not before):
+                kinds.setdefault("padded", []).append(row)
+            elif self.equal:
+                kinds.setdefault(tokens, []).append(row)
+        found: list[list[int]] = []
+        for rows in kinds.values():
+            group: list[int] = []
+            for row in sorted(rows, key=lambda row: -shapes[row][1]):
+                if group and shapes[group[0]][1] > PADDING * shapes[row][1]:
+                    found.append(group)
+                    group = []
+                group.append(row)
+            found.append(group)
+        return [group for group in found if len(group) > 1]
+
+    def forward(self, model: Any, workspaces: Sequence[PagedWorkspace], ids: Sequence[Sequence[int]]) -> Tensor:
+        """Compute tokens in each workspace; the logits [rows, vocabulary] after the last of each. If it fails the rows'
+        states are lost."""
+        layout, device = workspaces[0].layout, workspaces[0].device
+        past, lengths = [workspace.tokens for workspace in workspaces], [len(row) for row in ids]
+        new, before = max(lengths), 0
+        longest = max(had + length for had, length in zip(past, lengths, strict=True))
+        before = longest - new
+        layers = [replace(plan, mixin=_in_tails(plan)).build() for plan in layout.layers]
+        for number, layer in enumerate(layers):
+            if isinstance(layer, _InTails):
+                layer.rows = [workspace.cache.layers[number].tapes for workspace in workspaces]
+                layer.lengths, layer.cumulative_length = lengths, before
+        held: dict[str, Tensor] = {}
+        for pool in layout.pools:
+            for buffer in pool.buffers if pool.in_place else ():
+                _, number_, what = buffer.name.split(".", 2)
+                states = torch.cat([workspace._states[buffer.name] for workspace in workspaces])
+                held[buffer.name] = layers[int(number_)].hold(what, states)
+        for layer in layers:
+            if hasattr(layer, "has_previous_state"):
+                for number in layer.has_previous_state:
+                    layer.has_previous_state[number] = layer.has_previous_state[number] and any(past)
+        padded = torch.tensor([[0] * (new - len(row)) + [*row] for row in ids], device=device)
+        columns = torch.arange(longest, device=device)
+        starts = torch.tensor(
+            [longest - had - length for had, length in zip(past, lengths, strict=True)], device=device
+        )
+        mask = (columns >= starts[:, None]).long() if bool(starts.any()) else None
+        positions = (columns[before:] - starts[:, None]).clamp(min=0)
+        with torch.no_grad():
+            output = model(
+                input_ids=padded,
+                position_ids=positions,
+                attention_mask=mask,
+                past_key_values=new_cache(layout.cache_class, layers),
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        for row, workspace in enumerate(workspaces):
+            for name, states in held.items():
+                workspace._states[name].copy_(states[row : row + 1])
+            for layer in workspace.cache.layers:
+                layer.resume_at(workspace.tokens)
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+
+# --- what a model's code can do
+
+_tried: "weakref.WeakKeyDictionary[Any, Tails]" = weakref.WeakKeyDictionary()
+
+
+def tails(model: Any, layout: StateLayout) -> Tails:
+    """How a model can compute the ends of prompts together. It is tried once, on a few tokens."""
+    if model not in _tried:
+        possible = all(type(plan.fresh).__name__ in IN_ROWS for plan in layout.layers)
+        ways = [possible and _agrees(model, layout, rows) for rows in (FRESH, EQUAL, ANY)]
+        _tried[model] = Tails(*ways)
+        log.debug("%s computes ends of prompts together: %s", type(model).__name__, _tried[model])
+    return _tried[model]
+
+
+def _agrees(model: Any, layout: StateLayout, rows: Sequence[tuple[int, int]]) -> bool:
+    """Whether rows say together what each says alone, then and after one more token."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    prompts = [[(7 * at + before) % vocabulary for at in range(before)] for before, _ in rows]
+    ids = [[(5 * at + tokens) % vocabulary for at in range(tokens)] for _, tokens in rows]
+    most = max(tokens for _, tokens in rows) + 1
+    try:
+        together, alone = (computed(model, layout, prompts, most) for _ in range(2))
+        found = [Tails().forward(model, together, ids)]
+        each = [torch.stack([_alone(model, workspace, row) for workspace, row in zip(alone, ids, strict=True)])]
+        for workspaces, said in ((together, found), (alone, each)):
+            said.append(torch.stack([_alone(model, workspace, [1 % vocabulary]) for workspace in workspaces]))
+        allowed = ROUNDING.get(model.dtype, 0.1)
+        return all(
+            torch.allclose(ours.float(), theirs.float(), rtol=0, atol=allowed * float(theirs.float().abs().max()))
+            for ours, theirs in zip(found, each, strict=True)
+        )
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as e:
+        log.debug("ends of prompts in %s: %s", type(model).__name__, e)  # its code was not written for it
+        return False
+
+
+def _alone(model: Any, workspace: PagedWorkspace, ids: Sequence[int]) -> Tensor:
+    return forward(model, workspace, torch.tensor([[*ids]], device=model.device))

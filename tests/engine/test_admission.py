@@ -1,0 +1,241 @@
+"""Who begins and who waits: decisions on plain numbers, and the law that no request waits in vain."""
+
+from typing import Any
+
+import pytest
+from engines import CHUNK, LONG_S, MIB, PAGE, Make, a_model, a_prompt, a_request, alone, by_hand, room_for, turns
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarve.engine.admission import OVERTAKEN, Running, Waiting, begins, gives_way, turns_until
+from kvarve.engine.engine import Engine
+from kvarve.engine.requests import Finish
+from kvarve.errors import ConfigError
+from kvarve.testing.law import waits_in_vain
+from kvarve.testing.models import FAMILIES
+
+
+def waiting(need: int, turns: int = 10, **more: Any) -> Waiting:
+    return Waiting([need], turns, **more)
+
+
+def begin(places: int, loose: int, line: list[Waiting], running: list[Running] | None = None) -> list[int]:
+    return [each.at for each in begins(places, [loose], line, range(len(line)), running or [])]
+
+
+# --- decisions
+
+
+def test_as_many_begin_as_have_a_place_and_room() -> None:
+    assert begin(2, 100, [waiting(10)] * 4) == [0, 1]
+    assert begin(9, 30, [waiting(10)] * 4) == [0, 1, 2]
+    assert begin(9, 0, [waiting(0)]) == [0]
+
+
+def test_a_page_of_growth_stays_for_each_running_request_that_may_grow() -> None:
+    running = [Running(50, 9, grows=True), Running(50, 9, grows=False)]
+    assert begin(9, 10, [waiting(10)], running) == []
+    assert begin(9, 11, [waiting(10)], running) == [0]
+    assert begin(9, 21, [waiting(10, grows=True), waiting(10)], running) == [0]
+    assert begin(9, 22, [waiting(10, grows=True), waiting(10)], running) == [0, 1]
+
+
+def test_a_request_that_does_not_fit_is_passed_by_eight_and_by_those_that_end_in_time() -> None:
+    running = [Running(50, 20, grows=False)]  # its 50 pages come back in 20 turns
+    for passed in range(OVERTAKEN + 2):
+        large = waiting(40, passed=passed)
+        assert begin(9, 10, [large, waiting(5, turns=20)], running) == [1]
+        assert begin(9, 10, [large, waiting(5, turns=21)], running) == ([1] if passed < OVERTAKEN else [])
+
+
+def test_in_one_turn_too_a_request_is_passed_by_eight_at_most() -> None:
+    running = [Running(50, 20, grows=False)]
+    line = [waiting(90), *[waiting(1, turns=30)] * 20, *[waiting(1, turns=3)] * 4]
+    found = begins(30, [50], line, range(len(line)), running)
+    assert [each.at for each in found] == [*range(1, 9), *range(21, 25)]
+    assert [each.freely for each in found] == [frozenset()] * 8 + [frozenset({0})] * 4
+
+
+def test_what_waits_for_a_copy_holds_nobody_up_and_counts_who_passes() -> None:
+    assert begin(9, 10, [waiting(90, waits=True, passed=99), waiting(5, turns=99)]) == [1]
+
+
+def test_a_request_that_could_begin_is_not_overtaken_more_often_in_one_round() -> None:
+    """The other is asked first, since it finds more in memory; then the first is due, and has to be asked."""
+    line = [waiting(5, passed=OVERTAKEN - 1), waiting(5), waiting(5)]
+    assert [each.at for each in begins(9, [100], line, [1, 2, 0], [])] == [1]
+
+
+def test_room_comes_when_those_that_run_end_as_their_max_tokens_say() -> None:
+    running = [Running(10, 30, True), Running(20, 5, True)]
+    assert turns_until([5], [10], 2, running) == 0
+    assert turns_until([20], [10], 2, running) == 5
+    assert turns_until([31], [10], 2, running) == 30
+    assert turns_until([99], [10], 2, running) == 30
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=9, unique=True))
+def test_the_one_that_began_last_gives_way(began: list[int]) -> None:
+    assert began[gives_way(began)] == max(began)
+
+
+@given(st.data())
+def test_no_decision_takes_more_than_there_is(data: st.DataObject) -> None:
+    loose, places = data.draw(st.integers(0, 60)), data.draw(st.integers(0, 6))
+    line = [
+        waiting(need, turns, passed=passed, grows=grows, waits=waits)
+        for need, turns, passed, grows, waits in data.draw(
+            st.lists(
+                st.tuples(st.integers(0, 40), st.integers(1, 40), st.integers(0, 9), st.booleans(), st.booleans()),
+                max_size=12,
+            )
+        )
+    ]
+    running = [
+        Running(*each)
+        for each in data.draw(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 40), st.booleans()), max_size=6))
+    ]
+    order = data.draw(st.permutations(range(len(line))))
+    found = begins(places, [loose], line, order, running)
+    growth = sum(each.grows for each in running)
+    assert len(found) <= places
+    for each in found:
+        assert not line[each.at].waits
+        assert line[each.at].needs[0] + growth <= loose
+        loose, growth = loose - line[each.at].needs[0], growth + line[each.at].grows
+        assert all(other < each.at and line[other].needs[0] > 0 for other in each.freely)
+
+
+# --- a prompt of all the room there is
+
+
+def exact(family: str, make: Make, pages: int, **settings: Any) -> tuple[Engine, int]:
+    model = a_model(family)
+    engine = make(model, start=False, device=room_for(model, pages * model.layout.page_tokens), **settings)
+    return engine, engine.cache.room_tokens()
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["batched", "deterministic"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_of_exactly_the_devices_room_is_answered(family: str, deterministic: bool, make: Make) -> None:
+    engine, room = exact(family, make, 7, deterministic=deterministic)
+    for most in (1, 2, engine.model.layout.page_tokens + 1):
+        for seed in range(2):
+            request = engine.submit(a_request(a_prompt(room - most + 1, seed), most))
+            turns(engine, lambda request=request: not engine.scheduler.waiting and not engine._accepted, at_most=300)
+            assert request.result(0.1)[2].finish is Finish.LENGTH
+    with pytest.raises(ConfigError, match=f"more than the {room} for which there is device memory"):
+        engine.submit(a_request(a_prompt(room), 2))
+
+
+def test_a_prompt_of_all_the_room_waits_only_until_it_is_alone(make: Make) -> None:
+    engine, room = exact("qwen3_5", make, 9)
+    short = [engine.submit(a_request(a_prompt(20, seed), 12)) for seed in range(3)]
+    large = engine.submit(a_request(a_prompt(room, 9), 1))
+    turns(engine, lambda: not engine._accepted, at_most=300)
+    assert [request.result(0.1)[2].finish for request in (*short, large)] == [Finish.LENGTH] * 4
+    assert large.result
+
+
+def test_an_answer_may_grow_into_the_last_page_that_there_is(make: Make) -> None:
+    engine, room = exact("qwen3_5", make, 8)
+    ((_, tokens, last),) = by_hand(engine, a_request(a_prompt(5), room - 4))
+    assert (last.finish, len(tokens)) == (Finish.LENGTH, room - 4)
+
+
+# --- nobody waits in vain
+
+
+def watched(engine: Engine) -> Engine:
+    """The law is looked at in every turn."""
+    admit = engine.scheduler.admit
+
+    def admitted() -> None:
+        admit()
+        assert not (why := waits_in_vain(engine.scheduler)), why
+        assert not any(job.lease.ready for job in engine.scheduler.waiting), "what waits in line holds nothing"
+
+    engine.scheduler.admit = admitted  # type: ignore[method-assign]
+    return engine
+
+
+def test_one_that_fits_does_not_wait_for_one_that_was_preempted(make: Make) -> None:
+    """Two long answers crowd each other out; a short prompt that comes then begins at once."""
+    model = a_model()
+    engine = watched(make(model, start=False, device=room_for(model, 20 * PAGE)))
+    long = [engine.submit(a_request(a_prompt(8 * PAGE + 2, seed), 11 * PAGE)) for seed in range(2)]
+    turns(engine, lambda: engine.counts.preempted == 1)
+    short = engine.submit(a_request(a_prompt(PAGE, 3), 4))
+    waited = turns(engine, lambda: not short.pieces.empty(), at_most=40)
+    assert waited <= 2
+    assert engine.counts.finished == 0
+    turns(engine, lambda: engine.counts.finished == 3)
+    for seed, request in enumerate(long):
+        assert request.result(0.1)[1] == alone("qwen3_5", 8 * PAGE + 2, seed, 11 * PAGE)
+
+
+def test_a_large_prompt_is_not_starved_by_small_ones(make: Make) -> None:
+    """Small requests go on coming for ever; the large one is passed by some and then has its turn."""
+    engine, room = exact("qwen3_5", make, 12)
+    watched(engine)
+    small = 0
+
+    def another() -> None:
+        nonlocal small
+        if len(engine._accepted) < 6:
+            small += 1
+            engine.submit(a_request(a_prompt(2 * PAGE + 3, small % 200), 14))
+
+    for _ in range(10):
+        another()
+        engine._turn()
+    large = engine.submit(a_request(a_prompt(room - 2, 201), 2))
+    for _ in range(400):
+        another()
+        engine._turn()
+        if not large.pieces.empty():
+            break
+    assert not large.pieces.empty(), "it starves"
+    turns(engine, lambda: not engine._accepted)
+
+
+@pytest.mark.parametrize("write", ["write_through", "write_back"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gpt_oss", "deepseek_v32"])
+def test_in_a_crowd_no_request_waits_in_vain(family: str, write: str, make: Make) -> None:
+    model = a_model(family)
+    engine = watched(
+        make(model, start=False, device=room_for(model, 20 * PAGE), host=2 * MIB, max_running=5, write_policy=write)
+    )
+    asked = [(1 + seed * 37 % (15 * PAGE), seed % 7, 1 + seed * 13 % 40) for seed in range(30)]
+    requests = []
+    for number, (tokens, seed, most) in enumerate(asked):
+        requests.append(engine.submit(a_request(a_prompt(tokens, seed), most)))
+        if number % 3 == 0:
+            engine._turn()
+    turns(engine, lambda: not engine._accepted)
+    for request, (tokens, seed, most) in zip(requests, asked, strict=True):
+        assert request.result(0.1)[1] == alone(family, tokens, seed, most)
+    assert not engine.cache.core.leases
+
+
+def test_what_waits_for_its_turn_leaves_its_pages_to_those_before_it(make: Make) -> None:
+    """Pages of both short prompts were brought to the device again; the large one gets their room when they end."""
+    model = a_model()
+    engine = watched(make(model, start=False, device=room_for(model, 34 * PAGE)))
+    short = [a_prompt(4 * CHUNK + 1, seed) for seed in (1, 2)]
+    for prompt in short:
+        by_hand(engine, a_request(prompt, 1))
+    engine.cache.settle()
+    engine.cache.flush()
+    behind = [engine.submit(a_request(prompt, 1)) for prompt in short]
+    first = engine.submit(a_request(a_prompt(31 * PAGE, 3), 1))
+    turns(engine, lambda: engine.counts.finished == 5, at_most=200)
+    assert [alone("qwen3_5", 4 * CHUNK + 1, seed, 1) for seed in (1, 2)] == [each.result(0.1)[1] for each in behind]
+    assert first.result(0.1)[1] == alone("qwen3_5", 31 * PAGE, 3, 1)
+
+
+def test_a_running_engine_answers_a_prompt_of_all_its_room(make: Make) -> None:
+    model = a_model()
+    engine = make(model, device=room_for(model, 9 * PAGE))
+    request = engine.submit(a_request(a_prompt(engine.cache.room_tokens()), 1))
+    assert request.result(LONG_S)[2].finish is Finish.LENGTH
