@@ -22,6 +22,9 @@ class Waiting:
     passed: int = 0  # how often it has been overtaken
     grows: bool = False  # whether it may need another page than those of its prompt
     waits: bool = False  # for a copy, or for a page that is about to be published
+    fetches: bool = (
+        False  # storage is still asked for it: it may begin without, but if it does not fit it holds up none
+    )
 
 
 class Running(NamedTuple):
@@ -68,7 +71,8 @@ def begins(
         if each.waits:
             continue
         if any(need + growth > slots for need, slots in zip(each.needs, loose, strict=True)):
-            unfit.append(at)
+            if not each.fetches:
+                unfit.append(at)
             continue
         before = [other for other in unfit if other < at]
         if any(passed[other] >= OVERTAKEN and each.turns > room(other) for other in before):

@@ -170,19 +170,23 @@ class Scheduler(Generic[Each]):
         for task in [*self.coming]:
             if task in self.coming:  # else it has made way for one before it
                 self._seat(task)
-        while self._places() > 0 and self._admit_some():
-            pass
-        if self.waiting and not self.running and not self.coming:
-            self._make_way()
-        for task in self.waiting:
-            if task.lease.ready:  # what storage sent for it has come too late
+        if self.running:
+            for task in self.waiting:
+                task.stalled_s = None
+        while True:
+            while self._places() > 0 and (self._admit_some() or self._make_way()):
+                pass
+            late = [task for task in self.waiting if task.lease.ready]
+            if not late:
+                return
+            for task in late:  # what storage sent for it has come, but it does not fit: it gives room to others
                 self._renew(task)
 
     def _places(self) -> int:
         return self.max_running - len(self.running) - len(self.coming)
 
     def _admit_some(self) -> bool:
-        """One round of decisions; whether any of them let a request go on."""
+        """One round of decisions; whether there may be others now."""
         line = [*self.waiting]
         if not line:
             return False
@@ -204,49 +208,53 @@ class Scheduler(Generic[Each]):
                 self.waiting.overtaken(task),
                 self._grows(task),
                 task.denied == state or self._waits(task, heads, fetching),
+                task.lease.phase is not Phase.QUEUED,
             )
             for task in line
         ]
         numbers = {id(task): at for at, task in enumerate(line)}
         order = [numbers[id(task)] for task in self.waiting.order(self._found)]
-        went = False
-        for at, freely in begins(self._places(), loose, waiting, order, running):
+        turns = begins(self._places(), loose, waiting, order, running)
+        for number, (at, freely) in enumerate(turns):
             task = line[at]
-            if went and self._waits(task, heads, fetching):  # for one that has just begun
+            if number and self._waits(task, heads, fetching):  # for one that has just begun
                 continue
-            went = self._give_place(task, [line[other] for other in freely]) or went
+            self._give_place(task, [line[other] for other in freely])
             if task in self.coming or task in self.running:
                 heads.setdefault(self._head(task.lease), []).append(task.lease)
-        return went
+        return bool(turns)
 
-    def _give_place(self, task: Each, freely: list[Each]) -> bool:
-        """The turn of a request has come; False if it waits for storage all the same, or room is not what it seemed."""
+    def _give_place(self, task: Each, freely: list[Each]) -> None:
+        """The turn of a request has come, unless it is patient and waits for storage all the same."""
         self.cache.claim(task.lease)
-        if not task.lease.on_device:
-            return False
-        self.waiting.go(task, freely)
-        self.coming.append(task)
-        return self._seat(task)
+        if task.lease.on_device:
+            self.waiting.go(task, freely)
+            self.coming.append(task)
+            task.stalled_s = None
+            self._seat(task)
 
-    def _seat(self, task: Each) -> bool:
-        """Let a request run, if its pages are here and there is room for all of its prompt. False: it has to wait in
-        the line again."""
+    def _seat(self, task: Each) -> None:
+        """Let a request run, if its pages are here and there is room for all of its prompt."""
         if not task.lease.on_device:  # its copies have brought less than memory promised, so it asks storage again
             self._send_back(task)
-            return False
+            return
         if not task.lease.ready:
-            return True
+            return
         if not self._takes_seats(task):
+            again = task.stalled_s is not None
             task.stalled_s = self._clock() if task.stalled_s is None else task.stalled_s
             patient = self._clock() - task.stalled_s < STALL_S
-            if patient and (making_room(self.cache.core) or not self.running):
-                return True
+            if patient and making_room(self.cache.core):
+                return
             if self.running:
                 self._send_back(task)
                 task.denied = self._state()
-            else:
+            elif not patient:
                 self._fail(task, STALLED)
-            return False
+            elif again:  # it may hold itself what has come to the device since it became ready
+                self._renew(task)
+                self.cache.claim(task.lease)
+            return
         self.coming.remove(task)
         self.running.append(task)
         task.seats, task.stalled_s, task.denied = self._pages(task.length), None, None
@@ -254,7 +262,6 @@ class Scheduler(Generic[Each]):
             self._began += 1
             task.began = self._began
         self._begin(task)
-        return True
 
     def _takes_seats(self, task: Each) -> bool:
         pages = self._pages(task.length)
@@ -265,28 +272,35 @@ class Scheduler(Generic[Each]):
         self._clear(task)  # there is less room than there was, and only those that wait can give some back
         return self.cache.seat(task.lease, pages)
 
-    def _make_way(self) -> None:
-        """Nothing runs, and the first in line does not fit: what others hold that wait is given back for it."""
+    def _make_way(self) -> bool:
+        """If nothing runs and the first in line does not fit, what others hold that wait is given back for it. Whether
+        anything has come of it."""
+        if self.running or self.coming:
+            return False
         line = [task for task in self.waiting.order(self._found) if not self._fetches(task)]
         if not line:
-            return
+            return False
         first = line[0]
-        self._clear(first)
-        first.denied = None
-        if self._admit_some() or self.running or self.coming:
-            return
+        if self._clear(first) or first.denied is not None:
+            first.denied = None
+            return self._admit_some()
         first.stalled_s = self._clock() if first.stalled_s is None else first.stalled_s
-        if self._clock() - first.stalled_s >= STALL_S:
+        stalled = self._clock() - first.stalled_s >= STALL_S
+        if stalled:
             self._fail(first, STALLED)
+        return stalled
 
-    def _clear(self, task: Each) -> None:
-        """All others that wait give back what they hold."""
-        for other in [*self.coming]:
-            if other is not task:
-                self._send_back(other)
-        for other in self.waiting:
-            if other is not task and (other.lease.on_device or other.lease.holds):
-                self._renew(other)
+    def _clear(self, task: Each) -> bool:
+        """All others that wait give back what they hold; whether there were any."""
+        coming = [other for other in self.coming if other is not task]
+        for other in coming:
+            self._send_back(other)
+        holders = [
+            other for other in self.waiting if other is not task and (other.lease.on_device or other.lease.holds)
+        ]
+        for other in holders:
+            self._renew(other)
+        return bool(coming or holders)
 
     def _state(self) -> object:
         """What has to change before a request that found no room is tried again."""
@@ -364,9 +378,12 @@ class Scheduler(Generic[Each]):
                 task.seats, task.stalled_s = upto, None
                 break
             task.stalled_s = self._clock() if task.stalled_s is None else task.stalled_s
-            if making_room(self.cache.core) and self._clock() - task.stalled_s < STALL_S:
+            patient = self._clock() - task.stalled_s < STALL_S
+            if patient and making_room(self.cache.core):
                 return False
             holders = [*reversed(self.coming), *self.running]
+            if len(holders) == 1 and self._clear(task):  # only those that wait can give some back
+                continue
             last = holders[gives_way([each.began for each in holders])]
             self.preempt(last)
             if last is task:

@@ -18,8 +18,10 @@ from kvarve.core.lease import Lease
 from kvarve.errors import ConfigError
 from kvarve.keys import TOKEN_BYTES
 from kvarve.model import MEMORY_TIERS, Tier
+from kvarve.testing.world import shop
 from kvarve.testing.world.hands import PAGE, ROTTEN
 from kvarve.testing.world.scenes import PATIENCES, configure, draw, draw_prompt, words
+from kvarve.testing.world.shop import Shop
 from kvarve.testing.world.world import World
 
 T = TypeVar("T")
@@ -38,8 +40,9 @@ class Life:
     config: dict[str, Any]
     actions: list[Action] = field(default_factory=list)
 
-    def world(self) -> World:
-        return World(config=configure(self.config), ranks=self.ranks)
+    def world(self) -> World | Shop:
+        """Where it happens: the core alone, or an engine's scheduler over it."""
+        return Shop.of(self.config) if "core" in self.config else World(config=configure(self.config), ranks=self.ranks)
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps({"format": FORMAT, **asdict(self)}) + "\n")
@@ -61,17 +64,18 @@ class Life:
 
     def check(self) -> None:
         """ConfigError if there is no such core or no such action."""
-        configure(self.config)
+        known = shop.ACTIONS if "core" in self.config else ACTIONS
+        configure(self.config.get("core", self.config))
         for name, *rest in self.actions:
-            if name not in ACTIONS:
+            if name not in known:
                 raise ConfigError(f"not a life: nothing is called {name!r}")
             try:
-                signature(ACTIONS[name]).bind(None, *rest)
+                signature(known[name]).bind(None, *rest)
             except TypeError as e:
                 raise ConfigError(f"not a life: {name} {rest}: {e}") from e
 
 
-def play(life: Life) -> World:
+def play(life: Life) -> World | Shop:
     """A life from beginning to end."""
     world = life.world()
     for action in life.actions:
@@ -80,14 +84,18 @@ def play(life: Life) -> World:
     return world
 
 
-def finish(world: World) -> None:
-    world.everybody()
-    world.drain()
+def finish(world: World | Shop) -> None:
+    if isinstance(world, Shop):
+        world.finish()
+    else:
+        world.everybody()
+        world.drain()
 
 
-def act(world: World, action: Action) -> bool:
+def act(world: World | Shop, action: Action) -> bool:
     """Let one action happen; whether it meant anything."""
-    return ACTIONS[action[0]](world, *action[1:])
+    known = shop.ACTIONS if isinstance(world, Shop) else ACTIONS
+    return known[action[0]](world, *action[1:])
 
 
 # --- what may happen
@@ -463,20 +471,24 @@ def _call(effect: Effect) -> str:
     return {Tier.STORAGE: "put"}.get(effect.target) or {Tier.STORAGE: "get"}.get(effect.source, "")
 
 
-def born(seed: int) -> tuple[Life, random.Random]:
-    """A life that has not happened yet, and the dice that will draw it."""
+def born(seed: int, engine: bool = False) -> tuple[Life, random.Random]:
+    """A life that has not happened yet, of the core or of an engine over it, and the dice that will draw it."""
     dice = random.Random(seed)
+    if engine:
+        return Life(seed, 1, shop.setting(dice)), dice
     config = draw(dice)
     return Life(seed, dice.choice([1, 1, 1, 1, 2, 2, 3, 4]), config), dice
 
 
 def live(life: Life, dice: random.Random, steps: int | None = None) -> World:
     """Draw the actions of a life while it happens, so that `life` holds them if it breaks. Same seed, same life."""
-    world, fate = life.world(), Fate(dice)
+    here = life.world()
+    world = here.world if isinstance(here, Shop) else here
+    fate = shop.Fate(dice, here.room) if isinstance(here, Shop) else Fate(dice)
     steps = dice.randint(200, 900) if steps is None else steps
     while world.steps < steps:
-        life.actions.append(fate.action(world))
-        if not act(world, life.actions[-1]):
+        life.actions.append(fate.action(here))  # type: ignore[arg-type]
+        if not act(here, life.actions[-1]):
             life.actions.pop()
-    finish(world)
+    finish(here)
     return world

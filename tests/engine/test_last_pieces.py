@@ -1,0 +1,240 @@
+"""Every accepted request gets exactly one last piece, whatever breaks, and a broken cache ends the engine."""
+
+import threading
+from typing import Any
+
+import pytest
+from engines import CHUNK, LONG_S, PAGE, Make, a_model, a_prompt, a_request, alone, by_hand, room_for, turns
+
+import kvarve.engine.engine as engine_module
+from kvarve.engine.batch import Batch
+from kvarve.engine.engine import Engine
+from kvarve.engine.model import Detokenizer
+from kvarve.engine.paging import PagedWorkspace
+from kvarve.engine.requests import Finish, Request
+from kvarve.engine.tails import Tails
+from kvarve.errors import Busy, ConfigError
+
+ASKED = [(8, 2, 70), (7, 4, 40), (5 * CHUNK + 23, 1, 30), (2 * CHUNK + 9, 3, 12), (CHUNK, 5, 20)]
+
+
+class Fault(RuntimeError):
+    pass
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int, kind: type[Exception] = Fault
+) -> list[int]:
+    """The call number `at` of something raises; how often it has been called."""
+    real, calls = getattr(owner, name), [0]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == at + 1:
+            raise kind(f"{name} fails")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
+
+
+def crowded(make: Make, **settings: Any) -> Engine:
+    """An engine in which some requests give way to others."""
+    return make(start=False, device=room_for(a_model(), 14 * PAGE + 5 * CHUNK), max_running=4, **settings)
+
+
+def served(engine: Engine) -> list[Request]:
+    requests = [a_request(a_prompt(tokens, seed), most, logprobs=1) for tokens, seed, most in ASKED]
+    for request in requests:
+        engine.submit(request)
+    engine.start()
+    return requests
+
+
+def last_pieces(request: Request) -> list[Finish]:
+    found = []
+    while not request.pieces.empty():
+        piece = request.pieces.get()
+        if piece.finish is not None:
+            found.append(piece.finish)
+    return found
+
+
+CACHE_CALLS = [
+    "open",
+    "claim",
+    "seat",
+    "seats",
+    "pages",
+    "resumed",
+    "grow",
+    "publish",
+    "extend",
+    "close",
+    "step",
+    "short",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "at"), [(name, at) for name in CACHE_CALLS for at in (0, 1) if (name, at) != ("extend", 1)]
+)
+def test_a_call_of_the_cache_that_fails_stops_the_engine_and_all_are_told_once(
+    name: str, at: int, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = crowded(make)
+    calls = failing(monkeypatch, engine.cache, name, at, AssertionError)
+    requests = served(engine)
+    engine._thread.join(LONG_S)
+    assert calls[0] > at, "it was never called"
+    assert not engine._thread.is_alive()
+    assert engine.broken == f"the engine has stopped: AssertionError: {name} fails"
+    told = [last_pieces(request) for request in requests]
+    assert all(len(each) == 1 for each in told), told
+    assert Finish.ERROR in {finish for each in told for finish in each}
+    with pytest.raises(Busy, match=f"{name} fails"):
+        engine.submit(a_request())
+    with pytest.raises(Busy, match=f"{name} fails"):
+        engine.ask(lambda: 1, LONG_S)
+
+
+PARTS: list[tuple[Any, str, int]] = [
+    (engine_module, "forward", 4),
+    (engine_module, "forward", 0),
+    (engine_module, "choose_all", 0),
+    (engine_module, "likelihood", 2),
+    (Batch, "forward", 3),
+    (Batch, "__init__", 0),
+    (Tails, "forward", 0),
+    (Detokenizer, "__init__", 1),
+    (Detokenizer, "push", 0),
+    (Detokenizer, "push", 9),
+    (Detokenizer, "flush", 0),
+    (PagedWorkspace, "__init__", 2),
+    (PagedWorkspace, "save", 0),
+    (PagedWorkspace, "own", 0),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "at"), PARTS, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_a_part_that_fails_ends_one_request_at_most(
+    owner: Any, name: str, at: int, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = crowded(make)
+    calls = failing(monkeypatch, owner, name, at)
+    requests = served(engine)
+    found = [request.result(LONG_S) for request in requests]
+    assert calls[0] > at, "it was never called"
+    assert not engine.broken
+    ended = [last.finish for *_, last in found]
+    assert ended.count(Finish.ERROR) <= 1
+    assert set(ended) <= {Finish.ERROR, Finish.LENGTH}
+    for (_, tokens, last), (length, seed, most) in zip(found, ASKED, strict=True):
+        if last.finish is Finish.LENGTH:
+            assert tokens == alone("qwen3_5", length, seed, most)
+        else:
+            assert last.error == f"Fault: {name} fails"
+    assert all(request.pieces.empty() for request in requests), "nothing after the last piece"
+    ((_, tokens, _),) = [engine.submit(a_request(a_prompt(20, 9), 3)).result(LONG_S)]
+    assert tokens == alone("qwen3_5", 20, 9, 3)
+    assert engine.ask(lambda: [*engine.cache.core.leases], LONG_S) == []
+
+
+@pytest.mark.parametrize("callback", ["watch", "deliver"])
+def test_a_callback_that_fails_ends_no_other_request(callback: str, make: Make) -> None:
+    def fail(_: object) -> None:
+        raise Fault("gone")
+
+    engine = make(start=False)
+    engine.submit(a_request(a_prompt(20, 1), 5, **{callback: fail}))
+    good = engine.submit(a_request(a_prompt(20, 2), 5))
+    turns(engine, lambda: not engine._accepted)
+    assert good.result(0.1)[1] == alone("qwen3_5", 20, 2, 5)
+    assert not engine.broken
+
+
+def test_a_tokenizer_that_fails_whenever_it_is_asked_ends_each_request_and_not_the_engine(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> str:
+        raise Fault("no such token")
+
+    engine = make(start=False)
+    monkeypatch.setattr(Detokenizer, "_decode", broken)
+    waiting, running = (engine.submit(a_request(a_prompt(20, seed), 5)) for seed in range(2))
+    engine.abort(waiting)
+    turns(engine, lambda: not engine._accepted)
+    for request in (waiting, running):
+        last = request.result(0.1)[2]
+        assert (last.finish, last.error) == (Finish.ERROR, "Fault: no such token")
+    assert not engine.broken
+    assert not engine.cache.core.leases
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_who_comes_before_the_start_is_told_at_the_end(started: bool, make: Make) -> None:
+    engine = make(start=False)
+    requests = [engine.submit(a_request(a_prompt(20, seed), 5)) for seed in range(3)]
+    engine.abort(requests[0])
+    if started:
+        engine._stopping.set()
+        engine.start()
+    engine.shutdown(LONG_S)
+    engine.shutdown(LONG_S)
+    assert [last_pieces(request) for request in requests] == [[Finish.ABORT]] * 3
+    with pytest.raises(Busy):
+        engine.submit(a_request())
+
+
+def test_when_the_engine_hangs_all_are_told_at_shutdown_and_nothing_comes_after(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, going, begun = make(start=False), threading.Event(), threading.Event()
+    real = engine_module.forward
+
+    def hang(*args: Any) -> Any:
+        begun.set()
+        assert going.wait(LONG_S)
+        return real(*args)
+
+    monkeypatch.setattr(engine_module, "forward", hang)
+    requests = [engine.submit(a_request(a_prompt(5 * CHUNK, seed), 2)) for seed in range(2)]
+    engine.start()
+    assert begun.wait(LONG_S)
+    engine.shutdown(0.01)
+    assert [last_pieces(request) for request in requests] == [[Finish.ABORT]] * 2
+    going.set()
+    engine._thread.join(LONG_S)
+    assert not engine._thread.is_alive()
+    assert all(request.pieces.empty() for request in requests)
+    assert not engine.broken
+
+
+def test_a_broken_law_that_somebody_asked_for_stops_the_engine_too(make: Make) -> None:
+    engine = make()
+
+    def broken() -> None:
+        raise AssertionError("a law")
+
+    with pytest.raises(AssertionError, match="a law"):
+        engine.ask(broken, LONG_S)
+    engine._thread.join(LONG_S)
+    assert engine.broken == "the engine has stopped: AssertionError: a law"
+
+
+def test_the_same_request_is_served_once(make: Make) -> None:
+    engine, request = make(start=False), a_request(a_prompt(20), 2)
+    engine.submit(request)
+    with pytest.raises(ConfigError, match="being served already"):
+        engine.submit(request)
+    with pytest.raises(ConfigError, match="being served already"):
+        engine.submit(*[a_request(a_prompt(20), 2)] * 2)
+    turns(engine, lambda: not engine._accepted)
+    assert last_pieces(request) == [Finish.LENGTH]
+
+
+def test_half_a_surrogate_pair_is_no_salt(make: Make) -> None:
+    engine = make(start=False)
+    with pytest.raises(ConfigError, match="half a surrogate pair"):
+        engine.submit(a_request(a_prompt(20), salt="\ud800"))
+    by_hand(engine, a_request(a_prompt(20), 2))
