@@ -74,3 +74,8 @@ class Room:
 def making_room(core: Core) -> bool:
     """Whether evictions from the device wait for copies in flight."""
     return any(op.leaving and op.edge == BACKUP for op in core.copies.ops.values())
+
+
+def copying(core: Core) -> bool:
+    """Whether copies in flight hold pages of the device."""
+    return any(op.edge in (BACKUP, LOAD) for op in core.copies.ops.values())

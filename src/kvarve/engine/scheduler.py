@@ -10,13 +10,14 @@ from typing import Generic, Protocol, TypeVar
 
 from kvarve.core.cache import Core
 from kvarve.core.lease import Lease, Phase
-from kvarve.core.room import Room, making_room
+from kvarve.core.room import Room, copying, making_room
 from kvarve.engine.admission import OVERTAKEN, Running, Waiting, begins, gives_way
 
 T = TypeVar("T")
 
 LOOK_AHEAD = 16  # so many of those who wait longest are looked at for what they would find in memory
 STALL_S = 60.0  # how long a request waits for room that a copy holds which does not end
+FROM_STORAGE = (Phase.PROBING, Phase.FETCHING)
 STALLED = "a copy that does not end holds the device memory that this request needs"
 NEVER = 1 << 62  # when a request began that has not begun
 
@@ -150,6 +151,7 @@ class Scheduler(Generic[Each]):
         self.running: deque[Each] = deque()  # the first is prefilled first
         self.preempted = 0
         self._began = 0
+        self._vain: object = None  # what there was to decide when nothing could begin
 
     def join(self, task: Each) -> None:
         self.waiting.join(task)
@@ -173,9 +175,14 @@ class Scheduler(Generic[Each]):
         if self.running:
             for task in self.waiting:
                 task.stalled_s = None
+        way_made = False
         while True:
-            while self._places() > 0 and (self._admit_some() or self._make_way()):
+            while self._places() > 0 and self._admit_some():
                 pass
+            if not way_made and not self.running and not self.coming:  # once a turn: what is given up may come again
+                way_made = True
+                if self._make_way():
+                    continue
             late = [task for task in self.waiting if task.lease.ready]
             if not late:
                 return
@@ -190,31 +197,41 @@ class Scheduler(Generic[Each]):
         line = [*self.waiting]
         if not line:
             return False
-        room = Room(self.cache.core)
-        loose = room.loose
+        heads, state = self._heads(), self._state()
+        core = self.cache.core
+        room = Room(core)
+        loose = [*room.loose]
+        seen = state, room.loose, core.shelves.shape, [(task.lease.number, task.lease.phase) for task in line]
+        if seen == self._vain:
+            return False
         for task in self.coming:
             needs = room.needs(task.lease, self._pages(task.length))
             loose = [slots - need for slots, need in zip(loose, needs, strict=True)]
+        wanted = [room.needs(task.lease, self._pages(task.length)) for task in line]
+        growth = sum(self._grows(task) for task in (*self.running, *self.coming))
+        if not any(all(need + growth <= slots for need, slots in zip(needs, loose, strict=True)) for needs in wanted):
+            self._vain = seen  # the usual case where many wait
+            return False
         running = [
             Running(task.seats or self._pages(task.length), self._turns(task), self._grows(task))
             for task in (*self.running, *self.coming)
         ]
         fetching = sum(task.lease.claimed and not task.lease.on_device for task in line)
-        heads, state = self._heads(), self._state()
         waiting = [
             Waiting(
-                room.needs(task.lease, self._pages(task.length)),
+                needs,
                 self._turns(task),
                 self.waiting.overtaken(task),
                 self._grows(task),
                 task.denied == state or self._waits(task, heads, fetching),
-                task.lease.phase is not Phase.QUEUED,
+                task.lease.phase in FROM_STORAGE,
             )
-            for task in line
+            for task, needs in zip(line, wanted, strict=True)
         ]
         numbers = {id(task): at for at, task in enumerate(line)}
         order = [numbers[id(task)] for task in self.waiting.order(self._found)]
         turns = begins(self._places(), loose, waiting, order, running)
+        self._vain = None if turns else seen
         for number, (at, freely) in enumerate(turns):
             task = line[at]
             if number and self._waits(task, heads, fetching):  # for one that has just begun
@@ -273,17 +290,15 @@ class Scheduler(Generic[Each]):
         return self.cache.seat(task.lease, pages)
 
     def _make_way(self) -> bool:
-        """If nothing runs and the first in line does not fit, what others hold that wait is given back for it. Whether
-        anything has come of it."""
-        if self.running or self.coming:
-            return False
-        line = [task for task in self.waiting.order(self._found) if not self._fetches(task)]
+        """Nothing runs, and the first in line does not fit: what others hold that wait is given back for it. Whether
+        there is something new to decide."""
+        line = [task for task in self.waiting.order(self._found) if task.lease.phase not in FROM_STORAGE]
         if not line:
             return False
         first = line[0]
         if self._clear(first) or first.denied is not None:
             first.denied = None
-            return self._admit_some()
+            return True
         first.stalled_s = self._clock() if first.stalled_s is None else first.stalled_s
         stalled = self._clock() - first.stalled_s >= STALL_S
         if stalled:
@@ -332,9 +347,6 @@ class Scheduler(Generic[Each]):
             task.found = shape, self.cache.core.lookup(lease.root, lease.tokens).memory
         return max(lease.promised, task.found[1])
 
-    def _fetches(self, task: Each) -> bool:
-        return task.lease.claimed and not task.lease.on_device
-
     def _waits(self, task: Each, heads: Mapping[tuple[bytes, bytes], list[Lease]], fetching: int) -> bool:
         """Whether a request waits for a copy, or for what a prompt before it is about to publish."""
         lease = task.lease
@@ -382,8 +394,11 @@ class Scheduler(Generic[Each]):
             if patient and making_room(self.cache.core):
                 return False
             holders = [*reversed(self.coming), *self.running]
-            if len(holders) == 1 and self._clear(task):  # only those that wait can give some back
-                continue
+            if len(holders) == 1:  # only those that wait can give some back, and copies
+                if self._clear(task):
+                    continue
+                if patient and copying(self.cache.core):
+                    return False
             last = holders[gives_way([each.began for each in holders])]
             self.preempt(last)
             if last is task:
