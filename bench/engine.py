@@ -14,15 +14,20 @@ Each figure is the best of several rounds (of a cold prompt: each chunk's; of fu
 median), because other work on a machine only ever makes a round slower. Ratios:
 `warm_host_ttft`, `warm_storage_ttft` warm over cold; `cold_ttft_on_over_off` engine with cache over bare model;
 `decode_on_over_off` tokens per second of the same; `throughput_16_over_1` tokens said per second, and
-`ttft_p99_over_mean` of those sixteen: that nobody starves.
+`ttft_p99_over_mean` of those sixteen: that nobody starves. Then what many do to each other:
+`mixed_lengths` tokens per second of 31 answers at 20 to 100 tokens beside one at 6,000, over the same 31 alone;
+`sampling_share` seconds of sampling over seconds of the whole turn, of 64 answers of a model with 152K tokens at
+temperature 1 and top-p 0.9, where 1,000 tokens have 99% of the chances (`sampling_share_flat`: all have the same);
+`short_prompts_32_over_1` requests per second of prompts of 64 tokens and one token to say, by 32 clients over one.
 """
 
 import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 
@@ -57,9 +62,15 @@ class Size:
     turn_prompt: int = 192  # of a conversation
     turn_answer: int = 64
     alone: int = 3  # conversations that are measured one after the other
+    long: int = 6000  # tokens of the long one beside 31 short ones
+    said: int = 24  # tokens that each of those says
+    vocabulary: int = 151_936
+    clients: int = 32
+    short_prompts: int = 96
 
 
 QUICK = Size(prompt=768, answer=16, rounds=2, turn_prompt=64, turn_answer=16, alone=2)
+QUICK = replace(QUICK, long=1000, said=6, vocabulary=4096, clients=8, short_prompts=16)
 
 
 class Timed:
@@ -215,6 +226,95 @@ def measure(model: LoadedModel, size: Size, folder: Path) -> tuple[dict[str, lis
     }
 
 
+# --- what many do to each other
+
+
+def mixed(model: LoadedModel, size: Size) -> tuple[float, float]:
+    """Tokens per second of 31 short answers, alone and beside a long one; the best of several rounds."""
+    engine = Engine(model, PrefixCache(model.identity, CacheConfig(512 * MIB, prefetch_policy="best_effort"))).start()
+    long = tokens(size.long, 4)
+    Timed(long, 1).start(engine).wait()
+    best = [0.0, 0.0]
+    for number in watched(range(size.rounds), "mixed lengths", size.rounds):
+        for beside in (False, True):
+            prompts = [tokens(20 + 80 * each // 30, 100 * number + each) for each in range(31)]
+            talk = Timed(long, 8 * size.said).start(engine) if beside else None
+            talks = [Timed(prompt, size.said).start(engine) for prompt in prompts]
+            for each in talks:
+                each.wait()
+            everybody = [*talks, *([talk] if talk else [])]
+            start, stop = max(each.came[0] for each in everybody), min(each.came[-1] for each in talks)
+            within = [sum(start < came <= stop for came in each.came) for each in everybody]
+            assert max(within) - min(within) <= 1, "each says a token in every turn"
+            best[beside] = max(best[beside], sum(within[:31]) / (stop - start))
+            if talk:
+                engine.abort(talk.request)
+                talk.wait()
+    engine.shutdown()
+    return best[0], best[1]
+
+
+class Sampled(Engine):
+    """Chooses from logits that are given instead of the model's, and counts the seconds of that and of whole turns."""
+
+    given: torch.Tensor
+    sampling_s = 0.0
+
+    def _speak(self, jobs: list[Job], logits: torch.Tensor) -> None:
+        began = time.perf_counter()
+        super()._speak(jobs, self.given[: len(jobs)])
+        self.sampling_s += time.perf_counter() - began
+
+
+def sampling(model: LoadedModel, size: Size) -> dict[str, float]:
+    """The share of a turn of 64 answers that is spent on sampling, for peaked and for flat chances."""
+    rows, vocabulary, most = 64, model.model.get_input_embeddings().num_embeddings, 10_000
+    peaked = torch.full((rows, vocabulary), 0.01 / vocabulary)
+    likely = torch.rand(rows, min(1000, vocabulary // 4)) ** 4
+    for row, chances in zip(peaked, 0.99 * likely / likely.sum(-1, keepdim=True), strict=True):
+        row[torch.randperm(vocabulary)[: len(chances)]] = chances
+    found = {}
+    for name, logits in (("sampling_share", peaked.log()), ("sampling_share_flat", torch.zeros(rows, vocabulary))):
+        engine = Sampled(model, PrefixCache(model.identity, CacheConfig(512 * MIB)), max_running=rows)
+        engine.given = logits
+        choice = Sampling(most, temperature=1.0, top_p=0.9, ignore_eos=True)
+        for number in range(rows):
+            engine.submit(Request(tokens(8, number), replace(choice, seed=number)))
+        while len(engine.scheduler.running) < rows or any(job.prefilling for job in engine.scheduler.running):
+            engine._turn()
+        shares = []
+        for _ in watched(range(2 * size.rounds), name, 2 * size.rounds):
+            engine.sampling_s, began = 0.0, time.perf_counter()
+            engine._turn()
+            shares.append(engine.sampling_s / (time.perf_counter() - began))
+        found[name] = median(shares)
+        engine.shutdown()
+    return found
+
+
+def short_prompts(model: LoadedModel, size: Size) -> tuple[float, float]:
+    """Requests per second of prompts of 64 tokens by one client and by many; the best of several rounds."""
+    engine = Engine(model, PrefixCache(model.identity, CacheConfig(512 * MIB))).start()
+    best, seed = [0.0, 0.0], 10_000
+    for number in watched(range(size.rounds + 1), "short prompts", size.rounds + 1):
+        for many in (False, True):
+            prompts = [
+                tokens(64, seed + each) for each in range(size.short_prompts if many else size.short_prompts // 4)
+            ]
+            seed += len(prompts)
+            began, under_way = time.perf_counter(), deque[Timed]()
+            for prompt in prompts:
+                if len(under_way) == (size.clients if many else 1):
+                    under_way.popleft().wait()
+                under_way.append(Timed(prompt, 1).start(engine))
+            for timed in under_way:
+                timed.wait()
+            if number:  # the first only warms up
+                best[many] = max(best[many], len(prompts) / (time.perf_counter() - began))
+    engine.shutdown()
+    return best[0], best[1]
+
+
 def short(size: Size) -> Size:
     """For the round that only warms up."""
     return Size(prompt=min(size.prompt, 512), question=size.question, answer=4)
@@ -246,6 +346,11 @@ def main() -> int:
             make(folder / "model", small=args.quick)
         model = keeping_answers(load_model(str(args.model or folder / "model"), dtype="float32"))
         seconds, speeds = measure(model, size, folder)
+        short_alone, short_mixed = mixed(model, size)
+        one, many = short_prompts(keeping_answers(load_model("builtin:tiny-hybrid", dtype="float32")), size)
+        del model
+        make(folder / "wide", small=args.quick, vocab_size=size.vocabulary)
+        shares = sampling(keeping_answers(load_model(str(folder / "wide"), dtype="float32")), size)
     best = {name: min(taken) for name, taken in seconds.items()}
     ratios = {
         "warm_host_ttft": best["warm_host"] / best["cold_on"],
@@ -254,10 +359,17 @@ def main() -> int:
         "decode_on_over_off": best["token_off"] / best["token_on"],
         "throughput_16_over_1": speeds["sixteen"] / speeds["one"],
         "ttft_p99_over_mean": speeds["ttft_p99_s"] / speeds["ttft_mean_s"],
+        "mixed_lengths": short_mixed / short_alone,
+        "short_prompts_32_over_1": many / one,
+        **shares,
     }
     rows = [{"what": what, "ms": 1000 * best[name]} for name, what in WHAT.items()]
     show(f"A prompt of {size.prompt} tokens and a question of {size.question}, best of {size.rounds}", rows)
     print(f"tokens said per second: {speeds['one']:.1f} alone, {speeds['sixteen']:.1f} by {CONVERSATIONS} at once")
+    print(f"31 short answers, tokens per second: {short_alone:.1f} alone, {short_mixed:.1f} beside one of {size.long}")
+    print(
+        f"prompts of 64 tokens per second (builtin:tiny-hybrid): {one:.1f} by one client, {many:.1f} by {size.clients}"
+    )
     for name, value in ratios.items():
         print(f"{name}: {value:.3f}")
     every = {name: [1000 * taken for taken in all_taken] for name, all_taken in seconds.items()}

@@ -37,9 +37,9 @@ SMALL = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_h
 }
 
 
-def make(folder: Path, small: bool = False, seed: int = 0) -> Any:
-    """Write a checkpoint that `kvarve serve --model FOLDER` loads; the model, too."""
-    shape = BASE | (SMALL if small else {})
+def make(folder: Path, small: bool = False, seed: int = 0, **changed: Any) -> Any:
+    """Write a checkpoint that `kvarve serve --model FOLDER` loads; the model, too. Sizes may be changed by name."""
+    shape = BASE | (SMALL if small else {}) | changed
     layers = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
     config = Qwen3_5TextConfig(
         **shape,

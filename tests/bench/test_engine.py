@@ -10,6 +10,10 @@ RATIOS = {
     "decode_on_over_off",
     "throughput_16_over_1",
     "ttft_p99_over_mean",
+    "mixed_lengths",
+    "sampling_share",
+    "sampling_share_flat",
+    "short_prompts_32_over_1",
 }
 
 

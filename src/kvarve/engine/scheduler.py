@@ -201,7 +201,8 @@ class Scheduler(Generic[Each]):
         core = self.cache.core
         room = Room(core)
         loose = [*room.loose]
-        seen = state, room.loose, core.shelves.shape, [(task.lease.number, task.lease.phase) for task in line]
+        ahead = [lease.done for leases in heads.values() for lease in leases]
+        seen = state, room.loose, core.shelves.shape, ahead, [(task.lease.number, task.lease.phase) for task in line]
         if seen == self._vain:
             return False
         for task in self.coming:

@@ -12,6 +12,7 @@ from typing import Any
 from kvarve.core.cache import Core
 from kvarve.core.effects import Copy
 from kvarve.core.lease import Lease
+from kvarve.core.room import copying
 from kvarve.engine.scheduler import STALL_S, Scheduler, Task, within
 from kvarve.keys import TOKEN_BYTES
 from kvarve.model import MEMORY_TIERS
@@ -145,11 +146,13 @@ class Shop:
         return True
 
     def _answer(self) -> None:
+        world = self.world
         answers = [order for order in self.scheduler.running if not order.prefilling]
         holders = [*self.scheduler.running, *self.scheduler.coming]
         oldest = min(holders, key=lambda order: order.began, default=None)
+        free = not copying(world.core)  # else it may wait for a copy in vain, and give way to that
         seated = [order for order in sorted(answers, key=lambda order: order.began) if self._seated(order)]
-        if oldest in answers and len(holders) > 1:
+        if oldest in answers and len(holders) > 1 and free:
             assert oldest in self.scheduler.running, "the oldest gives way to nobody"
         for order in seated:
             if order not in self.scheduler.running:  # it gave way to one after it

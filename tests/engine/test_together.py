@@ -1,0 +1,235 @@
+"""What is computed in one forward and what is not: answers by their lengths, ends of prompts, and what they leave."""
+
+from typing import Any
+
+import pytest
+import torch
+from engines import CHUNK, MIB, PAGE, Make, a_model, a_prompt, a_request, alone, by_hand, turns
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarve.engine import tails as tails_module
+from kvarve.engine.batch import Batch, by_length
+from kvarve.engine.engine import Engine
+from kvarve.engine.paging import PagedTape, PagedWorkspace
+from kvarve.engine.requests import Finish
+from kvarve.engine.tails import Tails, tails
+from kvarve.errors import ConfigError
+from kvarve.testing.models import FAMILIES
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+# By what their layers make of padding: see the docstring of engine/tails.py.
+ALL_ROWS = {"qwen3", "llama", "gpt_oss", "gpt_oss_wide", "gemma3", "gemma4", "deepseek_v3"}
+ONE_BY_ONE = {"deepseek_v32", "glm_moe_dsa", "deepseek_v4", "qwen4_exp"}
+
+# --- answers by their lengths
+
+
+def cost(groups: list[list[int]], lengths: list[int], spare: int) -> int:
+    return sum(spare + sum(lengths[group[-1]] - lengths[row] for row in group) for group in groups)
+
+
+@given(st.lists(st.integers(1, 50), max_size=9).map(sorted), st.integers(1, 60))
+def test_no_other_way_to_cut_the_rows_costs_less(lengths: list[int], spare: int) -> None:
+    groups = by_length(lengths, spare)
+    assert [row for group in groups for row in group] == [*range(len(lengths))]
+    for cuts in range(1 << max(0, len(lengths) - 1)):
+        other: list[list[int]] = [[]] if lengths else []
+        for row in range(len(lengths)):
+            other[-1].append(row)
+            if row < len(lengths) - 1 and cuts >> row & 1:
+                other.append([])
+        assert cost(groups, lengths, spare) <= cost(other, lengths, spare)
+
+
+def test_the_groups_stay_the_same_while_all_rows_grow() -> None:
+    lengths = [20, 31, 47, 90, 800, 6000]
+    assert by_length(lengths, 300) == by_length([length + 500 for length in lengths], 300) == [[0, 1, 2, 3], [4], [5]]
+
+
+def test_a_long_answer_beside_short_ones_is_computed_by_itself_and_all_advance_in_every_turn(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, columns = make(start=False, turn_tokens=16 * CHUNK), list[list[int]]()
+    monkeypatch.setattr(engine, "_spare", 300)
+    real = Batch.forward
+
+    def forward(self: Batch, model: Any, tokens: list[int]) -> Any:
+        columns.append([workspace.tokens for workspace in self.workspaces])
+        return real(self, model, tokens)
+
+    monkeypatch.setattr(Batch, "forward", forward)
+    asked = [(20, 1), (33, 2), (61, 3), (700, 4)]
+    requests = [engine.submit(a_request(a_prompt(tokens, seed), 30)) for tokens, seed in asked]
+    turns(engine, lambda: sum(not job.prefilling for job in engine.scheduler.running) == 4)
+    columns.clear()
+    before = [len(job.tokens) for job in engine._jobs.values()]
+    for _ in range(8):
+        engine._turn()
+    assert [len(job.tokens) for job in engine._jobs.values()] == [said + 8 for said in before]
+    assert all(len(lengths) == 3 and max(lengths) < 100 for lengths in columns)
+    assert len(columns) == 8
+    turns(engine, lambda: not engine._accepted)
+    for request, (tokens, seed) in zip(requests, asked, strict=True):
+        assert request.result(0.1)[1] == alone("qwen3_5", tokens, seed, 30)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "gpt_oss", "bamba"])
+def test_who_is_left_of_a_batch_keeps_its_own_state_and_no_other(family: str, make: Make) -> None:
+    engine = make(a_model(family), start=False)
+    requests = [engine.submit(a_request(a_prompt(30 + seed, seed), 40)) for seed in range(6)]
+    turns(engine, lambda: len(engine._batches) == 1 and len(next(iter(engine._batches))) == 6)
+    for request in requests[1:]:
+        engine.abort(request)
+    turns(engine, lambda: len(engine._accepted) == 1)
+    engine._turn()
+    (job,) = engine.scheduler.running
+    own = [tape._data for tape in job.state._tapes.values() if not isinstance(tape, PagedTape)]
+    own += job.state._states.values()
+    assert own
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in own)
+    assert not engine._batches
+    turns(engine, lambda: not engine._accepted)
+    assert requests[0].result(0.1)[1] == alone(family, 30, 0, 40)
+
+
+# --- ends of prompts
+
+
+@every_family
+def test_what_a_models_code_makes_of_padding_is_found_by_trying(family: str) -> None:
+    model = a_model(family)
+    found = tails(model.model, model.layout)
+    assert found.any is (family in ALL_ROWS)
+    assert found.fresh is (family not in ONE_BY_ONE)
+    assert found.equal is (family not in ONE_BY_ONE | {"jamba"})
+
+
+def test_rows_are_grouped_as_the_code_allows() -> None:
+    shapes = [(0, 40), (0, 35), (64, 40), (128, 40), (64, 9), (0, 10)]
+    assert Tails().groups(shapes) == []
+    assert Tails(any=True).groups(shapes) == [[0, 2, 3, 1], [5, 4]]
+    assert Tails(fresh=True, equal=True).groups(shapes) == [[0, 1], [2, 3]]
+    assert Tails(equal=True).groups(shapes) == [[0, 2, 3]]
+    assert Tails(fresh=True).groups(shapes) == [[0, 1]]
+
+
+LENGTHS = [(20, 0), (17, 1), (20, 2), (2 * CHUNK + 20, 3), (3 * CHUNK + 20, 4), (CHUNK + 31, 5), (9, 6), (2 * CHUNK, 7)]
+
+
+@every_family
+def test_ends_of_prompts_computed_together_say_what_each_says_alone(
+    family: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefixes of some are cached, lengths differ, and what comes then goes on from the states that are left."""
+    model = a_model(family)
+    engine, together = make(model, start=False, max_running=16, turn_tokens=64 * CHUNK), [0]
+    real = Tails.forward
+
+    def forward(self: Tails, *args: Any) -> Any:
+        together[0] = max(together[0], len(args[1]))
+        return real(self, *args)
+
+    monkeypatch.setattr(Tails, "forward", forward)
+    by_hand(engine, *(a_request(a_prompt(tokens, seed), 1) for tokens, seed in LENGTHS if tokens > 2 * CHUNK))
+    answers = by_hand(engine, *(a_request(a_prompt(tokens, seed), 9) for tokens, seed in LENGTHS))
+    for (_, answer, last), (tokens, seed) in zip(answers, LENGTHS, strict=True):
+        assert last.finish is Finish.LENGTH
+        assert answer == alone(family, tokens, seed, 9), (tokens, seed)
+    assert (together[0] > 1) is (family not in ONE_BY_ONE)
+
+
+def test_whole_chunks_are_computed_alone_and_nothing_else_is_published(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(start=False, turn_tokens=16 * CHUNK)
+    real, published = Tails.forward, list[int]()
+
+    def forward(self: Tails, model: Any, workspaces: list[PagedWorkspace], ids: list[list[int]]) -> Any:
+        assert all(
+            len(row) < CHUNK and workspace.tokens % CHUNK == 0 for workspace, row in zip(workspaces, ids, strict=True)
+        )
+        return real(self, model, workspaces, ids)
+
+    publish = engine.cache.publish
+    monkeypatch.setattr(Tails, "forward", forward)
+    monkeypatch.setattr(engine.cache, "publish", lambda lease, upto: (published.append(upto), publish(lease, upto)))
+    by_hand(engine, *(a_request(a_prompt(CHUNK + 20 + seed, seed), 1) for seed in range(3)))
+    assert published == [CHUNK // PAGE] * 3
+
+
+def test_a_deterministic_engine_computes_everything_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("together")
+
+    monkeypatch.setattr(Tails, "forward", never)
+    monkeypatch.setattr(Batch, "forward", never)
+    engine = make(start=False, deterministic=True)
+    by_hand(engine, *(a_request(a_prompt(20, seed), 5) for seed in range(3)))
+
+
+def test_code_that_confuses_rows_computes_ends_one_by_one(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = a_model("qwen3")
+    monkeypatch.setattr(tails_module, "_tried", {})
+    forward = type(model.model).forward
+
+    def confused(self: Any, **inputs: Any) -> Any:
+        if inputs["input_ids"].shape[0] > 1 and inputs["input_ids"].shape[1] > 1:
+            inputs["attention_mask"] = None
+        return forward(self, **inputs)
+
+    monkeypatch.setattr(type(model.model), "forward", confused)
+    assert tails(model.model, model.layout) == Tails()
+
+
+# --- the engine's thread does not sleep while there is something to compute
+
+
+def test_a_prompt_whose_pages_have_no_room_yet_lets_others_go_on(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Engine = make(start=False, turn_tokens=4 * CHUNK, write_policy="write_back")
+    slow = engine.submit(a_request(a_prompt(2 * CHUNK, 1), 2))
+    quick = engine.submit(a_request(a_prompt(3 * CHUNK, 2), 2))
+    turns(engine, lambda: len(engine.scheduler.running) == 2)
+    short = engine._jobs[slow.number].lease
+    monkeypatch.setattr(engine.cache, "short", lambda lease, upto: lease is short and quick.number in engine._accepted)
+    monkeypatch.setattr("kvarve.engine.engine.GROW_WAIT_S", 1e9)
+    monkeypatch.setattr(engine.cache, "wait", lambda timeout_s: pytest.fail("the engine sleeps"))
+    at = engine._jobs[slow.number].computed
+    while quick.number in engine._accepted:
+        assert engine._turn()
+        assert slow.number not in engine._jobs or engine._jobs[slow.number].computed == at
+    while slow.number in engine._accepted:
+        assert engine._turn()
+    assert slow.result(0.1)[1] == alone("qwen3_5", 2 * CHUNK, 1, 2)
+
+
+def test_a_prompt_waits_for_room_to_keep_its_pages_for_a_moment_only(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(start=False, write_policy="write_back")
+    monkeypatch.setattr(engine.cache, "short", lambda lease, upto: True)
+    monkeypatch.setattr("kvarve.engine.engine.GROW_WAIT_S", 0.0)
+    ((_, tokens, _),) = by_hand(engine, a_request(a_prompt(2 * CHUNK, 1), 2))
+    assert tokens == alone("qwen3_5", 2 * CHUNK, 1, 2)
+
+
+def test_a_long_prompt_is_packed_on_the_thread_that_submits_it_and_once_for_all_its_answers(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, packed = make(start=False), list[int]()
+    real = engine.cache.prompt
+    monkeypatch.setattr(engine.cache, "prompt", lambda ids, salt: (packed.append(len(ids)), real(ids, salt))[1])
+    prompt = a_prompt(200)
+    requests = [a_request(prompt, 3, temperature=1.0, seed=seed) for seed in range(4)]
+    engine.submit(*requests)
+    assert packed == [200]
+    turns(engine, lambda: not engine._accepted)
+    assert packed == [200]
+    with pytest.raises(ConfigError, match="outside the model's vocabulary"):
+        engine.check([*prompt, 999], *(request.sampling for request in requests))
+
+
+def test_the_try_takes_no_page_of_the_cache(make: Make) -> None:
+    engine = make(start=False, device=8 * MIB)
+    assert not any(value for name, value in engine.cache.stats().items() if name.startswith("used."))
+    assert torch.is_grad_enabled()
