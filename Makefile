@@ -35,6 +35,7 @@ lint: setup
 SEED ?= 7
 soak: setup
 	.venv/bin/python -m kvarve.testing.world --seed $(SEED) --steps 10000000 --jobs $$(getconf _NPROCESSORS_ONLN) --all
+	.venv/bin/python -m kvarve.testing.world --engine --seed $(SEED) --steps 1000000 --jobs $$(getconf _NPROCESSORS_ONLN) --all
 
 # Hours of conversations with a real engine on a device that holds a twentieth of them; every answer is compared.
 MINUTES ?= 120

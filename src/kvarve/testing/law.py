@@ -1,9 +1,9 @@
 """The law of admission, looked at from outside: it shares no code with what decides.
 
 No request waits if (a) there is a place for it, (b) its prompt's pages and one page of growth for each running request
-fit into free or evictable device slots, (c) it waits for no copy and for no page that a running prompt is about to
-publish, and (d) it would not hold up the head of the line: a request that does not fit is passed by those that end
-before its room could be there, and by eight others at most. Asked right after requests have been let in.
+that may still grow fit into free or evictable device slots, (c) it waits for no copy and for no page that a running
+prompt is about to publish, and (d) it would not hold up the head of the line: a request that does not fit is passed by
+those that end before its room could be there, and by eight others at most. Asked right after requests were let in.
 """
 
 from copy import deepcopy
@@ -33,15 +33,16 @@ def waits_in_vain(scheduler: Scheduler[Any]) -> str:
             loose[pool] -= _wants(core, task, pool, stuck)
     too_large: list[tuple[int, int]] = []  # how often it has been passed, and when its room could be there
     for task in line:
-        if _waits(scheduler, task):
+        if task.lease.phase is not Phase.QUEUED:  # it waits for a copy
             continue
-        wants = {pool: _wants(core, task, pool, stuck) + len(here) for pool in loose}
+        growth = sum(_grows(other, page) for other in here)
+        wants = {pool: _wants(core, task, pool, stuck) + growth for pool in loose}
         chunks = -(-(task.goal - task.computed) // chunk)
         turns = chunks + (task.length - task.goal) + task.most - task.said
         if any(wants[pool] > loose[pool] for pool in loose):
             too_large.append((scheduler.waiting.overtaken(task), _room_after(core, wants, loose, here, page, chunk)))
             continue
-        if any(passed >= PASSED and turns > room for passed, room in too_large):
+        if any(passed >= PASSED and turns > room for passed, room in too_large) or _is_behind(scheduler, task):
             continue
         if task.denied is not None and not _could_have(core, task, page):
             continue  # what seemed evictable is not: only the host has what rests on it, and no room to take more
@@ -57,10 +58,9 @@ def _makes_room(core: Core) -> bool:
     return any(op.leaving and op.edge[0] is Tier.DEVICE for op in core.copies.ops.values())
 
 
-def _waits(scheduler: Scheduler[Any], task: Task) -> bool:
+def _is_behind(scheduler: Scheduler[Any], task: Task) -> bool:
+    """Whether a running prompt is about to publish more of its prefix than it would find now."""
     core, lease = scheduler.cache.core, task.lease
-    if lease.phase is not Phase.QUEUED:
-        return True
     found = core.lookup(lease.root, lease.tokens).memory if lease.reads else 0
     width, grid = core.width, core.grid
     for other in (*scheduler.running, *scheduler.coming):
@@ -141,13 +141,19 @@ def _room_after(
     for task in here:
         chunks = -(-max(0, task.goal - task.computed) // chunk)
         again = max(0, task.length - max(task.goal, task.computed))
-        ends.append((chunks + again + task.most - task.said, task.seats or -(-task.length // page)))
-    free, turns, growth = dict(loose), 0, 0
-    for turns_, pages in sorted(ends):
-        if all(wants[pool] - growth <= free[pool] for pool in free):
+        ends.append((chunks + again + task.most - task.said, task.seats or -(-task.length // page), _grows(task, page)))
+    free, turns, less = dict(loose), 0, 0
+    for turn, pages, grows in sorted(ends, key=lambda end: end[0]):
+        if all(wants[pool] - less <= free[pool] for pool in free):
             break
-        free, turns, growth = {pool: slots + pages for pool, slots in free.items()}, turns_, growth + 1
+        free, turns, less = {pool: slots + pages for pool, slots in free.items()}, turn, less + grows
     return turns
+
+
+def _grows(task: Task, page: int) -> bool:
+    """Whether it may come to need another page than it has room for."""
+    last = task.prompt + task.most - 1  # of the last token that it says nothing is computed
+    return max(task.seats * page, -(-task.length // page) * page) < last
 
 
 def _could_have(core: Core, task: Task, page: int) -> bool:

@@ -17,7 +17,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from kvarve.memory.heap import bound_heaps
 from kvarve.model import MEMORY_TIERS, Tier
 from kvarve.runtime import PrefixCache
 from kvarve.server.serve import quiet_libraries
+from kvarve.testing.law import waits_in_vain
 
 AT_ONCE = 16
 STUCK_S = 120.0  # when nobody has said a word for so long, something waits for ever
@@ -175,7 +176,9 @@ class Traffic:
         model = self.model if deterministic else keeping_answers(self.model)
         engine = Engine(
             model, PrefixCache(model.identity, self._config(kind)), max_running=AT_ONCE, deterministic=deterministic
-        ).start()
+        )
+        engine.scheduler.admit = partial(_admit, engine, engine.scheduler.admit)  # type: ignore[method-assign]
+        engine.start()
         try:
             self._busy(engine, told, deterministic, time.monotonic() + seconds, least)
             told.preempted += engine.counts.preempted
@@ -295,6 +298,13 @@ class Traffic:
         sizes = [size for _, size in self.memory]
         quarter = max(1, len(sizes) // 4)
         return median(sizes[-quarter:]) / median(sizes[quarter : 2 * quarter] or sizes)
+
+
+def _admit(engine: Engine, admit: Callable[[], None]) -> None:
+    """The law of admission holds after every turn's."""
+    admit()
+    if why := waits_in_vain(engine.scheduler):
+        raise Wrong(f"a request waits in vain: {why}")
 
 
 def _tell(news: "queue.SimpleQueue[tuple[int, float, Piece]]", number: int, piece: Piece) -> None:

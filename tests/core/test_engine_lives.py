@@ -1,0 +1,59 @@
+"""Lives of an engine's scheduler over the core, in which no request waits in vain and each gets one last piece."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from kvarve.errors import ConfigError
+from kvarve.testing.world import Life, Trouble, attempt, born, live
+from kvarve.testing.world.shop import Shop
+
+LIVES = sorted((Path(__file__).parent / "engine_lives").glob("*.json"))
+
+
+@pytest.mark.parametrize("chunk", range(6))
+def test_no_request_waits_in_vain_and_each_has_one_last_piece(chunk: int) -> None:
+    seen = Counter[str]()
+    for seed in range(10 * chunk, 10 * chunk + 10):
+        print(f"python -m kvarve.testing.world --engine --seeds {seed}:{seed + 1}")
+        seen += live(*born(seed, engine=True)).seen
+    for kind in ("answered", "ran beside others", "left while waiting"):
+        assert seen[kind], kind
+
+
+@pytest.mark.parametrize("path", LIVES, ids=lambda path: path.stem)
+def test_what_broke_once_does_not_break_again(path: Path) -> None:
+    trouble, _ = attempt(Life.read(path))
+    assert trouble is None, trouble.text
+
+
+def test_a_life_of_an_engine_is_kept_in_a_file_and_played_again(tmp_path: Path) -> None:
+    life, dice = born(5, engine=True)
+    live(life, dice, 60)
+    life.write(tmp_path / "life.json")
+    again = Life.read(tmp_path / "life.json")
+    assert again == life
+    assert isinstance(again.world(), Shop)
+    assert attempt(again)[0] is None
+    again.actions.append(["close", 1])
+    again.write(tmp_path / "life.json")
+    with pytest.raises(ConfigError, match="nothing is called 'close'"):
+        Life.read(tmp_path / "life.json")
+
+
+def test_a_request_that_is_forgotten_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    life, dice = born(3, engine=True)
+    live(life, dice, 200)
+    end, times = Shop._end, [0]
+
+    def forgetful(self: Shop, order: object) -> None:
+        times[0] += 1
+        end(self, order)  # type: ignore[arg-type]
+        if times[0] == 2:
+            self.last.clear()
+
+    monkeypatch.setattr(Shop, "_end", forgetful)
+    found, _ = attempt(life)
+    assert isinstance(found, Trouble)
+    assert "every accepted request has a last piece" in found.text
