@@ -201,17 +201,17 @@ class Scheduler(Generic[Each]):
         core = self.cache.core
         room = Room(core)
         loose = [*room.loose]
-        ahead = [lease.done for leases in heads.values() for lease in leases]
-        seen = state, room.loose, core.shelves.shape, ahead, [(task.lease.number, task.lease.phase) for task in line]
-        if seen == self._vain:
-            return False
         for task in self.coming:
             needs = room.needs(task.lease, self._pages(task.length))
             loose = [slots - need for slots, need in zip(loose, needs, strict=True)]
         wanted = [room.needs(task.lease, self._pages(task.length)) for task in line]
         growth = sum(self._grows(task) for task in (*self.running, *self.coming))
         if not any(all(need + growth <= slots for need, slots in zip(needs, loose, strict=True)) for needs in wanted):
-            self._vain = seen  # the usual case where many wait
+            return False  # the usual case where many wait
+        ahead = [lease.done for leases in heads.values() for lease in leases]
+        phases = [(task.lease.number, task.lease.phase) for task in line]
+        seen = state, loose, growth, wanted, core.shelves.shape, ahead, phases
+        if seen == self._vain:
             return False
         running = [
             Running(task.seats or self._pages(task.length), self._turns(task), self._grows(task))
