@@ -36,11 +36,10 @@ class Room:
         """What is held in a run, and above it, keeps all that it rests on."""
         below = [False] * len(self._chains)
         while run is not None and run.tokens:
-            held, before = run.held().bit_length(), self._stuck.get(run)
-            stuck = []
+            before, stuck = self._stuck.get(run), []
             for rests, pool in zip(below, self._chains, strict=True):
                 here = run.here[pool].bit_length()
-                stuck.append(here if rests else min(here, held))
+                stuck.append(here if rests else min(here, self._core.shelves.held_until(run, pool)))
             if before is not None:
                 stuck = [*map(max, stuck, before)]
                 if stuck == before:

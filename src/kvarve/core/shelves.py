@@ -203,18 +203,19 @@ class Shelves:
         here = run.here[place]
         if not here:
             return 0
-        tier = place // len(self.pools)
         if not self.is_chain(place):
-            return here & ~run.pins[tier].held()
-        if run.kids[place]:
-            return 0
-        # Tail-first: everything resident above the last position that is held here.
+            return here & ~run.pins[place // len(self.pools)].held()
+        return 0 if run.kids[place] else here & span(self.held_until(run, place), run.pages)
+
+    def held_until(self, run: Run, place: int) -> int:
+        """Up to which local position a run's pages of a chain cannot leave a place, since they are held, or what rests
+        on them in the run: pages leave tail-first."""
+        tier, far = place // len(self.pools), self.other(place)
         first, elsewhere = run.held(tier).bit_length(), run.held(1 - tier).bit_length()
         if elsewhere > first:  # that position stays in memory, so what only this tier has before it stays too
-            far = self.other(place)
-            only_here = here & ~(run.here[far] & ~run.bad[far]) & ones(elsewhere)
+            only_here = run.here[place] & ~(run.here[far] & ~run.bad[far]) & ones(elsewhere)
             first = max(first, only_here.bit_length())
-        return here & span(first, run.pages)
+        return first
 
     def evict(self, place: int, wanted: int) -> int:
         """Free up to `wanted` slots of a place, coldest run first; returns how many came free at once.

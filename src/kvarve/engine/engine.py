@@ -246,16 +246,18 @@ class Engine:
                 return gone
 
     def settle(self, timeout_s: float = 60.0) -> bool:
-        """Wait until every backup has been written; False if that takes longer."""
-        end = time.monotonic() + timeout_s
-        while not self.ask(self.cache.core.idle, max(timeout_s, 1.0)):
-            if time.monotonic() >= end:
-                return False
+        """Wait until every backup has been written; False if pages that the write policy wants in storage are not there
+        after that."""
+        core, end = self.cache.core, time.monotonic() + timeout_s
+        while True:
+            idle, dirty = self.ask(lambda: (core.idle(), core.idle() and core.dirty()), max(timeout_s, 1.0))
+            if idle or time.monotonic() >= end:
+                return idle and not dirty
             time.sleep(POLL_S)
-        return True
 
     def shutdown(self, timeout_s: float = 30.0) -> None:
-        """Stop taking requests, end those that run, finish the backups and leave the storage whole."""
+        """Stop taking requests, end those that run, finish the backups and leave the storage whole, in `timeout_s`."""
+        end = time.monotonic() + timeout_s
         with self._lock:
             self._stopping.set()
         self.cache.wake()
@@ -266,7 +268,7 @@ class Engine:
             self._tell_all()
             return
         self._close_up()  # if it was never started, it is done here
-        self.cache.shutdown(timeout_s)
+        self.cache.shutdown(max(0.0, end - time.monotonic()))
 
     def load(self) -> tuple[int, int]:
         """How many requests run, and how many wait."""

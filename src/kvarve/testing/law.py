@@ -89,7 +89,11 @@ def _stuck(core: Core) -> dict[int, dict[int, int]]:
         for pool in core.shelves.chains:
             resident = run.here[pool].bit_length()
             rests = any(found[id(child)][pool] for child in run.children.values())
-            found[id(run)][pool] = resident if rests else min(resident, run.held().bit_length())
+            far = len(core.pools) + pool
+            only_here = run.here[pool] & ~(run.here[far] & ~run.bad[far])  # what a held position in the host rests on
+            only_here &= (1 << run.held(Tier.HOST).bit_length()) - 1
+            held = max(run.held(Tier.DEVICE).bit_length(), only_here.bit_length())
+            found[id(run)][pool] = resident if rests else min(resident, held)
     return found
 
 
