@@ -122,18 +122,21 @@ class PrefixCache:
         agreement: Agreement | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock, self._agreement = clock, agreement or Alone()
+        if not 0 <= rank < self._agreement.ranks:
+            raise ConfigError(f"there is no rank {rank} among {self._agreement.ranks} ranks")
+        identity = replace(identity, ranks=self._agreement.ranks)
         slots = check(identity, config)
         if storage is not None and not config.host_memory:
             raise ConfigError(NO_HOST)
         self.identity, self.config = identity, config
         self.pools = identity.pools
-        self._clock, self._agreement = clock, agreement or Alone()
         self._now = 0.0  # the ranks agree on the time in each step
         self._early: list[Lease] = []  # opened before the first step: their patience begins with it
         self._namespace = identity.fingerprint()
         self._device = [DeviceArena(pool, n, device) for pool, n in zip(self.pools, slots[Tier.DEVICE], strict=True)]
         self._host = [
-            HostArena(pool, n, self._namespace, rank)
+            HostArena(pool, n, self._namespace, rank, self._agreement.ranks)
             for pool, n in zip(self.pools, slots.get(Tier.HOST, ()), strict=False)
         ]
         opened = storage is None and bool(config.storages)
