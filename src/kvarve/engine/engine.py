@@ -347,6 +347,7 @@ class Engine:
             return False
         self._first = None
         try:
+            self.model.require_same()
             most = len(job.request.prompt) + job.request.sampling.max_tokens
             job.workspace = PagedWorkspace.resumed(self.cache, job.lease, self.model.layout, most)
         except Exception as e:  # no memory for its state, say
@@ -447,7 +448,7 @@ class Engine:
         self.counts.computed_tokens += stop - start
         self._running.remove(job)
         self._running.append(job)
-        state.keep(self.cache, job.lease)
+        self._keep(job)
         if stop == job.length:
             if not job.tokens:
                 self.counts.ttft_s.observe(time.monotonic() - job.request.submitted_s)
@@ -482,9 +483,15 @@ class Engine:
         if not self.deterministic and state.tokens % self.model.layout.chunk_tokens == 0:
             self.cache.extend(job.lease, job.sequence(job.leased, state.tokens))
             job.leased = state.tokens
-            state.keep(self.cache, job.lease)
+            self._keep(job)
         if state.tokens == job.length:  # else it says again what it had said before it gave way
             self._say(job, logits)
+
+    def _keep(self, job: Job) -> None:
+        """Publish what was computed, as far as it is whole chunks; ModelError if the model is another one by now."""
+        if job.state.tokens % self.model.layout.chunk_tokens == 0:
+            self.model.require_same()
+            job.state.keep(self.cache, job.lease)
 
     def _say(self, job: Job, logits: Tensor) -> None:
         """Choose the next token and deliver what is certain of the text."""

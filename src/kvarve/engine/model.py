@@ -4,12 +4,11 @@ Local files only; no model hub is ever asked and no code of a checkpoint's is ev
 checkpoint is said in one line, and as much of it as possible before any weight is read.
 """
 
-import hashlib
 import inspect
 import json
 import struct
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,22 +16,20 @@ from typing import Any
 import jinja2
 import torch
 import transformers
-import xxhash
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from kvarve.engine.identity import Marks, identity_of
 from kvarve.engine.layers import plan_layers
 from kvarve.engine.state import StateLayout, Workspace, check_pages
 from kvarve.engine.stepwise import teach
 from kvarve.errors import ConfigError, ModelError
-from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
+from kvarve.model import ModelIdentity, check_grid
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BUILTIN = Path(__file__).parent / "builtin"
 UNKNOWN_LIMIT = 32768  # tokens, for a model whose config names no limit, such as one without positions
-READ_BYTES = 1 << 24
-NOT_OWN = ("_name_or_path", "transformers_version", "dtype")  # of a config: where and by what it was written
 UNDECODED = "\ufffd"  # what stands for bytes that are not, or not yet, a character
 
 
@@ -47,6 +44,12 @@ class LoadedModel:
     identity: ModelIdentity
     max_tokens: int
     eos_ids: frozenset[int]
+    marks: Marks | None = field(default=None, repr=False)  # of the model when its identity was made, if anybody asks
+
+    def require_same(self) -> None:
+        """ModelError if the model is no longer the one that its identity was made of."""
+        if self.marks is not None:
+            self.marks.require_same(self.model)
 
     def render_chat(
         self,
@@ -169,21 +172,15 @@ def load_model(
     model = found.model(attention).to(device)
     teach(model)
     layout = StateLayout.of(model, page_tokens, chunk_tokens)
-    versions = ".".join(torch.__version__.split(".")[:2]), ".".join(transformers.__version__.split(".")[:2])
     return LoadedModel(
         name=name,
         model=model,
         tokenizer=tokenizer,
         layout=layout,
-        identity=replace(
-            found.identity,
-            weights=_fingerprint(found.weights),
-            dtype=str(model.dtype).removeprefix("torch."),
-            pools=layout.pools,
-            numerics=f"torch {versions[0]} transformers {versions[1]} {torch.device(device).type} {attention}",
-        ),
+        identity=identity_of(model, layout),
         max_tokens=getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", UNKNOWN_LIMIT),
         eos_ids=_eos_ids(model, tokenizer),
+        marks=Marks.of(model),
     )
 
 
@@ -192,7 +189,7 @@ def keeping_answers(model: LoadedModel) -> LoadedModel:
 
     Those pages differ in their last bits from what a prompt would compute, so nobody who wants these finds them.
     """
-    return replace(model, identity=replace(model.identity, numerics=f"{model.identity.numerics} answers".strip()))
+    return replace(model, identity=replace(model.identity, numerics=f"{model.identity.numerics}, answers kept"))
 
 
 @dataclass(frozen=True)
@@ -203,8 +200,6 @@ class _Checkpoint:
     folder: Path
     config: Any
     dtype: str
-    weights: tuple[Path, ...]
-    identity: ModelIdentity  # the weights' fingerprint and the pools are still to come
 
     @classmethod
     def find(cls, name: str, page_tokens: int, chunk_tokens: int, dtype: str) -> "_Checkpoint":
@@ -224,17 +219,8 @@ class _Checkpoint:
         if not tokenizer.is_file():
             raise ModelError(f"{folder}: no tokenizer.json, which is the only form of tokenizer that is read")
         _read_json(tokenizer)
-        own = {key: value for key, value in config.to_dict().items() if key not in NOT_OWN}
-        digest = hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()
-        identity = ModelIdentity(
-            architecture=f"{config.model_type} {MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__} {digest[:16]}",
-            weights="",
-            dtype=dtype,
-            page_tokens=page_tokens,
-            chunk_tokens=chunk_tokens,
-            pools=(PoolSpec("unknown", (BufferSpec("unknown", (1,), "uint8"),), lookback=None),),
-        )
-        return cls(name, folder, config, dtype, weights, identity)
+        check_grid(page_tokens, chunk_tokens)
+        return cls(name, folder, config, dtype)
 
     @property
     def model_class(self) -> Any:
@@ -320,17 +306,6 @@ def _check_safetensors(path: Path) -> None:
         raise ModelError(
             f"{path}: {'truncated' if size < expected else 'too long'}: {size} bytes instead of {expected}"
         )
-
-
-def _fingerprint(paths: Iterable[Path]) -> str:
-    """A hash of the files' names, sizes and bytes, for telling weights apart, not for security."""
-    digest = xxhash.xxh3_128()
-    for path in paths:
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-        with path.open("rb") as file:
-            while piece := file.read(READ_BYTES):
-                digest.update(piece)
-    return str(digest.hexdigest())
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
