@@ -5,7 +5,6 @@ One thread (the engine's) calls it; the lanes' threads only ever touch slots tha
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,6 +21,7 @@ from kvarve.core.lease import Lease
 from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
 from kvarve.keys import TOKEN_BYTES, pack, root_key, seal
 from kvarve.memory.arenas import DeviceArena, HostArena
+from kvarve.memory.machine import device_bytes, host_bytes, on_host
 from kvarve.memory.record import whole
 from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
 from kvarve.ranks.agreement import Agreement, Alone, Wish
@@ -46,19 +46,23 @@ class UnderWay(Busy):
     """A change of the storage is being made already."""
 
 
-def check(identity: ModelIdentity, config: CacheConfig) -> dict[Tier, tuple[int, ...]]:
+def check(identity: ModelIdentity, config: CacheConfig, device: str = "cpu") -> dict[Tier, tuple[int, ...]]:
     """Everything that can be refused before anything is allocated or touched; the slots of each memory tier."""
     shape = (identity.pools, identity.page_tokens, identity.chunk_tokens)
     every = config.tokens_per_snapshot
     slots = {Tier.DEVICE: split(config.device_memory, *shape, records=False, what="device", per_snapshot=every)}
     if config.host_memory:
         slots[Tier.HOST] = split(config.host_memory, *shape, records=True, what="host", per_snapshot=every)
-    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if config.device_memory + config.host_memory > have:
+    wanted, what, have = config.host_memory, "host memory", host_bytes()
+    if on_host(device):
+        wanted, what = wanted + config.device_memory, "device and host memory together"
+    elif config.device_memory > (room := device_bytes(device) or config.device_memory):
         raise ConfigError(
-            f"device and host memory of {format_size(config.device_memory + config.host_memory)} together are more "
-            f"than this machine's {format_size(have)}: give less"
+            f"device memory of {format_size(config.device_memory)} is more than the {format_size(room)} of {device}: "
+            f"give less"
         )
+    if wanted > have:
+        raise ConfigError(f"{what}: {format_size(wanted)} are more than this machine's {format_size(have)}: give less")
     if config.storages:
         check_setting(identity, config)
     return slots
@@ -126,7 +130,7 @@ class PrefixCache:
         if not 0 <= rank < self._agreement.ranks:
             raise ConfigError(f"there is no rank {rank} among {self._agreement.ranks} ranks")
         identity = replace(identity, ranks=self._agreement.ranks)
-        slots = check(identity, config)
+        slots = check(identity, config, device)
         if storage is not None and not config.host_memory:
             raise ConfigError(NO_HOST)
         self.identity, self.config = identity, config
