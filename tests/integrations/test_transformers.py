@@ -48,6 +48,14 @@ def test_a_batch_is_refused(tmp_path: Path) -> None:
     cached.close()
 
 
+def test_a_prompt_that_is_longer_than_the_model_is_refused(tmp_path: Path) -> None:
+    cached = prefixes("qwen3", tmp_path, tiny_model("qwen3", max_position_embeddings=299))
+    with pytest.raises(ConfigError, match="300 tokens is longer than the 299 of this model"):
+        generate(cached, PROMPT)
+    assert not cached.cache.core.leases
+    cached.close()
+
+
 PROMPT = torch.randint(0, 250, (1, 300), generator=torch.Generator().manual_seed(1))
 
 

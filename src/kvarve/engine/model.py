@@ -195,7 +195,7 @@ def load_model(
         tokenizer=tokenizer,
         layout=layout,
         identity=identity_of(model, layout),
-        max_tokens=_limit(model.config.get_text_config(decoder=True)),
+        max_tokens=token_limit(model.config),
         eos_ids=_eos_ids(model, tokenizer),
         marks=Marks.of(model),
     )
@@ -386,10 +386,20 @@ def _check_safetensors(path: Path) -> set[str]:
     return set(tensors)
 
 
-def _limit(config: Any) -> int:
-    """The tokens that a model can attend to, as its config says."""
+def token_limit(config: Any) -> int:
+    """The tokens that a model can attend to, as its config says, as long as what was computed of them stays true.
+
+    Some frequencies of position ("longrope", "dynamic") are others once a sequence is longer than what the model was
+    first trained for: what was kept of its first chunks would not be what the same code computes for them then.
+    """
+    config = config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else UNKNOWN_LIMIT
+    limit = limit if isinstance(limit, int) and limit > 0 else UNKNOWN_LIMIT
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            limit = min(limit, rope.get("original_max_position_embeddings") or limit)
+    return limit
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from kvarve.config import CacheConfig
 from kvarve.engine.identity import Marks, identity_of
-from kvarve.engine.model import forward
+from kvarve.engine.model import forward, token_limit
 from kvarve.engine.prefill import keep, resumed
 from kvarve.engine.state import StateLayout
 from kvarve.engine.stepwise import teach
@@ -59,6 +59,8 @@ class PrefixCachedModel:
         """
         if input_ids.ndim != 2 or input_ids.shape[0] != 1 or not input_ids.shape[1]:
             raise ConfigError(f"one prompt of shape [1, n] at a time, not {[*input_ids.shape]}")
+        if input_ids.shape[1] > (limit := token_limit(self.model.config)):
+            raise ConfigError(f"a prompt of {input_ids.shape[1]} tokens is longer than the {limit} of this model")
         self._marks.require_same(self.model)
         prompt = input_ids[0].tolist()
         lease = self.cache.open(prompt, salt)
