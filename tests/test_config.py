@@ -223,6 +223,6 @@ def test_the_room_for_so_many_tokens_holds_their_pages_and_a_snapshot_as_often_a
         assert count >= chunks * min(2, pool.lookback or 2)
 
 
-def test_memory_cannot_be_divided_for_snapshots_more_than_once_a_token() -> None:
-    with pytest.raises(ConfigError, match="every 0 tokens"):
-        CacheConfig(MIB, tokens_per_snapshot=0)
+def test_memory_cannot_be_divided_for_a_snapshot_every_fewer_than_no_tokens() -> None:
+    with pytest.raises(ConfigError, match="every -1 tokens"):
+        CacheConfig(MIB, tokens_per_snapshot=-1)

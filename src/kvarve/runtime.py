@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from kvarve.config import NO_HOST, CacheConfig, split
+from kvarve.balance import Watch
+from kvarve.config import NO_HOST, CacheConfig, spacing, split
 from kvarve.core.cache import Core, Hit
 from kvarve.core.lease import Lease
 from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
@@ -23,7 +24,7 @@ from kvarve.keys import TOKEN_BYTES, pack, root_key, seal
 from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.machine import device_bytes, host_bytes, on_host
 from kvarve.memory.record import whole
-from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
+from kvarve.model import MEMORY_TIERS, ModelIdentity, PoolSpec, Tier
 from kvarve.ranks.agreement import Agreement, Alone, Wish
 from kvarve.sizes import format_size
 from kvarve.storage import Breaker, Storage, Tiers, Usage, check_storage, open_storage
@@ -48,11 +49,10 @@ class UnderWay(Busy):
 
 def check(identity: ModelIdentity, config: CacheConfig, device: str = "cpu") -> dict[Tier, tuple[int, ...]]:
     """Everything that can be refused before anything is allocated or touched; the slots of each memory tier."""
-    shape = (identity.pools, identity.page_tokens, identity.chunk_tokens)
-    every = config.tokens_per_snapshot
-    slots = {Tier.DEVICE: split(config.device_memory, *shape, records=False, what="device", per_snapshot=every)}
+    shape, apart = _shape(identity), _apart(identity, config)
+    slots = {Tier.DEVICE: split(config.device_memory, *shape, records=False, what="device", per_snapshot=apart)}
     if config.host_memory:
-        slots[Tier.HOST] = split(config.host_memory, *shape, records=True, what="host", per_snapshot=every)
+        slots[Tier.HOST] = split(config.host_memory, *shape, records=True, what="host", per_snapshot=apart)
     wanted, what, have = config.host_memory, "host memory", host_bytes()
     if on_host(device):
         wanted, what = wanted + config.device_memory, "device and host memory together"
@@ -70,18 +70,25 @@ def check(identity: ModelIdentity, config: CacheConfig, device: str = "cpu") -> 
 
 def check_setting(identity: ModelIdentity, config: CacheConfig) -> None:
     """Everything that can be refused of storages before they are opened."""
-    shape = (identity.pools, identity.page_tokens, identity.chunk_tokens)
+    shape, apart = _shape(identity), _apart(identity, config)
     for url in parse_urls(config.storages):
         if "capacity" not in SCHEMES[url.scheme].parameters:
             continue  # it is as large as others make it
-        every = config.tokens_per_snapshot
         try:
-            split(url.size_bytes("capacity"), *shape, records=True, what="storage", per_snapshot=every)
+            split(url.size_bytes("capacity"), *shape, records=True, what="storage", per_snapshot=apart)
             if "quota" in url.parameters:  # or nobody could ever store what a prompt needs
-                split(url.size_bytes("quota"), *shape, records=True, what="quota", per_snapshot=every)
+                split(url.size_bytes("quota"), *shape, records=True, what="quota", per_snapshot=apart)
         except ConfigError as e:
             raise ConfigError(f"{url.text}: {e}") from None
     check_storage(config.storages, label=identity.fingerprint(), description=str(identity))
+
+
+def _shape(identity: ModelIdentity) -> tuple[tuple[PoolSpec, ...], int, int]:
+    return identity.pools, identity.page_tokens, identity.chunk_tokens
+
+
+def _apart(identity: ModelIdentity, config: CacheConfig) -> int:
+    return spacing(*_shape(identity), asked=config.tokens_per_snapshot, every=config.snapshot_every)
 
 
 @dataclass(frozen=True)
@@ -157,6 +164,7 @@ class PrefixCache:
         )
         shape = (self.pools, slots, identity.page_tokens, identity.chunk_tokens)
         self.core = Core(config.core(*shape, storage=storage is not None))
+        self._balance = Watch()
         self._change: Change | None = None  # that is wished, and not decided
         self.attached: Attached | None = None
         if storage is not None:
@@ -271,6 +279,9 @@ class PrefixCache:
             self._early.pop().deadline += self._now
         self.core.step(turn.ended, self._now)
         self._send()
+        if self._now >= self._balance.due_s:
+            for found in self._balance.look(self._levels(), self._now):
+                log.warning("%s", found.advice(_apart(self.identity, self.config)))
         if self._change is None or not self._decide(self._change, turn.granted):
             self._follow(turn.up)
 
@@ -489,17 +500,11 @@ class PrefixCache:
     def stats(self) -> dict[str, float]:
         """Counters, levels and sizes by name, for metrics and for people; a lookback of 0 stands for all pages."""
         stats: dict[str, float] = asdict(self.core.counters)
+        stats |= self._levels()
         stats["page_tokens"] = self.identity.page_tokens
-        for pool in self.pools:
-            stats[f"page_bytes.{pool.name}"] = pool.payload_bytes
-            stats[f"lookback.{pool.name}"] = pool.lookback or 0
-        shelves = self.core.shelves
-        for place, capacity in enumerate(shelves.capacity):
-            tier, number = divmod(place, len(self.pools))
-            name = f"{Tier(tier).name.lower()}.{self.pools[number].name}"
-            stats[f"slots.{name}"] = capacity
-            stats[f"used.{name}"] = capacity - len(shelves.free[place])
-            stats[f"evicted.{name}"] = shelves.evicted[place]
+        stats["tokens_per_snapshot"] = _apart(self.identity, self.config)
+        for place in self._places():
+            stats[f"imbalance.{'.'.join(place)}"] = place in self._balance.found
         for lane in self._hands.lanes:
             stats[f"lane_waiting.{lane.name}"] = lane.waiting()
             stats[f"lane_failed.{lane.name}"] = lane.counts.failed + lane.counts.late + lane.counts.refused
@@ -509,6 +514,24 @@ class PrefixCache:
         stats["stores_resting"] = self.core.backups.resting()
         stats["leases"] = len(self.core.leases)
         return stats
+
+    def _places(self) -> list[tuple[str, str]]:
+        """Tier and pool of each place, in the core's order."""
+        return [(tier.name.lower(), pool.name) for tier in MEMORY_TIERS for pool in self.pools]
+
+    def _levels(self) -> dict[str, float]:
+        """How large and how full each pool is, and what it has evicted."""
+        levels: dict[str, float] = {}
+        for pool in self.pools:
+            levels[f"page_bytes.{pool.name}"] = pool.payload_bytes
+            levels[f"lookback.{pool.name}"] = pool.lookback or 0
+        shelves = self.core.shelves
+        for number, place in enumerate(self._places()):
+            name = ".".join(place)
+            levels[f"slots.{name}"] = shelves.capacity[number]
+            levels[f"used.{name}"] = shelves.capacity[number] - len(shelves.free[number])
+            levels[f"evicted.{name}"] = shelves.evicted[number]
+        return levels
 
     def usage(self) -> Usage | None:
         """What the storage holds, if there is one. From any thread, and in a moment even if it hangs: then it is what
