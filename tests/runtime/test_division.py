@@ -13,9 +13,9 @@ from kvarve.runtime import PrefixCache, check
 SEED = 11
 
 
-def serve(cache: PrefixCache, prompts: int, seed: int) -> None:
+def serve(cache: PrefixCache, prompts: int, seed: int, pages: float = 2.5) -> None:
     for number in range(prompts):
-        run(cache, prompt(2.5, seed=1000 * seed + number))
+        run(cache, prompt(pages, seed=1000 * seed + number))
 
 
 def test_states_that_are_evicted_beside_idle_attention_are_logged_once_and_counted(
@@ -47,7 +47,7 @@ def test_a_memory_that_is_divided_by_the_model_is_not_complained_of(caplog: pyte
     cache = PrefixCache(an_identity(), a_config(device=30_000, host=0), clock=clock)
     caplog.set_level(logging.WARNING)
     for look in range(4):
-        serve(cache, 20, seed=SEED + look)
+        serve(cache, 10, seed=SEED + look, pages=18.5)
         clock.now += LOOK_S
         cache.step()
     assert cache.stats()["evicted.device.state"] > 0 and not caplog.messages
