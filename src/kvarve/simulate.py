@@ -87,6 +87,11 @@ class SimulationConfig:
     def grid(self) -> int:
         return self.chunk_tokens or self.page_tokens
 
+    @property
+    def spacing(self) -> int:
+        """How many tokens apart memory expects windows and states to be kept."""
+        return spacing(self.pools(), self.page_tokens, self.grid, self.tokens_per_snapshot, self.snapshot_every)
+
     def pools(self) -> tuple[PoolSpec, ...]:
         """The rows that such a model would have."""
         rows = (
@@ -118,8 +123,7 @@ class SimulationConfig:
             tokens_per_snapshot=self.tokens_per_snapshot,
             offload_pays_at=self.offload_pays_at,
         )
-        shape = (self.pools(), self.page_tokens, self.grid)
-        apart = spacing(*shape, asked=self.tokens_per_snapshot, every=self.snapshot_every)
+        shape, apart = (self.pools(), self.page_tokens, self.grid), self.spacing
         slots = {Tier.DEVICE: split(self.device_memory, *shape, records=False, what="device", per_snapshot=apart)}
         if self.host_memory:
             slots[Tier.HOST] = split(self.host_memory, *shape, records=True, what="host", per_snapshot=apart)
@@ -475,6 +479,8 @@ def _table(report: Report, config: SimulationConfig) -> Table:
     table.caption = (
         f"{saved}; moved: {moved or 'nothing'}; computed without room to keep them: {report.uncached_pages:,} pages"
     )
+    if any(pool.lookback is not None for pool in config.pools()):
+        table.caption += f"; memory divided for a snapshot every {config.spacing:,} tokens"
     if config.storage_memory:
         used = f"{report.used_bytes / max(1, report.stored_bytes):.1%} of the {format_size(report.stored_bytes)} stored"
         table.caption += f"; {used} was used, storing paused for {report.paused_requests:,} requests"

@@ -250,9 +250,20 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pyte
     assert report["config"]["kv_bytes_per_token"] == 1024
     assert report["hit_rate"] == report["infinite_hit_rate"] > 0
     printed = capsys.readouterr()
-    assert f"{report['hit_rate']:.1%}" in printed.out
+    assert f"{report['hit_rate']:.1%}" in printed.out and "a snapshot every" not in printed.out
     assert "storage" in printed.out
     assert printed.err == ""
+
+
+def test_the_command_divides_memory_as_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, model = trace(tmp_path, *branching(20)), ("--device-memory", "1GiB", "--state-bytes", "1MiB")
+    for flags, tokens in (
+        ((), "512"),
+        (("--tokens-per-snapshot", "2000"), "2,000"),
+        (("--snapshot-every", "600"), "512"),
+    ):
+        assert command(path, *model, *flags) == 0
+        assert f"a snapshot every {tokens} tokens" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_command_refuses_before_it_works(tmp_path: Path) -> None:
