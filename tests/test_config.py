@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarve.config import CacheConfig, room_for, split
+from kvarve.config import CacheConfig, room_for, spacing, split
 from kvarve.core.policies import WritePolicy
 from kvarve.errors import ConfigError
 from kvarve.memory.record import record_bytes
@@ -223,6 +223,47 @@ def test_the_room_for_so_many_tokens_holds_their_pages_and_a_snapshot_as_often_a
         assert count >= chunks * min(2, pool.lookback or 2)
 
 
-def test_memory_cannot_be_divided_for_snapshots_more_than_once_a_token() -> None:
-    with pytest.raises(ConfigError, match="every 0 tokens"):
-        CacheConfig(MIB, tokens_per_snapshot=0)
+def test_memory_cannot_be_divided_for_a_snapshot_every_fewer_than_no_tokens() -> None:
+    with pytest.raises(ConfigError, match="every -1 tokens"):
+        CacheConfig(MIB, tokens_per_snapshot=-1)
+
+
+def two_pools(token_bytes: int, snapshot_bytes: int) -> tuple[PoolSpec, ...]:
+    """A model of so many bytes a token and a snapshot, at 64 tokens a page."""
+    chain = PoolSpec("attention", (BufferSpec("k", (64 * token_bytes,), "uint8"),), None)
+    return (chain, PoolSpec("state", (BufferSpec("s", (snapshot_bytes,), "uint8"),), 1, in_place=True))
+
+
+@pytest.mark.parametrize(
+    ("token", "snapshot", "apart"),
+    [
+        (1024, 60 * 1024, 701),  # builtin:tiny-hybrid: the square root of 60 * 8,192
+        (32 * 1024, 1584 * 32 * 1024, 3602),  # Qwen3.5
+        (1024, 64, 256),  # states that cost next to nothing: one for each chunk, and none is kept in between
+        (64, 8192 * 64, 8192),
+    ],
+)
+def test_the_default_spacing_lies_between_an_even_division_and_8192_tokens(
+    token: int, snapshot: int, apart: int
+) -> None:
+    pools = two_pools(token, snapshot)
+    assert spacing(pools, 64, 256) == apart
+    assert split(1024 * MIB, pools, 64, 256, records=False, what="some") == split(
+        1024 * MIB, pools, 64, 256, records=False, what="some", per_snapshot=apart
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "every", "apart"),
+    [(0, 0, 701), (8192, 0, 8192), (64, 0, 64), (0, 8192, 701), (0, 300, 300), (8192, 1024, 1024), (0, 64, 256)],
+)
+def test_memory_expects_windows_and_states_at_least_as_often_as_they_are_kept(
+    asked: int, every: int, apart: int
+) -> None:
+    assert spacing(two_pools(1024, 60 * 1024), 64, 256, asked, every) == apart
+
+
+def test_a_model_without_attention_or_without_states_has_a_spacing_too() -> None:
+    chain, state = two_pools(1024, 4096)
+    assert spacing((chain,), 64, 256) == spacing((state,), 64, 256) == 256
+    assert split(MIB, (chain,), 64, 256, records=False, what="some") == (16,)

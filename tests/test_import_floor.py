@@ -12,7 +12,7 @@ FLOORS = (
     {"model", "keys", "boundaries", "errors", "sizes", "__init__"},  # words
     {"core"},
     {"memory", "transfer", "storage", "ranks"},  # hands
-    {"runtime", "admin", "metrics", "config"},  # the house
+    {"runtime", "admin", "metrics", "config", "balance"},  # the house
     {"engine", "simulate"},
     {"cli", "__main__", "caretaker", "server", "bench", "demo", "verify", "integrations"},  # guests
 )

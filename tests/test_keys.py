@@ -101,23 +101,40 @@ def test_every_pool_and_rank_of_a_page_has_a_name_of_its_own() -> None:
     one, two = keys([1, 2, 3, 4], 2)
     roots = (root_key(b"model"), root_key(b"model", "salt"))
     names = {
-        object_name(root, key, pool, rank)
+        object_name(root, key, pool, rank, ranks)
         for root in roots
         for key in (one, two)
         for pool in ("kv", "state")
-        for rank in (0, 1)
+        for rank, ranks in ((0, 1), (0, 2), (1, 2), (2, 4), (2, 8))
     }
-    assert len(names) == 16
-    assert object_name(roots[0], one, "kv", 1) == f"{roots[0].hex()[:16]}-{one.hex()}.kv.1"
+    assert len(names) == 40
+    assert object_name(roots[0], one, "kv", 1, 2) == f"{roots[0].hex()[:16]}-{one.hex()}.kv.1of2"
+    assert object_name(roots[0], one, "kv") == f"{roots[0].hex()[:16]}-{one.hex()}.kv.0of1"
 
 
-@given(st.binary(min_size=32, max_size=32), st.sampled_from(["kv", "a-b_c", "x" * 32]), st.integers(0, 5000))
-def test_the_name_of_an_object_says_all_that_it_was_made_of(key: bytes, pool: str, rank: int) -> None:
-    root = root_key(b"model")
-    assert parse_object_name(object_name(root, key, pool, rank)) == (group_name(root), key, pool, rank)
+@given(
+    st.binary(min_size=32, max_size=32),
+    st.sampled_from(["kv", "a-b_c", "x" * 32]),
+    st.integers(0, 5000),
+    st.integers(1, 5000),
+)
+def test_the_name_of_an_object_says_all_that_it_was_made_of(key: bytes, pool: str, rank: int, more: int) -> None:
+    root, ranks = root_key(b"model"), rank + more
+    name = object_name(root, key, pool, rank, ranks)
+    assert parse_object_name(name) == (group_name(root), key, pool, rank, ranks)
 
 
-@pytest.mark.parametrize("name", ["note", "aaaa-1", f"{'0' * 16}-{'0' * 63}.kv.0", f"{'0' * 16}-{'0' * 64}.kv.0 "])
+PAGE_NAME = f"{'0' * 16}-{'0' * 64}.kv."
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("note", "aaaa-1", f"{'0' * 16}-{'0' * 63}.kv.0of1", PAGE_NAME, f"{PAGE_NAME}0", f"{PAGE_NAME}0of"),
+        *(f"{PAGE_NAME}{end}" for end in ("0of1 ", "0of1\n", "00of1", "0of01", "1of1", "8of4", "-1of2", "0of0", "0/1")),
+        *(f"{PAGE_NAME}{end}" for end in ("\u0660of1", "0of1234567890", "0OF1", "1of2of3")),
+    ],
+)
 def test_other_names_say_nothing(name: str) -> None:
     assert parse_object_name(name) is None
 

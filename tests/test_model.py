@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarve.errors import ConfigError
+from kvarve.memory import record
 from kvarve.model import (
     BUFFER_ALIGNMENT,
     DTYPE_BYTES,
+    LAYOUT_FORMAT,
     MEMORY_TIERS,
     BufferSpec,
     ModelIdentity,
@@ -115,8 +117,11 @@ CHANGES: dict[str, Any] = {
     "page_tokens": 32,
     "chunk_tokens": 512,
     "pools": (KV,),
-    "layout": "kvarve-page/2",
-    "lora": "poet",
+    "layout": "kvarve-page/1",
+    "config": "0f0f",
+    "ranks": 2,
+    "sharding": "columns",
+    "adapters": "poet",
     "quantisation": "fp8",
     "numerics": "torch 2.11, sdpa",
 }
@@ -157,7 +162,7 @@ def test_equal_models_are_one_namespace() -> None:
 
 
 def test_a_fingerprint_does_not_depend_on_the_process_that_made_it() -> None:
-    assert MODEL.fingerprint().hex() == "faab881a78ad0939928c9ae286ef1046fb60f6c12db70321f93f6c30ce98da14"
+    assert MODEL.fingerprint().hex() == "81e4b8717931645dcac978e7910266cf4ceda0633099314e5a81b850f391a96c"
 
 
 @pytest.mark.parametrize("sizes", [(0, 256), (64, 0), (-64, 256)])
@@ -179,8 +184,22 @@ def test_pools_need_names_of_their_own(pools: tuple[PoolSpec, ...]) -> None:
 
 
 def test_a_model_says_what_it_is_in_one_line() -> None:
-    line = str(replace(MODEL, lora="poet", quantisation="fp8"))
-    assert "qwen3" in line and "pages of 64" in line and "LoRA poet" in line and "fp8" in line and "\n" not in line
+    line = str(replace(MODEL, adapters="poet", quantisation="fp8", config="0f0f", ranks=8))
+    assert line == (
+        "qwen3 bfloat16, weights abc123, config 0f0f, pages of 64, grid 256, kvarve-page/2, adapters poet, "
+        "quantisation fp8, ranks 8"
+    )
+    assert str(MODEL).endswith("kvarve-page/2") and "config unknown" in str(MODEL)
+
+
+def test_the_layout_of_a_page_names_the_format_of_its_record() -> None:
+    assert f"kvarve-page/{record.FORMAT}" == LAYOUT_FORMAT == MODEL.layout
+
+
+@pytest.mark.parametrize("ranks", [0, -4])
+def test_a_model_is_divided_among_one_rank_at_least(ranks: int) -> None:
+    with pytest.raises(ConfigError, match="ranks"):
+        replace(MODEL, ranks=ranks)
 
 
 def test_tiers_are_ordered_by_distance() -> None:

@@ -139,7 +139,7 @@ def _ls(place: Place, args: argparse.Namespace, out: Report) -> int:
         about = parse_object_name(each.name)
         table.add_row(
             *(
-                (about.group, about.key.hex()[:_SHORT], about.pool, str(about.rank))
+                (about.group, about.key.hex()[:_SHORT], about.pool, f"{about.rank} of {about.ranks}")
                 if about
                 else ("", each.name, "", "")
             ),
@@ -230,7 +230,7 @@ class Inspector:
         elif (said := title(record)).namespace != self._namespace:
             self.whys[name] = f"holds a page of another model, {said.namespace.hex()[:_SHORT]}"
         elif said[1:] != wanted[1:]:
-            self.whys[name] = f"holds another page, {said.key.hex()}.{said.pool}.{said.rank}"
+            self.whys[name] = f"holds another page, {said.key.hex()}.{said.pool}.{said.rank}of{said.ranks}"
         return name not in self.whys
 
 
@@ -407,6 +407,7 @@ def _object_json(model: Model, each: Stored) -> dict[str, Any]:
         "key": about and about.key.hex(),
         "pool": about and about.pool,
         "rank": about and about.rank,
+        "ranks": about and about.ranks,
         "bytes": each.size_bytes,
         "stored_s_ago": each.stored_s_ago,
         "used_s_ago": each.used_s_ago,

@@ -115,6 +115,8 @@ def _parsers(words: Sequence[str]) -> _Parser:
     demo.option("--model", "builtin:... or a checkpoint folder", default="builtin:tiny-hybrid")
     demo.add_argument("--quick", action="store_true", help="a shorter run")
     demo.option("--port", "port of the server that it starts, 0 for any free one", type=_port, default=0)
+    apart = "see kvarve serve --help; by the model unless given"
+    demo.option("--tokens-per-snapshot", apart, type=_count, metavar="N")
     demo.option("--storage", "an empty one, such as mooncake://10.0.0.1; files below --out unless given", metavar="URL")
     text = "prove on a model of your own that the cache never changes a logit"
     verify = commands.add_parser("verify", help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_VERIFY)
@@ -224,6 +226,8 @@ def _serve_options(parser: _Parser) -> None:
     option("--snapshot-every", "keep windows and states every so many tokens too", type=_whole, default=0, metavar="N")
     least = "the fewest tokens that a kept window or state has to save"
     option("--snapshot-gap", least, type=_whole, default=0, metavar="N")
+    apart = "divide memory as if windows and states were kept every so many tokens; by the model unless given"
+    option("--tokens-per-snapshot", apart, type=_count, metavar="N")
     option("--eviction", "which pages go first: lru, lfu, s3fifo, priority or flops", default="lru", metavar="ORDER")
     doubles = "tokens after which attention costs as much as all else, for --eviction flops; 0: never"
     option("--cost-doubles-at", doubles, type=_whole, default=0, metavar="N")
@@ -285,6 +289,7 @@ def _serve(args: argparse.Namespace) -> None:
         storage_deadline_s=args.storage_deadline_s,
         snapshot_every=args.snapshot_every,
         snapshot_gap=args.snapshot_gap,
+        tokens_per_snapshot=args.tokens_per_snapshot or 0,
         eviction=args.eviction,
         cost_doubles_at=args.cost_doubles_at,
         load_at_least=args.load_at_least,

@@ -163,6 +163,8 @@ def server(args: argparse.Namespace, folder: Path, log: Path) -> Iterator[Client
     command += ["--device-memory", "1GiB", "--host-memory", "2GiB", "--ready-file", str(ready)]
     storage = args.storage or f"file://{(folder / 'storage').resolve()}?capacity=8GiB"
     command += ["--storage", storage, "--prefetch-policy", "wait_complete"]
+    if args.tokens_per_snapshot is not None:
+        command += ["--tokens-per-snapshot", str(args.tokens_per_snapshot)]
     with log.open("ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
     try:

@@ -15,7 +15,8 @@ import numpy.typing as npt
 KEY_BYTES = 32
 TOKEN_BYTES = 4
 GROUP_BYTES = 8  # of a root key, in the names of all that is below it
-_OBJECT = re.compile(r"([0-9a-f]{16})-([0-9a-f]{64})\.([A-Za-z0-9_-]{1,32})\.([0-9]{1,9})", re.ASCII)
+_NUMBER = "(0|[1-9][0-9]{0,8})"
+_OBJECT = re.compile(rf"([0-9a-f]{{16}})-([0-9a-f]{{64}})\.([A-Za-z0-9_-]{{1,32}})\.{_NUMBER}of{_NUMBER}", re.ASCII)
 
 
 def pack(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
@@ -70,9 +71,12 @@ def group_name(root: bytes) -> str:
     return root[:GROUP_BYTES].hex()
 
 
-def object_name(root: bytes, key: bytes, pool: str, rank: int = 0) -> str:
-    """The name of one pool's page in a storage backend; its group stands before the first "-"."""
-    return f"{group_name(root)}-{key.hex()}.{pool}.{rank}"
+def object_name(root: bytes, key: bytes, pool: str, rank: int = 0, ranks: int = 1) -> str:
+    """The name of one pool's page in a storage backend; its group stands before the first "-".
+
+    The page is that of `rank` of so many `ranks`; one that all of them hold alike is rank 0's.
+    """
+    return f"{group_name(root)}-{key.hex()}.{pool}.{rank}of{ranks}"
 
 
 class ObjectName(NamedTuple):
@@ -82,9 +86,12 @@ class ObjectName(NamedTuple):
     key: bytes
     pool: str
     rank: int
+    ranks: int
 
 
 def parse_object_name(name: str) -> ObjectName | None:
     """`object_name` backwards; None for the name of something else."""
     match = _OBJECT.fullmatch(name)
-    return match and ObjectName(match[1], bytes.fromhex(match[2]), match[3], int(match[4]))
+    if match is None or int(match[4]) >= int(match[5]):
+        return None
+    return ObjectName(match[1], bytes.fromhex(match[2]), match[3], int(match[4]), int(match[5]))

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 
 from kvarve.errors import ConfigError
@@ -94,6 +94,17 @@ class PoolSpec:
         return self.offsets()[-1]
 
 
+def check_grid(page_tokens: int, chunk_tokens: int) -> None:
+    """ConfigError unless pages of so many tokens fit a prefill grid of chunks of so many."""
+    if page_tokens < 1 or chunk_tokens < 1:
+        raise ConfigError("page_tokens and chunk_tokens must be at least 1")
+    if chunk_tokens % page_tokens:
+        raise ConfigError(
+            f"a page of {page_tokens} tokens does not fit the model's prefill grid of {chunk_tokens}: choose a page "
+            f"size that divides {chunk_tokens}"
+        )
+
+
 def window_lookback(window_tokens: int, page_tokens: int) -> int:
     """Pages before a boundary that a sliding window of `window_tokens` still reads.
 
@@ -102,12 +113,17 @@ def window_lookback(window_tokens: int, page_tokens: int) -> int:
     return max(1, math.ceil((window_tokens - 1) / page_tokens))
 
 
-LAYOUT_FORMAT = "kvarve-page/1"
+# How buffers lie in a page, and the format of the record around it (`memory.record`); to be raised whenever a page that
+# is stored would be read otherwise.
+LAYOUT_FORMAT = "kvarve-page/2"
 
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Everything that decides what the numbers in a page mean; two models share pages only if all of it is equal."""
+    """Everything that decides what the numbers in a page mean; two models share pages only if all of it is equal.
+
+    `engine.identity` makes it of a model in memory; the cache adds among how many ranks the model is divided.
+    """
 
     architecture: str
     weights: str  # fingerprint of the weights' bytes
@@ -116,18 +132,17 @@ class ModelIdentity:
     chunk_tokens: int  # the prefill grid: other chunks round differently
     pools: tuple[PoolSpec, ...]
     layout: str = LAYOUT_FORMAT
-    lora: str = ""
+    config: str = ""  # digest of all that the model's config says of how it computes
+    ranks: int = 1  # a rank of eight holds other heads than that rank of four, and adds up in another order
+    sharding: str = ""  # how the model is divided among the ranks, where that is not by whole attention heads
+    adapters: str = ""  # those at work, and how
     quantisation: str = ""
-    numerics: str = field(default="")  # library and kernel choices that change the last bit
+    numerics: str = ""  # processors, libraries, kernels and settings that change the last bit
 
     def __post_init__(self) -> None:
-        if self.page_tokens < 1 or self.chunk_tokens < 1:
-            raise ConfigError("page_tokens and chunk_tokens must be at least 1")
-        if self.chunk_tokens % self.page_tokens:
-            raise ConfigError(
-                f"a page of {self.page_tokens} tokens does not fit the model's prefill grid of {self.chunk_tokens}: "
-                f"choose a page size that divides {self.chunk_tokens}"
-            )
+        check_grid(self.page_tokens, self.chunk_tokens)
+        if self.ranks < 1:
+            raise ConfigError(f"a model cannot be divided among {self.ranks} ranks")
         names = [pool.name for pool in self.pools]
         if not names or len(set(names)) != len(names):
             raise ConfigError(f"a model needs at least one pool, each with a name of its own; got {names}")
@@ -138,8 +153,11 @@ class ModelIdentity:
         return hashlib.sha256(text.encode()).digest()
 
     def __str__(self) -> str:
-        extra = "".join(f", {word} {value}" for word, value in (("LoRA", self.lora), ("", self.quantisation)) if value)
+        extra = {"adapters": self.adapters, "quantisation": self.quantisation, "sharding": self.sharding}
+        if self.ranks > 1:
+            extra["ranks"] = str(self.ranks)
         return (
-            f"{self.architecture} {self.dtype}, weights {self.weights[:12]}, pages of {self.page_tokens}, "
-            f"grid {self.chunk_tokens}{extra}"
+            f"{self.architecture} {self.dtype}, weights {self.weights[:12]}, config {self.config[:12] or 'unknown'}, "
+            f"pages of {self.page_tokens}, grid {self.chunk_tokens}, {self.layout}"
+            + "".join(f", {word} {value}" for word, value in extra.items() if value)
         )

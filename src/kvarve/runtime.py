@@ -5,7 +5,6 @@ One thread (the engine's) calls it; the lanes' threads only ever touch slots tha
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,15 +15,17 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from kvarve.config import NO_HOST, CacheConfig, split
+from kvarve.balance import Watch
+from kvarve.config import NO_HOST, CacheConfig, spacing, split
 from kvarve.core.cache import Core, Hit
 from kvarve.core.lease import Lease
 from kvarve.core.policies import WritePolicy
 from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
 from kvarve.keys import TOKEN_BYTES, pack, root_key, seal
 from kvarve.memory.arenas import DeviceArena, HostArena
+from kvarve.memory.machine import device_bytes, host_bytes, on_host
 from kvarve.memory.record import whole
-from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
+from kvarve.model import MEMORY_TIERS, ModelIdentity, PoolSpec, Tier
 from kvarve.ranks.agreement import Agreement, Alone, Wish
 from kvarve.sizes import format_size
 from kvarve.storage import Breaker, Storage, Tiers, Usage, check_storage, open_storage
@@ -53,19 +54,22 @@ class UnderWay(Busy):
     """A change of the storage is being made already."""
 
 
-def check(identity: ModelIdentity, config: CacheConfig) -> dict[Tier, tuple[int, ...]]:
+def check(identity: ModelIdentity, config: CacheConfig, device: str = "cpu") -> dict[Tier, tuple[int, ...]]:
     """Everything that can be refused before anything is allocated or touched; the slots of each memory tier."""
-    shape = (identity.pools, identity.page_tokens, identity.chunk_tokens)
-    every = config.tokens_per_snapshot
-    slots = {Tier.DEVICE: split(config.device_memory, *shape, records=False, what="device", per_snapshot=every)}
+    shape, apart = _shape(identity), _apart(identity, config)
+    slots = {Tier.DEVICE: split(config.device_memory, *shape, records=False, what="device", per_snapshot=apart)}
     if config.host_memory:
-        slots[Tier.HOST] = split(config.host_memory, *shape, records=True, what="host", per_snapshot=every)
-    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if config.device_memory + config.host_memory > have:
+        slots[Tier.HOST] = split(config.host_memory, *shape, records=True, what="host", per_snapshot=apart)
+    wanted, what, have = config.host_memory, "host memory", host_bytes()
+    if on_host(device):
+        wanted, what = wanted + config.device_memory, "device and host memory together"
+    elif config.device_memory > (room := device_bytes(device) or config.device_memory):
         raise ConfigError(
-            f"device and host memory of {format_size(config.device_memory + config.host_memory)} together are more "
-            f"than this machine's {format_size(have)}: give less"
+            f"device memory of {format_size(config.device_memory)} is more than the {format_size(room)} of {device}: "
+            f"give less"
         )
+    if wanted > have:
+        raise ConfigError(f"{what}: {format_size(wanted)} are more than this machine's {format_size(have)}: give less")
     if config.storages:
         check_setting(identity, config)
     return slots
@@ -73,18 +77,25 @@ def check(identity: ModelIdentity, config: CacheConfig) -> dict[Tier, tuple[int,
 
 def check_setting(identity: ModelIdentity, config: CacheConfig) -> None:
     """Everything that can be refused of storages before they are opened."""
-    shape = (identity.pools, identity.page_tokens, identity.chunk_tokens)
+    shape, apart = _shape(identity), _apart(identity, config)
     for url in parse_urls(config.storages):
         if "capacity" not in SCHEMES[url.scheme].parameters:
             continue  # it is as large as others make it
-        every = config.tokens_per_snapshot
         try:
-            split(url.size_bytes("capacity"), *shape, records=True, what="storage", per_snapshot=every)
+            split(url.size_bytes("capacity"), *shape, records=True, what="storage", per_snapshot=apart)
             if "quota" in url.parameters:  # or nobody could ever store what a prompt needs
-                split(url.size_bytes("quota"), *shape, records=True, what="quota", per_snapshot=every)
+                split(url.size_bytes("quota"), *shape, records=True, what="quota", per_snapshot=apart)
         except ConfigError as e:
             raise ConfigError(f"{url.text}: {e}") from None
     check_storage(config.storages, label=identity.fingerprint(), description=str(identity))
+
+
+def _shape(identity: ModelIdentity) -> tuple[tuple[PoolSpec, ...], int, int]:
+    return identity.pools, identity.page_tokens, identity.chunk_tokens
+
+
+def _apart(identity: ModelIdentity, config: CacheConfig) -> int:
+    return spacing(*_shape(identity), asked=config.tokens_per_snapshot, every=config.snapshot_every)
 
 
 @dataclass(frozen=True)
@@ -129,18 +140,21 @@ class PrefixCache:
         agreement: Agreement | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        slots = check(identity, config)
+        self._clock, self._agreement = clock, agreement or Alone()
+        if not 0 <= rank < self._agreement.ranks:
+            raise ConfigError(f"there is no rank {rank} among {self._agreement.ranks} ranks")
+        identity = replace(identity, ranks=self._agreement.ranks)
+        slots = check(identity, config, device)
         if storage is not None and not config.host_memory:
             raise ConfigError(NO_HOST)
         self.identity, self.config = identity, config
         self.pools = identity.pools
-        self._clock, self._agreement = clock, agreement or Alone()
         self._now = 0.0  # the ranks agree on the time in each step
         self._early: list[Lease] = []  # opened before the first step: their patience begins with it
         self._namespace = identity.fingerprint()
         self._device = [DeviceArena(pool, n, device) for pool, n in zip(self.pools, slots[Tier.DEVICE], strict=True)]
         self._host = [
-            HostArena(pool, n, self._namespace, rank)
+            HostArena(pool, n, self._namespace, rank, self._agreement.ranks)
             for pool, n in zip(self.pools, slots.get(Tier.HOST, ()), strict=False)
         ]
         opened = storage is None and bool(config.storages)
@@ -157,6 +171,7 @@ class PrefixCache:
         )
         shape = (self.pools, slots, identity.page_tokens, identity.chunk_tokens)
         self.core = Core(config.core(*shape, storage=storage is not None))
+        self._balance = Watch()
         self._change: Change | None = None  # that is wished, and not decided
         self.attached: Attached | None = None
         if storage is not None:
@@ -283,6 +298,9 @@ class PrefixCache:
             self._early.pop().postpone(self._now)
         self.core.step(turn.events, self._now)
         self._send()
+        if self._now >= self._balance.due_s:
+            for found in self._balance.look(self._levels(), self._now):
+                log.warning("%s", found.advice(_apart(self.identity, self.config)))
         if self._change is None or not self._decide(self._change, turn.granted):
             self._follow(turn.up)
 
@@ -510,17 +528,11 @@ class PrefixCache:
     def stats(self) -> dict[str, float]:
         """Counters, levels and sizes by name, for metrics and for people; a lookback of 0 stands for all pages."""
         stats: dict[str, float] = asdict(self.core.counters)
+        stats |= self._levels()
         stats["page_tokens"] = self.identity.page_tokens
-        for pool in self.pools:
-            stats[f"page_bytes.{pool.name}"] = pool.payload_bytes
-            stats[f"lookback.{pool.name}"] = pool.lookback or 0
-        shelves = self.core.shelves
-        for place, capacity in enumerate(shelves.capacity):
-            tier, number = divmod(place, len(self.pools))
-            name = f"{Tier(tier).name.lower()}.{self.pools[number].name}"
-            stats[f"slots.{name}"] = capacity
-            stats[f"used.{name}"] = capacity - len(shelves.free[place])
-            stats[f"evicted.{name}"] = shelves.evicted[place]
+        stats["tokens_per_snapshot"] = _apart(self.identity, self.config)
+        for place in self._places():
+            stats[f"imbalance.{'.'.join(place)}"] = place in self._balance.found
         for lane in self._hands.lanes:
             stats[f"lane_waiting.{lane.name}"] = lane.waiting()
             stats[f"lane_failed.{lane.name}"] = lane.counts.failed + lane.counts.late + lane.counts.refused
@@ -530,6 +542,24 @@ class PrefixCache:
         stats["stores_resting"] = self.core.backups.resting()
         stats["leases"] = len(self.core.leases)
         return stats
+
+    def _places(self) -> list[tuple[str, str]]:
+        """Tier and pool of each place, in the core's order."""
+        return [(tier.name.lower(), pool.name) for tier in MEMORY_TIERS for pool in self.pools]
+
+    def _levels(self) -> dict[str, float]:
+        """How large and how full each pool is, and what it has evicted."""
+        levels: dict[str, float] = {}
+        for pool in self.pools:
+            levels[f"page_bytes.{pool.name}"] = pool.payload_bytes
+            levels[f"lookback.{pool.name}"] = pool.lookback or 0
+        shelves = self.core.shelves
+        for number, place in enumerate(self._places()):
+            name = ".".join(place)
+            levels[f"slots.{name}"] = shelves.capacity[number]
+            levels[f"used.{name}"] = shelves.capacity[number] - len(shelves.free[number])
+            levels[f"evicted.{name}"] = shelves.evicted[number]
+        return levels
 
     def usage(self) -> Usage | None:
         """What the storage holds, if there is one. From any thread, and in a moment even if it hangs: then it is what

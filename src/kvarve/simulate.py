@@ -12,8 +12,9 @@ import argparse
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvarve.config import CacheConfig, split
+from kvarve.config import CacheConfig, spacing, split
 from kvarve.core.cache import Core
 from kvarve.core.effects import Copy, Effect, Ended, Page, Probe
 from kvarve.core.eviction import ORDERS
@@ -63,6 +64,7 @@ class SimulationConfig:
     cost_doubles_at: int = 0
     snapshot_every: int = 0
     snapshot_gap: int = 0
+    tokens_per_snapshot: int = 0
     offload_pays_at: float = 0.01
 
     def __post_init__(self) -> None:
@@ -84,6 +86,11 @@ class SimulationConfig:
     @property
     def grid(self) -> int:
         return self.chunk_tokens or self.page_tokens
+
+    @property
+    def spacing(self) -> int:
+        """How many tokens apart memory expects windows and states to be kept."""
+        return spacing(self.pools(), self.page_tokens, self.grid, self.tokens_per_snapshot, self.snapshot_every)
 
     def pools(self) -> tuple[PoolSpec, ...]:
         """The rows that such a model would have."""
@@ -113,12 +120,13 @@ class SimulationConfig:
             cost_doubles_at=self.cost_doubles_at,
             snapshot_every=self.snapshot_every,
             snapshot_gap=self.snapshot_gap,
+            tokens_per_snapshot=self.tokens_per_snapshot,
             offload_pays_at=self.offload_pays_at,
         )
-        shape = (self.pools(), self.page_tokens, self.grid)
-        slots = {Tier.DEVICE: split(self.device_memory, *shape, records=False, what="device")}
+        shape, apart = (self.pools(), self.page_tokens, self.grid), self.spacing
+        slots = {Tier.DEVICE: split(self.device_memory, *shape, records=False, what="device", per_snapshot=apart)}
         if self.host_memory:
-            slots[Tier.HOST] = split(self.host_memory, *shape, records=True, what="host")
+            slots[Tier.HOST] = split(self.host_memory, *shape, records=True, what="host", per_snapshot=apart)
         return cache.core(self.pools(), slots, self.page_tokens, self.grid, storage=bool(self.storage_memory))
 
 
@@ -334,13 +342,16 @@ def replay(
     advance: Advance = lambda done, size: None,
 ) -> Report:
     """Run a trace, or its first `limit` requests, through a core of its own; ConfigError if it is not a trace."""
+    return replayed(islice(read_trace(Path(trace_path), config.block_tokens, advance), limit), config)
+
+
+def replayed(requests: Iterable[Request], config: SimulationConfig) -> Report:
+    """Run requests, in the order of their time, through a core of its own."""
     core = Core(config.core())
     hands = InstantHands(core.pools, config.storage_memory)
     prompts, infinite = Prompts(config.block_tokens), Infinite(config.block_tokens)
     root, report = root_key(b"kvarve-simulate"), Report()
-    for request in read_trace(Path(trace_path), config.block_tokens, advance):
-        if limit is not None and report.requests >= limit:
-            break
+    for request in requests:
         now = request.timestamp_ms / 1000
         lease = core.open(root, prompts.packed(request), now, WAIT_COMPLETE)
         while not core.claim(lease, now):
@@ -405,6 +416,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--selective-uses", default=preset.selective_uses, help="uses before write_through_selective writes", **count)
     add("--snapshot-every", default=0, help="keep windows and states every so many tokens too", **count)
     add("--snapshot-gap", default=0, help="the fewest tokens that a kept window or state has to save", **count)
+    apart = "divide memory as if windows and states were kept every so many tokens; by the model unless given"
+    add("--tokens-per-snapshot", default=0, help=apart, **count)
     orders = f"which page goes first: {', '.join(ORDERS)} (default %(default)s)"
     add("--eviction", default=preset.eviction, metavar="ORDER", help=orders)
     doubles = "tokens after which attention costs as much as all else does, for --eviction flops (0: never)"
@@ -466,6 +479,8 @@ def _table(report: Report, config: SimulationConfig) -> Table:
     table.caption = (
         f"{saved}; moved: {moved or 'nothing'}; computed without room to keep them: {report.uncached_pages:,} pages"
     )
+    if any(pool.lookback is not None for pool in config.pools()):
+        table.caption += f"; memory divided for a snapshot every {config.spacing:,} tokens"
     if config.storage_memory:
         used = f"{report.used_bytes / max(1, report.stored_bytes):.1%} of the {format_size(report.stored_bytes)} stored"
         table.caption += f"; {used} was used, storing paused for {report.paused_requests:,} requests"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT / "bench"))
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def test_any_checkpoint_folder_computes_what_the_model_that_was_saved_computed(f
     assert loaded.eos_ids == {256}
     assert loaded.max_tokens == 1024
     assert loaded.identity.pools == loaded.layout.pools
-    assert loaded.identity.numerics.endswith("cpu eager" if family == "gpt_oss" else "cpu sdpa")
+    assert f", attention {'eager' if family == 'gpt_oss' else 'sdpa'}, " in loaded.identity.numerics
 
 
 def test_a_token_too_many_for_the_workspace_is_refused_before_it_is_computed(qwen: Path) -> None:
@@ -165,6 +165,26 @@ def test_a_checkpoint_that_lacks_a_weight_is_not_filled_up_with_random_numbers(b
     (broken / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=r"\d+ weights are not in the checkpoint, such as model.layers.3"):
         load_model(str(broken))
+
+
+def test_a_model_whose_frequencies_change_beyond_a_length_is_served_up_to_that(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 2 * CHUNK}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+    model = tiny_model("llama", rope_parameters=rope)
+    save_checkpoint(model, tmp_path)
+    loaded = load_model(str(tmp_path), page_tokens=PAGE, chunk_tokens=CHUNK)
+    assert loaded.max_tokens == 2 * CHUNK < model.config.max_position_embeddings
+
+    def differ_by(tokens: int) -> float:
+        """By how much the logits after so many tokens differ when they are computed in chunks."""
+        ids, workspace = a_prompt(tokens), Workspace(loaded.layout, 1024)
+        for piece in ids.split(CHUNK, dim=1):
+            logits = forward(loaded.model, workspace, piece)
+        with torch.no_grad():
+            return float((loaded.model(input_ids=ids).logits[0, -1] - logits).abs().max())
+
+    assert differ_by(loaded.max_tokens) < 1e-4
+    assert differ_by(3 * CHUNK) > 0.01, "which is why it is not served any further"
 
 
 def test_weights_of_another_shape_are_refused(broken: Path) -> None:

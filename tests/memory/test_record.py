@@ -78,16 +78,18 @@ def test_a_flipped_bit_in_the_padding_is_noticed_too(at: int) -> None:
         (Stamp(NAMESPACE, "attention2", 64), KEY),
         (Stamp(NAMESPACE, "attentio", 64), KEY),
         (Stamp(b"n" + NAMESPACE[1:], "attention", 64), KEY),
-        (Stamp(NAMESPACE, "attention", 64, rank=1), KEY),
+        (Stamp(NAMESPACE, "attention", 64, rank=1, ranks=4), KEY),
+        (Stamp(NAMESPACE, "attention", 64, rank=2, ranks=8), KEY),
         (Stamp(NAMESPACE, "attention", 128), KEY),
         (Stamp(NAMESPACE, "attention", 63), KEY),
     ],
-    ids=["key", "pool", "longer-name", "shorter-name", "model", "rank", "longer-payload", "shorter-payload"],
+    ids=["key", "pool", "longer-name", "shorter-name", "model", "rank", "ranks", "longer-payload", "shorter-payload"],
 )
 def test_a_good_record_of_something_else_is_refused(other: Stamp, key: bytes) -> None:
-    record = a_record(bytes(64))
-    assert Stamp(NAMESPACE, "attention", 64).intact(memoryview(record), KEY)
-    assert not other.intact(memoryview(record), key)
+    ours = Stamp(NAMESPACE, "attention", 64, rank=2, ranks=4)
+    record = memoryview(a_record(bytes(64), ours))
+    assert ours.intact(record, KEY) and ours.names(record, KEY)
+    assert not other.intact(record, key) and not other.names(record, key)
 
 
 @given(st.integers(0, 1 << 30))
@@ -99,13 +101,13 @@ def test_a_record_is_whole_blocks_and_no_more_than_it_needs(payload_bytes: int) 
 
 @given(payloads, st.sampled_from([b"m" * 32, b"n" * 32]), st.binary(min_size=32, max_size=32))
 def test_a_record_is_whole_whatever_page_of_whatever_model_it_is(payload: bytes, model: bytes, key: bytes) -> None:
-    assert whole(memoryview(a_record(payload, Stamp(model, "state", len(payload), rank=3), key)))
+    assert whole(memoryview(a_record(payload, Stamp(model, "state", len(payload), 3, 4), key)))
 
 
 @pytest.mark.parametrize("pool", ["attention", "a-b_c", "x" * 32])
 def test_a_record_tells_which_page_it_is(pool: str) -> None:
-    record = a_record(b"payload", Stamp(NAMESPACE, pool, 7, rank=5))
-    assert title(memoryview(record)) == (NAMESPACE, KEY, pool, 5)
+    record = a_record(b"payload", Stamp(NAMESPACE, pool, 7, rank=5, ranks=8))
+    assert title(memoryview(record)) == (NAMESPACE, KEY, pool, 5, 8)
 
 
 def test_a_record_with_one_bit_changed_is_not_whole() -> None:

@@ -89,9 +89,9 @@ def caches(rank: int, ranks: int) -> object:
     spoilt, lost, stateless = (request.close() for request in keys)
     settle()
     if rank == 1:
-        store.flip(object_name(spoilt.root, spoilt.key(5), "attention", rank), HEADER_BYTES)
-        assert store.delete([object_name(lost.root, lost.key(6), "attention", rank)]) == [True]
-        states = [object_name(stateless.root, stateless.key(page), "state", rank) for page in range(12)]
+        store.flip(object_name(spoilt.root, spoilt.key(5), "attention", rank, ranks), HEADER_BYTES)
+        assert store.delete([object_name(lost.root, lost.key(6), "attention", rank, ranks)]) == [True]
+        states = [object_name(stateless.root, stateless.key(page), "state", rank, ranks) for page in range(12)]
         assert any(store.delete(states))
     for _ in range(3):
         for tokens in prompts:

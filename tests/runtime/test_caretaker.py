@@ -198,7 +198,7 @@ def test_ls_lists_pages_of_all_models_what_was_used_last_first(filled: Path, say
     assert ages == sorted(ages)
     assert {each["name"] for each in answer["objects"]} == {*names_in(filled, OURS), *names_in(filled, THEIRS)}
     for each in answer["objects"]:
-        assert each["name"] == f"{each['group']}-{each['key']}.{each['pool']}.{each['rank']}"
+        assert each["name"] == f"{each['group']}-{each['key']}.{each['pool']}.{each['rank']}of{each['ranks']}"
         assert each["bytes"] == 4096
         assert each["model"] == (OURS if each["name"] in names_in(filled, OURS) else THEIRS).fingerprint().hex()
 

@@ -709,6 +709,6 @@ def test_a_page_lies_in_storage_under_a_name_that_the_prompt_alone_decides(make:
     other = a_full_store()
     names = {*store.inner._region.objects}  # type: ignore[attr-defined]
     assert names == {*other.inner._region.objects}  # type: ignore[attr-defined]
-    assert object_name(b"\2" * 32, b"\1" * 32, "state", 2) == "02" * 8 + "-" + "01" * 32 + ".state.2"
+    assert object_name(b"\2" * 32, b"\1" * 32, "state", 2, 4) == "02" * 8 + "-" + "01" * 32 + ".state.2of4"
     assert len([name for name in names if ".attention.0" in name]) == ALL
     assert CHUNK % PAGE == 0

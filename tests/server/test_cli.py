@@ -244,6 +244,17 @@ def test_a_broken_checkpoint_is_named(serve: Run, checkpoint: Path, tmp_path: Pa
     assert "model.safetensors: truncated" in one_line(serve("--model", folder))
 
 
+@pytest.mark.parametrize("method", ["fp8", "mxfp4", "compressed-tensors", "awq"])
+def test_a_quantized_checkpoint_is_refused_by_all_commands_in_the_same_line(
+    run: Run, checkpoint: Path, tmp_path: Path, method: str
+) -> None:
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "quantized"))
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": method}}
+    (folder / "config.json").write_text(json.dumps(config))
+    lines = {one_line(run(command, "--model", folder)) for command in ("models", "serve", "verify")}
+    assert len(lines) == 1 and f"its weights are quantized ({method}), which this version cannot load" in lines.pop()
+
+
 def test_help_is_short_and_shows_an_example_and_the_defaults(run: Run) -> None:
     code, out, error = run("serve", "--help")
     assert (code, error) == (0, "")

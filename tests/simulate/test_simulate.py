@@ -12,6 +12,7 @@ import pytest
 
 from kvarve import simulate
 from kvarve.errors import ConfigError
+from kvarve.model import Tier
 from kvarve.simulate import SimulationConfig, replay
 
 BLOCK = 512
@@ -113,6 +114,16 @@ def test_a_recurrent_model_resumes_only_where_a_state_was_kept(tmp_path: Path) -
     often = replay(trace(tmp_path, *lines), SimulationConfig(**room, state_bytes=4096, snapshot_every=BLOCK))
     assert often.hit_tokens["device"] == (2 + 2 + 4) * BLOCK
     assert {*often.slots} == {"device.kv", "device.state"}
+
+
+def test_memory_is_divided_by_the_flags_that_a_server_has() -> None:
+    model = {"device_memory": 1 << 30, "kv_bytes_per_token": 1024, "state_bytes": 1 << 20}
+    often, rare, every = (
+        SimulationConfig(**model, **flags).core().slots[Tier.DEVICE]  # type: ignore[arg-type]
+        for flags in ({"tokens_per_snapshot": 1024}, {"tokens_per_snapshot": 65536}, {"snapshot_every": 1024})
+    )
+    assert often == every and often[1] > 9 * rare[1] and rare[0] > often[0]
+    assert rare[0] > SimulationConfig(**model).core().slots[Tier.DEVICE][0] > often[0]
 
 
 def test_a_window_is_a_pool_of_its_own(tmp_path: Path) -> None:
@@ -239,9 +250,20 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pyte
     assert report["config"]["kv_bytes_per_token"] == 1024
     assert report["hit_rate"] == report["infinite_hit_rate"] > 0
     printed = capsys.readouterr()
-    assert f"{report['hit_rate']:.1%}" in printed.out
+    assert f"{report['hit_rate']:.1%}" in printed.out and "a snapshot every" not in printed.out
     assert "storage" in printed.out
     assert printed.err == ""
+
+
+def test_the_command_divides_memory_as_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, model = trace(tmp_path, *branching(20)), ("--device-memory", "1GiB", "--state-bytes", "1MiB")
+    for flags, tokens in (
+        ((), "512"),
+        (("--tokens-per-snapshot", "2000"), "2,000"),
+        (("--snapshot-every", "600"), "512"),
+    ):
+        assert command(path, *model, *flags) == 0
+        assert f"a snapshot every {tokens} tokens" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_command_refuses_before_it_works(tmp_path: Path) -> None:

@@ -419,6 +419,7 @@ class Engine:
         self._guarded(job, self._resume)
 
     def _resume(self, job: Job) -> None:
+        self.model.require_same()
         with _laws():
             job.workspace = PagedWorkspace.resumed(self._cache, job.lease, self.model.layout, job.prompt + job.most)
         if job.cached is None:
@@ -472,8 +473,11 @@ class Engine:
         return now - job.short_s < GROW_WAIT_S
 
     def _keep(self, job: Job) -> None:
-        with _laws():
-            job.state.keep(self._cache, job.lease)
+        """Publish what was computed, as far as it is whole chunks; ModelError if the model is another one by now."""
+        if job.computed % self.model.layout.chunk_tokens == 0:
+            self.model.require_same()
+            with _laws():
+                job.state.keep(self._cache, job.lease)
 
     def _chunk(self, job: Job) -> None:
         """Compute up to the next line of the grid, and keep the pages if the chunk was a whole one."""

@@ -9,7 +9,7 @@ import importlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvarve.engine.layers import page_multiple, plan_layers
-from kvarve.engine.model import DTYPES, build_model, load_model, read_config
+from kvarve.engine.model import DTYPES, build_model, check_model, is_bare, load_model, read_config
 from kvarve.engine.state import StateLayout
 from kvarve.errors import ConfigError, KvarveError, ModelError
 from kvarve.sizes import format_size
@@ -55,7 +55,7 @@ FAMILIES = (
     Family("gpt-oss", "GptOssConfig"),
     Family("Gemma 3", "Gemma3TextConfig"),
     Family("Gemma 4", "Gemma4TextConfig"),
-    Family("DeepSeek-V3, Kimi-K2", "DeepseekV3Config"),
+    Family("DeepSeek-V3", "DeepseekV3Config"),
     Family("DeepSeek-V3.2", "DeepseekV32Config"),
     Family("GLM-5", "GlmMoeDsaConfig"),
     Family("DeepSeek-V4", "DeepseekV4Config"),
@@ -91,6 +91,7 @@ FAMILIES = (
         "MiniMaxM3VLTextConfig",
         {"num_hidden_layers": 4, "layer_types": ["full_attention"] + ["minimax_m3_sparse"] * 3},
     ),
+    Family("Kimi-K2", "KimiK2Config"),
     Family("Falcon-Mamba", "FalconMambaConfig"),
     Family("RWKV", "RwkvConfig"),
 )
@@ -114,6 +115,7 @@ class Facts:
     model_type: str
     supported: bool
     why: str = ""
+    unloadable: str = ""  # why it cannot be loaded from where its config was read: there are no weights yet
     dtype: str = ""
     parameters: int = 0
     page_tokens: int = 0
@@ -153,6 +155,8 @@ def describe(name: str, config: Any, dtype: torch.dtype, page_tokens: int, chunk
             model = build_model(config, dtype)
         with NOTHING_IS_ZERO.patch(meta_nonzero_assume_all_nonzero=True):
             layout = StateLayout.of(model, page_tokens, chunk_tokens)
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError) as e:
+        raise ModelError(f"{name}: no model can be built of this config: {' '.join(str(e).split())}") from e
     except (RuntimeError, NotImplementedError) as e:  # an operation that wants to see a value
         text = config.get_text_config(decoder=True)
         if text is config:
@@ -167,14 +171,21 @@ class _Opaque(Exception):
 
 
 def describe_model(name: str, dtype: str, page_tokens: int | None, chunk_tokens: int | None) -> Facts:
-    """The facts of `builtin:...` or of a folder with a config.json; weights are read only if there is no other way."""
+    """The facts of `builtin:...` or of a folder with a config.json; weights are read only if there is no other way.
+
+    What is in the folder besides has to be what `load_model` takes, or this raises what that would raise.
+    """
     if dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
     config = read_config(name)
     torch_dtype = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
     page, chunk = _grid(config, name, page_tokens, chunk_tokens)
+    bare = is_bare(name)
+    if not bare:
+        check_model(name, page_tokens=page, chunk_tokens=chunk, dtype=dtype)
     try:
-        return describe(name, config, torch_dtype, page, chunk)
+        told = describe(name, config, torch_dtype, page, chunk)
+        return replace(told, unloadable="it has no weights and no tokenizer yet") if bare else told
     except _Opaque:
         loaded = load_model(name, dtype=dtype, page_tokens=page, chunk_tokens=chunk)
         parameters = sum(tensor.numel() for tensor in loaded.model.parameters())
@@ -233,6 +244,8 @@ def lines(fact: Facts) -> str:
         words.append((f"pool {pool.name}", f"reads {reads(pool.lookback)}, {size}"))
     room = takes(fact.bytes_per_token, fact.bytes_per_snapshot)
     words.append(("hits", f"prompts of {fact.shortest_hit} tokens and more; {room}"))
+    if fact.unloadable:
+        words.append(("serve", f"not from this folder: {fact.unloadable}"))
     width = max(len(word) for word, _ in words)
     return "\n".join(f"  {word:<{width}}  {text}" for word, text in words)
 

@@ -4,12 +4,11 @@ Local files only; no model hub is ever asked and no code of a checkpoint's is ev
 checkpoint is said in one line, and as much of it as possible before any weight is read.
 """
 
-import hashlib
 import inspect
 import json
 import struct
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,22 +16,27 @@ from typing import Any
 import jinja2
 import torch
 import transformers
-import xxhash
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from kvarve.engine.identity import Marks, identity_of
 from kvarve.engine.layers import plan_layers
 from kvarve.engine.state import StateLayout, Workspace, check_pages
 from kvarve.engine.stepwise import teach
 from kvarve.errors import ConfigError, ModelError
-from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
+from kvarve.model import ModelIdentity, check_grid
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BUILTIN = Path(__file__).parent / "builtin"
 UNKNOWN_LIMIT = 32768  # tokens, for a model whose config names no limit, such as one without positions
-READ_BYTES = 1 << 24
-NOT_OWN = ("_name_or_path", "transformers_version", "dtype")  # of a config: where and by what it was written
+HEADER_LIMIT_BYTES = 100_000_000  # of a safetensors file, by its format
+CONFIG, TOKENIZER, INDEX = "config.json", "tokenizer.json", "model.safetensors.index.json"
+NAMES = {"kimi_k2": "Kimi-K2"}  # what people call a type that transformers does not know
+# What shows that weights are packed: in a config, and in a file of weights by types and by names.
+QUANTIZED = frozenset({"quantization_config", "compression_config"})
+PACKED_TYPES = ("F8_", "F6_", "F4")
+PACKED_NAMES = ("qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv", "_blocks", "absmax", "SCB")
+WHOLE_NUMBERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
 UNDECODED = "\ufffd"  # what stands for bytes that are not, or not yet, a character
 
 
@@ -47,6 +51,12 @@ class LoadedModel:
     identity: ModelIdentity
     max_tokens: int
     eos_ids: frozenset[int]
+    marks: Marks | None = field(default=None, repr=False)  # of the model when its identity was made, if anybody asks
+
+    def require_same(self) -> None:
+        """ModelError if the model is no longer the one that its identity was made of."""
+        if self.marks is not None:
+            self.marks.require_same(self.model)
 
     def render_chat(
         self,
@@ -143,6 +153,12 @@ def read_config(name: str) -> Any:
     return config
 
 
+def is_bare(name: str) -> bool:
+    """Whether a folder holds a config and nothing else of a checkpoint: its model can be described, not loaded."""
+    folder = _folder(name)
+    return not (folder / TOKENIZER).exists() and not _weight_files(folder)
+
+
 def check_model(name: str, *, page_tokens: int = 64, chunk_tokens: int = 256, dtype: str = "auto") -> None:
     """Everything about a model that can be refused without reading a weight: raises what `load_model` would raise."""
     _Checkpoint.find(name, page_tokens, chunk_tokens, dtype)
@@ -166,24 +182,22 @@ def load_model(
     tokenizer = found.tokenizer()
     if attention == "sdpa" and not found.model_class._supports_sdpa:
         attention = "eager"
-    model = found.model(attention).to(device)
-    teach(model)
-    layout = StateLayout.of(model, page_tokens, chunk_tokens)
-    versions = ".".join(torch.__version__.split(".")[:2]), ".".join(transformers.__version__.split(".")[:2])
+    model = found.model(attention)
+    try:
+        model = model.to(device)
+        teach(model)
+        layout = StateLayout.of(model, page_tokens, chunk_tokens)
+    except (RuntimeError, LookupError, ArithmeticError, AssertionError) as e:  # no room for it there, or it is broken
+        raise ModelError(f"{found.folder}: the model does not compute on {device}: {_line(e)}") from e
     return LoadedModel(
         name=name,
         model=model,
         tokenizer=tokenizer,
         layout=layout,
-        identity=replace(
-            found.identity,
-            weights=_fingerprint(found.weights),
-            dtype=str(model.dtype).removeprefix("torch."),
-            pools=layout.pools,
-            numerics=f"torch {versions[0]} transformers {versions[1]} {torch.device(device).type} {attention}",
-        ),
-        max_tokens=getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", UNKNOWN_LIMIT),
+        identity=identity_of(model, layout),
+        max_tokens=token_limit(model.config),
         eos_ids=_eos_ids(model, tokenizer),
+        marks=Marks.of(model),
     )
 
 
@@ -192,7 +206,7 @@ def keeping_answers(model: LoadedModel) -> LoadedModel:
 
     Those pages differ in their last bits from what a prompt would compute, so nobody who wants these finds them.
     """
-    return replace(model, identity=replace(model.identity, numerics=f"{model.identity.numerics} answers".strip()))
+    return replace(model, identity=replace(model.identity, numerics=f"{model.identity.numerics}, answers kept"))
 
 
 @dataclass(frozen=True)
@@ -203,8 +217,6 @@ class _Checkpoint:
     folder: Path
     config: Any
     dtype: str
-    weights: tuple[Path, ...]
-    identity: ModelIdentity  # the weights' fingerprint and the pools are still to come
 
     @classmethod
     def find(cls, name: str, page_tokens: int, chunk_tokens: int, dtype: str) -> "_Checkpoint":
@@ -213,28 +225,18 @@ class _Checkpoint:
         folder = _folder(name)
         config = read_config(name)
         check_pages(plan_layers(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__), page_tokens, str(folder))
-        weights = tuple(sorted(folder.glob("*.safetensors")))
-        if not weights:
-            others = [path.name for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".pt", ".pth", ".gguf")]
-            found = f", only {others[0]}: convert it to safetensors first" if others else ""
-            raise ModelError(f"{folder}: no *.safetensors{found}")
-        for path in weights:
-            _check_safetensors(path)
-        tokenizer = folder / "tokenizer.json"
-        if not tokenizer.is_file():
-            raise ModelError(f"{folder}: no tokenizer.json, which is the only form of tokenizer that is read")
-        _read_json(tokenizer)
-        own = {key: value for key, value in config.to_dict().items() if key not in NOT_OWN}
-        digest = hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()
-        identity = ModelIdentity(
-            architecture=f"{config.model_type} {MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__} {digest[:16]}",
-            weights="",
-            dtype=dtype,
-            page_tokens=page_tokens,
-            chunk_tokens=chunk_tokens,
-            pools=(PoolSpec("unknown", (BufferSpec("unknown", (1,), "uint8"),), lookback=None),),
-        )
-        return cls(name, folder, config, dtype, weights, identity)
+        check_grid(page_tokens, chunk_tokens)
+        _check_weights(folder)
+        if not (folder / TOKENIZER).is_file():
+            raise ModelError(f"{folder}: no {TOKENIZER}, which is the only form of tokenizer that is read")
+        _read_json(folder / TOKENIZER)
+        if (folder / "adapter_config.json").exists():
+            raise ModelError(
+                f"{folder}: it holds an adapter, which this version does not load: merge it into the model"
+            )
+        checkpoint = cls(name, folder, config, dtype)
+        checkpoint.tokenizer()
+        return checkpoint
 
     @property
     def model_class(self) -> Any:
@@ -257,7 +259,7 @@ class _Checkpoint:
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-        except (OSError, RuntimeError, ValueError, SafetensorError) as e:
+        except Exception as e:  # models check their configs, and libraries their files, with exceptions of their own
             raise ModelError(f"{self.folder}: the weights cannot be loaded: {_line(e)}") from e
         # transformers would leave these at random, and the model would babble.
         if missing := sorted(info["missing_keys"]):
@@ -281,7 +283,7 @@ def _folder(name: str) -> Path:
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ModelError(f"{path}: {_line(e)}") from e
     if not isinstance(content, dict):
         raise ModelError(f"{path}: not a JSON object")
@@ -289,55 +291,124 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _read_config(folder: Path) -> Any:
-    path = folder / "config.json"
+    path = folder / CONFIG
     if not path.is_file():
-        raise ModelError(f"{folder}: no config.json")
-    if (model_type := _read_json(path).get("model_type")) is None:
+        raise ModelError(f"{folder}: no {CONFIG}")
+    content = _read_json(path)
+    if not isinstance(model_type := content.get("model_type"), str):
         raise ModelError(f"{path}: it names no model_type")
+    why = []
+    if model_type not in transformers.CONFIG_MAPPING:
+        why.append(f"transformers {transformers.__version__} does not know this architecture")
+        if "auto_map" in content:
+            why.append("code that comes with a checkpoint is never run")
+    if packed := _quantization(content):
+        why.append(f"its weights are quantized ({packed}), which this version cannot load yet")
+    if why:
+        raise ModelError(f"{path}: {NAMES.get(model_type, model_type)}: {'; '.join(why)}")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as e:  # each config class checks its fields with exceptions of its own
-        known = model_type in transformers.CONFIG_MAPPING
-        trouble = _line(e) if known else f"transformers {transformers.__version__} does not know this architecture"
-        raise ModelError(f"{path}: {model_type}: {trouble}") from e
+        raise ModelError(f"{path}: {model_type}: {_line(e)}") from e
 
 
-def _check_safetensors(path: Path) -> None:
-    """The format: the header's length (8 bytes, little-endian), the header in JSON, then all tensors without a gap."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-        if header_bytes + 8 > size:
-            raise ModelError(f"{path}: truncated: {size} bytes do not even hold its header")
-        try:
+def _quantization(config: Mapping[str, Any]) -> str:
+    """By what the weights of a config are packed, wherever in it that stands; empty if they are not."""
+    for key, value in config.items():
+        if key in QUANTIZED and value is not None:
+            return (
+                str(value.get("quant_method", value.get("quant_algo", "unknown"))) if isinstance(value, dict) else key
+            )
+        if isinstance(value, dict) and (found := _quantization(value)):
+            return found
+    return ""
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """What may be weights, of any format."""
+    kinds = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+    return [path for path in sorted(folder.iterdir()) if path.suffix in kinds or path.name == INDEX]
+
+
+def _check_weights(folder: Path) -> None:
+    """The files that transformers will read are there, whole, and hold weights as a model computes with them."""
+    single, files = folder / "model.safetensors", {path.name: path for path in _weight_files(folder)}
+    if single.name in files:
+        _check_safetensors(single)
+    elif INDEX in files:
+        index = _read_json(folder / INDEX).get("weight_map")
+        if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
+            raise ModelError(f"{folder / INDEX}: it has no weight_map that says which weight is in which file")
+        for shard in sorted(set(index.values())):
+            if shard not in files:
+                raise ModelError(f"{folder}: no {shard}, which {INDEX} names")
+            there = _check_safetensors(folder / shard)
+            if lost := sorted(name for name, where in index.items() if where == shard and name not in there):
+                raise ModelError(f"{folder / shard}: {len(lost)} weights are not in it, such as {lost[0]}")
+    elif tensors := [name for name in files if name.endswith(".safetensors")]:
+        raise ModelError(f"{folder}: no model.safetensors and no {INDEX}, only {tensors[0]}")
+    else:
+        only = f", only {next(iter(files))}: convert it to safetensors first" if files else ""
+        raise ModelError(f"{folder}: no *.safetensors{only}")
+
+
+def _check_safetensors(path: Path) -> set[str]:
+    """The names of its tensors. The format: the header's length (8 bytes, little-endian), the header in JSON, then all
+    tensors without a gap."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+            if header_bytes + 8 > size:
+                raise ModelError(f"{path}: truncated: {size} bytes do not even hold its header")
+            if header_bytes > HEADER_LIMIT_BYTES:
+                raise ModelError(f"{path}: not a safetensors file: a header of {header_bytes} bytes")
             header = json.loads(file.read(header_bytes))
-            tensors = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
-        except (ValueError, TypeError, LookupError, AttributeError) as e:
-            raise ModelError(f"{path}: not a safetensors file: {_line(e)}") from e
-    expected = 8 + header_bytes + max(tensors, default=0)
+            tensors = {
+                str(key): (str(entry["dtype"]), int(entry["data_offsets"][1]))
+                for key, entry in header.items()
+                if key != "__metadata__"
+            }
+    except OSError as e:
+        raise ModelError(f"{path}: {e.strerror or _line(e)}") from e
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:
+        raise ModelError(f"{path}: not a safetensors file: {_line(e)}") from e
+    expected = 8 + header_bytes + max((end for _, end in tensors.values()), default=0)
     if size != expected:
         raise ModelError(
             f"{path}: {'truncated' if size < expected else 'too long'}: {size} bytes instead of {expected}"
         )
+    for name, (dtype, _) in tensors.items():
+        numbers = dtype in WHOLE_NUMBERS and name.endswith(".weight")
+        if numbers or dtype.startswith(PACKED_TYPES) or name.endswith(PACKED_NAMES):
+            raise ModelError(f"{path}: {name} is quantized ({dtype}), which this version cannot load yet")
+    return set(tensors)
 
 
-def _fingerprint(paths: Iterable[Path]) -> str:
-    """A hash of the files' names, sizes and bytes, for telling weights apart, not for security."""
-    digest = xxhash.xxh3_128()
-    for path in paths:
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-        with path.open("rb") as file:
-            while piece := file.read(READ_BYTES):
-                digest.update(piece)
-    return str(digest.hexdigest())
+def token_limit(config: Any) -> int:
+    """The tokens that a model can attend to, as its config says, as long as what was computed of them stays true.
+
+    Some frequencies of position ("longrope", "dynamic") are others once a sequence is longer than what the model was
+    first trained for: what was kept of its first chunks would not be what the same code computes for them then.
+    """
+    config = config.get_text_config(decoder=True)
+    limit = getattr(config, "max_position_embeddings", None)
+    limit = limit if isinstance(limit, int) and limit > 0 else UNKNOWN_LIMIT
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            limit = min(limit, rope.get("original_max_position_embeddings") or limit)
+    return limit
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """The tokens at which an answer ends, by the generation config (or the config) and by the tokenizer."""
     ids = model.generation_config.eos_token_id
-    listed = ids if isinstance(ids, list) else [ids]
-    return frozenset(int(token) for token in (*listed, tokenizer.eos_token_id) if token is not None)
+    listed = [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id]
+    if odd := [token for token in listed if token is not None and not isinstance(token, int)]:
+        raise ModelError(f"an answer cannot end at a token {odd[0]!r}: eos_token_id is a whole number or several")
+    return frozenset(token for token in listed if token is not None)
 
 
 def _line(error: Exception) -> str:

@@ -1,6 +1,6 @@
 """A connector for Transformers: any causal language model's own `generate`, resumed from kvarve's cache.
 
-    prefixes = PrefixCachedModel(model, weights="my-model-2026-11", config=CacheConfig(device_memory=1 << 30))
+    prefixes = PrefixCachedModel(model, CacheConfig(device_memory=1 << 30))
     with prefixes.resume(input_ids) as past:
         output = model.generate(input_ids, past_key_values=past, max_new_tokens=64)
 
@@ -12,17 +12,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvarve.config import CacheConfig
-from kvarve.engine.model import forward
+from kvarve.engine.identity import Marks, identity_of
+from kvarve.engine.model import forward, token_limit
 from kvarve.engine.prefill import keep, resumed, wait_for_room
 from kvarve.engine.state import StateLayout
 from kvarve.engine.stepwise import teach
 from kvarve.errors import ConfigError
-from kvarve.model import ModelIdentity
 from kvarve.runtime import PrefixCache
 
 
@@ -32,31 +31,22 @@ class PrefixCachedModel:
     def __init__(
         self,
         model: Any,
-        weights: str,
         config: CacheConfig,
         *,
         page_tokens: int = 64,
         chunk_tokens: int = 256,
     ) -> None:
-        """`weights` names the weights: give another name whenever they are others, or stored pages will be wrong.
+        """Pages are those of the model as it is now, whose weights are all read once. A model that is changed later
+        (other weights, another adapter, another precision) is refused until it is changed back or gets another cache.
 
         Layers of the model that would forget what came before a chunk (Jamba's) are taught to go on from it.
-        Raises ConfigError, ModelError or StorageError as `PrefixCache` and `StateLayout` do.
+        Raises ConfigError, ModelError or StorageError as `PrefixCache`, `StateLayout` and `identity_of` do.
         """
-        if not weights:
-            raise ConfigError("the weights need a name, by which stored pages are told apart")
         teach(model)
         self.model = model
         self.layout = StateLayout.of(model, page_tokens, chunk_tokens)
-        self.identity = ModelIdentity(
-            architecture=f"{model.config.model_type} {type(model).__name__}",
-            weights=weights,
-            dtype=str(model.dtype).removeprefix("torch."),
-            page_tokens=page_tokens,
-            chunk_tokens=chunk_tokens,
-            pools=self.layout.pools,
-            numerics=f"torch {torch.__version__} {model.device.type} {model.config._attn_implementation}",
-        )
+        self.identity = identity_of(model, self.layout)
+        self._marks = Marks.of(model)
         self.cache = PrefixCache(self.identity, config, device=str(model.device))
         self.cached_tokens = 0  # of the last prompt
 
@@ -65,9 +55,13 @@ class PrefixCachedModel:
         """The past of a prompt [1, n] up to its last whole chunk, as `generate` takes it.
 
         Only prompts with the same salt share. The cache object is the caller's own and may be changed freely.
+        ModelError if the model is no longer the one that it was: nothing has been read or kept then.
         """
         if input_ids.ndim != 2 or input_ids.shape[0] != 1 or not input_ids.shape[1]:
             raise ConfigError(f"one prompt of shape [1, n] at a time, not {[*input_ids.shape]}")
+        if input_ids.shape[1] > (limit := token_limit(self.model.config)):
+            raise ConfigError(f"a prompt of {input_ids.shape[1]} tokens is longer than the {limit} of this model")
+        self._marks.require_same(self.model)
         prompt = input_ids[0].tolist()
         lease = self.cache.open(prompt, salt)
         try:
@@ -80,6 +74,7 @@ class PrefixCachedModel:
             # The last token is left to `generate`, which wants one to begin with.
             while (stop := workspace.tokens + self.layout.chunk_tokens) < len(prompt):
                 forward(self.model, workspace, input_ids[:, workspace.tokens : stop])
+                self._marks.require_same(self.model)
                 wait_for_room(self.cache, lease, workspace)
                 keep(self.cache, lease, workspace)
             yield workspace.cache

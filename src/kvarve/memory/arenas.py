@@ -35,10 +35,10 @@ class HostArena:
     The memory is taken from the system page by page as it is first written, exactly as large as was asked for.
     """
 
-    def __init__(self, pool: PoolSpec, slots: int, namespace: bytes, rank: int = 0) -> None:
+    def __init__(self, pool: PoolSpec, slots: int, namespace: bytes, rank: int = 0, ranks: int = 1) -> None:
         self.pool, self.slots = pool, slots
         self.stride = record_bytes(pool.payload_bytes)
-        self.stamp = Stamp(namespace, pool.name, pool.payload_bytes, 0 if pool.replicated else rank)
+        self.stamp = Stamp(namespace, pool.name, pool.payload_bytes, 0 if pool.replicated else rank, ranks)
         try:
             self._memory = mmap.mmap(-1, slots * self.stride)
         except (OSError, ValueError, OverflowError) as e:

@@ -1,66 +1,97 @@
 """A page as it lies in host memory, in storage and on a wire: a header that says what it is, then its bytes.
 
-Layout (little-endian): magic 8, format u32, rank u32, namespace 32, key 32, pool name 32, payload length u64, checksum
-u64, payload. A record is padded to whole 4 KiB blocks, so that direct I/O can move it as it is; the checksum (XXH3, 64
-bits) covers everything before and after itself, the padding too.
+Format 2, little-endian. What a later version fills in has its place already, and is zero until then:
+
+      0   8  magic, b"kvarvepg"
+      8   4  format, 2
+     12   4  length of the header, 256
+     16   4  rank whose page this is, 0 where all ranks hold the same bytes
+     20   4  ranks that the model is divided among
+     24   4  first of the attention heads that the page holds   } both 0: the page is not
+     28   4  how many heads it holds                            } divided by heads
+     32  32  namespace: the fingerprint of the model's identity
+     64  32  key: the chained hash of all tokens up to the page's end
+     96  32  name of the pool, padded with zeros
+    128   2  kind of the check: 1 a checksum (XXH3, 64 bits); no other is made yet, such as a keyed tag
+    130   2  encoding of the payload: 0 as it is; no other is made yet, such as a lossless compression
+    132   4  flags, none yet
+    136   8  plain length: bytes of the payload as the model has it
+    144   8  stored length: bytes of the payload as it stands here
+    152  72  zeros
+    224  32  the check, of all bytes before and behind it; a checksum takes the first 8, zeros the rest
+    256      payload; a buffer that starts at a multiple of 64 bytes in a page does so in memory as well
+
+A record is padded with zeros to whole 4 KiB blocks, so that direct I/O can move it as it is. The reader is strict: a
+format, kind, encoding or flag that it does not know, or anything but zeros where zeros belong, is no page of ours.
 """
 
-import math
 import struct
 from typing import NamedTuple
 
 import xxhash
 
-HEADER = struct.Struct("<8sII32s32s32sQ")
-CHECKSUM = struct.Struct("<Q")
-HEADER_BYTES = HEADER.size + CHECKSUM.size
+HEADER = struct.Struct("<8s2I2I2I32s32s32s2HI2Q72x")  # all before the check
+CHECK = struct.Struct("<Q24x")
+HEADER_BYTES = HEADER.size + CHECK.size
 MAGIC = b"kvarvepg"
-FORMAT = 1
+FORMAT = 2
+CHECKSUM = 1  # the one kind of check there is
+RAW = 0  # the one encoding there is
+NO_FLAGS = 0
 BLOCK_BYTES = 4096
+KEY_BYTES = 32
+_WHOLE = (0, 0)  # first head and heads of a page that is not divided by heads
+_KEY, _UNUSED, _ZEROS = slice(64, 96), slice(152, 224), bytes(72)
 
 
 def record_bytes(payload_bytes: int) -> int:
-    """The size of a record: header, payload, padding."""
-    return math.ceil((HEADER_BYTES + payload_bytes) / BLOCK_BYTES) * BLOCK_BYTES
+    """The size of a record whose payload takes so many bytes: header, payload, padding."""
+    return -(-(HEADER_BYTES + payload_bytes) // BLOCK_BYTES) * BLOCK_BYTES
 
 
 class Stamp:
-    """Seals and checks the records of one pool of one model on one rank."""
+    """Seals and checks the records of one pool of one model on one of its ranks."""
 
-    def __init__(self, namespace: bytes, pool: str, payload_bytes: int, rank: int = 0) -> None:
-        self._namespace, self._pool, self._rank = namespace, pool.encode(), rank
+    def __init__(self, namespace: bytes, pool: str, payload_bytes: int, rank: int = 0, ranks: int = 1) -> None:
+        page = (namespace, bytes(KEY_BYTES), pool.encode())
+        lengths = (payload_bytes, payload_bytes)
+        blank = HEADER.pack(MAGIC, FORMAT, HEADER_BYTES, rank, ranks, *_WHOLE, *page, CHECKSUM, RAW, NO_FLAGS, *lengths)
+        self._before, self._behind = blank[: _KEY.start], blank[_KEY.stop :]
         self._length = record_bytes(payload_bytes)
-        self._payload_bytes = payload_bytes
 
     def _header(self, key: bytes) -> bytes:
-        return HEADER.pack(MAGIC, FORMAT, self._rank, self._namespace, key, self._pool, self._payload_bytes)
+        return self._before + key + self._behind
 
     def seal(self, record: memoryview, key: bytes) -> None:
         """Write the header of a record whose payload is complete."""
         header = self._header(key)
-        record[:HEADER_BYTES] = header + CHECKSUM.pack(_checksum(header, record))
+        record[:HEADER_BYTES] = header + _check(header, record)
 
     def names(self, record: memoryview, key: bytes) -> bool:
         """Whether a record says that it is this page; its bytes are not looked at."""
-        return record[: HEADER.size] == self._header(key)
+        return bytes(record[: HEADER.size]) == self._header(key)
 
     def intact(self, record: memoryview, key: bytes) -> bool:
-        """Whether a record is this page of this pool and model, every bit of it."""
-        header = self._header(key)
-        if len(record) != self._length or record[: HEADER.size] != header:
+        """Whether a record is this page of this pool, model and rank, every bit of it."""
+        header, found = self._header(key), bytes(record[:HEADER_BYTES])
+        if len(record) != self._length or not found.startswith(header):
             return False
-        return _claimed(record) == _checksum(header, record)
+        return found == header + _check(header, record)
 
 
 def whole(record: memoryview) -> bool:
     """Whether a record is a page of some model as it was sealed, every bit of it. Which page is not asked."""
-    if len(record) < HEADER_BYTES:
+    found = bytes(record[:HEADER_BYTES])
+    if len(found) < HEADER_BYTES:
         return False
-    header = bytes(record[: HEADER.size])
-    magic, form, _, _, _, _, payload_bytes = HEADER.unpack(header)
-    if (magic, form) != (MAGIC, FORMAT) or len(record) != record_bytes(payload_bytes):
+    magic, form, length, _, _, first, heads, _, _, _, kind, encoding, flags, plain, stored = HEADER.unpack_from(found)
+    known = (MAGIC, FORMAT, HEADER_BYTES, *_WHOLE, CHECKSUM, RAW, NO_FLAGS)
+    if (magic, form, length, first, heads, kind, encoding, flags) != known or found[_UNUSED] != _ZEROS:
         return False
-    return _checksum(header, record) == _claimed(record)
+    if plain != stored or len(record) != record_bytes(stored):
+        return False
+    header = found[: HEADER.size]
+    return found == header + _check(header, record)
 
 
 class Title(NamedTuple):
@@ -70,21 +101,17 @@ class Title(NamedTuple):
     key: bytes
     pool: str
     rank: int
+    ranks: int
 
 
 def title(record: memoryview) -> Title:
     """What stands in the header of a record that is `whole`, which says nothing of where it was found."""
-    _, _, rank, namespace, key, pool, _ = HEADER.unpack(record[: HEADER.size])
-    return Title(namespace, key, pool.rstrip(b"\0").decode("ascii", "replace"), rank)
+    _, _, _, rank, ranks, _, _, namespace, key, pool, *_ = HEADER.unpack_from(record)
+    return Title(namespace, key, pool.rstrip(b"\0").decode("ascii", "replace"), rank, ranks)
 
 
-def _checksum(header: bytes, record: memoryview) -> int:
-    """What the checksum of a record with this header has to be."""
+def _check(header: bytes, record: memoryview) -> bytes:
+    """What the check of a record with this header has to be."""
     digest = xxhash.xxh3_64(header)
     digest.update(record[HEADER_BYTES:])
-    return int(digest.intdigest())
-
-
-def _claimed(record: memoryview) -> int:
-    """What a record says that its checksum is."""
-    return int(CHECKSUM.unpack(record[HEADER.size : HEADER_BYTES])[0])
+    return CHECK.pack(digest.intdigest())

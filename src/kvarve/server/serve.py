@@ -81,7 +81,7 @@ class Server:
             )
             if not settings.deterministic:
                 model = keeping_answers(model)
-            self.slots = check(model.identity, settings.cache)
+            self.slots = check(model.identity, settings.cache, settings.device)
             _listen(listener, self.url)
             cache = PrefixCache(model.identity, settings.cache, device=settings.device)
             undo.callback(cache.shutdown)

@@ -180,7 +180,7 @@ class Hands:
 
     def _name(self, root: bytes, page: Page) -> str:
         pool = self._pools[page.pool]
-        return object_name(root, page.key, pool.name, 0 if pool.replicated else self._rank)
+        return object_name(root, page.key, pool.name, 0 if pool.replicated else self._rank, self._ranks)
 
     def _writes(self, page: Page) -> bool:
         """Whether this rank writes a page to storage: of what all ranks hold alike, each writes its part for all."""

@@ -100,7 +100,7 @@ def prove(model: LoadedModel, plan: Plan, storage: str | None, console: Console)
         tick, advance = undo.enter_context(_progress(console, len(STEPS)))
         prover = Prover(model, plan, url, f"verify {secrets.token_hex(8)}", report, tick)
         try:
-            check(model.identity, prover.config())
+            check(model.identity, prover.config(), str(model.model.device))
         except ConfigError as e:
             raise ConfigError(f"{e} (fewer --tokens need less)") from None
         with prover.store() as store:

@@ -1,0 +1,284 @@
+"""What cannot be served is refused in one line, by `kvarve models` as by `kvarve serve`, whatever is wrong with it."""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvarve.engine.families import describe_model, lines
+from kvarve.engine.model import check_model, load_model
+from kvarve.errors import KvarveError, ModelError
+from kvarve.testing.models import save_checkpoint, tiny_model
+
+Break = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "good"
+    save_checkpoint(tiny_model("qwen3"), folder)
+    return folder
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path) -> Path:
+    """A checkpoint of one's own to break."""
+    return Path(shutil.copytree(good, tmp_path / "folder"))
+
+
+def refusal(ask: Callable[[], object]) -> str:
+    with pytest.raises(KvarveError) as e:
+        ask()
+    text = str(e.value)
+    assert "\n" not in text and len(text) < 700, text
+    return text
+
+
+def both(folder: Path) -> str:
+    """What `models` says, which is what `serve` says."""
+    said = refusal(lambda: describe_model(str(folder), "auto", 64, 256))
+    assert refusal(lambda: load_model(str(folder))) == said
+    assert refusal(lambda: check_model(str(folder))) == said, "it is known before any weight is read"
+    return said
+
+
+def config(folder: Path, **changed: Any) -> None:
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | changed))
+
+
+def in_shards(folder: Path) -> dict[str, str]:
+    """Divide the weights between two files; which weight is in which."""
+    weights = load_file(folder / "model.safetensors")
+    names = sorted(weights)
+    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for shard, part in shards.items():
+        save_file({name: weights[name] for name in part}, folder / shard, {"format": "pt"})
+    (folder / "model.safetensors").unlink()
+    index = {name: shard for shard, part in shards.items() for name in part}
+    write_index(folder, index)
+    return index
+
+
+def write_index(folder: Path, index: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+def with_tensor(name: str, dtype: torch.dtype) -> Break:
+    def change(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        weights[name] = torch.zeros(4, 4).to(dtype)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    return change
+
+
+# --- quantized weights
+
+WAYS: list[tuple[str, dict[str, Any]]] = [
+    ("fp8", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}),
+    ("mxfp4", {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}),
+    ("compressed-tensors", {"quantization_config": {"quant_method": "compressed-tensors", "format": "nvfp4-pack"}}),
+    ("awq", {"quantization_config": {"quant_method": "awq", "bits": 4}}),
+    ("gptq", {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
+    ("bitsandbytes", {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}),
+    ("unheard-of", {"quantization_config": {"quant_method": "unheard-of"}}),
+    ("modelopt", {"quantization_config": {"quant_algo": "modelopt"}}),
+    ("unknown", {"quantization_config": {"bits": 3}}),
+    ("unknown", {"quantization_config": {}}),
+    ("fp8", {"text_config": {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}}),
+    ("compressed-tensors", {"a": {"b": {"compression_config": {"quant_method": "compressed-tensors"}}}}),
+]
+
+
+@pytest.mark.parametrize(("method", "changed"), WAYS, ids=[method for method, _ in WAYS])
+def test_quantized_weights_are_refused_by_their_config(folder: Path, method: str, changed: dict[str, Any]) -> None:
+    config(folder, **changed)
+    assert f"qwen3: its weights are quantized ({method}), which this version cannot load yet" in both(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "tokenizer.json").unlink()
+    assert "quantized" in both(folder), "the config alone says so"
+
+
+def test_a_config_that_names_no_quantization_is_served(folder: Path) -> None:
+    config(folder, quantization_config=None)
+    assert describe_model(str(folder), "auto", 64, 256).supported
+    load_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", torch.float8_e4m3fn),
+        ("model.layers.0.mlp.up_proj.weight", torch.float8_e5m2),
+        ("model.layers.0.mlp.experts.gate_up_proj_blocks", torch.uint8),
+        ("model.layers.0.mlp.up_proj.weight_scale_inv", torch.float32),
+        ("model.layers.0.mlp.up_proj.qweight", torch.int32),
+        ("model.layers.0.mlp.up_proj.weight", torch.int8),
+    ],
+)
+def test_quantized_weights_are_found_in_the_files_where_the_config_is_silent(
+    folder: Path, name: str, dtype: torch.dtype
+) -> None:
+    with_tensor(name, dtype)(folder)
+    assert f"model.safetensors: {name} is quantized (" in both(folder)
+
+
+def test_whole_numbers_that_are_no_weights_are_served(folder: Path) -> None:
+    with_tensor("model.table", torch.int64)(folder)
+    load_model(str(folder))
+
+
+# --- models that are not ours
+
+
+def test_kimi_k2_is_named_and_refused(folder: Path) -> None:
+    about = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    config(folder, **about, quantization_config={"quant_method": "fp8"})
+    said = both(folder)
+    assert "config.json: Kimi-K2: transformers" in said and "does not know this architecture" in said
+    assert "code that comes with a checkpoint is never run" in said and "quantized (fp8)" in said
+
+
+def test_a_checkpoint_whose_code_would_have_to_be_run_is_refused_and_it_is_not_run(folder: Path) -> None:
+    config(folder, model_type="mine", auto_map={"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"})
+    (folder / "mine.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+    assert "mine: transformers" in both(folder) and not (folder / "ran").exists()
+
+
+# --- files
+
+
+def no_shard(folder: Path) -> None:
+    in_shards(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def dangling_shard(folder: Path) -> None:
+    no_shard(folder)
+    (folder / "model-00002-of-00002.safetensors").symlink_to(folder / "blobs" / "gone")
+
+
+def torn_shard(folder: Path) -> None:
+    in_shards(folder)
+    shard = folder / "model-00001-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-7])
+
+
+def shard_of_another(folder: Path) -> None:
+    index = in_shards(folder)
+    write_index(folder, index | {"model.unheard_of": "model-00001-of-00002.safetensors"})
+
+
+def shard_elsewhere(folder: Path) -> None:
+    index = in_shards(folder)
+    shutil.copy(folder / "model-00001-of-00002.safetensors", folder.parent / "outside.safetensors")
+    write_index(folder, dict.fromkeys(index, "../outside.safetensors"))
+
+
+def another_name(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+
+
+def a_folder(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+
+
+def huge_header(folder: Path) -> None:
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", 200_000_000))
+        file.truncate(300_000_000)
+
+
+def deep_header(folder: Path) -> None:
+    header = b'{"a":' * 100_000
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+BROKEN: list[tuple[str, Break, str]] = [
+    ("no-shard", no_shard, "no model-00002-of-00002.safetensors, which model.safetensors.index.json names"),
+    ("dangling-shard", dangling_shard, "model-00002-of-00002.safetensors: No such file"),
+    ("torn-shard", torn_shard, "model-00001-of-00002.safetensors: truncated"),
+    ("shard-of-another", shard_of_another, "1 weights are not in it, such as model.unheard_of"),
+    ("shard-elsewhere", shard_elsewhere, "no ../outside.safetensors, which"),
+    ("index", lambda folder: (in_shards(folder), write_index(folder, [1]))[1], "it has no weight_map"),
+    ("empty-index", lambda folder: (in_shards(folder), write_index(folder, {}))[1], "it has no weight_map"),
+    ("numbers-in-index", lambda folder: (in_shards(folder), write_index(folder, {"a": 1}))[1], "it has no weight_map"),
+    ("another-name", another_name, "no model.safetensors and no model.safetensors.index.json, only consolidated"),
+    ("a-folder", a_folder, "model.safetensors: Is a directory"),
+    ("huge-header", huge_header, "not a safetensors file: a header of 200000000 bytes"),
+    ("deep-header", deep_header, "not a safetensors file"),
+    ("no-tokenizer", lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer.json"),
+    ("tokenizer", lambda folder: (folder / "tokenizer.json").write_text('{"model": 7}') and None, "tokenizer"),
+    ("adapter", lambda folder: (folder / "adapter_config.json").write_text("{}") and None, "it holds an adapter"),
+    ("deep-config", lambda folder: (folder / "config.json").write_text('{"a":' * 100_000) and None, "config.json"),
+    ("type", lambda folder: config(folder, model_type=["qwen3"]), "names no model_type"),
+]
+
+
+@pytest.mark.parametrize(("break_it", "complaint"), [row[1:] for row in BROKEN], ids=[row[0] for row in BROKEN])
+def test_a_broken_folder_is_refused_by_both_commands_before_a_weight_is_read(
+    folder: Path, break_it: Break, complaint: str
+) -> None:
+    break_it(folder)
+    assert complaint in both(folder)
+
+
+def test_weights_in_shards_are_served(folder: Path) -> None:
+    in_shards(folder)
+    assert describe_model(str(folder), "auto", 64, 256).unloadable == ""
+    load_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"num_attention_heads": 7, "head_dim": None},
+        {"hidden_size": 33},
+        {"num_hidden_layers": -3},
+        {"vocab_size": -5},
+        {"hidden_act": "unheard-of"},
+        {"rope_parameters": {"rope_type": "unheard-of", "rope_theta": 1e4}},
+        {"dtype": "int8"},
+        {"dtype": "float99"},
+        {"num_key_value_heads": 3},
+        {"layer_types": ["full_attention", "unheard_of"]},
+        {"max_position_embeddings": "many"},
+    ],
+    ids=str,
+)
+def test_no_config_ends_in_anything_but_one_line(folder: Path, changed: dict[str, Any]) -> None:
+    config(folder, **changed)
+    refusal(lambda: load_model(str(folder)))
+    try:
+        describe_model(str(folder), "auto", 64, 256)
+    except KvarveError as e:
+        assert "\n" not in str(e)
+
+
+@pytest.mark.parametrize("limit", [0, -4])
+def test_a_config_that_names_no_limit_of_tokens_has_that_of_models_without_one(folder: Path, limit: object) -> None:
+    config(folder, max_position_embeddings=limit)
+    assert load_model(str(folder)).max_tokens == 32768
+
+
+def test_an_answer_that_ends_at_no_token_is_refused(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": "<end>"}))
+    with pytest.raises(ModelError):
+        load_model(str(folder))
+
+
+def test_a_folder_with_a_config_alone_is_described_and_said_to_hold_no_weights(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name != "config.json":
+            path.unlink()
+    facts = describe_model(str(folder), "auto", 64, 256)
+    assert facts.supported and "not from this folder: it has no weights" in lines(facts)
+    assert "no *.safetensors" in refusal(lambda: load_model(str(folder)))

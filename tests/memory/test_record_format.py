@@ -1,0 +1,141 @@
+"""Format 2 of the record, field by field as its documentation gives them, and what a reader makes of any other."""
+
+import struct
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarve.memory.record import BLOCK_BYTES, FORMAT, HEADER_BYTES, Stamp, record_bytes, title, whole
+from kvarve.model import BUFFER_ALIGNMENT
+
+NAMESPACE, KEY, PAYLOAD = b"m" * 32, bytes(range(32)), bytes(range(1, 101))
+STAMP = Stamp(NAMESPACE, "attention", len(PAYLOAD), rank=2, ranks=8)
+# Offset, bytes and value of each field of a record of this page: as the documentation says, not as the code does.
+FIELDS = {
+    "magic": (0, 8, b"kvarvepg"),
+    "format": (8, 4, (2).to_bytes(4, "little")),
+    "header": (12, 4, (256).to_bytes(4, "little")),
+    "rank": (16, 4, (2).to_bytes(4, "little")),
+    "ranks": (20, 4, (8).to_bytes(4, "little")),
+    "first head": (24, 4, bytes(4)),
+    "heads": (28, 4, bytes(4)),
+    "namespace": (32, 32, NAMESPACE),
+    "key": (64, 32, KEY),
+    "pool": (96, 32, b"attention".ljust(32, b"\0")),
+    "kind of check": (128, 2, (1).to_bytes(2, "little")),
+    "encoding": (130, 2, bytes(2)),
+    "flags": (132, 4, bytes(4)),
+    "plain length": (136, 8, len(PAYLOAD).to_bytes(8, "little")),
+    "stored length": (144, 8, len(PAYLOAD).to_bytes(8, "little")),
+    "zeros": (152, 72, bytes(72)),
+}
+
+
+def sealed(record: bytearray) -> memoryview:
+    """A record with the check that its other bytes ask for, whatever they say."""
+    digest = xxhash.xxh3_64(bytes(record[:224]) + bytes(record[256:])).intdigest()
+    record[224:256] = digest.to_bytes(8, "little") + bytes(24)
+    return memoryview(record)
+
+
+def a_record() -> bytearray:
+    record = bytearray(BLOCK_BYTES)
+    for start, size, value in FIELDS.values():
+        assert len(value) == size
+        record[start : start + size] = value
+    record[256 : 256 + len(PAYLOAD)] = PAYLOAD
+    return record
+
+
+def refused(record: memoryview) -> bool:
+    """Not this page, and no page of anybody's; said without an exception."""
+    return not STAMP.intact(record, KEY) and not whole(record)
+
+
+def test_a_sealed_record_has_each_field_where_the_documentation_says() -> None:
+    record = bytearray(record_bytes(len(PAYLOAD)))
+    record[HEADER_BYTES : HEADER_BYTES + len(PAYLOAD)] = PAYLOAD
+    STAMP.seal(memoryview(record), KEY)
+    assert record == bytearray(sealed(a_record()))
+    assert (FORMAT, HEADER_BYTES) == (2, 256) and HEADER_BYTES % BUFFER_ALIGNMENT == 0
+
+
+def test_fields_follow_one_another_without_a_gap_up_to_the_check() -> None:
+    at = 0
+    for start, size, _ in FIELDS.values():
+        assert start == at
+        at += size
+    assert at == 224
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_that_says_something_else_is_not_this_page_even_under_a_right_check(name: str) -> None:
+    start, size, _ = FIELDS[name]
+    for byte in (start, start + size - 1):
+        record = a_record()
+        record[byte] ^= 0x40
+        assert not STAMP.intact(sealed(record), KEY) and not STAMP.names(memoryview(record), KEY)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("format", 1),
+        ("format", 3),
+        ("header", 128),
+        ("header", 512),
+        ("first head", 4),
+        ("heads", 8),
+        ("kind of check", 0),
+        ("kind of check", 2),
+        ("encoding", 1),
+        ("flags", 1),
+        ("flags", 1 << 31),
+        ("plain length", 101),
+        ("stored length", 99),
+        ("stored length", 1 << 63),
+        ("zeros", 1),
+        ("zeros", 1 << 575),
+    ],
+)
+def test_what_this_version_does_not_know_is_no_page_even_under_a_right_check(name: str, value: int) -> None:
+    start, size, _ = FIELDS[name]
+    record = a_record()
+    record[start : start + size] = value.to_bytes(size, "little")
+    assert refused(sealed(record))
+
+
+@pytest.mark.parametrize("name", ["rank", "ranks", "namespace", "key", "pool"])
+def test_another_page_is_whole_and_not_this_one(name: str) -> None:
+    start, _, _ = FIELDS[name]
+    record = a_record()
+    record[start] ^= 1
+    assert whole(sealed(record)) and not STAMP.intact(memoryview(record), KEY)
+
+
+def test_what_stands_behind_a_checksum_in_its_field_is_zero() -> None:
+    record = bytearray(sealed(a_record()))
+    assert whole(memoryview(record)) and STAMP.intact(memoryview(record), KEY)
+    record[255] = 1
+    assert refused(memoryview(record))
+
+
+def test_a_record_of_format_1_is_no_page() -> None:
+    """Magic, format, rank, namespace, key, pool, length, checksum; then the payload, from byte 128 on."""
+    header = struct.pack("<8sII32s32s32sQ", b"kvarvepg", 1, 2, NAMESPACE, KEY, b"attention", len(PAYLOAD))
+    body = PAYLOAD.ljust(BLOCK_BYTES - 128, b"\0")
+    record = header + struct.pack("<Q", xxhash.xxh3_64(header + body).intdigest()) + body
+    assert refused(memoryview(record)) and not STAMP.names(memoryview(record), KEY)
+
+
+@given(st.binary(max_size=300), st.data())
+def test_no_bytes_at_all_make_a_reader_stumble(noise: bytes, data: st.DataObject) -> None:
+    record = a_record()
+    at = data.draw(st.integers(0, 255))
+    record[at : at + len(noise)] = noise[: BLOCK_BYTES - at]
+    for view in (memoryview(noise), memoryview(record), sealed(record)):
+        assert STAMP.intact(view, KEY) in (True, False)
+        if whole(view):
+            title(view)
