@@ -25,7 +25,7 @@ from kvarve.engine.batch import Batch, batches
 from kvarve.engine.job import Job, find_stop, held_back
 from kvarve.engine.model import LoadedModel, forward
 from kvarve.engine.paging import PagedWorkspace
-from kvarve.engine.requests import Finish, Likelihood, Piece, Request, Sampling, Usage
+from kvarve.engine.requests import Finish, Likelihood, Piece, Request, Sampling, Usage, check_prompt, check_tokens
 from kvarve.engine.sampling import choose, likelihood
 from kvarve.engine.scheduler import Line, within
 from kvarve.errors import Busy, ConfigError
@@ -104,30 +104,27 @@ class Engine:
         self._thread.start()
         return self
 
-    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """ConfigError if this model can never answer such a request."""
+    def check(self, prompt: Sequence[int], *samplings: Sampling) -> None:
+        """ConfigError if this model can never answer such a request, or one of several with the same prompt."""
         vocabulary = self.model.model.get_input_embeddings().num_embeddings
-        if not prompt:
-            raise ConfigError("the prompt is empty")
-        if max(prompt) >= vocabulary or min(prompt) < 0:
-            raise ConfigError(f"the prompt has a token id outside the model's vocabulary of {vocabulary}")
-        for name, tokens in (
-            ("logit_bias", [token for token, _ in sampling.logit_bias]),
-            ("stop_token_ids", sampling.stop_token_ids),
-        ):
-            if odd := [token for token in tokens if not 0 <= token < vocabulary]:
-                raise ConfigError(f"{name}: {odd[0]} is no token id of the model's vocabulary of {vocabulary}")
-        if len(prompt) + sampling.max_tokens > self.model.max_tokens:
-            raise ConfigError(
-                f"the prompt's {len(prompt)} tokens and max_tokens {sampling.max_tokens} together are more than the "
-                f"{self.model.max_tokens} that {self.model.name} can attend to"
-            )
+        check_prompt(prompt, vocabulary)
         room = self.cache.room_tokens()
-        if len(prompt) + sampling.max_tokens - 1 > room:
-            raise ConfigError(
-                f"the prompt's {len(prompt)} tokens and max_tokens {sampling.max_tokens} together are more than the "
-                f"{room} for which there is device memory"
-            )
+        for sampling in samplings:
+            check_tokens(sampling, vocabulary)
+            if len(prompt) + sampling.max_tokens > self.model.max_tokens:
+                raise ConfigError(
+                    f"the prompt's {len(prompt)} tokens and max_tokens {sampling.max_tokens} together are more than "
+                    f"the {self.model.max_tokens} that {self.model.name} can attend to"
+                )
+            if len(prompt) + sampling.max_tokens - 1 > room:
+                raise ConfigError(
+                    f"the prompt's {len(prompt)} tokens and max_tokens {sampling.max_tokens} together are more than "
+                    f"the {room} for which there is device memory"
+                )
+
+    def places_left(self) -> int:
+        """How many more requests `submit` would take now."""
+        return self._max_running + self._max_waiting - self._pending
 
     def submit(self, request: Request, *more: Request) -> Request:
         """Queue a request, or several: all of them or none. Returns the first.
@@ -135,8 +132,10 @@ class Engine:
         ConfigError if one can never be served, Busy if too many wait or the engine has stopped.
         """
         requests, places = (request, *more), self._max_running + self._max_waiting
+        for prompt in {id(one.prompt): one.prompt for one in requests}.values():  # several answers share one prompt
+            self.check(prompt, *(one.sampling for one in requests if one.prompt is prompt))
         for one in requests:
-            self.check(one.prompt, one.sampling)
+            one.check()
         if len(requests) > places:
             raise ConfigError(f"{len(requests)} requests at once are more than the {places} for which there are places")
         with self._lock:
