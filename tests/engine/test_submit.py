@@ -19,7 +19,7 @@ def refused(engine: Engine, told: str, **request: Any) -> None:
         engine.submit(a_request(**{"prompt": [1, 2]} | request))
 
 
-@pytest.mark.parametrize("salt", ["\ud800", "tenant \udcff", "a\udfff\ud800b"])
+@pytest.mark.parametrize("salt", ["\ud800", "tenant \udcff", "a\udfff\ud800b"], ids=ascii)
 def test_a_salt_that_has_no_bytes_is_refused_and_the_engine_serves_on(salt: str, make: Make) -> None:
     engine = make()
     refused(engine, "the salt has half a character", salt=salt)

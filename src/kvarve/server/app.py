@@ -5,7 +5,6 @@ engine's. Whoever goes away is aborted.
 """
 
 import asyncio
-import hmac
 import time
 import uuid
 from collections.abc import Callable
@@ -34,6 +33,7 @@ from kvarve.metrics import Metrics, Snapshot
 from kvarve.model import MEMORY_TIERS, Tier
 from kvarve.server.admin import admin_routes
 from kvarve.server.api import Asked, ChatAsked, Choice, CompletionAsked, FlushAsked, Form, Refused, Told, event, parse
+from kvarve.server.doors import Door, no_forms, no_pages, no_simple_requests
 
 MAX_BODY_BYTES = 8 << 20
 BODY_TIMEOUT_S = 60.0
@@ -54,27 +54,37 @@ def create_app(
 ) -> FastAPI:
     """The application around a started engine, which stays the caller's to shut down.
 
-    The model answers to `name` (its own unless given). With an `api_key`, /v1 and /flush_cache want it.
-    /admin wants the `admin_key`, and is off without one.
+    The model answers to `name` (its own unless given). With an `api_key`, /v1 wants it. /admin wants the `admin_key`,
+    and is off without one; /flush_cache wants it where there is one, and else what /v1 wants.
     """
     app = FastAPI(title="kvarve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    front = _Front(engine, name or engine.model.name, api_key, max_body_bytes)
-    open_to_all, guarded = APIRouter(), APIRouter(dependencies=[Depends(front.admit)])
+    front = _Front(engine, name or engine.model.name, max_body_bytes)
+    api, operator = _door(api_key, "API"), _door(admin_key, "admin")
+    open_to_all, guarded = APIRouter(), APIRouter(dependencies=[Depends(no_simple_requests), *_admission(api)])
+    flushing = APIRouter(dependencies=[Depends(no_pages), Depends(no_forms), *_admission(operator or api)])
     open_to_all.get("/health")(front.health)
     open_to_all.get("/metrics")(front.metrics)
     guarded.get("/v1/models")(front.models)
     guarded.get("/v1/models/{model:path}")(front.one_model)
     guarded.post("/v1/completions")(front.completions)
     guarded.post("/v1/chat/completions")(front.chat)
-    guarded.post("/flush_cache")(front.flush_cache)
-    app.include_router(open_to_all)
-    app.include_router(guarded)
-    app.include_router(admin_routes(Admin(engine.cache, engine.ask), admin_key, front.body))
+    flushing.post("/flush_cache")(front.flush_cache)
+    for router in (open_to_all, guarded, flushing):
+        app.include_router(router)
+    app.include_router(admin_routes(Admin(engine.cache, engine.ask), operator, front.body))
     app.add_exception_handler(KvarveError, _trouble)
     app.add_exception_handler(HTTPException, _no_such_place)
     app.add_exception_handler(ClientDisconnect, _nobody)
     app.add_exception_handler(Exception, _bug)
     return app
+
+
+def _door(key: str | None, name: str) -> Door | None:
+    return None if key is None else Door(key, name)
+
+
+def _admission(door: Door | None) -> list[Any]:
+    return [] if door is None else [Depends(door.admit)]
 
 
 @dataclass(frozen=True)
@@ -89,20 +99,12 @@ class _Prepared:
 class _Front:
     """The endpoints."""
 
-    def __init__(self, engine: Engine, name: str, api_key: str | None, max_body_bytes: int) -> None:
-        self._engine, self._name, self._key, self._max_body_bytes = engine, name, api_key, max_body_bytes
+    def __init__(self, engine: Engine, name: str, max_body_bytes: int) -> None:
+        self._engine, self._name, self._max_body_bytes = engine, name, max_body_bytes
         self._started = int(time.time())
         self._metrics = Metrics(self._snapshot)
         self._spell = lru_cache(1 << 16)(partial(_spelled, engine.model))
         self._words = ThreadPoolExecutor(4, "kvarve words")  # tokenizing a book must not hold up everybody's /health
-
-    async def admit(self, http: Http) -> None:
-        if self._key is None:
-            return
-        given = http.headers.get("authorization", "").encode("latin-1")
-        if not hmac.compare_digest(given, b"Bearer " + self._key.encode()):
-            headers = {"WWW-Authenticate": "Bearer"}
-            raise Refused(401, "missing or wrong API key", code="invalid_api_key", headers=headers)
 
     async def health(self) -> Response:
         if self._engine.broken:
