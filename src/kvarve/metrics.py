@@ -88,6 +88,7 @@ class Snapshot:
     cache: Mapping[str, float]  # PrefixCache.stats()
     storage: Usage | None
     storage_up: bool | None = None  # None: there is none
+    ignored_fields: Mapping[str, int] = field(default_factory=dict)  # requests that had each
 
 
 class Metrics(Collector):
@@ -128,6 +129,8 @@ def _requests(now: Snapshot) -> Iterator[Metric]:
     yield _counter("kvarve_output_tokens", "Tokens generated.", now.output_tokens)
     help_text = "Requests that gave their room on the device to others, and went on later from what was kept."
     yield _counter("kvarve_preempted_requests", help_text, now.preempted)
+    help_text = "Requests with a field that was ignored, by field."
+    yield _by("kvarve_ignored_fields", help_text, ("field",), now.ignored_fields)
     ttft = HistogramMetricFamily("kvarve_ttft_seconds", "Seconds from a request's arrival to its first token.")
     ttft.add_metric([], now.ttft_s.buckets(), now.ttft_s.sum)
     yield ttft

@@ -1,6 +1,7 @@
 """What may be asked over HTTP and how it is answered: OpenAI's words, as plain data. No engine, no socket.
 
-A field that would change the answer is either obeyed or refused, never ignored; a field that nobody knows is ignored.
+A field that would change the answer is either obeyed or refused, never ignored (`fields` has the lists); a field that
+nothing here knows is ignored and counted.
 """
 
 import json
@@ -13,51 +14,11 @@ from pydantic_core import from_json
 
 from kvarve.engine.requests import MOST_LOGPROBS, Likelihood
 from kvarve.errors import KvarveError
+from kvarve.server import fields
+from kvarve.server.fields import Neutral
 
-# What is known elsewhere and not done here, with the values that ask for nothing.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "prompt_logprobs": (),
-    "echo": (False,),
-    "suffix": ("",),
-    "length_penalty": (1,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "logits_processors": ([],),
-    "use_beam_search": (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True,),
-    "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "chat_template": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "add_special_tokens": (),
-    "documents": ([],),
-    "prompt_embeds": (),
-}
-CHAT_ONLY: dict[str, tuple[Any, ...]] = {
-    "top_logprobs": (0,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "chat_template_kwargs": ({},),
-}
 MOST_ANSWERS = 16  # to one prompt
+MOST_LETTERS = 1024  # of a salt, as vLLM
 LEAST_LOGPROB = -9999.0  # stands for the logarithm of nothing, which JSON cannot say; as OpenAI
 
 
@@ -81,27 +42,35 @@ class Refused(KvarveError):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Equal, and not as 0 equals false."""
-    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
-
-
 class _Words(BaseModel):
     # Strict: a number written as a string is a mistake that should be heard of.
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
+    refused: ClassVar[Neutral] = {}
+
     def check(self) -> None:
         """Refuse what is well written and cannot be done."""
 
+    def refuse(self, place: str = "", param: str | None = None) -> None:
+        """Refuse fields that ask for what is not done here; `place` stands before their names."""
+        if name := fields.unmet(self.model_extra or {}, self.refused):
+            instead = f"{fields.INSTEAD[name]} is its name here" if name in fields.INSTEAD else "leave it out"
+            told = f"{place}{name} is not supported: {instead}"
+            raise Refused(400, told, param=param or name, code="unsupported_parameter")
+
+    def unread(self) -> Iterator[str]:
+        """The names of fields that are ignored."""
+        return fields.unread(self.model_extra or {}, self.refused)
+
 
 class StreamOptions(_Words):
+    refused = fields.STREAM_OPTIONS
+
     include_usage: bool | None = None
 
 
 class Asked(_Words):
     """What both kinds of request may say; null means that nothing was said."""
-
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
@@ -123,9 +92,18 @@ class Asked(_Words):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MOST_LETTERS)] | None = None
+    extra_key: Annotated[str, Field(max_length=MOST_LETTERS)] | None = None  # as SGLang calls a tenant; "" is none
     cache_priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # for --eviction priority: high stays
     skip_reading_prefix_cache: bool | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def salt(self) -> str:
+        """Who may share: requests that differ in `cache_salt` or in `extra_key` find nothing of each other's."""
+        if self.cache_salt is None and not self.extra_key:
+            return ""
+        return json.dumps([self.cache_salt, self.extra_key or None])
 
     @property
     def answers(self) -> int:
@@ -148,12 +126,15 @@ class Asked(_Words):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    def unread(self) -> Iterator[str]:
+        yield from super().unread()
+        if self.stream_options is not None:
+            yield from (f"stream_options.{name}" for name in self.stream_options.unread())
+
     def check(self) -> None:
-        for name, value in (self.model_extra or {}).items():
-            if name not in self.unsupported or value is None:
-                continue
-            if not any(_same(value, ok) for ok in self.unsupported[name]):
-                raise Refused(400, f"{name} is not supported: leave it out", param=name, code="unsupported_parameter")
+        self.refuse()
+        if self.stream_options is not None:
+            self.stream_options.refuse("stream_options.", "stream_options")
         if self.best_of not in (None, self.answers):
             told = "best_of is not supported: leave it out, all n answers are given"
             raise Refused(400, told, param="best_of", code="unsupported_parameter")
@@ -164,7 +145,7 @@ class Asked(_Words):
 
 
 class CompletionAsked(Asked):
-    unsupported = UNSUPPORTED | CHAT_ONLY
+    refused = fields.COMPLETION
 
     prompt: str | list[Any]
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
@@ -193,6 +174,8 @@ class Part(_Words):
 
 
 class Message(_Words):
+    refused = fields.MESSAGE
+
     role: str
     content: str | list[Part] | None = None
     name: str | None = None
@@ -201,9 +184,7 @@ class Message(_Words):
 
     def rendered(self, place: str) -> dict[str, Any]:
         """What a chat template reads. Parts are joined by line ends, as vLLM does."""
-        for name in ("function_call", "audio"):
-            if (self.model_extra or {}).get(name):
-                raise Refused(400, f"{place}.{name} is not supported", param="messages", code="unsupported_parameter")
+        self.refuse(f"{place}.", "messages")
         content = self.content
         if isinstance(content, list):
             if odd := next((part for part in content if part.type != "text" or part.text is None), None):
@@ -235,6 +216,8 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 class ChatAsked(Asked):
+    refused = fields.CHAT
+
     messages: Annotated[list[Message], Field(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -258,12 +241,26 @@ class ChatAsked(Asked):
         if self.tool_choice not in (None, "none", "auto"):
             told = 'tool_choice can be "none" or "auto": nothing here can make a model call a tool'
             raise Refused(400, told, param="tool_choice", code="unsupported_parameter")
+        if self.parallel_tool_calls is False and self.tools_offered:
+            told = "parallel_tool_calls can be true: nothing here can keep a model from calling two tools at once"
+            raise Refused(400, told, param="parallel_tool_calls", code="unsupported_parameter")
+
+    def unread(self) -> Iterator[str]:
+        yield from super().unread()
+        for message in self.messages:
+            yield from (f"messages.{name}" for name in message.unread())
+            if isinstance(message.content, list):
+                yield from (f"messages.content.{name}" for part in message.content for name in part.unread())
 
     def rendered(self) -> list[dict[str, Any]]:
         return [message.rendered(f"messages[{i}]") for i, message in enumerate(self.messages)]
 
 
 class FlushAsked(_Words):
+    """Nothing but this: a word that nothing here knows may be a tier misspelt, and what is flushed is gone."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
     tiers: str | list[str] | None = None
 
 

@@ -34,6 +34,7 @@ from kvarve.model import MEMORY_TIERS, Tier
 from kvarve.server.admin import admin_routes
 from kvarve.server.api import Asked, ChatAsked, Choice, CompletionAsked, FlushAsked, Form, Refused, Told, event, parse
 from kvarve.server.doors import Door, no_forms, no_pages, no_simple_requests
+from kvarve.server.fields import Ignored
 
 MAX_BODY_BYTES = 8 << 20
 BODY_TIMEOUT_S = 60.0
@@ -103,6 +104,7 @@ class _Front:
         self._engine, self._name, self._max_body_bytes = engine, name, max_body_bytes
         self._started = int(time.time())
         self._metrics = Metrics(self._snapshot)
+        self._ignored = Ignored()
         self._spell = lru_cache(1 << 16)(partial(_spelled, engine.model))
         self._words = ThreadPoolExecutor(4, "kvarve words")  # tokenizing a book must not hold up everybody's /health
 
@@ -186,6 +188,7 @@ class _Front:
         """From words to tokens: everything that can be refused before the engine hears of it."""
         model = self._engine.model
         self._check_model(asked.model)
+        self._ignored.note(set(asked.unread()))
         if isinstance(asked, ChatAsked):
             text = model.render_chat(asked.rendered(), asked.tools_offered, asked.chat_template_kwargs or {})
             prompt = _tokens(model, text, add_special_tokens=False)
@@ -291,6 +294,7 @@ class _Front:
                 "storage": counts.cached_storage,
             },
             ttft_s=counts.ttft_s,
+            ignored_fields=self._ignored.counts(),
             cache=engine.cache.stats(),
             storage=storage,
             storage_up=engine.cache.up if engine.cache.attached is not None else None,
@@ -315,7 +319,7 @@ class _Answer:
             Request(
                 prepared.prompt,
                 sampling,
-                salt=asked.cache_salt or "",
+                salt=asked.salt,
                 priority=asked.cache_priority or 0,
                 read_cache=not asked.skip_reading_prefix_cache,
                 deliver=partial(self._deliver, index),
