@@ -88,6 +88,7 @@ class Snapshot:
     cache: Mapping[str, float]  # PrefixCache.stats()
     storage: Usage | None
     storage_up: bool | None = None  # None: there is none
+    tokenizing: int = 0
     ignored_fields: Mapping[str, int] = field(default_factory=dict)  # requests that had each
 
 
@@ -122,6 +123,8 @@ def _requests(now: Snapshot) -> Iterator[Metric]:
     yield _by("kvarve_requests", "Requests that have ended, by outcome.", ("outcome",), now.requests)
     yield _gauge("kvarve_requests_running", "Requests being computed.", now.running)
     yield _gauge("kvarve_requests_waiting", "Requests that wait for a place or for pages from storage.", now.waiting)
+    help_text = "Requests whose words are being made into tokens, or wait for that; they count as waiting, too."
+    yield _gauge("kvarve_requests_tokenizing", help_text, now.tokenizing)
     yield _counter("kvarve_prompt_tokens", "Tokens of prompts of ended requests.", now.prompt_tokens)
     help_text = "Tokens of prompts of ended requests that did not have to be computed, by the tier they came from."
     yield _by("kvarve_cached_tokens", help_text, ("tier",), now.cached_tokens)

@@ -1,10 +1,7 @@
 """The operator's side of the server: /admin/storage, for who has the admin key. No key, no admin."""
 
-import asyncio
-import threading
-from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
-from typing import TypeVar
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 
 from fastapi import APIRouter, Depends
 from fastapi import Request as Http
@@ -14,11 +11,12 @@ from kvarve.admin import Admin
 from kvarve.runtime import UnderWay
 from kvarve.server.api import AttachAsked, Refused, parse
 from kvarve.server.doors import Door, no_pages
+from kvarve.server.lanes import apart
 
-T = TypeVar("T")
 
-
-def admin_routes(admin: Admin, door: Door | None, read: Callable[[Http], Awaitable[bytes]]) -> APIRouter:
+def admin_routes(
+    admin: Admin, door: Door | None, read: Callable[[Http], AbstractAsyncContextManager[bytes]]
+) -> APIRouter:
     """GET, PUT and DELETE of /admin/storage; `read` answers a body, as far as it may go."""
 
     async def admit(http: Http) -> None:
@@ -28,10 +26,11 @@ def admin_routes(admin: Admin, door: Door | None, read: Callable[[Http], Awaitab
         await door.admit(http)
 
     async def status() -> Response:
-        return JSONResponse(await _apart(admin.status))
+        return JSONResponse(await apart(admin.status))
 
     async def attach(http: Http) -> Response:
-        asked = parse(AttachAsked, await read(http))
+        async with read(http) as body:
+            asked = await apart(lambda: parse(AttachAsked, body))
 
         def change() -> Response:
             return JSONResponse(
@@ -54,24 +53,6 @@ def admin_routes(admin: Admin, door: Door | None, read: Callable[[Http], Awaitab
 
 async def _changed(change: Callable[[], Response]) -> Response:
     try:
-        return await _apart(change)
+        return await apart(change)
     except UnderWay as e:
         raise Refused(409, str(e), code="change_under_way") from None
-
-
-async def _apart(work: Callable[[], T]) -> T:
-    """Wait for something that may take long. A program that ends does not: not for this thread."""
-    answer: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            result = work()
-        except BaseException as e:  # noqa: BLE001  it belongs to who asked
-            if answer.set_running_or_notify_cancel():
-                answer.set_exception(e)
-        else:
-            if answer.set_running_or_notify_cancel():
-                answer.set_result(result)
-
-    threading.Thread(target=call, name="kvarve admin", daemon=True).start()
-    return await asyncio.wrap_future(answer)

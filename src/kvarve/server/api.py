@@ -5,10 +5,12 @@ nothing here knows is ignored and counted.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
@@ -18,7 +20,12 @@ from kvarve.server import fields
 from kvarve.server.fields import Neutral
 
 MOST_ANSWERS = 16  # to one prompt
-MOST_LETTERS = 1024  # of a salt, as vLLM
+MOST_LETTERS = 1024  # of a salt, as vLLM, and of a stop text
+MOST_NAMED = 1024  # tokens that are biased or end an answer: each token of the answer looks through them
+MOST_OBJECTS = 1 << 14  # of JSON: messages, their parts, tools
+MOST_VALUES = 1 << 16  # of any kind, beside the tokens of a prompt; and names of them
+SMALL_BYTES = 1 << 16  # JSON that cannot hold up anybody, whatever is in it
+_TOKEN = re.compile(r"-?[0-9]{1,10}", re.ASCII)
 LEAST_LOGPROB = -9999.0  # stands for the logarithm of nothing, which JSON cannot say; as OpenAI
 
 
@@ -81,13 +88,13 @@ class Asked(_Words):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[str, Any] | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MOST_NAMED, fail_fast=True)] | None = None
     min_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -115,6 +122,20 @@ class Asked(_Words):
         raise NotImplementedError
 
     @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """What is added to the logit of a token. Read here, as pydantic would write a complaint about every token."""
+        if (given := len(self.logit_bias or ())) > MOST_NAMED:
+            raise Refused(400, f"logit_bias can name {MOST_NAMED} tokens at most, not {given}", param="logit_bias")
+        found = []
+        for name, bias in (self.logit_bias or {}).items():
+            if not _TOKEN.fullmatch(name):
+                raise Refused(400, f"logit_bias: {name[:40]!r} is no token id", param="logit_bias")
+            if isinstance(bias, bool) or not isinstance(bias, int | float):
+                raise Refused(400, f"logit_bias.{name}: the bias must be a number", param="logit_bias")
+            found.append((int(name), bias))
+        return tuple(found)
+
+    @property
     def tokens_wanted(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
@@ -138,8 +159,11 @@ class Asked(_Words):
         if self.best_of not in (None, self.answers):
             told = "best_of is not supported: leave it out, all n answers are given"
             raise Refused(400, told, param="best_of", code="unsupported_parameter")
+        _ = self.biases
         if len(self.stops) > 4:
             raise Refused(400, f"at most 4 stop texts, not {len(self.stops)}", param="stop")
+        if (longest := max(map(len, self.stops), default=0)) > MOST_LETTERS:
+            raise Refused(400, f"a stop text has at most {MOST_LETTERS} characters, not {longest}", param="stop")
         if self.stream_options is not None and not self.stream:
             raise Refused(400, "stream_options need stream to be true", param="stream_options")
 
@@ -177,9 +201,9 @@ class Message(_Words):
     refused = fields.MESSAGE
 
     role: str
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     def rendered(self, place: str) -> dict[str, Any]:
@@ -206,6 +230,7 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
     """A tool call whose arguments are an object, as templates expect them, if the text that they came in is one."""
     function = call.get("function")
     if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
+        _check_values(text.encode(), MOST_VALUES)
         try:
             arguments = from_json(text, allow_inf_nan=False)
         except ValueError:
@@ -218,10 +243,10 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
 class ChatAsked(Asked):
     refused = fields.CHAT
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -261,7 +286,7 @@ class FlushAsked(_Words):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    tiers: str | list[str] | None = None
+    tiers: str | Annotated[list[str], Field(fail_fast=True)] | None = None
 
 
 class AttachAsked(_Words):
@@ -269,7 +294,7 @@ class AttachAsked(_Words):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    url: str | list[str]  # several are tiers
+    url: str | Annotated[list[str], Field(fail_fast=True)]  # several are tiers
     prefetch_policy: str | None = None
     write_policy: str | None = None
     back_up: bool | None = None
@@ -278,8 +303,9 @@ class AttachAsked(_Words):
 WordsT = TypeVar("WordsT", bound=_Words)
 
 
-def parse(kind: type[WordsT], body: bytes) -> WordsT:
-    """The request in a body of JSON, whatever its content type; Refused if it is none."""
+def parse(kind: type[WordsT], body: bytes, most_values: int = MOST_VALUES) -> WordsT:
+    """The request in a body of JSON, whatever its content type; Refused if it is none, or has too many values."""
+    _check_values(body, most_values)
     try:
         asked = kind.model_validate_json(body)
     except ValidationError as e:
@@ -291,6 +317,25 @@ def parse(kind: type[WordsT], body: bytes) -> WordsT:
         raise Refused(400, f"{place}: {first['msg']}", param=param) from None
     asked.check()
     return asked
+
+
+def _check_values(body: bytes, most: int) -> None:
+    """Refuse JSON of so many values that making them holds up everybody: nothing else runs until all are made.
+
+    A text may be as long as the body may; what takes time is each object and each name (some microseconds), and each
+    other value.
+    """
+    if len(body) <= SMALL_BYTES:
+        return
+    plain = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
+    outside = np.cumsum(plain == ord('"'), dtype=np.uint8) & 1 == 0  # not within a text
+    objects, names, lists, commas = (int(np.count_nonzero(outside & (plain == ord(sign)))) for sign in "{:[,")
+    for count, bound, what in ((objects, MOST_OBJECTS, "objects"), (names, MOST_VALUES, "names")):
+        if count > bound:
+            raise Refused(400, f"the body has {count} JSON {what}, more than {bound}", code="body_too_large")
+    if objects + lists + commas > most:
+        told = f"the body has about {objects + lists + commas} JSON values, more than {most}"
+        raise Refused(400, told, code="context_length_exceeded")
 
 
 @dataclass(frozen=True)
