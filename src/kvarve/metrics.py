@@ -89,6 +89,8 @@ class Snapshot:
     storage: Usage | None
     storage_up: bool | None = None  # None: there is none
     tokenizing: int = 0
+    connections: int | None = None
+    closed_connections: Mapping[str, int] = field(default_factory=dict)  # by reason
     ignored_fields: Mapping[str, int] = field(default_factory=dict)  # requests that had each
 
 
@@ -132,6 +134,13 @@ def _requests(now: Snapshot) -> Iterator[Metric]:
     yield _counter("kvarve_output_tokens", "Tokens generated.", now.output_tokens)
     help_text = "Requests that gave their room on the device to others, and went on later from what was kept."
     yield _counter("kvarve_preempted_requests", help_text, now.preempted)
+    if now.connections is not None:
+        yield _gauge("kvarve_connections", "Connections that are open.", now.connections)
+    help_text = (
+        "Connections that were closed: no headers of a request came, an answer was not read, or there were too many "
+        "and these had no whole request."
+    )
+    yield _by("kvarve_closed_connections", help_text, ("reason",), now.closed_connections)
     help_text = "Requests with a field that was ignored, by field."
     yield _by("kvarve_ignored_fields", help_text, ("field",), now.ignored_fields)
     ttft = HistogramMetricFamily("kvarve_ttft_seconds", "Seconds from a request's arrival to its first token.")

@@ -43,6 +43,7 @@ from kvarve.server.api import (
     event,
     parse,
 )
+from kvarve.server.connections import Connections
 from kvarve.server.doors import Door, no_forms, no_pages, no_simple_requests
 from kvarve.server.lanes import Lanes, apart
 from kvarve.server.words import Gone, Prepared, Words
@@ -63,14 +64,16 @@ def create_app(
     api_key: str | None = None,
     admin_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
+    connections: Connections | None = None,
 ) -> FastAPI:
     """The application around a started engine, which stays the caller's to shut down.
 
     The model answers to `name` (its own unless given). With an `api_key`, /v1 wants it. /admin wants the `admin_key`,
-    and is off without one; /flush_cache wants it where there is one, and else what /v1 wants.
+    and is off without one; /flush_cache wants it where there is one, and else what /v1 wants. /metrics tells of the
+    `connections`.
     """
     app = FastAPI(title="kvarve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    front = _Front(engine, name or engine.model.name, max_body_bytes)
+    front = _Front(engine, name or engine.model.name, max_body_bytes, connections)
     api, operator = _door(api_key, "API"), _door(admin_key, "admin")
     open_to_all, guarded = APIRouter(), APIRouter(dependencies=[Depends(no_simple_requests), *_admission(api)])
     flushing = APIRouter(dependencies=[Depends(no_pages), Depends(no_forms), *_admission(operator or api)])
@@ -102,8 +105,9 @@ def _admission(door: Door | None) -> list[Any]:
 class _Front:
     """The endpoints."""
 
-    def __init__(self, engine: Engine, name: str, max_body_bytes: int) -> None:
+    def __init__(self, engine: Engine, name: str, max_body_bytes: int, connections: Connections | None) -> None:
         self._engine, self._name, self._max_body_bytes = engine, name, max_body_bytes
+        self._connections = connections
         self._started = int(time.time())
         self._metrics = Metrics(self._snapshot)
         self._words = Words(engine.model, name)
@@ -260,6 +264,7 @@ class _Front:
         except StorageError:  # closed, or the medium is gone: a scrape tells the rest
             storage = None
         counts, (running, waiting) = engine.counts, engine.load()
+        connections = self._connections
         return Snapshot(
             model=self._name,
             version=__version__,
@@ -282,6 +287,8 @@ class _Front:
             },
             ttft_s=counts.ttft_s,
             tokenizing=len(self._preparing),
+            connections=None if connections is None else len(connections),
+            closed_connections={} if connections is None else dict(connections.closed),
             ignored_fields=self._words.ignored.counts(),
             cache=engine.cache.stats(),
             storage=storage,
