@@ -124,6 +124,14 @@ def test_no_page_makes_the_model_compute_by_a_form_that_needs_nobodys_leave(
         assert "no page" in refused(response, 403)
 
 
+@pytest.mark.parametrize("headers", FROM_A_PAGE, ids=str)
+def test_a_page_may_ask_what_costs_nothing_and_says_so(client: httpx.Client, headers: Body) -> None:
+    """What it gets it can read only if it comes from the same site, through a proxy in front of both."""
+    assert client.get("/v1/models", headers=headers).status_code == 200
+    assert client.get("/health", headers=headers).status_code == 200
+    assert client.post(COMPLETIONS, json=ASK, headers=headers).status_code == 200
+
+
 @pytest.mark.parametrize("headers", [{}, {"Sec-Fetch-Site": "none"}], ids=str)
 def test_who_is_no_page_flushes_as_ever(client: httpx.Client, headers: Body) -> None:
     for body in ({}, {"json": {"tiers": ["device"]}}, {"content": b""}, {"content": b'{"tiers": "host"}'}):

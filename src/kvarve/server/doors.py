@@ -38,7 +38,7 @@ async def no_pages(http: Http) -> None:
 
 async def no_simple_requests(http: Http) -> None:
     """Refuse what a browser sends on behalf of a page of another site without asking us first, whether it may."""
-    if _of_a_page(http) and _media_type(http) != JSON:
+    if http.method not in ("GET", "HEAD") and _of_a_page(http) and _media_type(http) != JSON:
         message = f"no page in a browser may ask for this without Content-Type: {JSON}"
         raise Refused(403, message, code="from_a_page")
 

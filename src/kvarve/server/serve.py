@@ -261,6 +261,14 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError(f"{settings.threads} threads: give at most {MOST_THREADS}")
     if not 0 <= settings.port <= 65535:
         raise ConfigError(f"port {settings.port}: a port is a number from 0 (any free one) to 65535")
+    names = ("model", settings.model), ("model's name", settings.served_model_name)
+    for what, text in (*names, *(("storage", url) for url in settings.cache.storages)):
+        try:
+            (text or "").encode()
+        except UnicodeEncodeError:  # no answer, no metric and no line of ours could say it
+            raise ConfigError(f"the {what} {text!r} is no UTF-8: give it another name") from None
+    if settings.served_model_name == "":
+        raise ConfigError("the model's name cannot be empty")
     for name, key in (("API", settings.api_key), ("admin", settings.admin_key)):
         if key is not None and not key.strip():
             raise ConfigError(f"an {name} key cannot be empty")
