@@ -2,22 +2,17 @@
 
 import json
 import logging
-import tomllib
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from fields_of_others import OTHERS
 from talk import CHAT, COMPLETIONS, Body, cached, complete, metrics, refused
 
 from kvarve.server import fields
 from kvarve.server.api import Asked, ChatAsked, CompletionAsked, Message, Refused, parse
 from kvarve.server.fields import HARMLESS, INSTEAD, Ignored
 
-OTHERS = {
-    model: names.split()
-    for model, names in tomllib.loads((Path(__file__).parent / "fields_of_others.toml").read_text()).items()
-}
 EVERYWHERE = ("vllm_guided", "sglang_generate")
 
 
