@@ -1,5 +1,6 @@
 """What the documentation takes from the code is what the code says."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,3 +17,10 @@ def test_the_pages_show_the_code_as_it_is() -> None:
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_nobody_is_told_to_install_a_package_that_is_not_ours() -> None:
+    """The package index may have something else under our name: extras are installed from a checkout."""
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.py")]
+    told = {str(page): re.findall(r"pip install[^`\n]*kvarve\[", page.read_text()) for page in pages}
+    assert not {page: found for page, found in told.items() if found}

@@ -88,6 +88,10 @@ class Snapshot:
     cache: Mapping[str, float]  # PrefixCache.stats()
     storage: Usage | None
     storage_up: bool | None = None  # None: there is none
+    tokenizing: int = 0
+    connections: int | None = None
+    closed_connections: Mapping[str, int] = field(default_factory=dict)  # by reason
+    ignored_fields: Mapping[str, int] = field(default_factory=dict)  # requests that had each
 
 
 class Metrics(Collector):
@@ -121,6 +125,8 @@ def _requests(now: Snapshot) -> Iterator[Metric]:
     yield _by("kvarve_requests", "Requests that have ended, by outcome.", ("outcome",), now.requests)
     yield _gauge("kvarve_requests_running", "Requests being computed.", now.running)
     yield _gauge("kvarve_requests_waiting", "Requests that wait for a place or for pages from storage.", now.waiting)
+    help_text = "Requests whose words are being made into tokens, or wait for that; they count as waiting, too."
+    yield _gauge("kvarve_requests_tokenizing", help_text, now.tokenizing)
     yield _counter("kvarve_prompt_tokens", "Tokens of prompts of ended requests.", now.prompt_tokens)
     help_text = "Tokens of prompts of ended requests that did not have to be computed, by the tier they came from."
     yield _by("kvarve_cached_tokens", help_text, ("tier",), now.cached_tokens)
@@ -128,6 +134,15 @@ def _requests(now: Snapshot) -> Iterator[Metric]:
     yield _counter("kvarve_output_tokens", "Tokens generated.", now.output_tokens)
     help_text = "Requests that gave their room on the device to others, and went on later from what was kept."
     yield _counter("kvarve_preempted_requests", help_text, now.preempted)
+    if now.connections is not None:
+        yield _gauge("kvarve_connections", "Connections that are open.", now.connections)
+    help_text = (
+        "Connections that were closed: no headers of a request came, an answer was not read, or there were too many "
+        "and these had no whole request."
+    )
+    yield _by("kvarve_closed_connections", help_text, ("reason",), now.closed_connections)
+    help_text = "Requests with a field that was ignored, by field."
+    yield _by("kvarve_ignored_fields", help_text, ("field",), now.ignored_fields)
     ttft = HistogramMetricFamily("kvarve_ttft_seconds", "Seconds from a request's arrival to its first token.")
     ttft.add_metric([], now.ttft_s.buckets(), now.ttft_s.sum)
     yield ttft

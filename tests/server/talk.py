@@ -1,6 +1,7 @@
 """How the tests talk to a server, and what they make of what it says."""
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 Body = dict[str, Any]
+LONG_S = 45.0  # less than a test of a mutant has
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -59,9 +61,10 @@ def metrics(client: httpx.Client) -> dict[str, float]:
 
 
 def until(client: httpx.Client, holds: Callable[[dict[str, float]], bool]) -> dict[str, float]:
-    """Ask for the metrics until something holds; the whole test's time limit bounds it."""
+    """Ask for the metrics until something holds."""
+    end = time.monotonic() + LONG_S
     while not holds(now := metrics(client)):
-        pass
+        assert time.monotonic() < end, f"it does not come: {now}"
     return now
 
 

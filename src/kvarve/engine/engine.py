@@ -22,6 +22,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvarve.core.lease import Lease
@@ -30,7 +31,7 @@ from kvarve.engine.job import Job, find_stop, held_back
 from kvarve.engine.model import LoadedModel, forward
 from kvarve.engine.paging import PagedWorkspace
 from kvarve.engine.prefill import GROW_WAIT_S, room_comes
-from kvarve.engine.requests import Finish, Likelihood, Piece, Request, Sampling, Usage
+from kvarve.engine.requests import Finish, Likelihood, Piece, Request, Sampling, Usage, check_prompt, check_tokens
 from kvarve.engine.sampling import choose_all, likelihood
 from kvarve.engine.scheduler import Scheduler, within
 from kvarve.engine.tails import Tails, tails
@@ -149,39 +150,29 @@ class Engine:
 
     def check(self, prompt: Sequence[int], *samplings: Sampling) -> None:
         """ConfigError if this model can never answer a prompt in one of these ways."""
-        self._check(self._ids(prompt), *samplings)
+        self._checked(prompt, samplings)
 
-    def _ids(self, prompt: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        try:
-            ids = np.asarray(prompt, dtype=np.int64)
-        except OverflowError:
-            raise ConfigError("the prompt has a token id of more than 64 bits") from None
-        if not ids.size:
-            raise ConfigError("the prompt is empty")
-        return ids
-
-    def _check(self, ids: np.ndarray[Any, np.dtype[np.int64]], *samplings: Sampling) -> None:
+    def _checked(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> NDArray[np.int64]:
+        """The prompt's ids [tokens], if it can be answered in each of these ways."""
         vocabulary = self.model.model.get_input_embeddings().num_embeddings
-        if int(ids.max()) >= vocabulary or int(ids.min()) < 0:
-            raise ConfigError(f"the prompt has a token id outside the model's vocabulary of {vocabulary}")
+        ids, room = check_prompt(prompt, vocabulary), self.cache.room_tokens()
         for sampling in samplings:
-            for name, tokens in (
-                ("logit_bias", [token for token, _ in sampling.logit_bias]),
-                ("stop_token_ids", sampling.stop_token_ids),
-            ):
-                if odd := [token for token in tokens if not 0 <= token < vocabulary]:
-                    raise ConfigError(f"{name}: {odd[0]} is no token id of the model's vocabulary of {vocabulary}")
+            check_tokens(sampling, vocabulary)
             if len(ids) + sampling.max_tokens > self.model.max_tokens:
                 raise ConfigError(
-                    f"the prompt's {len(ids)} tokens and max_tokens {sampling.max_tokens} together are more than the "
-                    f"{self.model.max_tokens} that {self.model.name} can attend to"
+                    f"the prompt's {len(ids)} tokens and max_tokens {sampling.max_tokens} together are more than "
+                    f"the {self.model.max_tokens} that {self.model.name} can attend to"
                 )
-            room = self.cache.room_tokens()
             if len(ids) + sampling.max_tokens - 1 > room:  # of the last token nothing is computed
                 raise ConfigError(
-                    f"the prompt's {len(ids)} tokens and max_tokens {sampling.max_tokens} together are more than the "
-                    f"{room} for which there is device memory"
+                    f"the prompt's {len(ids)} tokens and max_tokens {sampling.max_tokens} together are more than "
+                    f"the {room} for which there is device memory"
                 )
+        return ids
+
+    def places_left(self) -> int:
+        """How many more requests `submit` would take now."""
+        return self._max_running + self._max_waiting - self._pending
 
     def submit(self, request: Request, *more: Request) -> Request:
         """Queue a request, or several: all of them or none. Returns the first.
@@ -190,11 +181,17 @@ class Engine:
         ConfigError if one can never be served, Busy if too many wait or the engine has stopped.
         """
         requests, places = (request, *more), self._max_running + self._max_waiting
+        checked: dict[int, NDArray[np.int64]] = {}
         known: dict[tuple[int, str], Prompt] = {}
         for one in requests:
-            if (id(one.prompt), one.salt) not in known:
-                same = [each.sampling for each in requests if each.prompt is one.prompt]
-                known[id(one.prompt), one.salt] = self._prompt(one, same)
+            one.check()
+            same = id(one.prompt)
+            if same not in checked:
+                checked[same] = self._checked(
+                    one.prompt, [each.sampling for each in requests if id(each.prompt) == same]
+                )
+            if (same, one.salt) not in known:
+                known[same, one.salt] = self.cache.prompt(checked[same], one.salt)
         if len(requests) > places:
             raise ConfigError(f"{len(requests)} requests at once are more than the {places} for which there are places")
         with self._lock:
@@ -211,14 +208,6 @@ class Engine:
                 self._calls.put(lambda one=one, prompt=prompt: self._enqueue(one, prompt))  # type: ignore[misc]
         self.cache.wake()
         return request
-
-    def _prompt(self, request: Request, samplings: Sequence[Sampling]) -> Prompt:
-        ids = self._ids(request.prompt)
-        self._check(ids, *samplings)
-        try:
-            return self.cache.prompt(ids, request.salt)
-        except UnicodeEncodeError:
-            raise ConfigError("the salt has half a surrogate pair in it, which is no text") from None
 
     @property
     def _pending(self) -> int:

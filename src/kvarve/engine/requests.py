@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvarve.errors import ConfigError
@@ -66,6 +68,32 @@ class Sampling:
             raise ConfigError(f"logprobs must be between 0 and {MOST_LOGPROBS}, not {self.logprobs}")
         if any(not text for text in self.stop):
             raise ConfigError("a stop text cannot be empty")
+
+
+def check_prompt(prompt: Sequence[int], vocabulary: int) -> NDArray[np.int64]:
+    """The ids [tokens]; ConfigError unless they are at least one, all of a vocabulary of this size."""
+    if not len(prompt):
+        raise ConfigError("the prompt is empty")
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:  # rows of different lengths
+        ids = np.zeros((0, 0))
+    if ids.ndim != 1 or ids.dtype.kind not in "iuO":
+        raise ConfigError("the prompt must be a row of token ids, which are whole numbers")
+    # What numpy can only keep as objects has a number that is larger than any vocabulary, or none.
+    if ids.dtype.kind == "O" or int(ids.max()) >= vocabulary or int(ids.min()) < 0:
+        raise ConfigError(f"the prompt has a token id outside the model's vocabulary of {vocabulary}")
+    return ids.astype(np.int64, copy=False)
+
+
+def check_tokens(sampling: Sampling, vocabulary: int) -> None:
+    """ConfigError if a token is named that a vocabulary of so many does not have."""
+    for name, tokens in (
+        ("logit_bias", [token for token, _ in sampling.logit_bias]),
+        ("stop_token_ids", sampling.stop_token_ids),
+    ):
+        if odd := [token for token in tokens if not 0 <= token < vocabulary]:
+            raise ConfigError(f"{name}: {odd[0]} is no token id of the model's vocabulary of {vocabulary}")
 
 
 class Finish(Enum):
@@ -136,6 +164,17 @@ class Request:
     number: int = field(default_factory=lambda: next(_numbers))
     submitted_s: float = field(default_factory=time.monotonic)
     pieces: "queue.SimpleQueue[Piece]" = field(default_factory=queue.SimpleQueue)
+
+    def check(self) -> None:
+        """ConfigError for what the cache could not make a key or an order of; the prompt is the engine's to check."""
+        if not isinstance(self.salt, str):
+            raise ConfigError(f"the salt must be text, not {self.salt!r}")
+        try:
+            self.salt.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"the salt has half a character (a lone surrogate): {self.salt!r}") from None
+        if not isinstance(self.priority, int):
+            raise ConfigError(f"the priority must be a whole number, not {self.priority!r}")
 
     def give(self, piece: Piece) -> None:
         (self.deliver or self.pieces.put)(piece)

@@ -1,63 +1,31 @@
 """What may be asked over HTTP and how it is answered: OpenAI's words, as plain data. No engine, no socket.
 
-A field that would change the answer is either obeyed or refused, never ignored; a field that nobody knows is ignored.
+A field that would change the answer is either obeyed or refused, never ignored (`fields` has the lists); a field that
+nothing here knows is ignored and counted.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from kvarve.engine.requests import MOST_LOGPROBS, Likelihood
 from kvarve.errors import KvarveError
+from kvarve.server import fields
+from kvarve.server.fields import Neutral
 
-# What is known elsewhere and not done here, with the values that ask for nothing.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "prompt_logprobs": (),
-    "echo": (False,),
-    "suffix": ("",),
-    "length_penalty": (1,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "logits_processors": ([],),
-    "use_beam_search": (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True,),
-    "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "chat_template": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "add_special_tokens": (),
-    "documents": ([],),
-    "prompt_embeds": (),
-}
-CHAT_ONLY: dict[str, tuple[Any, ...]] = {
-    "top_logprobs": (0,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "chat_template_kwargs": ({},),
-}
 MOST_ANSWERS = 16  # to one prompt
+MOST_LETTERS = 1024  # of a salt, as vLLM, and of a stop text
+MOST_NAMED = 1024  # tokens that are biased or end an answer: each token of the answer looks through them
+MOST_OBJECTS = 1 << 14  # of JSON: messages, their parts, tools
+MOST_VALUES = 1 << 16  # of any kind, beside the tokens of a prompt; and names of them
+SMALL_BYTES = 1 << 16  # JSON that cannot hold up anybody, whatever is in it
+_TOKEN = re.compile(r"-?[0-9]{1,10}", re.ASCII)
 LEAST_LOGPROB = -9999.0  # stands for the logarithm of nothing, which JSON cannot say; as OpenAI
 
 
@@ -81,27 +49,35 @@ class Refused(KvarveError):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Equal, and not as 0 equals false."""
-    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
-
-
 class _Words(BaseModel):
     # Strict: a number written as a string is a mistake that should be heard of.
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
+    refused: ClassVar[Neutral] = {}
+
     def check(self) -> None:
         """Refuse what is well written and cannot be done."""
 
+    def refuse(self, place: str = "", param: str | None = None) -> None:
+        """Refuse fields that ask for what is not done here; `place` stands before their names."""
+        if name := fields.unmet(self.model_extra or {}, self.refused):
+            instead = f"{fields.INSTEAD[name]} is its name here" if name in fields.INSTEAD else "leave it out"
+            told = f"{place}{name} is not supported: {instead}"
+            raise Refused(400, told, param=param or name, code="unsupported_parameter")
+
+    def unread(self) -> Iterator[str]:
+        """The names of fields that are ignored."""
+        return fields.unread(self.model_extra or {}, self.refused)
+
 
 class StreamOptions(_Words):
+    refused = fields.STREAM_OPTIONS
+
     include_usage: bool | None = None
 
 
 class Asked(_Words):
     """What both kinds of request may say; null means that nothing was said."""
-
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
@@ -112,20 +88,29 @@ class Asked(_Words):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[str, Any] | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MOST_NAMED, fail_fast=True)] | None = None
     min_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MOST_LETTERS)] | None = None
+    extra_key: Annotated[str, Field(max_length=MOST_LETTERS)] | None = None  # as SGLang calls a tenant; "" is none
     cache_priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # for --eviction priority: high stays
     skip_reading_prefix_cache: bool | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def salt(self) -> str:
+        """Who may share: requests that differ in `cache_salt` or in `extra_key` find nothing of each other's."""
+        if self.cache_salt is None and not self.extra_key:
+            return ""
+        return json.dumps([self.cache_salt, self.extra_key or None])
 
     @property
     def answers(self) -> int:
@@ -135,6 +120,20 @@ class Asked(_Words):
     def alternatives(self) -> int | None:
         """How many likely tokens to name beside each; None if nobody wants to know how likely anything was."""
         raise NotImplementedError
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """What is added to the logit of a token. Read here, as pydantic would write a complaint about every token."""
+        if (given := len(self.logit_bias or ())) > MOST_NAMED:
+            raise Refused(400, f"logit_bias can name {MOST_NAMED} tokens at most, not {given}", param="logit_bias")
+        found = []
+        for name, bias in (self.logit_bias or {}).items():
+            if not _TOKEN.fullmatch(name):
+                raise Refused(400, f"logit_bias: {name[:40]!r} is no token id", param="logit_bias")
+            if isinstance(bias, bool) or not isinstance(bias, int | float):
+                raise Refused(400, f"logit_bias.{name}: the bias must be a number", param="logit_bias")
+            found.append((int(name), bias))
+        return tuple(found)
 
     @property
     def tokens_wanted(self) -> int | None:
@@ -148,23 +147,29 @@ class Asked(_Words):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    def unread(self) -> Iterator[str]:
+        yield from super().unread()
+        if self.stream_options is not None:
+            yield from (f"stream_options.{name}" for name in self.stream_options.unread())
+
     def check(self) -> None:
-        for name, value in (self.model_extra or {}).items():
-            if name not in self.unsupported or value is None:
-                continue
-            if not any(_same(value, ok) for ok in self.unsupported[name]):
-                raise Refused(400, f"{name} is not supported: leave it out", param=name, code="unsupported_parameter")
+        self.refuse()
+        if self.stream_options is not None:
+            self.stream_options.refuse("stream_options.", "stream_options")
         if self.best_of not in (None, self.answers):
             told = "best_of is not supported: leave it out, all n answers are given"
             raise Refused(400, told, param="best_of", code="unsupported_parameter")
+        _ = self.biases
         if len(self.stops) > 4:
             raise Refused(400, f"at most 4 stop texts, not {len(self.stops)}", param="stop")
+        if (longest := max(map(len, self.stops), default=0)) > MOST_LETTERS:
+            raise Refused(400, f"a stop text has at most {MOST_LETTERS} characters, not {longest}", param="stop")
         if self.stream_options is not None and not self.stream:
             raise Refused(400, "stream_options need stream to be true", param="stream_options")
 
 
 class CompletionAsked(Asked):
-    unsupported = UNSUPPORTED | CHAT_ONLY
+    refused = fields.COMPLETION
 
     prompt: str | list[Any]
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
@@ -193,17 +198,17 @@ class Part(_Words):
 
 
 class Message(_Words):
+    refused = fields.MESSAGE
+
     role: str
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     def rendered(self, place: str) -> dict[str, Any]:
         """What a chat template reads. Parts are joined by line ends, as vLLM does."""
-        for name in ("function_call", "audio"):
-            if (self.model_extra or {}).get(name):
-                raise Refused(400, f"{place}.{name} is not supported", param="messages", code="unsupported_parameter")
+        self.refuse(f"{place}.", "messages")
         content = self.content
         if isinstance(content, list):
             if odd := next((part for part in content if part.type != "text" or part.text is None), None):
@@ -225,6 +230,7 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
     """A tool call whose arguments are an object, as templates expect them, if the text that they came in is one."""
     function = call.get("function")
     if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
+        _check_values(text.encode(), MOST_VALUES)
         try:
             arguments = from_json(text, allow_inf_nan=False)
         except ValueError:
@@ -235,10 +241,12 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 class ChatAsked(Asked):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    refused = fields.CHAT
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -258,13 +266,27 @@ class ChatAsked(Asked):
         if self.tool_choice not in (None, "none", "auto"):
             told = 'tool_choice can be "none" or "auto": nothing here can make a model call a tool'
             raise Refused(400, told, param="tool_choice", code="unsupported_parameter")
+        if self.parallel_tool_calls is False and self.tools_offered:
+            told = "parallel_tool_calls can be true: nothing here can keep a model from calling two tools at once"
+            raise Refused(400, told, param="parallel_tool_calls", code="unsupported_parameter")
+
+    def unread(self) -> Iterator[str]:
+        yield from super().unread()
+        for message in self.messages:
+            yield from (f"messages.{name}" for name in message.unread())
+            if isinstance(message.content, list):
+                yield from (f"messages.content.{name}" for part in message.content for name in part.unread())
 
     def rendered(self) -> list[dict[str, Any]]:
         return [message.rendered(f"messages[{i}]") for i, message in enumerate(self.messages)]
 
 
 class FlushAsked(_Words):
-    tiers: str | list[str] | None = None
+    """Nothing but this: a word that nothing here knows may be a tier misspelt, and what is flushed is gone."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    tiers: str | Annotated[list[str], Field(fail_fast=True)] | None = None
 
 
 class AttachAsked(_Words):
@@ -272,7 +294,7 @@ class AttachAsked(_Words):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    url: str | list[str]  # several are tiers
+    url: str | Annotated[list[str], Field(fail_fast=True)]  # several are tiers
     prefetch_policy: str | None = None
     write_policy: str | None = None
     back_up: bool | None = None
@@ -281,8 +303,9 @@ class AttachAsked(_Words):
 WordsT = TypeVar("WordsT", bound=_Words)
 
 
-def parse(kind: type[WordsT], body: bytes) -> WordsT:
-    """The request in a body of JSON, whatever its content type; Refused if it is none."""
+def parse(kind: type[WordsT], body: bytes, most_values: int = MOST_VALUES) -> WordsT:
+    """The request in a body of JSON, whatever its content type; Refused if it is none, or has too many values."""
+    _check_values(body, most_values)
     try:
         asked = kind.model_validate_json(body)
     except ValidationError as e:
@@ -294,6 +317,25 @@ def parse(kind: type[WordsT], body: bytes) -> WordsT:
         raise Refused(400, f"{place}: {first['msg']}", param=param) from None
     asked.check()
     return asked
+
+
+def _check_values(body: bytes, most: int) -> None:
+    """Refuse JSON of so many values that making them holds up everybody: nothing else runs until all are made.
+
+    A text may be as long as the body may; what takes time is each object and each name (some microseconds), and each
+    other value.
+    """
+    if len(body) <= SMALL_BYTES:
+        return
+    plain = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
+    outside = np.cumsum(plain == ord('"'), dtype=np.uint8) & 1 == 0  # not within a text
+    objects, names, lists, commas = (int(np.count_nonzero(outside & (plain == ord(sign)))) for sign in "{:[,")
+    for count, bound, what in ((objects, MOST_OBJECTS, "objects"), (names, MOST_VALUES, "names")):
+        if count > bound:
+            raise Refused(400, f"the body has {count} JSON {what}, more than {bound}", code="body_too_large")
+    if objects + lists + commas > most:
+        told = f"the body has about {objects + lists + commas} JSON values, more than {most}"
+        raise Refused(400, told, code="context_length_exceeded")
 
 
 @dataclass(frozen=True)

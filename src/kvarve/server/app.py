@@ -5,14 +5,12 @@ engine's. Whoever goes away is aborted.
 """
 
 import asyncio
-import hmac
 import time
 import uuid
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI
@@ -27,18 +25,33 @@ from starlette.types import Receive, Scope, Send
 from kvarve import __version__
 from kvarve.admin import Admin
 from kvarve.engine.engine import Engine
-from kvarve.engine.model import LoadedModel
-from kvarve.engine.requests import Finish, Piece, Request, Sampling, Usage
+from kvarve.engine.requests import Finish, Piece, Request, Usage
 from kvarve.errors import Busy, ConfigError, KvarveError, ModelError, StorageError
 from kvarve.metrics import Metrics, Snapshot
 from kvarve.model import MEMORY_TIERS, Tier
 from kvarve.server.admin import admin_routes
-from kvarve.server.api import Asked, ChatAsked, Choice, CompletionAsked, FlushAsked, Form, Refused, Told, event, parse
+from kvarve.server.api import (
+    SMALL_BYTES,
+    Asked,
+    ChatAsked,
+    Choice,
+    CompletionAsked,
+    FlushAsked,
+    Form,
+    Refused,
+    Told,
+    event,
+    parse,
+)
+from kvarve.server.connections import Connections
+from kvarve.server.doors import Door, no_forms, no_pages, no_simple_requests
+from kvarve.server.lanes import Lanes, apart
+from kvarve.server.words import Gone, Prepared, Words
 
 MAX_BODY_BYTES = 8 << 20
 BODY_TIMEOUT_S = 60.0
-COMPLETION_TOKENS = 16  # as OpenAI
-CHAT_TOKENS = 1024
+BODIES = 32  # of the largest size, or more smaller ones, are held at a time
+LIKELIHOOD_BYTES = 256  # of an answer's token with its likelihood, written
 RETRY_AFTER = {"Retry-After": "1"}
 
 T = TypeVar("T")
@@ -51,25 +64,29 @@ def create_app(
     api_key: str | None = None,
     admin_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
+    connections: Connections | None = None,
 ) -> FastAPI:
     """The application around a started engine, which stays the caller's to shut down.
 
-    The model answers to `name` (its own unless given). With an `api_key`, /v1 and /flush_cache want it.
-    /admin wants the `admin_key`, and is off without one.
+    The model answers to `name` (its own unless given). With an `api_key`, /v1 wants it. /admin wants the `admin_key`,
+    and is off without one; /flush_cache wants it where there is one, and else what /v1 wants. /metrics tells of the
+    `connections`.
     """
     app = FastAPI(title="kvarve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    front = _Front(engine, name or engine.model.name, api_key, max_body_bytes)
-    open_to_all, guarded = APIRouter(), APIRouter(dependencies=[Depends(front.admit)])
+    front = _Front(engine, name or engine.model.name, max_body_bytes, connections)
+    api, operator = _door(api_key, "API"), _door(admin_key, "admin")
+    open_to_all, guarded = APIRouter(), APIRouter(dependencies=[Depends(no_simple_requests), *_admission(api)])
+    flushing = APIRouter(dependencies=[Depends(no_pages), Depends(no_forms), *_admission(operator or api)])
     open_to_all.get("/health")(front.health)
     open_to_all.get("/metrics")(front.metrics)
     guarded.get("/v1/models")(front.models)
     guarded.get("/v1/models/{model:path}")(front.one_model)
     guarded.post("/v1/completions")(front.completions)
     guarded.post("/v1/chat/completions")(front.chat)
-    guarded.post("/flush_cache")(front.flush_cache)
-    app.include_router(open_to_all)
-    app.include_router(guarded)
-    app.include_router(admin_routes(Admin(engine.cache, engine.ask), admin_key, front.body))
+    flushing.post("/flush_cache")(front.flush_cache)
+    for router in (open_to_all, guarded, flushing):
+        app.include_router(router)
+    app.include_router(admin_routes(Admin(engine.cache, engine.ask), operator, front.body))
     app.add_exception_handler(KvarveError, _trouble)
     app.add_exception_handler(HTTPException, _no_such_place)
     app.add_exception_handler(ClientDisconnect, _nobody)
@@ -77,32 +94,27 @@ def create_app(
     return app
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """What a body came down to."""
+def _door(key: str | None, name: str) -> Door | None:
+    return None if key is None else Door(key, name)
 
-    asked: Asked
-    prompt: list[int]
-    samplings: list[Sampling]  # of each answer
+
+def _admission(door: Door | None) -> list[Any]:
+    return [] if door is None else [Depends(door.admit)]
 
 
 class _Front:
     """The endpoints."""
 
-    def __init__(self, engine: Engine, name: str, api_key: str | None, max_body_bytes: int) -> None:
-        self._engine, self._name, self._key, self._max_body_bytes = engine, name, api_key, max_body_bytes
+    def __init__(self, engine: Engine, name: str, max_body_bytes: int, connections: Connections | None) -> None:
+        self._engine, self._name, self._max_body_bytes = engine, name, max_body_bytes
+        self._connections = connections
         self._started = int(time.time())
         self._metrics = Metrics(self._snapshot)
-        self._spell = lru_cache(1 << 16)(partial(_spelled, engine.model))
-        self._words = ThreadPoolExecutor(4, "kvarve words")  # tokenizing a book must not hold up everybody's /health
-
-    async def admit(self, http: Http) -> None:
-        if self._key is None:
-            return
-        given = http.headers.get("authorization", "").encode("latin-1")
-        if not hmac.compare_digest(given, b"Bearer " + self._key.encode()):
-            headers = {"WWW-Authenticate": "Bearer"}
-            raise Refused(401, "missing or wrong API key", code="invalid_api_key", headers=headers)
+        self._words = Words(engine.model, name)
+        self._lanes = Lanes("kvarve words")
+        self._preparing: set[Future[Asked]] = set()  # requests whose words wait for a lane or are on one
+        self._bodies_bytes = 0  # of bodies that are being read, or that a lane has not done with
+        self._flushing = asyncio.Lock()
 
     async def health(self) -> Response:
         if self._engine.broken:
@@ -116,7 +128,7 @@ class _Front:
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def one_model(self, model: str) -> Response:
-        self._check_model(model)
+        self._words.check_model(model)
         return JSONResponse(self._card())
 
     async def completions(self, http: Http) -> Response:
@@ -127,38 +139,55 @@ class _Front:
 
     async def flush_cache(self, http: Http) -> Response:
         """Empty `tiers` (in the query or the body: "device", "device,host"; both unless told) of what nobody holds."""
-        body = await self.body(http)
-        tiers = await self._apart(lambda: _tiers(http.query_params.get("tiers"), body))
+        async with self.body(http) as body:
+            tiers = await apart(lambda: _tiers(http.query_params.get("tiers"), body))
         if self._engine.broken:
             raise Refused(500, self._engine.broken)
-        pages = await run_in_threadpool(self._engine.flush, tiers)
+        async with self._flushing:  # one after the other: each may wait for a storage
+            pages = await apart(lambda: self._engine.flush(tiers))
         return JSONResponse({"flushed_pages": pages, "tiers": [tier.name.lower() for tier in tiers]})
 
     # --- the life of one request
 
     async def _answer(self, http: Http, kind: type[Asked]) -> Response:
-        body = await self.body(http)
-        prepared = await self._apart(lambda: self._prepare(parse(kind, body)))
-        asked = prepared.asked
-        chat = isinstance(asked, ChatAsked)
-        number = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        spell = None if asked.alternatives is None else self._spell
-        form = Form(chat, number, int(time.time()), asked.model or self._name, spell)
-        answer = _Answer(self._engine, prepared)
+        answer: _Answer | None = None
         try:
-            answer.start(http.receive)
+            async with self.body(http) as body:
+                answer = _Answer(self._engine, http.receive)
+                asked = await answer.when(self._prepare(answer, kind, body))
+            chat = isinstance(asked, ChatAsked)
+            number = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+            spell = None if asked.alternatives is None else self._words.spell
+            form = Form(chat, number, int(time.time()), asked.model or self._name, spell)
             # An answer that fails at once is an error with a status of its own, streaming or not.
             first = await answer.next()
             _raise_trouble(first[1])
             if asked.stream:
                 return _Stream(form, asked.include_usage, answer, first)
             return await self._whole(form, answer, first)
-        except _Gone:
-            answer.close()
-            return await _nobody(http, _Gone())
-        except BaseException:  # whatever it is, nobody waits for the answer any more, and it goes on to the caller
-            answer.close()
+        except BaseException as e:  # whatever it is, nobody waits for the answer any more
+            if answer is not None:
+                answer.close()
+            if isinstance(e, Gone):
+                return await _nobody(http, e)
             raise
+
+    def _prepare(self, answer: "_Answer", kind: type[Asked], body: bytes) -> "Future[Asked]":
+        """Have a lane make of a body what the engine is asked, and ask it."""
+        if self._engine.broken:
+            raise Refused(500, self._engine.broken)
+        if (before := len(self._preparing)) >= self._engine.places_left():
+            raise Busy(f"every place is taken, {before} by requests that are being tokenized: try again later")
+
+        def work() -> Asked:
+            prepared = self._words.prepare(kind, body, lambda: answer.left)
+            answer.submit(prepared)
+            return prepared.asked
+
+        future = self._lanes.run(len(body), work)
+        self._preparing.add(future)
+        future.add_done_callback(self._preparing.discard)
+        return future
 
     async def _whole(self, form: Form, answer: "_Answer", first: tuple[int, Piece]) -> Response:
         choices = [Choice() for _ in range(answer.count)]
@@ -178,79 +207,46 @@ class _Front:
         def written() -> Response:
             return JSONResponse(form.whole(choices, answer.told()))
 
-        return written() if form.spell is None else await self._apart(written)  # spelling a book takes its time
+        size = sum(len(choice.text) + LIKELIHOOD_BYTES * len(choice.likelihoods) for choice in choices)
+        if size <= SMALL_BYTES and form.spell is None:
+            return written()
+        return await asyncio.wrap_future(self._lanes.run(size, written))  # spelling a book takes its time
 
-    def _prepare(self, asked: Asked) -> _Prepared:
-        """From words to tokens: everything that can be refused before the engine hears of it."""
-        model = self._engine.model
-        self._check_model(asked.model)
-        if isinstance(asked, ChatAsked):
-            text = model.render_chat(asked.rendered(), asked.tools_offered, asked.chat_template_kwargs or {})
-            prompt = _tokens(model, text, add_special_tokens=False)
-        else:
-            assert isinstance(asked, CompletionAsked)
-            given = asked.text_or_tokens()
-            prompt = given if isinstance(given, list) else _tokens(model, given)
-        left = model.max_tokens - len(prompt)
-        if left < 1:
-            raise Refused(
-                400,
-                f"the prompt has {len(prompt)} tokens, and with one to answer that is more than the context of "
-                f"{model.max_tokens} tokens that {self._name} has",
-                param="messages" if isinstance(asked, ChatAsked) else "prompt",
-                code="context_length_exceeded",
-            )
-        default = min(left, CHAT_TOKENS if isinstance(asked, ChatAsked) else COMPLETION_TOKENS)
-        sampling = Sampling(
-            max_tokens=default if asked.tokens_wanted is None else asked.tokens_wanted,
-            temperature=1.0 if asked.temperature is None else asked.temperature,
-            top_p=1.0 if asked.top_p is None else asked.top_p,
-            top_k=asked.top_k or 0,
-            min_p=asked.min_p or 0.0,
-            seed=asked.seed,
-            logit_bias=tuple((asked.logit_bias or {}).items()),
-            frequency_penalty=asked.frequency_penalty or 0.0,
-            presence_penalty=asked.presence_penalty or 0.0,
-            repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
-            stop_token_ids=tuple(asked.stop_token_ids or ()),
-            min_tokens=asked.min_tokens or 0,
-            stop=asked.stops,
-            ignore_eos=bool(asked.ignore_eos),
-            logprobs=asked.alternatives,
-        )
-        seed, answers = sampling.seed, range(asked.answers)
-        samplings = [sampling if seed is None else replace(sampling, seed=seed + i) for i in answers]
-        return _Prepared(asked, prompt, samplings)
+    @asynccontextmanager
+    async def body(self, http: Http) -> AsyncIterator[bytes]:
+        """The body, as far as it may go; what its headers say of its length is not asked.
 
-    def _check_model(self, model: str | None) -> None:
-        if model is not None and model != self._name:
-            message = f"there is no model {model!r} here, only {self._name!r}"
-            raise Refused(404, message, param="model", code="model_not_found")
-
-    async def body(self, http: Http) -> bytes:
-        """The body, as far as it may go; what its headers say of its length is not asked."""
+        Small ones always find room. Large ones find it until all that are held together take a set number of bytes.
+        """
+        parts: list[bytes] = []
+        size = held = 0
+        busy = False
         try:
-            return await asyncio.wait_for(self._read(http), BODY_TIMEOUT_S)
-        except TimeoutError:
-            raise Refused(408, f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
-
-    async def _read(self, http: Http) -> bytes:
-        parts, size = [], 0
-        async for part in http.stream():
-            size += len(part)
-            if size <= self._max_body_bytes:
-                parts.append(part)
-            else:
-                parts.clear()
-            # A little more is read and thrown away, since a client that is still writing would not see the answer.
-            if size > 4 * self._max_body_bytes:
-                break
-        if size > self._max_body_bytes:
-            raise Refused(413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large")
-        return b"".join(parts)
-
-    async def _apart(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._words, work)
+            try:
+                async with asyncio.timeout(BODY_TIMEOUT_S):
+                    async for part in http.stream():
+                        size += len(part)
+                        full = self._bodies_bytes + len(part) > BODIES * self._max_body_bytes
+                        busy = busy or (full and size > SMALL_BYTES)
+                        if busy or size > self._max_body_bytes:
+                            parts.clear()
+                        else:
+                            parts.append(part)
+                            held += len(part)
+                            self._bodies_bytes += len(part)
+                        # A little more is read and thrown away, since a client that is still writing would not see
+                        # the answer.
+                        if size > 4 * self._max_body_bytes:
+                            break
+            except TimeoutError:
+                raise Refused(408, f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
+            if size > self._max_body_bytes:
+                raise Refused(413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large")
+            if busy:
+                raise Busy("too many large requests are being read: try again later")
+            yield b"".join(parts)
+        finally:
+            self._bodies_bytes -= held
 
     def _card(self) -> dict[str, Any]:
         return {
@@ -268,6 +264,7 @@ class _Front:
         except StorageError:  # closed, or the medium is gone: a scrape tells the rest
             storage = None
         counts, (running, waiting) = engine.counts, engine.load()
+        connections = self._connections
         return Snapshot(
             model=self._name,
             version=__version__,
@@ -289,53 +286,76 @@ class _Front:
                 "storage": counts.cached_storage,
             },
             ttft_s=counts.ttft_s,
+            tokenizing=len(self._preparing),
+            connections=None if connections is None else len(connections),
+            closed_connections={} if connections is None else dict(connections.closed),
+            ignored_fields=self._words.ignored.counts(),
             cache=engine.cache.stats(),
             storage=storage,
             storage_up=engine.cache.up if engine.cache.attached is not None else None,
         )
 
 
-class _Gone(Exception):
-    """The client does not listen any more."""
-
-
 class _Answer:
     """The answers to one prompt as the event loop sees them: pieces arrive in order, and the client may leave."""
 
-    def __init__(self, engine: Engine, prepared: _Prepared) -> None:
+    def __init__(self, engine: Engine, receive: Receive) -> None:
+        """The body has been read; from now on it watches whether the client is still there."""
         self._engine, self._loop = engine, asyncio.get_running_loop()
         self._pieces: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()  # None: the client has gone
+        self._arrived_s = time.monotonic()
         self._first_s: float | None = None
         self._usages: dict[int, Usage] = {}
-        self._watch: asyncio.Task[None] | None = None
+        self._requests: list[Request] = []
+        self.open: set[int] = set()  # those that run or wait
+        self.left = False  # the client has gone before the engine was asked; any thread reads it
+        self._watch = self._loop.create_task(self._listen(receive))
+
+    @property
+    def count(self) -> int:
+        return len(self._requests)
+
+    async def when(self, work: "Future[T]") -> T:
+        """What comes of work on a lane, which asks the engine at its end. Gone: the client left first; then work that
+        has not begun never does, and what the engine is asked nevertheless is given up."""
+        done = asyncio.wrap_future(work)
+        either: set[asyncio.Future[Any]] = {done, self._watch}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not done.done():
+                self.left = True
+                done.cancel()
+                work.add_done_callback(lambda _: self._give_up())
+        if self.left:
+            raise Gone
+        return done.result()
+
+    def submit(self, prepared: Prepared) -> None:
+        """Ask the engine, on a lane's thread."""
         asked = prepared.asked
         self._requests = [
             Request(
                 prepared.prompt,
                 sampling,
-                salt=asked.cache_salt or "",
+                salt=asked.salt,
                 priority=asked.cache_priority or 0,
                 read_cache=not asked.skip_reading_prefix_cache,
                 deliver=partial(self._deliver, index),
+                submitted_s=self._arrived_s,
             )
             for index, sampling in enumerate(prepared.samplings)
         ]
-        self.count = len(self._requests)
-        self.open: set[int] = set()  # those that run or wait
-
-    def start(self, receive: Receive) -> None:
-        """Submit them, and from now on watch whether the client is still there."""
         try:
             self._engine.submit(*self._requests)
         except Busy as e:
             raise Refused(500, str(e)) if self._engine.broken else e from None
         self.open = set(range(self.count))
-        self._watch = self._loop.create_task(self._listen(receive))
 
     async def next(self) -> tuple[int, Piece]:
         """The next piece, and the index of the answer to which it belongs."""
         if (found := await self._pieces.get()) is None:
-            raise _Gone
+            raise Gone
         index, piece = found
         if piece.finish is not None:
             assert piece.usage is not None
@@ -345,8 +365,11 @@ class _Answer:
 
     def close(self) -> None:
         """No more pieces are wanted."""
-        if self._watch is not None:
-            self._watch.cancel()
+        self._watch.cancel()
+        if not self.left:
+            self._give_up()
+
+    def _give_up(self) -> None:
         for index in self.open:
             self._engine.abort(self._requests[index])
         self.open.clear()
@@ -354,7 +377,7 @@ class _Answer:
     def told(self) -> Told:
         """The numbers when all have ended. The prompt is counted once, as the first answer found it."""
         now = time.monotonic()
-        first, start = self._usages[0], self._requests[0].submitted_s
+        first, start = self._usages[0], self._arrived_s
         ttft_ms = None if self._first_s is None else round(1000 * (self._first_s - start), 3)
         cached = {"device": first.device, "host": first.host, "storage": first.storage}
         completion = sum(usage.completion for usage in self._usages.values())
@@ -385,7 +408,7 @@ class _Stream(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await self._write(send)
-        except (_Gone, OSError):
+        except (Gone, OSError):
             pass  # the client left: nobody is there to be told
         finally:
             self._answer.close()
@@ -413,15 +436,6 @@ class _Stream(Response):
             await say(form.closing(answer.told()))
         await say("[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _tokens(model: LoadedModel, text: str, **how: bool) -> list[int]:
-    return list(model.tokenizer.encode(text, verbose=False, **how))
-
-
-def _spelled(model: LoadedModel, token: int) -> str:
-    """A token's text by itself; half a character reads as U+FFFD."""
-    return str(model.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _tiers(query: str | None, body: bytes) -> list[Tier]:

@@ -12,6 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import cast
 
 import torch
 import transformers
@@ -25,6 +26,8 @@ from kvarve.errors import ConfigError, StorageError
 from kvarve.memory.heap import bound_heaps
 from kvarve.runtime import PrefixCache, check
 from kvarve.server.app import MAX_BODY_BYTES, create_app
+from kvarve.server.connections import Connections, most_connections, raise_descriptors
+from kvarve.server.logs import OncePerSecond
 from kvarve.sizes import format_size
 from kvarve.storage.urls import parse_urls
 
@@ -32,6 +35,7 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 128
 MOST_THREADS = 1024  # of torch, which ends the process rather than say that it cannot have more
+TICKS_PER_LOOK = 10  # of uvicorn's, each a tenth of a second
 LEAVE_S = 5.0  # how long clients may take to read the end of their answers at shutdown
 
 
@@ -93,25 +97,27 @@ class Server:
                 turn_tokens=settings.turn_tokens,
                 deterministic=settings.deterministic,
             )
+            self.connections = Connections(most_connections())
             app = create_app(
                 self.engine,
                 name=settings.served_model_name,
                 api_key=settings.api_key,
                 admin_key=settings.admin_key,
                 max_body_bytes=settings.max_body_bytes,
+                connections=self.connections,
             )
             config = uvicorn.Config(
                 app,
-                http="h11",
+                http=cast(type[asyncio.Protocol], self.connections.protocol),
                 loop="asyncio",
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                backlog=BACKLOG,
+                backlog=min(BACKLOG, self.connections.most // 2),  # so many are accepted before any is looked at
             )
-            self._http = _Uvicorn(config)
+            self._http = _Uvicorn(config, self.connections)
             self._thread = threading.Thread(target=self._serve, args=(listener,), name="kvarve http", daemon=True)
             undo.pop_all()
         self.engine.start()
@@ -165,6 +171,7 @@ class Server:
         lines.append(("storage", f"{', then '.join(settings.cache.storages) or 'none'}{held}"))
         if settings.admin_key is not None:
             lines.append(("admin", f"{self.url}/admin/storage, for who has the admin key"))
+        lines.append(("connections", f"{self.connections.most} at most"))
         lines.append(("url", self.url))
         width = max(len(word) for word, _ in lines)
         return "\n".join(f"  {word:<{width}}  {text}" for word, text in lines)
@@ -189,11 +196,18 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Says when it listens. Signals are not its business: it does not run on the main thread."""
+    """Says when it listens, and looks after its connections. Signals are not its business: it does not run on the main
+    thread."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
         super().__init__(config)
+        self._connections = connections
         self.listening = threading.Event()
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % TICKS_PER_LOOK == 0:
+            self._connections.look()
+        return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -203,7 +217,10 @@ class _Uvicorn(uvicorn.Server):
 def run(settings: Settings, say: Callable[[str], None] = print) -> None:
     """Serve until SIGINT or SIGTERM, then end whole; a second signal ends at once, with exit code 130."""
     bound_heaps()
+    raise_descriptors()
     quiet_libraries()
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(OncePerSecond())
     serving, stop = threading.Event(), threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -244,6 +261,14 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError(f"{settings.threads} threads: give at most {MOST_THREADS}")
     if not 0 <= settings.port <= 65535:
         raise ConfigError(f"port {settings.port}: a port is a number from 0 (any free one) to 65535")
+    names = ("model", settings.model), ("model's name", settings.served_model_name)
+    for what, text in (*names, *(("storage", url) for url in settings.cache.storages)):
+        try:
+            (text or "").encode()
+        except UnicodeEncodeError:  # no answer, no metric and no line of ours could say it
+            raise ConfigError(f"the {what} {text!r} is no UTF-8: give it another name") from None
+    if settings.served_model_name == "":
+        raise ConfigError("the model's name cannot be empty")
     for name, key in (("API", settings.api_key), ("admin", settings.admin_key)):
         if key is not None and not key.strip():
             raise ConfigError(f"an {name} key cannot be empty")

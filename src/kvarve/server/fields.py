@@ -1,0 +1,263 @@
+"""The fate of each field that a request may have and that `api` does not obey: refused, or ignored as harmless.
+
+The question to each is: does a client that sent it get another answer than it asked for, or one of another form, if it
+is ignored? Then it is refused unless its value asks for nothing; null never asks for anything. What only says who asks,
+where and when a request is to be computed, or what its log line looks like, is ignored. So is a name that is in no list
+here; `Ignored` counts and logs it.
+
+The names are those of the request models of vLLM 0.32.0 (`ChatCompletionRequest` and `CompletionRequest` below
+`vllm/entrypoints/openai`) and SGLang 0.5.23 (the same two in `sglang/srt/entrypoints/openai/protocol.py`, then
+`GenerateReqInput` and `SamplingParams`, whose fields its users send here by mistake), of OpenAI's API reference, and of
+sampling fields of other servers. `tests/server/test_fields.py` has copies of the lists; each name has one fate.
+"""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+Neutral = dict[str, tuple[Any, ...]]  # by name: the values that ask for nothing, beside null
+
+# --- refused, unless the value is one of these
+
+_CONSTRAINED: Neutral = {  # what an answer has to look like
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": ("",),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "json_schema": ("",),
+    "regex": ("",),
+    "ebnf": ("",),
+    "structural_tag": ("",),
+    "grammar": ("",),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "thinking_token_budget": (),
+    "max_thinking_tokens": (),
+}
+_CHOSEN: Neutral = {  # how its tokens are chosen
+    "use_beam_search": (False,),
+    "beam_width": (1,),
+    "num_beams": (1,),
+    "length_penalty": (1,),
+    "do_sample": (True,),
+    "typical_p": (1,),
+    "typical": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "top_a": (0,),
+    "tfs": (1,),
+    "tfs_z": (1,),
+    "mirostat": (0,),
+    "mirostat_mode": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "dynatemp_range": (0,),
+    "no_repeat_ngram_size": (0,),
+    "logits_processors": ([],),
+    "custom_logit_processor": ("",),
+    "custom_params": ({},),
+    "vllm_xargs": ({},),
+    "watermark": ({}, {"enabled": False}),
+    "watermarking": (False,),
+    "lora_path": ("",),
+    "sampling_params": ({},),
+    "extra_body": ({},),
+}
+_ENDED: Neutral = {  # where it ends, and what is left of its end
+    "max_new_tokens": (),
+    "max_length": (),
+    "n_predict": (),
+    "min_new_tokens": (0,),
+    "stop_regex": ("", []),
+    "no_stop_trim": (False,),
+    "include_stop_str_in_output": (False,),
+    "repetition_detection": (),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+}
+_PROMPTED: Neutral = {  # what the model reads
+    "suffix": ("",),
+    "echo": (False,),
+    "truncate_prompt_tokens": (),
+    "truncate": (),
+    "prompt_embeds": ([],),
+    "input_ids": ([],),
+    "input_embeds": ([],),
+    "text": (),
+    "session_params": ({},),
+    "documents": ([],),
+    "chat_template": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "reasoning": ({},),
+    "reasoning_effort": (),
+    "enable_thinking": (),
+    "thinking": (),
+    "task": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "web_search_options": (),
+    "image_data": ([],),
+    "video_data": ([],),
+    "audio_data": ([],),
+}
+_SAID: Neutral = {  # what an answer is made of beside its text
+    "include_reasoning": (True,),
+    "verbosity": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "prompt_logprobs": (),
+    "logprob_token_ids": ([],),
+    "return_logprob": (False,),
+    "logprob_start_len": (-1,),
+    "top_logprobs_num": (0,),
+    "token_ids_logprob": ([],),
+    "return_text_in_logprobs": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "return_prompt_token_ids": (False,),
+    "return_input_ids_in_sglext": (False,),
+    "return_output_ids_in_sglext": (False,),
+    "return_prompt_text": (False,),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "return_indexer_topk": (False,),
+    "return_cached_tokens_details": (False,),
+    "return_spec_tokens_details": (False,),
+    "return_meta_info": (False,),
+    "return_sampling_mask": (False,),
+    "return_flat_raw_top_logprobs": (False,),
+    "return_flat_raw_output_top_logprobs": (False,),
+    "return_entropy": (False,),
+    "sampling_logprobs_mode": (),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+}
+_ANY = _CONSTRAINED | _CHOSEN | _ENDED | _PROMPTED | _SAID | {"sampling_seed": ()}
+
+CHAT: Neutral = _ANY | {
+    "prompt": (),
+    "add_special_tokens": (False,),
+}
+COMPLETION: Neutral = _ANY | {
+    "messages": (),
+    "add_special_tokens": (True,),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "chat_template_kwargs": ({},),
+}
+MESSAGE: Neutral = {  # of a chat
+    "function_call": ({},),
+    "audio": ({},),
+    "refusal": ("",),
+    "tools": ([],),
+    "prefix": (False,),
+    "partial": (False,),
+}
+STREAM_OPTIONS: Neutral = {"continuous_usage_stats": (False,)}
+
+INSTEAD = {  # what is asked for by another name here
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "n_predict": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    "enable_thinking": "chat_template_kwargs",
+    "reasoning_effort": "chat_template_kwargs",
+    "extra_body": "the fields in it",
+    "sampling_params": "the fields in it",
+}
+
+# --- ignored: it changes nothing that a client could read
+
+HARMLESS = frozenset(
+    {
+        # who asks, and what it is called
+        *("user", "metadata", "store", "safety_identifier", "request_id", "rid", "session_id", "conversation_id"),
+        *("custom_labels", "routing_key", "external_trace_header", "log_metrics", "no_logs", "received_time"),
+        # when and where it is computed
+        *("priority", "service_tier", "prediction", "prompt_cache_key", "prompt_cache_retention", "background"),
+        *("data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank", "decode_tp_size", "kv_hints"),
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
+        # in how many pieces it is streamed
+        *("stream_interval", "stream_reasoning"),
+        # of reasoning, which nothing here tells from the rest of an answer
+        *("separate_reasoning", "require_reasoning"),
+        # of pictures and sounds, which are refused where they come
+        *("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "return_mm_kwargs", "images_config", "video_config"),
+        *("max_dynamic_patch", "min_dynamic_patch", "image_max_dynamic_patch", "video_max_dynamic_patch"),
+        *("use_audio_in_video", "mm_hashes", "mm_content_hashes"),
+        # of what is refused above
+        *("truncation_side", "routed_experts_prompt_start", "routed_experts_start_len", "guided_decoding_backend"),
+        *("guided_whitespace_pattern", "early_stopping", "mirostat_tau", "mirostat_eta", "return_token_offsets"),
+        *("return_flat_raw_top_logprobs_b64", "dry_base", "dry_allowed_length", "xtc_threshold", "dynatemp_exponent"),
+        # of messages, parts and stream options
+        *("messages.annotations", "messages.phase", "messages.weight", "messages.id", "messages.content.cache_control"),
+        "stream_options.include_obfuscation",
+    }
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, and not as 0 equals false."""
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+
+
+def unmet(given: dict[str, Any], refused: Neutral) -> str | None:
+    """The first of the given fields that asks for something that is not done here."""
+    for name, value in given.items():
+        if name in refused and value is not None and not any(same(value, ok) for ok in refused[name]):
+            return name
+    return None
+
+
+def unread(given: dict[str, Any], refused: Neutral) -> Iterator[str]:
+    """The names of the given fields that nothing here reads."""
+    return (name for name, value in given.items() if name not in refused and value is not None)
+
+
+class Ignored:
+    """In how many requests which field was ignored. The first time of each is logged; only so many names are kept."""
+
+    MOST_NAMES = 64  # that are in no list here
+    MOST_LETTERS = 64  # of such a name
+    OTHERS = "(others)"
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._unknown = 0  # names kept that are in no list here
+        self._lock = threading.Lock()
+
+    def note(self, names: set[str]) -> None:
+        """One request had these."""
+        with self._lock:
+            kept = {self._kept(name) for name in names}
+            new = [name for name in kept if name not in self._counts]
+            self._counts.update(kept)
+        for name in new:
+            if name in HARMLESS:
+                log.info("%r in requests is ignored: it changes no answer", name)
+            elif name == self.OTHERS:
+                log.warning("more fields of requests are ignored than there is room for their names")
+            else:
+                log.warning("%r in requests is ignored: nothing here knows it", name)
+
+    def counts(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._counts)
+
+    def _kept(self, name: str) -> str:
+        """The name under which a field is counted."""
+        if name in HARMLESS or name in self._counts:
+            return name
+        if len(name) > self.MOST_LETTERS or self._unknown >= self.MOST_NAMES:
+            return self.OTHERS
+        self._unknown += 1
+        return name

@@ -1,0 +1,97 @@
+"""What `submit` refuses on the caller's thread, so that the engine's own thread never meets it."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from engines import Make, a_prompt, a_request, alone, by_hand
+from numpy.typing import NDArray
+
+from kvarve.engine.engine import Engine
+from kvarve.engine.requests import Request, Sampling
+from kvarve.errors import Busy, ConfigError
+from kvarve.testing.models import VOCAB
+
+
+def refused(engine: Engine, told: str, **request: Any) -> None:
+    with pytest.raises(ConfigError, match=told):
+        engine.submit(a_request(**{"prompt": [1, 2]} | request))
+
+
+@pytest.mark.parametrize("salt", ["\ud800", "tenant \udcff", "a\udfff\ud800b"], ids=ascii)
+def test_a_salt_that_has_no_bytes_is_refused_and_the_engine_serves_on(salt: str, make: Make) -> None:
+    engine = make()
+    refused(engine, "the salt has half a character", salt=salt)
+    assert engine.submit(a_request(a_prompt(10, 1), 2)).result()[1] == alone("qwen3_5", 10, 1, 2)
+    assert not engine.broken
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"salt": None}, "the salt must be text, not None"),
+        ({"salt": b"tenant"}, "the salt must be text"),
+        ({"priority": "high"}, "the priority must be a whole number, not 'high'"),
+        ({"priority": None}, "the priority must be a whole number"),
+        ({"prompt": [1.5, 2.0]}, "the prompt must be a row of token ids"),
+        ({"prompt": [True, False]}, "the prompt must be a row of token ids"),
+        ({"prompt": [[1], [2]]}, "the prompt must be a row of token ids"),
+        ({"prompt": [[1], [2, 3]]}, "the prompt must be a row of token ids"),
+        ({"prompt": ["1"]}, "the prompt must be a row of token ids"),
+        ({"prompt": [None]}, "outside the model's vocabulary"),
+        ({"prompt": [1, 1 << 70]}, "outside the model's vocabulary"),
+        ({"prompt": [VOCAB]}, "outside the model's vocabulary of 300"),
+        ({"prompt": [5, -1]}, "outside the model's vocabulary of 300"),
+        ({"prompt": []}, "the prompt is empty"),
+    ],
+    ids=str,
+)
+def test_a_request_of_another_form_is_refused_and_takes_no_place(wrong: dict[str, Any], told: str, make: Make) -> None:
+    engine = make(start=False, max_running=1, max_waiting=1)
+    places = engine.places_left()
+    for _ in range(3):
+        refused(engine, told, **wrong)
+    assert engine.places_left() == places == 2
+    by_hand(engine, a_request([1] * 20, 2), a_request([2] * 20, 2))
+
+
+class Watched(Sequence[int]):
+    """A prompt that counts how often somebody goes through it."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens, self.looks = tokens, 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.tokens[at]
+
+    def __iter__(self) -> Iterator[int]:
+        self.looks += 1
+        return iter(self.tokens)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NDArray[np.int64]:
+        self.looks += 1
+        return np.array(self.tokens, *args)
+
+
+def test_a_prompt_is_looked_at_once_however_many_answers_it_gets(make: Make) -> None:
+    engine, prompt = make(start=False), Watched(a_prompt(100))
+    engine.submit(*[Request(prompt, Sampling(2, seed=seed)) for seed in range(16)])
+    assert prompt.looks == 1
+    twice = Watched(a_prompt(100))
+    with pytest.raises(ConfigError, match="max_tokens 2000"):
+        engine.submit(Request(twice, Sampling(2)), Request(twice, Sampling(2000)))
+    assert twice.looks == 1
+
+
+def test_places_left_are_those_that_submit_would_take(make: Make) -> None:
+    engine = make(start=False, max_running=1, max_waiting=2)
+    for left in (3, 2, 1):
+        assert engine.places_left() == left
+        engine.submit(a_request([1, 2, 3], 1))
+    assert engine.places_left() == 0
+    with pytest.raises(Busy):
+        engine.submit(a_request([1, 2, 3], 1))

@@ -1,0 +1,356 @@
+"""A connection that gets nowhere ends, however it does that, and keeps nobody out until then."""
+
+import logging
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+import uvicorn
+from talk import COMPLETIONS, LONG_S, metrics, until
+from uvicorn.server import ServerState
+
+from kvarve.server import connections as connections_module
+from kvarve.server.connections import HEADERS_S, STALLED_S, Connection, Connections
+from kvarve.server.serve import Server
+
+Connect = Callable[..., socket.socket]
+CLOSED = "kvarve_closed_connections_total"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+BODY = b'{"prompt": "hei", "max_tokens": 1}'
+
+
+@pytest.fixture
+def connect(own_server: Server) -> Iterator[Connect]:
+    """Opens a connection of its own and sends these bytes."""
+    with ExitStack() as opened:
+
+        def connect(content: bytes = b"", receive_bytes: int | None = None) -> socket.socket:
+            url, connection = httpx.URL(own_server.url), opened.enter_context(socket.socket())
+            if receive_bytes is not None:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+            connection.settimeout(LONG_S)
+            connection.connect((url.host, url.port or 0))
+            connection.sendall(content)
+            return connection
+
+        yield connect
+
+
+@pytest.fixture
+def client(own_client: httpx.Client) -> httpx.Client:
+    return own_client
+
+
+class Clock:
+    """The server's, which can be put forward."""
+
+    def __init__(self, connections: Connections) -> None:
+        self.ahead_s = 0.0
+        connections.clock = lambda: time.monotonic() + self.ahead_s
+
+
+@pytest.fixture
+def clock(own_server: Server) -> Clock:
+    return Clock(own_server.connections)
+
+
+def post(content: bytes, length: int | None = None) -> bytes:
+    length = len(content) if length is None else length
+    return f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode() + content
+
+
+def answer(connection: socket.socket) -> bytes:
+    """One whole answer, or the head of one that is streamed."""
+    got = b""
+    while True:
+        head, end, body = got.partition(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head)
+        if end and (length is None or len(body) >= int(length[1])):
+            return got
+        piece = connection.recv(1 << 16)
+        assert piece, f"closed after {got!r}"
+        got += piece
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Waits until there is something to read, or no more."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def look(client: httpx.Client, server: Server) -> None:
+    """Wait until the server has looked after its connections twice from now on."""
+    looks: list[None] = []
+    done = server.connections.look
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server.connections, "look", lambda: (done(), looks.append(None)))
+        until(client, lambda _: len(looks) >= 2)
+
+
+# --- headers
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"G", b"GET /health HTTP/1.1\r\nHost", post(BODY)[:60]],
+    ids=["none", "G", "GET", "POST"],
+)
+def test_a_connection_whose_headers_do_not_come_ends(
+    own_server: Server, client: httpx.Client, connect: Connect, clock: Clock, sent: bytes
+) -> None:
+    half = connect(sent)
+    until(client, lambda now: now["kvarve_connections"] == 2)
+    look(client, own_server)
+    clock.ahead_s = HEADERS_S + 1
+    assert is_closed(half)
+    now = until(client, lambda now: now[f"{CLOSED}.headers"] >= 1)
+    assert now["kvarve_connections"] <= 2
+
+
+def test_dribbling_does_not_put_the_end_off(
+    own_server: Server, client: httpx.Client, connect: Connect, clock: Clock
+) -> None:
+    half = connect(b"GET /health HTTP/1.1\r\n")
+    until(client, lambda now: now["kvarve_connections"] == 2)
+    for i in range(3):
+        clock.ahead_s += HEADERS_S / 3 - 1
+        half.sendall(f"X-{i}: 1\r\n".encode())
+        look(client, own_server)
+    clock.ahead_s += 4
+    assert is_closed(half)
+
+
+def test_the_time_for_headers_begins_again_after_each_answer(
+    own_server: Server, client: httpx.Client, connect: Connect, clock: Clock
+) -> None:
+    kept = connect()
+    for _ in range(3):
+        clock.ahead_s += HEADERS_S * 2 / 3
+        kept.sendall(HEALTH)
+        assert answer(kept).startswith(b"HTTP/1.1 200")
+    kept.sendall(HEALTH[:20])
+    look(client, own_server)
+    kept.sendall(HEALTH[20:])
+    assert answer(kept).startswith(b"HTTP/1.1 200")
+    kept.sendall(HEALTH[:20])
+    look(client, own_server)
+    clock.ahead_s += HEADERS_S + 1
+    assert is_closed(kept)
+
+
+def test_a_body_without_end_after_its_answer_ends(
+    own_server: Server, client: httpx.Client, connect: Connect, clock: Clock
+) -> None:
+    endless = connect(b"POST /nope HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n")
+    assert answer(endless).startswith(b"HTTP/1.1 404")
+    endless.sendall(b"x" * 1000)
+    look(client, own_server)
+    clock.ahead_s = HEADERS_S + 1
+    look(client, own_server)
+    with pytest.raises(OSError):  # the first that is sent after the end may be taken by the system
+        while True:
+            endless.sendall(b"x" * 1000)
+
+
+def test_who_brings_a_body_or_gets_an_answer_has_all_the_time_that_takes(
+    own_server: Server, client: httpx.Client, connect: Connect, clock: Clock
+) -> None:
+    slow = connect(post(BODY[:5], len(BODY)))
+    streaming = connect(post(b'{"prompt": "hei", "max_tokens": 200, "ignore_eos": true, "stream": true}'))
+    assert answer(streaming).startswith(b"HTTP/1.1 200")
+    clock.ahead_s = 10 * HEADERS_S
+    look(client, own_server)
+    slow.sendall(BODY[5:])
+    assert answer(slow).startswith(b"HTTP/1.1 200")
+    got = b""
+    while b"[DONE]" not in got:
+        piece = streaming.recv(1 << 16)
+        assert piece
+        got = got[-10:] + piece
+
+
+# --- answers that are not read
+
+
+def test_a_client_that_does_not_read_its_stream_is_aborted(
+    own_server: Server, client: httpx.Client, connect: Connect, clock: Clock
+) -> None:
+    for listener in own_server._http.servers[0].sockets:  # what is accepted has as little room for what is to be sent
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    asked = b'{"prompt": "hei", "max_tokens": 900, "ignore_eos": true, "stream": true, "n": 16, "logprobs": 5}'
+    deaf = connect(post(asked), receive_bytes=1024)
+
+    def paused(_: object) -> bool:
+        return any(one.flow.write_paused for one in [*own_server.connections._open])
+
+    until(client, paused)
+    clock.ahead_s = STALLED_S + 1
+    now = until(client, lambda now: now["kvarve_requests_total.aborted"] == 16)
+    assert now[f"{CLOSED}.stalled"] == 1
+    assert now["kvarve_requests_running"] == now["kvarve_leases"] == 0
+    with suppress(ConnectionResetError):
+        while deaf.recv(1 << 20):  # it ends
+            pass
+
+
+class Pipe:
+    """A transport of which so much has not been taken yet."""
+
+    def __init__(self) -> None:
+        self.unsent = 0
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+
+class Cycle:
+    def __init__(self, complete: bool) -> None:
+        self.response_complete = complete
+
+
+def a_connection(now: float, complete: bool) -> tuple[Connection, Pipe]:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError
+
+    config = uvicorn.Config(app, log_config=None, lifespan="off")
+    loop = cast(Any, object())
+    connection = Connection(Connections(9, lambda: now), config, ServerState(), {}, loop)
+    pipe = Pipe()
+    connection.transport, connection.cycle = cast(Any, pipe), cast(Any, Cycle(complete))
+    connection.flow = cast(Any, type("Flow", (), {"write_paused": False})())
+    return connection, pipe
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_an_answer_stalls_from_the_last_moment_at_which_something_of_it_was_taken(complete: bool) -> None:
+    connection, pipe = a_connection(100.0, complete)
+    connection.flow.write_paused = not complete
+    assert connection.stalled_s(110.0) == 0  # there is nothing to take
+    pipe.unsent = 5000
+    assert [connection.stalled_s(now) for now in (120.0, 130.0, 150.0)] == [10, 20, 40]
+    pipe.unsent = 4999
+    assert [connection.stalled_s(now) for now in (160.0, 170.0)] == [0, 10]
+    pipe.unsent = 0
+    assert connection.stalled_s(180.0) == 0
+
+
+def test_while_an_answer_is_written_as_it_comes_it_does_not_stall() -> None:
+    connection, pipe = a_connection(100.0, complete=False)
+    for now in range(101, 200):
+        pipe.unsent += 100  # more comes than is taken
+        assert connection.stalled_s(now) == 0
+    connection.flow.write_paused = True
+    assert connection.stalled_s(209.0) == 10
+
+
+# --- too many
+
+
+def test_where_there_are_too_many_the_oldest_without_a_whole_request_goes(
+    own_server: Server, client: httpx.Client, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.close()  # its connection would be one of them
+    streaming = connect(post(b'{"prompt": "hei", "max_tokens": 900, "ignore_eos": true, "stream": true}'))
+    assert answer(streaming).startswith(b"HTTP/1.1 200")
+    own_server.connections.most = 4
+    half = [connect(sent) for sent in (b"", b"GET /he", post(BODY[:9], len(BODY)))]
+    with caplog.at_level(logging.WARNING, "kvarve"):
+        for oldest in half:
+            new = connect(HEALTH)
+            assert answer(new).startswith(b"HTTP/1.1 200")
+            assert is_closed(oldest)
+        assert streaming.recv(10)
+        with httpx.Client(base_url=own_server.url) as later:
+            now = until(later, lambda now: bool(caplog.records))
+    assert now[f"{CLOSED}.crowded"] >= 3
+    assert "connections closed: there were too many" in caplog.text
+    assert now["kvarve_connections"] <= 4
+
+
+def test_where_all_have_a_whole_request_the_newest_is_told_to_come_again(own_server: Server, connect: Connect) -> None:
+    streaming = connect(post(b'{"prompt": "hei", "max_tokens": 900, "ignore_eos": true, "stream": true}'))
+    assert answer(streaming).startswith(b"HTTP/1.1 200")
+    own_server.connections.most = 1
+    told = answer(connect())
+    assert told.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in told
+    own_server.connections.most = 2
+    assert answer(connect(HEALTH)).startswith(b"HTTP/1.1 200")
+    assert streaming.recv(10)
+
+
+def test_a_thousand_half_open_connections_leave_no_trace(
+    own_server: Server, client: httpx.Client, connect: Connect
+) -> None:
+    own_server.connections.most = 20
+    for i in range(1000):
+        connect(b"GET /" if i % 2 else b"").close()
+        if i % 100 == 0:
+            assert client.get("/health").status_code == 200
+    now = until(client, lambda now: now["kvarve_connections"] == 1)
+    kept = own_server.connections
+    assert len(kept._open) == 1 and not kept._ending and len(kept._asking) <= 1
+    assert now["kvarve_requests_running"] == 0
+
+
+# --- descriptors
+
+
+def in_a_process(code: str, soft: int, hard: int) -> str:
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\n{code}"
+    done = subprocess.run([sys.executable, "-c", limited], capture_output=True, text=True, check=True, timeout=200)
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(("soft", "hard", "most"), [(64, 256, 128), (512, 512, 256), (20, 20, 16), (99, 9000, 4096)])
+def test_descriptors_are_raised_to_what_the_system_allows_and_half_of_them_are_for_connections(
+    soft: int, hard: int, most: int
+) -> None:
+    code = (
+        "import resource\n"
+        "from kvarve.server.connections import most_connections, raise_descriptors\n"
+        "raise_descriptors()\n"
+        "print(*resource.getrlimit(resource.RLIMIT_NOFILE), most_connections())"
+    )
+    if hard > resource.getrlimit(resource.RLIMIT_NOFILE)[1]:
+        hard, most = resource.getrlimit(resource.RLIMIT_NOFILE)[1], connections_module.most_connections()
+    assert in_a_process(code, soft, hard) == f"{hard} {hard} {most}"
+
+
+def test_a_server_with_few_descriptors_serves_beside_more_half_open_connections_and_logs_little(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    ready, log = tmp_path / "ready", tmp_path / "log"
+    limits = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 256))\n"
+    words = ["serve", "--model", checkpoint, "--port", 0, "--ready-file", ready, "--threads", 1]
+    words += ["--page-tokens", 16, "--chunk-tokens", 64, "--device-memory", "8MiB", "--host-memory", "16MiB"]
+    code = f"{limits}import sys\nfrom kvarve.cli import main\nsys.exit(main({[str(word) for word in words]!r}))"
+    with log.open("w") as file, ExitStack() as opened:
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=file)
+        opened.callback(process.wait)
+        opened.callback(process.kill)
+        while not ready.exists():
+            assert process.poll() is None, log.read_text()
+        url = httpx.URL(ready.read_text().strip())
+        for i in range(400):
+            connection = opened.enter_context(socket.create_connection((url.host, url.port or 0), timeout=LONG_S))
+            connection.sendall((b"GET / HT", b"nonsense\r\n\r\n")[i % 2])
+        with httpx.Client(base_url=url, timeout=LONG_S) as client:
+            assert client.post(COMPLETIONS, content=BODY).status_code == 200
+            assert metrics(client)["kvarve_connections"] <= 128
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LONG_S) == 0
+    assert log.stat().st_size < 16 << 10, log.read_text()[:10_000]
+    assert "Too many open files" not in log.read_text()
+    assert "Invalid HTTP request" in log.read_text()

@@ -1,0 +1,85 @@
+"""Whatever a request says, it is answered or refused: no value is a bug, and none ends the engine."""
+
+import json
+import random
+from typing import Any
+
+import httpx
+import pytest
+from fields_of_others import OTHERS
+from talk import CHAT, COMPLETIONS, Body, complete
+
+SEED = 11
+ODD: list[Any] = [
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2,
+        16,
+        1 << 31,
+        1 << 63,
+        -(1 << 63),
+        1 << 70,
+        10**400,
+        0.0,
+        -0.0,
+        0.5,
+        1e308,
+        5e-324,
+    ),
+    *("", "a", "\0", "\ud7ff", "\U0010ffff", "a" * 2000, "{{ 1 }}", "<|end|>", "null", "١", "\u2028\n\r"),
+    *([], [[]], [0], ["a"], ["\0"], [None], [1.5], [True], [{}], [1 << 70], {}, {"a": 1}, {"1": 1}, {"1": 1e308}),
+    *(
+        {"type": "text"},
+        {"type": 7},
+        {"type": "text", "text": "\0"},
+        {"role": "user", "content": "\0"},
+        {"function": None},
+    ),
+    [
+        {"role": "user", "content": [{"type": "text", "text": "hei"}]},
+        {"role": "tool", "content": "", "tool_call_id": ""},
+    ],
+    [{"role": "assistant", "tool_calls": [{}]}, {"role": "user", "content": "hei", "name": "\0"}],
+]
+NAMES = sorted({name for names in OTHERS.values() for name in names} | {"cache_priority", "skip_reading_prefix_cache"})
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_no_value_of_any_field_is_a_bug(client: httpx.Client, path: str) -> None:
+    least: Body = {"max_tokens": 2, "temperature": 0.5}
+    least |= {"prompt": "hei"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "hei"}]}
+    print(f"seed {SEED}")
+    dice = random.Random(SEED)
+    for name in NAMES:
+        for value in dice.sample(ODD, 4):  # all of them found nothing, and took minutes
+            told(client.post(path, content=json.dumps(least | {name: value})), {name: value})
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_no_values_together_are_a_bug(client: httpx.Client, path: str) -> None:
+    print(f"seed {SEED}")
+    dice = random.Random(SEED)
+    least: Body = {"prompt": "hei"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "hei"}]}
+    for _ in range(300):
+        given = {name: dice.choice(ODD) for name in dice.sample(NAMES, dice.randrange(1, 5))}
+        told(client.post(path, content=json.dumps(least | {"max_tokens": 2} | given)), given)
+
+
+def told(response: httpx.Response, given: Body) -> None:
+    """In the form of OpenAI's, and no bug of ours."""
+    assert response.status_code < 500, (given, response.text)
+    if response.headers["content-type"].startswith("text/event-stream"):
+        assert response.text.endswith("data: [DONE]\n\n") and '"error"' not in response.text, (given, response.text)
+    elif response.status_code != 200:
+        error = response.json()["error"]
+        assert error["message"] and error["type"] == "invalid_request_error", given
+
+
+def test_the_engine_has_seen_none_of_it(client: httpx.Client) -> None:
+    assert client.get("/health").status_code == 200
+    assert complete(client, "hei", max_tokens=1)
