@@ -67,7 +67,7 @@ def test_a_memory_url_is_found_again_by_its_name():
         ("://store", "no storage of the kind ''"),
         ("file://store?capacity=1GiB", "three slashes and an absolute path"),
         ("file://./store?capacity=1GiB", "three slashes"),
-        ("file://?capacity=1GiB", "three slashes"),
+        ("file://?size=1GiB", "unknown parameter"),
         ("file:///store", "say how much it may hold"),
         ("file:///store?", "say how much it may hold"),
         ("file:///store?capacity=0", "capacity must be above zero"),
