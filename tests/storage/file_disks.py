@@ -174,6 +174,6 @@ def everything(*places: Path) -> dict[str, tuple[int, int, int, bytes]]:
         below = [Path(at, name) for at, folders, files in os.walk(place) for name in folders + files]
         for path in (place, *below):
             it = path.lstat()
-            holds = os.readlink(path).encode() if path.is_symlink() else path.read_bytes() if path.is_file() else b""
+            holds = bytes(path.readlink()) if path.is_symlink() else path.read_bytes() if path.is_file() else b""
             found[str(path)] = (it.st_mode, it.st_mtime_ns, it.st_nlink if path.is_file() else 0, holds)
     return found
