@@ -16,7 +16,7 @@ import numpy as np
 from kvarve.storage.changes import Changes
 from kvarve.storage.clock import Clock
 from kvarve.storage.disk import Disk
-from kvarve.storage.folder import CHANGES, CLOCK, Folder, slab_name, slab_numbers
+from kvarve.storage.folder import CHANGES, CLOCK, Folder, files_of_model, slab_name, slab_numbers
 from kvarve.storage.orders import Line, Victim
 from kvarve.storage.slabs import STRIPES, Broken, Slab, quarantine, states_of, unlink
 from kvarve.storage.table import (
@@ -601,20 +601,29 @@ class Books:
         self.forget(slab)
         self.changes.did({slab.number: (0, ())})
 
-    def begin(self) -> None:
-        """This process is alone: the files say which slabs there are. What is no slab, though named like one, is put
-        away, and slots without a table go, which a process left that died while it made or removed a slab."""
-        found = {}
-        for number, whole in slab_numbers(self.disk, self.folder.model).items():
+    def begin(self, *, mend: bool) -> None:
+        """This process is alone: the files say which slabs there are.
+
+        `mend`: what is no slab, though named like one, is put away, and slots without a table go, which a process left
+        that died while it made or removed a slab.
+        """
+        found, folder = {}, self.folder.model
+        room_bytes = self.limits.capacity_bytes - self.folder.bytes()
+        files = files_of_model(self.disk, folder)
+        for number, whole in slab_numbers(self.disk, folder).items():
             try:
-                found[number] = Slab.open(self.disk, self.folder.model, number, self.owner, alone=True).identity
+                slab = Slab.open(self.disk, folder, number, self.owner, alone=mend, room_bytes=room_bytes)
+                found[number] = slab.identity
+                if slab_name(number) in files:  # it may have grown
+                    room_bytes -= max(0, self.disk.size(slab.file) - files[slab_name(number)].st_size)
             except Broken as why:
                 self.lost += whole
-                with suppress(OSError):  # it stays in the way until somebody can
-                    self.put_away(number, str(why), whole=whole)
+                if mend:
+                    with suppress(OSError):  # it stays in the way until somebody can
+                        self.put_away(number, str(why), whole=whole)
             except OSError as error:  # until somebody can
                 self.lost += 1
-                log.warning("%s is not used: %s", self.folder.model.path / slab_name(number), error)
+                log.warning("%s is not used: %s", folder.path / slab_name(number), error)
         self.changes.begin(found)
 
     def put_away(self, number: int, why: str, *, whole: bool) -> None:

@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarve.storage.disk import Disk
-from kvarve.storage.folder import SLABS
+from kvarve.storage.folder import LINE_BYTES, SLABS
 from kvarve.storage.slabs import STRIPES, write_all
 
 _WORDS = 1 + STRIPES
-LINE_BYTES = 8 * _WORDS
+assert LINE_BYTES == 8 * _WORDS
 _MOST_BYTES = LINE_BYTES * (SLABS + 1)
 _MASK = (1 << 64) - 1
 _ONE = np.uint64(1)

@@ -127,7 +127,7 @@ class FileStorage(Storage):
                 books = Books(self._disk, folder, self._label, self._limits)
                 room = Room(books, self._lock)
                 if folder.alone():
-                    books.begin()
+                    books.begin(mend=not self._visiting)
                 elif not books.changes.is_begun():
                     raise StorageError(
                         f"{folder.model.path}: processes have it open, and somebody has removed the file by which "

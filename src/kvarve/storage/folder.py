@@ -49,6 +49,9 @@ _SAID_BYTES = 1 << 16  # of a JSON file of ours at most
 _LEFT_BYTES, _LEFT_SHARE = 256 << 20, 100  # of the disk, for others
 PROCESSES = 1 << 12
 SLABS = (1 << 15) - 1  # numbers of slabs are below
+SLAB_BYTES = 16 << 30  # of the slots of one, at most
+LINE_BYTES = 128  # of the changes, for each slab
+_SMALL_BYTES = (SLABS + 1) * LINE_BYTES
 
 # What an opening that was cut short leaves, and what every fresh ext4 disk has: a folder with these only is empty.
 _NOT_CONTENT = frozenset({_LOCK, _MARKER + _UNFINISHED, "lost+found"})
@@ -118,12 +121,13 @@ def model_name(label: bytes) -> str:
 
 
 def files_of_model(disk: Disk, folder: Directory) -> dict[str, os.stat_result]:
-    """The files of ours in a model's folder."""
-    return {
-        name: found
-        for name, found in disk.files(folder).items()
-        if name in _MODEL_FILES or slab_file(name) or process_number(name) is not None
-    }
+    """The files of ours in a model's folder. What is longer than any that we make is none."""
+    found = {}
+    for name, it in disk.files(folder).items():
+        small = name in _MODEL_FILES or process_number(name) is not None
+        if it.st_size <= (_SMALL_BYTES if small else SLAB_BYTES if slab_file(name) else -1):
+            found[name] = it
+    return found
 
 
 def root_bytes(disk: Disk, root: Directory) -> int:

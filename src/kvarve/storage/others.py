@@ -86,13 +86,15 @@ class Others:
         self, model: str, folder: Directory, number: int, owner: int, table: os.stat_result | None, now_ns: int
     ) -> tuple[int, LastUse]:
         """The size of a slab's slots, and when they were used. It is read once, as nobody changes it: a million objects
-        take a moment. What cannot be read was never used."""
+        take a moment. What is damaged was never used."""
         key = (table.st_ino, table.st_mtime_ns) if table is not None else (0, 0)
         seen = self._seen.get((model, number))
         if seen is None or seen[0] != key:
             seen = key, 0, LastUse()
             with suppress(Broken, OSError):
                 slab = Slab.open(self._disk, folder, number, owner, read_only=True)
+                if self._disk.size(slab.file) > slab.shape.slots_bytes:
+                    raise Broken("its slots take more than its header says")
                 tables = [table for _, table in slab.load(0, slab.shape.slots, named=False)]
                 used = np.concatenate([times(table, now_ns)[1][table.state == STORED] for table in tables])
                 seen = key, slab.shape.slot_bytes, LastUse.of(used)

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvarve.storage.books import Books, Call, Grow, Place, Rank
-from kvarve.storage.changes import LINE_BYTES
 from kvarve.storage.disk import NotOurs
-from kvarve.storage.folder import SLABS, slab_name, slab_numbers, spare_bytes
+from kvarve.storage.folder import LINE_BYTES, SLABS, slab_name, slab_numbers, spare_bytes
 from kvarve.storage.orders import LastUse, coldest
 from kvarve.storage.others import Idle, Others
 from kvarve.storage.slabs import Broken, Slab, unlink

@@ -112,12 +112,20 @@ class Slab:
 
     @staticmethod
     def open(
-        disk: Disk, folder: Directory, number: int, owner: int, *, alone: bool = False, read_only: bool = False
+        disk: Disk,
+        folder: Directory,
+        number: int,
+        owner: int,
+        *,
+        alone: bool = False,
+        room_bytes: int = 0,
+        read_only: bool = False,
     ) -> "Slab":
         """A slab that is there. `Broken`: neither of its headers is as it should be, its table has another length than
         they say, or one of its files is missing. NotOurs, or another OSError: nobody can say what it is.
 
-        `alone`: nobody else has the store open, so it may be mended. `read_only`: only to look at it.
+        `alone`: nobody else has the store open, so it may be mended; if it was cut it may take `room_bytes` more, which
+        it gets unless the disk is full. `read_only`: only to look at it.
         """
         name, files = slab_name(number), list[int]()
         try:
@@ -139,10 +147,11 @@ class Slab:
                     if header != found:
                         log.warning("%s: one of its two headers was damaged, and is written anew", folder.path / name)
                         write_all(disk, table, [pack_header(shape, owner, identity)], at)
+                disk.cut(slots, shape.slots_bytes)
                 missing_bytes = shape.slots_bytes - disk.size(slots)
-                if missing_bytes < 0:
-                    disk.cut(slots, shape.slots_bytes)
-                elif 0 < missing_bytes <= spare_bytes(disk, folder):  # somebody cut it: what is gone fails its checks
+                if 0 < missing_bytes > room_bytes:
+                    raise Broken(f"{missing_bytes} bytes of its slots are cut off, and for those there is no room")
+                if 0 < missing_bytes <= spare_bytes(disk, folder):  # what is gone fails its checks
                     disk.allocate(slots, shape.slots_bytes)
         except FileNotFoundError:
             _close(disk, *files)

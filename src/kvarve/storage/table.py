@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from kvarve.storage.base import LEGAL, is_name
 from kvarve.storage.disk import BLOCK_BYTES
+from kvarve.storage.folder import SLAB_BYTES
 
 Words = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.int64]
@@ -40,7 +41,6 @@ FREE, RESERVED, STORED, RETIRED, BROKEN, UNREADABLE = range(6)
 
 _HEADER = struct.Struct("<8sIIQQQQ")
 _MAGIC, _FORMAT = b"kvarveSL", 2
-_MOST_SLOTS_BYTES = 16 << 30
 MOST_USES = 1 << 40
 _SECOND_NS = 1_000_000_000
 _MASK = (1 << 64) - 1
@@ -102,7 +102,7 @@ class Shape:
     @staticmethod
     def within(slot_bytes: int, size_bytes: int) -> "Shape":
         """As many slots as fit, perhaps none."""
-        slots = max(0, min(size_bytes // (slot_bytes + ENTRY_BYTES), _MOST_SLOTS_BYTES // slot_bytes))
+        slots = max(0, min(size_bytes // (slot_bytes + ENTRY_BYTES), SLAB_BYTES // slot_bytes))
         while slots and Shape(slot_bytes, slots).bytes > size_bytes:
             slots -= 1
         return Shape(slot_bytes, slots)
@@ -132,7 +132,7 @@ def unpack_header(raw: bytes, owner: int) -> tuple[Shape, int] | None:
     magic, format_, _, found, identity, slot_bytes, slots = _HEADER.unpack(plain)
     if (magic, format_, found) != (_MAGIC, _FORMAT, owner):
         return None
-    if not slots or not slot_bytes or slot_bytes % BLOCK_BYTES or slots * slot_bytes > _MOST_SLOTS_BYTES:
+    if not slots or not slot_bytes or slot_bytes % BLOCK_BYTES or slots * slot_bytes > SLAB_BYTES:
         return None
     return Shape(slot_bytes, slots), identity
 
