@@ -204,6 +204,8 @@ def test_a_removal_that_is_cut_short_leaves_a_model_that_can_be_used_and_removed
             other.close()
         except Died:
             died = True
+        mine = folder / "models" / LABEL.hex()[:16]
+        assert (mine / "model.json").exists() or not [*mine.glob("*")], "it can be found as long as there is something"
         again = FileStorage(folder, CAPACITY, LABEL, "model A", threads=1)
         assert put(again, a=bytes(4096), c=b"3") == [True, True]
         assert get(again, "a") == bytes(4096)

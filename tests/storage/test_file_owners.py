@@ -152,6 +152,31 @@ def test_a_link_that_takes_the_place_of_the_folder_while_it_is_open_leads_nobody
     assert everything(tmp_path / "theirs") == before
 
 
+def test_a_link_that_takes_the_place_of_the_folder_in_the_middle_of_a_put_gets_nothing(folder, tmp_path):
+    theirs = tmp_path / "theirs" / "models" / LABEL.hex()[:16]
+    theirs.mkdir(parents=True)
+    before = everything(tmp_path / "theirs")
+
+    class Exchanged(WithoutSync):
+        armed = False
+
+        def allocate(self, file: int, size_bytes: int) -> None:
+            super().allocate(file, size_bytes)
+            if self.armed:  # the slots of a new slab are there, its table is not
+                self.armed = False
+                folder.rename(tmp_path / "moved")
+                folder.symlink_to(tmp_path / "theirs", target_is_directory=True)
+
+    disk = Exchanged()
+    storage = FileStorage(folder, MIB, LABEL, "model A", disk=disk)
+    put(storage, a=b"1")
+    disk.armed = True
+    with pytest.raises(StorageError, match="moved away"):
+        put(storage, large=bytes(9000))
+    storage.close()
+    assert everything(tmp_path / "theirs") == before
+
+
 # --- owners
 
 
