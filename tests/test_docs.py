@@ -1,4 +1,4 @@
-"""What the documentation takes from the code is what the code says."""
+"""What the documentation takes from the code is what the code says, and what it tells people to type does no harm."""
 
 import re
 import subprocess
@@ -24,3 +24,13 @@ def test_nobody_is_told_to_install_a_package_that_is_not_ours() -> None:
     pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.py")]
     told = {str(page): re.findall(r"pip install[^`\n]*kvarve\[", page.read_text()) for page in pages}
     assert not {page: found for page, found in told.items() if found}
+
+
+def test_no_example_names_a_folder_that_everybody_may_write_to() -> None:
+    paths = [ROOT / "README.md", ROOT / "Makefile"]
+    for folder, kind in (("docs", "*.md"), ("src", "*.py"), ("bench", "*.py")):
+        paths += (ROOT / folder).rglob(kind)
+    assert len(paths) > 100
+    for path in paths:
+        for place in ("/var/tmp", "/tmp/", "/dev/shm"):
+            assert place not in path.read_text(), path

@@ -1,7 +1,8 @@
 """`kvarve storage ls|stat|verify|gc|drop`: how people look after the folder of a file store, also while servers use it.
 
-Each command is one more process on the folder. Here is what they say and when they refuse; what they do to a store is
-in `kvarve.storage.care`. Exit codes: 0 done, 1 verify found damage, 2 it cannot be done (an error that says why).
+The first three change nothing; `gc` and `drop` are one more process on the folder. Here is what they say and when they
+refuse; what they do to a store is in `kvarve.storage.care`. Exit codes: 0 done, 1 verify found damage, 2 it cannot be
+done (an error that says why).
 """
 
 import argparse
@@ -9,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,7 @@ from kvarve.memory.record import title, whole
 from kvarve.sizes import format_size
 from kvarve.storage import care
 from kvarve.storage.care import Model, Stored
-from kvarve.storage.folder import medium
-from kvarve.storage.urls import DEFAULT_CAPACITY, SCHEMES, parse_time, parse_url
+from kvarve.storage.urls import SCHEMES, file_settings, parse_time, parse_url
 
 ORDERS: dict[str, Callable[[Stored], float]] = {
     "used": lambda each: each.used_s_ago,
@@ -100,19 +100,9 @@ def _place(text: str) -> Place:
     if colon and scheme != "file" and (scheme in _ELSEWHERE or scheme in SCHEMES):
         raise ConfigError(f"{text}: {_ELSEWHERE.get(scheme, 'only folders (file://) are looked after here')}")
     url = parse_url(text)
-    path = Path(url.path)
-    if not url.place:
-        with medium(path):
-            if not path.exists():
-                raise StorageError(f"{path}: no such folder")
-    SCHEMES["file"].prepare(replace(url, parameters={"capacity": DEFAULT_CAPACITY} | url.parameters), b"-", "")
+    settings = file_settings(url)
     # The capacity of a plain path is one that nobody has said.
-    said = url.parameters if "://" in text else {}
-    return Place(
-        path,
-        url.size_bytes("capacity") if "capacity" in said else None,
-        url.seconds("ttl") if "ttl" in said else None,
-    )
+    return Place(settings.folder, settings.capacity_bytes if "://" in text else None, settings.ttl_s)
 
 
 # --- the commands
@@ -156,25 +146,39 @@ def _ls(place: Place, args: argparse.Namespace, out: Report) -> int:
 
 
 def _stat(place: Place, _: argparse.Namespace, out: Report) -> int:
-    models = care.models(place.folder)
-    total = care.folder_bytes(place.folder)
-    text = f"{place.folder}: {format_size(total)} in {_many(len(models), 'model')}"
+    contents = care.contents(place.folder)
+    models = contents.models
+    text = f"{place.folder}: {format_size(contents.bytes)} in {_many(len(models), 'model')}"
     if place.capacity_bytes is not None:
-        text += f", {total / place.capacity_bytes:.0%} of {format_size(place.capacity_bytes)}"
+        text += f", {contents.bytes / place.capacity_bytes:.0%} of {format_size(place.capacity_bytes)}"
     out.say(text)
+    for damage in contents.damaged:
+        out.say(f"  {damage}")
     told: list[dict[str, Any]] = []
-    out.json = {"folder": str(place.folder), "bytes": total, "capacity_bytes": place.capacity_bytes, "models": told}
+    out.json = {
+        "folder": str(place.folder),
+        "bytes": contents.bytes,
+        "capacity_bytes": place.capacity_bytes,
+        "models": told,
+        "damaged": contents.damaged,
+    }
     for model in models:
-        with care.opened(place.folder, model) as storage:
-            objects = care.objects(storage)
-            with storage.looking() as books:
-                slots = books.states()
+        with care.visit(place.folder, model) as visit:
+            objects, slots, lost, quarantined = visit.objects(), visit.states(), visit.lost, visit.quarantined
         rows = _shares(objects)
-        told.append(_model_json(model) | {"slots": slots, "objects": len(objects), "groups": [*rows]})
+        told.append(
+            _model_json(model)
+            | {"slots": slots, "objects": len(objects), "groups": [*rows]}
+            | {"lost": lost, "quarantined_bytes": quarantined}
+        )
         use = "in use" if model.in_use else f"not used for {_age(_unused_s(model, objects))}"
         out.say(f"\n{model.description}")
         out.say(f"  fingerprint {_short(model)}, {use}, {format_size(model.file_bytes)} on disk")
         out.say("  slots: " + ", ".join(f"{count:,} {state}" for state, count in slots.items() if count))
+        for damage in lost:
+            out.say(f"  {damage}")
+        if quarantined:
+            out.say(f"  {format_size(quarantined)} of slabs that were damaged, until their room is needed, or gc")
         table = _table("group", "pool", right=("objects", "size", "oldest", "newest", "last used"))
         for row in rows:
             ages = (_age(row[f"{when}_s_ago"]) for when in ("oldest", "newest", "used"))
@@ -186,31 +190,34 @@ def _stat(place: Place, _: argparse.Namespace, out: Report) -> int:
 
 def _verify(place: Place, _: argparse.Namespace, out: Report) -> int:
     told: list[dict[str, Any]] = []
-    damage = 0
-    for model in care.models(place.folder):
+    contents = care.contents(place.folder)
+    for damage in contents.damaged:
+        out.say(damage)
+    damages = len(contents.damaged)
+    for model in contents.models:
         inspector = Inspector(model.label)
-        with care.opened(place.folder, model) as storage, _progress(model.description) as tick:
-            read, dropped = care.verify(storage, inspector.intact, tick)
-            lost = storage.trouble()["lost"]
-        damage += len(dropped) + lost
-        whys = {name: inspector.whys.get(name, "cannot be read") for name in dropped}
+        with care.visit(place.folder, model) as visit, _progress(model.description) as tick:
+            read, damaged = visit.verify(inspector.intact, tick)
+            lost = visit.lost
+        damages += len(damaged) + len(lost)
+        whys = {name: inspector.whys.get(name, "cannot be read") for name in damaged}
         told.append(
             _model_json(model)
             | {"read": read, "unknown": inspector.unknown, "lost": lost}
-            | {"dropped": [{"name": name, "why": why} for name, why in whys.items()]}
+            | {"damaged": [{"name": name, "why": why} for name, why in whys.items()]}
         )
         text = f"{model.description} ({_short(model)}): {_many(read, 'object')} read, "
-        out.say(text + (f"{len(dropped):,} damaged and dropped" if dropped else "none damaged"))
+        out.say(text + (f"{len(damaged):,} damaged: a server that reads one drops it" if damaged else "none damaged"))
         for name, why in [*whys.items()][:_SHOWN]:
             out.say(f"  {name}: {why}")
         if len(whys) > _SHOWN:
             out.say(f"  and {len(whys) - _SHOWN:,} more")
-        if lost:
-            out.say(f"  {_many(lost, 'entry', 'entries')} of its tables could not be read: what lay there is gone")
+        for damage in lost:
+            out.say(f"  {damage}")
         if inspector.unknown:
-            out.say(f"  {_many(inspector.unknown, 'object')} with no page's name: left as they are")
-    out.json = {"folder": str(place.folder), "ok": not damage, "models": told}
-    return 1 if damage else 0
+            out.say(f"  {_many(inspector.unknown, 'object')} with no page's name: nobody can say how they should be")
+    out.json = {"folder": str(place.folder), "ok": not damages, "models": told, "damaged": contents.damaged}
+    return 1 if damages else 0
 
 
 class Inspector:
@@ -242,12 +249,16 @@ def _gc(place: Place, args: argparse.Namespace, out: Report) -> int:
         except ConfigError as e:
             raise ConfigError(f"--unused-for: {e}") from None
     told: list[dict[str, Any]] = []
-    for model in care.models(place.folder):
+    contents = care.contents(place.folder)
+    for damage in contents.damaged:
+        out.say(damage)
+    for model in contents.models:
+        with care.visit(place.folder, model) as visit:
+            unused_s = _unused_s(model, visit.objects())
         with care.opened(place.folder, model, ttl_s=place.ttl_s) as storage:
-            unused_s = _unused_s(model, care.objects(storage))
             counts = care.gc(storage)
         old = unused_for_s is not None and not model.in_use and unused_s >= unused_for_s
-        removed = old and care.drop_model(place.folder, model)
+        removed = old and care.drop_model(place.folder, model, f"kvarve storage gc --unused-for {args.unused_for}")
         told.append(_model_json(model) | counts | {"unused_s": unused_s, "removed": removed})
         who = f"{model.description} ({_short(model)}): "
         if removed:
@@ -257,12 +268,10 @@ def _gc(place: Place, args: argparse.Namespace, out: Report) -> int:
                 (counts["expired"], "objects were too old"),
                 (counts["reclaimed"], "slots were those of dead processes"),
                 (counts["retired"], "slots can be read again"),
+                (counts["quarantined_bytes"], "bytes were those of damaged slabs"),
             ]
             out.say(who + (", ".join(f"{count:,} {what}" for count, what in done if count) or "nothing to give back"))
-    remains = care.drop_remains(place.folder)
-    if remains:
-        out.say(f"what was left of {_many(remains, 'model')} whose removal was cut short: removed")
-    out.json = {"folder": str(place.folder), "models": told, "remains": remains}
+    out.json = {"folder": str(place.folder), "models": told, "damaged": contents.damaged}
     return 0
 
 
@@ -281,7 +290,7 @@ def _drop(place: Place, args: argparse.Namespace, out: Report) -> int:
         count = 0
         for model in models:
             with care.opened(place.folder, model) as storage:
-                count += care.drop(storage, group)
+                count += care.drop(storage, [each.name for each in objects[model.label] if each.group == group])
         out.json |= {"dropped": True, "objects": count}
         out.say(f"{_many(count, 'object')} dropped")
         return 0
@@ -297,11 +306,9 @@ def _drop(place: Place, args: argparse.Namespace, out: Report) -> int:
     if not _agreed(f"drop {_many(len(models), 'model')}, {size}: {what}", args, out):
         return 0
     for model in models:
-        if not care.drop_model(place.folder, model):  # it has been opened since
+        if not care.drop_model(place.folder, model, "kvarve storage drop"):  # it has been opened since
             raise StorageError(_in_use(model))
         out.say(f"{model.description} ({_short(model)}): dropped")
-    if args.all:
-        care.drop_remains(place.folder)
     out.json["dropped"] = True
     return 0
 
@@ -320,8 +327,8 @@ COMMANDS: dict[str, Callable[[Place, argparse.Namespace, Report], int]] = {
 
 def _objects(place: Place, models: Iterable[Model]) -> Iterator[tuple[Model, list[Stored]]]:
     for model in models:
-        with care.opened(place.folder, model) as storage:
-            yield model, care.objects(storage)
+        with care.visit(place.folder, model) as visit:
+            yield model, visit.objects()
 
 
 def _the_one(place: Place, kind: str, begins: str, known: set[str]) -> str:

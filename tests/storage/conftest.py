@@ -1,5 +1,6 @@
 """Lets the tests of this folder import what stands beside them, and opens file stores for those that want one."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,14 @@ from file_disks import MIB, Open, WithoutSync
 
 from kvarve.storage import FileStorage
 from kvarve.testing.suite import LABEL
+
+
+@pytest.fixture(autouse=True, scope="session")
+def files_for_their_owner_alone() -> Iterator[None]:
+    """Tests write into stores as their owner would, and what others may write to is refused."""
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
 
 
 @pytest.fixture

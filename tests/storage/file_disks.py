@@ -9,7 +9,7 @@ from typing import Any
 
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
-from kvarve.storage.disk import Disk
+from kvarve.storage.disk import Directory, Disk
 from kvarve.storage.table import Shape
 
 MIB = 1 << 20
@@ -21,13 +21,16 @@ Open = Callable[..., FileStorage]
 
 
 class WithoutSync(Disk):
-    """No power is cut here, and a test bed's syncs are slow."""
+    """No power is cut here, a test bed's syncs are slow, and how full its disk is says nothing."""
 
     def sync(self, file: int) -> None:
         pass
 
-    def sync_folder(self, path: Path) -> None:
+    def sync_folder(self, folder: Directory) -> None:
         pass
+
+    def room(self, folder: Directory) -> tuple[int, int]:
+        return 1 << 50, 1 << 50
 
 
 class Clockwork(WithoutSync):
@@ -119,9 +122,9 @@ class Rigged(WithoutSync):
     def sync(self, file: int) -> None:
         self.happens("sync", file_name(file), 0)
 
-    def unlink(self, path: Path) -> None:
-        self.happens("unlink", path.name, 0)
-        super().unlink(path)
+    def unlink(self, folder: Directory, name: str) -> None:
+        self.happens("unlink", name, 0)
+        super().unlink(folder, name)
 
 
 def trouble(number: int = errno.EIO) -> OSError:
@@ -152,9 +155,25 @@ class Calls:
         return self.answers
 
 
+def table_path(slab: Path) -> Path:
+    return slab.with_name(slab.name + ".table")
+
+
 def file_name(file: int) -> str:
     return Path(f"/proc/self/fd/{file}").readlink().name
 
 
 def total(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def everything(*places: Path) -> dict[str, tuple[int, int, int, bytes]]:
+    """All that lies below some places: what it is, when it was changed, how many names it has, and what it holds."""
+    found = {}
+    for place in places:
+        below = [Path(at, name) for at, folders, files in os.walk(place) for name in folders + files]
+        for path in (place, *below):
+            it = path.lstat()
+            holds = bytes(path.readlink()) if path.is_symlink() else path.read_bytes() if path.is_file() else b""
+            found[str(path)] = (it.st_mode, it.st_mtime_ns, it.st_nlink if path.is_file() else 0, holds)
+    return found

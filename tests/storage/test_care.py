@@ -44,8 +44,8 @@ def test_what_lies_in_a_store_is_listed_by_its_last_use(storage, folder):
     put(storage, **{"aaaa-1": b"first", "bbbb-1": bytes(5000), "loner": b""})
     get(storage, "bbbb-1")
     (model,) = care.models(folder)
-    with care.opened(folder, model) as beside:
-        listed = care.objects(beside)
+    with care.visit(folder, model) as visit:
+        listed = visit.objects()
     assert [(each.name, each.group, each.slot_bytes, each.size_bytes, each.uses) for each in listed] == [
         ("bbbb-1", "bbbb", 8192, 5000, 1),
         ("aaaa-1", "aaaa", 4096, 5, 0),
@@ -54,16 +54,15 @@ def test_what_lies_in_a_store_is_listed_by_its_last_use(storage, folder):
     assert all(0 <= each.used_s_ago <= each.stored_s_ago < 60 for each in listed)
 
 
-def test_verify_reads_everything_and_drops_what_is_damaged(storage, folder):
+def test_verify_reads_everything_and_tells_what_is_damaged(storage, folder):
     put(storage, **{f"page-{i}": bytes([i]) * 5000 for i in range(40)})
     (slab, row), (model,) = storage._books.place("page-7"), care.models(folder)
     with slab.path.open("r+b") as file:
         file.seek(slab.shape.slot_at(row) + 100)
         file.write(b"\xff")
-    with care.opened(folder, model) as beside:
-        read, dropped = care.verify(beside, lambda name, data: data == bytes([int(name[5:])]) * 5000)
-    assert (read, dropped) == (40, ["page-7"])
-    assert storage.exists(["page-6", "page-7"]) == [True, False]
+    with care.visit(folder, model) as visit:
+        assert visit.verify(lambda name, data: data == bytes([int(name[5:])]) * 5000) == (40, ["page-7"])
+    assert storage.exists(["page-6", "page-7"]) == [True, True]
 
 
 class OneBadPlace(Disk):
@@ -79,35 +78,36 @@ class OneBadPlace(Disk):
         return super().read(file, into, at)
 
 
-def test_verify_tells_what_cannot_be_read_and_it_is_gone(storage, folder):
+def test_verify_tells_what_cannot_be_read(storage, folder):
     put(storage, **{f"page-{i}": bytes([i]) * 5000 for i in range(40)})
     slab, row = storage._books.place("page-7")
     disk = OneBadPlace(slab.path, slab.shape.slot_at(row))
     heard = []
-    visitor = FileStorage(folder, MIB, LABEL, "model A", visiting=True, disk=disk)
-    assert care.verify(visitor, lambda name, data: True, lambda *far: heard.append(far)) == (39, ["page-7"])
-    visitor.close()
-    assert heard == [(16, 40), (32, 40), (40, 40)]
-    assert not storage.exists(["page-7"])[0]
+    (model,) = care.models(folder)
+    with care.visit(folder, model, disk) as visit:
+        assert visit.verify(lambda name, data: True, lambda *far: heard.append(far)) == (39, ["page-7"])
+    assert heard == [(0, 40), (16, 40), (32, 40), (40, 40)]
 
 
 def test_who_visits_a_store_uses_nothing_in_it(storage, folder):
     put(storage, a=b"1", b=b"2")
     get(storage, "a")
     (model,) = care.models(folder)
-    with care.opened(folder, model) as beside:
-        before = [(each.name, each.uses) for each in care.objects(beside)]
-        for _ in range(3):
+    for _ in range(3):
+        with care.opened(folder, model) as beside:
             get(beside, "b")
-    with care.opened(folder, model) as beside:
-        assert [(each.name, each.uses) for each in care.objects(beside)] == before == [("a", 1), ("b", 0)]
+        with care.visit(folder, model) as visit:
+            assert visit.verify(lambda name, data: True) == (2, [])
+            assert [(each.name, each.uses) for each in visit.objects()] == [("a", 1), ("b", 0)]
 
 
 def test_a_folder_that_is_no_store_yet_has_no_models_to_tell_of(folder):
-    for _ in range(2):
-        with pytest.raises(StorageError, match="there is no kvarve storage in it"):
-            care.models(folder)
-        folder.mkdir(exist_ok=True)
+    with pytest.raises(StorageError, match="no such folder"):
+        care.models(folder)
+    folder.mkdir()
+    with pytest.raises(StorageError, match="there is no kvarve storage in it"):
+        care.models(folder)
+    assert [*folder.iterdir()] == []
 
 
 def test_gc_gives_back_what_is_too_old_and_slots_that_can_be_read_again(folder, storage):
@@ -116,19 +116,19 @@ def test_gc_gives_back_what_is_too_old_and_slots_that_can_be_read_again(folder, 
         books.drop(*books.place("a"), 3)
         books.publish()
     assert storage._books.states()["retired"] == 1
-    assert care.gc(storage) == {"expired": 0, "reclaimed": 0, "retired": 1}
+    assert care.gc(storage) == {"expired": 0, "reclaimed": 0, "retired": 1, "quarantined_bytes": 0}
     assert storage._books.states()["retired"] == 0
     assert get(storage, "b") == b"2"
 
 
-def test_a_group_is_dropped_alone_and_a_model_only_when_nobody_uses_it(storage, folder):
+def test_objects_are_dropped_alone_and_a_model_only_when_nobody_uses_it(storage, folder):
     put(storage, **{"aaaa-1": b"1", "aaaa-2": b"2", "bbbb-1": b"3"})
     (model,) = care.models(folder)
     with care.opened(folder, model) as beside:
-        assert care.drop(beside, "aaaa") == 2
+        assert care.drop(beside, ["aaaa-1", "aaaa-2", "aaaa-3"]) == 2
     assert there(storage, "aaaa-1", "aaaa-2", "bbbb-1") == "bbbb-1"
-    assert care.drop(storage) == 1
-    assert not care.drop_model(folder, model)
+    assert not care.drop_model(folder, model, "a test")
+    assert there(storage, "bbbb-1") == "bbbb-1"
     storage.close()
-    assert care.drop_model(folder, model)
+    assert care.drop_model(folder, model, "a test")
     assert care.models(folder) == []

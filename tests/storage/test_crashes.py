@@ -18,12 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from file_disks import total
+from file_disks import table_path, total
 
 from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
 from kvarve.storage import FileStorage
-from kvarve.storage.disk import Disk
-from kvarve.storage.slabs import table_path
+from kvarve.storage.disk import Directory, Disk
 from kvarve.storage.table import ENTRY_BYTES, Shape
 from kvarve.testing.faulty_disk import Died, FaultyDisk
 from kvarve.testing.suite import LABEL, OTHER_LABEL
@@ -97,10 +96,10 @@ def die(storage: FileStorage) -> None:
 class Quick(Disk):
     """What is checked after the cut need not survive another one, so it may stay in the page cache."""
 
-    def open(self, path: Path, *, create: bool = False, direct: bool = False, read_only: bool = False) -> int:
+    def open(self, folder: Directory, name: str, *, direct: bool = False, **how: bool) -> int:
         if direct:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return super().open(path, create=create, read_only=read_only)
+        return super().open(folder, name, **how)
 
     def allocate(self, file: int, size_bytes: int) -> None:
         os.ftruncate(file, max(size_bytes, self.size(file)))
@@ -108,8 +107,11 @@ class Quick(Disk):
     def sync(self, file: int) -> None:
         pass
 
-    def sync_folder(self, path: Path) -> None:
+    def sync_folder(self, folder: Directory) -> None:
         pass
+
+    def room(self, folder: Directory) -> tuple[int, int]:
+        return 1 << 50, 1 << 50
 
 
 def goes_on(storage: FileStorage, folder: Path, capacity: int = CAPACITY) -> None:
@@ -216,7 +218,7 @@ def test_after_a_cut_at_any_event_what_was_confirmed_is_there_and_nothing_is_wro
         history.disk.after(count, folder, fate, seed)
         storage = opened(folder)
         assert total(folder) <= CAPACITY
-        slabs = storage._folder.model.glob("slab-??????")
+        slabs = storage._folder.model.path.glob("slab-??????")
         assert all(table_path(path).exists() for path in slabs), "slots that are nobody's"
         assert storage._books.states()["reserved"] == 0
         expected = history.expected(count)

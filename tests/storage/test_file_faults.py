@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from file_disks import MIB, ONE, SMALL_FILES, Failing, WithoutSync, total
+from file_disks import MIB, ONE, SMALL_FILES, Failing, WithoutSync, table_path, total
 
 from kvarve.errors import StorageError
-from kvarve.storage.slabs import table_path
+from kvarve.storage.disk import Directory
 from kvarve.storage.table import ENTRY_BYTES, Shape
 from kvarve.testing.suite import get, put, there
 
@@ -35,7 +35,7 @@ def test_a_slab_cut_short_loses_what_was_cut_and_is_whole_again(opened, folder):
     assert put(storage, more=b"1") == [True]
 
 
-@pytest.mark.parametrize("harm", ["no table", "no slots", "header", "nothing", "half a table"])
+@pytest.mark.parametrize("harm", ["no table", "no slots", "headers", "nothing", "half a table"])
 def test_a_slab_that_is_gone_or_broken_is_lost_alone(opened, folder, harm):
     storage = opened()
     put(storage, small=b"1", large=bytes(9000))
@@ -46,9 +46,10 @@ def test_a_slab_that_is_gone_or_broken_is_lost_alone(opened, folder, harm):
         table.unlink()
     elif harm == "no slots":
         slab.unlink()
-    elif harm == "header":
+    elif harm == "headers":
         data = bytearray(table.read_bytes())
         data[10] ^= 1
+        data[-ENTRY_BYTES + 10] ^= 1
         table.write_bytes(data)
     else:
         os.truncate(table, 0 if harm == "nothing" else 300)
@@ -93,8 +94,9 @@ def test_a_folder_that_is_gone_takes_nothing_more_and_is_not_made_anew(opened, f
     storage = opened(SMALL_FILES + ONE)
     put(storage, a=b"1")
     folder.rename(folder.with_name("moved"))
-    with pytest.raises(StorageError, match="stored 0 of 1 objects"):
-        put(storage, b=bytes(9000))
+    for call in (lambda: put(storage, b=bytes(9000)), lambda: put(storage, a=b"1"), lambda: there(storage, "a")):
+        with pytest.raises(StorageError, match="was removed or moved away while it was open"):
+            call()
     assert not folder.exists()
 
 
@@ -216,13 +218,13 @@ class BadSector(WithoutSync):
     of: tuple[int, ...] = ()  # descriptors of the file
     all_bad = False
 
-    def open(self, path: Path, **how: Any) -> int:
+    def open(self, folder: Directory, name: str, **how: bool) -> int:
         try:
-            return super().open(path, **how)
+            return super().open(folder, name, **how)
         except OSError as error:
             if not how.get("direct") or error.errno != errno.EINVAL:
                 raise
-            return super().open(path)
+            return super().open(folder, name)
 
     def read(self, file: int, into: Any, at: int) -> int:
         size = sum(view.nbytes for view in into)
@@ -268,10 +270,10 @@ def test_a_disk_that_reads_nothing_at_all_is_trouble_and_not_a_miss(opened):
 class Stingy(WithoutSync):
     """It takes and gives a few bytes at a time, as a disk may."""
 
-    def open(self, path: Path, **how: Any) -> int:
+    def open(self, folder: Directory, name: str, **how: bool) -> int:
         if how.get("direct"):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return super().open(path, **how)
+        return super().open(folder, name, **how)
 
     def read(self, file: int, into: Any, at: int) -> int:
         return super().read(file, [into[0][:200]], at)

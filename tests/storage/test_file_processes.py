@@ -289,7 +289,9 @@ def test_who_looks_whether_a_folder_is_in_use_is_taken_for_no_user_of_it(opened,
             found.append(there(opened(), "a"))
             super().unlock(file)
 
-    assert is_in_use(Interrupted(), model) is False
+    disk = Interrupted()
+    with disk.closing(disk.enter(model)) as place:
+        assert is_in_use(disk, place) is False
     assert found == ["a"]
 
 

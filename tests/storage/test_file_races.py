@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from file_disks import MIB, Calls, Rigged, file_name, total
+from file_disks import MIB, Calls, Rigged, file_name, table_path, total
 from test_crashes import Quick, die, intact, names, opened, pages, store
 
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
 from kvarve.storage.books import Call
-from kvarve.storage.slabs import table_path
+from kvarve.storage.disk import Directory
 from kvarve.testing.faulty_disk import Died, FaultyDisk
 from kvarve.testing.suite import LABEL
 
@@ -176,10 +176,10 @@ def test_a_slab_that_cannot_be_opened_is_left_alone_and_found_again(tmp_path: Pa
     class Locked(Quick):
         refuses = ""
 
-        def open(self, path: Path, *, create: bool = False, direct: bool = False, read_only: bool = False) -> int:
-            if path.name == self.refuses:
+        def open(self, folder: Directory, name: str, **how: bool) -> int:
+            if name == self.refuses:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            return super().open(path, create=create, direct=direct, read_only=read_only)
+            return super().open(folder, name, **how)
 
     folder, disk = tmp_path / "store", Locked()
     storage = opened(folder, capacity=MIB)
@@ -200,7 +200,7 @@ def test_a_store_in_use_whose_file_of_changes_somebody_removed_is_not_opened_and
     folder, some = tmp_path / "store", pages("full", 1)
     storage = opened(folder, capacity=MIB)
     store(storage, some)
-    (storage._folder.model / "changes").unlink()
+    (storage._folder.model.path / "changes").unlink()
     with pytest.raises(StorageError, match="end them first"):
         opened(folder, capacity=MIB)
     assert intact(storage, some) == set(some)

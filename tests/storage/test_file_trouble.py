@@ -16,6 +16,7 @@ from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
 from kvarve.storage.books import Call
 from kvarve.storage.care import gc
+from kvarve.storage.disk import Directory, Disk
 from kvarve.testing.faulty_disk import Died
 from kvarve.testing.suite import LABEL, OTHER_LABEL
 
@@ -64,7 +65,7 @@ def test_a_disk_that_takes_a_few_bytes_at_a_time_hears_of_all_slabs(tmp_path: Pa
     storage = opened(folder, capacity=MIB)
     assert all(store(storage, some))
     storage.close()
-    (storage._folder.model / "changes").write_bytes(b"")  # as a power cut leaves what was never synced
+    (storage._folder.model.path / "changes").write_bytes(b"")  # as a power cut leaves what was never synced
     first, second = opened(folder, Stingy(), capacity=MIB), opened(folder, Stingy(), capacity=MIB)
     assert intact(second, some) == set(some)
     assert store(first, pages("window", 1)) == [True]
@@ -76,10 +77,10 @@ def test_a_disk_that_takes_a_few_bytes_at_a_time_hears_of_all_slabs(tmp_path: Pa
 
 def test_a_file_that_cannot_be_opened_for_a_moment_is_not_taken_for_read_only(tmp_path: Path) -> None:
     class Once(Quick):
-        def open(self, path: Path, *, create: bool = False, direct: bool = False, read_only: bool = False) -> int:
-            if path.name == "changes" and not read_only:
+        def open(self, folder: Directory, name: str, **how: bool) -> int:
+            if name == "changes" and not how.get("read_only"):
                 raise trouble(errno.EMFILE)
-            return super().open(path, create=create, direct=direct, read_only=read_only)
+            return super().open(folder, name, **how)
 
     with pytest.raises(StorageError, match="Too many open files"):
         opened(tmp_path / "store", Once())
@@ -92,15 +93,14 @@ def test_a_model_in_use_is_not_removed_by_who_cannot_see_who_uses_it(
     live = opened(folder, capacity=capacity)
     other = opened(folder, label=OTHER_LABEL, capacity=capacity)
     assert all(store(live, some))
-    listing = Path.iterdir
+    listing, identity = Disk.entries, live._folder.model.identity
 
-    def iterdir(path: Path) -> Any:
-        if path == live._folder.model:
+    def entries(disk: Disk, folder: Directory) -> Any:
+        if folder.identity == identity:
             raise trouble(errno.EMFILE)
-        return listing(path)
+        return listing(disk, folder)
 
-    monkeypatch.setattr(Path, "iterdir", iterdir)
-    monkeypatch.setattr(Path, "glob", lambda path, pattern: iter(()))  # as of Python 3.12 it says then
+    monkeypatch.setattr(Disk, "entries", entries)
     with pytest.raises(StorageError, match="Too many open files"):
         for number in range(40):
             store(other, pages("state", number))
@@ -131,10 +131,10 @@ def test_a_slab_that_could_not_be_opened_when_it_was_told_of_is_opened_later(tmp
     class Short(Quick):
         short = False
 
-        def open(self, path: Path, *, create: bool = False, direct: bool = False, read_only: bool = False) -> int:
+        def open(self, folder: Directory, name: str, **how: bool) -> int:
             if self.short:
                 raise trouble(errno.EMFILE)
-            return super().open(path, create=create, direct=direct, read_only=read_only)
+            return super().open(folder, name, **how)
 
     folder, disk, some = tmp_path / "store", Short(), pages("full", 1)
     one, other = opened(folder, capacity=MIB), opened(folder, disk, capacity=MIB)
@@ -205,7 +205,7 @@ def test_a_slab_whose_removal_could_not_be_told_is_no_trap(tmp_path: Path, at: r
     assert all(store(one, base))
     disk.fail(trouble(), "write", "changes", at=at)
     with pytest.raises(OSError, match="Input/output"), one._changing():
-        one._room.remove(one._books.slabs[0])
+        one._room.remove(one._books.slabs[0], "a test")
     assert store(other, pages("state", 1)) == [True]
     assert one.exists(names(base)) == other.exists(names(base)), "be they removed or not"
     user = other if who == "another" else one
@@ -278,8 +278,8 @@ def test_what_was_changed_is_heard_of_though_the_call_that_heard_of_it_was_inter
     first, last = (one._books.slabs[number] for number in (min(one._books.slabs), max(one._books.slabs)))
     there = [page for page in base if one._books.place(page.name)[0] in (first, last)]
     with one._changing():
-        one._room.remove(first)
-        one._room.remove(last)
+        one._room.remove(first, "a test")
+        one._room.remove(last, "a test")
 
     def forget(slab: object) -> int:
         raise KeyboardInterrupt
@@ -516,10 +516,10 @@ def test_rows_are_nobody_elses_while_threads_write_for_a_put_that_was_interrupte
                 assert self.gate.wait(60)
             return super().write(file, data, at)
 
-        def open(self, path: Path, *, create: bool = False, direct: bool = False, read_only: bool = False) -> int:
-            if direct:
+        def open(self, folder: Directory, name: str, **how: bool) -> int:
+            if how.pop("direct", False):
                 raise trouble(errno.EINVAL)
-            return super().open(path, create=create, read_only=read_only)
+            return super().open(folder, name, **how)
 
     disk = Slow()
     storage = FileStorage(tmp_path / "store", MIB, LABEL, "model A", threads=4, disk=disk)
@@ -557,7 +557,7 @@ def test_what_is_removed_gives_up_its_room_although_somebody_idle_has_it_open(tm
     busy.exists(["x"])
     slab = idle._books.slabs[0]
     with busy._changing():
-        busy._room.remove(busy._books.slabs[0])
+        busy._room.remove(busy._books.slabs[0], "a test")
     assert os.fstat(slab.file).st_size == 0
     assert intact(idle, pages("full", *range(5))) == set()
     idle.close()

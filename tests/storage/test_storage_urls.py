@@ -1,5 +1,6 @@
 """Settings: what a user may write, and what is said about the rest before anything is touched."""
 
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
@@ -10,6 +11,7 @@ from kvarve.errors import ConfigError, StorageError
 from kvarve.sizes import format_size, parse_size
 from kvarve.storage import SCHEMES, Breaker, FileStorage, MemoryStorage, Scheme, Tiers, check_storage, open_storage
 from kvarve.storage.memory import forget_memory
+from kvarve.storage.urls import parse_url
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put
 
 
@@ -42,6 +44,32 @@ def test_a_plain_path_is_a_folder_of_10_gib(tmp_path):
     storage.close()
 
 
+def test_a_file_url_without_a_path_is_in_the_users_state_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    opened("file://?capacity=1MiB").close()
+    assert (tmp_path / "home" / ".local" / "state" / "kvarve" / "kvarve.json").exists()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    opened("file://?capacity=1MiB").close()
+    assert (tmp_path / "state" / "kvarve" / "kvarve.json").exists()
+    monkeypatch.setenv("XDG_STATE_HOME", "relative/paths/are/none")
+    assert parse_url("file://").path == str(tmp_path / "home" / ".local" / "state" / "kvarve")
+    with pytest.raises(ConfigError, match="say how much it may hold"):
+        check_storage("file://", label=LABEL, description="model A")
+    with pytest.raises(ConfigError, match="two tiers are two places"):
+        check_storage(("file://?capacity=1GiB", parse_url("file://").path), label=LABEL, description="model A")
+
+
+def test_a_user_without_a_home_has_to_name_a_folder(monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    with pytest.raises(ConfigError, match="name a folder"):
+        check_storage("file://?capacity=1GiB", label=LABEL, description="model A")
+
+
 def test_a_memory_url_is_found_again_by_its_name():
     name = uuid4().hex
     storage = opened(f"memory://{name}?capacity=1MiB")
@@ -67,7 +95,7 @@ def test_a_memory_url_is_found_again_by_its_name():
         ("://store", "no storage of the kind ''"),
         ("file://store?capacity=1GiB", "three slashes and an absolute path"),
         ("file://./store?capacity=1GiB", "three slashes"),
-        ("file://?capacity=1GiB", "three slashes"),
+        ("file://?size=1GiB", "unknown parameter"),
         ("file:///store", "say how much it may hold"),
         ("file:///store?", "say how much it may hold"),
         ("file:///store?capacity=0", "capacity must be above zero"),

@@ -187,9 +187,8 @@ class Engine:
             one.check()
             same = id(one.prompt)
             if same not in checked:
-                checked[same] = self._checked(
-                    one.prompt, [each.sampling for each in requests if id(each.prompt) == same]
-                )
+                ways = [each.sampling for each in requests if each.prompt is one.prompt]
+                checked[same] = self._checked(one.prompt, ways)
             if (same, one.salt) not in known:
                 known[same, one.salt] = self.cache.prompt(checked[same], one.salt)
         if len(requests) > places:

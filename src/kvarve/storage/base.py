@@ -10,9 +10,9 @@ from kvarve.errors import ConfigError, StorageError
 
 # "." and ".." are names of folders, so they cannot be names of objects.
 _NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,200}")
-_LEGAL = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-"
+LEGAL = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-"
 _NAME_MAX = 200
-_LABEL_MAX_BYTES = 64
+LABEL_MAX_BYTES = 64
 
 # Asked for by who wants to know whether a storage answers, while no object is known to be there. What it answers is not
 # the point.
@@ -93,7 +93,7 @@ def check_names(names: Sequence[str]) -> None:
     lengths = {*map(len, names)} or {_NAME_MAX}
     usual = len("..") < min(lengths) and max(lengths) <= _NAME_MAX
     # All at once: one by one would take a third as long as asking a server for them.
-    if usual and not "".join(names).encode("ascii", "replace").translate(None, _LEGAL):
+    if usual and not "".join(names).encode("ascii", "replace").translate(None, LEGAL):
         return
     for name in names:
         if not is_name(name):
@@ -113,8 +113,8 @@ def check_settings(capacity_bytes: int, label: bytes) -> None:
         raise ConfigError(
             f"a storage of {capacity_bytes} bytes holds nothing: give a capacity above zero, such as 10GiB"
         )
-    if not 1 <= len(label) <= _LABEL_MAX_BYTES:
-        raise ConfigError(f"a storage label has 1 to {_LABEL_MAX_BYTES} bytes, this one has {len(label)}")
+    if not 1 <= len(label) <= LABEL_MAX_BYTES:
+        raise ConfigError(f"a storage label has 1 to {LABEL_MAX_BYTES} bytes, this one has {len(label)}")
 
 
 def check_owner(where: str, found: tuple[bytes, str], wanted: tuple[bytes, str]) -> None:

@@ -4,33 +4,38 @@ Everything here is called with the store's lock held; what changes a table, with
 objects are not moved here.
 """
 
+import logging
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvarve.storage.changes import Changes
+from kvarve.storage.clock import Clock
 from kvarve.storage.disk import Disk
-from kvarve.storage.folder import Clock, Folder, slab_numbers, slab_path
-from kvarve.storage.orders import Victim, age_of, coldest, last_used
-from kvarve.storage.slabs import STRIPES, Broken, Slab, unlink
+from kvarve.storage.folder import CHANGES, CLOCK, Folder, files_of_model, slab_name, slab_numbers
+from kvarve.storage.orders import Line, Victim
+from kvarve.storage.slabs import STRIPES, Broken, Slab, quarantine, states_of, unlink
 from kvarve.storage.table import (
     BROKEN,
     FREE,
+    MOST_USES,
     RESERVED,
-    RETIRED,
     STORED,
     UNREADABLE,
     Columns,
     owner_of,
     slot_bytes_for,
+    times,
 )
 
-# Another class gives a slab away when its objects are so many times as old as what would have to go here; its last one
-# only when all of them are older.
-_MUCH_OLDER = 2.0
+log = logging.getLogger(__name__)
+
+_HELD = nullcontext()  # by the caller
+_GROUP_LINES = 64  # orders of groups that are kept: each is some kilobytes, and soon worked out again
 _SECOND_NS = 1_000_000_000
 _GENERATIONS = (1 << 32) - 1
 _ROW = (1 << 32) - 1
@@ -52,18 +57,28 @@ class Call:
 
     kept: set[int] = field(default_factory=set)  # places of what was there already, and of what it stored
     stored: list[set[Place]] = field(default_factory=list)  # by each of its rounds
+    touched: set[Slab] = field(default_factory=set)  # where all that it answers for lies
     of_group: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # slot bytes reserved
     grown: set[int] = field(default_factory=set)  # classes that cannot have one more slab now
-    stuck: set[int] = field(default_factory=set)  # classes for which no other class can make enough room
+    stuck: set[int] = field(default_factory=set)  # classes for which nothing else can make enough room
+    freed_bytes: int = 0  # of the disk, by what it has removed
+    low: bool = False  # the disk is as full as it may be, so only rows that have their room on it are any good
     full: bool = False  # the disk had no room behind a free row, so only those that were filled once are any good
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """There is no row yet: a slab with such slots would have one; `instead` of this one, if there is no room."""
+class Grow:
+    """There is no row yet: one more slab with such slots would have one."""
 
     slot_bytes: int
-    instead: Slab | None = None
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Somebody has to go, of a class or of a group, and it has to be worked out who."""
+
+    slot_bytes: int | None
+    group: str | None
 
 
 def group_of(name: str) -> str:
@@ -72,25 +87,29 @@ def group_of(name: str) -> str:
     return group if dash else ""
 
 
+def _number_of(group: str) -> int:
+    """What stands for a group in a column; of two with one number the names say which it is."""
+    return zlib.crc32(group.encode()) >> 1
+
+
 class Books:
     def __init__(self, disk: Disk, folder: Folder, label: bytes, limits: Limits) -> None:
         self.disk, self.folder, self.limits = disk, folder, limits
         self.owner = owner_of(label)
-        self.changes = Changes(disk, folder.open("changes"))
-        self.clock = Clock(disk, folder.open("clock"))
+        self.changes = Changes(disk, folder.open(CHANGES))
+        self.clock = Clock(disk, folder.open(CLOCK))
         self.slabs: dict[int, Slab] = {}
         self.index: dict[str, int] = {}  # the slab's number << 32 | the row
         self.bytes = 0
         self.evicted = self.lost = self.damaged = self.reclaimed = 0
-        self._groups: dict[str, int] = {}
-        self._of_group: dict[str, int] = defaultdict(int)  # slot bytes; counted where there is a quota
+        self._of_group: dict[str, int] = {}  # slot bytes, of groups that have any; counted where there is a quota
         self._taken: set[int] = set()  # classes (slot bytes) without a free row
         self._dirty: dict[Slab, set[int]] = defaultdict(set)
         self.held: dict[Place, int] = {}  # generations of rows that calls of this process are about to fill
         self._unclear: set[Slab] = set()  # slabs with entries that fail their check
         self._doubles: set[Place] = set()  # of those: another row has the same name
         self.doubtful: dict[Place, int] = {}  # generations of objects that may never have reached the medium
-        self._victims: dict[tuple[int, str | None], list[Victim]] = {}
+        self._lines: dict[Rank, Line] = {}
         self._interrupted = False  # the tables may have reserved rows of ours that nobody fills
         self._last_tick = 0
         self._swept_ns = 0
@@ -108,9 +127,7 @@ class Books:
         if place is None:
             return None
         slab, row = self.slabs[place >> 32], place & _ROW
-        if self.limits.ttl_ns is not None and now_ns - int(slab.stored[row]) > self.limits.ttl_ns:
-            return None
-        return slab, row
+        return None if self._is_old(slab, row, now_ns) else (slab, row)
 
     def stands(self, place: Place, generation: int) -> bool:
         """Whether it is still the same object that lies there."""
@@ -159,9 +176,7 @@ class Books:
             elif changed.identity:
                 # A slab that cannot be opened is not there, for now or for ever.
                 try:
-                    slab = Slab.open(
-                        self.disk, slab_path(self.folder.model, changed.number), changed.number, self.owner
-                    )
+                    slab = Slab.open(self.disk, self.folder.model, changed.number, self.owner)
                     if slab.identity == changed.identity:
                         self.slabs[changed.number] = slab
                         self._read(slab, 0, slab.shape.slots)
@@ -194,17 +209,14 @@ class Books:
         if held.any():
             self.clock.at_least(int(found.stored[held].max()))
         # When an object was used stands outside of the check of its entry, so it may be anything.
-        known = np.maximum(slab.used[here], found.used)
-        possible = (found.used >= found.stored) & (found.used <= self.clock.now_ns() + _SECOND_NS)
-        slab.used[here] = np.where(
-            changed, np.where(possible, found.used, found.stored), np.where(possible, known, slab.used[here])
-        )
+        stored, used = times(found, self.clock.now_ns())
+        slab.used[here] = np.where(changed, used, np.maximum(slab.used[here], used))
+        slab.stored[here] = np.where(changed, stored, slab.stored[here])
         slab.uses[here] = np.where(changed, found.uses, np.maximum(slab.uses[here], found.uses))
         slab.state[here] = found.state
         slab.holder[here] = found.holder
         slab.generation[here] = found.generation
         slab.length[here] = found.length
-        slab.stored[here] = found.stored
         slab.searched = False
         self._taken.discard(slab.shape.slot_bytes)
         if held.any():
@@ -242,7 +254,7 @@ class Books:
         self.bytes += int(slab.length[rows].sum())
         if self.limits.quota_bytes is not None:
             for row in rows:
-                self._count_group(slab, row)
+                self._count_group(slab, row, 1)
         if len(self.index) < before + len(rows):
             for row, name in zip(rows, names, strict=True):
                 if self.index[name] != slab.number << 32 | row:
@@ -255,8 +267,7 @@ class Books:
         if self.index[name] == slab.number << 32 | row:
             del self.index[name]
         self.bytes -= int(slab.length[row])
-        if self.limits.quota_bytes is not None:
-            self._of_group[group_of(name)] -= slab.shape.slot_bytes
+        self._count_group(slab, row, -1)
         slab.state[row], slab.names[row] = BROKEN, ""
         self._unclear.add(slab)
         self._doubles.add((slab, row))
@@ -264,27 +275,31 @@ class Books:
     def _count_in(self, slab: Slab, row: int) -> None:
         self.index[slab.names[row]] = slab.number << 32 | row
         self.bytes += int(slab.length[row])
-        if self.limits.quota_bytes is not None:
-            self._count_group(slab, row)
+        self._count_group(slab, row, 1)
 
-    def _count_group(self, slab: Slab, row: int) -> None:
+    def _count_group(self, slab: Slab, row: int, by: int) -> None:
+        """One object more of a group, or less; nothing is known of a group that has none."""
+        if self.limits.quota_bytes is None:
+            return
         group = group_of(slab.names[row])
-        slab.group[row] = self._groups.setdefault(group, len(self._groups))
-        self._of_group[group] += slab.shape.slot_bytes
+        slab.group[row] = _number_of(group)
+        size_bytes = self._of_group.pop(group, 0) + by * slab.shape.slot_bytes
+        if size_bytes:
+            self._of_group[group] = size_bytes
+        else:
+            self._lines.pop(Rank(None, group), None)
 
     def _unlist(self, slab: Slab, row: int) -> None:
         name = slab.names[row]
         if self.index.get(name) == slab.number << 32 | row:
             del self.index[name]
             self.bytes -= int(slab.length[row])
-            if self.limits.quota_bytes is not None:
-                self._of_group[group_of(name)] -= slab.shape.slot_bytes
+            self._count_group(slab, row, -1)
         slab.names[row] = ""
 
-    def forget(self, slab: Slab) -> int:
-        """A slab is gone; how many objects with it."""
-        rows = np.flatnonzero(slab.state == STORED).tolist()
-        for row in rows:
+    def forget(self, slab: Slab) -> None:
+        """A slab is gone, with what it held."""
+        for row in np.flatnonzero(slab.state == STORED).tolist():
             self._unlist(slab, row)
         self.slabs.pop(slab.number, None)
         self.held = {place: it for place, it in self.held.items() if place[0] is not slab}
@@ -292,8 +307,14 @@ class Books:
         self.doubtful = {place: it for place, it in self.doubtful.items() if place[0] is not slab}
         self._dirty.pop(slab, None)
         self._unclear.discard(slab)
-        self._victims.clear()  # they would keep the file open
-        return len(rows)
+        self._lines.clear()  # they would keep the file open
+
+    def close(self) -> None:
+        """Nothing of a store that is closed keeps a file of a slab open, but who is reading it."""
+        for slab in [*self.slabs.values()]:
+            self.slabs.pop(slab.number)
+        for known in (self.index, self._dirty, self._unclear, self._doubles, self.doubtful, self._lines):
+            known.clear()
 
     def doubt(self, places: Iterable[Place]) -> None:
         """These may never have reached the medium: they are dropped as soon as tables can be written."""
@@ -351,25 +372,33 @@ class Books:
         slab.generation[row] = (int(slab.generation[row]) + 1) & _GENERATIONS
         self._dirty[slab].add(row)
 
-    def publish(self) -> None:
-        """Write what has changed into the tables and tell the others. OSError: nothing has changed after all."""
-        dirty, self._dirty = self._dirty, defaultdict(set)
+    def publish(self, lock: AbstractContextManager[object] = _HELD) -> None:
+        """Write what has changed into the tables and tell the others. OSError: nothing has changed after all.
+
+        With the store's `lock`, if that is given and not held: it is held for moments then, and not while tables are
+        written. Readers go on meanwhile, as nobody else can change a table, so that they take nothing in.
+        """
+        with lock:
+            dirty, self._dirty = self._dirty, defaultdict(set)
+            change = {
+                slab.number: (slab.identity, set(slab.stripe(np.array(sorted(rows))).tolist()))
+                for slab, rows in dirty.items()
+            }
         if not dirty:
             return
-        change = {
-            slab.number: (slab.identity, set(slab.stripe(np.array(sorted(rows))).tolist()))
-            for slab, rows in dirty.items()
-        }
         try:
-            self.changes.will(change)
+            with lock:
+                self.changes.will(change)
             for slab, rows in dirty.items():
                 slab.save(sorted(rows))
-            self.changes.did(change)
+            with lock:
+                self.changes.did(change)
+                self.doubtful = {place: it for place, it in self.doubtful.items() if self.stands(place, it)}
         except BaseException:  # whatever it is, it goes on to the caller
-            self._interrupted = True
-            self.reload(dirty)
+            with lock:
+                self._interrupted = True
+                self.reload(dirty)
             raise
-        self.doubtful = {place: it for place, it in self.doubtful.items() if self.stands(place, it)}
 
     def settle(self) -> None:
         """Entries that fail their check although nobody is writing them are free rows; so are doubles of a name, and
@@ -402,9 +431,12 @@ class Books:
     def reclaim(self) -> None:
         """Rows that a process had reserved before it died are free, and those of ours that no call is filling."""
         for slab in self.slabs.values():
-            holders = np.unique(slab.holder[slab.state == RESERVED]).tolist()
+            reserved = np.flatnonzero(slab.state == RESERVED)
+            if not len(reserved):
+                continue
+            holders = np.unique(slab.holder[reserved]).tolist()
             gone = [each for each in holders if each == self.folder.number or not self.folder.is_alive(each)]
-            rows = np.flatnonzero((slab.state == RESERVED) & np.isin(slab.holder, gone))
+            rows = reserved[np.isin(slab.holder[reserved], gone)]
             rows = rows[[(slab, row) not in self.held for row in rows.tolist()]]
             # What stands there counts, and not what somebody was about to write before he died, or failed.
             for stripe in np.unique(slab.stripe(rows)).tolist():
@@ -413,51 +445,57 @@ class Books:
                 self.reclaimed += 1
                 self.drop(slab, row)
 
-    def sweep(self, now_ns: int) -> int:
-        """What is too old is gone; how many that were."""
-        if self.limits.ttl_ns is None:
-            return 0
+    def old(self, slabs: Iterable[Slab], now_ns: int) -> list[Place]:
+        """What is too old in these slabs; nobody need keep others from them meanwhile."""
+        ttl_ns = self.limits.ttl_ns
+        if ttl_ns is None:
+            return []
+        return [
+            (slab, row)
+            for slab in slabs
+            for row in np.flatnonzero((slab.state == STORED) & (now_ns - slab.stored > ttl_ns)).tolist()
+        ]
+
+    def expire(self, places: Iterable[Place], now_ns: int) -> int:
+        """Of these, what is still there and too old is gone; how many that were."""
         count = 0
-        for slab in self.slabs.values():
-            for row in np.flatnonzero((slab.state == STORED) & (now_ns - slab.stored > self.limits.ttl_ns)).tolist():
+        for slab, row in places:
+            if self.slabs.get(slab.number) is slab and slab.state[row] == STORED and self._is_old(slab, row, now_ns):
                 self.drop(slab, row)
                 count += 1
         return count
 
-    def tidy(self) -> int:
-        """Now and then, make room of what is too old and of what the dead had reserved; answers what time it is."""
-        now_ns = self.clock.now_ns()
-        if now_ns - self._swept_ns > _SECOND_NS:
+    def _is_old(self, slab: Slab, row: int, now_ns: int) -> bool:
+        return self.limits.ttl_ns is not None and now_ns - int(slab.stored[row]) > self.limits.ttl_ns
+
+    def is_due(self, now_ns: int) -> bool:
+        """Whether it is time to make room of what is too old, of what the dead had reserved and of what is gone."""
+        due = now_ns - self._swept_ns > _SECOND_NS
+        if due:
             self._swept_ns = now_ns
-            self.reclaim()
-            self.sweep(now_ns)
-        return now_ns
+        return due
 
     # --- finding room
 
-    def seat(self, call: Call, name: str, size_bytes: int) -> Place | Wanted | None:
-        """A row for a new object, held from now on. `Wanted`: try to get it and ask again."""
+    def seat(self, call: Call, name: str, size_bytes: int) -> Place | Grow | Rank | None:
+        """A row for a new object, held from now on. `Grow`, `Rank`: try to do it and ask again."""
         slot_bytes = slot_bytes_for(size_bytes)
         group = group_of(name) if self.limits.quota_bytes is not None else ""
-        if not self._make_room_in_group(call, group, slot_bytes):
-            return None
-        place = None if call.full else self._free(slot_bytes)
+        room = self._make_room_in_group(call, group, slot_bytes)
+        if room is not True:
+            return room or None
+        place = None if call.full else self._free(slot_bytes, call)
         if place is None and not call.full and slot_bytes not in call.grown:
-            return Wanted(slot_bytes)
+            return Grow(slot_bytes)
         if place is None:
-            victim, fresh = self._victim(call, slot_bytes, None)
-            if (victim is None or fresh) and slot_bytes not in call.stuck:
-                instead = self._colder(call, slot_bytes, victim)
-                if instead is not None:
-                    if victim is not None:
-                        self._victims[slot_bytes, None].append(victim)
-                    return Wanted(slot_bytes, instead)
-            if victim is None:
-                return None
+            victim = self._victim(call, Rank(slot_bytes, None))
+            if not isinstance(victim, Victim):
+                return victim
             place = victim.slab, victim.row
             self._unlist(*place)
             self.evicted += 1
         self.hold(*place)
+        call.touched.add(place[0])
         call.of_group[group] += slot_bytes
         return place
 
@@ -465,48 +503,61 @@ class Books:
         self.drop(slab, row)
         self.evicted += 1
 
-    def _free(self, slot_bytes: int) -> Place | None:
+    def _free(self, slot_bytes: int, call: Call) -> Place | None:
         if slot_bytes not in self._taken:
             for slab in self.slabs.values():
-                while slab.shape.slot_bytes == slot_bytes and (row := slab.take_free()) is not None:
+                if slab.shape.slot_bytes != slot_bytes or (call.low and not slab.is_solid()):
+                    continue
+                while (row := slab.take_free()) is not None:
                     if (slab, row) not in self.held:
                         return slab, row
-            self._taken.add(slot_bytes)
+            if not call.low:
+                self._taken.add(slot_bytes)
         return None
 
-    def _make_room_in_group(self, call: Call, group: str, slot_bytes: int) -> bool:
+    def _make_room_in_group(self, call: Call, group: str, slot_bytes: int) -> bool | Rank:
         """Whether the group may have one more slot; it gives its own coldest for it."""
         quota = self.limits.quota_bytes
         if quota is None:
             return True
         if call.of_group[group] + slot_bytes > quota:
             return False
-        while self._of_group[group] + call.of_group[group] + slot_bytes > quota:
-            victim, _ = self._victim(call, None, group)
-            if victim is None:
-                return False
+        while self._of_group.get(group, 0) + call.of_group[group] + slot_bytes > quota:
+            victim = self._victim(call, Rank(None, group))
+            if not isinstance(victim, Victim):
+                return victim or False
             self.evict(victim.slab, victim.row)
         return True
 
-    def _victim(self, call: Call, slot_bytes: int | None, group: str | None) -> tuple[Victim | None, bool]:
-        """Who goes next of a class or of a group, and whether that was worked out just now."""
-        key = (slot_bytes or 0, group)
-        for fresh in (False, True):
-            if fresh:
-                slabs = [slab for slab in self.slabs.values() if slot_bytes in (None, slab.shape.slot_bytes)]
-                number = None if group is None else self._groups.get(group, -1)
-                self._victims[key] = coldest(slabs, self.limits.eviction, number)
-            line = self._victims.get(key, [])
-            while line:
-                victim = line.pop()
-                if (
-                    victim.stands(self.slabs)
-                    and victim.slab.number << 32 | victim.row not in call.kept
-                    and (victim.slab, victim.row) not in self.held
-                    and not self._used_elsewhere(victim)
-                ):
-                    return victim, fresh
-        return None, True
+    def _victim(self, call: Call, rank: Rank) -> Victim | Rank | None:
+        """Who goes next of a class or of a group, or that this has to be worked out; None if nobody can."""
+        line = self._lines.get(rank)
+        if line is None:
+            return rank
+        while (victim := line.pop()) is not None:
+            if (
+                victim.stands(self.slabs)
+                and victim.slab.number << 32 | victim.row not in call.kept
+                and (victim.slab, victim.row) not in self.held
+                and rank.group in (None, group_of(victim.slab.names[victim.row]))
+            ):
+                line.useful = True  # also if its turn comes later, as that is known now
+                if not self._used_elsewhere(victim):
+                    return victim
+        del self._lines[rank]
+        return rank if line.useful else None
+
+    def ranked(self, rank: Rank, line: Line) -> None:
+        """It has been worked out who goes."""
+        if rank.group is not None and len(self._lines) >= _GROUP_LINES:
+            for other in [other for other in self._lines if other.group is not None][:1]:
+                del self._lines[other]
+        self._lines[rank] = line
+
+    def among(self, rank: Rank) -> tuple[list[Slab], int | None]:
+        """In which slabs those are of whom one has to go, and the number of their group."""
+        slabs = [slab for slab in self.slabs.values() if rank.slot_bytes in (None, slab.shape.slot_bytes)]
+        return slabs, None if rank.group is None else _number_of(rank.group)
 
     def _used_elsewhere(self, victim: Victim) -> bool:
         """Whether another process has used it since; then this one knows now."""
@@ -514,36 +565,9 @@ class Books:
         with suppress(OSError):
             used, uses = slab.stamped(row)
             if used > slab.used[row] and used <= self.clock.now_ns() + _SECOND_NS:
-                slab.used[row], slab.uses[row] = used, max(uses, int(slab.uses[row]))
+                slab.used[row], slab.uses[row] = used, max(min(uses, MOST_USES), int(slab.uses[row]))
                 return True
         return False
-
-    def _colder(self, call: Call, slot_bytes: int, victim: Victim | None) -> Slab | None:
-        """A slab of another class that is better emptied than this victim evicted."""
-        ages = {
-            slab: age_of(slab)
-            for slab in self.slabs.values()
-            if slab.shape.slot_bytes != slot_bytes and self.may_go(slab, call)
-        }
-        if victim is not None:
-            now_ns = self.clock.now_ns()
-            ages = {
-                slab: age
-                for slab, age in ages.items()
-                if (
-                    last_used(slab) < victim.used
-                    if self.is_last(slab)
-                    else now_ns - age > _MUCH_OLDER * (now_ns - victim.used)
-                )
-            }
-        return min(ages, key=lambda slab: (self.is_last(slab), ages[slab]), default=None)
-
-    def is_last(self, slab: Slab) -> bool:
-        """Whether it is the only one of its class. With it all of them would go: a prompt that needs one page of each
-        class could resume nowhere, and a class of small objects keeps those for the longest."""
-        return not any(
-            other.shape.slot_bytes == slab.shape.slot_bytes for other in self.slabs.values() if other is not slab
-        )
 
     def may_go(self, slab: Slab, call: Call | None = None) -> bool:
         """Whether nobody is filling a row of the slab, as far as can be known, nor has this call answered for one."""
@@ -565,31 +589,50 @@ class Books:
             self.forget(slab)
             raise
 
+    def unlist(self, slab: Slab, rows: Sequence[int]) -> None:
+        """These rows of a slab that is about to be removed are evicted."""
+        for row in rows:
+            self._unlist(slab, row)
+        slab.state[rows] = FREE
+        self.evicted += len(rows)
+
     def remove(self, slab: Slab) -> None:
-        """A slab is to be removed, with what it holds. OSError: others do not know that yet."""
-        self.evicted += self.forget(slab)
+        """A slab is to be removed, with what is still listed of it. OSError: others do not know that yet."""
+        self.forget(slab)
         self.changes.did({slab.number: (0, ())})
 
-    def begin(self) -> None:
-        """This process is alone: the files say which slabs there are. What is no slab, though named like one, goes, and
-        so do slots without a table, which a process left that died while it made or removed a slab."""
-        found = {}
-        for number, whole in slab_numbers(self.disk, self.folder.model).items():
-            path = slab_path(self.folder.model, number)
+    def begin(self, *, mend: bool) -> None:
+        """This process is alone: the files say which slabs there are.
+
+        `mend`: what is no slab, though named like one, is put away, and slots without a table go, which a process left
+        that died while it made or removed a slab.
+        """
+        found, folder = {}, self.folder.model
+        room_bytes = self.limits.capacity_bytes - self.folder.bytes()
+        files = files_of_model(self.disk, folder)
+        for number, whole in slab_numbers(self.disk, folder).items():
             try:
-                found[number] = Slab.open(self.disk, path, number, self.owner, alone=True).identity
-            except Broken:
+                slab = Slab.open(self.disk, folder, number, self.owner, alone=mend, room_bytes=room_bytes)
+                found[number] = slab.identity
+                if slab_name(number) in files:  # it may have grown
+                    room_bytes -= max(0, self.disk.size(slab.file) - files[slab_name(number)].st_size)
+            except Broken as why:
                 self.lost += whole
-                with suppress(OSError):  # it stays in the way until somebody can
-                    unlink(self.disk, path)
-            except OSError:
-                self.lost += 1  # until somebody can
+                if mend:
+                    with suppress(OSError):  # it stays in the way until somebody can
+                        self.put_away(number, str(why), whole=whole)
+            except OSError as error:  # until somebody can
+                self.lost += 1
+                log.warning("%s is not used: %s", folder.path / slab_name(number), error)
         self.changes.begin(found)
+
+    def put_away(self, number: int, why: str, *, whole: bool) -> None:
+        """What is no slab makes room: at once if there is nothing but slots that no table knows."""
+        if whole:
+            quarantine(self.disk, self.folder.model, number, why)
+        else:
+            unlink(self.disk, self.folder.model, number, "a process that has died left its slots without a table")
 
     def states(self) -> dict[str, int]:
         """How many rows are in which state."""
-        names = {FREE: "free", RESERVED: "reserved", STORED: "stored", RETIRED: "retired", BROKEN: "broken"}
-        names[UNREADABLE] = "unreadable"
-        return {
-            name: sum(int((slab.state == state).sum()) for slab in self.slabs.values()) for state, name in names.items()
-        }
+        return states_of(self.slabs.values())

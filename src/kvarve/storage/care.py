@@ -1,7 +1,9 @@
 """What people do with a file store: look what lies in it, read all of it once, tidy it up, empty it.
 
-A store is opened for it beside the processes that use it, as one more of them; it never grows nor shrinks by that, and
-nothing in it is used by that.
+Who looks (`models`, `visit`) takes no lock and no number, writes nothing and removes nothing, so that it may be done by
+root, on a file system that is mounted read-only, and on a store that is damaged. Who changes something opens the store
+beside the processes that use it, as one more of them, and has to be the user whose store it is; it never grows nor
+shrinks by that, and nothing in it is used by that.
 """
 
 import os
@@ -13,26 +15,37 @@ from pathlib import Path
 
 import numpy as np
 
-from kvarve.errors import StorageError
 from kvarve.storage.books import group_of
-from kvarve.storage.disk import Disk
+from kvarve.storage.clock import Clock
+from kvarve.storage.disk import Directory, Disk, NotOurs
 from kvarve.storage.files import FileStorage
 from kvarve.storage.folder import (
+    CLOCK,
     Folder,
     check_folder,
+    checked_path,
+    files_of_model,
     is_in_use,
-    is_store,
-    last_open,
+    known_models,
+    last_open_ns,
     medium,
-    model_folders,
-    owner_of_model,
+    model_name,
+    models_of,
+    quarantined,
     remove_model,
+    remove_quarantined,
+    root_bytes,
+    slab_name,
+    slab_numbers,
+    visited,
 )
-from kvarve.storage.table import RETIRED, STORED, UNREADABLE
+from kvarve.storage.slabs import Broken, Piece, Slab, states_of
+from kvarve.storage.table import BROKEN, RETIRED, STORED, UNREADABLE, owner_of, times
 
 _AS_LARGE_AS_IT_IS = 1 << 62
-_AT_ONCE = 16
 _DROPPED_AT_ONCE = 1024  # those who use the store wait so long
+_LOOKS, _PAUSE_S = 5, 0.01  # at entries that somebody may be writing just now
+_TICK = 16  # objects
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,15 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Contents:
+    """Whose pages lie in a folder, what all of it takes, and what is wrong with models that do not say who they are."""
+
+    models: list[Model]
+    bytes: int
+    damaged: list[str]
+
+
+@dataclass(frozen=True)
 class Stored:
     """One object. `slot_bytes` is the class: what it takes on the disk; ages are by the store's own clock."""
 
@@ -60,32 +82,153 @@ class Stored:
     uses: int
 
 
+# --- who looks
+
+
+def contents(directory: str | os.PathLike[str]) -> Contents:
+    """What a folder holds. StorageError if it is no store."""
+    disk, path = Disk(), checked_path(directory)
+    with medium(path), visited(disk, path) as root, models_of(disk, root) as folders:
+        found, total = [], root_bytes(disk, root)
+        known, damaged = known_models(disk, folders) if folders is not None else ([], {})
+        for model in known:
+            assert folders is not None
+            with disk.closing(disk.enter_below(folders, model.name)) as folder:
+                size_bytes = sum(it.st_size for it in files_of_model(disk, folder).values())
+                ago_s = max(0.0, time.time() - last_open_ns(disk, folder) / 1e9)
+                in_use = is_in_use(disk, folder)
+            found.append(Model(model.label, model.description, folder.path, size_bytes, in_use, ago_s))
+            total += size_bytes
+    return Contents(found, total, [*damaged.values()])
+
+
 def models(directory: str | os.PathLike[str]) -> list[Model]:
-    """Whose pages lie in a folder. StorageError if it is no folder of ours."""
-    path, disk = check_folder(directory, _AS_LARGE_AS_IT_IS, b"-", ""), Disk()
-    with medium(path):
-        if not is_store(path):
-            raise StorageError(f"{path}: there is no kvarve storage in it")
-        return [
-            Model(
-                *owner_of_model(folder),
-                folder,
-                sum(disk.sizes(folder).values()),
-                is_in_use(disk, folder),
-                max(0.0, time.time() - last_open(folder) / 1e9),
-            )
-            for folder in model_folders(path)
-        ]
+    """Whose pages lie in a folder. StorageError if it is no store."""
+    return contents(directory).models
 
 
-def folder_bytes(directory: str | os.PathLike[str]) -> int:
-    """All that lies in a folder, as its capacity counts it."""
-    with medium(Path(directory)):
-        return sum(Disk().sizes(Path(directory)).values())
+class Visit:
+    """One model's slabs as they are, open for reading. They may change meanwhile: whoever has read something looks
+    again whether it was still there. `lost`: what cannot be read of its tables, and why; `quarantined`: bytes."""
+
+    def __init__(self, disk: Disk, folder: Directory, label: bytes) -> None:
+        self._disk, self._folder = disk, folder
+        self.slabs: list[Slab] = []
+        self.lost: list[str] = []
+        self.quarantined = sum(quarantined(disk, folder).values())
+        self._now_ns = self._clock().now_ns()
+        self._places: dict[str, tuple[Slab, int]] = {}
+        for number, whole in sorted(slab_numbers(disk, folder).items()):
+            try:
+                slab = Slab.open(disk, folder, number, owner_of(label), read_only=True)
+            except Broken as why:
+                if whole and number in slab_numbers(disk, folder):  # else somebody makes or removes it just now
+                    self.lost.append(f"{folder.path / slab_name(number)}: {why}")
+            except NotOurs as why:
+                self.lost.append(str(why))
+            else:
+                self._take(slab)
+
+    def _clock(self) -> Clock:
+        try:
+            file = self._disk.open(self._folder, CLOCK, read_only=True)
+        except (FileNotFoundError, NotOurs):
+            return Clock(self._disk, -1)
+        try:
+            return Clock(self._disk, file)
+        finally:
+            self._disk.close(file)
+
+    def _take(self, slab: Slab) -> None:
+        for look in range(_LOOKS):
+            time.sleep(_PAUSE_S if look else 0)
+            broken = 0
+            for first, found in slab.load(0, slab.shape.slots):
+                here = slice(first, first + len(found.state))
+                slab.state[here], slab.generation[here], slab.length[here] = found.state, found.generation, found.length
+                slab.stored[here], slab.used[here] = times(found, self._now_ns)
+                slab.uses[here] = found.uses
+                for row, name in zip(
+                    (np.flatnonzero(found.state == STORED) + first).tolist(), found.names, strict=True
+                ):
+                    slab.names[row] = name
+                broken += int((found.state >= BROKEN).sum())
+            if not broken:
+                break
+        if broken:
+            self.lost.append(f"{slab.path}: {broken} of its {slab.shape.slots} entries cannot be read")
+        self.slabs.append(slab)
+        for row in np.flatnonzero(slab.state == STORED).tolist():
+            other, at = self._places.get(slab.names[row], (slab, row))
+            if slab.stored[row] >= other.stored[at]:  # of two of one name the newer one counts
+                self._places[slab.names[row]] = slab, row
+
+    def objects(self) -> list[Stored]:
+        """All that is stored, what was used last first."""
+        found = []
+        for name, (slab, row) in self._places.items():
+            stored_s, used_s = (max(0, self._now_ns - int(it[row])) / 1e9 for it in (slab.stored, slab.used))
+            size_bytes, uses = int(slab.length[row]), int(slab.uses[row])
+            found.append(Stored(name, group_of(name), slab.shape.slot_bytes, size_bytes, stored_s, used_s, uses))
+        return sorted(found, key=lambda each: each.used_s_ago)
+
+    def states(self) -> dict[str, int]:
+        """How many rows are in which state."""
+        return states_of(self.slabs)
+
+    def place(self, name: str) -> tuple[Slab, int]:
+        """Where an object lies."""
+        return self._places[name]
+
+    def verify(
+        self,
+        intact: Callable[[str, memoryview], bool],
+        tick: Callable[[int, int], None] = lambda read, of: None,
+    ) -> tuple[int, list[str]]:
+        """Read everything. Answers how many could be read, and the names of those that could not, or are not intact by
+        name and bytes. `tick` hears how far it is. What others drop meanwhile is no damage."""
+        read, damaged = 0, []
+        for number, (name, (slab, row)) in enumerate(self._places.items()):
+            if number % _TICK == 0:
+                tick(number, len(self._places))
+            view = memoryview(bytearray(int(slab.length[row])))
+            try:
+                whole = slab.read([Piece(0, slab, row, view)]) == len(view)
+            except OSError:
+                whole = False
+            if whole and intact(name, view):
+                read += 1
+            elif self._stands(slab, row):
+                read += whole
+                damaged.append(name)
+        tick(len(self._places), len(self._places))
+        return read, damaged
+
+    def _stands(self, slab: Slab, row: int) -> bool:
+        """Whether the same object is still there, for everybody."""
+        if slab.is_gone():
+            return False
+        ((_, now),) = slab.load(row, row + 1)
+        return bool(now.state[0] == STORED and now.generation[0] == slab.generation[row])
+
+
+@contextmanager
+def visit(directory: str | os.PathLike[str], model: Model, disk: Disk | None = None) -> Iterator[Visit]:
+    """Look at one model of a folder. StorageError if it cannot be read, or is gone."""
+    disk, path = disk or Disk(), checked_path(directory)
+    with medium(path), visited(disk, path) as root, models_of(disk, root) as folders:
+        if folders is None:
+            raise FileNotFoundError(model.folder)
+        with disk.closing(disk.enter_below(folders, model_name(model.label))) as folder:
+            yield Visit(disk, folder, model.label)
+
+
+# --- who changes something
 
 
 @contextmanager
 def opened(directory: str | os.PathLike[str], model: Model, *, ttl_s: float | None = None) -> Iterator[FileStorage]:
+    """The store, beside all that use it. StorageError if it is another user's."""
     storage = FileStorage(directory, _AS_LARGE_AS_IT_IS, model.label, model.description, ttl_s=ttl_s, visiting=True)
     try:
         yield storage
@@ -93,65 +236,13 @@ def opened(directory: str | os.PathLike[str], model: Model, *, ttl_s: float | No
         storage.close()
 
 
-def objects(storage: FileStorage) -> list[Stored]:
-    """All that is stored, what was used last first."""
-    found = []
-    with storage.looking() as books:
-        now_ns = books.clock.now_ns()
-        for slab in books.slabs.values():
-            for row in np.flatnonzero(slab.state == STORED).tolist():
-                stored_s, used_s = ((now_ns - int(column[row])) / 1e9 for column in (slab.stored, slab.used))
-                name, size_bytes = slab.names[row], int(slab.length[row])
-                found.append(
-                    Stored(
-                        name,
-                        group_of(name),
-                        slab.shape.slot_bytes,
-                        size_bytes,
-                        max(0.0, stored_s),
-                        max(0.0, used_s),
-                        int(slab.uses[row]),
-                    )
-                )
-    return sorted(found, key=lambda each: each.used_s_ago)
-
-
-def verify(
-    storage: FileStorage,
-    intact: Callable[[str, memoryview], bool],
-    tick: Callable[[int, int], None] = lambda read, of: None,
-) -> tuple[int, list[str]]:
-    """Read everything; what is not intact, by its name and its bytes, is dropped. Answers how many were read, and
-    the names of those that were dropped. `tick` hears how far it is. What others drop meanwhile is no damage."""
-    read, dropped = 0, []
-    everything = objects(storage)
-    for at in range(0, len(everything), _AT_ONCE):
-        some = everything[at : at + _AT_ONCE]
-        buffers = [memoryview(bytearray(each.slot_bytes)) for each in some]
-        names = [each.name for each in some]
-        with storage.looking() as books:
-            places = [books.place(name) if name in books.index else None for name in names]
-        sizes = storage.get(names, buffers)
-        bad = []
-        for name, place, size_bytes, buffer in zip(names, places, sizes, buffers, strict=True):
-            read += size_bytes is not None
-            if size_bytes is None and place is not None and place[0].state[place[1]] == RETIRED:
-                dropped.append(name)  # it could not be read: `get` has dropped it
-            elif size_bytes is not None and not intact(name, buffer[:size_bytes]):
-                bad.append(name)
-        dropped += bad
-        if bad:
-            storage.delete(bad)
-        tick(at + len(some), len(everything))
-    return read, dropped
-
-
 def gc(storage: FileStorage) -> dict[str, int]:
     """Free what is too old, what dead processes had reserved (since this storage was opened, which does it as well),
-    and slots that could not be read and can be now."""
-    counts = dict.fromkeys(("expired", "reclaimed", "retired"), 0)
+    slots that could not be read and can be now, and the slabs that were damaged (bytes)."""
+    counts = dict.fromkeys(("expired", "reclaimed", "retired", "quarantined_bytes"), 0)
     with storage.changing() as books:
-        counts["expired"] = books.sweep(books.clock.now_ns())
+        now_ns = books.clock.now_ns()
+        counts["expired"] = books.expire(books.old(books.slabs.values(), now_ns), now_ns)
         books.reclaim()
         counts["reclaimed"] = books.reclaimed
         for slab in books.slabs.values():
@@ -164,40 +255,29 @@ def gc(storage: FileStorage) -> dict[str, int]:
                 books.drop(slab, row)
                 counts["retired"] += 1
         books.publish()
+        counts["quarantined_bytes"] = remove_quarantined(books.disk, books.folder.model, "kvarve storage gc")
     return counts
 
 
-def drop(storage: FileStorage, group: str | None = None) -> int:
-    """Remove the objects of a group, or all of the model; how many there were."""
-    names = [each.name for each in objects(storage) if group is None or each.group == group]
+def drop(storage: FileStorage, names: list[str]) -> int:
+    """Remove objects; how many there were."""
     return sum(sum(storage.delete(names[at : at + _DROPPED_AT_ONCE])) for at in range(0, len(names), _DROPPED_AT_ONCE))
 
 
-def drop_model(directory: str | os.PathLike[str], model: Model) -> bool:
+def drop_model(directory: str | os.PathLike[str], model: Model, why: str) -> bool:
     """Remove a model from a folder; False, and nothing is removed, while a process has it open."""
-    with _alone(directory, model.label, model.description) as folder:
-        if not model.folder.exists():  # somebody was faster
-            return True
-        if is_in_use(folder.disk, model.folder):
-            return False
-        remove_model(folder.disk, model.folder)
-        return True
-
-
-def drop_remains(directory: str | os.PathLike[str]) -> int:
-    """Remove what is left of models whose removal was cut short; of how many."""
-    with _alone(directory, b"-", "") as folder:
-        return folder.remove_remains()
-
-
-@contextmanager
-def _alone(directory: str | os.PathLike[str], label: bytes, description: str) -> Iterator[Folder]:
-    """A folder alone among all processes, with no model of it open."""
-    path = check_folder(directory, _AS_LARGE_AS_IT_IS, label, description)
+    path, disk = check_folder(directory, None, model.label, model.description), Disk()
     with medium(path):
-        folder = Folder(Disk(), path, label, description)
+        store = Folder(disk, path, model.label, model.description, make=False)
         try:
-            with folder.mutex():
-                yield folder
+            with store.mutex(), models_of(disk, store.root) as folders:
+                if folders is None or model.label not in {each.label for each in known_models(disk, folders)[0]}:
+                    return True  # somebody was faster
+                name = model_name(model.label)
+                with disk.closing(disk.enter_below(folders, name)) as folder:
+                    if is_in_use(disk, folder):
+                        return False
+                remove_model(disk, folders, name, why)
+                return True
         finally:
-            folder.close()
+            store.close()

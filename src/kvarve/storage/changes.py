@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarve.storage.disk import Disk
+from kvarve.storage.folder import LINE_BYTES, SLABS
 from kvarve.storage.slabs import STRIPES, write_all
 
 _WORDS = 1 + STRIPES
-LINE_BYTES = 8 * _WORDS
-_MOST_BYTES = 1 << 22
+assert LINE_BYTES == 8 * _WORDS
+_MOST_BYTES = LINE_BYTES * (SLABS + 1)
 _MASK = (1 << 64) - 1
 _ONE = np.uint64(1)
 _BEGUN = b"changes2"  # behind the number for all
@@ -116,7 +117,8 @@ class Changes:
 
     def begin(self, slabs: Mapping[int, int]) -> None:
         """Nobody else has the store open, and these are the slabs (number: identity)."""
-        lines = max([self._disk.size(self._file) // LINE_BYTES, 1, *(number + 2 for number in slabs)])
+        lines = max([1, *(number + 2 for number in slabs)])
+        self._disk.cut(self._file, lines * LINE_BYTES)
         fresh = np.zeros((lines, _WORDS), np.uint64)
         for number, identity in slabs.items():
             fresh[number + 1, 0] = identity

@@ -15,6 +15,7 @@ makes sure afterwards that it was still there.
 """
 
 import errno
+import logging
 import os
 import threading
 import weakref
@@ -31,11 +32,13 @@ from kvarve.storage.base import Storage, Usage, check_batch, check_names
 from kvarve.storage.books import Books, Call, Limits, Place
 from kvarve.storage.crew import Crew
 from kvarve.storage.disk import Disk
-from kvarve.storage.folder import Folder, check_folder, medium
+from kvarve.storage.folder import Folder, check_contents, check_folder, medium
 from kvarve.storage.orders import ORDERS
-from kvarve.storage.room import FULL, Room
+from kvarve.storage.room import AT_ONCE, FULL, Room
 from kvarve.storage.slabs import Piece, Slab, runs
 from kvarve.storage.table import FREE, RETIRED, STORED
+
+log = logging.getLogger(__name__)
 
 DEFAULT_THREADS = 4
 _MOVE, _SYNC = 0, 1  # two crews: a sync behind the writes of other puts would wait for all of them
@@ -95,51 +98,90 @@ class FileStorage(Storage):
         disk: Disk | None = None,
     ) -> None:
         check_limits(ttl_s, quota_bytes, eviction, threads)
-        self._directory = check_folder(directory, capacity_bytes, label, description)
+        self._disk, self._label, self._description = disk or Disk(), label, description
         self._threads, self._visiting = threads, visiting
-        limits = Limits(capacity_bytes, eviction, None if ttl_s is None else int(ttl_s * 1e9), quota_bytes)
+        self._limits = Limits(capacity_bytes, eviction, None if ttl_s is None else int(ttl_s * 1e9), quota_bytes)
+        # Who only looks after a store has no capacity to defend.
+        self._capacity_bytes = None if visiting else capacity_bytes
+        self._directory = check_folder(directory, self._capacity_bytes, label, description, self._disk)
         # Whoever changes tables holds `_writing`, then the folder's mutex, and `_lock` for moments. Nothing slow
         # happens under `_lock`, which is all that a reader needs.
         self._writing, self._lock = threading.Lock(), threading.Lock()
         self._saved_ns = self._opened_ns = 0
         self._unsynced: dict[Place, _Filling] = {}  # what is in the tables and may not be on the medium yet
-        self._open = False
         self._crews: list[Crew] = []
+        self._open = False
+        self._enter(make=True)
+        self._open = True
+        _open_here.add(self)
+
+    def _enter(self, *, make: bool) -> None:
+        """Become one of the processes that have the folder open."""
         with ExitStack() as undo, medium(self._directory):
-            self._folder = Folder(disk or Disk(), self._directory, label, description)
-            undo.callback(self._folder.close)
-            with self._folder.mutex():
-                check_folder(directory, capacity_bytes, label, description)  # it may have changed meanwhile
-                self._folder.enter()
-                self._books = Books(self._folder.disk, self._folder, label, limits)
-                self._room = Room(self._books, self._lock)
-                if self._folder.alone():
-                    self._books.begin()
-                elif not self._books.changes.is_begun():
+            folder = Folder(self._disk, self._directory, self._label, self._description, make=make)
+            undo.callback(folder.close)
+            with folder.mutex():
+                # It may have changed since it was looked at.
+                check_contents(self._disk, folder.root, self._capacity_bytes, self._label, self._description)
+                folder.enter(self._capacity_bytes)
+                books = Books(self._disk, folder, self._label, self._limits)
+                room = Room(books, self._lock)
+                if folder.alone():
+                    books.begin(mend=not self._visiting)
+                elif not books.changes.is_begun():
                     raise StorageError(
-                        f"{self._folder.model}: processes have it open, and somebody has removed the file by which "
+                        f"{folder.model.path}: processes have it open, and somebody has removed the file by which "
                         f"they hear of each other: end them first"
                     )
-            self._books.take_in()  # takes long where there is much, so without the mutex
-            self._open = True
-            _open_here.add(self)
-            with self._changing():
-                self._repair()
+            undo.callback(books.close)
+            books.take_in()  # takes long where there is much, so without the mutex
+            with folder.mutex():
+                books.take_in(closely=True)
+                books.settle()
+                # What the last processes left; the capacity may be smaller than last time, too.
+                with suppress(OSError):  # read-only, it can still be read
+                    books.reclaim()
+                    books.publish()
+                    if not self._visiting:
+                        books.clock.save()
+                self._saved_ns = self._opened_ns = books.clock.now_ns()
+                room.shrink()
             undo.pop_all()
+        with self._lock:
+            self._folder, self._books, self._room = folder, books, room
+            self._unsynced.clear()
 
-    def _repair(self) -> None:
-        """What the last processes left; the capacity may be smaller than last time, too."""
-        with self._lock, suppress(OSError):  # read-only, it can still be read
-            self._books.reclaim()
-            self._books.publish()
-            if not self._visiting:
-                self._books.clock.save()
-        self._saved_ns = self._opened_ns = self._books.clock.now_ns()
-        self._room.shrink()
+    def _require_home(self) -> None:
+        """Raise StorageError unless the folder is where it was, or there is another one in its place.
+
+        A folder that has been emptied, or made anew, is entered again; one that is gone is not made: a disk that was
+        unmounted leaves a place where nothing should be written.
+        """
+        left = self._folder
+        with medium(self._directory):
+            if self._disk.is_there(left.model):
+                return
+        with self._writing:
+            with self._lock:
+                self._require_open()
+                if self._folder is not left:  # another thread was faster
+                    return
+                books = self._books
+            log.warning("%s: somebody has removed or moved away what lies in it", self._directory)
+            try:
+                check_folder(self._directory, self._capacity_bytes, self._label, self._description, self._disk)
+                self._enter(make=False)
+            except StorageError as error:
+                raise StorageError(
+                    f"{self._directory} was removed or moved away while it was open, and cannot be opened anew: {error}"
+                ) from error
+            books.close()
+            left.close()
 
     # --- the calls
 
     def exists(self, names: Sequence[str]) -> list[bool]:
+        self._require_home()
         with self._lock, medium(self._directory):
             self._require_open()
             self._books.take_in()
@@ -156,6 +198,7 @@ class FileStorage(Storage):
     def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
         """As the protocol says; of an object that another process evicts meanwhile (None) parts may be read."""
         check_batch(names, into)
+        self._require_home()
         pieces, generations, sizes = [], [], []
         answers: list[int | None] = [None] * len(names)
         with self._lock, medium(self._directory):
@@ -175,11 +218,12 @@ class FileStorage(Storage):
         if len(troubles) == len(pieces) and not any(piece.slab.answers() for piece in pieces):
             raise StorageError(f"{self._directory}: read 0 of {len(names)} objects: {troubles[pieces[0].number]}")
         used, gone = [], []
+        removed = {slab for slab in {piece.slab for piece in pieces} if slab.is_gone()}
         with self._lock, medium(self._directory):
             self._require_open()
             self._books.take_in()
             for piece, generation, size_bytes in zip(pieces, generations, sizes, strict=True):
-                if not self._books.stands((piece.slab, piece.row), generation):
+                if piece.slab in removed or not self._books.stands((piece.slab, piece.row), generation):
                     continue
                 if counts.get(piece.number) == piece.view.nbytes:
                     answers[piece.number] = size_bytes
@@ -192,10 +236,13 @@ class FileStorage(Storage):
                 slab.stamp(row, when, uses)
         if gone:
             self._retire(gone)
+        if removed:
+            self._give_up(removed)
         return answers
 
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
         check_batch(names, data)
+        self._require_home()
         call, answers = Call(), dict[int, bool]()
         first: dict[str, int] = {}
         for number, name in enumerate(names):
@@ -213,6 +260,7 @@ class FileStorage(Storage):
                         self._give_back(filling)
                         raise
                 self._sync(filling, answers)
+                self._require_kept(call)
                 numbers = sorted(filling.failed)
                 call.full = any(error.errno in FULL for error in filling.failed.values())
                 if not numbers:
@@ -228,23 +276,27 @@ class FileStorage(Storage):
 
     def delete(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
+        self._require_home()
         deleted = []
-        with medium(self._directory), self._changing(), self._lock:
-            now_ns = self._books.clock.now_ns()
-            for name in names:
-                place = self._books.find(name, now_ns)
-                if place is not None:
-                    self._books.drop(*place)
-                deleted.append(place is not None)
-            self._books.publish()
+        with medium(self._directory), self._changing():
+            for at in range(0, len(names), AT_ONCE):
+                with self._lock:
+                    now_ns = self._books.clock.now_ns()
+                    for name in names[at : at + AT_ONCE]:
+                        place = self._books.find(name, now_ns)
+                        if place is not None:
+                            self._books.drop(*place)
+                        deleted.append(place is not None)
+            self._books.publish(self._lock)
         return deleted
 
     def usage(self) -> Usage:
+        self._require_home()
         with self._lock, medium(self._directory):
             self._require_open()
             self._books.take_in()
             objects, size_bytes = self._books.count(self._books.clock.now_ns())
-            return Usage(objects, size_bytes, self._books.limits.capacity_bytes, self._books.evicted)
+            return Usage(objects, size_bytes, self._limits.capacity_bytes, self._books.evicted)
 
     def trouble(self) -> dict[str, int]:
         """How many objects could not be read and how many entries were lost since this storage was opened."""
@@ -254,6 +306,7 @@ class FileStorage(Storage):
     @contextmanager
     def looking(self) -> Iterator[Books]:
         """What the store knows, for those who take care of it; they change nothing."""
+        self._require_home()
         with self._lock, medium(self._directory):
             self._require_open()
             self._books.take_in()
@@ -262,6 +315,7 @@ class FileStorage(Storage):
     @contextmanager
     def changing(self) -> Iterator[Books]:
         """The same, alone among all processes; whoever changes something publishes it."""
+        self._require_home()
         with medium(self._directory), self._changing(), self._lock:
             yield self._books
 
@@ -293,8 +347,7 @@ class FileStorage(Storage):
         filling = _Filling()
         with self._changing():
             try:
-                with self._lock:
-                    now_ns = self._books.tidy()
+                now_ns = self._room.begin(call)
                 for number in numbers:
                     name = names[number]
                     if self._is_there(call, filling, name, now_ns):
@@ -305,8 +358,7 @@ class FileStorage(Storage):
                     if place is not None:
                         filling.places[number] = place
                         filling.failed_syncs.setdefault(place[0], place[0].failed_syncs())
-                with self._lock:
-                    self._books.publish()
+                self._books.publish(self._lock)
             except BaseException:  # whatever it is, nobody fills those rows, and it goes on to the caller
                 with self._lock:
                     self._books.abandon(filling.places.values())
@@ -320,6 +372,7 @@ class FileStorage(Storage):
             if place is not None:
                 slab, row = place
                 call.kept.add(self._books.index[name])
+                call.touched.add(slab)
                 self._books.use([place])
                 if place in self._unsynced or now_ns - int(slab.stored[row]) < _YOUNG_NS:
                     self._sync_too(filling, place)
@@ -372,33 +425,37 @@ class FileStorage(Storage):
     ) -> None:
         """What is written is there, from now on for everybody; the rows of the rest are free, or retired."""
         call.of_group.clear()
-        with self._changing(), self._lock:
-            now_ns, full, kept = self._books.clock.now_ns(), [], []
-            for number, (slab, row) in filling.places.items():
-                error = filling.failed.get(number)
-                if not self._books.is_ours((slab, row)):
-                    self._books.release([(slab, row)])
-                    continue
-                if error is not None:
-                    bad = error.errno == errno.EIO
-                    self._books.damaged += bad
-                    self._books.drop(slab, row, RETIRED if bad else FREE)
-                    full += [(slab, row)] if error.errno in FULL else []
-                elif names[number] in self._books.index:  # somebody else was faster
-                    self._books.drop(slab, row)
-                    self._sync_too(filling, self._books.place(names[number]))
-                    answers[number] = True
-                else:
-                    self._books.keep(slab, row, names[number], data[number].nbytes, now_ns)
-                    call.kept.add(slab.number << 32 | row)
-                    kept.append((slab, row))
-                    self._unsynced[slab, row] = filling
-                    answers[number] = True
-            self._books.use(kept, count=False)
+        full, kept, places = list[Place](), list[Place](), [*filling.places.items()]
+        with self._changing():
+            now_ns = self._books.clock.now_ns()
+            for at in range(0, len(places), AT_ONCE):
+                with self._lock:
+                    for number, (slab, row) in places[at : at + AT_ONCE]:
+                        error = filling.failed.get(number)
+                        if not self._books.is_ours((slab, row)):
+                            self._books.release([(slab, row)])
+                        elif error is not None:
+                            bad = error.errno == errno.EIO
+                            self._books.damaged += bad
+                            self._books.drop(slab, row, RETIRED if bad else FREE)
+                            full += [(slab, row)] if error.errno in FULL else []
+                        elif names[number] in self._books.index:  # somebody else was faster
+                            self._books.drop(slab, row)
+                            self._sync_too(filling, self._books.place(names[number]))
+                            answers[number] = True
+                        else:
+                            self._books.keep(slab, row, names[number], data[number].nbytes, now_ns)
+                            call.kept.add(slab.number << 32 | row)
+                            kept.append((slab, row))
+                            self._unsynced[slab, row] = filling
+                            answers[number] = True
+            with self._lock:
+                self._books.use(kept, count=False)
             call.stored.append(set(kept))
-            self._books.publish()
-            for slab, row in full:  # free in the table, and as long as this storage is open nobody tries it again
-                slab.state[row] = RETIRED
+            self._books.publish(self._lock)
+            with self._lock:
+                for slab, row in full:  # free in the table, and as long as this storage is open nobody tries it again
+                    slab.state[row] = RETIRED
             if now_ns - self._saved_ns > _SAVE_CLOCK_NS:
                 self._saved_ns = now_ns
                 self._books.clock.save()
@@ -436,6 +493,24 @@ class FileStorage(Storage):
                 self._books.settle()
                 self._books.publish()
             raise next(iter(errors.values()))
+
+    def _require_kept(self, call: Call) -> None:
+        """OSError: somebody has removed where that lies for which this put is about to answer."""
+        removed = [slab for slab in call.touched if slab.is_gone()]
+        if removed:
+            with self._lock:
+                self._require_open()
+                self._books.take_in()  # another process may have evicted them
+                removed = [slab for slab in removed if self._books.slabs.get(slab.number) is slab]
+        if removed:
+            self._give_up(removed)
+            raise OSError(errno.ENOENT, f"{removed[0].path} was removed by somebody else")
+        if not self._disk.is_there(self._folder.model):
+            raise OSError(errno.ENOENT, f"{self._folder.model.path} was removed or moved away")
+
+    def _give_up(self, removed: Iterable[Slab]) -> None:
+        with suppress(OSError, StorageError), self._changing():
+            self._room.give_up(removed)
 
     def _left_unsynced(self, slabs: Iterable[Slab]) -> list[Place]:
         """What young objects there are that a process stored which has ended, so perhaps before it had synced them.
@@ -549,8 +624,8 @@ class FileStorage(Storage):
 
     def _let_go(self) -> None:
         """Slabs that are being read are closed by whoever reads them."""
-        self._books.slabs.clear()
-        self._books.index.clear()
+        self._books.close()
+        self._unsynced.clear()
         for crew in self._crews:
             crew.leave()
         self._crews = []

@@ -1,43 +1,87 @@
-"""The folder of a file store: whose it is, who has it open, how much lies in it. Nothing here knows what is in a slab.
+"""The folder of a file store: whose it is, who has it open, how much of ours lies in it. What is in a slab is not known
+here.
 
 kvarve.json                     the format; written before anything else
 kvarve.lock                     the mutex of all processes that have the folder open
 models/<16 hex of the label>/   one model's objects
     model.json                  the whole label, and what it means to people
-    process-3                   locked by the process of that number for as long as it has the model open
+    process-3                   locked by the process of that number while it has the model open; says its capacity
     changes                     what changed in which slab, for the other processes; means nothing after a crash
     clock                       the age of the store
     slab-000007                 objects
     slab-000007.table           what lies where in it
+    slab-000007[.table].quarantined     a slab that was damaged: it is never read, and goes when room is needed
+
+What has another name, or is none of ours by `disk.objection`, is left alone and counts as nothing. A model is a folder
+of such a name with a `model.json` whose label begins so.
 """
 
 import errno
 import json
+import logging
 import os
-import struct
+import re
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kvarve.errors import ConfigError, StorageError
-from kvarve.storage.base import check_owner, check_settings
-from kvarve.storage.disk import NOT_OURS, Disk
+from kvarve.sizes import format_size
+from kvarve.storage.base import LABEL_MAX_BYTES, check_owner, check_settings
+from kvarve.storage.disk import Directory, Disk, NotOurs, objection
 
-FORMAT = "kvarve-slabs/2"
+log = logging.getLogger(__name__)
+
+FORMAT = "kvarve-slabs/3"
 MUTEX_S = 20.0  # how long a process waits for another one that changes a table, which takes that one milliseconds
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.005  # between two looks at whether it has
-_OLD_FORMATS = ("kvarve-files/1", "kvarve-slabs/1")  # a file for each page; a table inside of each slab
+# A file for each page; a table inside of each slab; tables with one header.
+_OLD_FORMATS = ("kvarve-files/1", "kvarve-slabs/1", "kvarve-slabs/2")
 _MARKER, _LOCK, _MODELS, _MODEL = "kvarve.json", "kvarve.lock", "models", "model.json"
-_UNFINISHED = "~"
+CHANGES, CLOCK = "changes", "clock"
+_UNFINISHED, _PROCESS = "~", "process-"
 _NOT_FOR_US_TO_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM)
-_SLAB, _PROCESS = "slab-", "process-"
-TABLE = ".table"
-# What an opening that was cut short leaves, and what every fresh ext4 disk has: a folder with these only is empty.
-_NOT_CONTENT = frozenset({_LOCK, _MARKER + _UNFINISHED, NOT_OURS})
+TABLE, QUARANTINED = ".table", ".quarantined"
+_SAID_BYTES = 1 << 16  # of a JSON file of ours at most
+_LEFT_BYTES, _LEFT_SHARE = 256 << 20, 100  # of the disk, for others
 PROCESSES = 1 << 12
+SLABS = (1 << 15) - 1  # numbers of slabs are below
+SLAB_BYTES = 16 << 30  # of the slots of one, at most
+LINE_BYTES = 128  # of the changes, for each slab
+_SMALL_BYTES = (SLABS + 1) * LINE_BYTES
+
+# What an opening that was cut short leaves, and what every fresh ext4 disk has: a folder with these only is empty.
+_NOT_CONTENT = frozenset({_LOCK, _MARKER + _UNFINISHED, "lost+found"})
+_ROOT_FILES = frozenset({_MARKER, _MARKER + _UNFINISHED, _LOCK})
+_MODEL_FILES = frozenset({_MODEL, _MODEL + _UNFINISHED, CHANGES, CLOCK})
+_MODEL_NAME = re.compile("(?:[0-9a-f]{2}){1,8}")
+_SLAB_NAME = re.compile(r"slab-([0-9]{6})(\.table)?(\.quarantined)?")
+_PROCESS_NAME = re.compile("process-(0|[1-9][0-9]{0,3})")
+_CAPACITY = re.compile(rb"capacity ([1-9][0-9]{0,18})\n")
+
+
+class SlabFile(NamedTuple):
+    """What the name of a slab's file says."""
+
+    number: int
+    table: bool
+    quarantined: bool
+
+
+@dataclass(frozen=True)
+class Known:
+    """A model that has left its name in a folder. `name`: of its own folder there."""
+
+    name: str
+    label: bytes
+    description: str
+
+
+class Damaged(StorageError):
+    """A file that should say what a folder is says nothing."""
 
 
 @contextmanager
@@ -45,135 +89,402 @@ def medium(directory: Path) -> Iterator[None]:
     """Trouble of the disk is trouble of the storage."""
     try:
         yield
+    except NotOurs as error:  # it says its path itself
+        raise StorageError(str(error)) from error
     except OSError as error:
         raise StorageError(f"{directory}: {error}") from error
 
 
-def check_folder(directory: str | os.PathLike[str], capacity_bytes: int, label: bytes, description: str) -> Path:
+# --- names
+
+
+def slab_name(number: int) -> str:
+    return f"slab-{number:06}"
+
+
+def slab_file(name: str) -> SlabFile | None:
+    """What a name says, if a slab's file can have it."""
+    match = _SLAB_NAME.fullmatch(name)
+    if match is None or int(match[1]) >= SLABS:
+        return None
+    return SlabFile(int(match[1]), match[2] is not None, match[3] is not None)
+
+
+def process_number(name: str) -> int | None:
+    """The number in a name, if a process's file can have it."""
+    match = _PROCESS_NAME.fullmatch(name)
+    return int(match[1]) if match and int(match[1]) < PROCESSES else None
+
+
+def model_name(label: bytes) -> str:
+    return label.hex()[:16]
+
+
+def files_of_model(disk: Disk, folder: Directory) -> dict[str, os.stat_result]:
+    """The files of ours in a model's folder. What is longer than any that we make is none."""
+    found = {}
+    for name, it in disk.files(folder).items():
+        small = name in _MODEL_FILES or process_number(name) is not None
+        if it.st_size <= (_SMALL_BYTES if small else SLAB_BYTES if slab_file(name) else -1):
+            found[name] = it
+    return found
+
+
+def root_bytes(disk: Disk, root: Directory) -> int:
+    """How long the files of ours are that belong to no model."""
+    return sum(found.st_size for name, found in disk.files(root).items() if name in _ROOT_FILES)
+
+
+def slab_numbers(disk: Disk, folder: Directory) -> dict[int, bool]:
+    """The numbers of a model's slabs, and whether each has a table: slots without one are what a crash left."""
+    found: dict[int, bool] = {}
+    for name in disk.entries(folder):  # also of what is none of ours: its number is taken
+        file = slab_file(name)
+        if file is not None and not file.quarantined:
+            found[file.number] = found.get(file.number, False) or file.table
+    return found
+
+
+# --- what a folder says of itself
+
+
+def check_folder(
+    directory: str | os.PathLike[str],
+    capacity_bytes: int | None,
+    label: bytes,
+    description: str,
+    disk: Disk | None = None,
+) -> Path:
     """Raise what opening would raise, and touch nothing; answer the folder's path.
 
-    ConfigError: settings that cannot work anywhere. StorageError: what the folder is or holds.
+    ConfigError: settings that cannot work anywhere. StorageError: what the folder is or holds, or that it is open with
+    another capacity (None: whatever its capacity is).
     """
-    check_settings(capacity_bytes, label)
+    disk = disk or Disk()
+    check_settings(1 if capacity_bytes is None else capacity_bytes, label)
+    path = checked_path(directory)
+    with medium(path):
+        nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
+        if nearest != path and not nearest.is_dir():
+            raise StorageError(f"{path}: {nearest} is not a folder")
+        if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK) and nearest != path:
+            raise _no_permission(path, nearest)
+        if nearest == path:
+            with disk.closing(disk.enter(path)) as root:
+                if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+                    raise _no_permission(path, path)
+                check_contents(disk, root, capacity_bytes, label, description)
+    return path
+
+
+def checked_path(directory: str | os.PathLike[str]) -> Path:
+    """ConfigError: no folder can be named so."""
     path = Path(directory)
     if not path.is_absolute() or "\0" in str(path):
         raise ConfigError(
             f"{str(path)!r} is not an absolute path: a storage folder is named from the root, as /var/kvarve"
         )
-    with medium(path):
-        nearest = next(place for place in (path, *path.parents) if place.exists() or place.is_symlink())
-        if not nearest.is_dir():
-            raise StorageError(f"{path}: {nearest} is not a folder")
-        if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
-            raise StorageError(f"{path}: no permission to read and write {nearest}")
-        if nearest == path:
-            _check_contents(path)
-            check_model(model_folder(path, label), label, description)
     return path
 
 
-def _check_contents(directory: Path) -> None:
-    marker = directory / _MARKER
-    if not marker.exists():
-        if any(child.name not in _NOT_CONTENT for child in directory.iterdir()):
+def _no_permission(path: Path, place: Path) -> StorageError:
+    return StorageError(f"{path}: no permission to read and write {place}")
+
+
+def check_contents(disk: Disk, root: Directory, capacity_bytes: int | None, label: bytes, description: str) -> None:
+    """StorageError unless a folder is empty, or a store of this format in which this model can be opened."""
+    there = disk.entries(root)
+    if _MARKER not in there:
+        if there.keys() - _NOT_CONTENT:
             raise StorageError(
-                f"{directory} is not empty and not a kvarve storage folder: give another or an empty one"
+                f"{root.path} is not empty and not a kvarve storage folder: give another or an empty one"
             )
         return
-    version = _read_json(marker, "format")["format"]
+    check_format(disk, root)
+    if _MODELS not in there:
+        return
+    with disk.closing(disk.enter_below(root, _MODELS)) as models:
+        if model_name(label) in disk.entries(models):
+            with (
+                disk.closing(disk.enter_below(models, model_name(label))) as folder,
+                suppress(FileNotFoundError, Damaged),  # then its name is written anew
+            ):
+                check_owner(str(folder.path), _owner_of(disk, folder), (label, description))
+        if capacity_bytes is not None:
+            _check_capacity(disk, models, capacity_bytes)
+
+
+def is_store(disk: Disk, root: Directory) -> bool:
+    """Whether a folder has been opened as a store before."""
+    return _MARKER in disk.entries(root)
+
+
+def check_format(disk: Disk, root: Directory) -> None:
+    """StorageError unless a store is of this format."""
+    version = _read_json(disk, root, _MARKER, "empty its folder or give another one", "format")["format"]
     if version in _OLD_FORMATS:
         raise StorageError(
-            f"{directory} holds pages of an earlier version of kvarve ({version!r}), which this one "
+            f"{root.path} holds pages of an earlier version of kvarve ({version!r}), which this one "
             f"({FORMAT!r}) does not read: empty this folder or give another one"
         )
     if version != FORMAT:
         raise StorageError(
-            f"{directory} is in format {version!r}, this version of kvarve reads {FORMAT!r}: "
+            f"{root.path} is in format {version!r}, this version of kvarve reads {FORMAT!r}: "
             f"give another folder or empty this one"
         )
 
 
-def is_store(directory: Path) -> bool:
-    """Whether a folder has been opened as a store before."""
-    return (directory / _MARKER).exists()
+def _check_capacity(disk: Disk, models: Directory, capacity_bytes: int) -> None:
+    """A folder has one capacity at a time: of two the smaller one would take what the other has stored."""
+    for model in known_models(disk, models)[0]:
+        with disk.closing(disk.enter_below(models, model.name)) as folder:
+            for number in processes(disk, folder):
+                if not is_locked(disk, folder, number):
+                    continue
+                with suppress(FileNotFoundError):
+                    said = _CAPACITY.fullmatch(_content(disk, folder, f"{_PROCESS}{number}"))
+                    if said is not None and int(said[1]) != capacity_bytes:
+                        raise StorageError(
+                            f"{models.path.parent} is open with a capacity of {format_size(int(said[1]))} "
+                            f"({int(said[1])} bytes), not {format_size(capacity_bytes)} ({capacity_bytes} bytes): "
+                            f"give the same, or end or detach first who has it open"
+                        )
 
 
-def check_model(folder: Path, label: bytes, description: str) -> None:
-    """Raise StorageError if the folder of this model belongs to another one, whose label begins alike."""
-    if (folder / _MODEL).exists():
-        check_owner(str(folder), owner_of_model(folder), (label, description))
+def known_models(disk: Disk, models: Directory) -> tuple[list[Known], dict[str, str]]:
+    """The models that have left their names; and of folders named as a model's, what is wrong with those names."""
+    found, damaged = [], {}
+    for name, it in sorted(disk.entries(models).items()):
+        if not _MODEL_NAME.fullmatch(name) or objection(it, models.owner, folder=True):
+            continue
+        try:
+            with disk.closing(disk.enter_below(models, name)) as folder:
+                found.append(Known(name, *_owner_of(disk, folder)))
+        except FileNotFoundError:  # it has not left its name yet, or its removal ended just before the folder's
+            continue
+        except (Damaged, NotOurs) as error:
+            damaged[name] = str(error)
+    return found, damaged
 
 
-def owner_of_model(folder: Path) -> tuple[bytes, str]:
-    """The label and the description of a model's folder; StorageError if it does not tell."""
-    content = _read_json(folder / _MODEL, "label", "description")
-    return bytes.fromhex(content["label"]), content["description"]
+def _owner_of(disk: Disk, folder: Directory) -> tuple[bytes, str]:
+    """The label and the description of a model. FileNotFoundError: there is no model in this folder."""
+    what_to_do = "whoever opens its model writes it anew; or remove its folder"
+    content = _read_json(disk, folder, _MODEL, what_to_do, "label", "description")
+    label = bytes.fromhex(content["label"])
+    if model_name(label) != folder.path.name or len(label) > LABEL_MAX_BYTES:
+        raise Damaged(f"{folder.path / _MODEL} is damaged (its label is that of another folder): {what_to_do}")
+    return label, "".join(
+        each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in content["description"]
+    )
 
 
-def _read_json(path: Path, *keys: str) -> dict[str, str]:
+def _read_json(disk: Disk, folder: Directory, name: str, what_to_do: str, *keys: str) -> dict[str, str]:
+    path = folder.path / name
     try:
-        content = json.loads(path.read_bytes())
+        raw = _content(disk, folder, name)
+        if len(raw) > _SAID_BYTES:
+            raise ValueError(f"more than {_SAID_BYTES} bytes")
+        content = json.loads(raw)
         found = {key: content[key] for key in keys}
         for key, value in found.items():
             if not isinstance(value, str):
                 raise ValueError(f"{key} is no text")
         bytes.fromhex(found.get("label", ""))
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        raise Damaged(f"{path} cannot be read ({error.strerror}): {what_to_do}") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise StorageError(f"{path} is damaged ({error}): empty its folder or give another one") from error
+        raise Damaged(f"{path} is damaged ({error}): {what_to_do}") from error
     return found
 
 
-def model_folder(directory: Path, label: bytes) -> Path:
-    return directory / _MODELS / label.hex()[:16]
+def _content(disk: Disk, folder: Directory, name: str) -> bytes:
+    """A small file; of a larger one the beginning, one byte more than it may have."""
+    file = disk.open(folder, name, read_only=True)
+    try:
+        return disk.peek(file, _SAID_BYTES + 1, 0)
+    finally:
+        disk.close(file)
 
 
-def model_folders(directory: Path) -> list[Path]:
-    """The folders of all models that have left their name."""
-    models = directory / _MODELS
-    return sorted(path for path in models.iterdir() if (path / _MODEL).exists()) if models.is_dir() else []
+@contextmanager
+def visited(disk: Disk, path: Path) -> Iterator[Directory]:
+    """The folder of a store, to look at it: nothing in it is made, locked or changed, and it may be another user's.
+
+    StorageError: there is no store of this format.
+    """
+    with medium(path):
+        if not os.path.lexists(path):
+            raise StorageError(f"{path}: no such folder")
+        with disk.closing(disk.enter(path, visiting=True)) as root:
+            if not is_store(disk, root):
+                raise StorageError(
+                    f"{path}: there is no kvarve storage in it"
+                    if not disk.entries(root).keys() - _NOT_CONTENT
+                    else f"{path} is not empty and not a kvarve storage folder: give another one"
+                )
+            check_format(disk, root)
+            yield root
 
 
-def slab_path(folder: Path, number: int) -> Path:
-    return folder / f"{_SLAB}{number:06}"
+@contextmanager
+def models_of(disk: Disk, root: Directory) -> Iterator[Directory | None]:
+    """The folder of a store's models; None if none has been opened yet."""
+    if _MODELS not in disk.entries(root):
+        yield None
+        return
+    with disk.closing(disk.enter_below(root, _MODELS)) as models:
+        yield models
 
 
-def slab_numbers(disk: Disk, folder: Path) -> dict[int, bool]:
-    """The numbers of a model's slabs, and whether each has a table: slots without one are what a crash left."""
-    found: dict[int, bool] = {}
-    for path in disk.sizes(folder):
-        number = path.name.removeprefix(_SLAB).removesuffix(TABLE)
-        if path.parent == folder and path.name.startswith(_SLAB) and number.isdigit():
-            found[int(number)] = found.get(int(number), False) or path.name.endswith(TABLE)
-    return found
+def spare_bytes(disk: Disk, folder: Directory) -> int:
+    """How much of the disk may be taken: a hundredth of it stays free for others, 256 MiB at least. Below zero: others
+    have taken of that."""
+    free_bytes, disk_bytes = disk.room(folder)
+    return free_bytes - max(_LEFT_BYTES, disk_bytes // _LEFT_SHARE)
+
+
+# --- who has a model open
+
+
+def processes(disk: Disk, folder: Directory) -> list[int]:
+    """The numbers of all that have, or had, a model open. OSError: nobody can say."""
+    found = (process_number(name) for name in disk.files(folder))
+    return [number for number in found if number is not None]
+
+
+def is_in_use(disk: Disk, folder: Directory) -> bool:
+    """Whether some process has a model open."""
+    return any(is_locked(disk, folder, number) for number in processes(disk, folder))
+
+
+def is_locked(disk: Disk, folder: Directory, number: int) -> bool:
+    """Whether the process of this number has a model open."""
+    try:
+        file = disk.open(folder, f"{_PROCESS}{number}", read_only=True)
+    except (FileNotFoundError, NotOurs):
+        return False
+    try:
+        free = disk.lock(file, wait=False, shared=True)  # who looks at the same time is nobody who has it open
+        if free:
+            disk.unlock(file)
+        return not free
+    finally:
+        disk.close(file)
+
+
+def last_open_ns(disk: Disk, folder: Directory) -> int:
+    """The wall time at which the clock of a model was last written, which is while it is open."""
+    clock = disk.files(folder).get(CLOCK)
+    return 0 if clock is None else clock.st_mtime_ns
+
+
+# --- removing
+
+
+def remove_model(disk: Disk, models: Directory, name: str, why: str) -> None:
+    """Remove what is ours of a model that nobody has open, with the mutex held. Its name goes last: until then it is a
+    model with fewer objects."""
+    with disk.closing(disk.enter_below(models, name)) as folder:
+        files = files_of_model(disk, folder)
+        for each in sorted(files, key=lambda each: (each == _MODEL, not each.endswith(TABLE), each)):
+            disk.unlink(folder, each)
+    log.warning("%s: removed with all that is ours in it: %s", models.path / name, why)
+    try:
+        disk.remove_folder(models, name)
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+        log.warning("%s: the folder stays, as somebody else's files are in it", models.path / name)
+    disk.sync_folder(models)
+
+
+def quarantined(disk: Disk, folder: Directory) -> dict[str, int]:
+    """The files of slabs of a model that were damaged, and how long they are."""
+    return {
+        name: found.st_size
+        for name, found in disk.files(folder).items()
+        if (file := slab_file(name)) is not None and file.quarantined
+    }
+
+
+def remove_quarantined(disk: Disk, folder: Directory, why: str) -> int:
+    """Remove them; how many bytes they had. With the mutex held."""
+    files = quarantined(disk, folder)
+    for name in files:
+        disk.unlink(folder, name)
+        log.warning("%s: removed: %s", folder.path / name, why)
+    return sum(files.values())
+
+
+# --- an open folder
 
 
 class Folder:
-    """An open folder with one open model. Whoever changes what others may see holds the `mutex` meanwhile."""
+    """An open folder with one open model. Whoever changes what others may see holds the `mutex` meanwhile.
 
-    def __init__(self, disk: Disk, directory: Path, label: bytes, description: str) -> None:
+    `make`: the folder is made where there is none.
+    """
+
+    models: Directory
+    model: Directory
+
+    def __init__(self, disk: Disk, directory: Path, label: bytes, description: str, *, make: bool = True) -> None:
         self.disk, self.directory = disk, directory
-        self.model = model_folder(directory, label)
         self._label, self._description = label, description
         self._files: list[int] = []
-        disk.make_folder(directory)
-        self._mutex = self._opened(directory / _LOCK)
+        self._told: set[str] = set()  # names of damaged models
         self.number = -1
+        try:
+            if make:
+                disk.make_root(directory)
+            self.root = disk.enter(directory)
+            self._files.append(self.root.file)
+            self._mutex = self._opened(self.root, _LOCK)
+        except BaseException:  # whatever it is, it goes on to the caller
+            self.abandon()
+            raise
 
-    def enter(self) -> None:
-        """Become one of the processes that have the model open; with the mutex held."""
-        marker = self.directory / _MARKER
-        if not marker.exists():
-            self._write_json(marker, {"format": FORMAT})
-        if not (self.model / _MODEL).exists():
-            self.disk.make_folder(self.model)
-            self.disk.sync_folder(self.model.parent)
-            self.disk.sync_folder(self.directory)
-            self._write_json(self.model / _MODEL, {"label": self._label.hex(), "description": self._description})
-        self.number = next(number for number in range(PROCESSES) if self._take(number))
+    def enter(self, capacity_bytes: int | None) -> None:
+        """Become one of the processes that have the model open; with the mutex held, after a look at the contents."""
+        if not is_store(self.disk, self.root):
+            self._write_json(self.root, _MARKER, {"format": FORMAT})
+        self.models = self._entered(self.root, _MODELS)
+        self.model = self._entered(self.models, model_name(self._label))
+        try:
+            _owner_of(self.disk, self.model)
+        except (FileNotFoundError, Damaged) as error:
+            if isinstance(error, Damaged):
+                log.warning("%s; now it is", error)
+            self._write_json(self.model, _MODEL, {"label": self._label.hex(), "description": self._description})
+        taken = (number for number in range(PROCESSES) if self._take(number, capacity_bytes))
+        self.number = next(taken, -1)
+        if self.number < 0:
+            raise StorageError(f"{self.model.path}: {PROCESSES} processes have it open, more cannot")
 
-    def _take(self, number: int) -> bool:
-        file = self._opened(self.model / f"{_PROCESS}{number}")
+    def _entered(self, folder: Directory, name: str) -> Directory:
+        """A folder in a folder, made when missing; closed in the end."""
+        try:
+            found = self.disk.enter_below(folder, name)
+        except FileNotFoundError:
+            self.disk.make_folder(folder, name)
+            self.disk.sync_folder(folder)
+            found = self.disk.enter_below(folder, name)
+        self._files.append(found.file)
+        return found
+
+    def _take(self, number: int, capacity_bytes: int | None) -> bool:
+        try:
+            file = self._opened(self.model, f"{_PROCESS}{number}")
+        except NotOurs:  # somebody's, in the way of nobody
+            return False
         if self.disk.lock(file, wait=False):
+            with suppress(OSError):  # on a full disk, or one that became read-only, nobody hears of our capacity
+                self.disk.cut(file, 0)
+                if capacity_bytes is not None:
+                    self.disk.write(file, [b"capacity %d\n" % capacity_bytes], 0)
             return True
         self._files.remove(file)
         self.disk.close(file)
@@ -181,36 +492,38 @@ class Folder:
 
     def open(self, name: str) -> int:
         """A file of the model's own, made when missing."""
-        return self._opened(self.model / name)
+        return self._opened(self.model, name)
 
-    def _opened(self, path: Path) -> int:
+    def _opened(self, folder: Directory, name: str) -> int:
         try:
-            file = self.disk.open(path)
+            file = self.disk.open(folder, name)
         except FileNotFoundError:
             try:
-                file = self.disk.open(path, create=True)
+                file = self.disk.open(folder, name, create=True)
             except FileExistsError:
-                file = self.disk.open(path)
+                file = self.disk.open(folder, name)
+        except NotOurs:
+            raise
         except OSError as error:
             if error.errno not in _NOT_FOR_US_TO_WRITE:
                 raise
-            file = self.disk.open(path, read_only=True)
+            file = self.disk.open(folder, name, read_only=True)
         self._files.append(file)
         return file
 
-    def _write_json(self, path: Path, content: dict[str, str]) -> None:
+    def _write_json(self, folder: Directory, name: str, content: dict[str, str]) -> None:
         """Whole or not at all, and for good: without these a folder full of pages would be refused."""
-        unfinished = path.with_name(path.name + _UNFINISHED)
+        unfinished = name + _UNFINISHED
         with suppress(FileNotFoundError):
-            self.disk.unlink(unfinished)
-        file = self.disk.open(unfinished, create=True)
+            self.disk.unlink(folder, unfinished)
+        file = self.disk.open(folder, unfinished, create=True)
         try:
             self.disk.write(file, [(json.dumps(content, indent=1) + "\n").encode()], 0)
             self.disk.sync(file)
         finally:
             self.disk.close(file)
-        self.disk.rename(unfinished, path)
-        self.disk.sync_folder(path.parent)
+        self.disk.rename(folder, unfinished, name)
+        self.disk.sync_folder(folder)
 
     @contextmanager
     def mutex(self) -> Iterator[None]:
@@ -233,42 +546,27 @@ class Folder:
 
     def is_alive(self, number: int) -> bool:
         """Whether a process of this number has the model open. With the mutex held."""
-        return number == self.number or _is_locked(self.disk, self.model / f"{_PROCESS}{number}")
+        return number == self.number or is_locked(self.disk, self.model, number)
 
     def alone(self) -> bool:
         """Whether no other process has the model open. With the mutex held."""
-        return not any(self.is_alive(number) for number in processes(self.model) if number != self.number)
+        return not any(self.is_alive(number) for number in processes(self.disk, self.model) if number != self.number)
 
-    # --- room
+    def others(self) -> list[str]:
+        """The folders of the other models. Of a damaged one it is said once."""
+        known, damaged = known_models(self.disk, self.models)
+        for name in damaged.keys() - self._told - {self.model.path.name}:
+            log.warning("%s", damaged[name])
+            self._told.add(name)
+        return [model.name for model in known if model.name != self.model.path.name]
 
     def bytes(self) -> int:
-        """How much lies in the folder, of all models."""
-        return sum(self.disk.sizes(self.directory).values())
-
-    def remove_remains(self) -> int:
-        """Remove what is left of models whose removal was cut short; of how many. With the mutex held."""
-        models, count = self.directory / _MODELS, 0
-        for folder in models.iterdir() if models.is_dir() else ():
-            if folder.is_dir() and not (folder / _MODEL).exists() and not is_in_use(self.disk, folder):
-                remove_model(self.disk, folder)
-                count += 1
-        return count
-
-    def remove_unused(self) -> bool:
-        """Remove what another model keeps here that nobody has open, the longest unused first; False if there is none.
-
-        With the mutex held.
-        """
-        models = self.directory / _MODELS
-        unused = [
-            folder
-            for folder in models.iterdir()
-            if folder.is_dir() and folder != self.model and not is_in_use(self.disk, folder)
-        ]
-        for folder in sorted(unused, key=last_open):
-            remove_model(self.disk, folder)
-            return True
-        return False
+        """How much of ours lies in the folder, of all models."""
+        found = [*files_of_model(self.disk, self.model).values()]
+        for name in self.others():
+            with self.disk.closing(self.disk.enter_below(self.models, name)) as folder:
+                found += files_of_model(self.disk, folder).values()
+        return root_bytes(self.disk, self.root) + sum(it.st_size for it in found)
 
     def close(self) -> None:
         for file in self._files:
@@ -280,90 +578,3 @@ class Folder:
         """Let go of the files alone: the locks are those of the process that this one was forked from."""
         while self._files:
             self.disk.close(self._files.pop())
-
-
-def processes(folder: Path) -> list[int]:
-    """The numbers of all that have, or had, a model open. OSError, which `Path.glob` may hide: nobody can say."""
-    names: list[str] = []
-    with suppress(FileNotFoundError):
-        names = [path.name.removeprefix(_PROCESS) for path in folder.iterdir() if path.name.startswith(_PROCESS)]
-    return [int(name) for name in names if name.isdigit()]
-
-
-def is_in_use(disk: Disk, folder: Path) -> bool:
-    """Whether some process has a model open."""
-    return any(_is_locked(disk, folder / f"{_PROCESS}{number}") for number in processes(folder))
-
-
-def _is_locked(disk: Disk, path: Path) -> bool:
-    try:
-        file = disk.open(path, read_only=True)
-    except FileNotFoundError:
-        return False
-    try:
-        free = disk.lock(file, wait=False, shared=True)  # who looks at the same time is nobody who has it open
-        if free:
-            disk.unlock(file)
-        return not free
-    finally:
-        disk.close(file)
-
-
-def last_open(folder: Path) -> int:
-    """When the clock of a model was last written, which is while it is open; what a removal left is older than all."""
-    if not (folder / _MODEL).exists():
-        return -1
-    try:
-        return (folder / "clock").stat().st_mtime_ns
-    except OSError:
-        return 0
-
-
-def remove_model(disk: Disk, folder: Path) -> None:
-    """Remove a model that nobody has open; its name goes first, so that what a crash leaves is nobody's."""
-    files = disk.sizes(folder)
-    for path in sorted(files, key=lambda path: path.name != _MODEL):
-        disk.unlink(path)
-    disk.remove_folder(folder)
-    disk.sync_folder(folder.parent)
-
-
-_PAIR = struct.Struct("<16sqqqI")
-
-
-@dataclass
-class Clock:
-    """The age of a store, in ns. It goes on evenly while the store is open, whatever somebody sets the wall clock to.
-
-    What was (boot, time since boot, wall time, store time) together is kept with the store. Within one boot of the
-    machine the time since boot alone counts, so all processes agree; after another one the wall clock says for how long
-    the store was closed, and if that has gone back, no time has passed. It never goes back.
-    """
-
-    disk: Disk
-    file: int
-    _boot: bytes = b""
-    _behind_ns: int = 0  # store time at boot
-
-    def __post_init__(self) -> None:
-        self._boot = self.disk.boot()
-        since_boot, wall = self.disk.since_boot_ns(), self.disk.wall_ns()
-        raw = self.disk.peek(self.file, _PAIR.size, 0)
-        now = wall
-        if len(raw) == _PAIR.size and zlib.crc32(raw[:-4]) == int.from_bytes(raw[-4:], "little"):
-            boot, then_since_boot, then_wall, then, _ = _PAIR.unpack(raw)
-            same = boot == self._boot and since_boot >= then_since_boot
-            now = then + (since_boot - then_since_boot if same else max(0, wall - then_wall))
-        self._behind_ns = now - since_boot
-
-    def now_ns(self) -> int:
-        return self._behind_ns + self.disk.since_boot_ns()
-
-    def at_least(self, time_ns: int) -> None:
-        """Something in the store is from then: the pair was lost, or is older."""
-        self._behind_ns += max(0, time_ns - self.now_ns())
-
-    def save(self) -> None:
-        since_boot = self.disk.since_boot_ns()
-        plain = _PAIR.pack(self._boot, since_boot, self.disk.wall_ns(), self._behind_ns + since_boot, 0)[:-4]
-        self.disk.write(self.file, [plain + zlib.crc32(plain).to_bytes(4, "little")], 0)

@@ -1,7 +1,8 @@
 """Which object goes first when room is short: an order over the columns of tables, worked out for many at once."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -12,13 +13,23 @@ from kvarve.storage.table import STORED, Rows
 _PROBATION = 0.1
 
 
-@dataclass(frozen=True)
 class Coldness:
     """The columns that an order looks at, of all objects among which one is to go."""
 
-    stored: Rows
-    used: Rows
-    uses: Rows
+    def __init__(self, places: Sequence[tuple[Slab, Rows]]) -> None:
+        self._places = places
+
+    @cached_property
+    def stored(self) -> Rows:
+        return np.concatenate([slab.stored[rows] for slab, rows in self._places])
+
+    @cached_property
+    def used(self) -> Rows:
+        return np.concatenate([slab.used[rows] for slab, rows in self._places])
+
+    @cached_property
+    def uses(self) -> Rows:
+        return np.concatenate([slab.uses[rows] for slab, rows in self._places])
 
 
 def lru(among: Coldness) -> tuple[Rows, ...]:
@@ -63,8 +74,48 @@ class Victim:
         )
 
 
-def coldest(slabs: Iterable[Slab], order: str, group: int | None = None) -> list[Victim]:
-    """Those who go first among the objects of these slabs (of this group), the very first of them last."""
+class Line:
+    """Those who go first, in their order. Columns, as there may be a hundred thousand of them. `useful`: whether one of
+    them has gone."""
+
+    def __init__(self, slabs: Sequence[Slab], which: Rows, rows: Rows) -> None:
+        self._slabs, self._which, self._rows = slabs, which, rows
+        self._generation, self._used, self._uses = (np.zeros(len(rows), np.int64) for _ in range(3))
+        for number, slab in enumerate(slabs):
+            here = which == number
+            at = rows[here]
+            self._generation[here], self._used[here], self._uses[here] = (
+                slab.generation[at],
+                slab.used[at],
+                slab.uses[at],
+            )
+        self._next = 0
+        self.useful = False
+
+    def pop(self) -> Victim | None:
+        """The next of them."""
+        at = self._next
+        if at == len(self._rows):
+            return None
+        self._next += 1
+        return Victim(
+            self._slabs[self._which[at]],
+            int(self._rows[at]),
+            int(self._generation[at]),
+            int(self._used[at]),
+            int(self._uses[at]),
+        )
+
+    def first_used_ns(self) -> int | None:
+        """When the very first of them was used."""
+        return int(self._used[0]) if len(self._used) else None
+
+
+def coldest(slabs: Iterable[Slab], order: str, group: int | None = None) -> Line:
+    """Those who go first among the objects of these slabs (of a group of this number).
+
+    Nobody need keep others from the slabs meanwhile: whoever takes one of the line looks whether it still stands.
+    """
     places = []
     for slab in slabs:
         chosen = slab.state == STORED
@@ -74,30 +125,17 @@ def coldest(slabs: Iterable[Slab], order: str, group: int | None = None) -> list
         if len(rows):
             places.append((slab, rows))
     if not places:
-        return []
-    among = Coldness(
-        *(
-            np.concatenate([getattr(slab, column)[rows] for slab, rows in places])
-            for column in ("stored", "used", "uses")
-        )
-    )
-    keys = ORDERS[order](among)
-    first = np.arange(len(among.used))
+        return Line([], np.zeros(0, np.int64), np.zeros(0, np.int64))
+    ends = np.cumsum([len(rows) for _, rows in places])
+    keys = ORDERS[order](Coldness(places))
     # So many that working out the order costs little for each. What is new comes last in LRU, but may come first in
     # other orders: there only so few that what has come since would be no more than a 64th of all.
-    count = max(64 if order == "lru" else 1, len(first) // 64)
-    if count < len(first):
-        first = _smallest(keys, count)
-    first = first[np.lexsort([key[first] for key in keys])]
-    ends = np.cumsum([len(rows) for _, rows in places])
-    found = []
-    for place in first[:count][::-1].tolist():
-        which = int(np.searchsorted(ends, place, "right"))
-        slab, rows = places[which]
-        row = int(rows[place - (int(ends[which]) - len(rows))])
-        used, uses = int(slab.used[row]), int(slab.uses[row])
-        found.append(Victim(slab, row, int(slab.generation[row]), used, uses))
-    return found
+    count = max(64 if order == "lru" else 1, int(ends[-1]) // 64)
+    first = _smallest(keys, count) if count < ends[-1] else np.arange(int(ends[-1]))
+    first = first[np.lexsort([key[first] for key in keys])][:count]
+    which = np.searchsorted(ends, first, "right")
+    rows = np.concatenate([rows for _, rows in places])[first]
+    return Line([slab for slab, _ in places], which, rows)
 
 
 def _smallest(keys: tuple[Rows, ...], count: int) -> Rows:
@@ -112,13 +150,14 @@ def _smallest(keys: tuple[Rows, ...], count: int) -> Rows:
     return np.concatenate([below, equal])
 
 
-def age_of(slab: Slab) -> float:
-    """When its objects were used on average; of a slab that holds nothing, before everything."""
-    held = slab.used[slab.state == STORED]
-    return float(held.mean()) if len(held) else -1.0
+@dataclass(frozen=True)
+class LastUse:
+    """When the objects of a slab were used, on average and the last of them, in ns of the store's time; before
+    everything if there are none."""
 
+    mean_ns: float = -1.0
+    last_ns: float = -1.0
 
-def last_used(slab: Slab) -> int:
-    """When the last of its objects was used; of a slab that holds nothing, before everything."""
-    held = slab.used[slab.state == STORED]
-    return int(held.max()) if len(held) else -1
+    @staticmethod
+    def of(used: Rows) -> "LastUse":
+        return LastUse(float(used.mean()), float(used.max())) if len(used) else LastUse()

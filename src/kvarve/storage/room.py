@@ -1,21 +1,27 @@
-"""Room for slabs in a folder: how large they are made, when one gives way to another class, and that nothing is left.
+"""Room for slabs in a folder: how large they are made, whose gives way to whom, and that nothing is left.
 
 All of it with the folder's mutex held. The store's lock, which is all that readers need, is held for moments, as making
-and removing files is slow.
+and removing files is slow, and so is working out who goes.
 """
 
 import errno
 import logging
 import secrets
 import threading
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 
-from kvarve.storage.books import Books, Call, Place, Wanted
-from kvarve.storage.changes import LINE_BYTES
-from kvarve.storage.folder import slab_numbers, slab_path
-from kvarve.storage.orders import age_of
+import numpy as np
+
+from kvarve.storage.books import Books, Call, Grow, Place, Rank
+from kvarve.storage.disk import NotOurs
+from kvarve.storage.folder import LINE_BYTES, SLABS, slab_name, slab_numbers, spare_bytes
+from kvarve.storage.orders import LastUse, coldest
+from kvarve.storage.others import Idle, Others
 from kvarve.storage.slabs import Broken, Slab, unlink
-from kvarve.storage.table import Shape, slot_bytes_for
+from kvarve.storage.table import STORED, Shape, slot_bytes_for
 
 log = logging.getLogger(__name__)
 
@@ -27,25 +33,93 @@ _SHARE = 16
 _TRY_AGAIN_NS = 10_000_000_000  # a class that found no room for a slab asks for one again after so long
 
 
+# Another class, or a model that nobody has open, gives a slab away when its objects are on average so many times as old
+# as what would have to go here; its last one of a class only when all of them are older.
+_MUCH_OLDER = 2.0
+AT_ONCE = 32  # objects for which the lock is held once: readers wait so long
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """A slab that could give way. `is_last`: the only one of its class in its model. With it all of them would go: a
+    prompt that needs one page of each class could resume nowhere, and a class of small objects keeps those for the
+    longest. Ages are in ns: of its objects on average, and of the youngest."""
+
+    slab: Slab | Idle
+    bytes: int
+    is_last: bool
+    mean_age_ns: float
+    least_age_ns: float
+
+    def is_older(self, age_ns: float) -> bool:
+        return self.least_age_ns > age_ns if self.is_last else self.mean_age_ns > _MUCH_OLDER * age_ns
+
+    def comes(self) -> tuple[bool, float]:
+        """The smallest goes first."""
+        return self.is_last, -self.mean_age_ns
+
+
 class Room:
     def __init__(self, books: Books, lock: threading.Lock) -> None:
         self._books, self._folder, self._lock = books, books.folder, lock
-        self._full_until: dict[int, int] = {}  # slot bytes: store time
+        self._others = Others(self._folder)
+        # Slot bytes: store time.
+        self._full_until: dict[int, int] = {}
+        self._stuck_until: dict[int, int] = {}
         self._told: set[int] = set()  # slot bytes
+        self._left_alone: set[int] = set()  # numbers of slabs that are none of ours
+
+    def begin(self, call: Call) -> int:
+        """Before the first row is asked for: now and then, make room of what is too old, of what the dead had reserved
+        and of what somebody has removed; answers what time it is."""
+        call.low = spare_bytes(self._folder.disk, self._folder.root) < 0
+        books = self._books
+        with self._lock:
+            now_ns, slabs = books.clock.now_ns(), [*books.slabs.values()]
+            if not books.is_due(now_ns):
+                return now_ns
+            books.reclaim()
+        self.give_up(slab for slab in slabs if slab.is_gone())
+        old = books.old(slabs, now_ns)
+        for at in range(0, len(old), AT_ONCE):
+            with self._lock:
+                books.expire(old[at : at + AT_ONCE], now_ns)
+            books.publish(self._lock)
+        return now_ns
 
     def seat(self, call: Call, name: str, size_bytes: int) -> Place | None:
         """A row for a new object, held from now on; None if there is no room for it."""
         while True:
             with self._lock:
                 found = self._books.seat(call, name, size_bytes)
-            if not isinstance(found, Wanted):
+            if isinstance(found, Grow):
+                if not self._grow(call, found.slot_bytes):
+                    call.grown.add(found.slot_bytes)
+            elif isinstance(found, Rank):
+                self._rank(call, found)
+            else:
                 if found is None:
                     self._tell_if_never(slot_bytes_for(size_bytes))
                 return found
-            if found.instead is not None and not self._swap(found):
-                call.stuck.add(found.slot_bytes)
-            if found.instead is None and not self._grow(found.slot_bytes):
-                call.grown.add(found.slot_bytes)
+
+    def _rank(self, call: Call, rank: Rank) -> None:
+        """Work out who goes. It takes a tenth of a second where there are a million, so without the lock. And if
+        somebody else's slab had better go, then that."""
+        with self._lock:
+            slabs, group = self._books.among(rank)
+        line = coldest(slabs, self._books.limits.eviction, group)
+        slot_bytes = rank.slot_bytes
+        if slot_bytes is not None and slot_bytes not in call.stuck:
+            used_ns = line.first_used_ns()
+            age_ns = -1.0 if used_ns is None else max(0.0, self._books.clock.now_ns() - used_ns)
+            offers = self._offers(call, slot_bytes)
+            older = min((each for each in offers if each.is_older(age_ns)), key=_Offer.comes, default=None)
+            if older is not None:
+                if self._swap(call, slot_bytes, older, sum(each.bytes for each in offers)):
+                    return
+                call.stuck.add(slot_bytes)
+        with self._lock:
+            self._books.ranked(rank, line)
 
     def _tell_if_never(self, slot_bytes: int) -> None:
         """Say once that nothing of this size can be stored: there is nothing that could be evicted for it."""
@@ -57,29 +131,26 @@ class Room:
         others_bytes = self._folder.bytes() - sum(shape.bytes for shape in mine)
         log.warning(
             "%s: nothing of %d bytes can be stored: other models that are in use have %d of %d bytes, or the disk is "
-            "full; give it more capacity, or another folder",
+            "full (a hundredth of it stays free, 256 MiB at least); give it more capacity, or another folder",
             self._folder.directory,
             slot_bytes,
             others_bytes,
             self._books.limits.capacity_bytes,
         )
 
-    def _grow(self, slot_bytes: int) -> bool:
-        """One more slab of a class, if there is room; another model that nobody uses makes room."""
+    def _grow(self, call: Call, slot_bytes: int) -> bool:
+        """One more slab of a class, if there is room; what was damaged makes room."""
         now_ns = self._books.clock.now_ns()
         if self._full_until.get(slot_bytes, 0) > now_ns:
             return False
         self._find_lost()
-        while True:
-            room_bytes = self._room_bytes()
-            with self._lock:
-                shape = self._shape_for(slot_bytes, room_bytes)
-            if shape is not None or not self._folder.remove_unused():
-                break
-        slab = None
-        while slab is None and shape is not None:
+        shape = self._shape_for(slot_bytes, self._room_bytes(call))
+        if shape is None and self._others.remove_quarantined("its room is needed"):
+            shape = self._shape_for(slot_bytes, self._room_bytes(call))
+        number, slab = self._new_number(), None
+        while slab is None and shape is not None and number is not None:
             try:
-                slab = self._new_slab(shape)
+                slab = self._new_slab(number, shape)
             except OSError as error:
                 if error.errno not in FULL:
                     raise
@@ -88,86 +159,136 @@ class Room:
         if slab is None:
             self._full_until[slot_bytes] = now_ns + _TRY_AGAIN_NS
             return False
+        call.freed_bytes = max(0, call.freed_bytes - slab.shape.bytes)
         with self._lock:
             self._books.add(slab, empty=True)
         return True
 
-    def _swap(self, wanted: Wanted) -> bool:
-        """Empty a slab of another class and make one of this class in its place, unless that gives too little room."""
-        assert wanted.instead is not None
-        room_bytes = self._room_bytes()
-        with self._lock:
-            room_bytes += sum(
-                slab.shape.bytes
-                for slab in self._books.slabs.values()
-                if slab.shape.slot_bytes != wanted.slot_bytes and self._books.may_go(slab)
-            )
-            if self._shape_for(wanted.slot_bytes, room_bytes) is None:
-                return False
-        self.remove(wanted.instead)
-        if self._grow(wanted.slot_bytes):
+    def _swap(self, call: Call, slot_bytes: int, older: _Offer, offered_bytes: int) -> bool:
+        """Empty a slab and make one of this class in its place, unless all that can be had gives too little room.
+        Whether one was made, or could be if the next slab goes as well."""
+        now_ns = self._books.clock.now_ns()
+        if self._stuck_until.get(slot_bytes, 0) > now_ns:
+            return False
+        if self._shape_for(slot_bytes, self._room_bytes(call, offered_bytes)) is None:
+            return False
+        self._remove(older, "what is stored now is used more")
+        call.freed_bytes += older.bytes
+        if self._grow(call, slot_bytes):
             return True
-        room_bytes = self._room_bytes()
-        with self._lock:  # where there is room and still no slab, the disk is full, whatever is removed
-            return self._shape_for(wanted.slot_bytes, room_bytes) is None
+        if self._shape_for(slot_bytes, self._room_bytes(call)) is None:
+            return True
+        # Where there is room and still no slab, the disk is full, whatever is removed.
+        self._stuck_until[slot_bytes] = now_ns + _TRY_AGAIN_NS
+        return False
 
-    def remove(self, slab: Slab) -> None:
+    def _offers(self, call: Call | None, but: int | None = None) -> list[_Offer]:
+        """The slabs that could give way: of other classes (`but`: this one's do not), and of idle models."""
+        with self._lock:
+            mine = [
+                slab
+                for slab in self._books.slabs.values()
+                if slab.shape.slot_bytes != but and self._books.may_go(slab, call)
+            ]
+            classes = Counter(slab.shape.slot_bytes for slab in self._books.slabs.values())
+            now_ns = self._books.clock.now_ns()
+        found = []
+        for slab in mine:
+            used = LastUse.of(slab.used[slab.state == STORED])
+            ages = (max(0.0, now_ns - each) for each in (used.mean_ns, used.last_ns))
+            found.append(_Offer(slab, slab.shape.bytes, classes[slab.shape.slot_bytes] == 1, *ages))
+        idle = self._others.slabs()
+        kinds = Counter((each.model, each.slot_bytes) for each in idle)
+        for each in idle:
+            is_last = each.slot_bytes > 0 and kinds[each.model, each.slot_bytes] == 1
+            found.append(_Offer(each, each.bytes, is_last, each.mean_age_ns, each.least_age_ns))
+        return found
+
+    def _remove(self, offer: _Offer, why: str) -> None:
+        if isinstance(offer.slab, Idle):
+            self._others.remove(offer.slab, why)
+            self._full_until.clear()
+        else:
+            self.remove(offer.slab, why)
+
+    def remove(self, slab: Slab, why: str) -> None:
         """Evict all that a slab holds, and the slab."""
+        rows = np.flatnonzero(slab.state == STORED)
+        for at in range(0, len(rows), AT_ONCE):  # there may be a hundred thousand of them
+            with self._lock:
+                self._books.unlist(slab, rows[at : at + AT_ONCE].tolist())
         with self._lock:
             self._books.remove(slab)
-        unlink(slab.disk, slab.path)
+        with suppress(NotOurs):  # it has got a second name: somebody wants to keep it
+            unlink(slab.disk, slab.folder, slab.number, why)
         self._full_until.clear()
+
+    def give_up(self, slabs: Iterable[Slab]) -> None:
+        """These have been removed by somebody else."""
+        for slab in slabs:
+            with self._lock:
+                if self._books.slabs.get(slab.number) is not slab:
+                    continue
+                self._books.lost += int((slab.state == STORED).sum())
+                self._books.remove(slab)
+            log.warning("%s: somebody has removed it, and all that lay in it is lost", slab.path)
 
     def shrink(self) -> None:
         """The capacity may be smaller than it was when all this was stored."""
         excess = self._folder.bytes() - self._books.limits.capacity_bytes
-        while excess > 0 and self._folder.remove_unused():
-            excess = self._folder.bytes() - self._books.limits.capacity_bytes
+        if excess > 0:
+            excess -= self._others.remove_quarantined("the capacity is smaller than it was")
         while excess > 0:
-            with self._lock:
-                movable = [slab for slab in self._books.slabs.values() if self._books.may_go(slab)]
-                coldest = min(movable, key=lambda slab: (self._books.is_last(slab), age_of(slab)), default=None)
-            if coldest is None:
+            offer = min(self._offers(None), key=_Offer.comes, default=None)
+            if offer is None:
                 break
-            excess -= coldest.shape.bytes
-            self.remove(coldest)
+            excess -= offer.bytes
+            self._remove(offer, "the capacity is smaller than it was")
 
-    def _room_bytes(self) -> int:
-        """How large a new slab may be, beside what the other processes have to be told of it."""
-        return self._books.limits.capacity_bytes - self._folder.bytes() - LINE_BYTES
+    def _room_bytes(self, call: Call, more_bytes: int = 0) -> int:
+        """How large a new slab may be, beside what the other processes have to be told of it; if so much more is
+        removed. What this call has removed it may take, however full the disk is."""
+        spare = spare_bytes(self._folder.disk, self._folder.root)
+        free_bytes = max(spare, call.freed_bytes) + more_bytes
+        return min(self._books.limits.capacity_bytes - self._folder.bytes() - LINE_BYTES + more_bytes, free_bytes)
 
     def _shape_for(self, slot_bytes: int, room_bytes: int) -> Shape | None:
         """What a new slab of a class may be like; None if there is no room for one that is worth it."""
-        held_bytes = sum(slab.shape.bytes for slab in self._books.slabs.values())
+        with self._lock:
+            shapes = [slab.shape for slab in self._books.slabs.values()]
+        held_bytes = sum(shape.bytes for shape in shapes)
         usual_bytes = max(min(_SLAB_BYTES, self._books.limits.capacity_bytes // _SHARE), held_bytes // _SHARE)
         usual = Shape(slot_bytes, max(1, Shape.within(slot_bytes, usual_bytes).slots))
         possible = Shape.within(slot_bytes, room_bytes)
         slots = min(usual.slots, possible.slots)
-        first = all(slab.shape.slot_bytes != slot_bytes for slab in self._books.slabs.values())
+        first = all(shape.slot_bytes != slot_bytes for shape in shapes)
         return Shape(slot_bytes, slots) if slots >= (1 if first else (usual.slots + 1) // 2) else None
 
     def _find_lost(self) -> None:
         """Slabs of which nobody has heard, or not any more: a process died, or could not write, while it made or
         removed them, or they could not be opened. They are room like others, and what lies in them is what it says."""
-        disk, known = self._folder.disk, self._books.changes.known()
-        for number in slab_numbers(disk, self._folder.model):
+        disk, folder, known = self._folder.disk, self._folder.model, self._books.changes.known()
+        for number, whole in slab_numbers(disk, folder).items():
             if number in known or number in self._books.slabs:
                 continue
-            path = slab_path(self._folder.model, number)
             with suppress(OSError):  # it stays in the way, and is asked for again the next time
                 try:
-                    slab = Slab.open(disk, path, number, self._books.owner)
-                except Broken:
-                    unlink(disk, path)
+                    slab = Slab.open(disk, folder, number, self._books.owner)
+                except Broken as why:
+                    self._books.put_away(number, str(why), whole=whole)
+                except NotOurs as why:
+                    if number not in self._left_alone:
+                        log.warning("%s is left alone: %s", folder.path / slab_name(number), why)
+                        self._left_alone.add(number)
                 else:
                     if disk.size(slab.file) == slab.shape.slots_bytes:  # else it would grow, beyond what there is room
                         with self._lock:
                             self._books.add(slab, empty=False)
 
-    def _new_slab(self, shape: Shape) -> Slab:
+    def _new_number(self) -> int | None:
         there = slab_numbers(self._folder.disk, self._folder.model)
-        number = next(number for number in range(len(there) + 1) if number not in there)
+        return next((number for number in range(SLABS) if number not in there), None)
+
+    def _new_slab(self, number: int, shape: Shape) -> Slab:
         identity = secrets.randbits(64) | 1
-        return Slab.create(
-            self._folder.disk, slab_path(self._folder.model, number), number, shape, self._books.owner, identity
-        )
+        return Slab.create(self._folder.disk, self._folder.model, number, shape, self._books.owner, identity)

@@ -6,22 +6,23 @@ writes a table has a mutex meanwhile.
 
 import errno
 import itertools
+import logging
 import mmap
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from kvarve.storage.disk import BLOCK_BYTES, Disk, is_aligned
-from kvarve.storage.folder import TABLE
+from kvarve.storage.disk import BLOCK_BYTES, Directory, Disk, is_aligned
+from kvarve.storage.folder import QUARANTINED, TABLE, slab_name, spare_bytes
 from kvarve.storage.table import (
     ENTRY_BYTES,
     FREE,
     STAMP,
+    STATES,
     STORED,
     USED_AT,
     Columns,
@@ -33,6 +34,8 @@ from kvarve.storage.table import (
     write_entries,
 )
 
+log = logging.getLogger(__name__)
+
 # Of a slab's table each stripe is read anew by itself when another process has changed something in it.
 STRIPES = 15
 _RUN_BYTES = 4 << 20  # neighbours are moved together, up to so much
@@ -43,18 +46,29 @@ _here = threading.local()
 
 
 class Broken(Exception):
-    """Files that cannot be used as a slab."""
+    """Files of ours that cannot be used as a slab; it says why."""
 
 
 class Slab:
     """One open slab. Its columns are guarded by whoever owns it; the bytes of slots by the states of their rows."""
 
-    def __init__(self, disk: Disk, path: Path, number: int, shape: Shape, identity: int, table: int, file: int) -> None:
-        self.disk, self.path, self.number = disk, path, number
+    def __init__(
+        self,
+        disk: Disk,
+        folder: Directory,
+        number: int,
+        shape: Shape,
+        identity: int,
+        table: int,
+        file: int,
+        *,
+        read_only: bool = False,
+    ) -> None:
+        self.disk, self.folder, self.number, self.path = disk, folder, number, folder.path / slab_name(number)
         self.shape, self.identity = shape, identity
         self.table, self.file, self.direct = table, file, -1
         with suppress(OSError):  # tmpfs, and others that know no such thing
-            self.direct = disk.open(path, direct=True)
+            self.direct = disk.open(folder, slab_name(number), direct=True, read_only=read_only)
             self._try_direct()
         # A read may still be under way when the slab is given up: the last who holds it closes it.
         self._closing = weakref.finalize(self, _close, disk, table, file, self.direct)
@@ -76,47 +90,76 @@ class Slab:
         self._failed_syncs = 0
 
     @staticmethod
-    def create(disk: Disk, path: Path, number: int, shape: Shape, owner: int, identity: int) -> "Slab":
+    def create(disk: Disk, folder: Directory, number: int, shape: Shape, owner: int, identity: int) -> "Slab":
         """A new slab, empty, on the disk for good when this returns. OSError, ENOSPC among them: nothing is left."""
-        files = [disk.open(path, create=True)]
+        name = slab_name(number)
+        files = [disk.open(folder, name, create=True)]
         try:
             disk.allocate(files[0], shape.slots_bytes)
             # The table comes last and goes first: slots without one are nobody's.
-            files.append(disk.open(table_path(path), create=True))
+            files.append(disk.open(folder, name + TABLE, create=True))
             disk.allocate(files[1], shape.table_bytes)
-            write_all(disk, files[1], [pack_header(shape, owner, identity)], 0)
+            for at in shape.headers_at:
+                write_all(disk, files[1], [pack_header(shape, owner, identity)], at)
             disk.sync(files[1])
-            disk.sync_folder(path.parent)
+            disk.sync_folder(folder)
         except OSError:
             _close(disk, *files)
             with suppress(OSError):
-                unlink(disk, path)
+                unlink(disk, folder, number, "it could not be made whole")
             raise
-        return Slab(disk, path, number, shape, identity, files[1], files[0])
+        return Slab(disk, folder, number, shape, identity, files[1], files[0])
 
     @staticmethod
-    def open(disk: Disk, path: Path, number: int, owner: int, *, alone: bool = False) -> "Slab":
-        """A slab that is there; `Broken` if its table does not begin as it should, or one of its files is missing.
+    def open(
+        disk: Disk,
+        folder: Directory,
+        number: int,
+        owner: int,
+        *,
+        alone: bool = False,
+        room_bytes: int = 0,
+        read_only: bool = False,
+    ) -> "Slab":
+        """A slab that is there. `Broken`: neither of its headers is as it should be, its table has another length than
+        they say, or one of its files is missing. NotOurs, or another OSError: nobody can say what it is.
 
-        `alone`: nobody else has the store open, so it may be mended.
+        `alone`: nobody else has the store open, so it may be mended; if it was cut it may take `room_bytes` more, which
+        it gets unless the disk is full. `read_only`: only to look at it.
         """
-        files = []
+        name, files = slab_name(number), list[int]()
         try:
-            for place in (table_path(path), path):
-                file, writable = _opened(disk, place)
+            for each in (name + TABLE, name):
+                file, writable = _opened(disk, folder, each, read_only=read_only)
                 files.append(file)
-            found = unpack_header(disk.peek(files[0], ENTRY_BYTES, 0), owner)
-            if found is None or disk.size(files[0]) < found[0].table_bytes:
-                raise Broken(path)
-            if alone and writable and disk.size(files[1]) < found[0].slots_bytes:
-                disk.allocate(files[1], found[0].slots_bytes)  # somebody cut it: what is gone fails its checks
+            table, slots = files
+            size_bytes = disk.size(table)
+            headers = [
+                unpack_header(disk.peek(table, ENTRY_BYTES, at), owner) if at >= 0 else None
+                for at in (0, size_bytes - ENTRY_BYTES)
+            ]
+            fitting = [header for header in headers if header and header[0].table_bytes == size_bytes]
+            if not fitting:
+                raise Broken(f"neither header of its table, which has {size_bytes} bytes, is as it was written")
+            found = shape, identity = fitting[0]
+            if alone and writable:
+                for at, header in zip(shape.headers_at, headers, strict=True):
+                    if header != found:
+                        log.warning("%s: one of its two headers was damaged, and is written anew", folder.path / name)
+                        write_all(disk, table, [pack_header(shape, owner, identity)], at)
+                disk.cut(slots, shape.slots_bytes)
+                missing_bytes = shape.slots_bytes - disk.size(slots)
+                if 0 < missing_bytes > room_bytes:
+                    raise Broken(f"{missing_bytes} bytes of its slots are cut off, and for those there is no room")
+                if 0 < missing_bytes <= spare_bytes(disk, folder):  # what is gone fails its checks
+                    disk.allocate(slots, shape.slots_bytes)
         except FileNotFoundError:
             _close(disk, *files)
-            raise Broken(path) from None
+            raise Broken("one of its two files is missing") from None
         except BaseException:  # whatever it is, it goes on to the caller, and no file stays open
             _close(disk, *files)
             raise
-        return Slab(disk, path, number, *found, *files)
+        return Slab(disk, folder, number, shape, identity, table, slots, read_only=read_only)
 
     def _try_direct(self) -> None:
         """Some file systems take the flag and refuse the I/O."""
@@ -138,8 +181,9 @@ class Slab:
         slots = self.shape.slots
         return -(-stripe * slots // STRIPES), -(-(stripe + 1) * slots // STRIPES)
 
-    def load(self, first: int, last: int) -> Iterator[tuple[int, Columns]]:
-        """What the table on the disk says of these rows, in pieces, each with its first row."""
+    def load(self, first: int, last: int, *, named: bool = True) -> Iterator[tuple[int, Columns]]:
+        """What the table on the disk says of these rows, in pieces, each with its first row; without names if those are
+        not asked for."""
         step = _READ_TABLE_BYTES // ENTRY_BYTES
         for at in range(first, last, step):
             raw = bytearray((min(last, at + step) - at) * ENTRY_BYTES)
@@ -149,7 +193,7 @@ class Slab:
                 raw[done:] = b"\xff" * (len(raw) - done)  # the table was cut: what is gone fails its check
             except OSError:
                 unreadable = self._entry_by_entry(memoryview(raw), at)
-            yield at, read_entries(raw, self.identity, at, self.shape.slot_bytes, unreadable)
+            yield at, read_entries(raw, self.identity, at, self.shape.slot_bytes, unreadable, named=named)
 
     def _entry_by_entry(self, view: memoryview, first: int) -> list[int]:
         """After an I/O error: whatever of the table can be had; which entries cannot."""
@@ -204,6 +248,14 @@ class Slab:
                 return None
             self.free = np.flatnonzero(self.state == FREE)[::-1].tolist()
             self.searched = True
+
+    def is_gone(self) -> bool:
+        """Whether somebody has removed one of its files: what is written to it is there for nobody."""
+        return any(self.disk.is_gone(file) for file in self.files)
+
+    def is_solid(self) -> bool:
+        """Whether all its slots have their room on the disk, also those that were never filled."""
+        return self.disk.stat(self.file).st_blocks * 512 >= self.shape.slots_bytes
 
     @property
     def files(self) -> tuple[int, int]:
@@ -346,6 +398,12 @@ def runs(pieces: Iterable[Piece]) -> list[list[Piece]]:
     return found
 
 
+def states_of(slabs: Iterable[Slab]) -> dict[str, int]:
+    """How many rows of slabs are in which state."""
+    counts = sum((np.bincount(slab.state, minlength=len(STATES)) for slab in slabs), np.zeros(len(STATES), np.int64))
+    return dict(zip(STATES, counts.tolist(), strict=True))
+
+
 def _bounce() -> memoryview:
     """This thread's own block-aligned memory."""
     memory: memoryview | None = getattr(_here, "bounce", None)
@@ -393,28 +451,36 @@ def write_all(disk: Disk, file: int, data: Sequence[memoryview | bytes], at: int
         at += view.nbytes
 
 
-def table_path(path: Path) -> Path:
-    return path.with_name(path.name + TABLE)
-
-
-def unlink(disk: Disk, path: Path) -> None:
+def unlink(disk: Disk, folder: Directory, number: int, why: str) -> None:
     """Remove a slab's files, or what there is of them. Its table goes first, as slots without one are nobody's. The
     slots give up their room even if another process, which has yet to hear of it, has them open."""
+    name = slab_name(number)
     with suppress(FileNotFoundError):
-        disk.unlink(table_path(path))
+        disk.unlink(folder, name + TABLE)
     with suppress(FileNotFoundError):
-        disk.truncate(path)
-        disk.unlink(path)
+        disk.truncate(folder, name)
+        disk.unlink(folder, name)
+    log.info("%s: removed: %s", folder.path / name, why)
 
 
-def _opened(disk: Disk, path: Path) -> tuple[int, bool]:
+def quarantine(disk: Disk, folder: Directory, number: int, why: str) -> None:
+    """Give the files of a damaged slab names by which nobody opens them, until their room is needed."""
+    name = slab_name(number)
+    for each in (name + TABLE, name):
+        with suppress(FileNotFoundError):
+            disk.rename(folder, each, each + QUARANTINED)
+    log.warning("%s: damaged, as %s: it is renamed to %s%s", folder.path / name, why, name, QUARANTINED)
+
+
+def _opened(disk: Disk, folder: Directory, name: str, *, read_only: bool) -> tuple[int, bool]:
     """A file, and whether it can be written to."""
-    try:
-        return disk.open(path), True
-    except OSError as error:
-        if error.errno != errno.EROFS:
-            raise
-        return disk.open(path, read_only=True), False
+    if not read_only:
+        try:
+            return disk.open(folder, name), True
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+    return disk.open(folder, name, read_only=True), False
 
 
 def _close(disk: Disk, *files: int) -> None:

@@ -1,13 +1,14 @@
 """The table of a slab: one entry of 256 bytes for each slot. Columns and bytes; no file is known here.
 
-    table   header and entries, padded to whole blocks
+    table   header, entries, zeros up to whole blocks, the header once more as its last 256 bytes
     header  magic 8, format u32, 0 u32, owner u64 (of the label), identity u64, slot bytes u64, slots u64, check u64
     entry   check u64; state u8, 0 u8, holder u16, generation u32; length u64; stored u64 (ns); name 200, zeros behind;
             0 u64; used u64 (ns), uses u64
 
 Little-endian. An entry lies within one sector of the disk, so a power cut leaves the old one or the new one; the check,
 which knows the slab and the row, finds out what a damaged disk makes of it. What changes with every use stands outside
-of the check: a wrong time of use costs a miss at most. The sums are made for a whole table at once, by numpy.
+of the check: a wrong time of use costs a miss at most. The sums are made for a whole table at once, by numpy. Whatever
+a table says is believed within bounds only: names that objects can have, lengths that fit, counts that can be added to.
 """
 
 import hashlib
@@ -18,7 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvarve.storage.base import LEGAL, is_name
 from kvarve.storage.disk import BLOCK_BYTES
+from kvarve.storage.folder import SLAB_BYTES
 
 Words = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.int64]
@@ -33,10 +36,13 @@ STAMP = struct.Struct("<QQ")
 
 # The states of a row. The last two are never written: they are what a reader says of an entry that fails its check,
 # which somebody may be writing just now, and of one that the disk does not give him.
+STATES = ("free", "reserved", "stored", "retired", "broken", "unreadable")
 FREE, RESERVED, STORED, RETIRED, BROKEN, UNREADABLE = range(6)
 
 _HEADER = struct.Struct("<8sIIQQQQ")
-_MAGIC, _FORMAT = b"kvarveSL", 1
+_MAGIC, _FORMAT = b"kvarveSL", 2
+MOST_USES = 1 << 40
+_SECOND_NS = 1_000_000_000
 _MASK = (1 << 64) - 1
 
 
@@ -73,7 +79,7 @@ class Shape:
 
     @property
     def table_bytes(self) -> int:
-        return -(-ENTRY_BYTES * (self.slots + 1) // BLOCK_BYTES) * BLOCK_BYTES
+        return -(-ENTRY_BYTES * (self.slots + 2) // BLOCK_BYTES) * BLOCK_BYTES
 
     @property
     def bytes(self) -> int:
@@ -82,6 +88,10 @@ class Shape:
     @property
     def slots_bytes(self) -> int:
         return self.slots * self.slot_bytes
+
+    @property
+    def headers_at(self) -> tuple[int, int]:
+        return 0, self.table_bytes - ENTRY_BYTES
 
     def entry_at(self, row: int) -> int:
         return ENTRY_BYTES * (row + 1)
@@ -92,7 +102,7 @@ class Shape:
     @staticmethod
     def within(slot_bytes: int, size_bytes: int) -> "Shape":
         """As many slots as fit, perhaps none."""
-        slots = max(0, size_bytes // (slot_bytes + ENTRY_BYTES))
+        slots = max(0, min(size_bytes // (slot_bytes + ENTRY_BYTES), SLAB_BYTES // slot_bytes))
         while slots and Shape(slot_bytes, slots).bytes > size_bytes:
             slots -= 1
         return Shape(slot_bytes, slots)
@@ -114,12 +124,15 @@ def pack_header(shape: Shape, owner: int, identity: int) -> bytes:
 
 
 def unpack_header(raw: bytes, owner: int) -> tuple[Shape, int] | None:
-    """A slab's shape and identity; None if this is no header, or one of another model or format."""
+    """A slab's shape and identity; None if this is no header, or one of another model or format, or of no slab that
+    can be."""
     plain, check = raw[: _HEADER.size], raw[_HEADER.size : _HEADER.size + 8]
     if len(check) < 8 or hashlib.sha256(plain).digest()[:8] != check:
         return None
     magic, format_, _, found, identity, slot_bytes, slots = _HEADER.unpack(plain)
     if (magic, format_, found) != (_MAGIC, _FORMAT, owner):
+        return None
+    if not slots or not slot_bytes or slot_bytes % BLOCK_BYTES or slots * slot_bytes > SLAB_BYTES:
         return None
     return Shape(slot_bytes, slots), identity
 
@@ -139,7 +152,13 @@ class Columns:
 
 
 def read_entries(
-    raw: bytes | bytearray, identity: int, first_row: int, slot_bytes: int, unreadable: Sequence[int] = ()
+    raw: bytes | bytearray,
+    identity: int,
+    first_row: int,
+    slot_bytes: int,
+    unreadable: Sequence[int] = (),
+    *,
+    named: bool = True,
 ) -> Columns:
     """What the entries from `first_row` on say; one that fails its check is BROKEN, one never written is FREE, and one
     of the `unreadable` (counted from the first) is what it is called."""
@@ -155,7 +174,11 @@ def read_entries(
     state[blank] = FREE
     state[list(unreadable)] = UNREADABLE
     names = np.ndarray((len(entries),), f"S{NAME_BYTES}", raw, 8 * _NAME, (ENTRY_BYTES,))
-    found = b"\n".join(names[state == STORED].tolist()).decode("ascii", "replace")
+    found = names[state == STORED].tolist() if named else []
+    if not all(found) or b"".join(found).translate(None, LEGAL) or b"." in found or b".." in found:
+        nameless = [not is_name(name.decode("ascii", "replace")) for name in found]
+        state[np.flatnonzero(state == STORED)[nameless]] = BROKEN
+        found = names[state == STORED].tolist()
     return Columns(
         state,
         (entries[:, _STATE] >> np.uint64(16)).astype(np.uint16),
@@ -163,9 +186,16 @@ def read_entries(
         length,
         entries[:, _STORED].astype(np.int64),
         entries[:, _USED].astype(np.int64),
-        entries[:, _USES].astype(np.int64),
-        found.split("\n") if (state == STORED).any() else [],
+        np.minimum(entries[:, _USES], MOST_USES).astype(np.int64),
+        b"\n".join(found).decode().split("\n") if found else [],
     )
+
+
+def times(found: Columns, now_ns: int) -> tuple[Rows, Rows]:
+    """When objects were stored and used, as far as that can be: not after now, nor used before they were stored."""
+    stored = np.where((found.stored < 0) | (found.stored > now_ns), now_ns, found.stored)
+    # A call counts up from now, so that what it uses has an order.
+    return stored, np.where((found.used < stored) | (found.used > now_ns + _SECOND_NS), stored, found.used)
 
 
 def write_entries(columns: Columns, identity: int, rows: Rows) -> bytes:

@@ -1,5 +1,9 @@
-"""Which storage does a setting such as `file:///var/kvarve?capacity=100GiB` mean? Several are tiers, nearest first."""
+"""Which storage does a setting such as `file:///var/kvarve?capacity=100GiB` mean? Several are tiers, nearest first.
 
+`file://?capacity=100GiB`, without a path, is a folder in the user's state directory.
+"""
+
+import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -12,7 +16,7 @@ from kvarve.sizes import parse_size
 from kvarve.storage.base import ANY_NAME, Storage, check_settings
 from kvarve.storage.breaker import Breaker
 from kvarve.storage.files import DEFAULT_THREADS, FileStorage, check_limits
-from kvarve.storage.folder import check_folder
+from kvarve.storage.folder import check_folder, checked_path
 from kvarve.storage.memory import MemoryStorage, check_memory
 from kvarve.storage.mooncake import MooncakeStorage
 from kvarve.storage.mooncake_client import load
@@ -78,28 +82,49 @@ class Scheme:
     prepare: Callable[[StorageUrl, bytes, str], Callable[[], Storage]]
 
 
-def _file(url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
+@dataclass(frozen=True)
+class FileSettings:
+    """What a file URL says. `capacity_bytes`: None if it does not."""
+
+    folder: Path
+    capacity_bytes: int | None
+    ttl_s: float | None
+    quota_bytes: int | None
+    eviction: str
+    threads: int
+
+
+def file_settings(url: StorageUrl) -> FileSettings:
+    """Raise ConfigError for what cannot work, wherever the folder lies; the disk is not asked."""
     if url.place or not url.path.startswith("/"):
         raise ConfigError(
             f"{url.text}: a file URL has three slashes and an absolute path, as in {SCHEMES['file'].example}"
         )
-    capacity_bytes = url.size_bytes("capacity")
     given = url.parameters
-    ttl_s = url.seconds("ttl") if "ttl" in given else None
-    quota_bytes = url.size_bytes("quota") if "quota" in given else None
-    threads = url.whole_number("threads") if "threads" in given else DEFAULT_THREADS
-    eviction = given.get("eviction", "lru")
-    check_limits(ttl_s, quota_bytes, eviction, threads)
-    directory = check_folder(url.path, capacity_bytes, label, description)
+    settings = FileSettings(
+        checked_path(url.path),
+        url.size_bytes("capacity") if "capacity" in given else None,
+        url.seconds("ttl") if "ttl" in given else None,
+        url.size_bytes("quota") if "quota" in given else None,
+        given.get("eviction", "lru"),
+        url.whole_number("threads") if "threads" in given else DEFAULT_THREADS,
+    )
+    check_limits(settings.ttl_s, settings.quota_bytes, settings.eviction, settings.threads)
+    return settings
+
+
+def _file(url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
+    settings, capacity_bytes = file_settings(url), url.size_bytes("capacity")
+    check_folder(settings.folder, capacity_bytes, label, description)
     return lambda: FileStorage(
-        directory,
+        settings.folder,
         capacity_bytes,
         label,
         description,
-        ttl_s=ttl_s,
-        quota_bytes=quota_bytes,
-        eviction=eviction,
-        threads=threads,
+        ttl_s=settings.ttl_s,
+        quota_bytes=settings.quota_bytes,
+        eviction=settings.eviction,
+        threads=settings.threads,
     )
 
 
@@ -154,7 +179,21 @@ def parse_url(text: str) -> StorageUrl:
             raise ConfigError(f"{text!r}: unknown parameter {name!r}; {parts.scheme} knows: {known}")
     if len(parameters) < len(pairs):
         raise ConfigError(f"{text!r}: a parameter is given twice")
-    return StorageUrl(text, parts.scheme, parts.netloc, unquote(parts.path), parameters)
+    path = unquote(parts.path)
+    if parts.scheme == "file" and not parts.netloc and not path:
+        path = str(state_folder())
+    return StorageUrl(text, parts.scheme, parts.netloc, path, parameters)
+
+
+def state_folder() -> Path:
+    """The folder of a file URL that names none: where programs keep what is this user's, and nobody else's to write."""
+    place = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if place.is_absolute():
+        return place / "kvarve"
+    try:
+        return Path.home() / ".local" / "state" / "kvarve"
+    except RuntimeError as error:
+        raise ConfigError(f"a storage of this user has no place ({error}): name a folder") from None
 
 
 def parse_urls(setting: str | Sequence[str]) -> tuple[StorageUrl, ...]:

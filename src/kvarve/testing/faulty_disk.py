@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from kvarve.storage.disk import Disk
+from kvarve.storage.disk import Directory, Disk
 
 SECTOR_BYTES = 512
 
@@ -105,15 +105,34 @@ class FaultyDisk(Disk):
 
     # --- what its user does
 
-    def open(self, path: Path, *, create: bool = False, direct: bool = False, read_only: bool = False) -> int:
+    def enter(self, path: Path, *, visiting: bool = False) -> Directory:
         self._live()
-        if create and not path.exists():
-            self._happens("create", path=path)
-        file = super().open(path, create=create, direct=direct, read_only=read_only)
+        return self._opened(super().enter(path, visiting=visiting))
+
+    def enter_below(self, folder: Directory, name: str) -> Directory:
+        self._live()
+        return self._opened(super().enter_below(folder, name))
+
+    def _opened(self, folder: Directory) -> Directory:
+        self._open.add(folder.file)
+        return folder
+
+    def open(
+        self,
+        folder: Directory,
+        name: str,
+        *,
+        create: bool = False,
+        direct: bool = False,
+        read_only: bool = False,
+    ) -> int:
+        self._live()
+        if create and not (folder.path / name).exists():
+            self._happens("create", path=folder.path / name)
+        file = super().open(folder, name, create=create, direct=direct, read_only=read_only)
         self._open.add(file)
-        inode = os.fstat(file).st_ino
         if create:
-            self._numbers[inode] = self._made
+            self._numbers[os.fstat(file).st_ino] = self._made
             self._made += 1
         return file
 
@@ -142,34 +161,51 @@ class FaultyDisk(Disk):
         self._happens("allocate", file=file, at=size_bytes)
         os.ftruncate(file, max(size_bytes, self.size(file)))
 
-    def make_folder(self, path: Path) -> None:
+    def cut(self, file: int, size_bytes: int) -> None:
+        if size_bytes < self.size(file):
+            self._happens("truncate", file=file, at=size_bytes)
+        super().cut(file, size_bytes)
+
+    def make_root(self, path: Path) -> None:
         self._live()
         for place in [*reversed(path.relative_to(self.root).parents), path.relative_to(self.root)]:
             if not (self.root / place).exists():
                 self._happens("make_folder", path=self.root / place)
-                super().make_folder(self.root / place)
+                (self.root / place).mkdir(0o700)
 
-    def remove_folder(self, path: Path) -> None:
-        self._happens("remove_folder", path=path)
-        super().remove_folder(path)
-
-    def rename(self, old: Path, new: Path) -> None:
-        self._happens("rename", path=old, other=new)
-        super().rename(old, new)
-
-    def unlink(self, path: Path) -> None:
+    def make_folder(self, folder: Directory, name: str) -> None:
         self._live()
-        if path.exists():
-            self._happens("unlink", path=path)
-        super().unlink(path)
+        if not (folder.path / name).exists():
+            self._happens("make_folder", path=folder.path / name)
+        super().make_folder(folder, name)
 
-    def truncate(self, path: Path) -> None:
+    def remove_folder(self, folder: Directory, name: str) -> None:
+        self._happens("remove_folder", path=folder.path / name)
+        super().remove_folder(folder, name)
+
+    def rename(self, folder: Directory, old: str, new: str) -> None:
         self._live()
-        self._happens("truncate", inode=path.stat().st_ino)
-        super().truncate(path)
+        if (folder.path / old).exists():
+            self._happens("rename", path=folder.path / old, other=folder.path / new)
+        super().rename(folder, old, new)
 
-    def sync_folder(self, path: Path) -> None:
-        self._happens("sync_folder", path=path)
+    def unlink(self, folder: Directory, name: str) -> None:
+        self._live()
+        if (folder.path / name).exists():
+            self._happens("unlink", path=folder.path / name)
+        super().unlink(folder, name)
+
+    def truncate(self, folder: Directory, name: str) -> None:
+        self._live()
+        self._happens("truncate", inode=(folder.path / name).stat().st_ino)
+        super().truncate(folder, name)
+
+    def sync_folder(self, folder: Directory) -> None:
+        self._happens("sync_folder", path=folder.path)
+
+    def room(self, folder: Directory) -> tuple[int, int]:
+        """As much as anybody wants, wherever the test runs."""
+        return 1 << 50, 1 << 50
 
     def lock(self, file: int, *, wait: bool = True, shared: bool = False) -> bool:
         self._live()
@@ -218,7 +254,7 @@ def _apply(data: bytearray, event: Event, rng: random.Random | None = None) -> N
         data.extend(bytes(max(0, event.at - len(data))))
         return
     if event.kind == "truncate":
-        data.clear()
+        del data[event.at :]
         return
     luck = "kept" if rng is None else rng.choice(["kept", "dropped", "torn", "torn"])
     if luck == "dropped":
@@ -239,7 +275,7 @@ def _apply(data: bytearray, event: Event, rng: random.Random | None = None) -> N
 
 def _make(root: Path, names: Sequence[Event], files: dict[int, _File]) -> None:
     """The files under the names that they had in the end."""
-    root.mkdir(parents=True, exist_ok=True)
+    root.mkdir(0o700, parents=True, exist_ok=True)
     tree: dict[str, int] = {}
     folders: dict[str, None] = {}
     for event in names:
@@ -254,6 +290,7 @@ def _make(root: Path, names: Sequence[Event], files: dict[int, _File]) -> None:
         elif event.kind == "remove_folder":
             folders.pop(event.path, None)
     for folder in folders:
-        (root / folder).mkdir(parents=True, exist_ok=True)
+        (root / folder).mkdir(0o700, parents=True, exist_ok=True)
     for path, number in tree.items():
         (root / path).write_bytes(files[number].data)
+        (root / path).chmod(0o600)

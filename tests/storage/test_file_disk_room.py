@@ -1,0 +1,222 @@
+"""A hundredth of the disk stays free for others, 256 MiB at least: the store evicts instead, and a full disk costs it
+nothing that it need not give."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from file_disks import MIB, WithoutSync, total
+
+from kvarve.errors import StorageError
+from kvarve.storage.disk import Directory
+from kvarve.testing.suite import OTHER_LABEL, get, put, there
+
+GIB = 1 << 30
+LEAST = 256 * MIB
+
+
+class Limited(WithoutSync):
+    """A disk of some size, on which others have something too. `sparse`: it cannot preallocate, so what a store takes
+    is what it has written."""
+
+    def __init__(self, folder: Path, disk_bytes: int, free_bytes: int, *, sparse: bool = False) -> None:
+        self.folder, self.disk_bytes, self.sparse = folder, disk_bytes, sparse
+        self.others: Callable[[], int] = lambda: disk_bytes - free_bytes
+        self.written: set[tuple[int, int]] = set()  # inodes and blocks
+
+    def fill(self) -> None:
+        """Others take all that is left."""
+        others_bytes = self.disk_bytes - self.taken()
+        self.others = lambda: others_bytes
+
+    def taken(self) -> int:
+        if not self.sparse:
+            return total(self.folder) if self.folder.exists() else 0
+        there = {path.stat().st_ino for path in self.folder.rglob("*")}
+        self.written = {each for each in self.written if each[0] in there}
+        return 4096 * len(self.written)
+
+    def free(self) -> int:
+        return self.disk_bytes - self.others() - self.taken()
+
+    def room(self, folder: Directory) -> tuple[int, int]:
+        return max(0, self.free()), self.disk_bytes
+
+    def allocate(self, file: int, size_bytes: int) -> None:
+        if not self.sparse and size_bytes - self.size(file) > self.free():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.ftruncate(file, max(size_bytes, self.size(file)))
+
+    def write(self, file: int, data, at: int) -> int:
+        count = super().write(file, data, at)
+        inode = self.stat(file).st_ino
+        self.written |= {(inode, block) for block in range(at // 4096, (at + count + 4095) // 4096)}
+        return count
+
+    def stat(self, file: int) -> os.stat_result:
+        found = super().stat(file)
+        if self.sparse or not hasattr(found, "st_blocks"):
+            return found
+        return Solid(found)
+
+
+class Solid:
+    """A file that has all its room on the disk."""
+
+    def __init__(self, found: os.stat_result) -> None:
+        self.found = found
+        self.st_blocks = -(-found.st_size // 512)
+
+    def __getattr__(self, name: str) -> int:
+        return getattr(self.found, name)
+
+
+@pytest.mark.parametrize(
+    ("disk_bytes", "left_bytes"), [(GIB, LEAST), (20 * GIB, LEAST), (100 * GIB, GIB), (1 << 40, (1 << 40) // 100)]
+)
+def test_a_store_evicts_instead_of_taking_the_last_of_a_disk(opened, folder, disk_bytes, left_bytes):
+    disk = Limited(folder, disk_bytes, left_bytes + 200_000)
+    storage = opened(8 * MIB, disk=disk)
+    for i in range(120):
+        assert put(storage, **{f"page-{i}": bytes([i]) * 4096}) == [True]
+        assert disk.free() >= left_bytes - 8192, "but for what a process says of itself"
+    assert storage.usage().evicted > 50
+    assert get(storage, "page-119") == bytes([119]) * 4096
+    assert len(there(storage, *(f"page-{i}" for i in range(120))).split()) > 20
+
+
+def test_on_a_disk_that_others_have_filled_the_store_goes_on_with_what_it_has(opened, folder):
+    disk = Limited(folder, 10 * GIB, 2 * GIB)
+    storage = opened(8 * MIB, disk=disk)
+    those = [f"page-{i}" for i in range(60)]
+    assert all(storage.put(those, [memoryview(bytes(4096))] * 60))
+    before = total(folder)
+    disk.fill()
+    for i in range(100):
+        assert put(storage, **{f"more-{i}": b"1"}) == [True]
+    assert total(folder) == before
+    assert get(storage, "more-99") == b"1"
+    storage.close()
+    storage = opened(8 * MIB, disk=disk)
+    assert get(storage, "more-99") == b"1", "and nothing is given up by opening it again"
+    assert len(there(storage, *those, *(f"more-{i}" for i in range(100))).split()) >= 60
+
+
+def test_what_cannot_be_stored_without_more_room_is_refused_and_costs_nothing(opened, folder, caplog):
+    disk = Limited(folder, 10 * GIB, LEAST - 1)
+    storage = opened(8 * MIB, disk=disk)
+    for i in range(5):
+        assert put(storage, **{f"page-{i}": b"1"}) == [False]
+    assert storage.usage().objects == 0
+    assert [*folder.rglob("slab-*")] == []
+    assert caplog.text.count("nothing of 4096 bytes can be stored") == 1 and "or the disk is full" in caplog.text
+    disk.others = lambda: 9 * GIB
+    storage._room._full_until.clear()  # it asks again after some seconds
+    assert put(storage, page=b"1") == [True]
+
+
+def test_a_class_that_has_no_slab_yet_takes_the_room_of_another_on_a_disk_that_is_full(opened, folder):
+    disk = Limited(folder, 10 * GIB, 2 * GIB)
+    storage = opened(2 * MIB, disk=disk)
+    small = [f"small-{i}" for i in range(200)]
+    assert all(storage.put(small, [memoryview(bytes(4096))] * 200))
+    before = total(folder)
+    disk.others = lambda: 10 * GIB - LEAST
+    assert put(storage, large=bytes(60_000)) == [True]
+    assert get(storage, "large") == bytes(60_000)
+    assert total(folder) <= before, "what is removed may be taken again, and no more"
+    assert sum(storage.exists(small)) >= 150
+
+
+def test_an_idle_model_makes_room_on_a_disk_that_is_full(opened, folder):
+    disk = Limited(folder, 10 * GIB, 2 * GIB)
+    storage = opened(2 * MIB, disk=disk)
+    those = [f"page-{i}" for i in range(200)]
+    assert all(storage.put(those, [memoryview(bytes(4096))] * 200))
+    storage.close()
+    before = total(folder)
+    disk.fill()
+    other = opened(2 * MIB, OTHER_LABEL, "model B", disk=disk)
+    for i in range(20):
+        assert put(other, **{f"page-{i}": b"1"}) == [True]
+    assert total(folder) <= before + 8192
+    other.close()
+    storage = opened(2 * MIB, disk=disk)
+    assert sum(storage.exists(those)) >= 120
+
+
+def test_somebody_who_takes_all_that_is_freed_does_not_get_the_whole_store(opened, folder):
+    """Room is asked for once in ten seconds then, whatever is put meanwhile."""
+    disk = Limited(folder, 10 * GIB, 2 * GIB)
+    storage = opened(2 * MIB, disk=disk)
+    small = [f"small-{i}" for i in range(300)]
+    assert all(storage.put(small, [memoryview(bytes(4096))] * 300))
+    slabs = len(storage._books.slabs)
+
+    class Greedy(Limited):
+        def allocate(self, file: int, size_bytes: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    disk.__class__ = Greedy
+    for i in range(10):
+        assert put(storage, **{f"large-{i}": bytes(60_000)}) == [False]
+    assert len(storage._books.slabs) == slabs - 1
+    assert get(storage, "small-0") == bytes(4096), "the first of a call was used last"
+
+
+def test_where_nothing_can_be_preallocated_free_rows_are_left_alone_while_the_disk_is_full(opened, folder):
+    """Such a slab takes its room when it is filled: to fill it further would fill the disk."""
+    disk = Limited(folder, 10 * GIB, 2 * GIB, sparse=True)
+    storage = opened(2 * MIB, disk=disk)
+    those = [f"page-{i}" for i in range(10)]
+    assert all(storage.put(those, [memoryview(bytes([7]) * 4096)] * 10))
+    assert storage._books.states()["free"] > 10
+    before = disk.taken()
+    disk.others = lambda: 10 * GIB - LEAST
+    for i in range(40):
+        assert put(storage, **{f"more-{i}": bytes([i + 1]) * 4096}) == [True]
+        assert disk.taken() == before, "each takes the place of an old one"
+    assert len(there(storage, *those, *(f"more-{i}" for i in range(40))).split()) == 10
+    assert get(storage, "more-39") == bytes([40]) * 4096
+    disk.others = lambda: 9 * GIB
+    assert put(storage, a=b"1", b=b"2") == [True, True]
+    assert disk.taken() > before
+
+
+def test_a_slab_that_was_cut_is_not_made_whole_on_a_disk_that_is_full(opened, folder):
+    disk = Limited(folder, 10 * GIB, 2 * GIB)
+    storage = opened(2 * MIB, disk=disk)
+    assert put(storage, a=bytes(4096), b=bytes(9000)) == [True, True]
+    storage.close()
+    (slab, _) = sorted(folder.glob("models/*/slab-??????"))
+    os.truncate(slab, 4096)
+    before = total(folder)
+    disk.fill()
+    storage = opened(2 * MIB, disk=disk)
+    assert total(folder) <= before + 8192
+    assert (get(storage, "a"), get(storage, "b")) == (bytes(4096), bytes(9000))
+    for i in range(20):
+        assert put(storage, **{f"page-{i}": b"1"}) == [True]
+        assert total(folder) <= before + 8192, "nor by what is put into it"
+
+
+def test_a_disk_that_cannot_say_how_full_it_is_is_trouble_that_is_told(opened, folder):
+    class Mute(WithoutSync):
+        mute = False
+
+        def room(self, folder: Directory) -> tuple[int, int]:
+            if self.mute:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().room(folder)
+
+    disk = Mute()
+    storage = opened(disk=disk)
+    put(storage, a=b"1")
+    disk.mute = True
+    with pytest.raises(StorageError, match=r"stored 0 of 1 objects: .*Input/output"):
+        put(storage, b=b"2")
+    assert get(storage, "a") == b"1"
+    disk.mute = False
+    assert put(storage, b=b"2") == [True]

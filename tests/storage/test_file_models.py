@@ -1,0 +1,282 @@
+"""Several models in one folder share its room by when each was used last; and a folder has one capacity at a time."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from file_disks import MIB, Clockwork, everything, total
+from test_crashes import die
+
+from kvarve.cli import main
+from kvarve.errors import StorageError
+from kvarve.storage import care
+from kvarve.storage.folder import check_folder
+from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
+
+CAPACITY = 512 << 10
+HOUR_S = 3600.0
+
+
+def names(model: str, first: int, last: int) -> list[str]:
+    return [f"{model}-{i}" for i in range(first, last)]
+
+
+def fill(storage, disk: Clockwork, those: list[str], *, every_s: float = 1.0, size_bytes: int = 4096) -> None:
+    for name in those:
+        assert put(storage, **{name: bytes(size_bytes)}) == [True]
+        disk.elapse(every_s)
+
+
+def kept(storage, those: list[str]) -> int:
+    return sum(storage.exists(those))
+
+
+def full(opened, disk: Clockwork, label: bytes = LABEL, model: str = "a") -> list[str]:
+    """A folder full of one model, closed; its names in the order of their last use."""
+    storage = opened(CAPACITY, label, disk=disk)
+    fill(storage, disk, names(model, 0, 200))
+    there_now = [name for name in names(model, 0, 200) if storage.exists([name]) == [True]]
+    assert 60 < len(there_now) < 200 and storage.usage().evicted > 0
+    storage.close()
+    return there_now
+
+
+# --- the model that nobody has open at this moment
+
+
+def test_in_a_rolling_restart_neither_of_two_models_loses_what_it_used_lately(opened, folder):
+    disk = Clockwork()
+    storage = opened(CAPACITY, disk=disk)
+    fill(storage, disk, names("a", 0, 60))
+    disk.elapse(HOUR_S)
+    lately = names("a", 40, 60)
+    for name in lately:
+        assert get(storage, name) is not None
+        disk.elapse(1)
+    storage.close()
+    disk.elapse(10)
+    other = opened(CAPACITY, OTHER_LABEL, "model B", disk=disk)
+    fill(other, disk, names("b", 0, 90))
+    assert total(folder) <= CAPACITY
+    assert kept(other, names("b", 60, 90)) == 30, "and who is new has room for what it uses"
+    again = opened(CAPACITY, disk=disk)
+    assert kept(again, lately) >= 15
+    assert kept(again, names("a", 0, 40)) < 40, "what nobody had used for an hour has made the room"
+    other.close()
+    fill(again, disk, names("a", 100, 130))
+    other = opened(CAPACITY, OTHER_LABEL, "model B", disk=disk)
+    assert kept(other, names("b", 60, 90)) >= 20
+    again.close()
+    other.close()
+
+
+def test_the_first_page_of_a_model_does_not_cost_another_one_all_it_has(opened):
+    disk = Clockwork()
+    before = full(opened, disk)
+    other = opened(CAPACITY, OTHER_LABEL, "model B", disk=disk)
+    assert put(other, **{"b-0": b"1"}) == [True]
+    other.close()
+    storage = opened(CAPACITY, disk=disk)
+    assert kept(storage, before) >= len(before) - 12, "a slab"
+    assert storage.exists(before[-30:]) == [True] * 30
+
+
+def test_slabs_of_idle_models_go_the_longest_unused_first_whosever_they_are(opened):
+    disk = Clockwork()
+    for model, label in (("a", b"first"), ("b", b"second")):
+        storage = opened(CAPACITY, label, disk=disk)
+        fill(storage, disk, names(model, 0, 40))
+        storage.close()
+    disk.elapse(HOUR_S)
+    storage = opened(CAPACITY, b"first", disk=disk)
+    for name in names("a", 30, 40):
+        get(storage, name)
+    storage.close()
+    disk.elapse(60)
+    third = opened(CAPACITY, b"third", disk=disk)
+    fill(third, disk, names("c", 0, 50), every_s=0.1)
+    first, second = opened(CAPACITY, b"first", disk=disk), opened(CAPACITY, b"second", disk=disk)
+    assert first.exists(names("a", 30, 40)) == [True] * 10
+    assert kept(first, names("a", 0, 20)) == 0
+    assert kept(second, names("b", 0, 40)) > kept(first, names("a", 0, 30))
+
+
+def test_what_a_model_stores_for_long_enough_is_all_that_stays(opened, folder):
+    """As within one model: what was used longest ago goes, and there is nothing that nobody can ever get rid of."""
+    disk = Clockwork()
+    full(opened, disk)
+    other = opened(CAPACITY, OTHER_LABEL, "model B", disk=disk)
+    fill(other, disk, names("b", 0, 600))
+    assert not (folder / "models" / LABEL.hex()[:16]).exists()
+    assert kept(other, names("b", 520, 600)) == 80
+
+
+def test_a_model_that_is_open_gives_nothing_to_another(opened):
+    disk = Clockwork()
+    one = opened(CAPACITY, disk=disk)
+    fill(one, disk, names("a", 0, 40))
+    disk.elapse(10 * HOUR_S)
+    other = opened(CAPACITY, OTHER_LABEL, "model B", disk=disk)
+    fill(other, disk, names("b", 0, 200))
+    assert one.exists(names("a", 0, 40)) == [True] * 40
+
+
+def test_of_an_idle_model_the_last_slab_of_a_class_goes_last(opened):
+    """A prompt needs a page of each class: with the only slab of one all the others are worth nothing."""
+    disk = Clockwork()
+    storage = opened(CAPACITY, disk=disk)
+    fill(storage, disk, ["a-state"], size_bytes=20_000)
+    fill(storage, disk, names("a", 0, 70))
+    storage.close()
+    other = opened(CAPACITY, OTHER_LABEL, "model B", disk=disk)
+    fill(other, disk, names("b", 0, 45))
+    other.close()
+    storage = opened(CAPACITY, disk=disk)
+    assert kept(storage, names("a", 0, 70)) < 70
+    assert there(storage, "a-state") == "a-state"
+
+
+def test_an_idle_models_order_of_use_is_what_its_processes_left_even_if_they_were_killed(opened):
+    disk = Clockwork()
+    storage = opened(CAPACITY, disk=disk)
+    fill(storage, disk, names("a", 0, 60))
+    disk.elapse(HOUR_S)
+    assert all(get(storage, name) is not None for name in names("a", 0, 10))
+    die(storage)
+    other = opened(CAPACITY, OTHER_LABEL, "model B", disk=disk)
+    fill(other, disk, names("b", 0, 60), every_s=0.1)
+    other.close()
+    storage = opened(CAPACITY, disk=disk)
+    assert storage.exists(names("a", 0, 10)) == [True] * 10
+    assert kept(storage, names("a", 20, 60)) < 40
+
+
+def test_an_idle_models_times_in_the_future_do_not_keep_it_for_ever(opened):
+    disk, wrong = Clockwork(), Clockwork()
+    wrong.wall += 300 * 365 * 24 * 3600 * 10**9
+    storage = opened(CAPACITY, disk=wrong)
+    fill(storage, wrong, names("a", 0, 60))
+    storage.close()
+    (storage._folder.model.path / "clock").unlink()
+    other = opened(CAPACITY, OTHER_LABEL, "model B", disk=disk)
+    fill(other, disk, names("b", 0, 300))
+    assert kept(other, names("b", 220, 300)) == 80
+
+
+def test_a_damaged_slab_of_an_idle_model_goes_before_anything_that_can_be_read(opened, folder):
+    disk = Clockwork()
+    there_before = full(opened, disk)
+    tables = sorted(folder.rglob("slab-*.table"))
+    tables[-1].write_bytes(b"no table")
+    other = opened(CAPACITY, OTHER_LABEL, "model B", disk=disk)
+    assert put(other, **{"b-0": b"1"}) == [True]
+    assert not tables[-1].exists()
+    storage = opened(CAPACITY, disk=disk)
+    assert kept(storage, there_before) >= len(there_before) - 12
+
+
+def test_opening_with_less_room_takes_from_all_models_what_was_used_longest_ago(opened, folder):
+    disk = Clockwork()
+    storage = opened(CAPACITY, disk=disk)
+    fill(storage, disk, names("a", 0, 35))
+    storage.close()
+    other = opened(CAPACITY, OTHER_LABEL, "model B", disk=disk)
+    fill(other, disk, names("b", 0, 35))
+    other.close()
+    disk.elapse(HOUR_S)
+    storage = opened(CAPACITY, disk=disk)
+    assert all(get(storage, name) is not None for name in names("a", 0, 35))
+    storage.close()
+    other = opened(300 << 10, OTHER_LABEL, "model B", disk=disk)
+    assert total(folder) <= 300 << 10
+    storage = opened(300 << 10, disk=disk)
+    assert kept(storage, names("a", 0, 35)) == 35 > kept(other, names("b", 0, 35))
+
+
+# --- one capacity
+
+
+@pytest.mark.parametrize("capacity", [64 << 10, CAPACITY - 1, CAPACITY + 1, 4 * CAPACITY])
+@pytest.mark.parametrize("label", [LABEL, OTHER_LABEL])
+def test_who_comes_with_another_capacity_is_refused_and_takes_nothing_from_who_is_there(
+    opened, folder, capacity, label
+):
+    storage = opened(CAPACITY)
+    those = names("a", 0, 50)
+    assert all(storage.put(those, [memoryview(bytes(4096))] * 50))
+    before = everything(folder)
+    for call in (lambda: check_folder(folder, capacity, label, "model"), lambda: opened(capacity, label, "model")):
+        with pytest.raises(StorageError) as refusal:
+            call()
+        told = str(refusal.value)
+        assert f"is open with a capacity of 512 KiB ({CAPACITY} bytes), not" in told and f"({capacity} bytes)" in told
+        assert "give the same, or end or detach first who has it open" in told and "\n" not in told
+    assert everything(folder) == before
+    assert storage.exists(those) == [True] * 50
+    opened(CAPACITY, label, "model")
+    storage.close()
+
+
+def test_a_capacity_is_free_to_change_when_nobody_has_the_folder_open_any_more(opened):
+    for capacity in (CAPACITY, 2 * CAPACITY, CAPACITY // 2):
+        storage = opened(capacity)
+        assert put(storage, a=b"1") == [True]
+        storage.close()
+
+
+HOLDER = """
+import sys
+from kvarve.storage import FileStorage
+storage = FileStorage(sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3]), "model A")
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_capacity_of_a_process_that_has_died_binds_nobody(opened, folder):
+    words = [sys.executable, "-c", HOLDER, str(folder), str(CAPACITY), LABEL.hex()]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "open\n"
+        with pytest.raises(StorageError, match="is open with a capacity"):
+            opened(MIB)
+        other.kill()
+    assert put(opened(MIB), a=b"1") == [True]
+
+
+def test_who_looks_after_a_store_needs_to_know_no_capacity(opened, folder):
+    storage = opened(CAPACITY)
+    put(storage, **{"aaaa-1": b"1"})
+    (model,) = care.models(folder)
+    with care.opened(folder, model) as beside:
+        assert care.gc(beside)["expired"] == 0
+        with pytest.raises(StorageError, match="not 1 MiB"):
+            opened(MIB)
+        assert put(opened(CAPACITY), **{"aaaa-2": b"1"}) == [True]
+    for words in (["gc", f"file://{folder}?capacity=1GiB"], ["drop", str(folder), "--group", "aaaa", "--yes"]):
+        assert main(["storage", *words]) == 0
+    assert there(storage, "aaaa-1", "aaaa-2") == ""
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"capacity", b"capacity -1\n", b"capacity 1", "capacity ٣\n".encode(), b"\xff" * 90]
+)
+def test_a_capacity_that_cannot_be_read_binds_nobody(opened, folder, said):
+    opened(CAPACITY)
+    (path,) = folder.rglob("process-0")
+    path.write_bytes(said)
+    assert put(opened(MIB), a=b"1") == [True]
+
+
+def test_a_store_on_a_disk_that_takes_no_more_bytes_still_opens(opened, folder):
+    class Full(Clockwork):
+        def write(self, file, data, at):
+            if Path(f"/proc/self/fd/{file}").readlink().name.startswith("process-"):
+                raise OSError(28, "No space left on device")
+            return super().write(file, data, at)
+
+    storage = opened(CAPACITY)
+    put(storage, a=b"1")
+    storage.close()
+    assert there(opened(CAPACITY, disk=Full()), "a") == "a"

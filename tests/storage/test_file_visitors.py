@@ -1,0 +1,382 @@
+"""Who looks at a store changes nothing in it, whatever state it is in; and what is damaged is put away, not removed."""
+
+import fcntl
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from file_disks import MIB, WithoutSync, everything, table_path, total
+from test_crashes import CAPACITY, NAMESPACE, Page, Quick, intact, pages, store
+
+from kvarve.cli import main
+from kvarve.errors import StorageError
+from kvarve.storage import FileStorage, care
+from kvarve.storage.folder import check_folder
+from kvarve.storage.table import ENTRY_BYTES, Shape, pack_header, slot_bytes_for, unpack_header
+from kvarve.testing.suite import OTHER_LABEL, get, put, there
+
+LABEL = NAMESPACE  # so that pages are those of the model
+MODEL = LABEL.hex()[:16]
+LOOKS = ("stat", "ls", "verify")
+
+
+def opened(folder: Path, capacity: int = CAPACITY) -> FileStorage:
+    return FileStorage(folder, capacity, LABEL, "model A", threads=1, disk=Quick())
+
+
+@pytest.fixture
+def store_of_two(tmp_path: Path) -> Path:
+    """Two models, one of them with slabs of two sizes; both closed."""
+    folder = tmp_path / "store"
+    storage = opened(folder, capacity=MIB)
+    assert all(store(storage, pages("full", *range(12)) + pages("window", 1, 2)))
+    storage.close()
+    other = FileStorage(folder, MIB, OTHER_LABEL, "model B", disk=WithoutSync())
+    put(other, b=b"of model B")
+    other.close()
+    return folder
+
+
+def flip(path: Path, *places: int) -> None:
+    data = bytearray(path.read_bytes())
+    for at in places:
+        data[at] ^= 4
+    path.write_bytes(data)
+
+
+def table(folder: Path, number: int = 0) -> Path:
+    return folder / "models" / MODEL / f"slab-{number:06}.table"
+
+
+def damage(folder: Path, kind: str) -> None:
+    model, at = folder / "models" / MODEL, table(folder)
+    if kind == "a header":
+        flip(at, 10)
+    elif kind == "both headers":
+        flip(at, 10, at.stat().st_size - ENTRY_BYTES + 10)
+    elif kind == "an entry":
+        flip(at, ENTRY_BYTES + 40)
+    elif kind == "an object":
+        flip(at.with_suffix(""), 1000)
+    elif kind == "a cut table":
+        os.truncate(at, 300)
+    elif kind == "a cut slab":
+        os.truncate(at.with_suffix(""), 5000)
+    elif kind == "no slots":
+        at.with_suffix("").unlink()
+    elif kind == "no table":
+        at.unlink()
+    elif kind == "a model's name":
+        (model / "model.json").write_text("{")
+    elif kind == "no name":
+        (model / "model.json").unlink()
+    elif kind == "no clock":
+        (model / "clock").unlink()
+    elif kind == "no changes":
+        (model / "changes").unlink()
+    elif kind == "no lock":
+        (folder / "kvarve.lock").unlink()
+
+
+DAMAGES = ["nothing", "a header", "both headers", "an entry", "an object", "a cut table", "a cut slab", "no slots"]
+DAMAGES += ["no table", "a model's name", "no name", "no clock", "no changes", "no lock"]
+
+
+@pytest.fixture
+def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that is mounted read-only, or another user's: nothing is opened for writing, made or removed; and
+    nobody is kept from a lock."""
+    really, locked = os.open, fcntl.flock
+
+    def guarded(path, flags, *args, **how):
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC):
+            raise OSError(30, "Read-only file system", str(path))
+        return really(path, flags, *args, **how)
+
+    def flock(file, how):
+        assert how & (fcntl.LOCK_SH | fcntl.LOCK_UN), "an exclusive lock"
+        return locked(file, how)
+
+    def refused(*args, **how):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "open", guarded)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    for name in ("pwrite", "pwritev", "ftruncate", "truncate", "posix_fallocate", "mkdir", "rmdir", "rename", "unlink"):
+        monkeypatch.setattr(os, name, refused)
+    monkeypatch.setattr(os, "access", lambda path, mode, **how: not mode & os.W_OK)
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_looking_at_a_store_changes_no_byte_of_it_in_whatever_state_it_is(store_of_two, read_only, kind, request):
+    request.getfixturevalue("monkeypatch").undo()
+    damage(store_of_two, kind)
+    request.getfixturevalue("read_only")
+    before = everything(store_of_two)
+    for does in LOOKS:
+        assert main(["storage", does, str(store_of_two)]) in (0, 1), kind
+    assert everything(store_of_two) == before
+
+
+def test_looking_works_where_nothing_can_be_written(store_of_two, read_only, capsys):
+    before = everything(store_of_two)
+    for does in LOOKS:
+        assert main(["storage", does, str(store_of_two), "--json", "-"]) == 0
+    told = capsys.readouterr()
+    assert told.err == ""
+    assert everything(store_of_two) == before
+
+
+def test_looking_at_an_open_store_takes_no_number_and_is_in_nobodys_way(tmp_path):
+    folder = tmp_path / "store"
+    storage = opened(folder, capacity=MIB)
+    assert all(store(storage, pages("full", *range(12))))
+    before = everything(folder)
+    for does in LOOKS:
+        assert main(["storage", does, str(folder)]) == 0
+    assert everything(folder) == before
+    assert [path.name for path in folder.rglob("process-*")] == ["process-0"]
+    storage.close()
+    storage = opened(folder, capacity=MIB)
+    assert storage._folder.number == 0 and storage._folder.alone()
+    assert intact(storage, pages("full", *range(12))) == set(pages("full", *range(12)))
+    storage.close()
+
+
+def test_looking_holds_no_file_open_afterwards(store_of_two):
+    before = len([*Path("/proc/self/fd").iterdir()])
+    for does in LOOKS:
+        main(["storage", does, str(store_of_two)])
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+
+
+def test_a_slab_that_is_being_removed_while_somebody_looks_is_no_damage(store_of_two):
+    (model,) = (each for each in care.models(store_of_two) if each.label == LABEL)
+    with care.visit(store_of_two, model) as visit:
+        storage = opened(store_of_two, capacity=MIB)
+        with storage._changing():
+            for slab in [*storage._books.slabs.values()]:
+                storage._room.remove(slab, "a test")
+        storage.close()
+        assert visit.verify(lambda name, data: False) == (0, [])
+
+
+def test_an_entry_that_is_being_written_while_somebody_looks_is_no_damage(store_of_two, monkeypatch):
+    whole = table(store_of_two).read_bytes()
+    flip(table(store_of_two), ENTRY_BYTES + 40)
+    pauses = []
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        if len([each for each in pauses if each]) == 2:
+            table(store_of_two).write_bytes(whole)
+
+    monkeypatch.setattr("kvarve.storage.care.time.sleep", sleep)
+    (model,) = (each for each in care.models(store_of_two) if each.label == LABEL)
+    with care.visit(store_of_two, model) as visit:
+        assert visit.lost == []
+        assert len(visit.objects()) == 14
+
+
+# --- headers
+
+
+def test_a_flipped_bit_in_either_header_costs_nothing_and_is_mended(store_of_two, tmp_path, caplog):
+    everybody = pages("full", *range(12)) + pages("window", 1, 2)
+    path = table(store_of_two)
+    whole = path.read_bytes()
+    rng = random.Random(7)
+    for first in (0, len(whole) - ENTRY_BYTES):
+        for at in range(first, first + 56, 3):
+            data = bytearray(whole)
+            data[at] ^= 1 << rng.randrange(8)
+            path.write_bytes(data)
+            assert main(["storage", "verify", str(store_of_two)]) == 0, "and who looks reads the other one"
+            caplog.clear()
+            storage = opened(store_of_two, capacity=MIB)
+            assert intact(storage, everybody) == set(everybody), f"byte {at}"
+            storage.close()
+            now = path.read_bytes()
+            assert now[first : first + 64] == whole[first : first + 64], "mended"
+            assert "one of its two headers was damaged" in caplog.text
+
+
+def test_a_slab_of_which_both_headers_are_damaged_is_put_away_and_not_removed(store_of_two, caplog):
+    path = table(store_of_two)
+    slots = path.with_suffix("").read_bytes()
+    flip(path, 10, path.stat().st_size - ENTRY_BYTES + 10)
+    harmed = path.read_bytes()
+    storage = opened(store_of_two, capacity=MIB)
+    assert not path.exists() and not path.with_suffix("").exists()
+    assert path.with_name(path.name + ".quarantined").read_bytes() == harmed
+    assert path.with_name("slab-000000.quarantined").read_bytes() == slots
+    assert "slab-000000: damaged" in caplog.text and "it is renamed to slab-000000.quarantined" in caplog.text
+    assert storage.trouble()["lost"] == 1
+    assert store(storage, pages("full", *range(12))) == [True] * 12
+    assert intact(storage, pages("full", *range(12))) == set(pages("full", *range(12)))
+    storage.close()
+    assert path.with_name(path.name + ".quarantined").read_bytes() == harmed, "it is never used again"
+
+
+def test_what_was_put_away_goes_before_anything_that_is_used(store_of_two, caplog):
+    path = table(store_of_two)
+    flip(path, 10, path.stat().st_size - ENTRY_BYTES + 10)
+    shutil.rmtree(store_of_two / "models" / OTHER_LABEL.hex()[:16])
+    capacity = total(store_of_two) + (24 << 10)
+    storage = opened(store_of_two, capacity=capacity)
+    more = pages("full", *range(100, 130))
+    count = 0
+    while [*store_of_two.rglob("*.quarantined")]:
+        assert store(storage, [more[count]]) == [True]
+        assert total(store_of_two) <= capacity
+        count += 1
+    assert storage.usage().evicted == 0 and count > 1
+    assert caplog.text.count("quarantined: removed: its room is needed") == 2
+    storage.close()
+
+
+def test_of_a_damaged_slab_in_the_place_of_another_the_last_one_is_kept(store_of_two):
+    """So all that is put away is never more than the slabs that there can be."""
+    for _ in range(3):
+        flip(table(store_of_two), 10, table(store_of_two).stat().st_size - ENTRY_BYTES + 10)
+        storage = opened(store_of_two, capacity=MIB)
+        assert store(storage, pages("full", *range(12))) == [True] * 12
+        storage.close()
+    assert len([*store_of_two.rglob("*.quarantined")]) == 2
+
+
+def test_what_cannot_be_put_away_stays_where_it_is(store_of_two):
+    flip(table(store_of_two), 10, table(store_of_two).stat().st_size - ENTRY_BYTES + 10)
+    mine = table(store_of_two).with_name("slab-000000.table.quarantined")
+    mine.mkdir()
+    (mine / "precious").write_text("precious")
+    storage = opened(store_of_two, capacity=MIB)
+    assert store(storage, pages("full", *range(12))) == [True] * 12
+    storage.close()
+    assert (mine / "precious").read_text() == "precious"
+
+
+def test_no_slab_is_larger_than_16_gib():
+    most = 16 << 30
+    for slot_bytes in (4096, MIB, 3 << 30, most):
+        shape = Shape.within(slot_bytes, 1 << 50)
+        assert most - slot_bytes < shape.slots_bytes <= most
+        assert unpack_header(pack_header(shape, 7, 9), 7) == (shape, 9)
+    assert Shape.within(most + 4096, 1 << 50).slots == 0
+    for beyond in (Shape(4096, (most >> 12) + 1), Shape(most + 4096, 1), Shape(4096, 0), Shape(5000, 1), Shape(0, 9)):
+        assert unpack_header(pack_header(beyond, 7, 9), 7) is None
+    assert slot_bytes_for(1) == 4096
+
+
+# --- a model that does not say whose it is
+
+
+MARKERS = [b"", b"{", b'{"label": "no hex", "description": ""}', b'{"label": "00"}', b"[" * 100_000, b"\xff" * 70_000]
+MARKERS += [json.dumps({"label": OTHER_LABEL.hex(), "description": "of another folder"}).encode()]
+
+
+@pytest.mark.parametrize("marker", MARKERS, ids=lambda marker: repr(marker[:30]))
+def test_a_damaged_model_stops_nobody_elses_start_and_is_reported(store_of_two, caplog, capsys, marker):
+    (store_of_two / "models" / MODEL / "model.json").write_bytes(marker)
+    before = everything(store_of_two / "models" / MODEL)
+    check_folder(store_of_two, MIB, OTHER_LABEL, "model B")
+    other = FileStorage(store_of_two, MIB, OTHER_LABEL, "model B", disk=WithoutSync())
+    assert get(other, "b") == b"of model B"
+    for i in range(300):
+        assert put(other, **{f"page-{i}": bytes(4096)}) == [True]
+    other.close()
+    assert caplog.text.count(f"models/{MODEL}/model.json is damaged") == 1, "said once"
+    for does, code in (("stat", 0), ("ls", 0), ("verify", 1), ("gc", 0)):
+        capsys.readouterr()
+        assert main(["storage", does, str(store_of_two), "--json", "-"]) == code
+        told = json.loads(capsys.readouterr().out)
+        if does != "ls":
+            (damaged,) = told["damaged"]
+            assert "whoever opens its model writes it anew; or remove its folder" in damaged
+            assert [each["fingerprint"] for each in told["models"]] == [OTHER_LABEL.hex()]
+    assert everything(store_of_two / "models" / MODEL) == before
+
+
+@pytest.mark.parametrize("marker", [*MARKERS, None], ids=lambda marker: repr(marker and marker[:30]))
+def test_a_damaged_model_is_whole_again_when_it_is_opened_with_all_that_it_had(store_of_two, marker):
+    path = store_of_two / "models" / MODEL / "model.json"
+    path.write_bytes(marker) if marker is not None else path.unlink()
+    check_folder(store_of_two, MIB, LABEL, "model A")
+    storage = opened(store_of_two, capacity=MIB)
+    assert intact(storage, pages("full", *range(12))) == set(pages("full", *range(12)))
+    storage.close()
+    assert json.loads(path.read_text()) == {"label": LABEL.hex(), "description": "model A"}
+
+
+@pytest.mark.parametrize("what", ["folder", "pipe", "link"])
+def test_a_models_name_that_is_no_file_is_refused_in_one_line(store_of_two, tmp_path, what):
+    path = store_of_two / "models" / MODEL / "model.json"
+    path.unlink()
+    if what == "folder":
+        path.mkdir()
+    elif what == "pipe":
+        os.mkfifo(path, 0o600)
+    else:
+        path.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(StorageError, match=r"model\.json is (no regular file|a link)") as refusal:
+        opened(store_of_two, capacity=MIB)
+    assert "\n" not in str(refusal.value)
+    other = FileStorage(store_of_two, MIB, OTHER_LABEL, "model B", disk=WithoutSync())
+    assert there(other, "b") == "b"
+    other.close()
+
+
+def test_what_a_model_calls_itself_cannot_play_with_the_terminal(store_of_two, capsys):
+    path = store_of_two / "models" / MODEL / "model.json"
+    path.write_text(json.dumps({"label": LABEL.hex(), "description": "\x1b[2J\nmodel\ud800 A"}))
+    assert main(["storage", "stat", str(store_of_two)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
+# --- who changes something
+
+
+def test_gc_and_drop_refuse_a_folder_of_another_user_and_change_nothing(store_of_two, monkeypatch, capsys):
+    before = everything(store_of_two)
+    monkeypatch.setattr("kvarve.storage.disk.Disk.uid", lambda disk: os.geteuid() + 1)
+    for words in (["gc"], ["drop", "--all", "--yes"], ["gc", "--unused-for", "1s"]):
+        assert main(["storage", words[0], str(store_of_two), *words[1:]]) == 2
+        assert "belongs to user" in capsys.readouterr().err
+    assert everything(store_of_two) == before
+    for does in LOOKS:
+        assert main(["storage", does, str(store_of_two)]) == 0
+    assert everything(store_of_two) == before
+
+
+def test_looking_is_possible_beside_one_who_stores_and_evicts(tmp_path):
+    folder = tmp_path / "store"
+    storage = opened(folder)
+    (model,) = care.models(folder)
+    seen = 0
+    for turn in range(20):
+        assert all(store(storage, pages("full", *range(9 * turn, 9 * turn + 9)) + pages("state", turn)))
+        with care.visit(folder, model) as visit:
+            assert visit.lost == []
+            seen += len(visit.objects())
+            names = {each.name for each in visit.objects()}
+            assert names == {page.name for page in known(turn) if storage.exists([page.name]) == [True]}
+    assert seen > 100
+    storage.close()
+
+
+def known(turn: int) -> list[Page]:
+    return pages("full", *range(9 * turn + 9)) + pages("state", *range(turn + 1))
+
+
+def test_a_store_that_was_made_by_an_earlier_version_is_refused_in_one_line_that_says_what_to_do(store_of_two):
+    (store_of_two / "kvarve.json").write_text('{"format": "kvarve-slabs/2"}')
+    before = everything(store_of_two)
+    for call in (lambda: opened(store_of_two), lambda: care.models(store_of_two)):
+        with pytest.raises(StorageError, match=r"earlier version .*empty this folder or give another one") as refusal:
+            call()
+        assert "\n" not in str(refusal.value)
+    assert everything(store_of_two) == before
+    assert table_path(store_of_two / "models" / MODEL / "slab-000000").exists()

@@ -1,0 +1,207 @@
+"""What a store does at length keeps no reader waiting, and what it knows of those who are gone it forgets."""
+
+import gc
+import threading
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from file_disks import MIB, Calls, Clockwork, Rigged, WithoutSync
+
+from kvarve.storage import FileStorage
+from kvarve.storage.others import Others
+from kvarve.storage.room import AT_ONCE
+from kvarve.testing.suite import OTHER_LABEL, get, put, there
+
+CAPACITY = 512 << 10
+
+
+def full(storage: FileStorage, count: int = 200) -> list[str]:
+    """Store until something had to go; what is there now."""
+    names = [f"page-{i}" for i in range(count)]
+    for name in names:
+        assert put(storage, **{name: bytes(4096)}) == [True]
+    assert storage.usage().evicted > 0
+    return there(storage, *names).split()
+
+
+def asked(storage: FileStorage, name: str) -> None:
+    """Every call that a reader makes is answered now."""
+    calls = Calls()
+    calls.start("exists", lambda: storage.exists([name, "x"]))
+    calls.start("get", lambda: get(storage, name))
+    calls.start("usage", lambda: storage.usage().objects)
+    answers = calls.join()
+    assert answers["exists"][1] is False
+    assert answers["usage"] > 0
+
+
+def while_it_waits(monkeypatch: pytest.MonkeyPatch, where: Any, what: str) -> tuple[threading.Event, threading.Event]:
+    """The function `what` of `where` waits, once it is called, until it may go on."""
+    began, goes_on, really = threading.Event(), threading.Event(), getattr(where, what)
+
+    def waiting(*args: Any, **how: Any) -> Any:
+        began.set()
+        assert goes_on.wait(60)
+        return really(*args, **how)
+
+    monkeypatch.setattr(where, what, waiting)
+    return began, goes_on
+
+
+def test_who_asks_does_not_wait_until_it_is_worked_out_who_goes(opened, monkeypatch):
+    """With a million objects that took up to 0.8 s, once for every 64th of them that went."""
+    storage = opened(CAPACITY)
+    some = full(storage)
+    storage._books._lines.clear()
+    began, goes_on = while_it_waits(monkeypatch, __import__("kvarve.storage.room", fromlist=["room"]), "coldest")
+    calls = Calls()
+    calls.start("put", lambda: put(storage, new=b"1"))
+    assert began.wait(60)
+    asked(storage, some[-1])
+    goes_on.set()
+    assert calls.join() == {"put": [True]}
+
+
+def test_who_asks_does_not_wait_until_the_tables_of_other_models_are_read(opened, monkeypatch):
+    other = opened(CAPACITY, OTHER_LABEL, "model B")
+    full(other)
+    other.close()
+    storage = opened(CAPACITY)
+    put(storage, first=bytes(9000))
+    began, goes_on = while_it_waits(monkeypatch, Others, "slabs")
+    calls = Calls()
+    calls.start("put", lambda: put(storage, new=b"1"))
+    assert began.wait(60)
+    asked(storage, "first")
+    goes_on.set()
+    assert calls.join() == {"put": [True]}
+
+
+class Turns:
+    """A lock; who takes it a second time lets a reader go first."""
+
+    def __init__(self, lock: Any, between: Callable[[], None]) -> None:
+        self.lock, self.between, self.taken = lock, between, 0
+
+    def __enter__(self) -> None:
+        self.taken += 1
+        if self.taken == 3:
+            self.between()
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+def test_who_asks_does_not_wait_until_all_of_a_slab_is_evicted(opened):
+    storage = opened(8 * MIB)
+    names = [f"page-{i}" for i in range(120)]
+    assert all(storage.put(names, [memoryview(bytes(4096))] * 120))
+    slab = storage._books.slabs[0]
+    held = [name for name in names if storage._books.place(name)[0] is slab]
+    assert len(held) > 3 * AT_ONCE
+    left = []
+    with storage._changing():
+        turns = Turns(storage._lock, lambda: (asked(storage, held[0]), left.append(sum(storage.exists(held)))))
+        storage._room._lock = turns
+        storage._room.remove(slab, "a test")
+    assert left == [len(held) - 2 * AT_ONCE], "some of them have gone by then"
+    assert storage.exists(held) == [False] * len(held)
+    assert storage.usage().evicted == len(held)
+
+
+@pytest.mark.parametrize("what", ["put", "delete"])
+def test_who_asks_does_not_wait_until_tables_are_written(opened, what):
+    disk = Rigged()
+    storage = opened(CAPACITY, disk=disk)
+    put(storage, a=b"1", b=b"2")
+    seen = []
+
+    def happens(call: str, name: str, at: int) -> None:
+        if call == "write" and name.endswith(".table"):
+            disk.happens = lambda call, name, at: None
+            asked(storage, "a")
+            seen.append(name)
+
+    disk.happens = happens
+    assert (put(storage, c=b"3") if what == "put" else storage.delete(["b"])) == [True]
+    assert seen
+
+
+def test_what_is_too_old_goes_in_parts_between_which_others_are_heard(opened):
+    disk = Clockwork()
+    storage = opened(8 * MIB, disk=disk, ttl_s=60.0)
+    names = [f"page-{i}" for i in range(120)]
+    assert all(storage.put(names, [memoryview(bytes(4096))] * 120))
+    disk.elapse(100)
+    put(storage, young=b"1")  # what is too old goes now
+    disk.elapse(59)
+    assert storage._books.states()["stored"] == 1
+    assert all(storage.put(names, [memoryview(bytes(4096))] * 120))
+    disk.elapse(61)
+    left = []
+    storage._room._lock = Turns(storage._lock, lambda: left.append(storage._books.states()["stored"]))
+    assert put(storage, other=b"1") == [True]
+    assert left and 0 < left[0] < 121
+
+
+# --- what is known of those who are gone
+
+
+def salt(number: int) -> str:
+    return f"{number:016x}"
+
+
+def test_of_salts_that_have_come_and_gone_nothing_stays(opened):
+    """Each left a list of who goes next, of some 8 KB, for as long as the store was open."""
+    storage = opened(2 * MIB, quota_bytes=65 * 4096, disk=WithoutSync())
+
+    def come_and_go(first: int, last: int) -> None:
+        for number in range(first, last):
+            for pages in (range(65), range(65, 70)):  # the second call pushes out what the first has stored
+                names = [f"{salt(number)}-{page}" for page in pages]
+                assert all(storage.put(names, [memoryview(b"1")] * len(names)))
+            if number % 3 == 0:
+                storage.delete([f"{salt(number)}-{page}" for page in range(70)])
+
+    come_and_go(0, 80)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        come_and_go(1000, 1200)
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    print(f"{grown} bytes for 200 salts")
+    assert grown < 600_000
+    books = storage._books
+    there_now = {name.partition("-")[0] for name in books.index}
+    assert books._of_group.keys() == there_now
+    assert sum(books._of_group.values()) == 4096 * len(books.index)
+    assert {rank.group for rank in books._lines} - {None} <= there_now
+    assert len(books._lines) <= 65
+
+
+def test_two_salts_that_have_one_number_do_not_pay_for_each_other(opened, monkeypatch):
+    monkeypatch.setattr("kvarve.storage.books._number_of", lambda group: 7)
+    storage = opened(quota_bytes=3 * 4096)
+    for i in range(20):
+        for group in ("aaaa", "bbbb"):
+            assert put(storage, **{f"{group}-{i}": b"1"}) == [True]
+    assert there(storage, *(f"{group}-{i}" for group in ("aaaa", "bbbb") for i in range(20))) == (
+        "aaaa-17 aaaa-18 aaaa-19 bbbb-17 bbbb-18 bbbb-19"
+    )
+
+
+def test_a_quota_holds_for_more_salts_than_orders_are_kept_of(opened):
+    storage = opened(8 * MIB, quota_bytes=2 * 4096, disk=WithoutSync())
+    for page in range(4):
+        for number in range(100):
+            assert put(storage, **{f"{salt(number)}-{page}": b"1"}) == [True]
+    for number in range(100):
+        assert storage.exists([f"{salt(number)}-{page}" for page in range(4)]) == [False, False, True, True]
+    assert len(storage._books._lines) <= 65
