@@ -126,17 +126,19 @@ def _audit_counts(core: Core, runs: list[Run]) -> None:
     for op in core.copies.ops.values():
         if op.edge == (Tier.STORAGE, Tier.HOST):
             for page in op.pages:
-                fetching[page.pool] += 1
+                fetching[page.pool] += op.counts
         elif op.edge[1] > op.edge[0]:
-            down += len(op.pages)
+            down += len(op.pages) * op.counts
             for page in op.pages:
-                storing[page.pool] += op.edge[1] is Tier.STORAGE
+                storing[page.pool] += op.counts and op.edge[1] is Tier.STORAGE
                 staging[page.pool] += op.onward
                 run = op.run
                 while run is not None and page.position < run.first:
                     run = run.parent
                 _check(run is not None, "what is held is in the tree")
                 assert run is not None
+                if op.void:  # it goes to no storage that there is
+                    continue
                 what, bit = (id(run), op.edge[1] * pools + page.pool), 1 << page.position - run.first
                 _check(not coming.get(what, 0) & bit, "no page goes the same way twice")
                 coming[what] = coming.get(what, 0) | bit

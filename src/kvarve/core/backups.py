@@ -68,6 +68,17 @@ class Backups:
         self.failures, self.rest_until = 0, self.now  # stores that failed in a row, with a rest after each
         self.governor.begin_anew()
 
+    def void(self, op: Op, gone: bool) -> None:
+        """The storage of a store does not answer, so its pages may be sent again; if it is `gone`, what it may hold of
+        the host is there for the next one. Until it has ended the store reads its pages."""
+        assert op.run is not None
+        for page in op.pages:
+            if not op.void:
+                run = covering(op.run, page.position)
+                run.coming[self._storage(page.pool)] &= ~(1 << page.position - run.first)
+            if gone and op.counts:
+                self.storing[page.pool] -= 1
+
     def waits(self) -> bool:
         """Whether the next steps will send something down: not while the host has no room, nor while storage is in
         trouble for good."""
@@ -143,7 +154,7 @@ class Backups:
 
     def leaving(self) -> bool:
         """Whether evictions wait for copies in flight."""
-        return any(op.leaving for op in self.copies.ops.values())
+        return any(op.leaving and not op.void for op in self.copies.ops.values())
 
     def settle(self, run: Run, place: int, position: int, slot: int) -> bool:
         """Make a page resident if the laws let it be; False if its slot is not needed."""
@@ -195,10 +206,11 @@ class Backups:
             run = covering(tail, page.position)
             local = 1 << page.position - run.first
             place = self.shelves.place(target, page.pool)
-            run.coming[place] &= ~local
+            if not op.void:
+                run.coming[place] &= ~local
             touched[run] = touched.get(run, True) and good
             if target is Tier.STORAGE:
-                self.storing[page.pool] -= 1
+                self.storing[page.pool] -= op.counts
                 if good:
                     self._stored(run, page, op.void)
                 if bad:  # the host's own bytes were not what they should be: never spread them
@@ -269,7 +281,11 @@ class Backups:
 
     def resting(self) -> bool:
         """Whether no store may be sent now: storage has failed one, and its rest or the one copy after it goes on."""
-        return self.failures > 0 and (self.now < self.rest_until or any(self.storing) or any(self.staging))
+        return self.failures > 0 and (self.now < self.rest_until or self._under_way())
+
+    def _under_way(self) -> bool:
+        """Whether pages are on their way to the storage that there is."""
+        return any(self.staging) or any(op.edge == STORE and not op.void for op in self.copies.ops.values())
 
     def _leave(self, op: Op, tail: Run, pages: list[Moving]) -> None:
         """The copies that an eviction waited for have landed: now the pages may go, if nobody took them up again."""
@@ -326,7 +342,7 @@ class Backups:
         if self.due and not self.blocked[1] and not self.resting():
             before = self.copies.sent
             self._send_to_storage()
-            self.blocked[1] = self.copies.sent == before and not any(self.storing) and not any(self.staging)
+            self.blocked[1] = self.copies.sent == before and not self._under_way()
 
     def _send_to_host(self) -> None:
         full = [False] * len(self.pools)
@@ -460,7 +476,7 @@ class Backups:
             coming = sum(
                 page.pool == pool
                 for op in self.copies.ops.values()
-                if op.leaving and op.edge[0] == tier
+                if op.leaving and not op.void and op.edge[0] == tier
                 for page in op.pages
             )
             if short > coming:

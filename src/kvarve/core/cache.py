@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvarve import boundaries
 from kvarve.boundaries import deepest, members, needed, ones, span
 from kvarve.core.backups import Backups
-from kvarve.core.copies import FETCH, LOAD, PROBE, Copies, Fate, Moving, Op
+from kvarve.core.copies import FETCH, LOAD, PROBE, STORE, Copies, Fate, Moving, Op
 from kvarve.core.effects import Began, Effect, Ended, Event
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.paths import Paths
@@ -353,7 +353,7 @@ class Core:
         missed."""
         if not self.has_host:
             raise ConfigError("storage needs a host tier, through which its pages travel")
-        if self.copies.storage:
+        if not again:
             self.detach()
         self.copies.storage, self.backups.down = True, False
         for run in self.shelves.runs():
@@ -369,7 +369,12 @@ class Core:
         self.copies.storage = False
         self.backups.begin_anew(down)
         for op in self.copies.ops.values():
+            if op.edge == STORE:
+                self.backups.void(op, gone=not down)
+            elif op.edge == FETCH:
+                self.prefetch.void(op, gone=not down)
             op.void = op.void or Tier.STORAGE in op.edge
+            op.counts = op.counts and (down or not op.void)
         for lease in self.leases.values():
             if lease.phase in (Phase.PROBING, Phase.FETCHING):
                 self._stop_waiting(lease)
@@ -598,7 +603,7 @@ class Core:
                 self._fetch(lease)
         elif op.edge == FETCH:
             assert lease is not None
-            self.prefetch.arrived(lease, fates, waited, op.void)
+            self.prefetch.arrived(op, fates, waited)
             if waited and not lease.ops:
                 self.prefetch.land(lease)
                 self._fetch(lease)  # what was lost on the way may leave a shallower boundary to bring

@@ -48,7 +48,8 @@ class Op:
     pinned: int = 0
     leaving: bool = False  # an eviction that waits for its copy
     onward: bool = False  # a copy to the host of pages that go on to storage
-    void: bool = False  # the storage that it was for has been detached
+    void: bool = False  # the storage that it was for has been detached, or was down
+    counts: bool = True  # towards what may wait for storage; not once that storage has been detached
 
 
 class Copies:

@@ -200,8 +200,15 @@ class Prefetch:
 
     # --- what has come
 
-    def arrived(self, lease: Lease, fates: list[Fate], waited: bool, void: bool) -> None:
+    def void(self, op: Op, gone: bool) -> None:
+        """The storage of a fetch does not answer; if it is `gone`, the share of the host is there for the next one."""
+        for page in op.pages if gone and op.counts else ():
+            self.held[page.pool] -= 1
+
+    def arrived(self, op: Op, fates: list[Fate], waited: bool) -> None:
         """A fetch has ended. Pages that nobody waits for any more are kept all the same, if they fit into the tree."""
+        assert op.lease is not None
+        lease, counts = op.lease, op.counts
         late: list[dict[int, int]] = [{} for _ in self.pools]
         for page, good, bad in fates:
             self.counters.fetched += good
@@ -211,14 +218,14 @@ class Prefetch:
                 lease.landed[page.pool][page.position] = page.target
                 lease.lent[page.pool] += 1
                 continue
-            self.held[page.pool] -= 1
+            self.held[page.pool] -= counts
             if good and page.position < lease.pages:
                 late[page.pool][page.position] = page.target
             else:
                 self.shelves.give_back(self.shelves.place(Tier.HOST, page.pool), page.target)
         if any(late):
             self.counters.late += sum(map(len, late))
-            self.paths.insert(lease, Tier.HOST, _ascending(late), stored=not void)
+            self.paths.insert(lease, Tier.HOST, _ascending(late), stored=not op.void)
             self.shelves.forget(lease.root)
 
     def land(self, lease: Lease) -> None:

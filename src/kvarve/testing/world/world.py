@@ -64,6 +64,7 @@ class World:
         self._grown: dict[int, list[dict[int, int]]] = {}  # by lease and pool: room that is not published yet
         self._stalled: Counter[int] = Counter()  # by lease: steps in which it had nothing to wait for
         self._failures, self._rest_until = 0, 0.0  # stores that failed in a row, and until when nothing is stored
+        self._void_until = 0  # copies up to this one were for a storage that has gone since, or was down
         self._paused = False
         self._swept = [slots[:0] for slots in self.core.shelves.free]
         self._dirty, self._confirmed = Dirty(self.core), 0
@@ -202,7 +203,7 @@ class World:
     def attach(self, store: Store | None = None, back_up: bool = False) -> None:
         """A storage comes: one that we know, or a new and empty one; or the one that was down answers again."""
         again = self.core.backups.down and store is self.storage
-        self.storage, self.attached = store or Store(), True
+        self.storage, self.attached, self._void_until = store or Store(), True, self.core.copies.sent
         self._failures, self._rest_until = 0, self.now
         for core in self.cores:
             core.attach(back_up, again)
@@ -211,7 +212,7 @@ class World:
 
     def detach(self, down: bool = False) -> None:
         """The storage goes, whatever is under way to it or from it, or (`down`) does not answer any more."""
-        self.attached = False
+        self.attached, self._void_until = False, self.core.copies.sent
         self._failures, self._rest_until = 0, self.now
         for core in self.cores:
             core.detach(down)
@@ -509,8 +510,9 @@ class World:
             )
             if isinstance(effect, Copy) and effect.target is Tier.STORAGE and self._failures:
                 assert self.now >= self._rest_until, "stores rest when one has failed"
-                others = [each for each in (*self.flying.values(), *self.lost.values()) if isinstance(each, Copy)]
-                assert not any(each.target is Tier.STORAGE for each in others), "and then one tries alone"
+                others = [each for op, each in (self.flying | self.lost).items() if op > self._void_until]
+                tried = [each for each in others if isinstance(each, Copy) and each.target is Tier.STORAGE]
+                assert not tried, "and then one tries alone"
             assert effect.op not in self.flying and effect.op not in self.lost, "every copy has a number of its own"
             self.flying[effect.op] = effect
             self._stores[effect.op] = self.storage

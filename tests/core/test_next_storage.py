@@ -1,0 +1,102 @@
+"""What hangs on a storage that is gone takes nothing from the one that comes after it."""
+
+import pytest
+
+from kvarve.core.copies import STORE
+from kvarve.core.lease import Phase
+from kvarve.core.policies import WritePolicy
+from kvarve.core.settings import CoreConfig
+from kvarve.keys import pack
+from kvarve.model import Tier
+from kvarve.testing.world import World
+from kvarve.testing.world.scenes import ATTENTION, config, prompt
+
+
+def hanging(settings: CoreConfig, *seeds: int) -> World:
+    """Stores of these prompts never end, and the storage has been detached because of that."""
+    world = World(config=settings)
+    for seed in seeds:
+        world.request(prompt(4, seed=seed), rest=False)
+        world.step()
+        while others := [op for op in sorted(world.flying) if world.core.copies.ops[op].edge != STORE]:
+            world.step([world.end(op) for op in others])
+    assert world.flying, "stores are under way"
+    for op in [*world.flying]:
+        world.lose(op)
+    world.detach()
+    return world
+
+
+def carry_all(world: World, lost: int = 0) -> None:
+    """All that has been sent to the storage there is now ends, and what follows from it."""
+    for _ in range(100):
+        world.step([world.end(op, lost=lost) for op in [*world.flying]], later_s=0.0 if world.flying else 1.0)
+        lost = 0
+
+
+def test_the_share_of_stores_that_hang_on_a_storage_that_is_gone_is_there_for_the_next() -> None:
+    world = hanging(config(ATTENTION, device=64, host=20, storage=True), 1, 2, 3)
+    world.attach(back_up=True)
+    carry_all(world)
+    assert len(world.storage.objects) == 12 and not world.core.dirty()
+
+
+def test_a_store_that_fails_is_tried_again_though_others_hang_on_a_storage_that_is_gone() -> None:
+    """One copy tries alone after a rest, and those that hang elsewhere are no company."""
+    world = hanging(config(ATTENTION, device=64, host=64, storage=True), 1)
+    world.attach(back_up=True)
+    world.request(prompt(4, seed=2), rest=False)
+    carry_all(world, lost=-1)
+    assert len(world.storage.objects) == 8 and not world.core.dirty()
+
+
+def test_the_share_of_fetches_that_hang_on_a_storage_that_is_gone_is_there_for_the_next() -> None:
+    world = World(config=config(ATTENTION, device=64, host=20, storage=True))
+    world.stock(pack(prompt(12, seed=1)))
+    before = world.open(prompt(12, seed=1))
+    world.step([world.end(op) for op in [*world.flying]])
+    assert before.phase is Phase.FETCHING
+    for op in [*world.flying]:
+        world.lose(op)
+    world.detach()
+    world.close(before)
+    world.attach()
+    world.stock(pack(prompt(6, seed=2)))
+    lease = world.open(prompt(6, seed=2))
+    world.claim(lease)
+    carry_all(world)
+    assert lease.ready and lease.boundary == 6
+    world.close(lease)
+
+
+def test_evictions_do_not_wait_for_a_copy_to_a_storage_that_is_gone() -> None:
+    """Under write-back; what hangs will never make the room that an eviction would wait for."""
+    world = World(config=config(ATTENTION, device=8, host=8, storage=True, write=WritePolicy.WRITE_BACK))
+    world.request(prompt(4))
+    world.flush(Tier.DEVICE)
+    world.step([world.end(op) for op in [*world.flying]])
+    world.flush(Tier.HOST)
+    assert [op.edge for op in world.core.copies.ops.values() if op.leaving] == [STORE]
+    for op in [*world.flying]:
+        world.lose(op)
+    world.detach()
+    assert not world.core.backups.leaving()
+
+
+def test_a_storage_that_is_down_and_up_again_holds_no_more_of_the_host_than_its_share() -> None:
+    """Its stores hang whenever it is up."""
+    world = World(config=config(ATTENTION, device=64, host=20, storage=True))
+    for seed in range(5):
+        store = world.storage
+        world.request(prompt(4, seed=seed), rest=False)
+        for _ in range(5):
+            others = [op for op in sorted(world.flying) if world.core.copies.ops[op].edge != STORE]
+            world.step([world.end(op) for op in others])
+        for op in [*world.flying]:
+            world.lose(op)
+        world.detach(down=True)
+        world.attach(store)
+    world.step()
+    hanging = [page.pool for op in world.core.copies.ops.values() for page in op.pages]
+    assert len(hanging) == world.core.backups.store_share[0] == 8
+    assert world.core.idle(), "who waits for the rest would wait in vain"
