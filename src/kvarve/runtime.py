@@ -168,6 +168,7 @@ class PrefixCache:
             ranks=self._agreement.ranks,
             verify_host=config.verify_host,
             deadline_s=config.storage_deadline_s,
+            clock=clock,
         )
         shape = (self.pools, slots, identity.page_tokens, identity.chunk_tokens)
         self.core = Core(config.core(*shape, storage=storage is not None))

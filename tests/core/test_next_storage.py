@@ -1,7 +1,5 @@
 """What hangs on a storage that is gone takes nothing from the one that comes after it."""
 
-import pytest
-
 from kvarve.core.copies import STORE
 from kvarve.core.lease import Phase
 from kvarve.core.policies import WritePolicy

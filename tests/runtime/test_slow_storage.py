@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from queue import Queue
 
 import pytest
 from filling import Clock, Request, StoreThatStays, a_config, a_region, an_identity, prompt, run, settle, until
@@ -13,6 +14,7 @@ from kvarve.core.lease import Phase
 from kvarve.model import Tier
 from kvarve.runtime import PrefixCache
 from kvarve.storage import MemoryStorage
+from kvarve.transfer.depot import WORKERS
 
 Make = Callable[..., PrefixCache]
 LONG_S = 20.0
@@ -39,6 +41,20 @@ class Slow(StoreThatStays):
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
         self._hurry.wait(self._seconds())
         return super().put(names, data)
+
+
+class GatedGets(StoreThatStays):
+    """Each get says that it has come, and waits until it is let through."""
+
+    def __init__(self, inner: MemoryStorage) -> None:
+        super().__init__(inner)
+        self.gates: Queue[threading.Event] = Queue()
+
+    def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
+        gate = threading.Event()
+        self.gates.put(gate)
+        assert gate.wait(LONG_S)
+        return super().get(names, into)
 
 
 class HungPuts(StoreThatStays):
@@ -96,15 +112,28 @@ def test_hits_behind_a_burst_of_misses_are_found_though_each_call_takes_a_tenth_
 
 
 def test_all_pages_are_waited_for_though_together_they_take_longer_than_one_call_may(make: Make) -> None:
-    """A hundred pages, 0.4 s a get, and a deadline of 1 s for each."""
-    region = a_region()
-    first = make(StoreThatStays(region), device=4 << 20)
+    """A hundred pages, 0.9 s a get, and a deadline of 1 s for each: the last copies have not begun after 1.8 s."""
+    region, clock = a_region(), Clock()
+    first = make(StoreThatStays(region), device=8 << 20)
     run(first, prompt(100.5))
     settle(first)
-    slow = Slow(region, lambda: 0.4)
-    cache = make(slow, device=4 << 20, prefetch_policy="wait_complete", storage_deadline_s=1.0)
-    request = Request(cache, prompt(100.5)).wait()
-    assert request.lease.boundary == 100
+    store = GatedGets(region)
+    cache = make(store, clock, device=8 << 20, prefetch_policy="wait_complete", storage_deadline_s=1.0)
+    request = Request(cache, prompt(100.5))
+    until(cache, lambda: request.lease.phase is Phase.FETCHING)
+    cache.claim(request.lease)
+    before = clock.now
+    while request.lease.phase is Phase.FETCHING:
+        left = len(request.lease.ops)
+        calls = min(WORKERS, left)
+        gates = [store.gates.get(timeout=LONG_S) for _ in range(calls)]
+        clock.now += 0.9
+        cache.step()
+        assert len(request.lease.ops) == left, "what waits goes on waiting"
+        for gate in gates:
+            gate.set()
+        until(cache, lambda ops=left - calls: len(request.lease.ops) <= ops)  # type: ignore[misc]
+    assert request.wait().lease.boundary == 100 and clock.now > before + 1.8
     request.close()
 
 

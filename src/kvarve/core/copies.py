@@ -46,6 +46,7 @@ class Op:
     lease: Lease | None = None
     run: Run | None = None
     pinned: int = 0
+    wait_s: float = 0.0  # for how long its lease waits for it to begin
     leaving: bool = False  # an eviction that waits for its copy
     onward: bool = False  # a copy to the host of pages that go on to storage
     void: bool = False  # the storage that it was for has been detached, or was down
@@ -81,9 +82,9 @@ class Copies:
             root = op.lease.root
         pages = tuple(Page(page.pool, key, page.source, page.target) for page, key in zip(op.pages, keys, strict=True))
         if op.edge == PROBE:
-            self.effects.append(Probe(self.sent, pages, root))
+            self.effects.append(Probe(self.sent, pages, root, op.wait_s))
         else:
-            self.effects.append(Copy(self.sent, *op.edge, pages, root))
+            self.effects.append(Copy(self.sent, *op.edge, pages, root, op.wait_s))
 
     def end(self, number: int) -> Op | None:
         """A copy has ended: its pins are gone, its target slots are the caller's. None if there is no such copy."""

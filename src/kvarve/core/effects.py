@@ -19,22 +19,25 @@ class Page(NamedTuple):
 @dataclass(frozen=True)
 class Copy:
     """Bring `pages` from one tier to the next; all are below one root key. Answer with one `Ended`, even if the copy
-    failed or came too late."""
+    failed or came too late; its request waits up to `wait_s` for it to begin."""
 
     op: int
     source: Tier
     target: Tier
     pages: tuple[Page, ...]
     root: bytes
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Ask the storage which of these pages it has. Answer with one `Ended`: a set bit for each page that is there."""
+    """Ask the storage which of these pages it has. Answer with one `Ended`: a set bit for each page that is there. Its
+    request waits up to `wait_s` for it to begin."""
 
     op: int
     pages: tuple[Page, ...]
     root: bytes
+    wait_s: float = 0.0
 
 
 Effect = Copy | Probe

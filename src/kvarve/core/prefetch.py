@@ -52,7 +52,7 @@ class Prefetch:
             lease.probed = [0] * len(self.pools)
             _, path, known = self.paths.find(lease.root, lease.tokens)
             lease.named = lease.named or b"".join([run.keys for run in path])[: known * KEY_BYTES]
-            self.copies.send(Op(PROBE, pages, lease))
+            self.copies.send(Op(PROBE, pages, lease, wait_s=lease.latest - self.backups.now))
         return bool(pages)
 
     def _worth_asking(self, lease: Lease, boundary: int, memory: list[int]) -> list[Moving]:
@@ -191,7 +191,8 @@ class Prefetch:
         # Shallow pages first: if patience runs out, what has arrived is a prefix.
         pages.sort(key=lambda page: page.position)
         for start in range(0, len(pages), self.config.batch_pages):
-            self.copies.send(Op(FETCH, pages[start : start + self.config.batch_pages], lease))
+            part = pages[start : start + self.config.batch_pages]
+            self.copies.send(Op(FETCH, part, lease, wait_s=lease.latest - self.backups.now))
 
     def next_in_line(self) -> list[Lease]:
         """Who may try again for room now: the first of those whose turn has come, else the first of all."""

@@ -7,14 +7,16 @@ workers of its own, and what still runs here keeps its slots until it comes back
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 from kvarve.core.copies import FETCH, PROBE, STORE, Edge
 from kvarve.errors import StorageError
 from kvarve.storage import Storage, Usage
-from kvarve.transfer.lanes import Ends, Lane, Work
+from kvarve.transfer.lanes import Ends, Lane
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +28,9 @@ USAGE_S = 0.5  # how long who asks for figures waits for a storage to say them
 class Depot:
     """A storage, which is its own from now on, a lane each way and one for probes; their ends go where all ends go."""
 
-    def __init__(self, storage: Storage, ends: Ends, *, deadline_s: float) -> None:
+    def __init__(
+        self, storage: Storage, ends: Ends, *, deadline_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.storage = storage
         self.closed = threading.Event()  # the storage has been let go of, or given up
         self.lanes: dict[Edge, Lane] = {}
@@ -34,17 +38,14 @@ class Depot:
         self._figures = _Figures()
         self._lock = threading.Lock()  # of the figures that are being asked for
         try:
-            self.lanes[STORE] = Lane("host-to-storage", ends, workers=WORKERS, patience_s=deadline_s)
-            self.lanes[FETCH] = Lane("storage-to-host", ends, workers=WORKERS, patience_s=deadline_s, tells_begin=True)
-            self.lanes[PROBE] = Lane("storage-probe", ends, patience_s=deadline_s, together=ASKED, tells_begin=True)
+            hire = partial(Lane, ends=ends, patience_s=deadline_s, clock=clock)
+            self.lanes[STORE] = hire("host-to-storage", workers=WORKERS)
+            self.lanes[FETCH] = hire("storage-to-host", workers=WORKERS, tells_begin=True)
+            self.lanes[PROBE] = hire("storage-probe", together=ASKED, tells_begin=True)
         except RuntimeError as e:  # no more threads are to be had
             for lane in self.lanes.values():
                 lane.close(0.0)
             raise StorageError(f"no workers for a storage: {e}") from None
-
-    def send(self, op: int, edge: Edge, work: Work) -> None:
-        """Start a piece of work; it has to begin within the depot's deadline."""
-        self.lanes[edge].send(op, work, self._deadline_s)
 
     def hangs(self) -> bool:
         """Whether all who read have been in calls for longer than the deadline: one of several tiers may hang while the

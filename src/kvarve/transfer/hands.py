@@ -9,7 +9,7 @@ memory as well unless that is switched off.
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvarve.core.copies import BACKUP, FETCH, LOAD, PROBE, STORE
 from kvarve.core.effects import Copy, Effect, Event, Page, Probe
@@ -35,14 +35,15 @@ class Hands:
         ranks: int = 1,
         verify_host: bool = True,
         deadline_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pools, self._device, self._host = pools, device, host
         self._rank, self._ranks, self._verify_host, self._deadline_s = rank, ranks, verify_host, deadline_s
-        self.ends = Ends()
+        self._clock, self.ends = clock, Ends()
         self._checking = threading.Lock()
         # One worker each: a chain's page rests on the one before it, so what is sent first has to end first.
         self._lanes = {
-            (source, target): Lane(f"{source.name.lower()}-to-{target.name.lower()}", self.ends)
+            (source, target): Lane(f"{source.name.lower()}-to-{target.name.lower()}", self.ends, clock=clock)
             for source, target in (BACKUP, LOAD)
         }
         self.depot: Depot | None = None
@@ -57,7 +58,7 @@ class Hands:
         """Workers for a storage that may be attached; it is theirs from now on. StorageError if there are none."""
         for arena in self._host:
             storage.register(arena.memory)
-        return Depot(storage, self.ends, deadline_s=self._deadline_s)
+        return Depot(storage, self.ends, deadline_s=self._deadline_s, clock=self._clock)
 
     def attach(self, depot: Depot | None) -> Depot | None:
         """What is sent from now on goes to this storage; the one before goes, and is answered."""
@@ -80,15 +81,15 @@ class Hands:
         depot = self.depot
         assert depot is not None, "the core knows that there is no storage"
         # Each piece of work knows its storage: another may be attached when its turn comes.
-        storage = depot.storage
+        storage, begins_s = depot.storage, max(self._deadline_s, effect.wait_s)
         if isinstance(effect, Probe):
             # All that wait are one question, so the last of a burst waits no longer than for two.
-            depot.lanes[PROBE].send_part(effect.op, self._probe, (storage, effect), len(effect.pages), self._deadline_s)
+            depot.lanes[PROBE].send_part(effect.op, self._probe, (storage, effect), len(effect.pages), begins_s)
         elif effect.target is Tier.STORAGE:
             # A put is durable when it answers, so that a few large ones are cheaper.
-            depot.lanes[STORE].send_part(effect.op, self._store, (storage, effect), len(effect.pages), self._deadline_s)
+            depot.lanes[STORE].send_part(effect.op, self._store, (storage, effect), len(effect.pages), begins_s)
         else:
-            depot.send(effect.op, FETCH, lambda: self._fetch(storage, effect))
+            depot.lanes[FETCH].send(effect.op, lambda: self._fetch(storage, effect), begins_s)
 
     def collect(self) -> list[Event]:
         return self.ends.collect()
