@@ -348,7 +348,8 @@ class PrefixCache:
     def shutdown(self, timeout_s: float = 30.0) -> None:
         """Write what is dirty to storage, stop the lanes and close the storage, whole, all within `timeout_s`.
 
-        Nothing waits for a storage that is down. What could not be stored is said in the log.
+        Nothing waits for a storage that is down, and calls that hang on one that is down or detached are waited for
+        some seconds at most. What could not be stored is said in the log.
         """
         end = time.monotonic() + timeout_s
         close_s = min(CLOSE_S, timeout_s / 4)
@@ -361,7 +362,7 @@ class PrefixCache:
             log.warning("%d pages in memory could not be stored before the end", self.core.dirty())
         if self._change is not None:
             self._refuse(self._change, Busy("the cache is shutting down"))
-        self._hands.close(max(0.0, end - time.monotonic()), close_s)
+        self._hands.close(max(0.0, end - time.monotonic()), close_s, self.core.copies.storage)
         if self.attached is not None:
             # Or each would keep the other, and all host memory with them, until a collection of garbage.
             self.attached.storage.changed = lambda: None

@@ -265,8 +265,8 @@ def test_a_store_that_hangs_hurts_nobody_after_it_was_detached(make: Make) -> No
 
 
 def test_what_waited_behind_a_call_that_hangs_ends_when_the_store_is_given_up(make: Make) -> None:
-    store = a_door()
-    cache = make(store, Clock(), storage_deadline_s=2.0, prefetch_policy="best_effort")
+    store, clock = a_door(), Clock()
+    cache = make(store, clock, storage_deadline_s=2.0, prefetch_policy="best_effort")
     store.stall()
     run(cache, prompt(8.5, seed=20))
     store.wait_for_stalled_call()
@@ -274,6 +274,7 @@ def test_what_waited_behind_a_call_that_hangs_ends_when_the_store_is_given_up(ma
     lane, seeds = cache._hands.depot.lanes[STORE], count(21)
     while not (lane.waiting() and lane.busy_s()):  # one call may take all that waits, as long as a worker is free
         run(cache, prompt(8.5, seed=next(seeds)))
+        clock.now += 0.001
     change = cache.detach()
     cache.step()
     before = change.made.result(0)

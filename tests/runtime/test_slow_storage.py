@@ -10,6 +10,7 @@ from queue import Queue
 import pytest
 from filling import Clock, Request, StoreThatStays, a_config, a_region, an_identity, prompt, run, settle, until
 
+from kvarve import runtime
 from kvarve.core.lease import Phase
 from kvarve.model import Tier
 from kvarve.runtime import PrefixCache
@@ -189,14 +190,17 @@ def test_settling_says_no_if_something_could_not_be_stored(make: Make) -> None:
 
 
 def test_a_put_that_hangs_costs_no_hit_on_the_device(make: Make) -> None:
-    """20 prompts on a device that holds four of them, each asked twice in a row."""
+    """20 prompts on a device that holds a third of them, each asked twice in a row."""
     store = HungPuts(a_region())
-    cache = make(store, device=160_000)
+    cache = make(store, device=8000)
+    assert cache.core.shelves.capacity[0] < 20 * 8 / 3
+    run(cache, prompt(8.5, seed=100))
+    until(cache, store.hung.is_set)
     hits = []
     for seed in range(20):
         run(cache, prompt(8.5, seed=seed))
         hits.append(run(cache, prompt(8.5, seed=seed))[0])
-    assert store.hung.is_set() and hits == [8] * 20
+    assert hits == [8] * 20
 
 
 @pytest.mark.parametrize("detached", [True, False], ids=["detached", "down"])
@@ -214,6 +218,28 @@ def test_a_call_that_hangs_on_a_storage_that_is_gone_keeps_nobody_from_flushing(
     before = cache.now()
     assert cache.flush([Tier.DEVICE], timeout_s=1e9) > 0
     assert cache.now() == before, "by a clock that stands still, it took no time"
+
+
+@pytest.mark.parametrize("detached", [True, False], ids=["detached", "down"])
+def test_a_shutdown_gives_calls_that_hang_on_a_storage_that_is_gone_a_moment_and_no_more(
+    make: Make, detached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "CLOSE_S", 0.1)
+    store, clock = HungPuts(a_region()), Clock()
+    cache = make(store, clock, storage_deadline_s=1.0)
+    run(cache, prompt(8.5))
+    until(cache, store.hung.is_set)
+    if detached:
+        cache.detach()
+    else:
+        clock.now += 2.0
+    until(cache, lambda: not cache.core.copies.storage)
+    ended = threading.Event()
+    closing = threading.Thread(target=lambda: (cache.shutdown(1000.0), ended.set()), daemon=True)
+    closing.start()
+    assert ended.wait(LONG_S * 5), "long before its time is over"
+    closing.join()
+    assert not store.over.is_set(), "the call hangs as before"
 
 
 def test_a_shutdown_ends_in_time_though_calls_hang(make: Make) -> None:

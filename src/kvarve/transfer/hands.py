@@ -94,16 +94,18 @@ class Hands:
     def collect(self) -> list[Event]:
         return self.ends.collect()
 
-    def close(self, timeout_s: float = 10.0, storage_s: float = 5.0) -> None:
+    def close(self, timeout_s: float = 10.0, storage_s: float = 5.0, up: bool = True) -> None:
         """Stop the lanes after what they have, then close the storage, all within `timeout_s`, of which closing the
-        storage may take `storage_s`."""
+        storage may take `storage_s`. Nothing is waited for on a storage that is not `up`; those that have been
+        detached have `storage_s` together to end what they began."""
         end = time.monotonic() + timeout_s - storage_s
         for lane in self._lanes.values():
             lane.close(max(0.0, end - time.monotonic()))
+        if self.depot is not None:
+            self.depot.close(max(0.0, end - time.monotonic()) if up else 0.0, storage_s)
+        end = min(end + storage_s, time.monotonic() + storage_s)
         for depot in self._retired:
             depot.closed.wait(max(0.0, end - time.monotonic()))
-        if self.depot is not None:
-            self.depot.close(max(0.0, end - time.monotonic()), storage_s)
 
     # --- work, on the lanes' threads; each answers (good, bad) as sets of bits over the effect's pages
 
