@@ -23,6 +23,7 @@ from kvarve.model import MEMORY_TIERS, Tier
 TRIES = 3  # backups of a run that may fail before it is parked
 PARKED_S = 60.0  # how long a parked run waits for its next try, unless a request uses it
 REST_S, LONGEST_REST_S = 0.1, 30.0  # of stores: after a first failure, and at most, doubling in between
+ROOM_S = 2.0  # how long evictions wait for copies of which none ends
 LOOK = 64  # runs of a line that one step looks at
 LOOK_AGAIN_S = 0.1  # how long a line waits that found no room in the host
 
@@ -40,6 +41,7 @@ class Backups:
         self.storing = [0] * len(config.pools)  # by pool, pages that are on their way to storage
         self.staging = [0] * len(config.pools)  # and those on their way to the host for storage
         self.blocked = [False, False]  # whether the host has no room for what waits to go there, and to go to storage
+        self.room_since = 0.0  # when copies that evictions wait for began, or the last of them ended
         self.look_again = 0.0  # when to look whether there is room now
         self.down = False  # there is a storage, but it does not answer
         # Of each pool in the host, what waits for storage may hold: fetches all of it, stores half.
@@ -153,8 +155,9 @@ class Backups:
         self.parked.pop(run, None)
 
     def leaving(self) -> bool:
-        """Whether evictions wait for copies in flight."""
-        return any(op.leaving and not op.void for op in self.copies.ops.values())
+        """Whether evictions wait for copies in flight: as long as these end, for what hangs makes no room."""
+        going_on = self.now < self.room_since + ROOM_S
+        return going_on and any(op.leaving and not op.void for op in self.copies.ops.values())
 
     def settle(self, run: Run, place: int, position: int, slot: int) -> bool:
         """Make a page resident if the laws let it be; False if its slot is not needed."""
@@ -234,6 +237,8 @@ class Backups:
                 self.owe(run)
                 if op.onward:
                     self.staged[run] = None
+        if op.leaving and not op.void:
+            self.room_since = self.now
         if op.leaving:
             self._leave(op, tail, [page for page, good, _ in fates if good])
 
@@ -424,6 +429,8 @@ class Backups:
                 pages.append(Moving(pool, position, run.slot(source, position), slot))
         if pages:
             self.to_host += len(pages) if edge == BACKUP else 0
+            if leaving and not any(op.leaving and not op.void for op in self.copies.ops.values()):
+                self.room_since = self.now
             for page in pages:
                 run.coming[self.shelves.place(edge[1], page.pool)] |= 1 << page.position - run.first
             self.copies.send(Op(edge, pages, run=run, leaving=leaving, onward=onward))
