@@ -242,7 +242,7 @@ def test_settling_gives_up_in_the_same_step_on_every_rank(end: str) -> None:
     at = [meeting.of(rank) for rank in range(2)]
     caches = [
         PrefixCache(
-            an_identity(), a_config(), storage=stores[rank], agreement=at[rank], clock=Ticking([1.0, 0.3][rank])
+            an_identity(), a_config(), storage=stores[rank], agreement=at[rank], clock=Ticking([0.2, 0.06][rank])
         )
         for rank in range(2)
     ]
