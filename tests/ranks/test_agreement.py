@@ -261,7 +261,7 @@ def test_settling_gives_up_in_the_same_step_on_every_rank(end: str) -> None:
         if end == "settle":
             settled[rank] = caches[rank].settle(5)
         else:
-            caches[rank].shutdown(20)
+            caches[rank].shutdown(8)
 
     try:
         assert side_by_side(give_up) == []
