@@ -17,11 +17,12 @@ import httpx
 import pytest
 import uvicorn
 from talk import COMPLETIONS, LONG_S, metrics, until
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.server import ServerState
 
 from kvarve.server import connections as connections_module
-from kvarve.server.connections import HEADERS_S, READ_BYTES, STALLED_S, Connection, Connections
-from kvarve.server.serve import Server
+from kvarve.server.connections import HEADERS_S, READ_BYTES, SEND_BYTES, STALLED_S, Connection, Connections
+from kvarve.server.serve import Server, bind
 
 Connect = Callable[..., socket.socket]
 CLOSED = "kvarve_closed_connections_total"
@@ -229,7 +230,7 @@ def a_connection(now: float, complete: bool) -> tuple[Connection, Pipe]:
     connection = Connection(Connections(9, lambda: now), config, ServerState(), {}, loop)
     pipe = Pipe()
     connection.transport, connection.cycle = cast(Any, pipe), cast(Any, Cycle(complete))
-    connection.flow = cast(Any, type("Flow", (), {"write_paused": False})())
+    connection.flow = FlowControl(cast(Any, pipe))
     return connection, pipe
 
 
@@ -253,6 +254,28 @@ def test_while_an_answer_is_written_as_it_comes_it_does_not_stall() -> None:
         assert connection.stalled_s(now) == 0
     connection.flow.write_paused = True
     assert connection.stalled_s(209.0) == 10
+
+
+def test_an_answer_that_drains_and_fills_up_between_two_looks_does_not_stall() -> None:
+    now = 100.0
+    connection, pipe = a_connection(now, complete=False)
+    connection._connections.clock = lambda: now
+    pipe.unsent = 80_000
+    for _ in range(100):
+        connection.pause_writing()
+        now += 20
+        connection.resume_writing()
+        connection.pause_writing()
+        assert connection.stalled_s(now) == 0
+    assert connection.stalled_s(now + 40) == 40
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_system_holds_little_of_an_answer_so_that_slow_reading_is_seen(host: str) -> None:
+    listener = bind(host, 0)
+    with listener:
+        room = listener.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        assert room in (SEND_BYTES, 2 * SEND_BYTES)  # Linux doubles it, and grows what is not set
 
 
 # --- turns

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 HEADERS_S = 30.0  # from a connection's beginning, or the end of the answer before, until a request's headers are whole
 STALLED_S = 30.0  # without a byte of an answer being taken
+SEND_BYTES = 1 << 16  # of an answer that the system takes before the client does: what it holds hides how slowly that is
 READ_BYTES = 4096  # of a connection before others have their turn: each byte can be a chunk, which takes 20 us to parse
 MOST = 4096  # connections; half of the descriptors if that is less
 LEAST = 16
@@ -133,6 +134,10 @@ class Connection(H11Protocol, BufferedProtocol):
         super().on_response_complete()  # it may find the next request in what has come already
         self._connections.heard(self)
 
+    def resume_writing(self) -> None:
+        self._moved_s = self._connections.clock()
+        super().resume_writing()
+
     @property
     def waits_for_headers(self) -> bool:
         """Nothing is being answered on it."""
@@ -145,7 +150,8 @@ class Connection(H11Protocol, BufferedProtocol):
     def stalled_s(self, now: float) -> float:
         """For how long its client has not read what there is for it; asked now and then.
 
-        While an answer is being written, and not so much waits that writing pauses, new pieces hide what has been read.
+        While an answer is being written new pieces hide what has been read; but writing pauses where too much waits, and
+        goes on when the client has read most of that.
         """
         unsent, writing = self.transport.get_write_buffer_size(), not self.waits_for_headers
         if not unsent or unsent < self._unsent_bytes or (writing and not self.flow.write_paused):
