@@ -182,6 +182,13 @@ def test_who_brings_a_body_or_gets_an_answer_has_all_the_time_that_takes(
         got = got[-10:] + piece
 
 
+def test_a_connection_between_two_requests_stays_longer_than_a_client_keeps_it(own_server: Server) -> None:
+    """Where the server closes it first, a request that is on its way at that moment gets no answer."""
+    kept_s = httpx.Limits().keepalive_expiry
+    assert kept_s is not None
+    assert kept_s < own_server._http.config.timeout_keep_alive < HEADERS_S  # which would be told as trouble
+
+
 # --- answers that are not read
 
 

@@ -1,7 +1,8 @@
 """Connections: how many there may be at a time, and an end for each that gets nowhere.
 
-uvicorn closes a connection that is silent between two requests, and leaves the rest to a proxy in front of it. Here a
-connection ends that does not bring the headers of a request to an end, and one whose client does not read its answer.
+uvicorn closes a connection that is silent between two requests (`KEEP_ALIVE_S`), and leaves the rest to a proxy in
+front of it. Here a connection ends that does not bring the headers of a request to an end, and one whose client does not read
+its answer.
 (A body has a time limit of its own, in `app`.) Where there are too many, the connection that has been longest without a
 whole request goes, so that half-open ones keep nobody out.
 """
@@ -20,8 +21,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 log = logging.getLogger(__name__)
 
 HEADERS_S = 30.0  # from a connection's beginning, or the end of the answer before, until a request's headers are whole
+KEEP_ALIVE_S = (
+    20  # between two requests: clients keep a connection for less (httpx 5, aiohttp 15), so they close it first
+)
 STALLED_S = 30.0  # without a byte of an answer being taken
-SEND_BYTES = 1 << 16  # of an answer that the system takes before the client does: what it holds hides how slowly that is
+SEND_BYTES = 1 << 16  # of an answer that the system holds at a time: how slowly a client reads shows no earlier
 READ_BYTES = 4096  # of a connection before others have their turn: each byte can be a chunk, which takes 20 us to parse
 MOST = 4096  # connections; half of the descriptors if that is less
 LEAST = 16
@@ -150,8 +154,8 @@ class Connection(H11Protocol, BufferedProtocol):
     def stalled_s(self, now: float) -> float:
         """For how long its client has not read what there is for it; asked now and then.
 
-        While an answer is being written new pieces hide what has been read; but writing pauses where too much waits, and
-        goes on when the client has read most of that.
+        While an answer is being written new pieces hide what has been read; but writing pauses where too much waits,
+        and goes on when the client has read most of that.
         """
         unsent, writing = self.transport.get_write_buffer_size(), not self.waits_for_headers
         if not unsent or unsent < self._unsent_bytes or (writing and not self.flow.write_paused):
