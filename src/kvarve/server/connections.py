@@ -1,10 +1,9 @@
 """Connections: how many there may be at a time, and an end for each that gets nowhere.
 
 uvicorn closes a connection that is silent between two requests (`KEEP_ALIVE_S`), and leaves the rest to a proxy in
-front of it. Here a connection ends that does not bring the headers of a request to an end, and one whose client does not
-read its answer.
-(A body has a time limit of its own, in `app`.) Where there are too many, the connection that has been longest without a
-whole request goes, so that half-open ones keep nobody out.
+front of it. Here a connection ends that does not bring the headers of a request to an end, and one whose client reads
+nothing of its answer. (A body has a time limit of its own, in `app`.) Where there are too many, the connection that has
+been longest without a whole request goes, so that half-open ones keep nobody out.
 """
 
 import logging
