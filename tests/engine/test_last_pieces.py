@@ -238,3 +238,14 @@ def test_half_a_surrogate_pair_is_no_salt(make: Make) -> None:
     with pytest.raises(ConfigError, match="half a surrogate pair"):
         engine.submit(a_request(a_prompt(20), salt="\ud800"))
     by_hand(engine, a_request(a_prompt(20), 2))
+
+
+@pytest.mark.parametrize("at", [0, 1, 9])
+def test_no_token_counts_that_was_in_no_piece(at: int, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, Detokenizer, "push", at)
+    engine = make(start=False)
+    request = engine.submit(a_request(a_prompt(20, 3), 12))
+    engine.start()
+    _, tokens, last = request.result(LONG_S)
+    assert last.finish is Finish.ERROR and last.usage is not None
+    assert last.usage.completion == len(tokens) == engine.counts.output_tokens == at

@@ -584,12 +584,13 @@ class Engine:
         sampling = job.request.sampling
         asked = sampling.logprobs
         likely = () if asked is None else (likelihood(logits, token, asked, job.characters),)
+        ends = token in job.ends
+        text = "" if ends else job.words.push(token)  # before it counts, as it may fail
         job.tokens.append(token)
         self.counts.output_tokens += 1
-        if token in job.ends:
+        if ends:
             self._end(job, Finish.STOP, last=(token,), likely=likely)
             return
-        text = job.words.push(token)
         job.text += text
         job.characters += len(text)
         if (cut := find_stop(job.text, job.stops)) is not None:
