@@ -133,15 +133,19 @@ def test_what_stands_in_the_place_of_a_folder_is_looked_at_as_if_it_were_opened(
     storage.close()
 
 
+@pytest.mark.parametrize("how", ["removed", "moved away", "another name is kept"])
 @pytest.mark.parametrize("which", ["both", "slots", "table"])
-def test_slabs_that_somebody_removes_are_lost_alone_and_nothing_is_confirmed_in_them(tmp_path, which, caplog):
+def test_slabs_that_somebody_removes_are_lost_alone_and_nothing_is_confirmed_in_them(tmp_path, which, how, caplog):
+    """A file that has another name, or (on NFS) gets one when it is removed while it is open, is as gone as others."""
     folder = tmp_path / "store"
     storage = filled(folder)
     slab = storage._books.place(SOME[0].name)[0]
     held = [page for page in SOME if storage._books.place(page.name)[0] is slab]
     for path in (slab.path, slab.path.with_name(slab.path.name + ".table")):
         if which == "both" or path.name.endswith(".table") == (which == "table"):
-            path.unlink()
+            if how == "another name is kept":
+                (tmp_path / path.name).hardlink_to(path)
+            path.rename(tmp_path / path.name) if how == "moved away" else path.unlink()
     with pytest.raises(StorageError, match="was removed by somebody else"):
         store(storage, held[:1])
     assert f"{slab.path}: somebody has removed it" in caplog.text

@@ -97,9 +97,13 @@ class Disk:
             return False
         return (now.st_dev, now.st_ino) == folder.identity
 
-    def is_gone(self, file: int) -> bool:
-        """Whether an open file has no name any more: it goes when the last who has it open closes it."""
-        return self.stat(file).st_nlink == 0
+    def is_named(self, folder: Directory, name: str, file: int) -> bool:
+        """Whether a name in a folder still leads to an open file: it may have been removed or moved away. How many names
+        the file has says less, as another one may be anywhere."""
+        try:
+            return os.path.samestat(self.look(folder, name), self.stat(file))
+        except FileNotFoundError:
+            return False
 
     def make_root(self, path: Path) -> None:
         """Make a folder for ourselves where there is none, and those above it."""

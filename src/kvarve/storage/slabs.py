@@ -250,8 +250,9 @@ class Slab:
             self.searched = True
 
     def is_gone(self) -> bool:
-        """Whether somebody has removed one of its files: what is written to it is there for nobody."""
-        return any(self.disk.is_gone(file) for file in self.files)
+        """Whether somebody has removed or moved away one of its files: what is written to it is there for nobody."""
+        names = ((slab_name(self.number), self.file), (slab_name(self.number) + TABLE, self.table))
+        return not all(self.disk.is_named(self.folder, name, file) for name, file in names)
 
     def is_solid(self) -> bool:
         """Whether all its slots have their room on the disk, also those that were never filled."""
