@@ -278,6 +278,68 @@ def test_rows_that_were_being_filled_when_all_was_removed_are_nobodys_in_what_co
 # --- what a store that is closed keeps
 
 
+def test_processes_are_never_two_in_one_table_though_the_file_of_their_mutex_was_removed(tmp_path, monkeypatch):
+    folder = tmp_path / "store"
+    storage = filled(folder)
+    (folder / "kvarve.lock").unlink()
+    beside = opened(folder)
+    monkeypatch.setattr("kvarve.storage.folder.MUTEX_S", 0.01)
+    with storage._folder.mutex(), pytest.raises(StorageError, match="another process has held its lock"):
+        store(beside, pages("full", 900))
+    assert all(store(beside, pages("full", 900)))
+    assert intact(storage, [*SOME, *pages("full", 900)]) == {*SOME, *pages("full", 900)}
+    storage.close()
+    beside.close()
+
+
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_a_process_whose_number_somebody_has_removed_takes_another_one(tmp_path, others):
+    folder = tmp_path / "store"
+    storage = filled(folder)
+    (path,) = folder.rglob("process-0")
+    path.unlink()
+    beside = [opened(folder) for _ in range(others)]
+    assert all(store(storage, pages("full", 900)))
+    stores = [*beside, storage]
+    for each in stores:
+        assert intact(each, [*SOME, *pages("full", 900)]) == {*SOME, *pages("full", 900)}
+    assert len({each._folder.number for each in stores}) == len(stores)
+    for each in stores:
+        with each.changing() as books:
+            assert books.folder.alone() is (len(stores) == 1)
+    for each in stores:
+        each.close()
+    assert open_files(folder) == []
+
+
+def test_a_put_whose_number_goes_meanwhile_is_not_confirmed_and_writes_over_nothing(tmp_path):
+    """Another process took the number, was alone by that, and gave the row away that was being filled."""
+    folder, disk = tmp_path / "store", Rigged()
+    storage = opened(folder, disk)
+    assert all(store(storage, SOME))
+    new, others = pages("full", 100), pages("full", 200)
+    beside: list[FileStorage] = []
+
+    def happens(call: str, name: str, at: int) -> None:
+        if (call, name) == ("write", "slab-000000"):
+            disk.happens = lambda call, name, at: None
+            (path,) = folder.rglob("process-0")
+            path.unlink()
+            with pytest.raises(StorageError, match="while a put was under way"):
+                storage.exists(["a"])
+            beside.append(opened(folder))
+
+    disk.happens = happens
+    with pytest.raises(StorageError, match="somebody has removed process-0"):
+        store(storage, new)
+    assert all(store(beside[0], others))
+    assert storage.exists(names(new)) == [False]
+    assert all(store(storage, new))
+    for each in (storage, *beside):
+        assert intact(each, SOME + new + others) == {*SOME, *new, *others}
+        each.close()
+
+
 def test_a_store_that_is_closed_has_no_file_open(tmp_path):
     """Who was worked out to go next kept a slab open for as long as the closed store was known."""
     folder = tmp_path / "store"

@@ -98,8 +98,8 @@ class Disk:
         return (now.st_dev, now.st_ino) == folder.identity
 
     def is_named(self, folder: Directory, name: str, file: int) -> bool:
-        """Whether a name in a folder still leads to an open file: it may have been removed or moved away. How many names
-        the file has says less, as another one may be anywhere."""
+        """Whether a name in a folder still leads to an open file: it may have been removed or moved away. How many
+        names the file has says less, as another one may be anywhere."""
         try:
             return os.path.samestat(self.look(folder, name), self.stat(file))
         except FileNotFoundError:

@@ -152,22 +152,26 @@ class FileStorage(Storage):
             self._unsynced.clear()
 
     def _require_home(self) -> None:
-        """Raise StorageError unless the folder is where it was, or there is another one in its place.
+        """Raise StorageError unless the folder is where it was, and ours, or there is another one in its place.
 
         A folder that has been emptied, or made anew, is entered again; one that is gone is not made: a disk that was
         unmounted leaves a place where nothing should be written.
         """
         left = self._folder
         with medium(self._directory):
-            if self._disk.is_there(left.model):
+            if left.is_home():
                 return
+            filling = self._disk.is_there(left.model)
         with self._writing:
             with self._lock:
                 self._require_open()
                 if self._folder is not left:  # another thread was faster
                     return
                 books = self._books
+                filling = filling and bool(books.held)
             log.warning("%s: somebody has removed or moved away what lies in it", self._directory)
+            if filling:  # entered anew, we would give away the rows that they fill
+                raise StorageError(f"{self._directory}: what lies in it was removed while a put was under way")
             try:
                 check_folder(self._directory, self._capacity_bytes, self._label, self._description, self._disk)
                 self._enter(make=False)
@@ -505,7 +509,7 @@ class FileStorage(Storage):
         if removed:
             self._give_up(removed)
             raise OSError(errno.ENOENT, f"{removed[0].path} was removed by somebody else")
-        if not self._disk.is_there(self._folder.model):
+        if not self._folder.is_home():
             raise OSError(errno.ENOENT, f"{self._folder.model.path} was removed or moved away")
 
     def _give_up(self, removed: Iterable[Slab]) -> None:

@@ -475,6 +475,14 @@ class Folder:
         self._files.append(found.file)
         return found
 
+    def is_home(self) -> bool:
+        """Whether the path still leads to the open model, and others can see that this process has it open. Somebody
+        may have moved the folder away, or removed the file of our number; then it has to be entered anew."""
+        return self.disk.is_there(self.model) and self._is_counted()
+
+    def _is_counted(self) -> bool:
+        return self.disk.is_named(self.model, f"{_PROCESS}{self.number}", self._process)
+
     def _take(self, number: int, capacity_bytes: int | None) -> bool:
         try:
             file = self._opened(self.model, f"{_PROCESS}{number}")
@@ -485,6 +493,7 @@ class Folder:
                 self.disk.cut(file, 0)
                 if capacity_bytes is not None:
                     self.disk.write(file, [b"capacity %d\n" % capacity_bytes], 0)
+            self._process = file
             return True
         self._files.remove(file)
         self.disk.close(file)
@@ -529,20 +538,37 @@ class Folder:
     def mutex(self) -> Iterator[None]:
         """Alone among all processes, for as long as it takes to change a table.
 
-        StorageError when another one does not let go of it: it may have been stopped in the middle.
+        StorageError when another one does not let go of it: it may have been stopped in the middle; or when the others
+        take this one for dead, as somebody has removed the file of its number.
         """
         end, pause_s = time.monotonic() + MUTEX_S, FIRST_PAUSE_S
         try:
-            while not self.disk.lock(self._mutex, wait=False):
+            while not self._locked():
                 if time.monotonic() > end:
                     raise StorageError(
                         f"{self.directory}: another process has held its lock for {MUTEX_S:g} s: is it stopped?"
                     )
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            if self.number >= 0 and not self._is_counted():
+                raise StorageError(f"{self.model.path}: somebody has removed {_PROCESS}{self.number}, which is in use")
             yield
         finally:
             self.disk.unlock(self._mutex)
+
+    def _locked(self) -> bool:
+        """Whether the mutex is ours now. If somebody has removed its file, the next one of that name is it, for all."""
+        if not self.disk.lock(self._mutex, wait=False):
+            return False
+        if self.disk.is_named(self.root, _LOCK, self._mutex):
+            return True
+        try:
+            left, self._mutex = self._mutex, self._opened(self.root, _LOCK)
+        except FileNotFoundError:
+            raise StorageError(f"{self.directory} was removed while it was open") from None
+        self._files.remove(left)
+        self.disk.close(left)
+        return False
 
     def is_alive(self, number: int) -> bool:
         """Whether a process of this number has the model open. With the mutex held."""
