@@ -89,21 +89,19 @@ class Disk:
         finally:
             self.close(folder.file)
 
-    def is_there(self, folder: Directory) -> bool:
-        """Whether the folder's path still leads to it: it may have been removed, or moved away."""
+    def identity(self, file: int) -> tuple[int, int]:
+        """What no other file has as long as this one is open."""
+        found = self.stat(file)
+        return found.st_dev, found.st_ino
+
+    def is_there(self, path: Path, identity: tuple[int, int]) -> bool:
+        """Whether a path still leads to an open file or folder: it may have been removed, or moved away. How many names
+        it has says less, as another one may be anywhere."""
         try:
-            now = os.lstat(folder.path)
+            now = os.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        return (now.st_dev, now.st_ino) == folder.identity
-
-    def is_named(self, folder: Directory, name: str, file: int) -> bool:
-        """Whether a name in a folder still leads to an open file: it may have been removed or moved away. How many
-        names the file has says less, as another one may be anywhere."""
-        try:
-            return os.path.samestat(self.look(folder, name), self.stat(file))
-        except FileNotFoundError:
-            return False
+        return (now.st_dev, now.st_ino) == identity
 
     def make_root(self, path: Path) -> None:
         """Make a folder for ourselves where there is none, and those above it."""

@@ -161,7 +161,7 @@ class FileStorage(Storage):
         with medium(self._directory):
             if left.is_home():
                 return
-            filling = self._disk.is_there(left.model)
+            filling = self._disk.is_there(left.model.path, left.model.identity)
         with self._writing:
             with self._lock:
                 self._require_open()
@@ -222,7 +222,8 @@ class FileStorage(Storage):
         if len(troubles) == len(pieces) and not any(piece.slab.answers() for piece in pieces):
             raise StorageError(f"{self._directory}: read 0 of {len(names)} objects: {troubles[pieces[0].number]}")
         used, gone = [], []
-        removed = {slab for slab in {piece.slab for piece in pieces} if slab.is_gone()}
+        with medium(self._directory):
+            removed = {slab for slab in {piece.slab for piece in pieces} if slab.is_gone()}
         with self._lock, medium(self._directory):
             self._require_open()
             self._books.take_in()

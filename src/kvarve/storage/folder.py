@@ -478,10 +478,10 @@ class Folder:
     def is_home(self) -> bool:
         """Whether the path still leads to the open model, and others can see that this process has it open. Somebody
         may have moved the folder away, or removed the file of our number; then it has to be entered anew."""
-        return self.disk.is_there(self.model) and self._is_counted()
+        return self.disk.is_there(self.model.path, self.model.identity) and self._is_counted()
 
     def _is_counted(self) -> bool:
-        return self.disk.is_named(self.model, f"{_PROCESS}{self.number}", self._process)
+        return self.disk.is_there(self.model.path / f"{_PROCESS}{self.number}", self._process)
 
     def _take(self, number: int, capacity_bytes: int | None) -> bool:
         try:
@@ -493,7 +493,7 @@ class Folder:
                 self.disk.cut(file, 0)
                 if capacity_bytes is not None:
                     self.disk.write(file, [b"capacity %d\n" % capacity_bytes], 0)
-            self._process = file
+            self._process = self.disk.identity(file)
             return True
         self._files.remove(file)
         self.disk.close(file)
@@ -560,7 +560,7 @@ class Folder:
         """Whether the mutex is ours now. If somebody has removed its file, the next one of that name is it, for all."""
         if not self.disk.lock(self._mutex, wait=False):
             return False
-        if self.disk.is_named(self.root, _LOCK, self._mutex):
+        if self.disk.is_there(self.root.path / _LOCK, self.disk.identity(self._mutex)):
             return True
         try:
             left, self._mutex = self._mutex, self._opened(self.root, _LOCK)
