@@ -2,10 +2,9 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from file_disks import MIB, Clockwork, everything, total
+from file_disks import MIB, Clockwork, everything, file_name, total
 from test_crashes import die
 
 from kvarve.cli import main
@@ -269,14 +268,37 @@ def test_a_capacity_that_cannot_be_read_binds_nobody(opened, folder, said):
     assert put(opened(MIB), a=b"1") == [True]
 
 
-def test_a_store_on_a_disk_that_takes_no_more_bytes_still_opens(opened, folder):
-    class Full(Clockwork):
-        def write(self, file, data, at):
-            if Path(f"/proc/self/fd/{file}").readlink().name.startswith("process-"):
-                raise OSError(28, "No space left on device")
-            return super().write(file, data, at)
+class Full(Clockwork):
+    """No file of a process takes a byte that was not there: there is no block left for it."""
 
-    storage = opened(CAPACITY)
-    put(storage, a=b"1")
+    def write(self, file, data, at):
+        size_bytes = sum(len(each) for each in data)
+        if file_name(file).startswith("process-") and at + size_bytes > self.size(file):
+            raise OSError(28, "No space left on device")
+        return super().write(file, data, at)
+
+
+def test_a_store_on_a_disk_that_takes_no_more_bytes_still_opens_and_nobody_shrinks_it(opened, folder):
+    """Its capacity could not be written down, so a second opener with a smaller one took what it had stored."""
+    first = opened(CAPACITY)
+    put(first, a=b"1")
+    first.close()
+    storage = opened(CAPACITY, disk=Full())
+    assert there(storage, "a") == "a"
+    with pytest.raises(StorageError, match="is open with a capacity"):
+        opened(64 << 10)
     storage.close()
-    assert there(opened(CAPACITY, disk=Full()), "a") == "a"
+    (model,) = care.models(folder)
+    with care.opened(folder, model):  # it has the number, and takes no capacity
+        opened(MIB).close()
+    assert there(opened(64 << 10, disk=Full()), "a") == "a"
+    with pytest.raises(StorageError, match="capacity of 64 KiB"):
+        opened(CAPACITY)
+
+
+def test_who_cannot_say_its_capacity_does_not_open_a_store(opened, folder):
+    storage = opened(CAPACITY)
+    assert put(storage, a=b"1") == [True]
+    with pytest.raises(StorageError, match="No space left on device"):
+        opened(CAPACITY, disk=Full())
+    assert there(storage, "a") == "a"

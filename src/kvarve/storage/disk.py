@@ -24,6 +24,10 @@ _CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 # What the kernel says of a link, a folder, a pipe or a device where a file should be.
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.ENODEV)
 
+# What is said of a file or a folder that nobody will be able to read the next time either: the medium is damaged there,
+# or the file system, or somebody has changed its mode.
+UNREADABLE = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EACCES)
+
 BLOCK_BYTES = 4096  # direct I/O moves whole blocks between block-aligned places
 
 

@@ -31,7 +31,7 @@ from typing import NamedTuple
 from kvarve.errors import ConfigError, StorageError
 from kvarve.sizes import format_size
 from kvarve.storage.base import LABEL_MAX_BYTES, check_owner, check_settings
-from kvarve.storage.disk import Directory, Disk, NotOurs, objection
+from kvarve.storage.disk import UNREADABLE, Directory, Disk, NotOurs, objection
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,8 @@ _MODEL_FILES = frozenset({_MODEL, _MODEL + _UNFINISHED, CHANGES, CLOCK})
 _MODEL_NAME = re.compile("(?:[0-9a-f]{2}){1,8}")
 _SLAB_NAME = re.compile(r"slab-([0-9]{6})(\.table)?(\.quarantined)?")
 _PROCESS_NAME = re.compile("process-(0|[1-9][0-9]{0,3})")
-_CAPACITY = re.compile(rb"capacity ([1-9][0-9]{0,18})\n")
+_CAPACITY = re.compile(rb"capacity ([1-9][0-9]{0,18}) *\n")
+_SAYS_BYTES = 28
 
 
 class SlabFile(NamedTuple):
@@ -264,6 +265,10 @@ def known_models(disk: Disk, models: Directory) -> tuple[list[Known], dict[str, 
             continue
         except (Damaged, NotOurs) as error:
             damaged[name] = str(error)
+        except OSError as error:
+            if error.errno not in UNREADABLE:
+                raise
+            damaged[name] = f"{models.path / name} cannot be read ({error.strerror}): mend or remove this folder"
     return found, damaged
 
 
@@ -292,7 +297,7 @@ def _read_json(disk: Disk, folder: Directory, name: str, what_to_do: str, *keys:
                 raise ValueError(f"{key} is no text")
         bytes.fromhex(found.get("label", ""))
     except OSError as error:
-        if error.errno != errno.EIO:
+        if error.errno not in UNREADABLE:
             raise
         raise Damaged(f"{path} cannot be read ({error.strerror}): {what_to_do}") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -489,10 +494,14 @@ class Folder:
         except NotOurs:  # somebody's, in the way of nobody
             return False
         if self.disk.lock(file, wait=False):
-            with suppress(OSError):  # on a full disk, or one that became read-only, nobody hears of our capacity
-                self.disk.cut(file, 0)
-                if capacity_bytes is not None:
-                    self.disk.write(file, [b"capacity %d\n" % capacity_bytes], 0)
+            # Always as long, so that on a full disk who comes after another one finds room for it.
+            said = b"visiting" if capacity_bytes is None else b"capacity %d" % capacity_bytes
+            try:
+                self.disk.write(file, [said.ljust(_SAYS_BYTES) + b"\n"], 0)
+                self.disk.cut(file, _SAYS_BYTES + 1)
+            except OSError as error:  # read-only, nobody takes anything; else who comes may take what we store
+                if capacity_bytes is not None and error.errno not in (errno.EROFS, errno.EBADF):
+                    raise
             self._process = self.disk.identity(file)
             return True
         self._files.remove(file)
