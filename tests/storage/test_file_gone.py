@@ -330,7 +330,7 @@ def test_a_put_whose_number_goes_meanwhile_is_not_confirmed_and_writes_over_noth
             beside.append(opened(folder))
 
     disk.happens = happens
-    with pytest.raises(StorageError, match="somebody has removed process-0"):
+    with pytest.raises(StorageError, match="process-0 was removed or moved away"):
         store(storage, new)
     assert all(store(beside[0], others))
     assert storage.exists(names(new)) == [False]

@@ -67,19 +67,19 @@ class Disk:
         `visiting`: it may be another user's, as nothing is written.
         """
         owner = path.lstat().st_uid if visiting else self.uid()
-        _require(path, path.lstat(), owner, folder=True)  # says more than the error of the next line
+        _require_folder(path, path.lstat(), owner)  # says more than the error of the next line
         return self._entered(path, os.open(path, _FOLDER_FLAGS), owner)
 
     def enter_below(self, folder: Directory, name: str) -> Directory:
         """The same for a folder in a folder."""
         path = folder.path / name
-        _require(path, self.look(folder, name), folder.owner, folder=True)
+        _require_folder(path, self.look(folder, name), folder.owner)
         return self._entered(path, os.open(name, _FOLDER_FLAGS, dir_fd=folder.file), folder.owner)
 
     def _entered(self, path: Path, file: int, owner: int) -> Directory:
         try:
             found = self.stat(file)
-            _require(path, found, owner, folder=True)
+            _require_folder(path, found, owner)
         except BaseException:  # whatever it is, it goes on to the caller
             self.close(file)
             raise
@@ -200,7 +200,7 @@ class Disk:
                 raise NotOurs(folder.path / name, "is no regular file") from None
             raise
         try:
-            _require(folder.path / name, self.stat(file), folder.owner)
+            _require_file(folder, name, self.stat(file))
             os.set_blocking(file, True)
         except BaseException:  # whatever it is, it goes on to the caller
             self.close(file)
@@ -208,7 +208,7 @@ class Disk:
         return file
 
     def _require_ours(self, folder: Directory, name: str) -> None:
-        _require(folder.path / name, self.look(folder, name), folder.owner)
+        _require_file(folder, name, self.look(folder, name))
 
     def close(self, file: int) -> None:
         with suppress(OSError):
@@ -302,10 +302,16 @@ def objection(found: os.stat_result, owner: int, *, folder: bool) -> str:
     return ""
 
 
-def _require(path: Path, found: os.stat_result, owner: int, *, folder: bool = False) -> None:
-    why = objection(found, owner, folder=folder)
+def _require_folder(path: Path, found: os.stat_result, owner: int) -> None:
+    why = objection(found, owner, folder=True)
     if why:
         raise NotOurs(path, why)
+
+
+def _require_file(folder: Directory, name: str, found: os.stat_result) -> None:
+    why = objection(found, folder.owner, folder=False)
+    if why:
+        raise NotOurs(folder.path / name, why)
 
 
 def is_aligned(view: memoryview) -> bool:

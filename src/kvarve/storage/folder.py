@@ -560,7 +560,8 @@ class Folder:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             if self.number >= 0 and not self._is_counted():
-                raise StorageError(f"{self.model.path}: somebody has removed {_PROCESS}{self.number}, which is in use")
+                where = self.model.path / f"{_PROCESS}{self.number}"
+                raise StorageError(f"{where} was removed or moved away while this process had the store open")
             yield
         finally:
             self.disk.unlock(self._mutex)
@@ -569,8 +570,9 @@ class Folder:
         """Whether the mutex is ours now. If somebody has removed its file, the next one of that name is it, for all."""
         if not self.disk.lock(self._mutex, wait=False):
             return False
-        if self.disk.is_there(self.root.path / _LOCK, self.disk.identity(self._mutex)):
-            return True
+        with suppress(FileNotFoundError):
+            if os.path.samestat(self.disk.look(self.root, _LOCK), self.disk.stat(self._mutex)):
+                return True
         try:
             left, self._mutex = self._mutex, self._opened(self.root, _LOCK)
         except FileNotFoundError:
