@@ -28,6 +28,8 @@ _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.ENODEV)
 # or the file system, or somebody has changed its mode.
 UNREADABLE = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EACCES)
 
+_UNKNOWN_BYTES = 1 << 60
+
 BLOCK_BYTES = 4096  # direct I/O moves whole blocks between block-aligned places
 
 
@@ -167,8 +169,11 @@ class Disk:
         os.fsync(folder.file)
 
     def room(self, folder: Directory) -> tuple[int, int]:
-        """How many bytes are free on the disk for who is not root, of how many."""
+        """How many bytes are free on the disk for who is not root, of how many. What does not say how large it is has
+        room until it says that it is full."""
         found = os.fstatvfs(folder.file)
+        if not found.f_blocks:
+            return _UNKNOWN_BYTES, _UNKNOWN_BYTES
         return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
     # --- files
