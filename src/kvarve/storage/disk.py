@@ -100,7 +100,7 @@ class Disk:
         found = self.stat(file)
         return found.st_dev, found.st_ino
 
-    def is_there(self, path: Path, identity: tuple[int, int]) -> bool:
+    def is_there(self, path: str, identity: tuple[int, int]) -> bool:
         """Whether a path still leads to an open file or folder: it may have been removed, or moved away. How many names
         it has says less, as another one may be anywhere."""
         try:

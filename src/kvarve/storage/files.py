@@ -158,10 +158,13 @@ class FileStorage(Storage):
         unmounted leaves a place where nothing should be written.
         """
         left = self._folder
-        with medium(self._directory):
+        try:  # as `medium` does, which takes as long as all the rest of this look
             if left.is_home():
                 return
-            filling = self._disk.is_there(left.model.path, left.model.identity)
+        except OSError as error:
+            raise StorageError(f"{self._directory}: {error}") from error
+        with medium(self._directory):
+            filling = self._disk.is_there(str(left.model.path), left.model.identity)
         with self._writing:
             with self._lock:
                 self._require_open()

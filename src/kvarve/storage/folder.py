@@ -481,12 +481,9 @@ class Folder:
         return found
 
     def is_home(self) -> bool:
-        """Whether the path still leads to the open model, and others can see that this process has it open. Somebody
-        may have moved the folder away, or removed the file of our number; then it has to be entered anew."""
-        return self.disk.is_there(self.model.path, self.model.identity) and self._is_counted()
-
-    def _is_counted(self) -> bool:
-        return self.disk.is_there(self.model.path / f"{_PROCESS}{self.number}", self._process)
+        """Whether the path still leads to the open model, and to the file by which others see that this process has it
+        open. Somebody may have moved the folder away, or removed that file; then it has to be entered anew."""
+        return self.disk.is_there(*self._process)
 
     def _take(self, number: int, capacity_bytes: int | None) -> bool:
         try:
@@ -502,7 +499,7 @@ class Folder:
             except OSError as error:  # read-only, nobody takes anything; else who comes may take what we store
                 if capacity_bytes is not None and error.errno not in (errno.EROFS, errno.EBADF):
                     raise
-            self._process = self.disk.identity(file)
+            self._process = str(self.model.path / f"{_PROCESS}{number}"), self.disk.identity(file)
             return True
         self._files.remove(file)
         self.disk.close(file)
@@ -559,9 +556,10 @@ class Folder:
                     )
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            if self.number >= 0 and not self._is_counted():
-                where = self.model.path / f"{_PROCESS}{self.number}"
-                raise StorageError(f"{where} was removed or moved away while this process had the store open")
+            if self.number >= 0 and not self.is_home():
+                raise StorageError(
+                    f"{self._process[0]} was removed or moved away while this process had the store open"
+                )
             yield
         finally:
             self.disk.unlock(self._mutex)

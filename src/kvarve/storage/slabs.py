@@ -68,7 +68,7 @@ class Slab:
         self.shape, self.identity = shape, identity
         self.table, self.file, self.direct = table, file, -1
         names = ((slab_name(number), file), (slab_name(number) + TABLE, table))
-        self._places = [(folder.path / name, disk.identity(each)) for name, each in names]
+        self._places = [(str(folder.path / name), disk.identity(each)) for name, each in names]
         with suppress(OSError):  # tmpfs, and others that know no such thing
             self.direct = disk.open(folder, slab_name(number), direct=True, read_only=read_only)
             self._try_direct()
