@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from file_disks import MIB, Clockwork, everything, file_name, total
 from test_crashes import die
@@ -11,6 +12,7 @@ from kvarve.cli import main
 from kvarve.errors import StorageError
 from kvarve.storage import care
 from kvarve.storage.folder import check_folder
+from kvarve.storage.orders import LastUse
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
 
 CAPACITY = 512 << 10
@@ -191,6 +193,12 @@ def test_opening_with_less_room_takes_from_all_models_what_was_used_longest_ago(
     assert total(folder) <= 300 << 10
     storage = opened(300 << 10, disk=disk)
     assert kept(storage, names("a", 0, 35)) == 35 > kept(other, names("b", 0, 35))
+
+
+def test_slabs_that_one_call_has_filled_have_an_order():
+    """Means of 10**18 ns were floats, of which the next one is 128 ns on: which slab went was by chance."""
+    now_ns = 1_700_000_000_000_000_000
+    assert LastUse.of(np.array([now_ns + 1, now_ns + 3])) == LastUse(now_ns + 2, now_ns + 3)
 
 
 # --- one capacity
