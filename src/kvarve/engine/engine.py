@@ -244,7 +244,9 @@ class Engine:
             time.sleep(POLL_S)
 
     def shutdown(self, timeout_s: float = 30.0) -> None:
-        """Stop taking requests, end those that run, finish the backups and leave the storage whole, in `timeout_s`."""
+        """Stop taking requests, end those that run, finish the backups and leave the storage whole, in `timeout_s`.
+
+        An engine that is broken stores nothing more."""
         end = time.monotonic() + timeout_s
         with self._lock:
             self._stopping.set()
@@ -256,7 +258,7 @@ class Engine:
             self._tell_all()
             return
         self._close_up()  # if it was never started, it is done here
-        self.cache.shutdown(max(0.0, end - time.monotonic()))
+        self.cache.shutdown(max(0.0, end - time.monotonic()), store=not self.broken)
 
     def load(self) -> tuple[int, int]:
         """How many requests run, and how many wait."""
