@@ -487,7 +487,7 @@ class PrefixCache:
         if not granted:
             self._refuse(change, StorageError("another rank cannot do it, or was asked for something else"))
             return False
-        # What can be refused has been: what goes wrong from here on is a bug of ours, and no law of the core holds then.
+        # What can be refused has been. What goes wrong from here on is a bug of ours: no law of the core holds then.
         try:
             self.core.write_by(change.config.write())  # first: what is owed to the new one is owed by this policy
             if change.attached is not None:

@@ -317,7 +317,7 @@ def test_an_adapter_that_adds_tokens_is_refused() -> None:
 def test_an_adapter_that_looks_at_the_whole_prompt_before_it_computes_is_refused() -> None:
     model = tiny_model("qwen3")
     model.peft_config = {"default": SimpleNamespace(peft_type="LORA", alora_invocation_tokens=[5, 6])}
-    with pytest.raises(ModelError, match="by what the whole prompt says"):
+    with pytest.raises(ModelError, match="looks at the whole prompt"):
         an_identity(model)
 
 

@@ -61,7 +61,7 @@ def identity_of(model: Any, layout: StateLayout) -> ModelIdentity:
                 f"{name}: an adapter puts tokens of its own before each prompt, and no key of a page has them"
             )
         if getattr(adapter, "alora_invocation_tokens", None) or str(getattr(adapter, "peft_type", "")) in WHOLE_PROMPT:
-            raise ModelError(f"{name}: an adapter is at work by what the whole prompt says, and a chunk is a part of it")
+            raise ModelError(f"{name}: an adapter looks at the whole prompt, and a chunk is a part of it")
     weights, marks = _weights(model), Marks.of(model)
     return ModelIdentity(
         architecture=f"{config.model_type} {name}",
