@@ -344,8 +344,8 @@ def test_a_storage_of_ones_own_is_left_as_it_was(
     assert verify.wrong() == set()
     assert verify.report["paths"][-1]["resumed"]["storage"] > 0
     (model,) = care.models(store)
-    with care.opened(store, model) as storage:
-        assert care.objects(storage) == []
+    with care.visit(store, model) as visit:
+        assert visit.objects() == []
 
 
 def test_without_damage_nothing_is_proved(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
