@@ -5,12 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_pages_show_the_code_as_it_is() -> None:
+@pytest.mark.parametrize("quick", [["--quick"], pytest.param([], marks=pytest.mark.long)])
+def test_the_pages_show_the_code_as_it_is(quick: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, ROOT / "tools" / "docs.py", "--check"],
+        [sys.executable, ROOT / "tools" / "docs.py", "--check", *quick],
         capture_output=True,
         text=True,
         check=False,
