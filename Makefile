@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: setup run test lint soak soak-engine mutants docs bench train lock clean
+.PHONY: setup run test test-all lint soak soak-engine mutants docs bench train lock clean
 
 setup: .venv/ready
 
@@ -25,6 +25,14 @@ test: setup
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile
+
+# The same with what takes long: every family, every place to cut the power, ...; test-NAME does it for what is in
+# tests/NAME or tests/test_NAME*.py, for example test-storage.
+test-all: setup
+	.venv/bin/python -m pytest -m '' --numprocesses 2 --dist loadfile
+
+test-%: setup
+	.venv/bin/python -m pytest -m '' --numprocesses 2 --dist loadfile $(wildcard tests/$* tests/test_$**.py)
 
 lint: setup
 	.venv/bin/ruff check --fix

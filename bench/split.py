@@ -274,9 +274,11 @@ def main() -> int:
         lost += each
         told.append(asdict(shape) | {"found": {row.rule: [row.tokens_per_snapshot, row.hit_rate] for row in each}})
     rows = table(lost)
+    ours = [each.hit_rate / each.best for each in lost if each.rule == "the default"]
     shown = len(lost) // len(rows) if rows else 0
     common.show("What a spacing of windows and states loses", rows, f"{shown} of {len(shapes)} shapes had any hits")
-    figures: dict[str, object] = {"machine": common.machine(), "rules": rows, "shapes": told}
+    ratios = {"default_hits_over_best": sum(ours) / len(ours)} if ours else {}
+    figures: dict[str, object] = {"machine": common.machine(), "rows": rows, "ratios": ratios, "shapes": told}
     for path in args.trace:
         figures[path.name] = rows = trace(path, args.quick)
         common.show(path.name, rows)

@@ -121,8 +121,9 @@ class Folder:
         return closing(FileStorage(self.path, 1 << 30, self.namespace, str(self.model.identity)))
 
     def everything(self) -> list[Stored]:
-        with self.beside() as storage:
-            return [Stored(self, each.name) for each in care.objects(storage)]
+        (model,) = care.models(self.path)
+        with care.visit(self.path, model) as visit:
+            return [Stored(self, each.name) for each in visit.objects()]
 
     def file(self, pool: str, seed: int, page: int) -> Stored:
         return Stored(self, object_name(root_key(self.namespace), self.key(seed, page), pool))

@@ -9,7 +9,7 @@ from kvarve.engine.model import LoadedModel, load_model
 from kvarve.engine.paging import PagedWorkspace
 from kvarve.testing.traffic import SHORT, Answer, Traffic, Wrong, draw, figures, main, show
 
-REQUESTS = 64  # of each server; time is no measure on a machine that others use
+REQUESTS = 32  # of each server; time is no measure on a machine that others use
 FEW = replace(SHORT, talks=12)
 
 

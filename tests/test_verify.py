@@ -93,6 +93,7 @@ def verify(checkpoint: Callable[[str], Path], tmp_path: Path) -> Verify:
 # --- what is right
 
 
+@pytest.mark.long
 def test_the_model_inside_kvarve_is_proved_on_the_command_line(tmp_path: Path) -> None:
     report = tmp_path / "verify.json"
     command = [sys.executable, "-m", "kvarve", "verify", "--model", "builtin:tiny-hybrid", "--quick", "--json", report]
@@ -264,23 +265,23 @@ EVERY_TIER = {"device", "host", "storage", "restart"}
         (a_state_one_channel_off, "lfm2", tiers, EVERY_TIER),
         (keys_one_token_off, "gemma3", tiers, EVERY_TIER),
         (index_keys_are_not_restored, "deepseek_v32", tiers, EVERY_TIER),
-        (a_window_is_a_page_short, "gpt_oss", tiers, EVERY_TIER),
-        (the_length_of_a_window_is_forgotten, "gemma3", tiers, EVERY_TIER),
-        (nothing_is_ever_found, "qwen3", tiers, EVERY_TIER),
+        pytest.param(a_window_is_a_page_short, "gpt_oss", tiers, EVERY_TIER, marks=pytest.mark.long),
+        pytest.param(the_length_of_a_window_is_forgotten, "gemma3", tiers, EVERY_TIER, marks=pytest.mark.long),
+        pytest.param(nothing_is_ever_found, "qwen3", tiers, EVERY_TIER, marks=pytest.mark.long),
         (pages_come_up_into_each_others_slots, "qwen3", tiers, EVERY_TIER - {"device"}),
-        (everybody_shares_with_everybody, "qwen3", tiers, {"salt"}),
+        pytest.param(everybody_shares_with_everybody, "qwen3", tiers, {"salt"}, marks=pytest.mark.long),
         (a_hit_is_the_least_of_the_pools_lengths, "lfm2", partial, {"partial"}),
         (a_key_is_of_its_page_alone, "qwen3", branches, {"branches"}),
         (nothing_is_kept_where_prompts_end, "lfm2", conversation, {"conversation"}),
         (what_is_evicted_is_still_in_use, "lfm2", eviction, {"eviction"}),
         (who_gives_up_keeps_its_pins, "lfm2", abort, {"abort"}),
-        (answers_change_each_others_rounding, "lfm2", together, {"together"}),
+        pytest.param(answers_change_each_others_rounding, "lfm2", together, {"together"}, marks=pytest.mark.long),
         (what_answers_computed_is_kept_whoever_asks, "lfm2", together, {"together"}),
-        (pages_are_known_in_every_chunk, "gpt_oss", together, {"together"}),
+        pytest.param(pages_are_known_in_every_chunk, "gpt_oss", together, {"together"}, marks=pytest.mark.long),
         (answers_are_not_kept, "lfm2", answers, {"answers"}),
-        (the_host_is_not_checked, "lfm2", damages, {"a bit in host"}),
+        pytest.param(the_host_is_not_checked, "lfm2", damages, {"a bit in host"}, marks=pytest.mark.long),
         (nothing_is_checked, "lfm2", damages, {"a bit in host", "a bit in storage"}),
-        (a_bad_page_stays_in_storage, "lfm2", damages, {"a bit in storage"}),
+        pytest.param(a_bad_page_stays_in_storage, "lfm2", damages, {"a bit in storage"}, marks=pytest.mark.long),
         (nobody_reads_the_pages, "lfm2", damages, {"a page in device", "a page in host", "a sealed page in storage"}),
     ],
     ids=lambda it: getattr(it, "__name__", ""),
@@ -344,8 +345,8 @@ def test_a_storage_of_ones_own_is_left_as_it_was(
     assert verify.wrong() == set()
     assert verify.report["paths"][-1]["resumed"]["storage"] > 0
     (model,) = care.models(store)
-    with care.opened(store, model) as storage:
-        assert care.objects(storage) == []
+    with care.visit(store, model) as visit:
+        assert visit.objects() == []
 
 
 def test_without_damage_nothing_is_proved(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:

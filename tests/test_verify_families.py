@@ -15,6 +15,12 @@ DRIVEN = [
     *("transformers", "cold", "device", "salt", "host", "storage", "restart", "mixed", "partial", "branches"),
     *("conversation", "eviction", "abort", "interleaved", "together", "answers", "damage"),
 ]
+# One of each kind of state in every run of the tests, and all of them in the long form.
+SHORT = {
+    *(("qwen3_5", "bfloat16"), ("gpt_oss", "float32"), ("deepseek_v32", "bfloat16")),
+    *(("deepseek_v4", "float32"), ("jamba", "float32"), ("minimax", "bfloat16")),
+}
+ALL = [(family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16")]
 # transformers' own cache for it is of no use for prompts in chunks, see docs/families.md.
 LOSES_COUNT = {"minimax"}
 
@@ -38,8 +44,9 @@ def a_checkpoint(folder: Path, family: str) -> Path:
     return folder / family
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"), [pytest.param(*each, marks=() if each in SHORT else pytest.mark.long) for each in ALL]
+)
 def test_every_family_is_proved_and_all_that_it_keeps_matters(
     family: str, dtype: str, folder: Path, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Writes the parts of the pages in docs/ that are the code's own words: python tools/docs.py [--check]
+"""Writes the parts of the pages in docs/ that are the code's own words: python tools/docs.py [--check] [--quick]
 
 A part stands between `<!-- from the code: NAME -->` and `<!-- end -->`. With --check nothing is written, and the exit
 code says whether everything is up to date.
@@ -51,33 +51,32 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "families.md": {"families": families.markdown},
 }
 
-SLOW = "families.md"  # half a minute of describing models: tests/engine/test_families_table.py checks it by samples
+FAMILIES = "families"  # half a minute of describing models: tests/engine/test_families_table.py checks it by samples
+RESIDENCY = "residency"  # half a minute of lives of the core
 
 
-def rendered(page: str, parts: dict[str, Callable[[], str]]) -> str:
-    """The page with each part as the code says it now."""
+def rendered(page: str, parts: dict[str, Callable[[], str]], left_out: set[str]) -> str:
+    """The page with each part as the code says it now, but for those that are left out."""
     assert [name for _, name, _ in PART.findall(page)] == [*parts], "each part stands in the page once, in order"
-    return PART.sub(lambda part: part[1] + parts[part[2]]() + part[3], page)
+    return PART.sub(lambda part: part[0] if part[2] in left_out else part[1] + parts[part[2]]() + part[3], page)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write what the pages in docs/ take from the code.")
-    parser.add_argument(
-        "--check", action="store_true", help="only say whether they are up to date, but for the slow one"
-    )
-    check = parser.parse_args().check
+    parser.add_argument("--check", action="store_true", help="only say whether they are up to date, families left out")
+    parser.add_argument("--quick", action="store_true", help="leave the table of residency out as well")
+    args = parser.parse_args()
+    left_out = ({FAMILIES} if args.check else set()) | ({RESIDENCY} if args.quick else set())
     transformers.utils.logging.set_verbosity_error()
     stale = []
     for name, parts in PAGES.items():
-        if check and name == SLOW:
-            continue
         old = (DOCS / name).read_text()
-        new = rendered(old, parts)
+        new = rendered(old, parts, left_out)
         if old != new:
             stale.append(name)
-        if not check:
+        if not args.check:
             (DOCS / name).write_text(new)
-    if check and stale:
+    if args.check and stale:
         print(f"{', '.join(stale)}: not what the code says: run make docs", file=sys.stderr)
         return 1
     return 0

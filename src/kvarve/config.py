@@ -132,9 +132,9 @@ def spacing(pools: Sequence[PoolSpec], page_tokens: int, chunk_tokens: int, aske
 
     `asked`, unless that is 0. Else it lies between two spacings, as their geometric mean: the one by which windows and
     states get as many bytes as the chains beside them (whatever the traffic is, no more than half of memory is wasted),
-    and `PROMPT_TOKENS`. Of all rules tried over drawn traffic (bench/split.py) this one loses least at its worst, and
-    nearly least on the average. Never closer than a chunk, as none is kept in between, nor farther than `every` so many
-    tokens are kept, if they are (0: only where prompts end and branch).
+    and `PROMPT_TOKENS` (decision 14 has what this and other rules lose over drawn traffic). Never closer than a chunk,
+    as none is kept in between, nor farther than `every` so many tokens are kept, if they are (0: only where prompts end
+    and branch).
     """
     token = sum(pool.payload_bytes for pool in pools if pool.lookback is None) / page_tokens
     snapshot = sum(pool.payload_bytes * pool.lookback for pool in pools if pool.lookback is not None)

@@ -345,27 +345,32 @@ class PrefixCache:
         self._send()
         return gone
 
-    def shutdown(self, timeout_s: float = 30.0) -> None:
+    def shutdown(self, timeout_s: float = 30.0, *, store: bool = True) -> None:
         """Write what is dirty to storage, stop the lanes and close the storage, whole, all within `timeout_s`.
 
         Nothing waits for a storage that is down, and calls that hang on one that is down or detached are waited for
-        some seconds at most. What could not be stored is said in the log.
+        some seconds at most. What could not be stored is said in the log. `store` false: the core is asked nothing more,
+        for it has broken a law, and the bytes of a page may be another page's.
         """
         end = time.monotonic() + timeout_s
         close_s = min(CLOSE_S, timeout_s / 4)
-        attached = self.attached is not None
-        # By what the ranks have agreed on, for each step of one is a step of all.
-        up = self.core.copies.storage
-        if up and self.config.write() is WritePolicy.WRITE_BACK:
-            self.core.back_up()
-        if not self.settle(timeout_s - 2 * close_s if up or not attached else 0.0) and attached:
-            log.warning("%d pages in memory could not be stored before the end", self.core.dirty())
+        if store:
+            self._store_all(timeout_s - 2 * close_s)
         if self._change is not None:
             self._refuse(self._change, Busy("the cache is shutting down"))
         self._hands.close(max(0.0, end - time.monotonic()), close_s, self.core.copies.storage)
         if self.attached is not None:
             # Or each would keep the other, and all host memory with them, until a collection of garbage.
             self.attached.storage.changed = lambda: None
+
+    def _store_all(self, timeout_s: float) -> None:
+        attached = self.attached is not None
+        # By what the ranks have agreed on, for each step of one is a step of all.
+        up = self.core.copies.storage
+        if up and self.config.write() is WritePolicy.WRITE_BACK:
+            self.core.back_up()
+        if not self.settle(timeout_s if up or not attached else 0.0) and attached:
+            log.warning("%d pages in memory could not be stored before the end", self.core.dirty())
 
     # --- a storage comes or goes
 
@@ -484,21 +489,19 @@ class PrefixCache:
         if not granted:
             self._refuse(change, StorageError("another rank cannot do it, or was asked for something else"))
             return False
-        # What can be refused has been: this part only thinks, and if there is a bug in it, the storage that there is
-        # goes on with the next step, which sees that the core believes there is none.
+        # What can be refused has been. What goes wrong from here on is a bug of ours: no law of the core holds then.
         try:
             self.core.write_by(change.config.write())  # first: what is owed to the new one is owed by this policy
             if change.attached is not None:
                 self.core.attach(change.back_up)
             else:
                 self.core.detach()
-        except Exception as e:  # whoever asked for it is told; nobody else need be troubled
-            log.exception("a change of the storage")
-            self.core.write_by(self.config.write())
+            before = self._hands.attach(None if change.attached is None else change.attached.depot)
+        except Exception as e:
             self._refuse(change, e)
-            return False
+            raise
         self._change, self.config, self.attached = None, change.config, change.attached
-        change.made.set_result(self._hands.attach(None if change.attached is None else change.attached.depot))
+        change.made.set_result(before)
         self._go_on()
         return True
 

@@ -60,4 +60,5 @@ def test_the_command_writes_its_figures(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "argv", ["split.py", "--shapes", "1", "--json", str(out), "--trace", str(trace)])
     assert split.main() == 0
     figures = json.loads(out.read_text())
-    assert figures["rules"] and len(figures["shapes"]) == 1 and figures["trace.jsonl"][0]["rule"] == "every 256"
+    assert figures["rows"] and figures["ratios"]["default_hits_over_best"] > 0
+    assert len(figures["shapes"]) == 1 and figures["trace.jsonl"][0]["rule"] == "every 256"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kvarve.engine import admission
 from kvarve.errors import ConfigError
 from kvarve.testing.world import Life, Trouble, attempt, born, live
 from kvarve.testing.world.shop import Shop
@@ -12,7 +13,7 @@ from kvarve.testing.world.shop import Shop
 LIVES = sorted((Path(__file__).parent / "engine_lives").glob("*.json"))
 
 
-@pytest.mark.parametrize("chunk", range(6))
+@pytest.mark.parametrize("chunk", [0, 1, *(pytest.param(at, marks=pytest.mark.long) for at in range(2, 6))])
 def test_no_request_waits_in_vain_and_each_has_one_last_piece(chunk: int) -> None:
     seen = Counter[str]()
     for seed in range(10 * chunk, 10 * chunk + 10):
@@ -57,3 +58,10 @@ def test_a_request_that_is_forgotten_is_noticed(monkeypatch: pytest.MonkeyPatch)
     found, _ = attempt(life)
     assert isinstance(found, Trouble)
     assert "every accepted request has a last piece" in found.text
+
+
+def test_a_scheduler_that_lets_requests_be_passed_for_ever_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "OVERTAKEN", 1 << 30)
+    with pytest.raises(AssertionError, match="passed by 9 that hold it up"):
+        for seed in (15, 18, 19):
+            live(*born(seed, engine=True))

@@ -4,7 +4,9 @@ PEFT itself is not installed where these tests run. What a layer is called, has 
 0.21 calls, has and does, as far as it decides what is computed.
 """
 
-from typing import Any
+import copy
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +62,32 @@ class LoraLinear(nn.Module):
             return result
         for name in self._active_adapter:
             result = result + self.lora_B[name](self.lora_A[name](x)) * self.scaling[name]
+        return result
+
+
+class SavedModule(nn.Module):
+    """A module and whole copies of it that were trained with adapters, as `peft.utils.other` wraps it."""
+
+    merged_adapters: ClassVar[list[str]] = []  # none of its instances has one of its own
+
+    def __init__(self, original: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.original_module = original
+        self.modules_to_save = nn.ModuleDict({name: copy.deepcopy(original) for name in names})
+        self._active_adapter = [*names[:1]]
+        self._disable_adapters = False
+
+    @property
+    def active_adapters(self) -> list[str]:
+        return self._active_adapter
+
+    @property
+    def disable_adapters(self) -> bool:
+        return self._disable_adapters
+
+    def forward(self, *args: Any) -> Tensor:
+        off = self._disable_adapters or not self._active_adapter
+        result: Tensor = (self.original_module if off else self.modules_to_save[self._active_adapter[0]])(*args)
         return result
 
 

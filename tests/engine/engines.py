@@ -5,6 +5,7 @@ from dataclasses import fields
 from functools import cache as cached
 from typing import Any
 
+import pytest
 import torch
 
 from kvarve.config import CacheConfig, split
@@ -16,7 +17,13 @@ from kvarve.engine.state import StateLayout
 from kvarve.errors import ConfigError
 from kvarve.model import ModelIdentity
 from kvarve.runtime import PrefixCache
-from kvarve.testing.models import byte_tokenizer, tiny_grid, tiny_model
+from kvarve.testing.models import FAMILIES, byte_tokenizer, tiny_grid, tiny_model
+
+# One of each kind of state in every run of the tests, and all of them in the long form.
+OF_EACH_KIND = ("qwen3", "qwen3_5", "gpt_oss_wide", "gemma3", "deepseek_v32", "deepseek_v4", "jamba", "lfm2", "minimax")
+every_family = pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in OF_EACH_KIND else pytest.mark.long) for name in FAMILIES]
+)
 
 PAGE, CHUNK = 16, 64
 PROMPT = 5 * CHUNK + 23

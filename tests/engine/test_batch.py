@@ -17,6 +17,7 @@ from engines import (
     a_request,
     alone,
     by_hand,
+    every_family,
     room_for,
     turns,
 )
@@ -28,10 +29,9 @@ from kvarve.engine.batch import Batch, batches
 from kvarve.engine.engine import Engine
 from kvarve.engine.paging import PagedTape, PagedWorkspace
 from kvarve.engine.requests import Finish, Request
-from kvarve.testing.models import FAMILIES, tiny_model
+from kvarve.testing.models import tiny_model
 from kvarve.verify.requests import Uncached
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
 # Sparse attention by rank, compressed entries, positions beside the keys.
 ONE_BY_ONE = {"deepseek_v32", "glm_moe_dsa", "deepseek_v4", "qwen4_exp"}
 ASKED = [(20, 3, 30), (150, 4, 40), (64, 5, 24), (7, 6, 61), (130, 7, 9)]  # tokens, seed, most

@@ -31,7 +31,7 @@ def conversations() -> Iterator[list[int]]:
         yield [dice.randrange(1900) for _ in range(TOKENS)]
 
 
-@pytest.mark.parametrize("stored", [False, True], ids=["memory", "storage"])
+@pytest.mark.parametrize("stored", [pytest.param(False, marks=pytest.mark.long), True], ids=["memory", "storage"])
 def test_150_conversations_asked_twice_find_their_whole_chunks(
     model: LoadedModel, tmp_path: Path, stored: bool
 ) -> None:

@@ -332,7 +332,7 @@ def test_what_storage_sent_for_those_behind_keeps_no_room_from_the_first_in_line
     core.shelves.evict(state, 99)  # of the prompt storage alone has a state now, and the device all the rest
     running = engine.submit(a_request(a_prompt(8, 2), 24))
     turns(engine, lambda: engine.load()[0] == 1)
-    behind, first = engine.submit(a_request(prompt, 1)), engine.submit(a_request(a_prompt(31 * PAGE, 3), 1))
+    first, behind = engine.submit(a_request(a_prompt(31 * PAGE, 3), 1)), engine.submit(a_request(prompt, 1))
     turns(engine, lambda: any(job.lease.holds for job in engine.scheduler.waiting))
     assert running.pieces.qsize() < 24
     engine.scheduler.waiting._overtaken = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import adapt, adapted
+from adapters import SavedModule, adapt, adapted
 
 from kvarve.engine import identity
 from kvarve.engine.identity import Marks, config_digest, identity_of, numerics
@@ -314,6 +314,13 @@ def test_an_adapter_that_adds_tokens_is_refused() -> None:
         an_identity(model)
 
 
+def test_an_adapter_that_looks_at_the_whole_prompt_before_it_computes_is_refused() -> None:
+    model = tiny_model("qwen3")
+    model.peft_config = {"default": SimpleNamespace(peft_type="LORA", alora_invocation_tokens=[5, 6])}
+    with pytest.raises(ModelError, match="looks at the whole prompt"):
+        an_identity(model)
+
+
 # --- adapters
 
 
@@ -349,6 +356,21 @@ def test_adapters_at_work_are_told_apart_by_name_weights_scale_and_whether_they_
     note("merged")
     assert len({each.fingerprint() for each in seen.values()}) == len(seen)
     assert seen["poet"].adapters.startswith("poet (") and seen["one of each"].adapters.startswith("lawyer+poet (")
+
+
+def test_a_module_that_was_saved_whole_with_an_adapter_is_switched_with_it() -> None:
+    model = tiny_model("qwen3")
+    model.model.embed_tokens = saved = SavedModule(model.model.embed_tokens, ["poet", "lawyer"])
+    model.eval()
+    poet, marks = an_identity(model), Marks.of(model)
+    for switch in ({"_active_adapter": ["lawyer"]}, {"_disable_adapters": True}):
+        before = {name: getattr(saved, name) for name in switch}
+        vars(saved).update(switch)
+        assert an_identity(model).fingerprint() != poet.fingerprint()
+        with pytest.raises(ModelError, match="its adapters are"):
+            marks.require_same(model)
+        vars(saved).update(before)
+        marks.require_same(model)
 
 
 # --- is it still that one?

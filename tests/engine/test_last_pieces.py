@@ -14,6 +14,7 @@ from kvarve.engine.paging import PagedWorkspace
 from kvarve.engine.requests import Finish, Request
 from kvarve.engine.tails import Tails
 from kvarve.errors import Busy, ConfigError
+from kvarve.storage import MemoryStorage
 
 ASKED = [(8, 2, 70), (7, 4, 40), (5 * CHUNK + 23, 1, 30), (2 * CHUNK + 9, 3, 12), (CHUNK, 5, 20)]
 
@@ -233,8 +234,41 @@ def test_the_same_request_is_served_once(make: Make) -> None:
     assert last_pieces(request) == [Finish.LENGTH]
 
 
-def test_half_a_surrogate_pair_is_no_salt(make: Make) -> None:
+@pytest.mark.parametrize("at", [0, 1, 9])
+def test_no_token_counts_that_was_in_no_piece(at: int, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, Detokenizer, "push", at)
     engine = make(start=False)
-    with pytest.raises(ConfigError, match="half a surrogate pair"):
-        engine.submit(a_request(a_prompt(20), salt="\ud800"))
-    by_hand(engine, a_request(a_prompt(20), 2))
+    request = engine.submit(a_request(a_prompt(20, 3), 12))
+    engine.start()
+    _, tokens, last = request.result(LONG_S)
+    assert last.finish is Finish.ERROR and last.usage is not None
+    assert last.usage.completion == len(tokens) == engine.counts.output_tokens == at
+
+
+class Closing(MemoryStorage):
+    """Remembers how many objects it had when it was closed."""
+
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        self.closed: list[int] = []
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed.append(self.usage().objects)
+        super().close()
+
+
+@pytest.mark.parametrize("name", ["publish", "step"])
+def test_a_broken_cache_writes_nothing_more_to_storage_and_shuts_down(
+    name: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Closing(64 << 20, a_model().identity.fingerprint(), "")
+    engine = make(start=False, storage=store, write_policy="write_back")
+    by_hand(engine, a_request(a_prompt(5 * CHUNK), 2))
+    assert engine.cache.core.idle() and store.usage().objects == 0
+    failing(monkeypatch, engine.cache.core, name, 0, AssertionError)
+    request = engine.submit(a_request(a_prompt(5 * CHUNK, 1), 2))
+    engine.start()
+    assert request.result(LONG_S)[2].finish is Finish.ERROR
+    engine.shutdown(LONG_S)
+    assert store.closed == [0], "what a broken law has left in memory is kept for nobody"

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import CHUNK, MIB, PAGE, Make, a_model, a_prompt, a_request, alone, by_hand, turns
+from engines import CHUNK, MIB, PAGE, Make, a_model, a_prompt, a_request, alone, by_hand, every_family, turns
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,9 +15,7 @@ from kvarve.engine.paging import PagedTape, PagedWorkspace
 from kvarve.engine.requests import Finish
 from kvarve.engine.tails import Tails, tails
 from kvarve.errors import ConfigError
-from kvarve.testing.models import FAMILIES
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
 # By what their layers make of padding: see the docstring of engine/tails.py.
 ALL_ROWS = {"qwen3", "llama", "gpt_oss", "gpt_oss_wide", "gemma3", "gemma4", "deepseek_v3"}
 ONE_BY_ONE = {"deepseek_v32", "glm_moe_dsa", "deepseek_v4", "qwen4_exp"}

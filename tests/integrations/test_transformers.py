@@ -8,7 +8,7 @@ import torch
 from adapters import adapt, adapted
 
 from kvarve.config import CacheConfig
-from kvarve.errors import ConfigError, ModelError
+from kvarve.errors import Broken, ConfigError, ModelError
 from kvarve.integrations.transformers import PrefixCachedModel
 from kvarve.model import Tier
 from kvarve.testing.models import tiny_model
@@ -134,3 +134,25 @@ def test_an_adapter_that_is_switched_while_a_prompt_is_computed_is_noticed_befor
     cached.close()
     with torch.no_grad():
         assert cold == model.generate(PROMPT, max_new_tokens=8, do_sample=False)[0].tolist()
+
+
+def test_a_cache_that_has_failed_serves_nobody_any_more_and_stores_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise AssertionError("two owners of a slot")
+
+    config = CacheConfig(32 << 20, 32 << 20, f"file://{tmp_path}?capacity=64MiB", write_policy="write_back")
+    cached = PrefixCachedModel(tiny_model("qwen3"), config, page_tokens=16, chunk_tokens=64)
+    generate(cached, PROMPT)
+    monkeypatch.setattr(cached.cache.core, "claim", broken)
+    with pytest.raises(Broken, match="two owners of a slot"):
+        generate(cached, PROMPT + 1)
+    monkeypatch.undo()
+    with pytest.raises(Broken, match="the cache has failed: AssertionError: two owners of a slot"):
+        generate(cached, PROMPT)
+    cached.close()
+    again = prefixes("qwen3", tmp_path)
+    generate(again, PROMPT)
+    assert again.cached_tokens == 0, "what a broken law has left in memory is kept for nobody"
+    again.close()

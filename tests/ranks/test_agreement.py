@@ -149,7 +149,7 @@ class Meeting:
     """The agreement of ranks that are threads: each step is one on all of them, at the first one's time."""
 
     def __init__(self, ranks: int) -> None:
-        self._barrier = threading.Barrier(ranks, timeout=3)
+        self._barrier = threading.Barrier(ranks, timeout=30)
         self._said: dict[int, float] = {}
         self.ranks = ranks
 
@@ -216,6 +216,38 @@ def test_a_request_waits_by_the_time_that_the_ranks_agreed_on(steps_before: int)
     cache.step()
     try:
         assert not cache.claim(request.lease), "it gave up at once, on this rank only"
+    finally:
+        request.close()
+        store.release()
+        cache.shutdown(5)
+
+
+def test_a_request_loses_patience_in_the_step_in_which_the_ranks_agree_that_it_is_time() -> None:
+    """A rank whose own clock stands still does so in the same step as all others."""
+    store = a_store()
+    filling = PrefixCache(an_identity(), a_config(), storage=store)
+    run(filling, prompt(8.5))
+    settle(filling)
+    filling.shutdown()
+    store.stall()
+
+    class Agreed:
+        ranks, later_s = 1, 0.0
+
+        def agree(self, ended: Iterable[Ended], now: float, up: bool = True, wish: Wish | None = None) -> Turn:
+            return Turn([*ended], now + self.later_s)
+
+    agreed = Agreed()
+    cache = PrefixCache(an_identity(), a_config(), storage=store, agreement=agreed, clock=Clock())
+    cache.step()
+    request = Request(cache, prompt(8.5))
+    try:
+        assert not cache.claim(request.lease)
+        cache.step()
+        assert not request.lease.ready
+        agreed.later_s = 5000.0
+        cache.step()
+        assert request.lease.ready, "its patience has ended in this very step"
     finally:
         request.close()
         store.release()

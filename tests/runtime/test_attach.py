@@ -450,22 +450,23 @@ def test_a_store_without_workers_is_refused(full: PrefixCache, monkeypatch: pyte
     goes_on(full)
 
 
-def test_a_bug_in_the_middle_of_a_change_leaves_the_old_store(
-    full: PrefixCache, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", [AssertionError, ZeroDivisionError])
+def test_a_bug_in_the_middle_of_a_change_is_raised_by_the_step_and_told_to_the_caller(
+    kind: type[Exception], full: PrefixCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def broken() -> None:
+        raise kind("a bug")
+
     before = threads()
     store = a_door()
-    forget = full.core.shelves.runs
-    full.core.shelves.runs = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
-    change = full.attach(store, back_up=True, write="write_back")
-    full.step()
-    full.core.shelves.runs = forget  # type: ignore[method-assign]
-    with pytest.raises(ZeroDivisionError):
+    monkeypatch.setattr(full.core.shelves, "runs", broken)
+    change = full.attach(store, back_up=True)
+    with pytest.raises(kind, match="a bug"):
+        full.step()
+    with pytest.raises(kind, match="a bug"):
         change.made.result(0)
-    assert full.config.write_policy == full.core.config.write.value == "write_through"
     assert store.closed.wait(LONG_S)
     gone(threads() - before)
-    goes_on(full)
 
 
 def test_two_changes_at_once_are_one_too_many(full: PrefixCache) -> None:

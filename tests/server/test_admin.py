@@ -69,7 +69,7 @@ def test_a_storage_comes_and_goes_while_the_server_serves(
     settled(client, operated)
     told = done(client.get(STORAGE))
     assert told["objects"] > 0 and told["bytes"] > 0 and told["pages"]["stored"] > 0
-    assert set(told["lanes"]) == {"host-to-storage", "storage-to-host"}
+    assert set(told["lanes"]) == {"host-to-storage", "storage-to-host", "storage-probe"}
     assert not any(told["pages"][trouble] for trouble in ("failed", "bad", "late"))
     done(client.post("/flush_cache"))
     warm = complete(client, song * 2, cache_salt=salt)

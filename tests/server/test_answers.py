@@ -94,9 +94,14 @@ def test_a_reader_who_leaves_ends_all_n_answers(client: httpx.Client, song: str)
     assert ends(client, before, 3) == {DONE: 0, FAILED: 0, ABORTED: 3}
 
 
-def test_one_of_n_that_fails_fails_them_all(client: httpx.Client, song: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_n_that_fails_fails_them_all(
+    server: Server, client: httpx.Client, song: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forward = engine_module.forward
     prompts: list[int] = []
+
+    def fails_together(*args: Any) -> Any:
+        raise MemoryError("no room for all of them")
 
     def fails(model: Any, workspace: Any, ids: Any) -> Any:
         if ids.shape[1] > 1:
@@ -105,6 +110,7 @@ def test_one_of_n_that_fails_fails_them_all(client: httpx.Client, song: str, mon
                 raise MemoryError("no room for that")
         return forward(model, workspace, ids)
 
+    monkeypatch.setattr(type(server.engine._tails), "forward", fails_together)  # so each is computed alone
     monkeypatch.setattr(engine_module, "forward", fails)
     body = {"prompt": song, "max_tokens": 900, "temperature": 0, "ignore_eos": True, "n": 3}
     before = metrics(client)

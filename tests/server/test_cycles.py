@@ -127,6 +127,7 @@ def files() -> int:
     return len([*Path("/proc/self/fd").iterdir()])
 
 
+@pytest.mark.long
 def test_storages_come_and_go_two_hundred_times_and_no_request_notices(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

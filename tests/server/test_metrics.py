@@ -28,6 +28,7 @@ CACHE = dict.fromkeys(
         "offload_paused",
         "offload_used_share",
         "stores_resting",
+        "tokens_per_snapshot",
         "lane_stuck_s.host-to-storage",
     ),
     1.0,

@@ -56,7 +56,7 @@ def test_no_value_of_any_field_is_a_bug(client: httpx.Client, path: str) -> None
     print(f"seed {SEED}")
     dice = random.Random(SEED)
     for name in NAMES:
-        for value in dice.sample(ODD, 4):  # all of them found nothing, and took minutes
+        for value in dice.sample(ODD, 2):  # all of them found nothing, and took minutes
             told(client.post(path, content=json.dumps(least | {name: value})), {name: value})
 
 
@@ -65,7 +65,7 @@ def test_no_values_together_are_a_bug(client: httpx.Client, path: str) -> None:
     print(f"seed {SEED}")
     dice = random.Random(SEED)
     least: Body = {"prompt": "hei"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "hei"}]}
-    for _ in range(300):
+    for _ in range(200):
         given = {name: dice.choice(ODD) for name in dice.sample(NAMES, dice.randrange(1, 5))}
         told(client.post(path, content=json.dumps(least | {"max_tokens": 2} | given)), given)
 

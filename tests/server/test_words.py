@@ -12,6 +12,7 @@ import httpx
 import pytest
 from talk import CHAT, COMPLETIONS, LONG_S, Body, complete, metrics, refused, text, until
 
+from kvarve.engine import engine as engine_module
 from kvarve.server import app
 from kvarve.server.api import MOST_NAMED, MOST_OBJECTS, MOST_VALUES, SMALL_BYTES, ChatAsked, Refused, parse
 from kvarve.server.encoder import Encoder
@@ -180,15 +181,15 @@ def test_who_leaves_while_the_engine_is_asked_is_aborted(
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_prompt_is_checked_once_for_all_its_answers_and_not_on_the_event_loop(
-    server: Server, client: httpx.Client, song: str, monkeypatch: pytest.MonkeyPatch, streaming: bool
+    client: httpx.Client, song: str, monkeypatch: pytest.MonkeyPatch, streaming: bool
 ) -> None:
-    check, threads = server.engine.check, list[str]()
+    check, threads = engine_module.check_prompt, list[str]()
 
-    def noted(*args: Any) -> None:
+    def noted(*args: Any) -> Any:
         threads.append(threading.current_thread().name)
-        check(*args)
+        return check(*args)
 
-    monkeypatch.setattr(server.engine, "check", noted)
+    monkeypatch.setattr(engine_module, "check_prompt", noted)
     body = {"prompt": song, "n": 16, "max_tokens": 1, "stream": streaming}
     assert client.post(COMPLETIONS, json=body).status_code == 200
     assert len(threads) == 1

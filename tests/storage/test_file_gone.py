@@ -133,15 +133,19 @@ def test_what_stands_in_the_place_of_a_folder_is_looked_at_as_if_it_were_opened(
     storage.close()
 
 
+@pytest.mark.parametrize("how", ["removed", "moved away", "another name is kept"])
 @pytest.mark.parametrize("which", ["both", "slots", "table"])
-def test_slabs_that_somebody_removes_are_lost_alone_and_nothing_is_confirmed_in_them(tmp_path, which, caplog):
+def test_slabs_that_somebody_removes_are_lost_alone_and_nothing_is_confirmed_in_them(tmp_path, which, how, caplog):
+    """A file that has another name, or (on NFS) gets one when it is removed while it is open, is as gone as others."""
     folder = tmp_path / "store"
     storage = filled(folder)
     slab = storage._books.place(SOME[0].name)[0]
     held = [page for page in SOME if storage._books.place(page.name)[0] is slab]
     for path in (slab.path, slab.path.with_name(slab.path.name + ".table")):
         if which == "both" or path.name.endswith(".table") == (which == "table"):
-            path.unlink()
+            if how == "another name is kept":
+                (tmp_path / path.name).hardlink_to(path)
+            path.rename(tmp_path / path.name) if how == "moved away" else path.unlink()
     with pytest.raises(StorageError, match="was removed by somebody else"):
         store(storage, held[:1])
     assert f"{slab.path}: somebody has removed it" in caplog.text
@@ -272,6 +276,68 @@ def test_rows_that_were_being_filled_when_all_was_removed_are_nobodys_in_what_co
 
 
 # --- what a store that is closed keeps
+
+
+def test_processes_are_never_two_in_one_table_though_the_file_of_their_mutex_was_removed(tmp_path, monkeypatch):
+    folder = tmp_path / "store"
+    storage = filled(folder)
+    (folder / "kvarve.lock").unlink()
+    beside = opened(folder)
+    monkeypatch.setattr("kvarve.storage.folder.MUTEX_S", 0.01)
+    with storage._folder.mutex(), pytest.raises(StorageError, match="another process has held its lock"):
+        store(beside, pages("full", 900))
+    assert all(store(beside, pages("full", 900)))
+    assert intact(storage, [*SOME, *pages("full", 900)]) == {*SOME, *pages("full", 900)}
+    storage.close()
+    beside.close()
+
+
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_a_process_whose_number_somebody_has_removed_takes_another_one(tmp_path, others):
+    folder = tmp_path / "store"
+    storage = filled(folder)
+    (path,) = folder.rglob("process-0")
+    path.unlink()
+    beside = [opened(folder) for _ in range(others)]
+    assert all(store(storage, pages("full", 900)))
+    stores = [*beside, storage]
+    for each in stores:
+        assert intact(each, [*SOME, *pages("full", 900)]) == {*SOME, *pages("full", 900)}
+    assert len({each._folder.number for each in stores}) == len(stores)
+    for each in stores:
+        with each.changing() as books:
+            assert books.folder.alone() is (len(stores) == 1)
+    for each in stores:
+        each.close()
+    assert open_files(folder) == []
+
+
+def test_a_put_whose_number_goes_meanwhile_is_not_confirmed_and_writes_over_nothing(tmp_path):
+    """Another process took the number, was alone by that, and gave the row away that was being filled."""
+    folder, disk = tmp_path / "store", Rigged()
+    storage = opened(folder, disk)
+    assert all(store(storage, SOME))
+    new, others = pages("full", 100), pages("full", 200)
+    beside: list[FileStorage] = []
+
+    def happens(call: str, name: str, at: int) -> None:
+        if (call, name) == ("write", "slab-000000"):
+            disk.happens = lambda call, name, at: None
+            (path,) = folder.rglob("process-0")
+            path.unlink()
+            with pytest.raises(StorageError, match="while a put was under way"):
+                storage.exists(["a"])
+            beside.append(opened(folder))
+
+    disk.happens = happens
+    with pytest.raises(StorageError, match="process-0 was removed or moved away"):
+        store(storage, new)
+    assert all(store(beside[0], others))
+    assert storage.exists(names(new)) == [False]
+    assert all(store(storage, new))
+    for each in (storage, *beside):
+        assert intact(each, SOME + new + others) == {*SOME, *new, *others}
+        each.close()
 
 
 def test_a_store_that_is_closed_has_no_file_open(tmp_path):

@@ -2,16 +2,17 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
+import numpy as np
 import pytest
-from file_disks import MIB, Clockwork, everything, total
+from file_disks import MIB, Clockwork, everything, file_name, total
 from test_crashes import die
 
 from kvarve.cli import main
 from kvarve.errors import StorageError
 from kvarve.storage import care
 from kvarve.storage.folder import check_folder
+from kvarve.storage.orders import LastUse
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
 
 CAPACITY = 512 << 10
@@ -194,6 +195,12 @@ def test_opening_with_less_room_takes_from_all_models_what_was_used_longest_ago(
     assert kept(storage, names("a", 0, 35)) == 35 > kept(other, names("b", 0, 35))
 
 
+def test_slabs_that_one_call_has_filled_have_an_order():
+    """Means of 10**18 ns were floats, of which the next one is 128 ns on: which slab went was by chance."""
+    now_ns = 1_700_000_000_000_000_000
+    assert LastUse.of(np.array([now_ns + 1, now_ns + 3])) == LastUse(now_ns + 2, now_ns + 3)
+
+
 # --- one capacity
 
 
@@ -269,14 +276,37 @@ def test_a_capacity_that_cannot_be_read_binds_nobody(opened, folder, said):
     assert put(opened(MIB), a=b"1") == [True]
 
 
-def test_a_store_on_a_disk_that_takes_no_more_bytes_still_opens(opened, folder):
-    class Full(Clockwork):
-        def write(self, file, data, at):
-            if Path(f"/proc/self/fd/{file}").readlink().name.startswith("process-"):
-                raise OSError(28, "No space left on device")
-            return super().write(file, data, at)
+class Full(Clockwork):
+    """No file of a process takes a byte that was not there: there is no block left for it."""
 
-    storage = opened(CAPACITY)
-    put(storage, a=b"1")
+    def write(self, file, data, at):
+        size_bytes = sum(len(each) for each in data)
+        if file_name(file).startswith("process-") and at + size_bytes > self.size(file):
+            raise OSError(28, "No space left on device")
+        return super().write(file, data, at)
+
+
+def test_a_store_on_a_disk_that_takes_no_more_bytes_still_opens_and_nobody_shrinks_it(opened, folder):
+    """Its capacity could not be written down, so a second opener with a smaller one took what it had stored."""
+    first = opened(CAPACITY)
+    put(first, a=b"1")
+    first.close()
+    storage = opened(CAPACITY, disk=Full())
+    assert there(storage, "a") == "a"
+    with pytest.raises(StorageError, match="is open with a capacity"):
+        opened(64 << 10)
     storage.close()
-    assert there(opened(CAPACITY, disk=Full()), "a") == "a"
+    (model,) = care.models(folder)
+    with care.opened(folder, model):  # it has the number, and takes no capacity
+        opened(MIB).close()
+    assert there(opened(64 << 10, disk=Full()), "a") == "a"
+    with pytest.raises(StorageError, match="capacity of 64 KiB"):
+        opened(CAPACITY)
+
+
+def test_who_cannot_say_its_capacity_does_not_open_a_store(opened, folder):
+    storage = opened(CAPACITY)
+    assert put(storage, a=b"1") == [True]
+    with pytest.raises(StorageError, match="No space left on device"):
+        opened(CAPACITY, disk=Full())
+    assert there(storage, "a") == "a"

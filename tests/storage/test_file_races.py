@@ -136,8 +136,9 @@ def test_who_lags_hears_of_what_is_changed_where_a_process_died_before_it_had_to
     lagging.close()
 
 
+@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.long)])
 def test_what_a_process_leaves_that_dies_while_it_makes_or_removes_a_slab_is_room_for_the_others(
-    tmp_path: Path,
+    tmp_path: Path, step: int
 ) -> None:
     capacity, died, count = 240 << 10, True, 0
     while died:
@@ -168,7 +169,7 @@ def test_what_a_process_leaves_that_dies_while_it_makes_or_removes_a_slab_is_roo
         survivor = opened(folder, capacity=capacity)
         assert intact(survivor, fresh) == set(fresh)
         survivor.close()
-        count += 1
+        count += step
     assert count > 60
 
 

@@ -1,5 +1,6 @@
 """Who looks at a store changes nothing in it, whatever state it is in; and what is damaged is put away, not removed."""
 
+import errno
 import fcntl
 import json
 import os
@@ -14,6 +15,7 @@ from test_crashes import CAPACITY, NAMESPACE, Page, Quick, intact, pages, store
 from kvarve.cli import main
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage, care
+from kvarve.storage.disk import Directory
 from kvarve.storage.folder import check_folder
 from kvarve.storage.table import ENTRY_BYTES, Shape, pack_header, slot_bytes_for, unpack_header
 from kvarve.testing.suite import OTHER_LABEL, get, put, there
@@ -380,3 +382,66 @@ def test_a_store_that_was_made_by_an_earlier_version_is_refused_in_one_line_that
         assert "\n" not in str(refusal.value)
     assert everything(store_of_two) == before
     assert table_path(store_of_two / "models" / MODEL / "slab-000000").exists()
+
+
+# --- what the disk does not give
+
+
+class Unreadable(WithoutSync):
+    """A file of this name, in the model's folder, cannot be read, or not even be opened."""
+
+    def __init__(self, name: str, error: int) -> None:
+        self.name, self.error = name, error
+
+    def peek(self, file: int, size_bytes: int, at: int) -> bytes:
+        path = Path(f"/proc/self/fd/{file}").readlink()
+        self._maybe(path.name if path.parent.name == MODEL else "", errno.EIO, errno.EBADMSG)
+        return super().peek(file, size_bytes, at)
+
+    def open(self, folder: Directory, name: str, **how: bool) -> int:
+        self._maybe(name if folder.path.name == MODEL else "", errno.EACCES)
+        return super().open(folder, name, **how)
+
+    def enter_below(self, folder: Directory, name: str) -> Directory:
+        self._maybe(name, errno.EACCES)
+        return super().enter_below(folder, name)
+
+    def _maybe(self, name: str, *errors: int) -> None:
+        if name == self.name and self.error in errors:
+            raise OSError(self.error, os.strerror(self.error), name)
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.EBADMSG, errno.EACCES], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", ["slab-000000.table", "slab-000000", "clock"])
+def test_a_file_that_cannot_be_read_costs_who_looks_that_file_alone(store_of_two, name, error):
+    (model,) = (each for each in care.models(store_of_two) if each.label == LABEL)
+    with care.visit(store_of_two, model, Unreadable(name, error)) as visit:
+        lost, found = visit.lost, {each.name for each in visit.objects()}
+    whole = name == "clock" or (name == "slab-000000" and error != errno.EACCES)
+    assert len(lost) == (not whole) and all(f"{MODEL}/slab-000000" in each for each in lost)
+    assert {page.name for page in pages("window", 1, 2)} <= found
+    assert ({page.name for page in pages("full", *range(12))} <= found) is whole
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.EBADMSG, errno.EACCES], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", ["model.json", MODEL])
+def test_a_model_that_cannot_be_read_stops_nobody_elses_start_and_is_reported(
+    store_of_two, name, error, caplog, capsys, monkeypatch
+):
+    disk = Unreadable(name, error)
+    other = FileStorage(store_of_two, MIB, OTHER_LABEL, "model B", disk=disk)
+    for i in range(300):
+        assert put(other, **{f"page-{i}": bytes(4096)}) == [True]
+    other.close()
+    damaged = name == "model.json" or error == errno.EACCES
+    assert caplog.text.count("cannot be read") == damaged, "said once"
+    monkeypatch.setattr("kvarve.storage.care.Disk", lambda: disk)
+    for does in ("stat", "ls"):
+        assert main(["storage", does, str(store_of_two)]) == 0
+        assert ("cannot be read" in capsys.readouterr().out) == (damaged and does == "stat")
+
+
+def test_a_clock_that_cannot_be_read_stops_nobodys_start(store_of_two):
+    storage = FileStorage(store_of_two, MIB, LABEL, "model A", disk=Unreadable("clock", errno.EIO))
+    assert intact(storage, pages("full", *range(12))) == set(pages("full", *range(12)))
+    storage.close()

@@ -3,7 +3,7 @@
 The law: no request waits if there is a place for it, its pages and a page of growth for each running request fit into
 free or evictable device slots, it waits for no copy and for no page that is about to be published, and it would not
 hold up the head of the line. A request that does not fit is passed by any number of others that end, by their
-max_tokens, before its room could be there, and by `OVERTAKEN` others at most.
+max_tokens, before its room could be there, and by `OVERTAKEN` others at most; one that was preempted has had these.
 """
 
 from collections.abc import Iterable, Sequence

@@ -14,11 +14,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +34,7 @@ from kvarve.engine.requests import Finish, Likelihood, Piece, Request, Sampling,
 from kvarve.engine.sampling import choose_all, likelihood
 from kvarve.engine.scheduler import Scheduler, within
 from kvarve.engine.tails import Tails, tails
+from kvarve.engine.vital import laws, vital
 from kvarve.errors import Broken, Busy, ConfigError
 from kvarve.metrics import Histogram
 from kvarve.model import MEMORY_TIERS, Tier
@@ -66,35 +66,6 @@ class EngineCounts:
     ttft_s: Histogram = field(default_factory=Histogram)
 
 
-class _Vital:
-    """The cache, as the engine's thread calls it: an exception that it did not foresee is `Broken`."""
-
-    def __init__(self, cache: PrefixCache) -> None:
-        self._cache = cache
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._cache, name)
-        if not callable(found):
-            return found
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return found(*args, **kwargs)
-            except Exception as e:
-                raise Broken(f"{type(e).__name__}: {e}") from e
-
-        return call
-
-
-@contextmanager
-def _laws() -> Iterator[None]:
-    """What is asserted here is asserted of the cache."""
-    try:
-        yield
-    except AssertionError as e:
-        raise Broken(f"{type(e).__name__}: {e}") from e
-
-
 class Engine:
     """Serves requests from any thread on one of its own. `start` it, `submit`, and `shutdown` at the end."""
 
@@ -114,7 +85,7 @@ class Engine:
         if turn_tokens < 1:
             raise ConfigError(f"a turn computes at least one token, not {turn_tokens}")
         self.model, self.cache, self.deterministic = model, cache, deterministic
-        self._cache = cast(PrefixCache, _Vital(cache))
+        self._cache = vital(cache)
         self.counts = EngineCounts()
         self._turn_tokens = turn_tokens
         self.batches = not deterministic and batches(model.model, model.layout)
@@ -244,7 +215,9 @@ class Engine:
             time.sleep(POLL_S)
 
     def shutdown(self, timeout_s: float = 30.0) -> None:
-        """Stop taking requests, end those that run, finish the backups and leave the storage whole, in `timeout_s`."""
+        """Stop taking requests, end those that run, finish the backups and leave the storage whole, in `timeout_s`.
+
+        An engine that is broken stores nothing more."""
         end = time.monotonic() + timeout_s
         with self._lock:
             self._stopping.set()
@@ -256,7 +229,7 @@ class Engine:
             self._tell_all()
             return
         self._close_up()  # if it was never started, it is done here
-        self.cache.shutdown(max(0.0, end - time.monotonic()))
+        self.cache.shutdown(max(0.0, end - time.monotonic()), store=not self.broken)
 
     def load(self) -> tuple[int, int]:
         """How many requests run, and how many wait."""
@@ -408,7 +381,7 @@ class Engine:
 
     def _resume(self, job: Job) -> None:
         self.model.require_same()
-        with _laws():
+        with laws():
             job.workspace = PagedWorkspace.resumed(self._cache, job.lease, self.model.layout, job.prompt + job.most)
         if job.cached is None:
             job.cached = job.lease.from_tiers()
@@ -434,7 +407,7 @@ class Engine:
 
     def _take_seats(self, job: Job) -> None:
         if not job.state.seated(job.computed + 1):
-            with _laws():
+            with laws():
                 job.state.take_seats(self._cache, job.lease, job.computed // self.model.layout.page_tokens)
 
     # --- computing
@@ -464,7 +437,7 @@ class Engine:
         """Publish what was computed, as far as it is whole chunks; ModelError if the model is another one by now."""
         if job.computed % self.model.layout.chunk_tokens == 0:
             self.model.require_same()
-            with _laws():
+            with laws():
                 job.state.keep(self._cache, job.lease)
 
     def _chunk(self, job: Job) -> None:
@@ -584,12 +557,13 @@ class Engine:
         sampling = job.request.sampling
         asked = sampling.logprobs
         likely = () if asked is None else (likelihood(logits, token, asked, job.characters),)
+        ends = token in job.ends
+        text = "" if ends else job.words.push(token)  # before it counts, as it may fail
         job.tokens.append(token)
         self.counts.output_tokens += 1
-        if token in job.ends:
+        if ends:
             self._end(job, Finish.STOP, last=(token,), likely=likely)
             return
-        text = job.words.push(token)
         job.text += text
         job.characters += len(text)
         if (cut := find_stop(job.text, job.stops)) is not None:

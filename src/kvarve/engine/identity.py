@@ -38,6 +38,7 @@ KERNELS = (
     *("deep-gemm", "sonic-moe", "quack-kernels", "grouped-gemm", "liger-kernel", "fast-hadamard-transform"),
     *("torchao", "bitsandbytes", "gptqmodel", "autoawq", "compressed-tensors", "optimum-quanto", "fbgemm-gpu", "hqq"),
 )
+WHOLE_PROMPT = frozenset({"XLORA", "PeftType.XLORA"})  # adapters that weigh each other by all of a prompt
 # Settings of the libraries below torch that choose other kernels, or let them round otherwise.
 CHOICES = (
     *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS"),
@@ -54,8 +55,13 @@ def identity_of(model: Any, layout: StateLayout) -> ModelIdentity:
     name, config = type(model).__name__, model.config
     if model.training:
         raise ModelError(f"{name} is in training mode, in which it computes at random: call model.eval() first")
-    if any(getattr(each, "is_prompt_learning", False) for each in getattr(model, "peft_config", {}).values()):
-        raise ModelError(f"{name}: an adapter puts tokens of its own before each prompt, and no key of a page has them")
+    for adapter in getattr(model, "peft_config", {}).values():
+        if getattr(adapter, "is_prompt_learning", False):
+            raise ModelError(
+                f"{name}: an adapter puts tokens of its own before each prompt, and no key of a page has them"
+            )
+        if getattr(adapter, "alora_invocation_tokens", None) or str(getattr(adapter, "peft_type", "")) in WHOLE_PROMPT:
+            raise ModelError(f"{name}: an adapter looks at the whole prompt, and a chunk is a part of it")
     weights, marks = _weights(model), Marks.of(model)
     return ModelIdentity(
         architecture=f"{config.model_type} {name}",
@@ -152,13 +158,15 @@ Switch = tuple[list[str], list[str], bool, list[tuple[str, str]]]
 def _switch(module: Any) -> Switch | None:
     """How a layer of PEFT is switched: adapters at work, those merged into the weights, whether all are off, scales.
 
-    None for any other module. Such layers are known by what they have, since PEFT need not be installed.
+    None for any other module. Such layers are known by what they have, since PEFT need not be installed; modules that
+    were saved whole with an adapter are switched alike. A model has adapters as well, but merges none by itself.
     """
-    if not (hasattr(type(module), "active_adapters") and "merged_adapters" in module.__dict__):
+    merged = getattr(module, "merged_adapters", None) if hasattr(type(module), "active_adapters") else None
+    if not isinstance(merged, list):
         return None
     scaling = module.__dict__.get("scaling")
     scales = sorted((str(name), str(scale)) for name, scale in scaling.items()) if isinstance(scaling, dict) else []
-    return [*module.active_adapters], [*module.merged_adapters], bool(module.disable_adapters), scales
+    return [*module.active_adapters], [*merged], bool(module.disable_adapters), scales
 
 
 def _adapters(switches: Sequence[Switch]) -> str:

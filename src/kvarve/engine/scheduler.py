@@ -351,9 +351,9 @@ class Scheduler(Generic[Each]):
     def _waits(self, task: Each, heads: Mapping[tuple[bytes, bytes], list[Lease]], fetching: int) -> bool:
         """Whether a request waits for a copy, or for what a prompt before it is about to publish."""
         lease = task.lease
-        if lease.claimed:
-            return not lease.on_device
-        if lease.phase is not Phase.QUEUED and fetching >= self.max_running:
+        if lease.claimed and not lease.on_device:
+            return True
+        if not lease.claimed and lease.phase is not Phase.QUEUED and fetching >= self.max_running:
             return True
         return any(self._is_behind(task, other) for other in heads.get(self._head(lease), ()))
 

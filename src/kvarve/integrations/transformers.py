@@ -16,12 +16,14 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvarve.config import CacheConfig
+from kvarve.core.lease import Lease
 from kvarve.engine.identity import Marks, identity_of
 from kvarve.engine.model import forward, token_limit
 from kvarve.engine.prefill import keep, resumed, wait_for_room
-from kvarve.engine.state import StateLayout
+from kvarve.engine.state import StateLayout, Workspace
 from kvarve.engine.stepwise import teach
-from kvarve.errors import ConfigError
+from kvarve.engine.vital import laws, vital
+from kvarve.errors import Broken, ConfigError
 from kvarve.runtime import PrefixCache
 
 
@@ -48,40 +50,62 @@ class PrefixCachedModel:
         self.identity = identity_of(model, self.layout)
         self._marks = Marks.of(model)
         self.cache = PrefixCache(self.identity, config, device=str(model.device))
+        self._cache = vital(self.cache)
         self.cached_tokens = 0  # of the last prompt
+        self.broken = ""  # why it cannot be used any more: nobody knows whose a page is
 
     @contextmanager
     def resume(self, input_ids: Tensor, *, salt: str = "", max_new_tokens: int = 4096) -> Iterator[Cache]:
         """The past of a prompt [1, n] up to its last whole chunk, as `generate` takes it.
 
         Only prompts with the same salt share. The cache object is the caller's own and may be changed freely.
-        ModelError if the model is no longer the one that it was: nothing has been read or kept then.
+        ModelError if the model is no longer the one that it was: nothing has been read or kept then. Broken if the
+        cache has failed, now or before: there is nothing to be had from it any more.
         """
+        if self.broken:
+            raise Broken(self.broken)
         if input_ids.ndim != 2 or input_ids.shape[0] != 1 or not input_ids.shape[1]:
             raise ConfigError(f"one prompt of shape [1, n] at a time, not {[*input_ids.shape]}")
         if input_ids.shape[1] > (limit := token_limit(self.model.config)):
             raise ConfigError(f"a prompt of {input_ids.shape[1]} tokens is longer than the {limit} of this model")
         self._marks.require_same(self.model)
         prompt = input_ids[0].tolist()
-        lease = self.cache.open(prompt, salt)
+        with self._told():
+            lease = self._cache.open(prompt, salt)
         try:
-            while not self.cache.claim(lease):
-                self.cache.wait(0.05)
-                self.cache.step()
-            room = len(prompt) + max_new_tokens
-            workspace = resumed(self.cache, lease, self.layout, room, self.model.device)
-            self.cached_tokens = workspace.tokens
-            # The last token is left to `generate`, which wants one to begin with.
-            while (stop := workspace.tokens + self.layout.chunk_tokens) < len(prompt):
-                forward(self.model, workspace, input_ids[:, workspace.tokens : stop])
-                self._marks.require_same(self.model)
-                wait_for_room(self.cache, lease, workspace)
-                keep(self.cache, lease, workspace)
+            with self._told():
+                workspace = self._computed(lease, input_ids, len(prompt) + max_new_tokens)
             yield workspace.cache
         finally:
-            self.cache.close(lease)
-            self.cache.step()
+            if not self.broken:
+                with self._told():
+                    self._cache.close(lease)
+                    self._cache.step()
+
+    def _computed(self, lease: Lease, input_ids: Tensor, room: int) -> Workspace:
+        """A workspace with all of a prompt's whole chunks; what was computed of them is kept."""
+        while not self._cache.claim(lease):
+            self._cache.wait(0.05)
+            self._cache.step()
+        workspace = resumed(self._cache, lease, self.layout, room, self.model.device)
+        self.cached_tokens = workspace.tokens
+        # The last token is left to `generate`, which wants one to begin with.
+        while (stop := workspace.tokens + self.layout.chunk_tokens) < input_ids.shape[1]:
+            forward(self.model, workspace, input_ids[:, workspace.tokens : stop])
+            self._marks.require_same(self.model)
+            wait_for_room(self._cache, lease, workspace)
+            with laws():
+                keep(self._cache, lease, workspace)
+        return workspace
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except Broken as e:
+            self.broken = f"the cache has failed: {e}"
+            raise
 
     def close(self) -> None:
-        """Finish the backups and leave the storage whole."""
-        self.cache.shutdown()
+        """Finish the backups and leave the storage whole; nothing more is stored if the cache has failed."""
+        self.cache.shutdown(store=not self.broken)

@@ -1,15 +1,15 @@
 """Connections: how many there may be at a time, and an end for each that gets nowhere.
 
-uvicorn closes a connection that is silent between two requests, and leaves the rest to a proxy in front of it. Here a
-connection ends that does not bring the headers of a request to an end, and one whose client does not read its answer.
-(A body has a time limit of its own, in `app`.) Where there are too many, the connection that has been longest without a
-whole request goes, so that half-open ones keep nobody out.
+uvicorn closes a connection that is silent between two requests (`KEEP_ALIVE_S`), and leaves the rest to a proxy in
+front of it. Here a connection ends that does not bring the headers of a request to an end, and one whose client reads
+nothing of its answer. (A body has a time limit of its own, in `app`.) Where there are too many, the connection that has
+been longest without a whole request goes, so that half-open ones keep nobody out.
 """
 
 import logging
 import resource
 import time
-from asyncio import BaseTransport, Transport
+from asyncio import BaseTransport, BufferedProtocol, Transport
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +20,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 log = logging.getLogger(__name__)
 
 HEADERS_S = 30.0  # from a connection's beginning, or the end of the answer before, until a request's headers are whole
+KEEP_ALIVE_S = (
+    20  # between two requests: clients keep a connection for less (httpx 5, aiohttp 15), so they close it first
+)
 STALLED_S = 30.0  # without a byte of an answer being taken
+SEND_BYTES = 1 << 16  # of an answer that the system holds at a time: how slowly a client reads shows no earlier
+READ_BYTES = 4096  # of a connection before others have their turn: each byte can be a chunk, which takes 20 us to parse
 MOST = 4096  # connections; half of the descriptors if that is less
 LEAST = 16
 FULL = b"""\
@@ -41,6 +46,7 @@ class Connections:
         self._told: Counter[str] = Counter()  # of these, in the log
         self._open: set[Connection] = set()
         self._ending: set[Connection] = set()  # of these, those that have been closed and still write
+        self.read = memoryview(bytearray(READ_BYTES))  # what has just come, over whichever connection
         self._asking: dict[Connection, float] = {}  # those without a whole request: since when, the oldest first
 
     def __len__(self) -> int:
@@ -99,7 +105,7 @@ class Connections:
         one.transport.close()
 
 
-class Connection(H11Protocol):
+class Connection(H11Protocol, BufferedProtocol):
     """One that says when it comes, when something has come over it, and when it goes."""
 
     def __init__(self, connections: Connections, *args: Any, **kwargs: Any) -> None:
@@ -116,6 +122,12 @@ class Connection(H11Protocol):
         self._connections.lost(self)
         super().connection_lost(exc)
 
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._connections.read
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(self._connections.read[:nbytes]))
+
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._connections.heard(self)
@@ -124,6 +136,10 @@ class Connection(H11Protocol):
         self._connections.answered(self)
         super().on_response_complete()  # it may find the next request in what has come already
         self._connections.heard(self)
+
+    def resume_writing(self) -> None:
+        self._moved_s = self._connections.clock()
+        super().resume_writing()
 
     @property
     def waits_for_headers(self) -> bool:
@@ -137,7 +153,8 @@ class Connection(H11Protocol):
     def stalled_s(self, now: float) -> float:
         """For how long its client has not read what there is for it; asked now and then.
 
-        While an answer is being written, and not so much waits that writing pauses, new pieces hide what has been read.
+        While an answer is being written new pieces hide what has been read; but writing pauses where too much waits,
+        and goes on when the client has read most of that.
         """
         unsent, writing = self.transport.get_write_buffer_size(), not self.waits_for_headers
         if not unsent or unsent < self._unsent_bytes or (writing and not self.flow.write_paused):

@@ -26,7 +26,7 @@ from kvarve.errors import ConfigError, StorageError
 from kvarve.memory.heap import bound_heaps
 from kvarve.runtime import PrefixCache, check
 from kvarve.server.app import MAX_BODY_BYTES, create_app
-from kvarve.server.connections import Connections, most_connections, raise_descriptors
+from kvarve.server.connections import KEEP_ALIVE_S, SEND_BYTES, Connections, most_connections, raise_descriptors
 from kvarve.server.logs import OncePerSecond
 from kvarve.sizes import format_size
 from kvarve.storage.urls import parse_urls
@@ -115,6 +115,7 @@ class Server:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 backlog=min(BACKLOG, self.connections.most // 2),  # so many are accepted before any is looked at
             )
             self._http = _Uvicorn(config, self.connections)
@@ -298,6 +299,7 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # of what it accepts, too
         listener.bind(address)
     except OSError as e:
         listener.close()

@@ -126,13 +126,15 @@ class Visit:
                     self.lost.append(f"{folder.path / slab_name(number)}: {why}")
             except NotOurs as why:
                 self.lost.append(str(why))
+            except OSError as why:
+                self.lost.append(f"{folder.path / slab_name(number)} cannot be read: {why.strerror}")
             else:
                 self._take(slab)
 
     def _clock(self) -> Clock:
         try:
             file = self._disk.open(self._folder, CLOCK, read_only=True)
-        except (FileNotFoundError, NotOurs):
+        except OSError:
             return Clock(self._disk, -1)
         try:
             return Clock(self._disk, file)

@@ -2,6 +2,7 @@
 
 import struct
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvarve.storage.disk import Disk
@@ -30,7 +31,10 @@ class Clock:
     def __post_init__(self) -> None:
         self._boot = self.disk.boot()
         since_boot, wall = self.disk.since_boot_ns(), self._wall_ns()
-        raw = self.disk.peek(self.file, _PAIR.size, 0) if self.file >= 0 else b""
+        raw = b""
+        if self.file >= 0:
+            with suppress(OSError):  # what cannot be read says as little as what is damaged
+                raw = self.disk.peek(self.file, _PAIR.size, 0)
         now = wall
         if len(raw) == _PAIR.size and zlib.crc32(raw[:-4]) == int.from_bytes(raw[-4:], "little"):
             boot, then_since_boot, then_wall, then, _ = _PAIR.unpack(raw)

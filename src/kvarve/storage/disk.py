@@ -24,6 +24,12 @@ _CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 # What the kernel says of a link, a folder, a pipe or a device where a file should be.
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.ENODEV)
 
+# What is said of a file or a folder that nobody will be able to read the next time either: the medium is damaged there,
+# or the file system, or somebody has changed its mode.
+UNREADABLE = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EACCES)
+
+_UNKNOWN_BYTES = 1 << 60
+
 BLOCK_BYTES = 4096  # direct I/O moves whole blocks between block-aligned places
 
 
@@ -63,19 +69,19 @@ class Disk:
         `visiting`: it may be another user's, as nothing is written.
         """
         owner = path.lstat().st_uid if visiting else self.uid()
-        _require(path, path.lstat(), owner, folder=True)  # says more than the error of the next line
+        _require_folder(path, path.lstat(), owner)  # says more than the error of the next line
         return self._entered(path, os.open(path, _FOLDER_FLAGS), owner)
 
     def enter_below(self, folder: Directory, name: str) -> Directory:
         """The same for a folder in a folder."""
         path = folder.path / name
-        _require(path, self.look(folder, name), folder.owner, folder=True)
+        _require_folder(path, self.look(folder, name), folder.owner)
         return self._entered(path, os.open(name, _FOLDER_FLAGS, dir_fd=folder.file), folder.owner)
 
     def _entered(self, path: Path, file: int, owner: int) -> Directory:
         try:
             found = self.stat(file)
-            _require(path, found, owner, folder=True)
+            _require_folder(path, found, owner)
         except BaseException:  # whatever it is, it goes on to the caller
             self.close(file)
             raise
@@ -89,17 +95,19 @@ class Disk:
         finally:
             self.close(folder.file)
 
-    def is_there(self, folder: Directory) -> bool:
-        """Whether the folder's path still leads to it: it may have been removed, or moved away."""
+    def identity(self, file: int) -> tuple[int, int]:
+        """What no other file has as long as this one is open."""
+        found = self.stat(file)
+        return found.st_dev, found.st_ino
+
+    def is_there(self, path: str, identity: tuple[int, int]) -> bool:
+        """Whether a path still leads to an open file or folder: it may have been removed, or moved away. How many names
+        it has says less, as another one may be anywhere."""
         try:
-            now = os.lstat(folder.path)
+            now = os.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        return (now.st_dev, now.st_ino) == folder.identity
-
-    def is_gone(self, file: int) -> bool:
-        """Whether an open file has no name any more: it goes when the last who has it open closes it."""
-        return self.stat(file).st_nlink == 0
+        return (now.st_dev, now.st_ino) == identity
 
     def make_root(self, path: Path) -> None:
         """Make a folder for ourselves where there is none, and those above it."""
@@ -161,8 +169,11 @@ class Disk:
         os.fsync(folder.file)
 
     def room(self, folder: Directory) -> tuple[int, int]:
-        """How many bytes are free on the disk for who is not root, of how many."""
+        """How many bytes are free on the disk for who is not root, of how many. What does not say how large it is has
+        room until it says that it is full."""
         found = os.fstatvfs(folder.file)
+        if not found.f_blocks:
+            return _UNKNOWN_BYTES, _UNKNOWN_BYTES
         return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
     # --- files
@@ -194,7 +205,7 @@ class Disk:
                 raise NotOurs(folder.path / name, "is no regular file") from None
             raise
         try:
-            _require(folder.path / name, self.stat(file), folder.owner)
+            _require_file(folder, name, self.stat(file))
             os.set_blocking(file, True)
         except BaseException:  # whatever it is, it goes on to the caller
             self.close(file)
@@ -202,7 +213,7 @@ class Disk:
         return file
 
     def _require_ours(self, folder: Directory, name: str) -> None:
-        _require(folder.path / name, self.look(folder, name), folder.owner)
+        _require_file(folder, name, self.look(folder, name))
 
     def close(self, file: int) -> None:
         with suppress(OSError):
@@ -296,10 +307,16 @@ def objection(found: os.stat_result, owner: int, *, folder: bool) -> str:
     return ""
 
 
-def _require(path: Path, found: os.stat_result, owner: int, *, folder: bool = False) -> None:
-    why = objection(found, owner, folder=folder)
+def _require_folder(path: Path, found: os.stat_result, owner: int) -> None:
+    why = objection(found, owner, folder=True)
     if why:
         raise NotOurs(path, why)
+
+
+def _require_file(folder: Directory, name: str, found: os.stat_result) -> None:
+    why = objection(found, folder.owner, folder=False)
+    if why:
+        raise NotOurs(folder.path / name, why)
 
 
 def is_aligned(view: memoryview) -> bool:

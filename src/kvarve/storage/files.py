@@ -152,22 +152,29 @@ class FileStorage(Storage):
             self._unsynced.clear()
 
     def _require_home(self) -> None:
-        """Raise StorageError unless the folder is where it was, or there is another one in its place.
+        """Raise StorageError unless the folder is where it was, and ours, or there is another one in its place.
 
         A folder that has been emptied, or made anew, is entered again; one that is gone is not made: a disk that was
         unmounted leaves a place where nothing should be written.
         """
         left = self._folder
-        with medium(self._directory):
-            if self._disk.is_there(left.model):
+        try:  # as `medium` does, which takes as long as all the rest of this look
+            if left.is_home():
                 return
+        except OSError as error:
+            raise StorageError(f"{self._directory}: {error}") from error
+        with medium(self._directory):
+            filling = self._disk.is_there(str(left.model.path), left.model.identity)
         with self._writing:
             with self._lock:
                 self._require_open()
                 if self._folder is not left:  # another thread was faster
                     return
                 books = self._books
+                filling = filling and bool(books.held)
             log.warning("%s: somebody has removed or moved away what lies in it", self._directory)
+            if filling:  # entered anew, we would give away the rows that they fill
+                raise StorageError(f"{self._directory}: what lies in it was removed while a put was under way")
             try:
                 check_folder(self._directory, self._capacity_bytes, self._label, self._description, self._disk)
                 self._enter(make=False)
@@ -218,7 +225,8 @@ class FileStorage(Storage):
         if len(troubles) == len(pieces) and not any(piece.slab.answers() for piece in pieces):
             raise StorageError(f"{self._directory}: read 0 of {len(names)} objects: {troubles[pieces[0].number]}")
         used, gone = [], []
-        removed = {slab for slab in {piece.slab for piece in pieces} if slab.is_gone()}
+        with medium(self._directory):
+            removed = {slab for slab in {piece.slab for piece in pieces} if slab.is_gone()}
         with self._lock, medium(self._directory):
             self._require_open()
             self._books.take_in()
@@ -505,7 +513,7 @@ class FileStorage(Storage):
         if removed:
             self._give_up(removed)
             raise OSError(errno.ENOENT, f"{removed[0].path} was removed by somebody else")
-        if not self._disk.is_there(self._folder.model):
+        if not self._folder.is_home():
             raise OSError(errno.ENOENT, f"{self._folder.model.path} was removed or moved away")
 
     def _give_up(self, removed: Iterable[Slab]) -> None:

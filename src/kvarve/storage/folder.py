@@ -31,7 +31,7 @@ from typing import NamedTuple
 from kvarve.errors import ConfigError, StorageError
 from kvarve.sizes import format_size
 from kvarve.storage.base import LABEL_MAX_BYTES, check_owner, check_settings
-from kvarve.storage.disk import Directory, Disk, NotOurs, objection
+from kvarve.storage.disk import UNREADABLE, Directory, Disk, NotOurs, objection
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,8 @@ _MODEL_FILES = frozenset({_MODEL, _MODEL + _UNFINISHED, CHANGES, CLOCK})
 _MODEL_NAME = re.compile("(?:[0-9a-f]{2}){1,8}")
 _SLAB_NAME = re.compile(r"slab-([0-9]{6})(\.table)?(\.quarantined)?")
 _PROCESS_NAME = re.compile("process-(0|[1-9][0-9]{0,3})")
-_CAPACITY = re.compile(rb"capacity ([1-9][0-9]{0,18})\n")
+_CAPACITY = re.compile(rb"capacity ([1-9][0-9]{0,18}) *\n")
+_SAYS_BYTES = 28
 
 
 class SlabFile(NamedTuple):
@@ -264,6 +265,10 @@ def known_models(disk: Disk, models: Directory) -> tuple[list[Known], dict[str, 
             continue
         except (Damaged, NotOurs) as error:
             damaged[name] = str(error)
+        except OSError as error:
+            if error.errno not in UNREADABLE:
+                raise
+            damaged[name] = f"{models.path / name} cannot be read ({error.strerror}): mend or remove this folder"
     return found, damaged
 
 
@@ -292,7 +297,7 @@ def _read_json(disk: Disk, folder: Directory, name: str, what_to_do: str, *keys:
                 raise ValueError(f"{key} is no text")
         bytes.fromhex(found.get("label", ""))
     except OSError as error:
-        if error.errno != errno.EIO:
+        if error.errno not in UNREADABLE:
             raise
         raise Damaged(f"{path} cannot be read ({error.strerror}): {what_to_do}") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -475,16 +480,26 @@ class Folder:
         self._files.append(found.file)
         return found
 
+    def is_home(self) -> bool:
+        """Whether the path still leads to the open model, and to the file by which others see that this process has it
+        open. Somebody may have moved the folder away, or removed that file; then it has to be entered anew."""
+        return self.disk.is_there(*self._process)
+
     def _take(self, number: int, capacity_bytes: int | None) -> bool:
         try:
             file = self._opened(self.model, f"{_PROCESS}{number}")
         except NotOurs:  # somebody's, in the way of nobody
             return False
         if self.disk.lock(file, wait=False):
-            with suppress(OSError):  # on a full disk, or one that became read-only, nobody hears of our capacity
-                self.disk.cut(file, 0)
-                if capacity_bytes is not None:
-                    self.disk.write(file, [b"capacity %d\n" % capacity_bytes], 0)
+            # Always as long, so that on a full disk who comes after another one finds room for it.
+            said = b"visiting" if capacity_bytes is None else b"capacity %d" % capacity_bytes
+            try:
+                self.disk.write(file, [said.ljust(_SAYS_BYTES) + b"\n"], 0)
+                self.disk.cut(file, _SAYS_BYTES + 1)
+            except OSError as error:  # read-only, nobody takes anything; else who comes may take what we store
+                if capacity_bytes is not None and error.errno not in (errno.EROFS, errno.EBADF):
+                    raise
+            self._process = str(self.model.path / f"{_PROCESS}{number}"), self.disk.identity(file)
             return True
         self._files.remove(file)
         self.disk.close(file)
@@ -529,20 +544,40 @@ class Folder:
     def mutex(self) -> Iterator[None]:
         """Alone among all processes, for as long as it takes to change a table.
 
-        StorageError when another one does not let go of it: it may have been stopped in the middle.
+        StorageError when another one does not let go of it: it may have been stopped in the middle; or when the others
+        take this one for dead, as somebody has removed the file of its number.
         """
         end, pause_s = time.monotonic() + MUTEX_S, FIRST_PAUSE_S
         try:
-            while not self.disk.lock(self._mutex, wait=False):
+            while not self._locked():
                 if time.monotonic() > end:
                     raise StorageError(
                         f"{self.directory}: another process has held its lock for {MUTEX_S:g} s: is it stopped?"
                     )
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            if self.number >= 0 and not self.is_home():
+                raise StorageError(
+                    f"{self._process[0]} was removed or moved away while this process had the store open"
+                )
             yield
         finally:
             self.disk.unlock(self._mutex)
+
+    def _locked(self) -> bool:
+        """Whether the mutex is ours now. If somebody has removed its file, the next one of that name is it, for all."""
+        if not self.disk.lock(self._mutex, wait=False):
+            return False
+        with suppress(FileNotFoundError):
+            if os.path.samestat(self.disk.look(self.root, _LOCK), self.disk.stat(self._mutex)):
+                return True
+        try:
+            left, self._mutex = self._mutex, self._opened(self.root, _LOCK)
+        except FileNotFoundError:
+            raise StorageError(f"{self.directory} was removed while it was open") from None
+        self._files.remove(left)
+        self.disk.close(left)
+        return False
 
     def is_alive(self, number: int) -> bool:
         """Whether a process of this number has the model open. With the mutex held."""

@@ -155,9 +155,12 @@ class LastUse:
     """When the objects of a slab were used, on average and the last of them, in ns of the store's time; before
     everything if there are none."""
 
-    mean_ns: float = -1.0
-    last_ns: float = -1.0
+    mean_ns: int = -1
+    last_ns: int = -1
 
     @staticmethod
     def of(used: Rows) -> "LastUse":
-        return LastUse(float(used.mean()), float(used.max())) if len(used) else LastUse()
+        if not len(used):
+            return LastUse()
+        first = int(used.min())  # a float of some 10**18 is a multiple of 256
+        return LastUse(first + int((used - first).mean()), int(used.max()))

@@ -25,7 +25,7 @@ from kvarve.storage.table import STORED, Shape, slot_bytes_for
 
 log = logging.getLogger(__name__)
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # for a file so large, the last one says
 # A slab is a 16th of the capacity but not above 256 MiB, until there are 16 of these; from then on it is a 16th of all
 # that there are. So a large store has some hundreds, each an open file, and one that is never filled takes little.
 _SLAB_BYTES = 256 << 20

@@ -67,6 +67,8 @@ class Slab:
         self.disk, self.folder, self.number, self.path = disk, folder, number, folder.path / slab_name(number)
         self.shape, self.identity = shape, identity
         self.table, self.file, self.direct = table, file, -1
+        names = ((slab_name(number), file), (slab_name(number) + TABLE, table))
+        self._places = [(str(folder.path / name), disk.identity(each)) for name, each in names]
         with suppress(OSError):  # tmpfs, and others that know no such thing
             self.direct = disk.open(folder, slab_name(number), direct=True, read_only=read_only)
             self._try_direct()
@@ -250,8 +252,8 @@ class Slab:
             self.searched = True
 
     def is_gone(self) -> bool:
-        """Whether somebody has removed one of its files: what is written to it is there for nobody."""
-        return any(self.disk.is_gone(file) for file in self.files)
+        """Whether somebody has removed or moved away one of its files: what is written to it is there for nobody."""
+        return not all(self.disk.is_there(*place) for place in self._places)
 
     def is_solid(self) -> bool:
         """Whether all its slots have their room on the disk, also those that were never filled."""

@@ -6,6 +6,7 @@ prompt is about to publish, and (d) it would not hold up the head of the line: a
 those that end before its room could be there, and by eight others at most. Asked right after requests were let in.
 """
 
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -22,26 +23,15 @@ def waits_in_vain(scheduler: Scheduler[Any]) -> str:
     """Which request should not have to wait, and why not; empty if none."""
     core: Core = scheduler.cache.core
     here = [*scheduler.running, *scheduler.coming]
-    line = [*scheduler.waiting]
-    if not line or len(here) >= scheduler.max_running or _makes_room(core):
+    if len(here) >= scheduler.max_running or _makes_room(core):
         return ""
-    page, chunk = core.config.page_tokens, core.config.chunk_tokens
-    stuck = _stuck(core)
-    loose = _loose(core, stuck)
-    for task in scheduler.coming:
-        for pool in loose:
-            loose[pool] -= _wants(core, task, pool, stuck)
+    page = core.config.page_tokens
     too_large: list[tuple[int, int]] = []  # how often it has been passed, and when its room could be there
-    for task in line:
-        if task.lease.phase is not Phase.QUEUED:  # it waits for a copy
+    for task, wants, loose, room in _queued(scheduler):
+        if room is not None:
+            too_large.append((scheduler.waiting.overtaken(task), room))
             continue
-        growth = sum(_grows(other, page) for other in here)
-        wants = {pool: _wants(core, task, pool, stuck) + growth for pool in loose}
-        chunks = -(-(task.goal - task.computed) // chunk)
-        turns = chunks + (task.length - task.goal) + task.most - task.said
-        if any(wants[pool] > loose[pool] for pool in loose):
-            too_large.append((scheduler.waiting.overtaken(task), _room_after(core, wants, loose, here, page, chunk)))
-            continue
+        turns = _turns(task, core.config.chunk_tokens)
         if any(passed >= PASSED and turns > room for passed, room in too_large) or _is_behind(scheduler, task):
             continue
         if task.denied is not None and not _could_have(core, task, page):
@@ -51,6 +41,73 @@ def waits_in_vain(scheduler: Scheduler[Any]) -> str:
             f"{wants} with growth, and {loose} could be had"
         )
     return ""
+
+
+class Passes:
+    """Counts by how many a request that does not fit is passed which end after its room could be there.
+
+    Only what is certain is counted: one that began by itself, beside all that were there before.
+    """
+
+    def __init__(self) -> None:
+        self.passed: dict[int, int] = {}  # by the id of a task that waits
+        self._here: list[Task] = []
+        self._line: list[Task] = []
+        self._rooms: list[tuple[Task, int]] = []
+
+    def before(self, scheduler: Scheduler[Any]) -> None:
+        """Requests are about to be let in."""
+        self._here, self._line = [*scheduler.running, *scheduler.coming], [*scheduler.waiting]
+        self._rooms = []
+        if not _makes_room(scheduler.cache.core):
+            self._rooms = [
+                (task, room)
+                for task, _, _, room in _queued(scheduler)
+                if room is not None and task.denied is None and not _is_behind(scheduler, task)
+            ]
+
+    def after(self, scheduler: Scheduler[Any]) -> str:
+        """Which request has been passed too often now; empty if none."""
+        here, line = [*scheduler.running, *scheduler.coming], [*scheduler.waiting]
+        self.passed = {id(task): self.passed.get(id(task), 0) for task in line}
+        begun = [task for task in here if task not in self._here]
+        if len(begun) != 1 or len(here) != len(self._here) + 1 or begun[0] not in self._line:
+            return ""
+        place = self._line.index(begun[0])
+        turns = _turns(begun[0], scheduler.cache.core.config.chunk_tokens)
+        for task, room in self._rooms:
+            if task in line and self._line.index(task) < place and turns > room:
+                self.passed[id(task)] += 1
+                if self.passed[id(task)] > PASSED:
+                    return f"a request of {task.length} tokens is passed by {self.passed[id(task)]} that hold it up"
+        return ""
+
+
+def _queued(scheduler: Scheduler[Any]) -> Iterator[tuple[Any, dict[int, int], dict[int, int], int | None]]:
+    """Of the line, those that wait for no copy: what each wants by chain, with growth; what could be had; and if that
+    is too little, after how many turns there could be room for it."""
+    core: Core = scheduler.cache.core
+    here = [*scheduler.running, *scheduler.coming]
+    page, chunk = core.config.page_tokens, core.config.chunk_tokens
+    if not len(scheduler.waiting):
+        return
+    stuck = _stuck(core)
+    loose = _loose(core, stuck)
+    for task in scheduler.coming:
+        for pool in loose:
+            loose[pool] -= _wants(core, task, pool, stuck)
+    growth = sum(_grows(other, page) for other in here)
+    for task in scheduler.waiting:
+        if task.lease.phase is Phase.QUEUED:
+            wants = {pool: _wants(core, task, pool, stuck) + growth for pool in loose}
+            fits = all(wants[pool] <= loose[pool] for pool in loose)
+            yield task, wants, loose, None if fits else _room_after(core, wants, loose, here, page, chunk)
+
+
+def _turns(task: Task, chunk: int) -> int:
+    """After how many turns it has ended, if it says all that it may."""
+    chunks = -(-max(0, task.goal - task.computed) // chunk)
+    return chunks + max(0, task.length - max(task.goal, task.computed)) + task.most - task.said
 
 
 def _makes_room(core: Core) -> bool:
@@ -143,9 +200,7 @@ def _room_after(
     """When there could be room: after so many turns, in which those that run end as their max_tokens say."""
     ends = []
     for task in here:
-        chunks = -(-max(0, task.goal - task.computed) // chunk)
-        again = max(0, task.length - max(task.goal, task.computed))
-        ends.append((chunks + again + task.most - task.said, task.seats or -(-task.length // page), _grows(task, page)))
+        ends.append((_turns(task, chunk), task.seats or -(-task.length // page), _grows(task, page)))
     free, turns, less = dict(loose), 0, 0
     for turn, pages, grows in sorted(ends, key=lambda end: end[0]):
         if all(wants[pool] - less <= free[pool] for pool in free):

@@ -16,7 +16,7 @@ from kvarve.core.room import copying
 from kvarve.engine.scheduler import STALL_S, Scheduler, Task, within
 from kvarve.keys import TOKEN_BYTES
 from kvarve.model import MEMORY_TIERS
-from kvarve.testing.law import waits_in_vain
+from kvarve.testing.law import Passes, waits_in_vain
 from kvarve.testing.world.scenes import PATIENCES, configure, draw, draw_prompt, words
 from kvarve.testing.world.world import World
 
@@ -93,7 +93,7 @@ class Shop:
         self.orders: dict[int, Order] = {}  # that have not had their last piece
         self.last: Counter[int] = Counter()  # by number: last pieces
         self.accepted = 0
-        self.passed: Counter[int] = Counter()
+        self.passes = Passes()
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> "Shop":
@@ -135,8 +135,10 @@ class Shop:
             if world.flying:
                 ended.append(world.end([*world.flying][pick % len(world.flying)], lost, rotten))
         world.step(ended, later_s)
+        self.passes.before(self.scheduler)
         self.scheduler.admit()
         assert not (why := waits_in_vain(self.scheduler)), f"no request waits in vain: {why}"
+        assert not (why := self.passes.after(self.scheduler)), f"no request is passed for ever: {why}"
         running = len(self.scheduler.running) + len(self.scheduler.coming)
         assert running <= self.scheduler.max_running, "no more run than there are places"
         assert not any(order.lease.ready for order in self.scheduler.waiting), "what waits in line holds nothing"

@@ -1,0 +1,40 @@
+"""The cache as an engine or a connector calls it: trouble that it did not foresee ends all of it, not one request."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+from kvarve.errors import Broken
+from kvarve.runtime import PrefixCache
+
+
+class _Vital:
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._cache, name)
+        if not callable(found):
+            return found
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return found(*args, **kwargs)
+            except Exception as e:
+                raise Broken(f"{type(e).__name__}: {e}") from e
+
+        return call
+
+
+def vital(cache: PrefixCache) -> PrefixCache:
+    """The same cache; any exception of a call to it is `Broken`."""
+    return cast(PrefixCache, _Vital(cache))
+
+
+@contextmanager
+def laws() -> Iterator[None]:
+    """What is asserted here is asserted of the cache."""
+    try:
+        yield
+    except AssertionError as e:
+        raise Broken(f"{type(e).__name__}: {e}") from e
