@@ -17,8 +17,7 @@ DRIVEN = [
 ]
 # One of each kind of state in every run of the tests, and all of them in the long form.
 SHORT = {
-    *(("qwen3_5", "bfloat16"), ("gpt_oss", "float32"), ("deepseek_v32", "bfloat16")),
-    *(("deepseek_v4", "float32"), ("jamba", "float32"), ("minimax", "bfloat16")),
+    *(("qwen3_5", "bfloat16"), ("gpt_oss", "float32"), ("deepseek_v4", "float32"), ("jamba", "bfloat16")),
 }
 ALL = [(family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16")]
 # transformers' own cache for it is of no use for prompts in chunks, see docs/families.md.

@@ -49,6 +49,8 @@ def connect(own_server: Server) -> Iterator[Connect]:
 
 @pytest.fixture
 def client(own_client: httpx.Client) -> httpx.Client:
+    """With a connection for each request: an idle one would end when the server's clock is put forward."""
+    own_client.headers["Connection"] = "close"
     return own_client
 
 

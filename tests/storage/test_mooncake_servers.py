@@ -27,7 +27,8 @@ class Servers:
     def start(self, name: str) -> demo.Client:
         stack = self._stacks[name] = ExitStack()
         (self._folder / name).mkdir(exist_ok=True)
-        args = Namespace(model="builtin:tiny-hybrid", port=0, storage=f"mooncake://{MASTER}?metrics={METRICS}")
+        storage = f"mooncake://{MASTER}?metrics={METRICS}"
+        args = Namespace(model="builtin:tiny-hybrid", port=0, storage=storage, tokens_per_snapshot=0)
         return stack.enter_context(demo.server(args, self._folder / name, self._folder / f"{name}.log"))
 
     def stop(self, name: str) -> None:

@@ -71,8 +71,8 @@ class Room:
 
 
 def making_room(core: Core) -> bool:
-    """Whether evictions from the device wait for copies in flight."""
-    return any(op.leaving and op.edge == BACKUP for op in core.copies.ops.values())
+    """Whether evictions wait for copies in flight: from the device, or from the host that the device's pages go to."""
+    return core.backups.leaving()
 
 
 def copying(core: Core) -> bool:

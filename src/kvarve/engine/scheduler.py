@@ -307,8 +307,10 @@ class Scheduler(Generic[Each]):
         return stalled
 
     def _clear(self, task: Each) -> bool:
-        """All others that wait give back what they hold; whether there were any."""
-        coming = [other for other in self.coming if other is not task]
+        """Others that wait give back what they hold; whether there were any. A request that has its place keeps it from
+        those whose turn came later, or two of them would take it from each other for ever."""
+        earlier = self.coming.index(task) + 1 if task in self.coming else 0
+        coming = self.coming[earlier:]
         for other in coming:
             self._send_back(other)
         holders = [
