@@ -256,6 +256,7 @@ def answers_are_not_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "extend", lambda *_: None)
 
 
+LONG = pytest.mark.long  # the others show the same of every step
 EVERY_TIER = {"device", "host", "storage", "restart"}
 
 
@@ -263,29 +264,29 @@ EVERY_TIER = {"device", "host", "storage", "restart"}
     ("bug", "family", "step", "wrong"),
     [
         (a_state_one_channel_off, "lfm2", tiers, EVERY_TIER),
-        pytest.param(keys_one_token_off, "gemma3", tiers, EVERY_TIER, marks=pytest.mark.long),
-        pytest.param(index_keys_are_not_restored, "deepseek_v32", tiers, EVERY_TIER, marks=pytest.mark.long),
-        pytest.param(a_window_is_a_page_short, "gpt_oss", tiers, EVERY_TIER, marks=pytest.mark.long),
-        pytest.param(the_length_of_a_window_is_forgotten, "gemma3", tiers, EVERY_TIER, marks=pytest.mark.long),
-        pytest.param(nothing_is_ever_found, "qwen3", tiers, EVERY_TIER, marks=pytest.mark.long),
+        pytest.param(keys_one_token_off, "gemma3", tiers, EVERY_TIER, marks=LONG),
+        pytest.param(index_keys_are_not_restored, "deepseek_v32", tiers, EVERY_TIER, marks=LONG),
+        pytest.param(a_window_is_a_page_short, "gpt_oss", tiers, EVERY_TIER, marks=LONG),
+        pytest.param(the_length_of_a_window_is_forgotten, "gemma3", tiers, EVERY_TIER, marks=LONG),
+        pytest.param(nothing_is_ever_found, "qwen3", tiers, EVERY_TIER, marks=LONG),
         (pages_come_up_into_each_others_slots, "qwen3", tiers, EVERY_TIER - {"device"}),
-        pytest.param(everybody_shares_with_everybody, "qwen3", tiers, {"salt"}, marks=pytest.mark.long),
-        pytest.param(a_hit_is_the_least_of_the_pools_lengths, "lfm2", partial, {"partial"}, marks=pytest.mark.long),
+        pytest.param(everybody_shares_with_everybody, "qwen3", tiers, {"salt"}, marks=LONG),
+        pytest.param(a_hit_is_the_least_of_the_pools_lengths, "lfm2", partial, {"partial"}, marks=LONG),
         (a_key_is_of_its_page_alone, "qwen3", branches, {"branches"}),
-        pytest.param(nothing_is_kept_where_prompts_end, "lfm2", conversation, {"conversation"}, marks=pytest.mark.long),
+        pytest.param(nothing_is_kept_where_prompts_end, "lfm2", conversation, {"conversation"}, marks=LONG),
         (what_is_evicted_is_still_in_use, "lfm2", eviction, {"eviction"}),
         (who_gives_up_keeps_its_pins, "lfm2", abort, {"abort"}),
-        pytest.param(answers_change_each_others_rounding, "lfm2", together, {"together"}, marks=pytest.mark.long),
+        pytest.param(answers_change_each_others_rounding, "lfm2", together, {"together"}, marks=LONG),
         pytest.param(
             what_answers_computed_is_kept_whoever_asks, "lfm2", together, {"together"}, marks=pytest.mark.long
         ),
-        pytest.param(pages_are_known_in_every_chunk, "gpt_oss", together, {"together"}, marks=pytest.mark.long),
+        pytest.param(pages_are_known_in_every_chunk, "gpt_oss", together, {"together"}, marks=LONG),
         (answers_are_not_kept, "lfm2", answers, {"answers"}),
-        pytest.param(the_host_is_not_checked, "lfm2", damages, {"a bit in host"}, marks=pytest.mark.long),
+        pytest.param(the_host_is_not_checked, "lfm2", damages, {"a bit in host"}, marks=LONG),
         pytest.param(
             nothing_is_checked, "lfm2", damages, {"a bit in host", "a bit in storage"}, marks=pytest.mark.long
         ),
-        pytest.param(a_bad_page_stays_in_storage, "lfm2", damages, {"a bit in storage"}, marks=pytest.mark.long),
+        pytest.param(a_bad_page_stays_in_storage, "lfm2", damages, {"a bit in storage"}, marks=LONG),
         (nobody_reads_the_pages, "lfm2", damages, {"a page in device", "a page in host", "a sealed page in storage"}),
     ],
     ids=lambda it: getattr(it, "__name__", ""),

@@ -349,8 +349,8 @@ class PrefixCache:
         """Write what is dirty to storage, stop the lanes and close the storage, whole, all within `timeout_s`.
 
         Nothing waits for a storage that is down, and calls that hang on one that is down or detached are waited for
-        some seconds at most. What could not be stored is said in the log. `store` false: nothing more is asked of the core,
-        as it has broken a law and the bytes of a page may be another page's.
+        some seconds at most. What could not be stored is said in the log. `store` false: nothing more is asked of the
+        core, as it has broken a law and the bytes of a page may be another page's.
         """
         end = time.monotonic() + timeout_s
         close_s = min(CLOSE_S, timeout_s / 4)

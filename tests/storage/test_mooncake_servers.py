@@ -28,7 +28,7 @@ class Servers:
         stack = self._stacks[name] = ExitStack()
         (self._folder / name).mkdir(exist_ok=True)
         storage = f"mooncake://{MASTER}?metrics={METRICS}"
-        args = Namespace(model="builtin:tiny-hybrid", port=0, storage=storage, tokens_per_snapshot=0)
+        args = Namespace(model="builtin:tiny-hybrid", port=0, storage=storage, tokens_per_snapshot=None)
         return stack.enter_context(demo.server(args, self._folder / name, self._folder / f"{name}.log"))
 
     def stop(self, name: str) -> None:
