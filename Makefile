@@ -24,15 +24,15 @@ test: setup
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
-	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile
+	.venv/bin/python -m pytest --numprocesses 3 --dist loadfile
 
 # The same with what takes long: every family, every place to cut the power, ...; test-NAME does it for what is in
 # tests/NAME or tests/test_NAME*.py, for example test-storage.
 test-all: setup
-	.venv/bin/python -m pytest -m '' --numprocesses 2 --dist loadfile
+	.venv/bin/python -m pytest -m '' --numprocesses 3 --dist loadfile
 
 test-%: setup
-	.venv/bin/python -m pytest -m '' --numprocesses 2 --dist loadfile $(wildcard tests/$* tests/test_$**.py)
+	.venv/bin/python -m pytest -m '' --numprocesses 3 --dist loadfile $(wildcard tests/$* tests/test_$**.py)
 
 lint: setup
 	.venv/bin/ruff check --fix

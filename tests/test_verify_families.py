@@ -15,10 +15,8 @@ DRIVEN = [
     *("transformers", "cold", "device", "salt", "host", "storage", "restart", "mixed", "partial", "branches"),
     *("conversation", "eviction", "abort", "interleaved", "together", "answers", "damage"),
 ]
-# One of each kind of state in every run of the tests, and all of them in the long form.
-SHORT = {
-    *(("qwen3_5", "bfloat16"), ("gpt_oss", "float32"), ("deepseek_v4", "float32"), ("jamba", "bfloat16")),
-}
+# Of a state, a window and compressed entries in every run of the tests, and all of them in the long form.
+SHORT = {("qwen3_5", "bfloat16"), ("gpt_oss", "float32"), ("deepseek_v4", "float32")}
 ALL = [(family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16")]
 # transformers' own cache for it is of no use for prompts in chunks, see docs/families.md.
 LOSES_COUNT = {"minimax"}
