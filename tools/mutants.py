@@ -163,6 +163,8 @@ def run(copy: Path, tests: Sequence[str], limit_s: float) -> Run:
         return Run(found.get("running", "before any test"), f"hung for {limit_s:.0f} s")
     if process.returncode == 1 and "failed" in found:
         return Run(found["failed"], found["why"])
+    if process.returncode == 3 and "running" in found:  # INTERNALERROR, of a frame without a line that was interrupted
+        return Run(found["running"], "it failed in a way that pytest could not report")
     if process.returncode < 0 and "running" in found:
         return Run(found["running"], f"the process died of signal {-process.returncode}")
     if process.returncode != 0:

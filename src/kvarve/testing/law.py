@@ -27,10 +27,12 @@ def waits_in_vain(scheduler: Scheduler[Any]) -> str:
         return ""
     page = core.config.page_tokens
     too_large: list[tuple[int, int]] = []  # how often it has been passed, and when its room could be there
-    for task, wants, loose, room in _queued(scheduler):
+    for task, wants, loose, room in _asked(scheduler):
         if room is not None:
             too_large.append((scheduler.waiting.overtaken(task), room))
             continue
+        if task.lease.phase is not Phase.QUEUED:
+            continue  # it waits for a copy
         turns = _turns(task, core.config.chunk_tokens)
         if any(passed >= PASSED and turns > room for passed, room in too_large) or _is_behind(scheduler, task):
             continue
@@ -62,8 +64,11 @@ class Passes:
         if not _makes_room(scheduler.cache.core):
             self._rooms = [
                 (task, room)
-                for task, _, _, room in _queued(scheduler)
-                if room is not None and task.denied is None and not _is_behind(scheduler, task)
+                for task, _, _, room in _asked(scheduler)
+                if room is not None
+                and task.lease.phase is Phase.QUEUED
+                and task.denied is None
+                and not _is_behind(scheduler, task)
             ]
 
     def after(self, scheduler: Scheduler[Any]) -> str:
@@ -83,9 +88,9 @@ class Passes:
         return ""
 
 
-def _queued(scheduler: Scheduler[Any]) -> Iterator[tuple[Any, dict[int, int], dict[int, int], int | None]]:
-    """Of the line, those that wait for no copy: what each wants by chain, with growth; what could be had; and if that
-    is too little, after how many turns there could be room for it."""
+def _asked(scheduler: Scheduler[Any]) -> Iterator[tuple[Any, dict[int, int], dict[int, int], int | None]]:
+    """Of the line, those that do not wait for storage: what each wants by chain, with growth; what could be had; and if
+    that is too little, after how many turns there could be room for it."""
     core: Core = scheduler.cache.core
     here = [*scheduler.running, *scheduler.coming]
     page, chunk = core.config.page_tokens, core.config.chunk_tokens
@@ -98,7 +103,7 @@ def _queued(scheduler: Scheduler[Any]) -> Iterator[tuple[Any, dict[int, int], di
             loose[pool] -= _wants(core, task, pool, stuck)
     growth = sum(_grows(other, page) for other in here)
     for task in scheduler.waiting:
-        if task.lease.phase is Phase.QUEUED:
+        if task.lease.phase in (Phase.QUEUED, Phase.LOADING, Phase.READY):
             wants = {pool: _wants(core, task, pool, stuck) + growth for pool in loose}
             fits = all(wants[pool] <= loose[pool] for pool in loose)
             yield task, wants, loose, None if fits else _room_after(core, wants, loose, here, page, chunk)
