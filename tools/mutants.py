@@ -136,7 +136,7 @@ def run(copy: Path, tests: Sequence[str], limit_s: float) -> Run:
         "KVARVE_MUTANT": str(copy / "src"),
         "KVARVE_MUTANT_REPORT": str(report),
     }
-    words = ["-x", "-q", "-m", "", "-p", "mutant_plugin", "-p", "no:cacheprovider", "--import-mode=importlib"]
+    words = ["-x", "-q", "-p", "mutant_plugin", "-p", "no:cacheprovider", "--import-mode=importlib"]
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", *words, f"--timeout={TEST_S}", *tests],
         cwd=copy,
