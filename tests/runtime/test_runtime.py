@@ -393,7 +393,7 @@ def test_a_request_waits_for_a_stalled_storage_as_long_as_its_patience_and_no_lo
     store.reading.set()
     settle(cache)
     assert run(cache, LONG) == (ALL, 0, 0)
-    assert nothing_is_left(cache)
+    until(cache, lambda: nothing_is_left(cache))  # a storage that is back gets what it missed, whenever that is
 
 
 def test_what_arrives_after_patience_ran_out_is_kept_and_held_by_nobody(make: Make) -> None:
