@@ -224,7 +224,7 @@ class Scheduler(Generic[Each]):
                 self._turns(task),
                 self.waiting.overtaken(task),
                 self._grows(task),
-                task.denied == state or self._waits(task, heads, fetching),
+                task.denied == (state, needs) or self._waits(task, heads, fetching),
                 task.lease.phase in FROM_STORAGE,
             )
             for task, needs in zip(line, wanted, strict=True)
@@ -266,7 +266,7 @@ class Scheduler(Generic[Each]):
                 return
             if self.running:
                 self._send_back(task)
-                task.denied = self._state()
+                task.denied = self._state(), Room(self.cache.core).needs(task.lease, self._pages(task.length))
             elif not patient:
                 self._fail(task, STALLED)
             elif again:  # it may hold itself what has come to the device since it became ready
@@ -321,7 +321,7 @@ class Scheduler(Generic[Each]):
         return bool(coming or holders)
 
     def _state(self) -> object:
-        """What has to change before a request that found no room is tried again."""
+        """What has to change, or what the request needs, before one that found no room is tried again."""
         core = self.cache.core
         free = [len(core.shelves.free[pool]) for pool in core.shelves.chains]
         return free, len(core.copies.ops), len(self.running), len(self.coming)
