@@ -114,7 +114,8 @@ def test_copies_for_storage_do_not_chase_each_other_through_the_host() -> None:
     assert len(world.storage.objects) == 80 and world.core.counters.backed_up <= copied + 80
 
 
-def test_a_run_whose_stores_fail_is_tried_again_after_a_while_without_being_used() -> None:
+def with_a_run_that_storage_refuses() -> World:
+    """All stores of the first run have failed, until it was given up; those of all others have not."""
     world = World(config=config(ATTENTION, host=64, storage=True))
     write(world, 1)
     poison = world.log[0].pages[0].key
@@ -123,6 +124,11 @@ def test_a_run_whose_stores_fail_is_tried_again_after_a_while_without_being_used
         keys = {op: world.flying[op].pages[0].key for op in stores(world)}
         world.step([world.end(op, lost=-1 if key == poison else 0) for op, key in keys.items()], later_s=1.0)
     world.settle()
+    return world
+
+
+def test_a_run_whose_stores_fail_is_tried_again_after_a_while_without_being_used() -> None:
+    world = with_a_run_that_storage_refuses()
     assert world.core.counters.given_up == 1 and len(world.storage.objects) == 4 * 2 * TRIES
     assert world.core.idle() and world.core.dirty(), "it is known not to be stored, and nobody waits for it"
     world.step(later_s=PARKED_S)
@@ -146,14 +152,7 @@ def test_what_leaves_memory_unstored_is_counted_by_its_reason(down: bool) -> Non
 
 
 def test_what_is_parked_when_it_leaves_memory_is_counted_as_failed() -> None:
-    world = World(config=config(ATTENTION, host=64, storage=True))
-    write(world, 1)
-    poison = world.log[0].pages[0].key
-    for seed in range(2, 2 + 2 * TRIES):
-        write(world, seed)
-        keys = {op: world.flying[op].pages[0].key for op in stores(world)}
-        world.step([world.end(op, lost=-1 if key == poison else 0) for op, key in keys.items()], later_s=1.0)
-    world.settle()
+    world = with_a_run_that_storage_refuses()
     world.flush(DEVICE, HOST)
     assert world.core.counters.dropped_failed == 4 and world.core.counters.dropped_evicted == 0
 

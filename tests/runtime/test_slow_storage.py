@@ -203,8 +203,8 @@ def test_a_put_that_hangs_costs_no_hit_on_the_device(make: Make) -> None:
     assert hits == [8] * 20
 
 
-@pytest.mark.parametrize("detached", [True, False], ids=["detached", "down"])
-def test_a_call_that_hangs_on_a_storage_that_is_gone_keeps_nobody_from_flushing(make: Make, detached: bool) -> None:
+def whose_put_hangs(make: Make, detached: bool) -> tuple[PrefixCache, HungPuts]:
+    """A cache of which a put hangs on its storage, which is detached since, or down."""
     store, clock = HungPuts(a_region()), Clock()
     cache = make(store, clock, storage_deadline_s=1.0)
     run(cache, prompt(8.5))
@@ -214,6 +214,12 @@ def test_a_call_that_hangs_on_a_storage_that_is_gone_keeps_nobody_from_flushing(
     else:
         clock.now += 2.0
     until(cache, lambda: not cache.core.copies.storage)
+    return cache, store
+
+
+@pytest.mark.parametrize("detached", [True, False], ids=["detached", "down"])
+def test_a_call_that_hangs_on_a_storage_that_is_gone_keeps_nobody_from_flushing(make: Make, detached: bool) -> None:
+    cache, _ = whose_put_hangs(make, detached)
     assert cache.core.copies.ops, "the call hangs"
     before = cache.now()
     assert cache.flush([Tier.DEVICE], timeout_s=1e9) > 0
@@ -225,15 +231,7 @@ def test_a_shutdown_gives_calls_that_hang_on_a_storage_that_is_gone_a_moment_and
     make: Make, detached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runtime, "CLOSE_S", 0.1)
-    store, clock = HungPuts(a_region()), Clock()
-    cache = make(store, clock, storage_deadline_s=1.0)
-    run(cache, prompt(8.5))
-    until(cache, store.hung.is_set)
-    if detached:
-        cache.detach()
-    else:
-        clock.now += 2.0
-    until(cache, lambda: not cache.core.copies.storage)
+    cache, store = whose_put_hangs(make, detached)
     ended = threading.Event()
     closing = threading.Thread(target=lambda: (cache.shutdown(1000.0), ended.set()), daemon=True)
     closing.start()

@@ -7,7 +7,7 @@ answer by more than a chunk. A deterministic engine computes everything alone an
 so that an answer depends, to the last bit, on its prompt alone.
 
 What goes wrong in a request (its model, its text, whoever listens) ends that request. What goes wrong in the cache ends
-the engine, for nobody knows then whose a page is. Either way every request that was accepted gets one last piece.
+the engine, since no page can be trusted to its owner then. Either way every accepted request gets one last piece.
 """
 
 import logging
@@ -290,12 +290,12 @@ class Engine:
         while not self._calls.empty():
             try:
                 self._calls.get()()
-            except Exception as e:  # noqa: BLE001
+            except Exception as e:  # noqa: BLE001  one failing call must not keep the others from their last pieces
                 self._break(e)
         try:
             for job in [*self._jobs.values()] if not self.broken else ():
                 self._end(job, Finish.ABORT)
-        except Exception as e:  # noqa: BLE001
+        except Exception as e:  # noqa: BLE001  the engine is broken then, and `_tell_all` says so to all that wait
             self._break(e)
         self._tell_all()
 

@@ -117,7 +117,7 @@ def _turns(task: Task, chunk: int) -> int:
 
 def _makes_room(core: Core) -> bool:
     """Evictions that have begun and wait for copies: who seems to fit may wait for those."""
-    return any(op.leaving for op in core.copies.ops.values())
+    return any(op.leaving and op.edge[0] is Tier.DEVICE for op in core.copies.ops.values())
 
 
 def _is_behind(scheduler: Scheduler[Any], task: Task) -> bool:
