@@ -9,6 +9,7 @@ import pytest
 RATIOS = {"put_over_raw", "get_over_raw", "holds_over_raw", "restore_over_raw"}
 
 
+@pytest.mark.long
 def test_a_quick_run_measures_both_ways(quick: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent.parent / "storage")
     from mooncake_cluster import require_mooncake

@@ -166,18 +166,18 @@ def test_of_salts_that_have_come_and_gone_nothing_stays(opened):
             if number % 3 == 0:
                 storage.delete([f"{salt(number)}-{page}" for page in range(70)])
 
-    come_and_go(0, 80)
+    come_and_go(0, 70)
     gc.collect()
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        come_and_go(1000, 1200)
+        come_and_go(1000, 1100)
         gc.collect()
         grown = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    print(f"{grown} bytes for 200 salts")
-    assert grown < 600_000
+    print(f"{grown} bytes for 100 salts")
+    assert grown < 300_000
     books = storage._books
     there_now = {name.partition("-")[0] for name in books.index}
     assert books._of_group.keys() == there_now
