@@ -381,6 +381,23 @@ def test_a_page_with_a_bad_copy_in_the_host_may_leave_when_a_good_one_has_taken_
     assert world.hit(prompt(4)) == (0, 4) and world.resident(DEVICE) == 0
 
 
+def test_a_state_with_a_bad_copy_in_the_host_gives_its_room_though_that_copy_is_still_read() -> None:
+    world = World(config=config(ATTENTION, STATE, device=8, host=64))
+    world.request(prompt(4))
+    world.flush(DEVICE)
+    world.rot(HOST, 3, prompt(4), pool=1)
+    one, two = world.start(prompt(4)), world.start(prompt(4))
+    first, second = world.flying
+    world.step([world.end(first)])
+    world.close(two)  # whose copy goes on
+    world.compute(one, rest=False)
+    assert world.resident(DEVICE, pool=1) == 1
+    world.flush(DEVICE)
+    assert world.resident(DEVICE, pool=1) == 0
+    world.step([world.end(second)])
+    assert world.hit(prompt(4)) == (0, 0), "there was none but the bad one"
+
+
 def test_a_bad_host_page_is_replaced_by_the_one_in_storage() -> None:
     world = World(config=config(ATTENTION, host=64, storage=True))
     world.request(prompt(4))
