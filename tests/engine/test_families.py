@@ -112,6 +112,20 @@ def filled(cache: PrefixCache, model: Any, layout: StateLayout, prompt: Tensor) 
     return cold
 
 
+def test_a_chunk_that_is_not_whole_takes_no_slot() -> None:
+    """Its pages are full, but no other prompt could be known by them: keys are bound to whole chunks."""
+    model, layout = a_model("qwen3", torch.float32)
+    tokens = layout.chunk_tokens + 2 * layout.page_tokens
+    prompt = torch.randint(VOCAB, (1, tokens), generator=torch.Generator().manual_seed(7))
+    with a_cache(layout, torch.float32) as cache:
+        lease = claimed(cache, prompt[0].tolist())
+        workspace = resumed(cache, lease, layout, tokens, "cpu")
+        compute(model, workspace, prompt, decoded=0, kept=(cache, lease))
+        cache.close(lease)
+        used = [level for name, level in cache.stats().items() if name.startswith("used.device.")]
+        assert used == [layout.chunk_tokens // layout.page_tokens]
+
+
 @every_dtype
 @every_family
 def test_from_any_boundary_out_of_storage_the_logits_are_those_of_the_cold_run(family: str, dtype: torch.dtype) -> None:
