@@ -287,6 +287,7 @@ def test_what_was_changed_is_heard_of_though_the_call_that_heard_of_it_was_inter
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(other._books, "forget", forget)
         other.exists(names(base))
+    assert not any(other.exists(names(there)))
     assert all(store(other, there))
     one.close()
     other.close()
