@@ -72,6 +72,18 @@ def test_in_a_rolling_restart_neither_of_two_models_loses_what_it_used_lately(op
     other.close()
 
 
+def test_a_model_that_writes_on_evicts_its_own_pages_before_slightly_older_ones_of_an_idle_model(opened):
+    disk = Clockwork()
+    idle, lately = opened(CAPACITY, disk=disk), names("a", 0, 20)
+    fill(idle, disk, lately)
+    idle.close()
+    busy = opened(CAPACITY, OTHER_LABEL, "model B", disk=disk)
+    fill(busy, disk, names("b", 0, 130))
+    assert busy.usage().evicted > 20
+    again = opened(CAPACITY, disk=disk)
+    assert kept(again, lately) == 20
+
+
 def test_the_first_page_of_a_model_does_not_cost_another_one_all_it_has(opened):
     disk = Clockwork()
     before = full(opened, disk)
