@@ -88,13 +88,14 @@ DAMAGES += ["no table", "a model's name", "no name", "no clock", "no changes", "
 
 
 @pytest.fixture
-def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def read_only(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A file system that is mounted read-only, or another user's: nothing is opened for writing, made or removed; and
-    nobody is kept from a lock."""
-    really, locked = os.open, fcntl.flock
+    nobody is kept from a lock. The files that somebody would have opened for writing."""
+    really, locked, tried = os.open, fcntl.flock, list[str]()
 
     def guarded(path, flags, *args, **how):
         if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC):
+            tried.append(str(path))
             raise OSError(30, "Read-only file system", str(path))
         return really(path, flags, *args, **how)
 
@@ -110,6 +111,7 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("pwrite", "pwritev", "ftruncate", "truncate", "posix_fallocate", "mkdir", "rmdir", "rename", "unlink"):
         monkeypatch.setattr(os, name, refused)
     monkeypatch.setattr(os, "access", lambda path, mode, **how: not mode & os.W_OK)
+    return tried
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
@@ -130,6 +132,7 @@ def test_looking_works_where_nothing_can_be_written(store_of_two, read_only, cap
     told = capsys.readouterr()
     assert told.err == ""
     assert everything(store_of_two) == before
+    assert read_only == []
 
 
 def test_looking_at_an_open_store_takes_no_number_and_is_in_nobodys_way(tmp_path):
