@@ -144,11 +144,11 @@ def insert_rows(page: int, pools: int, tree: int, quick: bool) -> list[dict[str,
         for case, (wall, cpu) in times.items():
             rows.append({"bench": "insert", **base, "prompt_tokens": length, "case": case} | summary(wall, cpu))
     calls = max(1, tree // 2 // 2048)
-    places = [cache.shelves.place(Tier.DEVICE, pool) for pool in range(pools)]
+    places = [cache.slot_pools.place(Tier.DEVICE, pool) for pool in range(pools)]
 
     def evict() -> None:
         for place in places:
-            cache.shelves.evict(place, 2048 // page)
+            cache.slot_pools.evict(place, 2048 // page)
 
     rows.append({"bench": "evict", **base, "prompt_tokens": 2048, "case": "2048_a_call"} | timed(evict, calls))
     return rows
@@ -189,7 +189,7 @@ def ten_times(page: int, tree: int) -> dict[str, float]:
         request(cache, prompt)
     works: dict[str, list[Callable[[], object]]] = {
         "match_10x_tree": [lambda cache=cache: cache.lookup(ROOT, prompt) for cache in trees],
-        "evict_10x_tree": [lambda cache=cache: cache.shelves.evict(0, 2048 // page) for cache in trees],
+        "evict_10x_tree": [lambda cache=cache: cache.slot_pools.evict(0, 2048 // page) for cache in trees],
     }
     ratios = {}
     for name, (small, large) in works.items():

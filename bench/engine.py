@@ -38,7 +38,7 @@ from kvarve.config import CacheConfig
 from kvarve.engine.engine import Engine
 from kvarve.engine.job import Job
 from kvarve.engine.model import LoadedModel, forward, keeping_answers, load_model
-from kvarve.engine.requests import Piece, Request, Sampling
+from kvarve.engine.requests import OutputChunk, Request, Sampling
 from kvarve.engine.state import Workspace
 from kvarve.model import Tier
 from kvarve.runtime import PrefixCache
@@ -82,10 +82,10 @@ class Timed:
         self.token_s: list[float] = []  # of each token but the first
         self._between, self._went_on = between, 0.0
         self._done = threading.Event()
-        self.piece: Piece | None = None
+        self.piece: OutputChunk | None = None
         self.request = Request(prompt, Sampling(most, ignore_eos=True), deliver=self._take)
 
-    def _take(self, piece: Piece) -> None:
+    def _take(self, piece: OutputChunk) -> None:
         self.came.append(time.perf_counter())
         if self.tokens:
             self.token_s.append(self.came[-1] - self._went_on)

@@ -62,7 +62,7 @@ class Shape:
 
 
 class Ids:
-    """Hands out ids, and makes prompts longer by so many tokens."""
+    """TransferEngine out ids, and makes prompts longer by so many tokens."""
 
     def __init__(self, dice: random.Random) -> None:
         self.dice, self._next = dice, count()

@@ -25,7 +25,7 @@ from kvarve.config import CacheConfig
 from kvarve.core.lease import Lease, Phase
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import keeping_answers, load_model
-from kvarve.engine.requests import Piece, Request, Sampling
+from kvarve.engine.requests import OutputChunk, Request, Sampling
 from kvarve.model import Tier
 from kvarve.runtime import PrefixCache
 from kvarve.server.serve import quiet_libraries
@@ -92,7 +92,7 @@ class Spell:
             _, _, last = other.result(LONG_S)
             assert not last.error, last.error
 
-    def _take(self, piece: Piece) -> None:
+    def _take(self, piece: OutputChunk) -> None:
         now = time.perf_counter()
         self.came.append(now)
         if now > self._end:

@@ -35,8 +35,8 @@ import torch
 from common import arguments, machine, show, watched, write_json
 from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES, Stamp
 from kvarve.storage import FileStorage
-from kvarve.transfer.depot import WORKERS
 from kvarve.transfer.lanes import TOGETHER
+from kvarve.transfer.storage_connection import WORKERS
 from pretend import PROMPT_BYTES, PROMPT_TOKENS, Restore
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

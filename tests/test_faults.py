@@ -14,13 +14,13 @@ import kvarve.engine.engine as engine_module
 from kvarve.config import CacheConfig
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import LoadedModel
-from kvarve.engine.requests import Request, Sampling, Usage
+from kvarve.engine.requests import Request, Sampling, StorageUsage
 from kvarve.engine.state import StateLayout, Workspace
-from kvarve.keys import extend, object_name, pack, root_key, seal
+from kvarve.keys import bind_to_chunk, extend, object_name, pack, root_key
 from kvarve.memory.record import HEADER_BYTES, Stamp
 from kvarve.model import ModelIdentity
 from kvarve.runtime import PrefixCache
-from kvarve.storage import FileStorage, care
+from kvarve.storage import FileStorage, maintenance
 from kvarve.testing.models import byte_tokenizer, tiny_model
 
 PAGE, CHUNK = 16, 64
@@ -62,7 +62,7 @@ class Stored:
 
     def write_bytes(self, data: bytes) -> None:
         with self.folder.beside() as storage:
-            slab, row = storage._books.place(self.name)
+            slab, row = storage._index.place(self.name)
             if len(data) == slab.length[row]:
                 with slab.path.open("r+b") as file:
                     file.seek(slab.shape.slot_at(row))
@@ -101,7 +101,7 @@ class Folder:
         meanwhile()
         self.engine = self.opened()
 
-    def ask(self, seed: int) -> tuple[list[int], dict[int, Tensor], Usage]:
+    def ask(self, seed: int) -> tuple[list[int], dict[int, Tensor], StorageUsage]:
         self._logits = {}
         request = Request(a_prompt(seed), Sampling(DECODED, ignore_eos=True))
         _, tokens, last = self.engine.submit(request).result(LONG_S)
@@ -114,16 +114,16 @@ class Folder:
         return self.engine.cache.core.counters
 
     def key(self, seed: int, page: int) -> bytes:
-        return extend(root_key(self.namespace), seal(pack(a_prompt(seed)), PAGE, CHUNK), PAGE)[page]
+        return extend(root_key(self.namespace), bind_to_chunk(pack(a_prompt(seed)), PAGE, CHUNK), PAGE)[page]
 
     def beside(self) -> AbstractContextManager[FileStorage]:
         """The same store, opened by somebody else."""
         return closing(FileStorage(self.path, 1 << 30, self.namespace, str(self.model.identity)))
 
     def everything(self) -> list[Stored]:
-        (model,) = care.models(self.path)
-        with care.visit(self.path, model) as visit:
-            return [Stored(self, each.name) for each in visit.objects()]
+        (model,) = maintenance.models(self.path)
+        with maintenance.inspect(self.path, model) as inspection:
+            return [Stored(self, each.name) for each in inspection.objects()]
 
     def file(self, pool: str, seed: int, page: int) -> Stored:
         return Stored(self, object_name(root_key(self.namespace), self.key(seed, page), pool))
@@ -200,7 +200,7 @@ def test_a_damaged_file_costs_time_and_nothing_else_and_is_made_good(
         assert folder.is_good(*other)
         fault(folder.file(*victim), folder.file(*other))
 
-    def same(seed: int) -> Usage:
+    def same(seed: int) -> StorageUsage:
         tokens, logits, usage = folder.ask(seed)
         expected, cold_logits, _ = cold[seed]
         assert tokens == expected
@@ -215,14 +215,14 @@ def test_a_damaged_file_costs_time_and_nothing_else_and_is_made_good(
         if any(of == seed for _, of, _ in hurt):
             assert usage.cached < HIT
         else:
-            assert usage == Usage(PROMPT, DECODED, 0, 0, HIT)
+            assert usage == StorageUsage(PROMPT, DECODED, 0, 0, HIT)
     assert folder.counters.bad_storage == (0 if fault is delete else len(hurt))
 
     assert folder.engine.settle(LONG_S)
     assert all(folder.is_good(*page) for page in hurt), "not there again"
     folder.restart()
     for seed in (1, 2):
-        assert same(seed) == Usage(PROMPT, DECODED, 0, 0, HIT)
+        assert same(seed) == StorageUsage(PROMPT, DECODED, 0, 0, HIT)
     assert folder.counters.bad_storage == 0
 
 
@@ -239,9 +239,9 @@ def test_a_folder_of_nothing_but_damage_is_an_empty_one(folder: Folder) -> None:
         tokens, logits, usage = folder.ask(1)
         assert tokens == cold[0]
         assert all(torch.equal(found, cold[1][position]) for position, found in logits.items())
-    assert usage == Usage(PROMPT, DECODED, HIT, 0, 0)
+    assert usage == StorageUsage(PROMPT, DECODED, HIT, 0, 0)
     folder.restart()
-    assert folder.ask(1)[2] == Usage(PROMPT, DECODED, 0, 0, HIT)
+    assert folder.ask(1)[2] == StorageUsage(PROMPT, DECODED, 0, 0, HIT)
 
 
 @pytest.mark.parametrize("folder", ["qwen3_5"], indirect=True)

@@ -14,12 +14,12 @@ FLOORS = (
     {"memory", "transfer", "storage", "ranks"},  # hands
     {"runtime", "admin", "metrics", "config", "balance"},  # the house
     {"engine", "simulate"},
-    {"cli", "__main__", "caretaker", "server", "bench", "demo", "verify", "integrations"},  # guests
+    {"cli", "__main__", "storage_cli", "server", "bench", "demo", "verify", "integrations"},  # guests
 )
 WORDS, CORE, HANDS = FLOORS[0], FLOORS[1], FLOORS[2]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 
-# Hands do not know each other; only the lanes between two of them do.
+# TransferEngine do not know each other; only the lanes between two of them do.
 HANDS_MAY_USE = {"transfer": {"memory", "storage"}}
 
 NOT_PURE = {"time", "threading", "socket", "logging", "random", "os", "torch", "asyncio", "subprocess", "secrets"}

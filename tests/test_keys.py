@@ -7,7 +7,17 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvarve.keys import KEY_BYTES, TOKEN_BYTES, extend, group_name, object_name, pack, parse_object_name, root_key, seal
+from kvarve.keys import (
+    KEY_BYTES,
+    TOKEN_BYTES,
+    bind_to_chunk,
+    extend,
+    group_name,
+    object_name,
+    pack,
+    parse_object_name,
+    root_key,
+)
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 PAGES = st.integers(1, 5)
@@ -149,7 +159,7 @@ def test_sealed_prompts_share_whole_chunks_and_no_page_of_another(
     one: list[int], other: list[int], page: int, per_chunk: int
 ) -> None:
     chunk = page * per_chunk
-    left, right = (seal(pack(tokens), page, chunk) for tokens in (one, other))
+    left, right = (bind_to_chunk(pack(tokens), page, chunk) for tokens in (one, other))
     assert len(left) == len(one) * TOKEN_BYTES
     whole = len(one) // chunk * chunk
     assert left[whole * TOKEN_BYTES :] == pack(one[whole:]), "what no whole chunk holds stays as it is"

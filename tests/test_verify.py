@@ -19,7 +19,7 @@ from torch import Tensor
 import kvarve.engine.state
 import kvarve.keys
 import kvarve.runtime
-import kvarve.transfer.hands
+import kvarve.transfer.engine
 import kvarve.verify.damage
 import kvarve.verify.prover
 import kvarve.verify.requests
@@ -34,7 +34,7 @@ from kvarve.errors import ConfigError
 from kvarve.keys import root_key
 from kvarve.model import BufferSpec, PoolSpec
 from kvarve.runtime import PrefixCache
-from kvarve.storage import care
+from kvarve.storage import maintenance
 from kvarve.testing.models import save_checkpoint, tiny_model
 from kvarve.verify.damage import damages, spoil
 from kvarve.verify.paths import abort, branches, conversation, deepest, eviction, partial, tiers
@@ -183,17 +183,17 @@ def a_key_is_of_its_page_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def pages_come_up_into_each_others_slots(patch: pytest.MonkeyPatch) -> None:
-    right = kvarve.transfer.hands.to_device
+    right = kvarve.transfer.engine.to_device
 
     def to_device(host: Any, device: Any, slots: Any) -> None:
         far, near = zip(*pairs, strict=True) if (pairs := [*slots]) else ((), ())
         right(host, device, zip(far, near[1:] + near[:1], strict=True))
 
-    patch.setattr(kvarve.transfer.hands, "to_device", to_device)
+    patch.setattr(kvarve.transfer.engine, "to_device", to_device)
 
 
 def pages_are_known_in_every_chunk(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kvarve.runtime, "seal", lambda packed, *_: packed)
+    patch.setattr(kvarve.runtime, "bind_to_chunk", lambda packed, *_: packed)
 
 
 def nothing_is_kept_where_prompts_end(patch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def what_is_evicted_is_still_in_use(patch: pytest.MonkeyPatch) -> None:
 def who_gives_up_keeps_its_pins(patch: pytest.MonkeyPatch) -> None:
     def close(self: Core, lease: Lease) -> None:
         if lease.phase is Phase.READY and lease.done < lease.pages:
-            lease.rests = 0
+            lease.prefix_pins = 0
         right(self, lease)
 
     right = Core.close
@@ -220,7 +220,7 @@ def nobody_reads_the_pages(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_host_is_not_checked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kvarve.transfer.hands.Hands, "_intact", lambda *_: True)
+    patch.setattr(kvarve.transfer.engine.TransferEngine, "_intact", lambda *_: True)
 
 
 def nothing_is_checked(patch: pytest.MonkeyPatch) -> None:
@@ -349,9 +349,9 @@ def test_a_storage_of_ones_own_is_left_as_it_was(
     verify("lfm2", "--storage", f"file://{store}?capacity=64MiB")
     assert verify.wrong() == set()
     assert verify.report["paths"][-1]["resumed"]["storage"] > 0
-    (model,) = care.models(store)
-    with care.visit(store, model) as visit:
-        assert visit.objects() == []
+    (model,) = maintenance.models(store)
+    with maintenance.inspect(store, model) as inspection:
+        assert inspection.objects() == []
 
 
 def test_without_damage_nothing_is_proved(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:

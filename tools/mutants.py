@@ -2,7 +2,7 @@
 
 The mistakes are data: mutants.toml says for each what is wrong, which text of which file becomes which other text, and
 which tests are likely to notice, so that a kill comes quickly. If those notice nothing the whole suite of the core and
-its hands runs, and what nothing notices has survived: a test is missing. A mutant whose text does not occur exactly
+its transfers runs, and what nothing notices has survived: a test is missing. A mutant whose text does not occur exactly
 once in its file any more is a failure too: the code has moved on, and nobody knows whether its test has.
 
     python tools/mutants.py                            # all of them; exit code 1 unless every one is killed

@@ -25,7 +25,7 @@ OnItsThread = Callable[[Callable[[], Change], float], Change]
 
 
 class Admin:
-    """Changes the storage of one cache. `on_its_thread(call, seconds)` has the cache's thread do something."""
+    """SequenceLock the storage of one cache. `on_its_thread(call, seconds)` has the cache's thread do something."""
 
     def __init__(self, cache: PrefixCache, on_its_thread: OnItsThread) -> None:
         self._cache, self._on_its_thread = cache, on_its_thread
@@ -44,7 +44,7 @@ class Admin:
             return told
         usage, trouble = None, attached.storage.last_error
         try:
-            usage = attached.depot.usage()
+            usage = attached.connection.usage()
         except StorageError as e:
             trouble = str(e)
         counters = cache.core.counters
@@ -73,7 +73,7 @@ class Admin:
                     "late": lane.counts.late,
                     "refused": lane.counts.refused,
                 }
-                for lane in attached.depot.lanes.values()
+                for lane in attached.connection.lanes.values()
             },
             "counts": dict(attached.storage.counts),
         }
@@ -118,7 +118,7 @@ class Admin:
             raise Busy("the engine is too busy to change its storage; it may still do so") from None
         except Exception as e:  # noqa: BLE001  it may be a bug of ours; the caller is told
             if change.attached is not None:
-                change.attached.depot.closed.wait(CLOSED_S)
+                change.attached.connection.closed.wait(CLOSED_S)
             raise _ours(e, "the storage could not be changed") from None
         told = self.status() | {"changing": False}
         return told if before is None else told | {"previous_closed": before.closed.wait(CLOSED_S)}

@@ -349,9 +349,9 @@ def _ask_server(method: str, args: argparse.Namespace, body: dict[str, Any] | No
 
 
 def _storage_care(args: argparse.Namespace) -> int:
-    from kvarve import caretaker
+    from kvarve import storage_cli
 
-    return caretaker.main(args)
+    return storage_cli.main(args)
 
 
 def _demo(args: argparse.Namespace) -> int | None:

@@ -27,7 +27,7 @@ def pack(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
     return ids.astype("<u4").tobytes()
 
 
-def seal(packed: bytes, page_tokens: int, chunk_tokens: int) -> bytes:
+def bind_to_chunk(packed: bytes, page_tokens: int, chunk_tokens: int) -> bytes:
     """Packed tokens by which a page is known only in its own chunk: what it is kept for depends on all of that chunk.
 
     A model computes a chunk at once, and the last bits of a token's keys and values can depend on all tokens of it: an

@@ -18,7 +18,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from kvarve.storage.base import Usage
+from kvarve.storage.base import StorageUsage
 
 # Seconds. A warm prompt takes milliseconds on a small model, a cold long one minutes on this kind of engine.
 TTFT_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -86,7 +86,7 @@ class Snapshot:
     cached_tokens: Mapping[str, int]  # by tier
     ttft_s: Histogram
     cache: Mapping[str, float]  # PrefixCache.stats()
-    storage: Usage | None
+    storage: StorageUsage | None
     storage_up: bool | None = None  # None: there is none
     tokenizing: int = 0
     connections: int | None = None
@@ -181,7 +181,7 @@ def _cache(stats: Mapping[str, float]) -> Iterator[Metric]:
     help_text = "Of the bytes stored lately (in a pause: of the sample), the share that was used."
     yield _gauge("kvarve_offload_used_ratio", help_text, stats["offload_used_share"])
     help_text = "1 while nothing is stored for a moment, since storage has failed."
-    yield _gauge("kvarve_stores_resting", help_text, stats["stores_resting"])
+    yield _gauge("kvarve_stores_backing_off", help_text, stats["stores_backing_off"])
     bad = {tier: stats[f"bad_{tier}"] for tier in ("host", "storage")}
     yield _by("kvarve_bad_pages", "Pages that failed their check when read, by the tier they lay in.", ("tier",), bad)
     for name, (metric, help_text) in _PAGE_COUNTERS.items():
@@ -195,7 +195,7 @@ def _cache(stats: Mapping[str, float]) -> Iterator[Metric]:
     yield _by("kvarve_lane_failures", help_text, ("lane",), failed)
 
 
-def _storage(usage: Usage) -> Iterator[Metric]:
+def _storage(usage: StorageUsage) -> Iterator[Metric]:
     yield _gauge("kvarve_storage_bytes", "Bytes of objects in storage.", usage.bytes)
     yield _gauge("kvarve_storage_objects", "Objects in storage, one per page and pool.", usage.objects)
     if usage.capacity_bytes is not None:

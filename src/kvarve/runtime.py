@@ -1,4 +1,4 @@
-"""`PrefixCache`, the one class that an engine needs: the pure core, its hands and a clock.
+"""`PrefixCache`, the one class that an engine needs: the pure core, a transfer engine and a clock.
 
 One thread (the engine's) calls it; the lanes' threads only ever touch slots that the core gave them.
 """
@@ -21,17 +21,17 @@ from kvarve.core.cache import Core, Hit
 from kvarve.core.lease import Lease
 from kvarve.core.policies import WritePolicy
 from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
-from kvarve.keys import TOKEN_BYTES, pack, root_key, seal
+from kvarve.keys import TOKEN_BYTES, bind_to_chunk, pack, root_key
 from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.machine import device_bytes, host_bytes, on_host
 from kvarve.memory.record import whole
 from kvarve.model import MEMORY_TIERS, ModelIdentity, PoolSpec, Tier
-from kvarve.ranks.agreement import Agreement, Alone, Wish
+from kvarve.ranks.agreement import Agreement, Alone, Proposal
 from kvarve.sizes import format_size
-from kvarve.storage import Breaker, Storage, Tiers, Usage, check_storage, open_storage
+from kvarve.storage import Breaker, Storage, StorageUsage, Tiers, check_storage, open_storage
 from kvarve.storage.urls import SCHEMES, parse_urls
-from kvarve.transfer.depot import Depot
-from kvarve.transfer.hands import Hands
+from kvarve.transfer.engine import TransferEngine
+from kvarve.transfer.storage_connection import StorageConnection
 
 log = logging.getLogger(__name__)
 
@@ -105,18 +105,20 @@ class Attached:
 
     urls: tuple[str, ...]
     storage: Breaker | Tiers
-    depot: Depot
+    connection: StorageConnection
 
 
 @dataclass
 class Change:
     """A storage that is to come in place of what there is; None: that one is to go. Made in a step, or not at all."""
 
-    wish: Wish
+    proposal: Proposal
     attached: Attached | None
     config: CacheConfig  # from then on
     back_up: bool
-    made: "Future[Depot | None]" = field(default_factory=Future)  # what it took the place of, or why it was not made
+    made: "Future[StorageConnection | None]" = field(
+        default_factory=Future
+    )  # what it took the place of, or why it was not made
     until: float | None = None  # by the time that the ranks agree on; None before they have met
     why: KvarveError | None = None  # this rank cannot make it
 
@@ -160,7 +162,7 @@ class PrefixCache:
         opened = storage is None and bool(config.storages)
         if opened:
             storage = self._open(config, answers=False)
-        self._hands = Hands(
+        self._transfers = TransferEngine(
             self.pools,
             self._device,
             self._host,
@@ -177,7 +179,7 @@ class PrefixCache:
         self.attached: Attached | None = None
         if storage is not None:
             self.attached = self._guarded(storage, config.storages)
-            self._hands.attach(self.attached.depot)
+            self._transfers.attach(self.attached.connection)
             if opened:
                 self.attached.storage.look()  # one that does not answer yet is no reason not to start
 
@@ -237,8 +239,8 @@ class PrefixCache:
 
     def room_tokens(self) -> int:
         """How many tokens of a single sequence fit on the device at most."""
-        shelves = self.core.shelves
-        pages = min((shelves.capacity[pool] for pool in shelves.chains), default=1 << 40)
+        slot_pools = self.core.slot_pools
+        pages = min((slot_pools.capacity[pool] for pool in slot_pools.chains), default=1 << 40)
         return pages * self.identity.page_tokens
 
     def seats(self, lease: Lease, pool: str, start: int = 0) -> list[int]:
@@ -292,8 +294,8 @@ class PrefixCache:
 
     def step(self) -> None:
         """Once per scheduler turn: take in what has ended, send what is to be done next."""
-        wish = None if self._change is None else self._change.wish
-        turn = self._agreement.agree(self._hands.collect(), self._clock(), self.up, wish)
+        proposal = None if self._change is None else self._change.proposal
+        turn = self._agreement.agree(self._transfers.collect(), self._clock(), self.up, proposal)
         self._now = turn.now
         while self._early:
             self._early.pop().postpone(self._now)
@@ -308,11 +310,11 @@ class PrefixCache:
     def wait(self, timeout_s: float) -> bool:
         """Sleep until something has ended, a request's patience has, or `wake` was called; at most `timeout_s`."""
         patience_s = max(LEAST_WAIT_S, self.core.patience_ends() - self._clock())
-        return self._hands.ends.wait(min(timeout_s, patience_s)) or patience_s <= timeout_s
+        return self._transfers.ends.wait(min(timeout_s, patience_s)) or patience_s <= timeout_s
 
     def wake(self) -> None:
         """End a `wait`, from any thread."""
-        self._hands.ends.wake()
+        self._transfers.ends.wake()
 
     def settle(self, timeout_s: float = 30.0) -> bool:
         """Step until every copy has ended and every backup has been written; False if pages that the write policy wants
@@ -358,7 +360,7 @@ class PrefixCache:
             self._store_all(timeout_s - 2 * close_s)
         if self._change is not None:
             self._refuse(self._change, Busy("the cache is shutting down"))
-        self._hands.close(max(0.0, end - time.monotonic()), close_s, self.core.copies.storage)
+        self._transfers.close(max(0.0, end - time.monotonic()), close_s, self.core.copies.storage)
         if self.attached is not None:
             # Or each would keep the other, and all host memory with them, until a collection of garbage.
             self.attached.storage.changed = lambda: None
@@ -407,7 +409,7 @@ class PrefixCache:
         config = self._with(setting, prefetch, write)
         what = json.dumps([config.storages, prefetch, write, back_up])
         self._check_free()
-        return self._wish(Change(Wish(what), self._guarded(storage, config.storages), config, back_up))
+        return self._propose(Change(Proposal(what), self._guarded(storage, config.storages), config, back_up))
 
     def detach(self) -> Change:
         """Have the storage go, if there is one: it ends what was sent to it, and is closed, and nobody waits for that.
@@ -415,13 +417,13 @@ class PrefixCache:
         When, and whether on all ranks: as for `attach`. UnderWay: refused at once.
         """
         self._check_free()
-        return self._wish(Change(Wish("detach"), None, replace(self.config, storage=None), back_up=False))
+        return self._propose(Change(Proposal("detach"), None, replace(self.config, storage=None), back_up=False))
 
     def decline(self, why: KvarveError) -> Change:
         """Tell the other ranks that this one cannot make the change that all were asked for, so that they need not
         wait for it; `made` says `why`."""
         self._check_free()
-        return self._wish(Change(Wish("", ready=False), None, self.config, back_up=False, why=why))
+        return self._propose(Change(Proposal("", ready=False), None, self.config, back_up=False, why=why))
 
     def now(self) -> float:
         """What time it is by the cache's clock."""
@@ -436,7 +438,7 @@ class PrefixCache:
     def up(self) -> bool:
         """Whether what is attached to this rank answers; True if nothing is."""
         attached = self.attached
-        return attached is None or (attached.storage.up and not attached.depot.hangs())
+        return attached is None or (attached.storage.up and not attached.connection.hangs())
 
     def _with(self, setting: str | Sequence[str], prefetch: str | None, write: str | None) -> CacheConfig:
         """The settings with another storage, and other policies where they are given."""
@@ -465,13 +467,13 @@ class PrefixCache:
             deadline_s = self.config.storage_deadline_s
             close_s = min(CLOSE_S, deadline_s)
             guarded = Breaker(storage, deadline_s=deadline_s, close_s=close_s, changed=self.wake, clock=self._clock)
-        return Attached(urls, guarded, self._hands.open_depot(guarded))
+        return Attached(urls, guarded, self._transfers.connect(guarded))
 
     def _check_free(self) -> None:
-        if self._change is not None and self._change.wish.ready:
+        if self._change is not None and self._change.proposal.ready:
             raise UnderWay("another change of the storage is under way")
 
-    def _wish(self, change: Change) -> Change:
+    def _propose(self, change: Change) -> Change:
         if self._change is not None:  # it declined something that nobody asks for any more
             self._refuse(self._change)
         self._change = change
@@ -480,7 +482,7 @@ class PrefixCache:
         return change
 
     def _decide(self, change: Change, granted: bool | None) -> bool:
-        """Make a change that all ranks wish, or give it up; whether it was made."""
+        """Make a change that all ranks proposal, or give it up; whether it was made."""
         if granted is None:
             change.until = self._now + CHANGE_S if change.until is None else change.until
             if self._now >= change.until:
@@ -496,7 +498,7 @@ class PrefixCache:
                 self.core.attach(change.back_up)
             else:
                 self.core.detach()
-            before = self._hands.attach(None if change.attached is None else change.attached.depot)
+            before = self._transfers.attach(None if change.attached is None else change.attached.connection)
         except Exception as e:
             self._refuse(change, e)
             raise
@@ -509,7 +511,7 @@ class PrefixCache:
         """Everything is as before."""
         self._change = None
         if change.attached is not None:
-            self._hands.retire(change.attached.depot)
+            self._transfers.retire(change.attached.connection)
         change.made.set_exception(change.why or why or Busy("another change took its place"))
 
     def _follow(self, up: bool) -> None:
@@ -538,13 +540,13 @@ class PrefixCache:
         stats["tokens_per_snapshot"] = _apart(self.identity, self.config)
         for place in self._places():
             stats[f"imbalance.{'.'.join(place)}"] = place in self._balance.found
-        for lane in self._hands.lanes:
+        for lane in self._transfers.lanes:
             stats[f"lane_waiting.{lane.name}"] = lane.waiting()
             stats[f"lane_failed.{lane.name}"] = lane.counts.failed + lane.counts.late + lane.counts.refused
             stats[f"lane_stuck_s.{lane.name}"] = lane.stuck_s()
         stats["offload_paused"] = self.core.governor.paused
         stats["offload_used_share"] = self.core.governor.used_share
-        stats["stores_resting"] = self.core.backups.resting()
+        stats["stores_backing_off"] = self.core.backups.backing_off()
         stats["leases"] = len(self.core.leases)
         return stats
 
@@ -558,23 +560,23 @@ class PrefixCache:
         for pool in self.pools:
             levels[f"page_bytes.{pool.name}"] = pool.payload_bytes
             levels[f"lookback.{pool.name}"] = pool.lookback or 0
-        shelves = self.core.shelves
+        slot_pools = self.core.slot_pools
         for number, place in enumerate(self._places()):
             name = ".".join(place)
-            levels[f"slots.{name}"] = shelves.capacity[number]
-            levels[f"used.{name}"] = shelves.capacity[number] - len(shelves.free[number])
-            levels[f"evicted.{name}"] = shelves.evicted[number]
+            levels[f"slots.{name}"] = slot_pools.capacity[number]
+            levels[f"used.{name}"] = slot_pools.capacity[number] - len(slot_pools.free[number])
+            levels[f"evicted.{name}"] = slot_pools.evicted[number]
         return levels
 
-    def usage(self) -> Usage | None:
+    def usage(self) -> StorageUsage | None:
         """What the storage holds, if there is one. From any thread, and in a moment even if it hangs: then it is what
         it said last. StorageError: it cannot say."""
         attached = self.attached
-        return attached.depot.usage() if attached is not None else None
+        return attached.connection.usage() if attached is not None else None
 
     def _known_by(self, packed: bytes) -> bytes:
-        return seal(packed, self.identity.page_tokens, self.identity.chunk_tokens)
+        return bind_to_chunk(packed, self.identity.page_tokens, self.identity.chunk_tokens)
 
     def _send(self) -> None:
         for effect in self.core.take():
-            self._hands.send(effect)
+            self._transfers.send(effect)

@@ -1,6 +1,6 @@
 """What does memory buy? Replays a trace of prompts through the product's own core, without a model or a byte of KV.
 
-The hands are instant: whatever the core asks to copy is good at the next step, and requests follow one another in the
+Transfers are instant: whatever the core asks to copy is good at the next step, and requests follow one another in the
 trace's order. So a figure here says what the tree, the eviction order and the room can give, and nothing of waiting.
 
 A trace is JSON lines, plain or gzip: `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one id
@@ -131,7 +131,7 @@ class SimulationConfig:
 
 
 @dataclass(frozen=True)
-class Request:
+class TraceRequest:
     """One line of a trace. `ids` may lack the id of a last block that is not full."""
 
     timestamp_ms: float
@@ -141,7 +141,7 @@ class Request:
 
 
 @dataclass
-class Report:
+class SimulationReport:
     """What a replay found. `infinite_hit_tokens`: what a cache of full blocks that never forgets would have found."""
 
     requests: int = 0
@@ -181,7 +181,7 @@ class Report:
 # --- the trace
 
 
-def read_trace(path: Path, block_tokens: int, advance: Advance = lambda done, size: None) -> Iterator[Request]:
+def read_trace(path: Path, block_tokens: int, advance: Advance = lambda done, size: None) -> Iterator[TraceRequest]:
     """The requests of a trace file, one at a time. ConfigError names the line that is not one."""
     line, before, found = 0, 0.0, False
     rests_on: dict[int, int | None] = {}  # by id: the block before it, always the same one
@@ -213,7 +213,7 @@ def read_trace(path: Path, block_tokens: int, advance: Advance = lambda done, si
         raise ConfigError(f"trace {path} holds no requests")
 
 
-def _request(text: bytes, block_tokens: int) -> Request:
+def _request(text: bytes, block_tokens: int) -> TraceRequest:
     """One line of a trace; ValueError says what is wrong with it."""
     try:
         row = json.loads(text)
@@ -235,7 +235,7 @@ def _request(text: bytes, block_tokens: int) -> Request:
     full, rest = divmod(tokens, block_tokens)
     if len(ids) not in (full, full + (rest > 0)):
         raise ValueError(f"{len(ids)} hash_ids do not stand for {tokens} tokens in blocks of {block_tokens}")
-    return Request(timestamp, tokens, output, ids)
+    return TraceRequest(timestamp, tokens, output, ids)
 
 
 class Prompts:
@@ -246,7 +246,7 @@ class Prompts:
         self._token: dict[int, bytes] = {}  # by id: ids may be wider than tokens are
         self._tokens = 0
 
-    def packed(self, request: Request) -> bytes:
+    def packed(self, request: TraceRequest) -> bytes:
         rest = request.input_length - len(request.ids) * self._block_tokens
         blocks = [self._of(each) * self._block_tokens for each in request.ids]
         if rest > 0:  # the short last block without an id: nobody else has it
@@ -271,7 +271,7 @@ class Infinite:
         self._block_tokens = block_tokens
         self.seen: set[int] = set()
 
-    def hit(self, request: Request) -> int:
+    def hit(self, request: TraceRequest) -> int:
         """Tokens of the request that came before; takes in its blocks."""
         full = request.ids[: request.input_length // self._block_tokens]
         known = next((at for at, each in enumerate(full) if each not in self.seen), len(full))
@@ -282,7 +282,7 @@ class Infinite:
 # --- the world of a core that replays
 
 
-class InstantHands:
+class InstantTransfers:
     """Lanes that take no time, and a storage of names alone that forgets what was used longest ago."""
 
     def __init__(self, pools: tuple[PoolSpec, ...], storage_bytes: int) -> None:
@@ -340,22 +340,22 @@ def replay(
     *,
     limit: int | None = None,
     advance: Advance = lambda done, size: None,
-) -> Report:
+) -> SimulationReport:
     """Run a trace, or its first `limit` requests, through a core of its own; ConfigError if it is not a trace."""
     return replayed(islice(read_trace(Path(trace_path), config.block_tokens, advance), limit), config)
 
 
-def replayed(requests: Iterable[Request], config: SimulationConfig) -> Report:
+def replayed(requests: Iterable[TraceRequest], config: SimulationConfig) -> SimulationReport:
     """Run requests, in the order of their time, through a core of its own."""
     core = Core(config.core())
-    hands = InstantHands(core.pools, config.storage_memory)
+    transfers = InstantTransfers(core.pools, config.storage_memory)
     prompts, infinite = Prompts(config.block_tokens), Infinite(config.block_tokens)
-    root, report = root_key(b"kvarve-simulate"), Report()
+    root, report = root_key(b"kvarve-simulate"), SimulationReport()
     for request in requests:
         now = request.timestamp_ms / 1000
         lease = core.open(root, prompts.packed(request), now, WAIT_COMPLETE)
         while not core.claim(lease, now):
-            core.step([hands.answer(effect) for effect in core.take()], now)
+            core.step([transfers.answer(effect) for effect in core.take()], now)
         for tier, pages in zip(Tier, lease.from_tiers(), strict=True):
             report.hit_tokens[tier.name.lower()] += pages * config.page_tokens
         report.cost += core.config.cost.of(0, request.input_length // config.page_tokens)
@@ -363,24 +363,24 @@ def replayed(requests: Iterable[Request], config: SimulationConfig) -> Report:
         core.grow(lease, core.keepable(lease))
         core.publish(lease, lease.room)
         core.close(lease)
-        core.step([hands.answer(effect) for effect in core.take()], now)
+        core.step([transfers.answer(effect) for effect in core.take()], now)
         while not core.idle():
-            core.step([hands.answer(effect) for effect in core.take()], now)
+            core.step([transfers.answer(effect) for effect in core.take()], now)
         report.requests += 1
         report.paused_requests += core.governor.paused
         report.prompt_tokens += request.input_length
         report.output_tokens += request.output_length
         report.infinite_hit_tokens += infinite.hit(request)
     report.unique_blocks = len(infinite.seen)
-    report.moved_bytes = hands.moved_bytes
+    report.moved_bytes = transfers.moved_bytes
     report.uncached_pages = core.counters.uncached
     report.stored_bytes, report.used_bytes = core.counters.stored_bytes, core.counters.used_bytes
-    for place, capacity in enumerate(core.shelves.capacity):
+    for place, capacity in enumerate(core.slot_pools.capacity):
         if capacity:
             name = f"{Tier(place // len(core.pools)).name.lower()}.{core.pools[place % len(core.pools)].name}"
-            report.slots[name], report.evicted[name] = capacity, core.shelves.evicted[place]
+            report.slots[name], report.evicted[name] = capacity, core.slot_pools.evicted[place]
     if config.storage_memory:
-        report.evicted["storage"] = hands.storage.evicted
+        report.evicted["storage"] = transfers.storage.evicted
     return report
 
 
@@ -456,7 +456,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _table(report: Report, config: SimulationConfig) -> Table:
+def _table(report: SimulationReport, config: SimulationConfig) -> Table:
     tokens = max(1, report.prompt_tokens)
     table = Table(title=f"{report.requests:,} requests, {report.prompt_tokens:,} prompt tokens")
     for heading in ("tier", "memory", "pages", "hit tokens", "hit rate", "evicted pages"):

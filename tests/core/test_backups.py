@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvarve.core.backups import LONGEST_REST_S, LOOK_AGAIN_S, REST_S, TRIES
+from kvarve.core.backups import BACK_OFF_S, LOOK_AGAIN_S, MAX_BACK_OFF_S, RETRY_BUDGET
 from kvarve.core.effects import Copy
 from kvarve.core.policies import WritePolicy
 from kvarve.errors import ConfigError
@@ -49,9 +49,9 @@ def test_after_a_failed_store_nothing_is_stored_for_a_while_and_then_one_copy_tr
     assert len(stores(world)) == 3
     fail(world)
     assert not stores(world)
-    world.step(later_s=REST_S * 0.99)
+    world.step(later_s=BACK_OFF_S * 0.99)
     assert not stores(world)
-    world.step(later_s=REST_S * 0.02)
+    world.step(later_s=BACK_OFF_S * 0.02)
     assert len(stores(world)) == 1
     for _ in range(3):
         world.step(later_s=1.0)
@@ -65,19 +65,19 @@ def test_after_a_failed_store_nothing_is_stored_for_a_while_and_then_one_copy_tr
 def test_a_rest_is_twice_as_long_each_time_up_to_a_bound_and_short_again_after_a_good_store() -> None:
     world = World(config=config(ATTENTION, host=64, storage=True))
     write(world, 1)
-    rest_s = REST_S
+    rest_s = BACK_OFF_S
     for _ in range(12):
         fail(world)
         begun = world.now
-        assert world.core.backups.rest_until == pytest.approx(begun + rest_s)
+        assert world.core.backups.back_off_until == pytest.approx(begun + rest_s)
         world.step(later_s=rest_s)
-        rest_s = min(LONGEST_REST_S, 2 * rest_s)
-    assert rest_s == LONGEST_REST_S
+        rest_s = min(MAX_BACK_OFF_S, 2 * rest_s)
+    assert rest_s == MAX_BACK_OFF_S
     world.step([world.end(op) for op in stores(world)])
     assert len(world.storage.objects) == 4
     write(world, 2)
     fail(world)
-    assert world.core.backups.rest_until == pytest.approx(world.now + REST_S)
+    assert world.core.backups.back_off_until == pytest.approx(world.now + BACK_OFF_S)
 
 
 def test_a_store_that_fails_in_part_makes_stores_rest_too() -> None:
@@ -85,7 +85,7 @@ def test_a_store_that_fails_in_part_makes_stores_rest_too() -> None:
     write(world, 1)
     world.step([world.end(op, lost=0b10) for op in stores(world)])
     assert not stores(world) and len(world.storage.objects) == 3
-    world.step(later_s=REST_S)
+    world.step(later_s=BACK_OFF_S)
     assert [len(world.flying[op].pages) for op in stores(world)] == [1]
 
 
@@ -103,8 +103,8 @@ def test_what_was_sent_before_a_rest_does_not_make_it_longer() -> None:
     write(world, 1, 2, 3)
     ends = [world.end(op, lost=-1) for op in stores(world)]
     world.step(ends[:1])
-    world.step(ends[1:], later_s=REST_S / 2)
-    world.step(later_s=REST_S / 2)
+    world.step(ends[1:], later_s=BACK_OFF_S / 2)
+    world.step(later_s=BACK_OFF_S / 2)
     assert len(stores(world)) == 1
 
 
@@ -113,10 +113,10 @@ def test_a_storage_that_was_away_gets_all_that_is_still_in_memory() -> None:
     world = World(config=config(ATTENTION, host=64, storage=True))
     for seed in range(1, 6):
         write(world, seed)
-        for _ in range(2 * TRIES):
-            fail(world, later_s=LONGEST_REST_S)
+        for _ in range(2 * RETRY_BUDGET):
+            fail(world, later_s=MAX_BACK_OFF_S)
     assert not world.storage.objects and world.core.counters.given_up == 0
-    world.step(later_s=LONGEST_REST_S)
+    world.step(later_s=MAX_BACK_OFF_S)
     world.settle()
     assert len(world.storage.objects) == 20
     assert world.core.counters.dropped_evicted == world.core.counters.dropped_failed == 0
@@ -204,11 +204,11 @@ def test_who_asks_for_it_has_a_storage_tried_at_once() -> None:
 def test_a_storage_that_keeps_failing_is_not_waited_for() -> None:
     world = World(config=config(ATTENTION, host=64, storage=True))
     write(world, 1)
-    for _ in range(TRIES):
+    for _ in range(RETRY_BUDGET):
         assert not world.core.idle()
         fail(world)
         assert not stores(world)
-        world.step(later_s=LONGEST_REST_S) if world.core.backups.failures < TRIES else None
+        world.step(later_s=MAX_BACK_OFF_S) if world.core.backups.failures < RETRY_BUDGET else None
     assert world.core.idle()
 
 
@@ -245,7 +245,7 @@ def test_a_run_that_is_split_while_stores_rest_is_stored_whole() -> None:
 def test_a_slow_storage_holds_its_share_and_nothing_due_to_it_is_forgotten() -> None:
     world = World(config=config(ATTENTION, host=40, storage=True, host_share=0.4))
     write(world, *range(1, 9))
-    for _ in range(10 * TRIES):
+    for _ in range(10 * RETRY_BUDGET):
         world.step(later_s=1.0)
         assert sum(len(world.flying[op].pages) for op in stores(world)) == 8
     world.settle()

@@ -6,11 +6,11 @@ from math import inf
 import pytest
 
 from kvarve.core.audit import audit
-from kvarve.core.backups import TRIES
+from kvarve.core.backups import RETRY_BUDGET
 from kvarve.core.effects import Began, Copy, Probe
 from kvarve.core.lease import Phase
 from kvarve.core.policies import BEST_EFFORT, WAIT_COMPLETE, Patience, WritePolicy, patience
-from kvarve.core.shelves import Shelves
+from kvarve.core.slot_pools import SlotPools
 from kvarve.core.snapshots import Snapshots
 from kvarve.errors import ConfigError
 from kvarve.keys import TOKEN_BYTES, extend, pack, root_key
@@ -598,7 +598,7 @@ def test_what_two_requests_publish_at_once_is_kept_once() -> None:
     world.publish(one, 4)
     world.publish(two, 4)
     assert world.core.counters.duplicates == 5
-    assert world.resident(DEVICE) == 4 and len(world.core.shelves.free[0]) == 12
+    assert world.resident(DEVICE) == 4 and len(world.core.slot_pools.free[0]) == 12
     world.close(one)
     world.close(two)
     world.drain()
@@ -612,7 +612,7 @@ def test_two_requests_that_load_the_same_pages_keep_them_once() -> None:
     first, second = world.flying
     world.step([world.end(second), world.end(first)])
     assert one.boundary == two.boundary == 4 and world.resident(DEVICE) == 4
-    assert len(world.core.shelves.free[0]) == 12
+    assert len(world.core.slot_pools.free[0]) == 12
 
 
 def test_unpublished_room_is_free_when_a_request_is_closed() -> None:
@@ -621,7 +621,7 @@ def test_unpublished_room_is_free_when_a_request_is_closed() -> None:
     world.grow(lease, 6)
     world.publish(lease, 2)
     world.close(lease)
-    assert world.resident(DEVICE) == 2 and len(world.core.shelves.free[0]) == 14
+    assert world.resident(DEVICE) == 2 and len(world.core.slot_pools.free[0]) == 14
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2])
@@ -643,10 +643,10 @@ def test_a_lease_closed_half_way_through_a_fetch_leaves_behind_what_fits_on() ->
     world = fetching(WAIT_COMPLETE)
     world.step([world.end(next(iter(world.flying)))])
     world.close(world.leases[0])
-    assert len(world.core.shelves.free[1]) == 64 - 6 and world.resident(HOST) == 2
+    assert len(world.core.slot_pools.free[1]) == 64 - 6 and world.resident(HOST) == 2
     last = [*world.flying][1]
     world.step([world.end(last)])
-    assert len(world.core.shelves.free[1]) == 64 - 4, "there is a gap before it"
+    assert len(world.core.slot_pools.free[1]) == 64 - 4, "there is a gap before it"
     world.settle()
     assert world.resident(HOST) == 4 and world.core.counters.late == 4 and world.core.prefetch.held == [0]
 
@@ -680,16 +680,16 @@ def test_a_failing_backup_is_tried_so_many_times_and_again_after_the_next_use() 
     world.publish(lease, 4)
     world.close(lease)
     world.settle(lost=True)
-    assert len(copies(world, DEVICE, HOST)) == TRIES and world.core.idle()
-    assert world.core.counters.failed == 4 * TRIES and world.core.counters.given_up == 1
+    assert len(copies(world, DEVICE, HOST)) == RETRY_BUDGET and world.core.idle()
+    assert world.core.counters.failed == 4 * RETRY_BUDGET and world.core.counters.given_up == 1
     for _ in range(5):
         world.step()
-    assert len(copies(world, DEVICE, HOST)) == TRIES
+    assert len(copies(world, DEVICE, HOST)) == RETRY_BUDGET
     lease = world.start(prompt(4))
     assert lease.boundary == 4
     world.close(lease)
     world.settle()
-    assert len(copies(world, DEVICE, HOST)) == TRIES + 1 and world.resident(HOST) == 4
+    assert len(copies(world, DEVICE, HOST)) == RETRY_BUDGET + 1 and world.resident(HOST) == 4
 
 
 def test_what_is_used_again_on_its_way_to_storage_is_not_sent_a_second_time() -> None:
@@ -808,7 +808,7 @@ def test_write_back_makes_room_before_it_is_needed() -> None:
     world = World(config=config(ATTENTION, device=16, host=64, write=WritePolicy.WRITE_BACK))
     for seed in range(1, 5):
         world.request(prompt(4, seed=seed))
-    assert len(world.core.shelves.free[0]) == 2, "an eighth of the device"
+    assert len(world.core.slot_pools.free[0]) == 2, "an eighth of the device"
     assert all(world.hit(prompt(4, seed=seed))[1] == 4 for seed in range(1, 5))
 
 
@@ -901,18 +901,18 @@ def test_making_room_for_a_deep_hit_may_cost_the_pages_of_a_shallower_one() -> N
 def test_a_salt_under_which_nothing_is_kept_is_forgotten() -> None:
     world = World(config=config(ATTENTION))
     world.close(world.open(prompt(4), salt="shy"))
-    assert not world.core.shelves.roots
+    assert not world.core.slot_pools.roots
     world.request(prompt(4), salt="loud")
-    assert [*world.core.shelves.roots] == [root_key(b"world", "loud")]
+    assert [*world.core.slot_pools.roots] == [root_key(b"world", "loud")]
     world.flush(DEVICE)
-    assert not world.core.shelves.roots
+    assert not world.core.slot_pools.roots
 
 
 def test_a_salt_whose_pages_were_evicted_is_forgotten() -> None:
     world = World(config=config(ATTENTION, device=4))
     for user in range(20):
         world.request(prompt(4), salt=f"user {user}")
-    assert [*world.core.shelves.roots] == [root_key(b"world", "user 19")]
+    assert [*world.core.slot_pools.roots] == [root_key(b"world", "user 19")]
 
 
 def test_an_eviction_order_does_not_remember_what_left_the_tree() -> None:
@@ -920,7 +920,7 @@ def test_an_eviction_order_does_not_remember_what_left_the_tree() -> None:
     for seed in range(1, 201):
         world.request(prompt(4, seed=seed))
     alive = sum(1 for _ in runs(world.core))
-    assert all(len(order.runs()) <= 4 * alive for order in world.core.shelves.orders)
+    assert all(len(order.runs()) <= 4 * alive for order in world.core.slot_pools.orders)
 
 
 def test_a_flush_spares_what_somebody_holds() -> None:
@@ -963,7 +963,7 @@ def test_illegal_calls_raise_and_change_nothing() -> None:
 
 def test_a_tier_cannot_have_fewer_than_no_slots() -> None:
     with pytest.raises(ConfigError, match="attention: -1 slots on the host"):
-        Shelves([ATTENTION], {DEVICE: (4,), HOST: (-1,)}, PAGE_TOKENS)
+        SlotPools([ATTENTION], {DEVICE: (4,), HOST: (-1,)}, PAGE_TOKENS)
 
 
 # --- while requests wait
@@ -1032,7 +1032,7 @@ def test_waiting_for_storage_never_holds_more_of_the_host_than_its_share() -> No
     waiting = [world.open(prompt(4, seed=seed)) for seed in range(4)]
     for _ in range(20):
         world.step([world.end(op) for op in [*world.flying]])
-        assert 16 - len(world.core.shelves.free[1]) <= 8
+        assert 16 - len(world.core.slot_pools.free[1]) <= 8
     assert [lease.phase for lease in waiting] == [Phase.QUEUED] * 2 + [Phase.PROBING] * 2
     for lease in waiting:
         assert world.ready(lease) and lease.boundary == 4
@@ -1294,11 +1294,11 @@ def test_a_host_whose_pages_never_arrive_is_given_up_after_a_second_round() -> N
 
 def test_a_sequence_computes_in_slots_that_lie_in_a_row_if_there_are_such() -> None:
     world = World(config=config(ATTENTION, device=64))
-    shelves = world.core.shelves
-    shelves.free[0] = array("i", [40, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 3, 9, 1, 7])
-    shelves.straighten(0, 3, after=-1)
-    assert [shelves.free[0].pop() for _ in range(3)] == [20, 21, 22]
-    shelves.straighten(0, 1, after=22)
-    assert shelves.free[0].pop() == 23
-    shelves.straighten(0, 2, after=7)
-    assert [shelves.free[0].pop() for _ in range(2)] == [24, 25]
+    slot_pools = world.core.slot_pools
+    slot_pools.free[0] = array("i", [40, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 3, 9, 1, 7])
+    slot_pools.straighten(0, 3, after=-1)
+    assert [slot_pools.free[0].pop() for _ in range(3)] == [20, 21, 22]
+    slot_pools.straighten(0, 1, after=22)
+    assert slot_pools.free[0].pop() == 23
+    slot_pools.straighten(0, 2, after=7)
+    assert [slot_pools.free[0].pop() for _ in range(2)] == [24, 25]

@@ -122,7 +122,7 @@ def test_an_order_forgets_what_left_the_tree(order: str) -> None:
     for seed in range(200):
         world.request(prompt(2, seed=seed))
     place = int(Tier.DEVICE)
-    assert len(world.core.shelves.orders[place].runs()) <= 16
+    assert len(world.core.slot_pools.orders[place].runs()) <= 16
 
 
 def test_an_unknown_order_is_refused() -> None:

@@ -119,7 +119,7 @@ def test_under_write_back_a_store_that_hangs_keeps_the_device_full_for_a_moment_
     for op in [*world.flying]:
         world.lose(op)
     world.step(later_s=ROOM_S)
-    assert len(world.core.shelves.free[0]) < 8
+    assert len(world.core.slot_pools.free[0]) < 8
     lease = world.start(prompt(8, seed=9), read=False)
     assert lease.ready and not world.core.short(lease, 8)
     assert len(world.grow(lease, 8)[0]) == 8, "pages leave unstored, and are counted"

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from kvarve.core.backups import LONGEST_REST_S, PARKED_S, TRIES
+from kvarve.core.backups import MAX_BACK_OFF_S, QUARANTINE_S, RETRY_BUDGET
 from kvarve.core.copies import STORE
-from kvarve.core.eviction.order import Place
+from kvarve.core.eviction.order import OrderContext
 from kvarve.core.eviction.s3fifo import S3Fifo
 from kvarve.core.policies import FLAT_COST, WritePolicy
 from kvarve.keys import pack
@@ -119,7 +119,7 @@ def with_a_run_that_storage_refuses() -> World:
     world = World(config=config(ATTENTION, host=64, storage=True))
     write(world, 1)
     poison = world.log[0].pages[0].key
-    for seed in range(2, 2 + 2 * TRIES):
+    for seed in range(2, 2 + 2 * RETRY_BUDGET):
         write(world, seed)
         keys = {op: world.flying[op].pages[0].key for op in stores(world)}
         world.step([world.end(op, lost=-1 if key == poison else 0) for op, key in keys.items()], later_s=1.0)
@@ -129,11 +129,11 @@ def with_a_run_that_storage_refuses() -> World:
 
 def test_a_run_whose_stores_fail_is_tried_again_after_a_while_without_being_used() -> None:
     world = with_a_run_that_storage_refuses()
-    assert world.core.counters.given_up == 1 and len(world.storage.objects) == 4 * 2 * TRIES
+    assert world.core.counters.given_up == 1 and len(world.storage.objects) == 4 * 2 * RETRY_BUDGET
     assert world.core.idle() and world.core.dirty(), "it is known not to be stored, and nobody waits for it"
-    world.step(later_s=PARKED_S)
+    world.step(later_s=QUARANTINE_S)
     world.settle()
-    assert len(world.storage.objects) == 4 * (1 + 2 * TRIES) and not world.core.dirty()
+    assert len(world.storage.objects) == 4 * (1 + 2 * RETRY_BUDGET) and not world.core.dirty()
 
 
 @pytest.mark.parametrize("down", [False, True], ids=["storage that fails", "storage that is down"])
@@ -142,8 +142,8 @@ def test_what_leaves_memory_unstored_is_counted_by_its_reason(down: bool) -> Non
     if down:
         world.detach(down=True)
     write(world, 1)
-    for _ in range(0 if down else TRIES):
-        world.step([world.end(op, lost=-1) for op in stores(world)], later_s=LONGEST_REST_S)
+    for _ in range(0 if down else RETRY_BUDGET):
+        world.step([world.end(op, lost=-1) for op in stores(world)], later_s=MAX_BACK_OFF_S)
     if stores(world):
         world.step([world.end(op, lost=-1) for op in stores(world)])
     world.flush(DEVICE, HOST)
@@ -162,7 +162,7 @@ def test_lines_of_what_waits_remember_nothing_that_has_left_the_tree() -> None:
     for seed in range(200):
         write(world, seed, pages=2)
     backups = world.core.backups
-    assert stores(world) and len(backups.due) + len(backups.owing) + len(backups.parked) <= 32
+    assert stores(world) and len(backups.pending_store) + len(backups.pending_backup) + len(backups.quarantined) <= 32
 
 
 # --- what storage adds to the host
@@ -203,16 +203,16 @@ def test_an_eviction_order_remembers_no_run_that_has_left_the_tree() -> None:
     world = World(config=config(ATTENTION, STATE, device=16, host=16, eviction="s3fifo"))
     for seed in range(300):
         world.request(prompt(2, seed=seed))
-    for order in world.core.shelves.orders:
+    for order in world.core.slot_pools.orders:
         assert isinstance(order, S3Fifo)
         assert max(len(order._proven), len(order._counted)) <= 32 and len(order._ghosts) <= 64
     world.flush(DEVICE, HOST)
-    for order in world.core.shelves.orders:
+    for order in world.core.slot_pools.orders:
         assert isinstance(order, S3Fifo) and not order._proven and not order._counted and order._last is None
 
 
 def test_an_order_of_runs_starts_with_nothing() -> None:
-    order = S3Fifo(Place(0, None, FLAT_COST, lambda: 0))
+    order = S3Fifo(OrderContext(0, None, FLAT_COST, lambda: 0))
     assert order.pop() is None and order.runs() == []
 
 
@@ -221,7 +221,7 @@ def test_room_that_is_coming_in_one_pool_is_not_taken_for_room_in_another() -> N
     world = World(config=config(ATTENTION, STATE, device=(56, 8), host=256, write=WritePolicy.WRITE_BACK))
     for seed in range(8):
         world.request(prompt(7, seed=seed), rest=False)
-    assert not world.core.shelves.free[1], "all states are in use"
+    assert not world.core.slot_pools.free[1], "all states are in use"
     world.step()
     leaving = [page.pool for op in world.core.copies.ops.values() if op.leaving for page in op.pages]
     assert 0 in leaving and 1 in leaving

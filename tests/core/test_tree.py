@@ -58,9 +58,9 @@ def facts(root: Run) -> dict[bytes, Any]:
                 [run.here[place] >> local & 1 for place in range(2 * POOLS)],
                 [run.bad[place] >> local & 1 for place in range(2 * POOLS)],
                 [run.coming[place] >> local & 1 for place in range(3 * POOLS)],
-                [(run.stored[pool] >> local & 1, run.asked[pool] >> local & 1) for pool in range(POOLS)],
+                [(run.stored[pool] >> local & 1, run.backed_up_since_use[pool] >> local & 1) for pool in range(POOLS)],
                 run.pins[0].count(local),
-                (run.used, run.uses, run.tries),
+                (run.used, run.uses, run.failed_backups),
             )
     return known
 
@@ -111,7 +111,7 @@ def test_a_split_changes_nothing_that_is_known_of_a_position(prompts: list[list[
                 elif run.here[place] & local and dice.random() < 0.3:
                     run.take(place, position)
             run.stored[dice.randrange(POOLS)] |= 1 << position - run.first
-            run.asked[dice.randrange(POOLS)] |= 1 << position - run.first
+            run.backed_up_since_use[dice.randrange(POOLS)] |= 1 << position - run.first
             run.coming[dice.randrange(3 * POOLS)] |= 1 << position - run.first
         positions = dice.getrandbits(tail.end) if tail.end else 0
         for run, share in upward(tail, positions):

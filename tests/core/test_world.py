@@ -20,7 +20,7 @@ from kvarve.core.cache import Core
 from kvarve.core.copies import STORE, Copies
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.settings import CoreConfig, Counters
-from kvarve.core.shelves import Shelves
+from kvarve.core.slot_pools import SlotPools
 from kvarve.core.tree import Run
 from kvarve.errors import ConfigError
 from kvarve.testing.world import Life, Trouble, attempt, born, live, shrink
@@ -128,7 +128,7 @@ def hand_the_wrong_slot(broken: pytest.MonkeyPatch) -> None:
 
     def slots(core: Core, lease: Lease, pool: int) -> tuple[range, list[int]]:
         positions, found = honest(core, lease, pool)
-        turned = (core.shelves.capacity[pool] - 1 - slot for slot in found)
+        turned = (core.slot_pools.capacity[pool] - 1 - slot for slot in found)
         return positions, [*turned] if core.lookbacks[pool] == 1 and lease.boundary > 2 else found
 
     broken.setattr(Core, "slots", slots)
@@ -140,7 +140,7 @@ def forget_to_pin_what_is_stored(broken: pytest.MonkeyPatch) -> None:
     def send(copies: Copies, op: Any) -> None:
         honest(copies, op)
         if op.run is not None and op.edge == STORE and len(op.pages) > 1:
-            copies._shelves.unpin(op.run, op.pinned, tiers=op.edge[:1])
+            copies._slot_pools.unpin(op.run, op.pinned, tiers=op.edge[:1])
             op.pinned = 0
 
     broken.setattr(Copies, "send", send)
@@ -165,13 +165,13 @@ def never_lose_patience(broken: pytest.MonkeyPatch) -> None:
 
 
 def throw_dice(broken: pytest.MonkeyPatch) -> None:
-    honest = Shelves.touch
+    honest = SlotPools.touch
 
-    def touch(shelves: Shelves, run: Run, positions: int) -> None:
-        honest(shelves, run, positions)
-        shelves.tick += random.randrange(2)
+    def touch(slot_pools: SlotPools, run: Run, positions: int) -> None:
+        honest(slot_pools, run, positions)
+        slot_pools.tick += random.randrange(2)
 
-    broken.setattr(Shelves, "touch", touch)
+    broken.setattr(SlotPools, "touch", touch)
 
 
 def end_a_copy_twice(broken: pytest.MonkeyPatch) -> None:

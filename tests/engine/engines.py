@@ -12,7 +12,7 @@ from kvarve.config import CacheConfig, split
 from kvarve.core.audit import audit
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import LoadedModel
-from kvarve.engine.requests import Piece, Request, Sampling
+from kvarve.engine.requests import OutputChunk, Request, Sampling
 from kvarve.engine.state import StateLayout
 from kvarve.errors import ConfigError
 from kvarve.model import ModelIdentity
@@ -121,7 +121,7 @@ def turns(engine: Engine, until: Callable[[], bool], at_most: int = 2000) -> int
     raise AssertionError(f"not within {at_most} turns")
 
 
-def by_hand(engine: Engine, *requests: Request) -> list[tuple[str, list[int], Piece]]:
+def by_hand(engine: Engine, *requests: Request) -> list[tuple[str, list[int], OutputChunk]]:
     """Submit to an engine that is not started, and turn it until all have been answered."""
     finished = engine.counts.finished
     for request in requests:

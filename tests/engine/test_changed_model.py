@@ -9,7 +9,7 @@ from engines import CHUNK, a_model, a_prompt, a_request, by_hand
 from kvarve.engine.engine import Engine
 from kvarve.engine.identity import Marks, identity_of
 from kvarve.engine.model import LoadedModel
-from kvarve.engine.requests import Finish, Piece
+from kvarve.engine.requests import Finish, OutputChunk
 from kvarve.testing.models import tiny_model
 
 
@@ -18,7 +18,7 @@ def a_model_with_adapters() -> LoadedModel:
     return replace(plain, model=model, identity=identity_of(model, plain.layout), marks=Marks.of(model))
 
 
-def cached(last: Piece) -> int:
+def cached(last: OutputChunk) -> int:
     assert last.usage is not None
     return last.usage.cached
 

@@ -31,7 +31,7 @@ import kvarve.engine.engine as engine_module
 from kvarve.core.audit import audit
 from kvarve.engine.engine import Engine
 from kvarve.engine.paging import PagedWorkspace
-from kvarve.engine.requests import Finish, Piece, Request, Sampling, Usage
+from kvarve.engine.requests import Finish, OutputChunk, Request, Sampling, TokenUsage
 from kvarve.engine.scheduler import OVERTAKEN
 from kvarve.engine.state import StateLayout, Workspace
 from kvarve.errors import Busy, ConfigError
@@ -90,7 +90,7 @@ def test_the_logits_are_the_same_bits_wherever_the_pages_come_from(
     _, expected, last = engine.submit(a_request()).result(LONG_S)
     cold = recorder.take()
     assert last.finish is Finish.LENGTH
-    assert last.usage == Usage(PROMPT, DECODED, 0, 0, 0)
+    assert last.usage == TokenUsage(PROMPT, DECODED, 0, 0, 0)
     assert [*cold] == [64, 128, 192, 256, 320, *range(PROMPT, PROMPT + DECODED)]
     assert all(logits.isfinite().all() for logits in cold.values())
 
@@ -132,7 +132,7 @@ def test_a_prompt_of_any_length_resumes_at_the_last_line_of_the_grid_before_its_
     warm = recorder.take()
     assert found == expected
     assert all(torch.equal(logits, cold[position]) for position, logits in warm.items())
-    assert last.usage == Usage(tokens, 3, (tokens - 1) // CHUNK * CHUNK, 0, 0)
+    assert last.usage == TokenUsage(tokens, 3, (tokens - 1) // CHUNK * CHUNK, 0, 0)
 
 
 @every_family
@@ -208,7 +208,7 @@ def test_another_salt_or_no_wish_to_read_computes_everything(make: Make) -> None
     for request in (a_request(salt="another"), a_request(read_cache=False)):
         _, tokens, last = engine.submit(request).result(LONG_S)
         assert tokens == alone("qwen3_5", PROMPT, 7, DECODED)
-        assert last.usage == Usage(PROMPT, DECODED, 0, 0, 0)
+        assert last.usage == TokenUsage(PROMPT, DECODED, 0, 0, 0)
 
 
 # --- several at once
@@ -329,7 +329,7 @@ def test_what_storage_sent_for_those_behind_keeps_no_room_from_the_first_in_line
     engine.cache.settle()
     engine.cache.flush([Tier.HOST])
     state = next(i for i, pool in enumerate(model.identity.pools) if pool.in_place)
-    core.shelves.evict(state, 99)  # of the prompt storage alone has a state now, and the device all the rest
+    core.slot_pools.evict(state, 99)  # of the prompt storage alone has a state now, and the device all the rest
     running = engine.submit(a_request(a_prompt(8, 2), 24))
     turns(engine, lambda: engine.load()[0] == 1)
     first, behind = engine.submit(a_request(a_prompt(31 * PAGE, 3), 1)), engine.submit(a_request(prompt, 1))
@@ -349,7 +349,7 @@ def test_a_requests_priority_reaches_its_pages(make: Make) -> None:
     request.priority = 7
     engine.submit(request)
     turns(engine, lambda: engine.counts.finished == 1)
-    assert {run.priority for run in engine.cache.core.shelves.runs() if run.parent} == {7}
+    assert {run.priority for run in engine.cache.core.slot_pools.runs() if run.parent} == {7}
 
 
 # --- going away, failing, dying
@@ -435,7 +435,7 @@ def test_a_request_whose_state_finds_no_memory_harms_no_other(make: Make, monkey
 def test_a_listener_that_fails_harms_no_other(make: Make) -> None:
     """A client that is gone, say, whose event loop is closed."""
 
-    def deliver(piece: Piece) -> None:
+    def deliver(piece: OutputChunk) -> None:
         raise RuntimeError("the event loop is closed")
 
     engine = make(start=False)
@@ -554,10 +554,10 @@ def test_when_every_place_is_taken_the_next_is_told_to_come_again(make: Make) ->
 def test_shutting_down_ends_those_that_run_and_keeps_what_they_computed(make: Make, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store?capacity=1GiB"
     engine = make(storage=url, max_running=1)
-    pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+    pieces: queue.SimpleQueue[OutputChunk] = queue.SimpleQueue()
     said = threading.Event()
 
-    def deliver(piece: Piece) -> None:
+    def deliver(piece: OutputChunk) -> None:
         pieces.put(piece)
         if pieces.qsize() == 3:
             said.set()
@@ -663,7 +663,7 @@ def say(recorder: Recorder, script: Sequence[int], prompt_tokens: int = 5) -> No
     recorder.after = scripted
 
 
-def pieces_of(request: Request) -> list[Piece]:
+def pieces_of(request: Request) -> list[OutputChunk]:
     found = []
     while not request.pieces.empty():
         found.append(request.pieces.get())
@@ -672,7 +672,7 @@ def pieces_of(request: Request) -> list[Piece]:
 
 def scripted(
     make: Make, recorder: Recorder, text: str, stop: tuple[str, ...], most: int = 200, **kwargs: Any
-) -> list[Piece]:
+) -> list[OutputChunk]:
     script = [*a_model().tokenizer.encode(text), 256]
     say(recorder, script)
     engine, request = make(start=False), a_request(a_prompt(5), most, stop=stop, ignore_eos=False, **kwargs)
@@ -686,7 +686,7 @@ def test_an_answer_ends_at_the_end_token_which_is_no_text(make: Make, recorder: 
     assert [piece.text for piece in pieces] == ["h", "e", "l", "l", "o", ""]
     assert pieces[-1].finish is Finish.STOP
     assert pieces[-1].tokens == (256,)
-    assert pieces[-1].usage == Usage(5, 6, 0, 0, 0)
+    assert pieces[-1].usage == TokenUsage(5, 6, 0, 0, 0)
 
 
 def test_the_end_token_can_be_ignored(make: Make, recorder: Recorder) -> None:

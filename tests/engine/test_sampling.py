@@ -109,12 +109,12 @@ GIVEN = (2.0, -1.0, 1.5, 0.5, 0.0)
 
 
 def weighed(
-    heard: Sequence[int] = (), said: Sequence[int] = (), ends: Sequence[int] = (), **settings: Any
+    prompt_ids: Sequence[int] = (), output_ids: Sequence[int] = (), ends: Sequence[int] = (), **settings: Any
 ) -> list[float]:
     """The logits from which a token is chosen."""
     given = torch.tensor(GIVEN)
     before = given.clone()
-    found = _weighed(given, Sampling(**settings), heard, said, ends).tolist()
+    found = _weighed(given, Sampling(**settings), prompt_ids, output_ids, ends).tolist()
     assert torch.equal(given, before)  # they are the model's
     return [float(logit) for logit in found]
 
@@ -124,10 +124,10 @@ def test_a_bias_is_added_to_a_tokens_logit() -> None:
 
 
 def test_frequency_counts_how_often_a_token_was_said_and_presence_whether() -> None:
-    said = [0, 0, 0, 2]
-    assert weighed([4, 4], said, frequency_penalty=0.5) == [0.5, -1.0, 1.0, 0.5, 0.0]
-    assert weighed([4, 4], said, presence_penalty=0.5) == [1.5, -1.0, 1.0, 0.5, 0.0]
-    assert weighed([4, 4], said, presence_penalty=-1.0, frequency_penalty=1.0) == [0.0, -1.0, 1.5, 0.5, 0.0]
+    output_ids = [0, 0, 0, 2]
+    assert weighed([4, 4], output_ids, frequency_penalty=0.5) == [0.5, -1.0, 1.0, 0.5, 0.0]
+    assert weighed([4, 4], output_ids, presence_penalty=0.5) == [1.5, -1.0, 1.0, 0.5, 0.0]
+    assert weighed([4, 4], output_ids, presence_penalty=-1.0, frequency_penalty=1.0) == [0.0, -1.0, 1.5, 0.5, 0.0]
     assert weighed([4, 4], [], presence_penalty=1.0, frequency_penalty=1.0) == [*GIVEN]
 
 
@@ -138,9 +138,9 @@ def test_repetition_makes_what_was_heard_or_said_less_likely_whatever_its_sign()
 
 def test_no_end_is_chosen_within_min_tokens() -> None:
     never = -math.inf
-    assert weighed(said=[1], ends=[0, 3], min_tokens=2) == [never, -1.0, 1.5, never, 0.0]
-    assert weighed(said=[1, 1], ends=[0, 3], min_tokens=2) == weighed(said=[1], min_tokens=2) == [*GIVEN]
-    assert weighed(said=[1], ends=[0], min_tokens=2, logit_bias=((0, 100.0),), repetition_penalty=2.0)[0] == never
+    assert weighed(output_ids=[1], ends=[0, 3], min_tokens=2) == [never, -1.0, 1.5, never, 0.0]
+    assert weighed(output_ids=[1, 1], ends=[0, 3], min_tokens=2) == weighed(output_ids=[1], min_tokens=2) == [*GIVEN]
+    assert weighed(output_ids=[1], ends=[0], min_tokens=2, logit_bias=((0, 100.0),), repetition_penalty=2.0)[0] == never
 
 
 def test_the_penalties_come_after_the_bias_and_before_the_temperature() -> None:

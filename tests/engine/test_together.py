@@ -61,10 +61,10 @@ def test_a_long_answer_beside_short_ones_is_computed_by_itself_and_all_advance_i
     requests = [engine.submit(a_request(a_prompt(tokens, seed), 30)) for tokens, seed in asked]
     turns(engine, lambda: sum(not job.prefilling for job in engine.scheduler.running) == 4)
     columns.clear()
-    before = [len(job.tokens) for job in engine._jobs.values()]
+    before = [len(job.output_ids) for job in engine._jobs.values()]
     for _ in range(8):
         engine._turn()
-    assert [len(job.tokens) for job in engine._jobs.values()] == [said + 8 for said in before]
+    assert [len(job.output_ids) for job in engine._jobs.values()] == [said + 8 for said in before]
     assert all(len(lengths) == 3 and max(lengths) < 100 for lengths in columns)
     assert len(columns) == 8
     turns(engine, lambda: not engine._accepted)

@@ -14,7 +14,7 @@ from filling import Clock, Request, a_config, a_store, an_identity, prompt, run,
 from one_rank import NEVER, OPS, STEPS, begins_of, clock_of, ends_of
 
 from kvarve.core.effects import Ended
-from kvarve.ranks.agreement import Alone, Turn, Wish, granted
+from kvarve.ranks.agreement import AgreedStep, Alone, Proposal, granted
 from kvarve.runtime import PrefixCache
 from kvarve.storage import Breaker
 
@@ -70,7 +70,7 @@ def expected(ranks: int) -> list[list[Any]]:
 
 def test_a_rank_alone_hears_what_ended_as_it_ended() -> None:
     ends = [Ended(3, 1), Ended(1, 0, 1), Ended(2, 5)]
-    assert Alone().agree(iter(ends), 12.5) == Turn(ends, 12.5)
+    assert Alone().agree(iter(ends), 12.5) == AgreedStep(ends, 12.5)
 
 
 def test_two_processes_agree_and_two_caches_in_them_find_the_same_boundaries(tmp_path: Path) -> None:
@@ -128,21 +128,23 @@ def test_ranks_change_their_storage_in_the_same_step_or_not_at_all(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("wishes", "comes_true"),
+    ("proposals", "comes_true"),
     [
         ([None], None),
-        ([Wish("a")], True),
-        ([Wish("a", ready=False)], False),
-        ([Wish("a"), None, Wish("a")], None),
-        ([Wish("a"), None, Wish("b")], None),
-        ([Wish("a"), Wish("a")], True),
-        ([Wish("a"), Wish("b")], False),
-        ([Wish("a"), Wish("a", ready=False)], False),
-        ([Wish("", ready=False), Wish("", ready=False)], False),
+        ([Proposal("a")], True),
+        ([Proposal("a", ready=False)], False),
+        ([Proposal("a"), None, Proposal("a")], None),
+        ([Proposal("a"), None, Proposal("b")], None),
+        ([Proposal("a"), Proposal("a")], True),
+        ([Proposal("a"), Proposal("b")], False),
+        ([Proposal("a"), Proposal("a", ready=False)], False),
+        ([Proposal("", ready=False), Proposal("", ready=False)], False),
     ],
 )
-def test_a_wish_comes_true_if_all_have_it_and_are_ready(wishes: list[Wish | None], comes_true: bool | None) -> None:
-    assert granted(wishes) is comes_true
+def test_a_wish_comes_true_if_all_have_it_and_are_ready(
+    proposals: list[Proposal | None], comes_true: bool | None
+) -> None:
+    assert granted(proposals) is comes_true
 
 
 class Meeting:
@@ -156,12 +158,12 @@ class Meeting:
     def of(self, rank: int) -> "AtMeeting":
         return AtMeeting(self, rank)
 
-    def agree(self, rank: int, now: float) -> Turn:
+    def agree(self, rank: int, now: float) -> AgreedStep:
         self._said[rank] = now
         self._barrier.wait()
         now = self._said[0]
         self._barrier.wait()
-        return Turn([], now)
+        return AgreedStep([], now)
 
 
 class AtMeeting:
@@ -170,7 +172,9 @@ class AtMeeting:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank, self.steps = meeting, rank, 0
 
-    def agree(self, ended: Iterable[Ended], now: float, up: bool = True, wish: Wish | None = None) -> Turn:
+    def agree(
+        self, ended: Iterable[Ended], now: float, up: bool = True, proposal: Proposal | None = None
+    ) -> AgreedStep:
         self.steps += 1
         return self._meeting.agree(self._rank, now)
 
@@ -206,8 +210,10 @@ def test_a_request_waits_by_the_time_that_the_ranks_agreed_on(steps_before: int)
     class Agreed:
         ranks = 1
 
-        def agree(self, ended: Iterable[Ended], now: float, up: bool = True, wish: Wish | None = None) -> Turn:
-            return Turn([*ended], now + 5000)
+        def agree(
+            self, ended: Iterable[Ended], now: float, up: bool = True, proposal: Proposal | None = None
+        ) -> AgreedStep:
+            return AgreedStep([*ended], now + 5000)
 
     cache = PrefixCache(an_identity(), a_config(), storage=store, agreement=Agreed(), clock=Clock())
     for _ in range(steps_before):
@@ -234,8 +240,10 @@ def test_a_request_loses_patience_in_the_step_in_which_the_ranks_agree_that_it_i
     class Agreed:
         ranks, later_s = 1, 0.0
 
-        def agree(self, ended: Iterable[Ended], now: float, up: bool = True, wish: Wish | None = None) -> Turn:
-            return Turn([*ended], now + self.later_s)
+        def agree(
+            self, ended: Iterable[Ended], now: float, up: bool = True, proposal: Proposal | None = None
+        ) -> AgreedStep:
+            return AgreedStep([*ended], now + self.later_s)
 
     agreed = Agreed()
     cache = PrefixCache(an_identity(), a_config(), storage=store, agreement=agreed, clock=Clock())
@@ -302,4 +310,4 @@ def test_settling_gives_up_in_the_same_step_on_every_rank(end: str) -> None:
     finally:
         for cache, store in zip(caches, stores, strict=True):
             store.release()
-            cache._hands.close(5)
+            cache._transfers.close(5)

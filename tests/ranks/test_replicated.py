@@ -7,7 +7,7 @@ from kvarve.core.effects import Copy, Ended, Page
 from kvarve.keys import extend, pack, root_key
 from kvarve.memory.arenas import DeviceArena, HostArena, to_host
 from kvarve.model import BufferSpec, PoolSpec, Tier
-from kvarve.transfer.hands import Hands
+from kvarve.transfer.engine import TransferEngine
 
 LATENTS = PoolSpec("latents", (BufferSpec("kv", (6,), "float32"),), None, replicated=True)
 POOLS = (LATENTS, STATE)
@@ -17,14 +17,14 @@ KEYS = extend(ROOT, pack(range(PAGES * 64)), 64)
 
 
 class Rank:
-    """One rank's arenas and hands; its latents are everybody's, its states are its own."""
+    """One rank's arenas and transfer engine; its latents are everybody's, its states are its own."""
 
     def __init__(self, rank: int, store: StoreThatStays) -> None:
         namespace = an_identity(POOLS).fingerprint()
         self.device = [DeviceArena(pool, PAGES, "cpu") for pool in POOLS]
         self.host = [HostArena(pool, PAGES, namespace, rank) for pool in POOLS]
-        self.hands = Hands(POOLS, self.device, self.host, rank=rank, ranks=RANKS)
-        self.hands.attach(self.hands.open_depot(store))
+        self.transfers = TransferEngine(POOLS, self.device, self.host, rank=rank, ranks=RANKS)
+        self.transfers.attach(self.transfers.connect(store))
         for pool, arena in enumerate(self.device):
             for buffer in arena.buffers.values():
                 buffer.copy_(torch.arange(buffer.numel()).reshape(buffer.shape) + 100 * rank * pool)
@@ -33,10 +33,10 @@ class Rank:
     def copy(self, source: Tier, target: Tier) -> tuple[int, int]:
         """All pages of both pools along an edge: those that arrived, and those that were bad."""
         pages = tuple(Page(pool, key, slot, slot) for pool in range(2) for slot, key in enumerate(KEYS))
-        self.hands.send(Copy(1, source, target, pages, ROOT))
+        self.transfers.send(Copy(1, source, target, pages, ROOT))
         while True:
-            assert self.hands.ends.wait(20)
-            for event in self.hands.collect():
+            assert self.transfers.ends.wait(20)
+            for event in self.transfers.collect():
                 if isinstance(event, Ended):
                     return event.good, event.bad
 
@@ -58,7 +58,7 @@ def test_pages_that_all_ranks_hold_are_written_once_and_read_by_all() -> None:
             assert [bytes(arena.record(slot)) for arena in rank.host for slot in range(PAGES)] == before
     finally:
         for rank in ranks:
-            rank.hands.close(5)
+            rank.transfers.close(5)
 
 
 def test_each_rank_writes_a_part_of_what_all_hold() -> None:
@@ -70,5 +70,5 @@ def test_each_rank_writes_a_part_of_what_all_hold() -> None:
             one.copy(Tier.HOST, Tier.STORAGE)
             parts.append(store.usage().objects - PAGES)
         finally:
-            one.hands.close(5)
+            one.transfers.close(5)
     assert sum(parts) == PAGES and all(parts), parts

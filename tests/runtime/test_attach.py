@@ -28,7 +28,7 @@ from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
 from kvarve.model import Tier
 from kvarve.runtime import PrefixCache
 from kvarve.storage import MemoryStorage
-from kvarve.transfer import depot as depot_module
+from kvarve.transfer import storage_connection
 
 Make = Callable[..., PrefixCache]
 LONG, OTHER = prompt(8.5), prompt(8.5, seed=3)
@@ -165,7 +165,12 @@ def test_a_store_that_goes_first_ends_what_was_sent_to_it(make: Make) -> None:
     cache = make(store, prefetch_policy="best_effort")
     store.stall()
     run(cache, LONG)
-    until(cache, lambda: cache.stats()["backed_up"] > 0 and cache._hands.depot.lanes[depot_module.STORE].waiting() > 0)
+    until(
+        cache,
+        lambda: (
+            cache.stats()["backed_up"] > 0 and cache._transfers.connection.lanes[storage_connection.STORE].waiting() > 0
+        ),
+    )
     change = cache.detach()
     cache.step()
     before = change.made.result(0)
@@ -250,7 +255,7 @@ def test_a_store_that_hangs_hurts_nobody_after_it_was_detached(make: Make) -> No
     assert gone_depot.closed.wait(LONG_S), "it is given up"
     assert not old.closed.is_set(), "and not closed under a call"
     run(cache, OTHER)
-    until(cache, lambda: new.counts["put"] > 0 and not cache.core.backups.owing)
+    until(cache, lambda: new.counts["put"] > 0 and not cache.core.backups.pending_backup)
     assert cache.core.copies.ops, "what hangs keeps its slots"
     old.release()
     until(cache, lambda: not cache.core.copies.ops)
@@ -270,8 +275,8 @@ def test_what_waited_behind_a_call_that_hangs_ends_when_the_store_is_given_up(ma
     store.stall()
     run(cache, prompt(8.5, seed=20))
     store.wait_for_stalled_call()
-    assert cache._hands.depot is not None
-    lane, seeds = cache._hands.depot.lanes[STORE], count(21)
+    assert cache._transfers.connection is not None
+    lane, seeds = cache._transfers.connection.lanes[STORE], count(21)
     while not (lane.waiting() and lane.busy_s()):  # one call may take all that waits, as long as a worker is free
         run(cache, prompt(8.5, seed=next(seeds)))
         clock.now += 0.001
@@ -288,7 +293,7 @@ def test_what_waited_behind_a_call_that_hangs_ends_when_the_store_is_given_up(ma
 
 
 def test_figures_of_a_store_that_hangs_are_those_it_gave_last(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(depot_module, "USAGE_S", 0.01)
+    monkeypatch.setattr(storage_connection, "USAGE_S", 0.01)
     store = a_store()
     cache = make(store)
     run(cache, LONG)
@@ -459,7 +464,7 @@ def test_a_bug_in_the_middle_of_a_change_is_raised_by_the_step_and_told_to_the_c
 
     before = threads()
     store = a_door()
-    monkeypatch.setattr(full.core.shelves, "runs", broken)
+    monkeypatch.setattr(full.core.slot_pools, "runs", broken)
     change = full.attach(store, back_up=True)
     with pytest.raises(kind, match="a bug"):
         full.step()

@@ -568,7 +568,7 @@ def test_one_flush_takes_all_that_nobody_holds_whatever_was_used_last(make: Make
     for seed in (1, 2):
         run(cache, prompt(8.5, seed, prefix=stem))
     settle(cache)
-    assert cache.core.shelves.evict(0, 8) == 8  # both ends leave the device, so that the stem could go next
+    assert cache.core.slot_pools.evict(0, 8) == 8  # both ends leave the device, so that the stem could go next
     assert used(cache)["device.attention"] == 4
     assert run(cache, prompt(8.5, seed=3, prefix=stem)) == (4, 0, 0)  # but it gets a new end, used later than itself
     cache.flush([Tier.DEVICE])

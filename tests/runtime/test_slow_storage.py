@@ -15,7 +15,7 @@ from kvarve.core.lease import Phase
 from kvarve.model import Tier
 from kvarve.runtime import PrefixCache
 from kvarve.storage import MemoryStorage
-from kvarve.transfer.depot import WORKERS
+from kvarve.transfer.storage_connection import WORKERS
 
 Make = Callable[..., PrefixCache]
 LONG_S = 20.0
@@ -151,7 +151,7 @@ def test_all_of_fifteen_sequences_is_stored_by_a_slow_storage_with_a_third_of_th
 
     region = a_region()
     cache = make(Slow(region, seconds), device=4 << 20, host=600_000)
-    capacity = cache.core.shelves.capacity[len(cache.pools)]
+    capacity = cache.core.slot_pools.capacity[len(cache.pools)]
     pages = capacity * 3 // 15 // 2 * 2
     for seed in range(15):
         run(cache, prompt(pages + 0.5, seed=seed), read=False)
@@ -193,7 +193,7 @@ def test_a_put_that_hangs_costs_no_hit_on_the_device(make: Make) -> None:
     """20 prompts on a device that holds a third of them, each asked twice in a row."""
     store = HungPuts(a_region())
     cache = make(store, device=8000)
-    assert cache.core.shelves.capacity[0] < 20 * 8 / 3
+    assert cache.core.slot_pools.capacity[0] < 20 * 8 / 3
     run(cache, prompt(8.5, seed=100))
     until(cache, store.hung.is_set)
     hits = []

@@ -19,7 +19,7 @@ from filling import (
 from kvarve.runtime import PrefixCache
 from kvarve.storage import Breaker, Tiers, open_storage
 from kvarve.storage.memory import forget_memory
-from kvarve.transfer.depot import WORKERS
+from kvarve.transfer.storage_connection import WORKERS
 
 LONG = prompt(8.5)  # of which 8 pages can be resumed from
 ALL = 8

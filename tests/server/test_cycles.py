@@ -214,5 +214,5 @@ def nothing_is_left(server: Server) -> None:
     core = server.engine.cache.core
     audit(core)
     assert not core.leases and not core.copies.ops and not core.backups.flying
-    for place, capacity in enumerate(core.shelves.capacity):
-        assert sorted(core.shelves.free[place]) == list(range(capacity)), f"a slot of place {place} has leaked"
+    for place, capacity in enumerate(core.slot_pools.capacity):
+        assert sorted(core.slot_pools.free[place]) == list(range(capacity)), f"a slot of place {place} has leaked"

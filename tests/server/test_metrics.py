@@ -3,7 +3,7 @@
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvarve.metrics import Histogram, Metrics, Snapshot
-from kvarve.storage import Usage
+from kvarve.storage import StorageUsage
 
 CACHE = dict.fromkeys(
     (
@@ -27,7 +27,7 @@ CACHE = dict.fromkeys(
         "used_tokens",
         "offload_paused",
         "offload_used_share",
-        "stores_resting",
+        "stores_backing_off",
         "tokens_per_snapshot",
         "lane_stuck_s.host-to-storage",
     ),
@@ -35,7 +35,7 @@ CACHE = dict.fromkeys(
 ) | dict.fromkeys(("duplicates", "uncached", "page_tokens", "slots.device.window-24", "used.device.window-24"), 2.0)
 
 
-def a_snapshot(storage: Usage | None) -> Snapshot:
+def a_snapshot(storage: StorageUsage | None) -> Snapshot:
     ttft = Histogram((0.5, 1.0))
     for seconds in (0.1, 0.5, 0.7, 9.0):
         ttft.observe(seconds)
@@ -64,7 +64,7 @@ def test_a_histogram_counts_a_value_in_every_bucket_that_it_fits() -> None:
 
 
 def test_every_metric_is_ours_and_says_what_it_means() -> None:
-    text = Metrics(lambda: a_snapshot(Usage(1, 2, 3, 4))).text().decode()
+    text = Metrics(lambda: a_snapshot(StorageUsage(1, 2, 3, 4))).text().decode()
     families = list(text_string_to_metric_families(text))
     assert len({family.name for family in families}) == len(families) > 20
     for family in families:
@@ -78,7 +78,7 @@ def test_every_metric_is_ours_and_says_what_it_means() -> None:
 
 def test_without_a_storage_nothing_is_said_of_one() -> None:
     assert b"kvarve_storage" not in Metrics(lambda: a_snapshot(None)).text()
-    assert b"kvarve_storage_capacity" not in Metrics(lambda: a_snapshot(Usage(1, 2, None, 4))).text()
+    assert b"kvarve_storage_capacity" not in Metrics(lambda: a_snapshot(StorageUsage(1, 2, None, 4))).text()
 
 
 def test_a_scrape_reads_the_numbers_of_its_own_moment() -> None:

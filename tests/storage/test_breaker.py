@@ -9,7 +9,7 @@ import pytest
 from memories import over_memories
 
 from kvarve.errors import ConfigError, StorageError
-from kvarve.storage import MemoryStorage, Usage
+from kvarve.storage import MemoryStorage, StorageUsage
 from kvarve.storage.breaker import Breaker
 from kvarve.testing import CapacitySuite, FaultyStorage, MakeStorage, Rule, StorageSuite
 from kvarve.testing.suite import LABEL, get, put
@@ -134,7 +134,7 @@ def test_after_three_failures_in_a_row_nobody_is_asked_any_more(ward: Ward) -> N
     assert ward.storage.get(["a", "b"], [memoryview(buffer)] * 2) == [None, None]
     assert put(ward.storage, c=b"1", d=b"2", e=b"3") == [False, False, False]
     assert ward.storage.delete(["a"]) == [False]
-    assert ward.storage.usage() == Usage(2, 3, 1 << 20, 0)
+    assert ward.storage.usage() == StorageUsage(2, 3, 1 << 20, 0)
     assert buffer == b"as it was"
     assert ward.sick.counts == asked
     unasked = {what: count for what, count in ward.storage.counts.items() if what.endswith(": down")}

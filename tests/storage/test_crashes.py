@@ -1,7 +1,7 @@
 """Whatever happens to a disk, no wrong page comes back, what was confirmed is there, and the store goes on.
 
-The records are real ones, and whoever reads them checks their seal, as the hands do: a page that is torn may come back
-as long as its own seal says so.
+The records are real ones, and the reader checks their seal, as the transfer engine does: a torn page may come back as
+long as its own seal says so.
 """
 
 import errno
@@ -120,7 +120,7 @@ def goes_on(storage: FileStorage, folder: Path, capacity: int = CAPACITY) -> Non
     assert store(storage, fresh) == [True] * 3
     assert intact(storage, fresh) == set(fresh)
     assert total(folder) <= capacity
-    assert storage._books.states()["broken"] == 0
+    assert storage._index.states()["broken"] == 0
 
 
 def opened(folder: Path, disk: Disk | None = None, label: bytes = LABEL, capacity: int = CAPACITY) -> FileStorage:
@@ -221,7 +221,7 @@ def test_after_a_cut_at_any_event_what_was_confirmed_is_there_and_nothing_is_wro
         assert total(folder) <= CAPACITY
         slabs = storage._folder.model.path.glob("slab-??????")
         assert all(table_path(path).exists() for path in slabs), "slots that are nobody's"
-        assert storage._books.states()["reserved"] == 0
+        assert storage._index.states()["reserved"] == 0
         expected = history.expected(count)
         found = intact(storage, history.known)
         expected_in_all += len(expected)
@@ -265,7 +265,7 @@ def test_a_process_that_dies_at_any_event_leaves_the_others_a_store_that_works(s
         goes_on(survivor, folder)
         survivor.close()
         storage = opened(folder)
-        assert storage._books.states()["reserved"] == 0
+        assert storage._index.states()["reserved"] == 0
         assert intact(storage, pages("full", 335, 334)) == set(pages("full", 335, 334))
         storage.close()
         count += 1
@@ -300,7 +300,7 @@ def filled(folder: Path) -> list[Slot]:
     assert all(store(storage, some))
     slots = []
     for page in some:
-        slab, row = storage._books.place(page.name)
+        slab, row = storage._index.place(page.name)
         slots.append(Slot(page, slab.path.relative_to(folder), slab.shape, row))
     storage.close()
     return slots
@@ -448,7 +448,7 @@ def test_processes_that_are_killed_while_they_put_leave_no_wrong_page_and_no_los
         if life % 3 == 2:
             storage.close()
             storage = opened(folder)
-    states = storage._books.states()
+    states = storage._index.states()
     assert states["retired"] == 0
     storage.close()
 

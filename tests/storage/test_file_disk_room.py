@@ -113,7 +113,7 @@ def test_what_cannot_be_stored_without_more_room_is_refused_and_costs_nothing(op
     assert [*folder.rglob("slab-*")] == []
     assert caplog.text.count("nothing of 4096 bytes can be stored") == 1 and "or the disk is full" in caplog.text
     disk.others = lambda: 9 * GIB
-    storage._room._full_until.clear()  # it asks again after some seconds
+    storage._allocator._full_until.clear()  # it asks again after some seconds
     assert put(storage, page=b"1") == [True]
 
 
@@ -153,7 +153,7 @@ def test_somebody_who_takes_all_that_is_freed_does_not_get_the_whole_store(opene
     storage = opened(2 * MIB, disk=disk)
     small = [f"small-{i}" for i in range(300)]
     assert all(storage.put(small, [memoryview(bytes(4096))] * 300))
-    slabs, now_ns = len(storage._books.slabs), disk.since_boot_ns()
+    slabs, now_ns = len(storage._index.slabs), disk.since_boot_ns()
 
     class Greedy(Limited):
         def allocate(self, file: int, size_bytes: int) -> None:
@@ -165,7 +165,7 @@ def test_somebody_who_takes_all_that_is_freed_does_not_get_the_whole_store(opene
     disk.__class__ = Greedy
     for i in range(10):
         assert put(storage, **{f"large-{i}": bytes(60_000)}) == [False]
-    assert len(storage._books.slabs) == slabs - 1
+    assert len(storage._index.slabs) == slabs - 1
     assert get(storage, "small-0") == bytes(4096), "the first of a call was used last"
 
 
@@ -175,7 +175,7 @@ def test_where_nothing_can_be_preallocated_free_rows_are_left_alone_while_the_di
     storage = opened(2 * MIB, disk=disk)
     those = [f"page-{i}" for i in range(10)]
     assert all(storage.put(those, [memoryview(bytes([7]) * 4096)] * 10))
-    assert storage._books.states()["free"] > 10
+    assert storage._index.states()["free"] > 10
     before = disk.taken()
     disk.others = lambda: 10 * GIB - LEAST
     for i in range(40):

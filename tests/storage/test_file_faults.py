@@ -72,9 +72,9 @@ def test_an_entry_that_the_disk_has_written_elsewhere_is_no_entry(opened, folder
     storage = opened()
     pages = {f"page-{i:02}": b"%d" % i for i in range(20)}
     assert all(put(storage, **pages))
-    slab, row = storage._books.place("page-01")
-    next_row = [storage._books.place(name) == (slab, row + 1) for name in pages]
-    next_slab = [it is not slab and at == row for it, at in map(storage._books.place, pages)]
+    slab, row = storage._index.place("page-01")
+    next_row = [storage._index.place(name) == (slab, row + 1) for name in pages]
+    next_slab = [it is not slab and at == row for it, at in map(storage._index.place, pages)]
     (other,) = itertools.compress(pages, next_row if "row" in elsewhere else next_slab)
     storage.close()
     places = [entry_of(folder, name) for name in ("page-01", other)]
@@ -206,7 +206,7 @@ def test_what_somebody_else_is_about_to_sync_is_synced_before_it_is_said_to_be_s
 
     one = opened(threads=1)
     put(one, z=b"26")
-    one._books.slabs[0].disk = Interrupted()
+    one._index.slabs[0].disk = Interrupted()
     assert put(one, a=b"1") == [True]
     assert told == [([True], 2)] * 2  # the bytes and the table
 
@@ -239,7 +239,7 @@ def test_an_object_on_a_bad_sector_is_missing_alone_and_its_place_is_not_used_ag
     names = list("abcde")
     data = [bytes([i]) * 4096 for i in range(5)]
     storage.put(names, [memoryview(each) for each in data])
-    slab, row = storage._books.place("b")
+    slab, row = storage._index.place("b")
     place = slab.shape.slot_at(row)
     disk.bad, disk.of = range(place + 512, place + 1024), (slab.file, slab.direct)
     buffers = [bytearray(4096) for _ in names]

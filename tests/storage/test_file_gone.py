@@ -139,8 +139,8 @@ def test_slabs_that_somebody_removes_are_lost_alone_and_nothing_is_confirmed_in_
     """A file that has another name, or (on NFS) gets one when it is removed while it is open, is as gone as others."""
     folder = tmp_path / "store"
     storage = filled(folder)
-    slab = storage._books.place(SOME[0].name)[0]
-    held = [page for page in SOME if storage._books.place(page.name)[0] is slab]
+    slab = storage._index.place(SOME[0].name)[0]
+    held = [page for page in SOME if storage._index.place(page.name)[0] is slab]
     for path in (slab.path, slab.path.with_name(slab.path.name + ".table")):
         if which == "both" or path.name.endswith(".table") == (which == "table"):
             if how == "another name is kept":
@@ -162,8 +162,8 @@ def test_slabs_that_somebody_removes_are_lost_alone_and_nothing_is_confirmed_in_
 def test_who_reads_finds_out_that_a_slab_was_removed_and_others_hear_of_it(tmp_path):
     folder = tmp_path / "store"
     storage, beside = filled(folder), opened(folder)
-    slab = storage._books.place(SOME[0].name)[0]
-    held = {page for page in SOME if storage._books.place(page.name)[0] is slab}
+    slab = storage._index.place(SOME[0].name)[0]
+    held = {page for page in SOME if storage._index.place(page.name)[0] is slab}
     assert intact(beside, SOME) == set(SOME)
     slab.path.unlink()
     assert intact(storage, SOME) == set(SOME) - held
@@ -211,7 +211,7 @@ def test_a_slab_that_another_process_evicts_is_no_loss(tmp_path, caplog):
             if self.armed and file_name(file) == "slab-000000":
                 self.armed = False
                 with other._changing():
-                    other._room.remove(other._books.slabs[0], "a test")
+                    other._allocator.remove(other._index.slabs[0], "a test")
             return super().read(file, into, at)
 
     disk = Meanwhile()
@@ -267,10 +267,10 @@ def test_rows_that_were_being_filled_when_all_was_removed_are_nobodys_in_what_co
         storage.put([page.name for page in pages("full", 100)], [page.record() for page in pages("full", 100)])
         raise StorageError("or it answers that it has not stored it")
     assert storage.exists(names(pages("full", 100))) == [False]
-    assert storage._books.held == {} and storage._unsynced == {}
+    assert storage._index.held == {} and storage._unsynced == {}
     assert all(store(storage, SOME))
     assert intact(storage, SOME) == set(SOME)
-    assert storage._books.states()["reserved"] == 0
+    assert storage._index.states()["reserved"] == 0
     storage.close()
     assert open_files(folder) == []
 
@@ -305,8 +305,8 @@ def test_a_process_whose_number_somebody_has_removed_takes_another_one(tmp_path,
         assert intact(each, [*SOME, *pages("full", 900)]) == {*SOME, *pages("full", 900)}
     assert len({each._folder.number for each in stores}) == len(stores)
     for each in stores:
-        with each.changing() as books:
-            assert books.folder.alone() is (len(stores) == 1)
+        with each.changing() as index:
+            assert index.folder.alone() is (len(stores) == 1)
     for each in stores:
         each.close()
     assert open_files(folder) == []

@@ -241,12 +241,12 @@ def test_times_that_cannot_be_are_now_and_the_store_goes_on(folder, at, ttl_s):
     for row in range(3):
         forge(folder, row, stored=at, used=at, uses=at)
     storage = opened(folder, ttl_s=ttl_s)
-    assert abs(storage._books.clock.now_ns() - time.time_ns()) < 10**14
+    assert abs(storage._index.clock.now_ns() - time.time_ns()) < 10**14
     fill(storage)
     assert intact(storage, pages("full", 188, 189)) == set(pages("full", 188, 189))
-    assert storage.usage().objects == len(storage._books.index)
-    used = np.concatenate([slab.used[slab.state == STORED] for slab in storage._books.slabs.values()])
-    assert used.max() <= storage._books.clock.now_ns() + 10**9
+    assert storage.usage().objects == len(storage._index.entries)
+    used = np.concatenate([slab.used[slab.state == STORED] for slab in storage._index.slabs.values()])
+    assert used.max() <= storage._index.clock.now_ns() + 10**9
     storage.close()
 
 
@@ -254,7 +254,7 @@ def test_what_comes_from_the_future_is_as_old_as_what_comes_now(folder):
     disk = Clockwork()
     forge(folder, 0, stored=YEAR_2262, used=YEAR_2262)
     storage = opened(folder, disk=disk, ttl_s=3600.0)
-    name = storage._books.slabs[0].names[0]
+    name = storage._index.slabs[0].names[0]
     assert storage.exists([name]) == [True]
     disk.elapse(3601)
     assert storage.exists([name]) == [False], "nor does it live for ever"
@@ -300,9 +300,9 @@ def test_an_object_with_a_name_that_none_can_have_is_none_and_hides_no_other(fol
     assert len(intact(storage, BASE)) == len(BASE) - 1
     assert storage.trouble()["lost"] == (0 if legal else 1)
     assert storage.usage().objects == len(BASE) - (not legal)
-    for place in storage._books.index.values():
-        slab, row = storage._books.slabs[place >> 32], place & 0xFFFFFFFF
-        assert storage._books.index[slab.names[row]] == place
+    for place in storage._index.entries.values():
+        slab, row = storage._index.slabs[place >> 32], place & 0xFFFFFFFF
+        assert storage._index.entries[slab.names[row]] == place
     storage.close()
 
 
@@ -328,7 +328,7 @@ def test_changes_of_slabs_that_cannot_be_do_not_grow_the_file_by_which_processes
         path.with_name(path.name + ".table").write_bytes(table)
     huge(model(folder) / "changes")
     storage = opened(folder, capacity=16 * MIB)
-    numbers = set(storage._books.slabs)
+    numbers = set(storage._index.slabs)
     assert 32766 in numbers and max(numbers) == 32766
     assert intact(storage, BASE) == set(BASE)
     assert (model(folder) / "changes").stat().st_size == 128 * 32768

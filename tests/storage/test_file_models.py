@@ -10,7 +10,7 @@ from test_crashes import die
 
 from kvarve.cli import main
 from kvarve.errors import StorageError
-from kvarve.storage import care
+from kvarve.storage import maintenance
 from kvarve.storage.folder import check_folder
 from kvarve.storage.orders import LastUse
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
@@ -267,9 +267,9 @@ def test_the_capacity_of_a_process_that_has_died_binds_nobody(opened, folder):
 def test_who_looks_after_a_store_needs_to_know_no_capacity(opened, folder):
     storage = opened(CAPACITY)
     put(storage, **{"aaaa-1": b"1"})
-    (model,) = care.models(folder)
-    with care.opened(folder, model) as beside:
-        assert care.gc(beside)["expired"] == 0
+    (model,) = maintenance.models(folder)
+    with maintenance.opened(folder, model) as beside:
+        assert maintenance.gc(beside)["expired"] == 0
         with pytest.raises(StorageError, match="not 1 MiB"):
             opened(MIB)
         assert put(opened(CAPACITY), **{"aaaa-2": b"1"}) == [True]
@@ -308,8 +308,8 @@ def test_a_store_on_a_disk_that_takes_no_more_bytes_still_opens_and_nobody_shrin
     with pytest.raises(StorageError, match="is open with a capacity"):
         opened(64 << 10)
     storage.close()
-    (model,) = care.models(folder)
-    with care.opened(folder, model):  # it has the number, and takes no capacity
+    (model,) = maintenance.models(folder)
+    with maintenance.opened(folder, model):  # it has the number, and takes no capacity
         opened(MIB).close()
     assert there(opened(64 << 10, disk=Full()), "a") == "a"
     with pytest.raises(StorageError, match="capacity of 64 KiB"):

@@ -8,7 +8,7 @@ from file_disks import MIB, WithoutSync, everything
 
 from kvarve.cli import main
 from kvarve.errors import StorageError
-from kvarve.storage import FileStorage, care
+from kvarve.storage import FileStorage, maintenance
 from kvarve.storage.disk import Directory
 from kvarve.storage.folder import check_folder
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
@@ -281,10 +281,10 @@ def test_a_folder_in_a_world_writable_one_is_as_good_as_its_own_mode(opened, fol
 def test_who_looks_may_be_another_user_and_who_changes_something_may_not(opened, folder):
     filled(opened, folder)
     before = everything(folder)
-    (model,) = care.models(folder)
-    with care.visit(folder, model, AnotherUser()) as visit:
-        assert len(visit.objects()) == 6
-        assert visit.verify(lambda name, data: True) == (6, [])
+    (model,) = maintenance.models(folder)
+    with maintenance.inspect(folder, model, AnotherUser()) as inspection:
+        assert len(inspection.objects()) == 6
+        assert inspection.verify(lambda name, data: True) == (6, [])
     with pytest.raises(StorageError, match="belongs to user"):
-        FileStorage(folder, 1 << 62, LABEL, "model A", visiting=True, disk=AnotherUser())
+        FileStorage(folder, 1 << 62, LABEL, "model A", for_maintenance=True, disk=AnotherUser())
     assert everything(folder) == before

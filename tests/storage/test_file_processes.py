@@ -15,7 +15,7 @@ from file_disks import MIB, ONE, SMALL_FILES, WithoutSync, total
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
 from kvarve.storage.folder import is_in_use
-from kvarve.storage.slabs import Piece
+from kvarve.storage.slabs import RowSpan
 from kvarve.testing.suite import LABEL, get, put, there
 
 
@@ -166,20 +166,20 @@ def test_of_two_objects_of_one_name_one_goes_for_good(opened):
     storage = opened()
     names = [f"page-{i:02}" for i in range(20)]
     assert all(storage.put(names, [memoryview(b"1")] * 20))
-    with storage.changing() as books:
-        one, row = books.place("page-00")
-        other = next(slab for slab in books.slabs.values() if slab is not one)
+    with storage.changing() as index:
+        one, row = index.place("page-00")
+        other = next(slab for slab in index.slabs.values() if slab is not one)
         double = other.take_free()
         assert double is not None
         for column in ("state", "length", "stored", "names"):
             getattr(other, column)[double] = getattr(one, column)[row]
-        other.write([Piece(0, other, double, memoryview(b"1"))])
+        other.write([RowSpan(0, other, double, memoryview(b"1"))])
         other.save([double])
     storage.close()
     storage = opened()
     assert put(storage, new=b"2") == [True]
-    with storage.looking() as books:
-        tables = [found for slab in books.slabs.values() for _, found in slab.load(0, slab.shape.slots)]
+    with storage.looking() as index:
+        tables = [found for slab in index.slabs.values() for _, found in slab.load(0, slab.shape.slots)]
     on_disk = [name for table in tables for name in table.names]
     assert sorted(on_disk) == sorted([*names, "new"])
     assert storage.usage().objects == 21

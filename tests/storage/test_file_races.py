@@ -12,8 +12,8 @@ from test_crashes import Quick, die, intact, names, opened, pages, store
 
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
-from kvarve.storage.books import Call
 from kvarve.storage.disk import Directory
+from kvarve.storage.index import Call
 from kvarve.testing.faulty_disk import Died, FaultyDisk
 from kvarve.testing.suite import LABEL
 
@@ -41,18 +41,18 @@ def test_of_two_objects_of_one_name_that_a_power_cut_leaves_the_confirmed_one_st
     storage = opened(disk.root, disk, capacity=MIB)
     some = pages("full", *range(30))
     store(storage, some)
-    slabs = sorted(storage._books.slabs.values(), key=lambda slab: slab.number)
+    slabs = sorted(storage._index.slabs.values(), key=lambda slab: slab.number)
     first, second = slabs[order], slabs[1 - order]
-    lies = {page: storage._books.place(page.name)[0] for page in some}
+    lies = {page: storage._index.place(page.name)[0] for page in some}
     moved, other = (next(page for page in some if lies[page] is slab) for slab in (first, second))
     storage.delete([moved.name])
     new = pages("full", 777)[0]
-    filling = storage._reserve(Call(), [0], [new.name], [new.record()], {})
-    assert filling.places[0][0] is first
-    storage._write(filling, [new.record()])
+    in_flight = storage._reserve(Call(), [0], [new.name], [new.record()], {})
+    assert in_flight.places[0][0] is first
+    storage._write(in_flight, [new.record()])
     storage.delete([other.name])
     assert store(storage, [moved]) == [True]
-    assert storage._books.place(moved.name)[0] is second
+    assert storage._index.place(moved.name)[0] is second
     (slots,) = (event.file for event in disk.events if event.kind == "create" and event.path.endswith(first.path.name))
     disk.events.append(type(disk.events[0])("sync", slots))
     disk.after(len(disk.events), tmp_path / "cut", "dropped")
@@ -68,16 +68,16 @@ def test_what_a_process_had_stored_before_it_died_is_not_taken_for_reserved(tmp_
     store(lagging, pages("full", 1))
     dying = opened(folder, disk, capacity=MIB)
     call, answers = Call(), dict[int, bool]()
-    filling = dying._reserve(call, [0], [page.name], [page.record()], answers)
-    dying._write(filling, [page.record()])
+    in_flight = dying._reserve(call, [0], [page.name], [page.record()], answers)
+    dying._write(in_flight, [page.record()])
     lagging.exists([page.name])
     disk.fail(Died(), "write", "changes", skip=1)  # the table has been written
     with pytest.raises(Died):
-        dying._commit(call, filling, [page.name], [page.record()], answers)
+        dying._commit(call, in_flight, [page.name], [page.record()], answers)
     later = opened(folder, capacity=MIB)
     die(dying)
     assert store(later, [page]) == [True]
-    lagging._books._swept_ns = 0
+    lagging._index._swept_ns = 0
     store(lagging, pages("full", 7))
     assert later.exists([page.name]) == [True]
     later.close()
@@ -97,7 +97,7 @@ def test_a_put_for_which_no_threads_are_to_be_had_gives_its_rows_back(
         patch.setattr(threading.Thread, "start", start)
         with pytest.raises(StorageError, match="no threads"):
             store(storage, some)
-    assert storage._books.states()["reserved"] == 0
+    assert storage._index.states()["reserved"] == 0
     assert all(store(storage, some))
     storage.close()
 
@@ -109,7 +109,7 @@ def test_of_a_call_the_first_was_used_last_after_a_restart_too(tmp_path: Path) -
     store(storage, [new, old])
     storage.close()
     storage = opened(tmp_path / "store")
-    used = [int(slab.used[row]) for slab, row in map(storage._books.place, names([new, old]))]
+    used = [int(slab.used[row]) for slab, row in map(storage._index.place, names([new, old]))]
     assert used[0] > used[1]
     storage.close()
 
@@ -126,8 +126,8 @@ def test_who_lags_hears_of_what_is_changed_where_a_process_died_before_it_had_to
         dying.delete([some[3].name])
     die(dying)
     lagging.exists([some[0].name])
-    (slab,) = {first._books.place(page.name)[0] for page in some}
-    same = [page for page in some if slab.stripe(first._books.place(page.name)[1]) == slab.stripe(3)]
+    (slab,) = {first._index.place(page.name)[0] for page in some}
+    same = [page for page in some if slab.stripe(first._index.place(page.name)[1]) == slab.stripe(3)]
     for page in same:
         assert first.delete([page.name]) == [page != some[3]], "it has read what the dead one wrote"
         assert lagging.exists([page.name]) == [False], page
@@ -155,12 +155,12 @@ def test_what_a_process_leaves_that_dies_while_it_makes_or_removes_a_slab_is_roo
         except Died:
             died = True
         for turn in range(4):
-            survivor._room._full_until.clear()  # it would ask again after some seconds
-            survivor._books._swept_ns = 0
+            survivor._allocator._full_until.clear()  # it would ask again after some seconds
+            survivor._index._swept_ns = 0
             fresh = pages("full", *range(100 + 9 * turn, 109 + 9 * turn))
             assert all(store(survivor, fresh))
             assert intact(survivor, fresh) == set(fresh)
-        known = sum(slab.shape.bytes for slab in survivor._books.slabs.values())
+        known = sum(slab.shape.bytes for slab in survivor._index.slabs.values())
         there = sum(path.stat().st_size for path in folder.rglob("slab-*"))
         assert known == there, f"dies at its event {count}"
         assert total(folder) <= capacity
@@ -186,7 +186,7 @@ def test_a_slab_that_cannot_be_opened_is_left_alone_and_found_again(tmp_path: Pa
     storage = opened(folder, capacity=MIB)
     some = pages("full", 1)
     store(storage, some)
-    disk.refuses = table_path(storage._books.place(some[0].name)[0].path).name
+    disk.refuses = table_path(storage._index.place(some[0].name)[0].path).name
     storage.close()
     storage = opened(folder, disk, capacity=MIB)
     assert all(store(storage, pages("window", 1) + pages("state", 1)))
@@ -224,8 +224,8 @@ def test_a_write_that_ends_after_the_store_was_closed_lands_on_nobodys_page(tmp_
     disk.gate.set()
     assert "is closed" in str(calls.join()["late"])
     assert intact(new, pages("full", 1, 3)) == set(pages("full", 1, 3))
-    new._books._swept_ns = 0
+    new._index._swept_ns = 0
     assert store(new, pages("full", 4)) == [True]
-    assert new._books.states()["reserved"] == 0, "and its row is free when it has ended"
+    assert new._index.states()["reserved"] == 0, "and its row is free when it has ended"
     assert new._folder.alone()
     new.close()

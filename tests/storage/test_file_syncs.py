@@ -146,7 +146,7 @@ def test_a_put_that_could_not_be_told_hinders_no_later_one(tmp_path: Path, skip:
     disk.fail(trouble(), "write", "changes", skip=skip)  # of the commit: a line, again, and the number for all
     with pytest.raises(StorageError, match="Input/output"):
         store(storage, [page])
-    assert storage._books.held == {}
+    assert storage._index.held == {}
     disk.fail(trouble(), "sync", "slab-000000")
     with pytest.raises(StorageError, match="Input/output"):
         store(storage, [other])

@@ -14,9 +14,9 @@ from test_crashes import Quick, die, intact, intact_anew, names, opened, pages, 
 
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
-from kvarve.storage.books import Call
-from kvarve.storage.care import gc
 from kvarve.storage.disk import Directory, Disk
+from kvarve.storage.index import Call
+from kvarve.storage.maintenance import gc
 from kvarve.testing.faulty_disk import Died
 from kvarve.testing.suite import LABEL, OTHER_LABEL
 
@@ -144,7 +144,7 @@ def test_a_slab_that_could_not_be_opened_when_it_was_told_of_is_opened_later(tmp
     disk.short = False
     assert store(other, [*some, *pages("window", 1)]) == [True, True]
     assert one.usage().objects == other.usage().objects == 2
-    assert set(one._books.slabs) == set(other._books.slabs) == {0, 1}, "and none was made for what was there"
+    assert set(one._index.slabs) == set(other._index.slabs) == {0, 1}, "and none was made for what was there"
     one.close()
     other.close()
 
@@ -168,7 +168,7 @@ def test_slabs_that_were_cut_do_not_outgrow_the_capacity_when_they_are_found(tmp
     disk.full = False
     for number in range(100, 300):
         store(storage, pages("full", number))
-        storage._room._full_until.clear()
+        storage._allocator._full_until.clear()
         assert total(folder) <= capacity
     storage.close()
 
@@ -189,7 +189,7 @@ def test_a_slab_of_which_nobody_could_be_told_is_a_slab_for_all_later(tmp_path: 
         assert all(store(other, pages("state", 1)))
     assert all(store(one, some))
     assert intact(one, some) == intact(other, some) == set(some)
-    known = {slab.number for slab in one._books.slabs.values()}
+    known = {slab.number for slab in one._index.slabs.values()}
     assert known == {int(path.name[5:]) for path in folder.rglob("slab-??????")}
     one.close()
     other.close()
@@ -205,7 +205,7 @@ def test_a_slab_whose_removal_could_not_be_told_is_no_trap(tmp_path: Path, at: r
     assert all(store(one, base))
     disk.fail(trouble(), "write", "changes", at=at)
     with pytest.raises(OSError, match="Input/output"), one._changing():
-        one._room.remove(one._books.slabs[0], "a test")
+        one._allocator.remove(one._index.slabs[0], "a test")
     assert store(other, pages("state", 1)) == [True]
     assert one.exists(names(base)) == other.exists(names(base)), "be they removed or not"
     user = other if who == "another" else one
@@ -275,17 +275,17 @@ def test_what_was_changed_is_heard_of_though_the_call_that_heard_of_it_was_inter
     one, other = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
     assert all(store(one, base))
     other.exists(["x"])
-    first, last = (one._books.slabs[number] for number in (min(one._books.slabs), max(one._books.slabs)))
-    there = [page for page in base if one._books.place(page.name)[0] in (first, last)]
+    first, last = (one._index.slabs[number] for number in (min(one._index.slabs), max(one._index.slabs)))
+    there = [page for page in base if one._index.place(page.name)[0] in (first, last)]
     with one._changing():
-        one._room.remove(first, "a test")
-        one._room.remove(last, "a test")
+        one._allocator.remove(first, "a test")
+        one._allocator.remove(last, "a test")
 
     def forget(slab: object) -> int:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(other._books, "forget", forget)
+        patch.setattr(other._index, "forget", forget)
         other.exists(names(base))
     assert not any(other.exists(names(there)))
     assert all(store(other, there))
@@ -315,10 +315,10 @@ def test_a_stripes_number_never_goes_back(tmp_path: Path) -> None:
 
     disks[0].happens = happens  # what the dead one left is settled, but for the number for all
     call, answers, (mine, theirs) = Call(), dict[int, bool](), pages("full", 20, 21)
-    filling = one._reserve(call, [0], [mine.name], [mine.record()], answers)
+    in_flight = one._reserve(call, [0], [mine.name], [mine.record()], answers)
     assert store(lagging, [theirs]) == [True]
-    one._write(filling, [mine.record()])
-    one._commit(call, filling, [mine.name], [mine.record()], answers)
+    one._write(in_flight, [mine.record()])
+    one._commit(call, in_flight, [mine.name], [mine.record()], answers)
     assert answers == {0: True}
     one.close()
     lagging.close()
@@ -333,7 +333,7 @@ def test_who_is_interrupted_while_he_tells_of_a_change_knows_what_is_on_the_disk
     folder, base, some = tmp_path / "store", pages("full", *range(15)), [*pages("window", 1, 2), *pages("full", 20, 21)]
     storage = opened(folder, capacity=MIB)
     assert all(store(storage, base))
-    tell, calls = getattr(storage._books.changes, what), 0
+    tell, calls = getattr(storage._index.sequence_lock, what), 0
 
     def interrupted(change: Any) -> None:
         nonlocal calls
@@ -343,10 +343,10 @@ def test_who_is_interrupted_while_he_tells_of_a_change_knows_what_is_on_the_disk
         tell(change)
 
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-        patch.setattr(storage._books.changes, what, interrupted)
+        patch.setattr(storage._index.sequence_lock, what, interrupted)
         store(storage, some)
     assert all(store(storage, some))
-    assert storage._books.held == {}
+    assert storage._index.held == {}
     assert intact(storage, base + some) == {*base, *some}
     storage.close()
     assert storage._folder._files == []
@@ -397,7 +397,7 @@ def test_a_row_that_is_being_filled_is_nobody_elses_though_its_entry_cannot_be_r
     one, other = (opened(folder, disk, capacity=MIB) for disk in disks)
     assert all(store(other, pages("full", *range(3))))
     call, answers = Call(), dict[int, bool]()
-    filling = one._reserve(call, [0], [mine.name], [mine.record()], answers)
+    in_flight = one._reserve(call, [0], [mine.name], [mine.record()], answers)
     disk = disks[blind == "another"]
     disk.blind = True
     assert store(other, [theirs]) == [True]
@@ -405,8 +405,8 @@ def test_a_row_that_is_being_filled_is_nobody_elses_though_its_entry_cannot_be_r
     with one._changing():
         pass
     disk.blind = False
-    one._write(filling, [mine.record()])
-    one._commit(call, filling, [mine.name], [mine.record()], answers)
+    one._write(in_flight, [mine.record()])
+    one._commit(call, in_flight, [mine.name], [mine.record()], answers)
     assert answers == {0: True}
     both = [mine, theirs, *pages("full", *range(3))]
     assert intact(one, both) == intact(other, both) == set(both)
@@ -420,15 +420,15 @@ def test_a_row_that_a_disk_has_lost_to_another_process_is_not_entered(tmp_path: 
     one, other = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
     assert all(store(other, pages("full", *range(3))))
     call, answers = Call(), dict[int, bool]()
-    filling = one._reserve(call, [0], [mine.name], [mine.record()], answers)
-    ((slab, row),) = filling.places.values()
+    in_flight = one._reserve(call, [0], [mine.name], [mine.record()], answers)
+    ((slab, row),) = in_flight.places.values()
     os.pwrite(slab.table, b"torn", slab.shape.entry_at(row))
-    other._books.reload([other._books.slabs[slab.number]])
+    other._index.reload([other._index.slabs[slab.number]])
     assert store(other, [theirs]) == [True]
-    assert other._books.place(theirs.name)[1] == row
-    one._commit(call, filling, [mine.name], [mine.record()], answers)
+    assert other._index.place(theirs.name)[1] == row
+    one._commit(call, in_flight, [mine.name], [mine.record()], answers)
     assert answers == {0: False}
-    assert one._books.held == {}
+    assert one._index.held == {}
     assert intact(one, [theirs]) == intact(other, [theirs]) == {theirs}
     one.close()
     other.close()
@@ -446,7 +446,7 @@ def test_what_cannot_be_read_of_a_table_is_not_written_over_and_is_there_again_w
     disk.blind = False
     assert store(blind, pages("window", 2)) == [True]
     assert intact(blind, some) == intact(other, some) == {*some} - {some[5]}
-    assert blind._books.states()["unreadable"] == 0
+    assert blind._index.states()["unreadable"] == 0
     blind.close()
     other.close()
 
@@ -458,10 +458,10 @@ def test_rows_whose_entries_can_never_be_read_are_mended_by_gc(tmp_path: Path) -
     storage.close()
     disk.blind = True
     storage = opened(folder, disk, capacity=MIB)
-    unreadable = storage._books.states()["unreadable"]
+    unreadable = storage._index.states()["unreadable"]
     assert unreadable >= 15
     assert gc(storage)["retired"] == unreadable
-    assert storage._books.states()["unreadable"] == 0
+    assert storage._index.states()["unreadable"] == 0
     storage.close()
 
 
@@ -483,7 +483,7 @@ def test_rows_that_could_not_be_given_back_are_free_again_and_the_folder_is_left
     disk.happens = lambda call, name, at: None
     mutex.__exit__(None, None, None)
     assert store(storage, pages("full", 3)) == [True]
-    assert storage._books.states()["reserved"] == 0
+    assert storage._index.states()["reserved"] == 0
     storage.close()
     assert other._folder.alone()
     other.close()
@@ -497,7 +497,7 @@ def test_rows_of_a_put_that_was_interrupted_while_it_reserved_are_free_again(tmp
     with pytest.raises(KeyboardInterrupt):
         store(storage, pages("full", 2, 3))
     assert store(storage, pages("full", 4)) == [True]
-    assert storage._books.states()["reserved"] == 0
+    assert storage._index.states()["reserved"] == 0
     storage.close()
     storage = opened(folder, capacity=MIB)
     assert storage._folder.alone()
@@ -540,11 +540,11 @@ def test_rows_are_nobody_elses_while_threads_write_for_a_put_that_was_interrupte
     for page in some:
         assert store(storage, [page]) == [True]
     gate.set()
-    while storage._books.held:  # until the last of them has come back
+    while storage._index.held:  # until the last of them has come back
         pass
     assert intact(storage, some) == set(some)
     assert store(storage, pages("full", 4)) == [True]
-    assert storage._books.states()["reserved"] == 0
+    assert storage._index.states()["reserved"] == 0
     storage.close()
 
 
@@ -556,9 +556,9 @@ def test_what_is_removed_gives_up_its_room_although_somebody_idle_has_it_open(tm
     idle, busy = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
     assert all(store(idle, pages("full", *range(30))))
     busy.exists(["x"])
-    slab = idle._books.slabs[0]
+    slab = idle._index.slabs[0]
     with busy._changing():
-        busy._room.remove(busy._books.slabs[0], "a test")
+        busy._allocator.remove(busy._index.slabs[0], "a test")
     assert os.fstat(slab.file).st_size == 0
     assert intact(idle, pages("full", *range(5))) == set()
     idle.close()
@@ -577,8 +577,8 @@ def test_a_full_disk_costs_one_slab_at_most_when_what_is_removed_makes_no_room(t
     disk, some = Full(), pages("full", *range(60))
     storage = opened(tmp_path / "store", disk, capacity=MIB)
     assert all(store(storage, some))
-    before = len(storage._books.slabs)
+    before = len(storage._index.slabs)
     disk.full = True
     assert store(storage, pages("state", 1)) == [False]
-    assert len(storage._books.slabs) == before - 1
+    assert len(storage._index.slabs) == before - 1
     storage.close()

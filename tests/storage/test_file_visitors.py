@@ -14,7 +14,7 @@ from test_crashes import CAPACITY, NAMESPACE, Page, Quick, intact, pages, store
 
 from kvarve.cli import main
 from kvarve.errors import StorageError
-from kvarve.storage import FileStorage, care
+from kvarve.storage import FileStorage, maintenance
 from kvarve.storage.disk import Directory
 from kvarve.storage.folder import check_folder
 from kvarve.storage.table import ENTRY_BYTES, Shape, pack_header, slot_bytes_for, unpack_header
@@ -159,14 +159,14 @@ def test_looking_holds_no_file_open_afterwards(store_of_two):
 
 
 def test_a_slab_that_is_being_removed_while_somebody_looks_is_no_damage(store_of_two):
-    (model,) = (each for each in care.models(store_of_two) if each.label == LABEL)
-    with care.visit(store_of_two, model) as visit:
+    (model,) = (each for each in maintenance.models(store_of_two) if each.label == LABEL)
+    with maintenance.inspect(store_of_two, model) as inspection:
         storage = opened(store_of_two, capacity=MIB)
         with storage._changing():
-            for slab in [*storage._books.slabs.values()]:
-                storage._room.remove(slab, "a test")
+            for slab in [*storage._index.slabs.values()]:
+                storage._allocator.remove(slab, "a test")
         storage.close()
-        assert visit.verify(lambda name, data: False) == (0, [])
+        assert inspection.verify(lambda name, data: False) == (0, [])
 
 
 def test_an_entry_that_is_being_written_while_somebody_looks_is_no_damage(store_of_two, monkeypatch):
@@ -179,11 +179,11 @@ def test_an_entry_that_is_being_written_while_somebody_looks_is_no_damage(store_
         if len([each for each in pauses if each]) == 2:
             table(store_of_two).write_bytes(whole)
 
-    monkeypatch.setattr("kvarve.storage.care.time.sleep", sleep)
-    (model,) = (each for each in care.models(store_of_two) if each.label == LABEL)
-    with care.visit(store_of_two, model) as visit:
-        assert visit.lost == []
-        assert len(visit.objects()) == 14
+    monkeypatch.setattr("kvarve.storage.maintenance.time.sleep", sleep)
+    (model,) = (each for each in maintenance.models(store_of_two) if each.label == LABEL)
+    with maintenance.inspect(store_of_two, model) as inspection:
+        assert inspection.lost == []
+        assert len(inspection.objects()) == 14
 
 
 # --- headers
@@ -359,14 +359,14 @@ def test_gc_and_drop_refuse_a_folder_of_another_user_and_change_nothing(store_of
 def test_looking_is_possible_beside_one_who_stores_and_evicts(tmp_path):
     folder = tmp_path / "store"
     storage = opened(folder)
-    (model,) = care.models(folder)
+    (model,) = maintenance.models(folder)
     seen = 0
     for turn in range(20):
         assert all(store(storage, pages("full", *range(9 * turn, 9 * turn + 9)) + pages("state", turn)))
-        with care.visit(folder, model) as visit:
-            assert visit.lost == []
-            seen += len(visit.objects())
-            names = {each.name for each in visit.objects()}
+        with maintenance.inspect(folder, model) as inspection:
+            assert inspection.lost == []
+            seen += len(inspection.objects())
+            names = {each.name for each in inspection.objects()}
             assert names == {page.name for page in known(turn) if storage.exists([page.name]) == [True]}
     assert seen > 100
     storage.close()
@@ -379,7 +379,7 @@ def known(turn: int) -> list[Page]:
 def test_a_store_that_was_made_by_an_earlier_version_is_refused_in_one_line_that_says_what_to_do(store_of_two):
     (store_of_two / "kvarve.json").write_text('{"format": "kvarve-slabs/2"}')
     before = everything(store_of_two)
-    for call in (lambda: opened(store_of_two), lambda: care.models(store_of_two)):
+    for call in (lambda: opened(store_of_two), lambda: maintenance.models(store_of_two)):
         with pytest.raises(StorageError, match=r"earlier version .*empty this folder or give another one") as refusal:
             call()
         assert "\n" not in str(refusal.value)
@@ -417,9 +417,9 @@ class Unreadable(WithoutSync):
 @pytest.mark.parametrize("error", [errno.EIO, errno.EBADMSG, errno.EACCES], ids=errno.errorcode.get)
 @pytest.mark.parametrize("name", ["slab-000000.table", "slab-000000", "clock"])
 def test_a_file_that_cannot_be_read_costs_who_looks_that_file_alone(store_of_two, name, error):
-    (model,) = (each for each in care.models(store_of_two) if each.label == LABEL)
-    with care.visit(store_of_two, model, Unreadable(name, error)) as visit:
-        lost, found = visit.lost, {each.name for each in visit.objects()}
+    (model,) = (each for each in maintenance.models(store_of_two) if each.label == LABEL)
+    with maintenance.inspect(store_of_two, model, Unreadable(name, error)) as inspection:
+        lost, found = inspection.lost, {each.name for each in inspection.objects()}
     whole = name == "clock" or (name == "slab-000000" and error != errno.EACCES)
     assert len(lost) == (not whole) and all(f"{MODEL}/slab-000000" in each for each in lost)
     assert {page.name for page in pages("window", 1, 2)} <= found
@@ -438,7 +438,7 @@ def test_a_model_that_cannot_be_read_stops_nobody_elses_start_and_is_reported(
     other.close()
     damaged = name == "model.json" or error == errno.EACCES
     assert caplog.text.count("cannot be read") == damaged, "said once"
-    monkeypatch.setattr("kvarve.storage.care.Disk", lambda: disk)
+    monkeypatch.setattr("kvarve.storage.maintenance.Disk", lambda: disk)
     for does in ("stat", "ls"):
         assert main(["storage", does, str(store_of_two)]) == 0
         assert ("cannot be read" in capsys.readouterr().out) == (damaged and does == "stat")

@@ -11,7 +11,7 @@ from file_disks import MIB, Calls, Clockwork, Rigged, WithoutSync
 
 from kvarve.storage import FileStorage
 from kvarve.storage.others import Others
-from kvarve.storage.room import AT_ONCE
+from kvarve.storage.slab_allocator import AT_ONCE
 from kvarve.testing.suite import OTHER_LABEL, get, put, there
 
 CAPACITY = 512 << 10
@@ -54,8 +54,10 @@ def test_who_asks_does_not_wait_until_it_is_worked_out_who_goes(opened, monkeypa
     """With a million objects that took up to 0.8 s, once for every 64th of them that went."""
     storage = opened(CAPACITY)
     some = full(storage)
-    storage._books._lines.clear()
-    began, goes_on = while_it_waits(monkeypatch, __import__("kvarve.storage.room", fromlist=["room"]), "coldest")
+    storage._index._lines.clear()
+    began, goes_on = while_it_waits(
+        monkeypatch, __import__("kvarve.storage.slab_allocator", fromlist=["room"]), "coldest"
+    )
     calls = Calls()
     calls.start("put", lambda: put(storage, new=b"1"))
     assert began.wait(60)
@@ -99,14 +101,14 @@ def test_who_asks_does_not_wait_until_all_of_a_slab_is_evicted(opened):
     storage = opened(8 * MIB)
     names = [f"page-{i}" for i in range(120)]
     assert all(storage.put(names, [memoryview(bytes(4096))] * 120))
-    slab = storage._books.slabs[0]
-    held = [name for name in names if storage._books.place(name)[0] is slab]
+    slab = storage._index.slabs[0]
+    held = [name for name in names if storage._index.place(name)[0] is slab]
     assert len(held) > 3 * AT_ONCE
     left = []
     with storage._changing():
         turns = Turns(storage._lock, lambda: (asked(storage, held[0]), left.append(sum(storage.exists(held)))))
-        storage._room._lock = turns
-        storage._room.remove(slab, "a test")
+        storage._allocator._lock = turns
+        storage._allocator.remove(slab, "a test")
     assert left == [len(held) - 2 * AT_ONCE], "some of them have gone by then"
     assert storage.exists(held) == [False] * len(held)
     assert storage.usage().evicted == len(held)
@@ -138,11 +140,11 @@ def test_what_is_too_old_goes_in_parts_between_which_others_are_heard(opened):
     disk.elapse(100)
     put(storage, young=b"1")  # what is too old goes now
     disk.elapse(59)
-    assert storage._books.states()["stored"] == 1
+    assert storage._index.states()["stored"] == 1
     assert all(storage.put(names, [memoryview(bytes(4096))] * 120))
     disk.elapse(61)
     left = []
-    storage._room._lock = Turns(storage._lock, lambda: left.append(storage._books.states()["stored"]))
+    storage._allocator._lock = Turns(storage._lock, lambda: left.append(storage._index.states()["stored"]))
     assert put(storage, other=b"1") == [True]
     assert left and 0 < left[0] < 121
 
@@ -178,16 +180,16 @@ def test_of_salts_that_have_come_and_gone_nothing_stays(opened):
         tracemalloc.stop()
     print(f"{grown} bytes for 100 salts")
     assert grown < 300_000
-    books = storage._books
-    there_now = {name.partition("-")[0] for name in books.index}
-    assert books._of_group.keys() == there_now
-    assert sum(books._of_group.values()) == 4096 * len(books.index)
-    assert {rank.group for rank in books._lines} - {None} <= there_now
-    assert len(books._lines) <= 65
+    index = storage._index
+    there_now = {name.partition("-")[0] for name in index.entries}
+    assert index._of_group.keys() == there_now
+    assert sum(index._of_group.values()) == 4096 * len(index.entries)
+    assert {rank.group for rank in index._lines} - {None} <= there_now
+    assert len(index._lines) <= 65
 
 
 def test_two_salts_that_have_one_number_do_not_pay_for_each_other(opened, monkeypatch):
-    monkeypatch.setattr("kvarve.storage.books._number_of", lambda group: 7)
+    monkeypatch.setattr("kvarve.storage.index._number_of", lambda group: 7)
     storage = opened(quota_bytes=3 * 4096)
     for i in range(20):
         for group in ("aaaa", "bbbb"):
@@ -204,4 +206,4 @@ def test_a_quota_holds_for_more_salts_than_orders_are_kept_of(opened):
             assert put(storage, **{f"{salt(number)}-{page}": b"1"}) == [True]
     for number in range(100):
         assert storage.exists([f"{salt(number)}-{page}" for page in range(4)]) == [False, False, True, True]
-    assert len(storage._books._lines) <= 65
+    assert len(storage._index._lines) <= 65

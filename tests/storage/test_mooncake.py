@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 from mooncake_cluster import MASTER, METRICS, Cluster, own_network, require_mooncake
 
-from kvarve.storage import Storage, Usage
+from kvarve.storage import Storage, StorageUsage
 from kvarve.storage.mooncake import MooncakeStorage
 from kvarve.storage.mooncake_settings import Settings
 from kvarve.testing import suite
@@ -42,7 +42,7 @@ def closing(cluster: Cluster) -> Iterator[ThreadPoolExecutor]:
 class Counted(MooncakeStorage):
     """The master counts everybody's objects. This asks it for the names of all and counts those of one label."""
 
-    def usage(self) -> Usage:
+    def usage(self) -> StorageUsage:
         usage = super().usage()
         connection = http.client.HTTPConnection(METRICS, timeout=10)
         connection.request("GET", "/get_all_keys")

@@ -31,7 +31,7 @@ def test_a_file_url_opens_a_folder(tmp_path):
 def test_a_file_url_says_for_how_long_how_much_and_in_what_order(tmp_path):
     url = f"file://{tmp_path}/store?capacity=1MiB&ttl=1.5d&quota=8KiB&eviction=s3fifo&threads=2"
     storage = opened(url)
-    limits = storage._books.limits
+    limits = storage._index.limits
     assert (limits.ttl_ns, limits.quota_bytes, limits.eviction) == (129_600 * 10**9, 8192, "s3fifo")
     assert put(storage, **{f"salt-{i}": b"1" for i in range(3)}) == [True, True, False]
     storage.close()

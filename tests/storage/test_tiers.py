@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from memories import over_memories
 
 from kvarve.errors import ConfigError, StorageError
-from kvarve.storage import Breaker, MemoryStorage, Storage, Tiers, Usage
+from kvarve.storage import Breaker, MemoryStorage, Storage, StorageUsage, Tiers
 from kvarve.testing import FaultyStorage, MakeStorage, Rule, StorageSuite
 from kvarve.testing.suite import LABEL, get, put, there
 
@@ -482,7 +482,7 @@ def test_what_is_deleted_on_its_way_is_there_for_nobody_and_goes_when_it_has_arr
     leave = threading.Event()
     row.sick[1].put = slow  # type: ignore[method-assign]
     row.put("a")
-    while row.storage._carriers[1].on_the_way != {"a"}:
+    while row.storage._replicators[1].on_the_way != {"a"}:
         row.storage.settle(0.001)
     assert row.storage.delete(["a"]) == [True]
     go_on.set()
@@ -546,8 +546,8 @@ def test_each_tier_can_be_looked_at(make_row: MakeRow) -> None:
     row.settle()
     row.storage.parts()
     row.settle()
-    assert row.storage.usage() == Usage(1, 40, ROOM, 0)
-    assert [part.usage for part in row.storage.parts()] == [Usage(1, 40, ROOM, 0), Usage(1, 40, 1000, 0)]
+    assert row.storage.usage() == StorageUsage(1, 40, ROOM, 0)
+    assert [part.usage for part in row.storage.parts()] == [StorageUsage(1, 40, ROOM, 0), StorageUsage(1, 40, 1000, 0)]
     row.go_down(1)
     assert [part.up for part in row.storage.parts()] == [True, False]
     assert row.storage.last_error == "tier 1: exists: injected: the backend is dead, exists did 0 of 1"
@@ -587,8 +587,8 @@ def test_closing_leaves_a_tier_that_hangs_and_closes_the_others(make_row: MakeRo
     with pytest.raises(StorageError, match="closed"):
         row.put("c")
     row.sick[1].release()
-    for carrier in row.storage._carriers:
-        carrier.thread.join(LONG_S)
+    for replicator in row.storage._replicators:
+        replicator.thread.join(LONG_S)
     row.breakers[1]._close_s = LONG_S
 
 
@@ -689,7 +689,9 @@ def test_any_history_of_calls_and_faults_gives_back_what_was_put_or_nothing() ->
                 self.row.settle()
                 assert [self.row.has(number, "page-0", "page-1") for number in range(3)] == ["page-0 page-1"] * 3
                 assert all(part.waiting_bytes == part.owed == 0 for part in self.row.storage.parts())
-                assert not any(carrier.doomed or carrier.on_the_way for carrier in self.row.storage._carriers)
+                assert not any(
+                    replicator.doomed or replicator.on_the_way for replicator in self.row.storage._replicators
+                )
             finally:
                 self.row.close()
 

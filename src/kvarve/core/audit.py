@@ -31,7 +31,7 @@ def _each(positions: int) -> Iterator[int]:
 
 def _runs(core: Core) -> list[Run]:
     found: list[Run] = []
-    stack: list[Run] = [*core.shelves.roots.values()]
+    stack: list[Run] = [*core.slot_pools.roots.values()]
     for root in stack:
         _check(not root.tokens and len(root.named) == 32 and not any(root.here), "a root is no page")
     while stack:
@@ -91,7 +91,7 @@ def _audit_leases(core: Core) -> None:
 def _audit_slots(core: Core, runs: list[Run]) -> None:
     """Every slot is free, or owned by exactly one page position, lease or copy."""
     pools = len(core.pools)
-    owned = [free.tolist() for free in core.shelves.free]
+    owned = [free.tolist() for free in core.slot_pools.free]
     for lease in core.leases.values():
         for place, slots in enumerate((*lease.own, *lease.landed)):
             owned[place].extend(slots.values())
@@ -114,7 +114,7 @@ def _audit_slots(core: Core, runs: list[Run]) -> None:
                 owned[place].extend(table)
     for place, slots_ in enumerate(owned):
         slots_.sort()
-        if slots_ != [*range(core.shelves.capacity[place])]:
+        if slots_ != [*range(core.slot_pools.capacity[place])]:
             raise BrokenLaw(f"every slot of place {place} has exactly one owner")
 
 
@@ -152,9 +152,9 @@ def _audit_counts(core: Core, runs: list[Run]) -> None:
     for held, share in zip(fetching, core.backups.share, strict=False):
         _check(held <= share, "what waits for storage keeps to its share of the host")
     alive = {id(run) for run in runs}
-    for line in (core.backups.owing, core.backups.due, core.backups.parked):
+    for line in (core.backups.pending_backup, core.backups.pending_store, core.backups.quarantined):
         _check(all(id(run) in alive for run in line), "what waits to be copied down is in the tree")
-    _check(core.backups.due.keys().isdisjoint(core.backups.parked), "a parked run stands in no line")
+    _check(core.backups.pending_store.keys().isdisjoint(core.backups.quarantined), "a parked run stands in no line")
     spoiled = 0
     for run in runs:
         for bits in run.bad:
@@ -162,7 +162,7 @@ def _audit_counts(core: Core, runs: list[Run]) -> None:
         for place, bits in enumerate(run.coming):
             if bits != coming.get((id(run), place), 0):
                 raise BrokenLaw("a run knows what is on its way down")
-    _check(core.shelves.spoiled == spoiled, "bad pages are counted")
+    _check(core.slot_pools.spoiled == spoiled, "bad pages are counted")
 
 
 def audit(core: Core) -> None:
@@ -171,19 +171,19 @@ def audit(core: Core) -> None:
     chains = [i for i, pool in enumerate(core.pools) if pool.lookback is None]
     rest = [place % pools in chains for place in range(2 * pools)]
     runs = _runs(core)
-    pins, rests = [], []
+    pins, prefix_pins = [], []
     for tier in range(2):
-        holds = [(lease.run, lease.held, lease.rests) for lease in core.leases.values() if tier in lease.tiers]
+        holds = [(lease.run, lease.held, lease.prefix_pins) for lease in core.leases.values() if tier in lease.tiers]
         reads = [(op.run, op.pinned) for op in core.copies.ops.values() if op.run is not None and op.edge[0] == tier]
         pins.append(_shares(runs, [(run, held) for run, held, _ in holds] + reads))
-        rests.append(_shares(runs, [(run, chains) for run, _, chains in holds]))
+        prefix_pins.append(_shares(runs, [(run, chains) for run, _, chains in holds]))
     _audit_leases(core)
     _audit_slots(core, runs)
     _audit_counts(core, runs)
 
     # A run stands in an eviction order exactly once if it has a page to give; it may stand there in vain, not twice.
     standing = dict.fromkeys(pins[0], 0)
-    for place, order in enumerate(core.shelves.orders):
+    for place, order in enumerate(core.slot_pools.orders):
         for run in order.runs():
             if id(run) in standing:
                 _check(not standing[id(run)] >> place & 1, "no run stands twice in an eviction order")
@@ -193,10 +193,10 @@ def audit(core: Core) -> None:
         length = len(run.tokens) // run.width
         _check(len(run.named) % 32 == 0 and len(run.named) <= 32 * max(1, length), "only pages have keys")
         pinned = [_audit_pins(run.pins[tier], pins[tier][id(run)]) for tier in range(2)]
-        needed = [pinned[tier] | _audit_pins(run.rests[tier], rests[tier][id(run)]) for tier in range(2)]
+        needed = [pinned[tier] | _audit_pins(run.prefix_pins[tier], prefix_pins[tier][id(run)]) for tier in range(2)]
 
         known = 0
-        for bits in (*run.here, *run.stored, *run.coming, *run.asked):
+        for bits in (*run.here, *run.stored, *run.coming, *run.backed_up_since_use):
             known |= bits
         _check(not known >> length, "nothing is known of positions that are not there")
         for chain in chains:

@@ -12,30 +12,30 @@ copies fail too often while others succeed is parked, and tried again after a wh
 from itertools import islice
 
 from kvarve.boundaries import members, of, union
-from kvarve.core.copies import BACKUP, STORE, Copies, Edge, Fate, Moving, Op
+from kvarve.core.copies import BACKUP, STORE, Copies, CopyOutcome, Edge, Moving, Op
 from kvarve.core.governor import Governor
 from kvarve.core.policies import WritePolicy
 from kvarve.core.settings import HORIZON_HOSTS, CoreConfig, Counters
-from kvarve.core.shelves import Shelves
+from kvarve.core.slot_pools import SlotPools
 from kvarve.core.tree import NOWHERE, Run, covering
 from kvarve.model import MEMORY_TIERS, Tier
 
-TRIES = 3  # backups of a run that may fail before it is parked
-PARKED_S = 60.0  # how long a parked run waits for its next try, unless a request uses it
-REST_S, LONGEST_REST_S = 0.1, 30.0  # of stores: after a first failure, and at most, doubling in between
+RETRY_BUDGET = 3  # backups of a run that may fail before it is parked
+QUARANTINE_S = 60.0  # how long a parked run waits for its next try, unless a request uses it
+BACK_OFF_S, MAX_BACK_OFF_S = 0.1, 30.0  # of stores: after a first failure, and at most, doubling in between
 ROOM_S = 2.0  # how long evictions wait for copies of which none ends
 LOOK = 64  # runs of a line that one step looks at
 LOOK_AGAIN_S = 0.1  # how long a line waits that found no room in the host
 
 
 class Backups:
-    def __init__(self, config: CoreConfig, shelves: Shelves, copies: Copies, counters: Counters) -> None:
-        self.config, self.shelves, self.copies, self.counters = config, shelves, copies, counters
+    def __init__(self, config: CoreConfig, slot_pools: SlotPools, copies: Copies, counters: Counters) -> None:
+        self.config, self.slot_pools, self.copies, self.counters = config, slot_pools, copies, counters
         self.pools = range(len(config.pools))
         self.now = 0.0
-        self.owing: dict[Run, None] = {}  # runs that may have pages to copy to the host, oldest first
-        self.due: dict[Run, None] = {}  # dirty runs, oldest first
-        self.parked: dict[Run, float] = {}  # runs that failed too often, with the time of their next try
+        self.pending_backup: dict[Run, None] = {}  # runs that may have pages to copy to the host, oldest first
+        self.pending_store: dict[Run, None] = {}  # dirty runs, oldest first
+        self.quarantined: dict[Run, float] = {}  # runs that failed too often, with the time of their next try
         self.staged: dict[Run, None] = {}  # runs of which pages have just come to the host for storage
         self.to_host = 0  # pages in flight to the host
         self.storing = [0] * len(config.pools)  # by pool, pages that are on their way to storage
@@ -47,16 +47,16 @@ class Backups:
         # Of each pool in the host, what waits for storage may hold: fetches all of it, stores half.
         self.share = [
             max(int(config.host_share * room), min(room, 2 * (pool.lookback or 1)))
-            for pool, room in zip(config.pools, shelves.capacity[len(config.pools) :], strict=True)
+            for pool, room in zip(config.pools, slot_pools.capacity[len(config.pools) :], strict=True)
         ]
         self.store_share = [max(1, share // 2) for share in self.share]
-        shelves.rescue = self.rescue
-        shelves.divided = self._divided
-        shelves.removed = self._removed
-        self.has_host = any(shelves.capacity[len(config.pools) :])
+        slot_pools.rescue = self.rescue
+        slot_pools.divided = self._divided
+        slot_pools.removed = self._removed
+        self.has_host = any(slot_pools.capacity[len(config.pools) :])
         if self.has_host:
-            shelves.bid_farewell = self._left
-        host = shelves.capacity[len(config.pools) :]
+            slot_pools.on_last_copy_evicted = self._left
+        host = slot_pools.capacity[len(config.pools) :]
         host_bytes = sum(pool.payload_bytes * room for pool, room in zip(config.pools, host, strict=True))
         horizon = config.offload_horizon_bytes or HORIZON_HOSTS * host_bytes
         self.governor = Governor(config.offload_pays_at, horizon)
@@ -64,10 +64,10 @@ class Backups:
 
     def begin_anew(self, down: bool = False) -> None:
         """The storage is another one from now on, or none, or does not answer: nothing is known of it."""
-        self.due.clear()
-        self.parked.clear()
+        self.pending_store.clear()
+        self.quarantined.clear()
         self.down = down
-        self.failures, self.rest_until = 0, self.now  # stores that failed in a row, with a rest after each
+        self.failures, self.back_off_until = 0, self.now  # stores that failed in a row, with a rest after each
         self.governor.begin_anew()
 
     def void(self, op: Op, gone: bool) -> None:
@@ -84,21 +84,21 @@ class Backups:
     def waits(self) -> bool:
         """Whether the next steps will send something down: not while the host has no room, nor while storage is in
         trouble for good."""
-        to_host, to_storage = bool(self.owing), bool(self.due) and self.failures < TRIES
+        to_host, to_storage = bool(self.pending_backup), bool(self.pending_store) and self.failures < RETRY_BUDGET
         return (to_host and not self.blocked[0]) or (to_storage and not self.blocked[1])
 
     def dirty(self) -> int:
         """How many pages in memory the write policy wants in storage that are not known to be there."""
-        if not self.down and not self.due and not self.parked and not any(self.storing):
+        if not self.down and not self.pending_store and not self.quarantined and not any(self.storing):
             return 0
-        return sum(self._unstored(run) for run in self.shelves.runs() if not self._late(run) and self._wants(run))
+        return sum(self._unstored(run) for run in self.slot_pools.runs() if not self._late(run) and self._wants(run))
 
     def _unstored(self, run: Run) -> int:
         """How many pages of a run are in memory and not known to be in storage."""
         count = 0
         for pool in self.pools:
             host = self._host(pool)
-            if self.shelves.capacity[host]:
+            if self.slot_pools.capacity[host]:
                 good = run.here[pool] | run.here[host] & ~run.bad[host]
                 count += (good & ~run.stored[pool]).bit_count()
         return count
@@ -112,22 +112,22 @@ class Backups:
         """Pages in flight down."""
         return self.to_host + sum(self.storing)
 
-    def owe(self, run: Run) -> None:
+    def mark_dirty(self, run: Run) -> None:
         """A run may have pages to back up."""
         if not self.has_host or not run.pages or self._late(run):
             return
-        self.parked.pop(run, None)
-        if run not in self.owing:
-            self.owing[run] = None
+        self.quarantined.pop(run, None)
+        if run not in self.pending_backup:
+            self.pending_backup[run] = None
             self.blocked[0] = False
-        if self.copies.storage and run not in self.due:
-            self.due[run] = None
+        if self.copies.storage and run not in self.pending_store:
+            self.pending_store[run] = None
             self.blocked[1] = False
 
-    def owe_all(self) -> None:
+    def mark_all_dirty(self) -> None:
         """Any run may."""
-        for run in self.shelves.runs():
-            self.owe(run)
+        for run in self.slot_pools.runs():
+            self.mark_dirty(run)
 
     def _late(self, run: Run) -> bool:
         """Whether a run is backed up only when it has to leave."""
@@ -139,20 +139,20 @@ class Backups:
 
     def _divided(self, front: Run, tail: Run) -> None:
         """A run was cut in two: both stand where it stood."""
-        for line in (self.owing, self.due, self.staged):
+        for line in (self.pending_backup, self.pending_store, self.staged):
             if tail in line:
                 line[front] = None
-        if tail in self.parked:
-            self.parked[front] = self.parked[tail]
+        if tail in self.quarantined:
+            self.quarantined[front] = self.quarantined[tail]
         elif self.governor.paused:  # of two runs each may be of the sample, though the one was not
-            self.owe(front)
-            self.owe(tail)
+            self.mark_dirty(front)
+            self.mark_dirty(tail)
 
     def _removed(self, run: Run) -> None:
         """A run has left the tree."""
-        for line in (self.owing, self.due, self.staged):
+        for line in (self.pending_backup, self.pending_store, self.staged):
             line.pop(run, None)
-        self.parked.pop(run, None)
+        self.quarantined.pop(run, None)
 
     def leaving(self) -> bool:
         """Whether evictions wait for copies in flight: as long as these end, for what hangs makes no room."""
@@ -161,17 +161,17 @@ class Backups:
 
     def settle(self, run: Run, place: int, position: int, slot: int) -> bool:
         """Make a page resident if the laws let it be; False if its slot is not needed."""
-        shelves, local = self.shelves, position - run.first
+        slot_pools, local = self.slot_pools, position - run.first
         if run.here[place] >> local & 1:
             if not run.bad[place] >> local & 1 or self.copies.reads(place, run.slot(place, position)):
                 return False
-            shelves.leave(run, place, position)  # a good one takes its place
-        rests = position > 0 and place < len(self.pools) and shelves.is_chain(place)
-        if rests and not self._on(run, place, position - 1):
+            slot_pools.leave(run, place, position)  # a good one takes its place
+        has_parent = position > 0 and place < len(self.pools) and slot_pools.is_chain(place)
+        if has_parent and not self._on(run, place, position - 1):
             return False
-        shelves.settle(run, place, position, slot)
+        slot_pools.settle(run, place, position, slot)
         if place < len(self.pools):
-            run.asked[place] &= ~(1 << local)
+            run.backed_up_since_use[place] &= ~(1 << local)
             if any(run.bad):
                 self.heal(run)
         return True
@@ -182,33 +182,33 @@ class Backups:
             place = self._host(pool)
             for local in members(run.bad[place] & run.here[pool]):
                 if not self.copies.reads(place, run.slot(place, run.first + local)):
-                    self.shelves.leave(run, place, run.first + local)
-                    run.asked[pool] &= ~(1 << local)
-                    self.owe(run)
+                    self.slot_pools.leave(run, place, run.first + local)
+                    run.backed_up_since_use[pool] &= ~(1 << local)
+                    self.mark_dirty(run)
 
     def _on(self, run: Run, place: int, position: int) -> bool:
         run = covering(run, position)
         return bool(run.here[place] >> position - run.first & 1)
 
     def _host(self, pool: int) -> int:
-        return self.shelves.place(Tier.HOST, pool)
+        return self.slot_pools.place(Tier.HOST, pool)
 
     def _storage(self, pool: int) -> int:
-        return self.shelves.place(Tier.STORAGE, pool)
+        return self.slot_pools.place(Tier.STORAGE, pool)
 
     # --- what has ended
 
-    def ended(self, op: Op, tail: Run, fates: list[Fate]) -> None:
+    def ended(self, op: Op, tail: Run, outcomes: list[CopyOutcome]) -> None:
         """A copy down has ended; `tail` is its deepest run."""
         target = op.edge[1]
         if target is Tier.HOST:
             self.to_host -= len(op.pages)
-        excused = target is Tier.STORAGE and not op.void and self._storage_answered(fates)
+        excused = target is Tier.STORAGE and not op.void and self._storage_answered(outcomes)
         touched: dict[Run, bool] = {}
-        for page, good, bad in fates:
+        for page, good, bad in outcomes:
             run = covering(tail, page.position)
             local = 1 << page.position - run.first
-            place = self.shelves.place(target, page.pool)
+            place = self.slot_pools.place(target, page.pool)
             if not op.void:
                 run.coming[place] &= ~local
             touched[run] = touched.get(run, True) and good
@@ -218,46 +218,46 @@ class Backups:
                     self._stored(run, page, op.void)
                 if bad:  # the host's own bytes were not what they should be: never spread them
                     self.counters.bad_host += 1
-                    self.shelves.spoil(run, self._host(page.pool), page.position)
+                    self.slot_pools.spoil(run, self._host(page.pool), page.position)
             else:
                 self.staging[page.pool] -= op.onward
                 self.counters.backed_up += good
-                run.asked[page.pool] |= local if good else 0
+                run.backed_up_since_use[page.pool] |= local if good else 0
                 if not good or not self.settle(run, place, page.position, page.target):
-                    self.shelves.give_back(place, page.target)
+                    self.slot_pools.give_back(place, page.target)
             self.counters.failed += not good
         for run, good in touched.items():
             self.heal(run)
-            run.tries = 0 if good else run.tries + (not excused)
+            run.failed_backups = 0 if good else run.failed_backups + (not excused)
             if not good:
-                self.due.pop(run, None)  # it stands at the end of the line from now on
-            if run.tries >= TRIES:
-                self._park(run)
+                self.pending_store.pop(run, None)  # it stands at the end of the line from now on
+            if run.failed_backups >= RETRY_BUDGET:
+                self._quarantine_run(run)
             else:
-                self.owe(run)
+                self.mark_dirty(run)
                 if op.onward:
                     self.staged[run] = None
         if op.leaving and not op.void:
             self.room_since = self.now
         if op.leaving:
-            self._leave(op, tail, [page for page, good, _ in fates if good])
+            self._leave(op, tail, [page for page, good, _ in outcomes if good])
 
-    def _park(self, run: Run) -> None:
+    def _quarantine_run(self, run: Run) -> None:
         """Copies of a run have failed too often: others go first for a while."""
-        if run in self.parked or not run.pages:
+        if run in self.quarantined or not run.pages:
             return
         self.counters.given_up += 1
-        self.owing.pop(run, None)
-        self.due.pop(run, None)
-        self.parked[run] = self.now + PARKED_S
+        self.pending_backup.pop(run, None)
+        self.pending_store.pop(run, None)
+        self.quarantined[run] = self.now + QUARANTINE_S
 
-    def _unpark(self) -> None:
+    def _end_quarantines(self) -> None:
         """Parked runs whose time has come get one more try."""
-        for run in [*islice(self.parked, LOOK)]:
-            if self.now < self.parked[run]:
+        for run in [*islice(self.quarantined, LOOK)]:
+            if self.now < self.quarantined[run]:
                 return
-            run.tries = TRIES - 1
-            self.owe(run)  # takes it out
+            run.failed_backups = RETRY_BUDGET - 1
+            self.mark_dirty(run)  # takes it out
 
     def _stored(self, run: Run, page: Moving, void: bool) -> None:
         self.counters.stored += 1
@@ -268,25 +268,25 @@ class Backups:
             paused = self.governor.paused
             self.governor.stored(run, run.key(page.position), size_bytes)
             if paused and not self.governor.paused:  # what it did not want so far it wants now
-                self.owe_all()
+                self.mark_all_dirty()
 
-    def _storage_answered(self, fates: list[Fate]) -> bool:
+    def _storage_answered(self, outcomes: list[CopyOutcome]) -> bool:
         """Stores rest, or go on, by how one of them went. True if what failed does not count as tried, since storage
         was known to be in trouble."""
-        any_good = any(good for _, good, _ in fates)
-        if all(good or bad for _, good, bad in fates):
+        any_good = any(good for _, good, _ in outcomes)
+        if all(good or bad for _, good, bad in outcomes):
             if any_good:
-                self.failures, self.rest_until = 0, self.now
+                self.failures, self.back_off_until = 0, self.now
             return False
         known = self.failures > 0 and not any_good
-        if self.now >= self.rest_until:  # else it was sent before this rest began
+        if self.now >= self.back_off_until:  # else it was sent before this rest began
             self.failures += 1
-            self.rest_until = self.now + min(LONGEST_REST_S, REST_S * 2 ** min(self.failures - 1, 10))
+            self.back_off_until = self.now + min(MAX_BACK_OFF_S, BACK_OFF_S * 2 ** min(self.failures - 1, 10))
         return known
 
-    def resting(self) -> bool:
+    def backing_off(self) -> bool:
         """Whether no store may be sent now: storage has failed one, and its rest or the one copy after it goes on."""
-        return self.failures > 0 and (self.now < self.rest_until or self._under_way())
+        return self.failures > 0 and (self.now < self.back_off_until or self._under_way())
 
     def _under_way(self) -> bool:
         """Whether pages are on their way to the storage that there is."""
@@ -295,14 +295,14 @@ class Backups:
     def _leave(self, op: Op, tail: Run, pages: list[Moving]) -> None:
         """The copies that an eviction waited for have landed: now the pages may go, if nobody took them up again."""
         for page in sorted(pages, key=lambda page: -page.position):
-            place, run = self.shelves.place(op.edge[0], page.pool), tail
+            place, run = self.slot_pools.place(op.edge[0], page.pool), tail
             while run.first > page.position and run.parent is not None:
                 run = run.parent
             local = 1 << page.position - run.first
             host = self._host(page.pool)
             kept = run.stored[page.pool] if op.edge == STORE else run.here[host] & ~run.bad[host]
             if page.position < run.end and kept & local:
-                self.shelves.drop(run, place, page.position)
+                self.slot_pools.drop(run, place, page.position)
 
     # --- what is sent
 
@@ -310,9 +310,9 @@ class Backups:
         """Local positions of a run to copy to the host. Once per use: where the host is smaller than the run, its pages
         would chase each other for ever."""
         host = self._host(pool)
-        if not self.shelves.capacity[host]:
+        if not self.slot_pools.capacity[host]:
             return 0
-        return run.here[pool] & ~(run.here[host] | run.coming[host] | run.asked[pool])
+        return run.here[pool] & ~(run.here[host] | run.coming[host] | run.backed_up_since_use[pool])
 
     def _dirty(self, run: Run) -> tuple[list[int], list[int]]:
         """By pool, the local positions of a run that storage wants: those in the host, and those that only the device
@@ -322,7 +322,7 @@ class Backups:
             for pool in self.pools:
                 host, unsent = self._host(pool), ~(run.stored[pool] | run.coming[self._storage(pool)])
                 in_host[pool] = run.here[host] & ~run.bad[host] & unsent
-                if self.shelves.capacity[host]:
+                if self.slot_pools.capacity[host]:
                     above[pool] = run.here[pool] & ~run.here[host] & ~run.coming[host] & unsent
         return in_host, above
 
@@ -332,48 +332,52 @@ class Backups:
             run, _ = self.staged.popitem()
             self._send(run, STORE, self._dirty(run)[0], leaving=False)
 
-    def send_owed(self) -> None:
+    def send_pending(self) -> None:
         """Send what the write policy wants backed up, within the bound of what may be in flight on each way."""
-        if self.parked:
-            self._unpark()
-        if not self.owing and not self.due:  # the usual case: every token passes here
+        if self.quarantined:
+            self._end_quarantines()
+        if not self.pending_backup and not self.pending_store:  # the usual case: every token passes here
             return
         if any(self.blocked) and self.now >= self.look_again:
             self.blocked, self.look_again = [False, False], self.now + LOOK_AGAIN_S
-        if self.owing and not self.blocked[0]:
+        if self.pending_backup and not self.blocked[0]:
             before = self.copies.sent
             self._send_to_host()
             self.blocked[0] = self.copies.sent == before
-        if self.due and not self.blocked[1] and not self.resting():
+        if self.pending_store and not self.blocked[1] and not self.backing_off():
             before = self.copies.sent
             self._send_to_storage()
             self.blocked[1] = self.copies.sent == before and not self._under_way()
 
     def _send_to_host(self) -> None:
         full = [False] * len(self.pools)
-        for run in [*islice(self.owing, LOOK)]:
+        for run in [*islice(self.pending_backup, LOOK)]:
             if self.to_host >= self.config.backup_pages:
                 return
-            if run not in self.owing:  # finding room has cost it its place in the tree
+            if run not in self.pending_backup:  # finding room has cost it its place in the tree
                 continue
-            del self.owing[run]
+            del self.pending_backup[run]
             if not self._used_enough(run):
                 continue
             wanted = [self._for_host(run, pool) for pool in self.pools]
             missing = sum(bits.bit_count() for bits in wanted)
             sent = self._send(run, BACKUP, [0 if full[pool] else wanted[pool] for pool in self.pools], leaving=False)
             if len(sent) < missing and run.pages:
-                self.owing[run] = None  # at the end of the line
+                self.pending_backup[run] = None  # at the end of the line
                 if len(sent) < self.config.batch_pages:
-                    full = [full[pool] or not self.shelves.free[self._host(pool)] for pool in self.pools]
+                    full = [full[pool] or not self.slot_pools.free[self._host(pool)] for pool in self.pools]
 
     def _send_to_storage(self) -> None:
         """First come, first served; what finds no room in what storage may hold stays in the line, for stores end."""
-        while self.due and not self.resting() and sum(self.storing) + sum(self.staging) < self.config.backup_pages:
-            run = next(iter(self.due))
+        while (
+            self.pending_store
+            and not self.backing_off()
+            and sum(self.storing) + sum(self.staging) < self.config.backup_pages
+        ):
+            run = next(iter(self.pending_store))
             in_host, above = self._dirty(run)
             if not any(in_host) and not any(above):
-                del self.due[run]
+                del self.pending_store[run]
             elif not self._send(run, STORE, in_host, leaving=False) and not self._send(
                 run, BACKUP, above, leaving=False, onward=True
             ):
@@ -391,7 +395,7 @@ class Backups:
             return
         if self.down:
             self.counters.dropped_down += lost
-        elif run.tries >= TRIES:
+        elif run.failed_backups >= RETRY_BUDGET:
             self.counters.dropped_failed += lost
         elif self.governor.wants(run):
             self.counters.dropped_evicted += lost
@@ -405,14 +409,14 @@ class Backups:
         """
         held = union(wanted)
         # Asked here, after all that may have sent a store meanwhile.
-        if not held or (edge == STORE and self.resting()):
+        if not held or (edge == STORE and self.backing_off()):
             return []
         # Finding room must not evict what it is for, nor, of what is to stay in the host, what it would rest on there.
         tiers = MEMORY_TIERS if edge == BACKUP and not onward else edge[:1]
-        self.shelves.pin(run, held << run.first, tiers=tiers)
+        self.slot_pools.pin(run, held << run.first, tiers=tiers)
         pages: list[Moving] = []
         for pool, bits in enumerate(wanted):
-            source = self.shelves.place(edge[0], pool)
+            source = self.slot_pools.place(edge[0], pool)
             room = self.config.batch_pages - len(pages) if not leaving else bits.bit_count()
             positions = [run.first + local for local in members(bits)]
             # What leaves goes from the tail; what is backed up for good comes from the front.
@@ -420,7 +424,7 @@ class Backups:
             if onward or edge == STORE:
                 positions = positions[: max(0, self.store_share[pool] - self.storing[pool] - self.staging[pool])]
             if edge == BACKUP:
-                targets = self.shelves.reserve(self._host(pool), len(positions))
+                targets = self.slot_pools.reserve(self._host(pool), len(positions))
                 self.staging[pool] += len(targets) if onward else 0
             else:
                 targets = [NOWHERE] * len(positions)
@@ -432,20 +436,20 @@ class Backups:
             if leaving and not any(op.leaving and not op.void for op in self.copies.ops.values()):
                 self.room_since = self.now
             for page in pages:
-                run.coming[self.shelves.place(edge[1], page.pool)] |= 1 << page.position - run.first
+                run.coming[self.slot_pools.place(edge[1], page.pool)] |= 1 << page.position - run.first
             self.copies.send(Op(edge, pages, run=run, leaving=leaving, onward=onward))
-        self.shelves.unpin(run, held << run.first, tiers=tiers)
+        self.slot_pools.unpin(run, held << run.first, tiers=tiers)
         return pages
 
     def rescue(self, run: Run, place: int, lost: int, stuck: int) -> int:
         """Pages about to leave memory: under write-back, and where others rest on them, copy them down first."""
         tier, pool = divmod(place, len(self.pools))
-        write_back = self.config.write is WritePolicy.WRITE_BACK and run.tries < TRIES
+        write_back = self.config.write is WritePolicy.WRITE_BACK and run.failed_backups < RETRY_BUDGET
         want = lost if write_back else stuck
         if tier == Tier.HOST:
-            stores = self.copies.storage and not self.resting() and self.governor.wants(run)
+            stores = self.copies.storage and not self.backing_off() and self.governor.wants(run)
             return self._rescue_from_host(run, pool, want) if write_back and stores else 0
-        if not self.shelves.capacity[self._host(pool)]:
+        if not self.slot_pools.capacity[self._host(pool)]:
             return 0
         wanted = [want & ~run.coming[self._host(pool)] if each == pool else 0 for each in self.pools]
         moving = _positions(run, self._send(run, BACKUP, wanted, leaving=True))
@@ -454,12 +458,12 @@ class Backups:
 
     def _rescue_from_host(self, run: Run, pool: int, lost: int) -> int:
         """What leaves the host leaves memory; where a chain's page goes, so does all that its position still has."""
-        going = [lost if each == pool or self.shelves.is_chain(pool) else 0 for each in self.pools]
+        going = [lost if each == pool or self.slot_pools.is_chain(pool) else 0 for each in self.pools]
         hosts = [self._host(each) for each in self.pools]
         # Once per use here too: what came down and was evicted again for what comes next would come down for ever.
         above = [
-            bits & run.here[each] & ~run.here[host] & ~run.coming[host] & ~run.asked[each]
-            if self.shelves.capacity[host]
+            bits & run.here[each] & ~run.here[host] & ~run.coming[host] & ~run.backed_up_since_use[each]
+            if self.slot_pools.capacity[host]
             else 0
             for each, host, bits in zip(self.pools, hosts, going, strict=True)
         ]
@@ -474,12 +478,12 @@ class Backups:
         """Under write-back a slot comes free only when its page has been copied, so start before the room is needed."""
         if self.config.write is not WritePolicy.WRITE_BACK:
             return
-        resting = self.copies.storage and self.resting()
-        for place, capacity in enumerate(self.shelves.capacity):
-            if resting and place >= len(self.pools):  # it would be lost, and perhaps need not go
+        backing_off = self.copies.storage and self.backing_off()
+        for place, capacity in enumerate(self.slot_pools.capacity):
+            if backing_off and place >= len(self.pools):  # it would be lost, and perhaps need not go
                 continue
             tier, pool = divmod(place, len(self.pools))
-            short = capacity // 8 - len(self.shelves.free[place])
+            short = capacity // 8 - len(self.slot_pools.free[place])
             coming = sum(
                 page.pool == pool
                 for op in self.copies.ops.values()
@@ -487,7 +491,7 @@ class Backups:
                 for page in op.pages
             )
             if short > coming:
-                self.shelves.evict(place, short - coming)
+                self.slot_pools.evict(place, short - coming)
 
 
 def _positions(run: Run, pages: list[Moving]) -> int:

@@ -14,14 +14,14 @@ from typing import NamedTuple
 from kvarve import boundaries
 from kvarve.boundaries import deepest, members, needed, ones, span
 from kvarve.core.backups import Backups
-from kvarve.core.copies import FETCH, LOAD, PROBE, STORE, Copies, Fate, Moving, Op
+from kvarve.core.copies import FETCH, LOAD, PROBE, STORE, Copies, CopyOutcome, Moving, Op
 from kvarve.core.effects import Began, Effect, Ended, Event
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.paths import Paths
 from kvarve.core.policies import BEST_EFFORT, Patience, WritePolicy
 from kvarve.core.prefetch import Prefetch
 from kvarve.core.settings import CoreConfig, Counters
-from kvarve.core.shelves import Shelves
+from kvarve.core.slot_pools import SlotPools
 from kvarve.core.tree import NOWHERE, Run, covering, same_pages, upward, walk
 from kvarve.errors import ConfigError
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES
@@ -47,14 +47,14 @@ class Core:
     def __init__(self, config: CoreConfig) -> None:
         self.config = config
         self.pools = config.pools
-        self.shelves = Shelves(config.pools, config.slots, config.page_tokens, config.eviction, config.cost)
+        self.slot_pools = SlotPools(config.pools, config.slots, config.page_tokens, config.eviction, config.cost)
         self.counters = Counters()
-        self.copies = Copies(self.shelves)
-        self.backups = Backups(config, self.shelves, self.copies, self.counters)
+        self.copies = Copies(self.slot_pools)
+        self.backups = Backups(config, self.slot_pools, self.copies, self.counters)
         self.has_host = self.backups.has_host
         self.copies.storage = config.storage and self.has_host
         self.governor = self.backups.governor
-        self.paths = Paths(config, self.shelves, self.backups, self.counters)
+        self.paths = Paths(config, self.slot_pools, self.backups, self.counters)
         self.leases: dict[int, Lease] = {}
         self.prefetch = Prefetch(config, self.paths, self.copies, self.backups, self.counters, self.leases)
         self.lookbacks, self.grid, self.width = self.paths.lookbacks, self.paths.grid, self.paths.width
@@ -64,7 +64,7 @@ class Core:
 
     def lookup(self, root: bytes, tokens: bytes) -> Hit:
         """How deep a prompt (packed tokens, under a root key) could resume from memory now."""
-        top = self.shelves.roots.get(root)
+        top = self.slot_pools.roots.get(root)
         limit = self.paths.limit(tokens)
         if top is None:
             return Hit(0, 0, 0, tuple(0 for _ in self.pools))
@@ -126,7 +126,7 @@ class Core:
             tokens,
             self.config.page_tokens,
             self.paths.limit(tokens),
-            self.shelves.root(root),
+            self.slot_pools.root(root),
             len(self.pools),
             patience,
             priority,
@@ -134,7 +134,7 @@ class Core:
         )
         self.leases[lease.number] = lease
         if read:
-            self.shelves.touch(run, self.paths.near(known))  # it will be read soon
+            self.slot_pools.touch(run, self.paths.near(known))  # it will be read soon
             if self.copies.storage:
                 _, memory = self.paths.present(path, known)
                 lease.promised = deepest(self.paths.legal(memory, lease))
@@ -160,7 +160,7 @@ class Core:
         assert lease.phase is Phase.READY
         if not lease.resumed:
             lease.resumed = True
-            self.paths.hold(lease, lease.run, 0, lease.rests, ON_DEVICE)
+            self.paths.hold(lease, lease.run, 0, lease.prefix_pins, ON_DEVICE)
 
     def extend(self, lease: Lease, tokens: bytes, instead: int = 0) -> None:
         """The sequence of a ready lease goes on: with what was decoded, or with the next turn of a session.
@@ -193,16 +193,16 @@ class Core:
         """
         assert lease.phase is Phase.READY
         taken: dict[int, dict[int, int]] = {}
-        for pool in self.shelves.chains:
+        for pool in self.slot_pools.chains:
             missing = span(lease.done, upto) & ~lease.seen[pool] & ~boundaries.of(lease.own[pool])
             if missing:
-                self.shelves.straighten(pool, missing.bit_count(), self._slot_before(lease, pool, missing))
-            slots = self.shelves.reserve(pool, missing.bit_count())
+                self.slot_pools.straighten(pool, missing.bit_count(), self._slot_before(lease, pool, missing))
+            slots = self.slot_pools.reserve(pool, missing.bit_count())
             taken[pool] = dict(zip(members(missing), slots, strict=False))
             if len(slots) < missing.bit_count():
                 for place, pages in taken.items():
                     for slot in pages.values():
-                        self.shelves.give_back(place, slot)
+                        self.slot_pools.give_back(place, slot)
                 return False
         for pool, pages in taken.items():
             lease.own[pool].update(pages)
@@ -221,7 +221,7 @@ class Core:
 
         Those before `done`, and those that were there when it became ready (`seen`), are everybody's.
         """
-        assert lease.phase is Phase.READY and pool in self.shelves.chains
+        assert lease.phase is Phase.READY and pool in self.slot_pools.chains
         slots, own, seen = [], lease.own[pool], lease.seen[pool]
         for position in count(start):
             if position < lease.done or seen >> position & 1:
@@ -245,10 +245,10 @@ class Core:
         wanted = [
             self._worth_keeping(lease, pool, lease.room, upto) & ~lease.seen[pool] for pool in range(len(self.pools))
         ]
-        for pool in self.shelves.chains:
+        for pool in self.slot_pools.chains:
             held = lease.own[pool]  # of what it has room to compute in some may be held already
             missing = [at for at in members(wanted[pool]) if at not in held]
-            got = dict(zip(missing, self.shelves.reserve(pool, len(missing)), strict=False))
+            got = dict(zip(missing, self.slot_pools.reserve(pool, len(missing)), strict=False))
             fresh[pool] = {at: held.get(at, got.get(at, NOWHERE)) for at in members(wanted[pool])} if held else got
             if len(got) < len(missing):
                 # Nothing can rest on a page that is not kept, so this is as far as the request is kept at all.
@@ -258,13 +258,13 @@ class Core:
                 lease.snapshots &= ones(first_lost + 1)
                 lease.pages = first_lost
         for pool in range(len(self.pools)):
-            if pool not in self.shelves.chains:
+            if pool not in self.slot_pools.chains:
                 bits = wanted[pool] & ones(upto)
-                fresh[pool] = dict(zip(members(bits), self.shelves.reserve(pool, bits.bit_count()), strict=False))
+                fresh[pool] = dict(zip(members(bits), self.slot_pools.reserve(pool, bits.bit_count()), strict=False))
             for position in [at for at in fresh[pool] if at >= upto]:
                 slot = fresh[pool].pop(position)
                 if slot != NOWHERE and position not in lease.own[pool]:
-                    self.shelves.give_back(pool, slot)
+                    self.slot_pools.give_back(pool, slot)
             lease.own[pool].update(fresh[pool])
         lease.room = upto
         return fresh
@@ -273,8 +273,8 @@ class Core:
         """Whether `grow` would be short of room that is on its way: evictions that wait for their copy are started."""
         for pool, here in enumerate(lease.seen):
             keep = self._worth_keeping(lease, pool, lease.room, upto) & ~here & ~boundaries.of(lease.own[pool])
-            wanted = keep.bit_count() - len(self.shelves.free[pool])
-            if wanted > 0 and self.shelves.evict(pool, wanted) < wanted and self.backups.leaving():
+            wanted = keep.bit_count() - len(self.slot_pools.free[pool])
+            if wanted > 0 and self.slot_pools.evict(pool, wanted) < wanted and self.backups.leaving():
                 return True
         return False
 
@@ -295,7 +295,7 @@ class Core:
         lease.done, lease.resumed = upto, True
         if kept := min(upto, end):
             self.paths.hold(lease, tail, 0, self.paths.ends(kept) | self.paths.ahead(lease.seen), ON_DEVICE)
-            self.shelves.touch(tail, self.paths.near(kept))
+            self.slot_pools.touch(tail, self.paths.near(kept))
         for run, _ in upward(tail, span(0, end) & ~ones(min(lease.boundary, end))):
             run.uses = max(run.uses, 1)
             run.priority = max(run.priority, lease.priority)
@@ -306,7 +306,7 @@ class Core:
             return
         for pool, slots in enumerate(lease.own):
             for slot in slots.values():
-                self.shelves.give_back(pool, slot)
+                self.slot_pools.give_back(pool, slot)
             slots.clear()
         if lease.phase is Phase.FETCHING:
             self.prefetch.land(lease)
@@ -315,7 +315,7 @@ class Core:
         self.paths.hold(lease, lease.run, 0, 0)
         lease.phase = Phase.CLOSED
         del self.leases[lease.number]
-        self.shelves.forget(lease.root)
+        self.slot_pools.forget(lease.root)
 
     def step(self, events: Iterable[Event], now: float) -> None:
         """Apply what began and ended, in the order given; then let patience run out and send new backups."""
@@ -334,18 +334,18 @@ class Core:
         for lease in self.prefetch.next_in_line():
             self._fetch(lease)
         self.backups.keep_room()
-        self.backups.send_owed()
+        self.backups.send_pending()
 
     def retry(self) -> None:
         """Stores that rest since storage has failed need not rest any longer: one is tried in the next step."""
-        self.backups.rest_until = self.now
+        self.backups.back_off_until = self.now
 
     def flush(self, tiers: Sequence[Tier]) -> int:
         """Evict from memory tiers everything that nobody holds; returns how many pages went."""
-        before = sum(self.shelves.evicted)
+        before = sum(self.slot_pools.evicted)
         for tier in tiers:
-            self.shelves.shed(tier)
-        return sum(self.shelves.evicted) - before
+            self.slot_pools.shed(tier)
+        return sum(self.slot_pools.evicted) - before
 
     def attach(self, back_up: bool = False, again: bool = False) -> None:
         """There is a storage from now on, in place of any other, and nothing is known of it. With `back_up`, what is in
@@ -356,12 +356,12 @@ class Core:
         if not again:
             self.detach()
         self.copies.storage, self.backups.down = True, False
-        for run in self.shelves.runs():
+        for run in self.slot_pools.runs():
             run.stored = [0] * len(self.pools)
-            run.tries = 0
+            run.failed_backups = 0
             run.wanted = run.wanted if again else back_up
             if back_up or again:
-                self.backups.owe(run)
+                self.backups.mark_dirty(run)
 
     def detach(self, down: bool = False) -> None:
         """The storage goes, or (`down`) does not answer for now. Requests that wait for it go on with what has arrived;
@@ -381,9 +381,9 @@ class Core:
 
     def back_up(self) -> None:
         """Everything in memory is to go to storage now, whatever the write policy."""
-        for run in self.shelves.runs():
+        for run in self.slot_pools.runs():
             run.wanted = True
-            self.backups.owe(run)
+            self.backups.mark_dirty(run)
 
     def write_by(self, policy: WritePolicy) -> None:
         """From now on pages are backed up by another policy; what was owed by the one before still is."""
@@ -476,7 +476,7 @@ class Core:
             if not any(need):
                 self._resume(lease, boundary, run, known, device)
                 return
-            self.paths.hold(lease, run, *self.paths.footing(boundary, device))
+            self.paths.hold(lease, run, *self.paths.pins_for(boundary, device))
             taken = self.paths.reserve(Tier.DEVICE, need, room)
             if taken is not None:
                 break
@@ -486,7 +486,7 @@ class Core:
         pages = []
         for pool, bits in enumerate(need):
             for position, slot in zip(members(bits), taken[pool], strict=True):
-                source = covering(run, position).slot(self.shelves.place(Tier.HOST, pool), position)
+                source = covering(run, position).slot(self.slot_pools.place(Tier.HOST, pool), position)
                 pages.append(Moving(pool, position, source, slot))
                 lease.loaded |= 1 << position
         pages.sort(key=lambda page: page.position)
@@ -510,15 +510,15 @@ class Core:
     def _resume(self, lease: Lease, boundary: int, run: Run, known: int, device: list[int]) -> None:
         lease.boundary, lease.known = boundary, known
         # Pages beyond the boundary that are here already need not be kept again, so they must not go meanwhile.
-        positions, rests = self.paths.footing(lease.boundary, device)
-        self.paths.hold(lease, run, positions, rests | self.paths.ahead(device), ON_DEVICE)
+        positions, prefix_pins = self.paths.pins_for(lease.boundary, device)
+        self.paths.hold(lease, run, positions, prefix_pins | self.paths.ahead(device), ON_DEVICE)
         lease.seen = device
         lease.done = lease.room = lease.boundary
         lease.snapshots = self._snapshots(lease)
         lease.phase = Phase.READY
         if lease.reads:
             self._free_passed(lease, run)
-            self.shelves.touch(run, self.paths.near(lease.boundary))
+            self.slot_pools.touch(run, self.paths.near(lease.boundary))
             self._count_use(lease, run)
             if self.copies.storage and any(lease.fetched):
                 self._count_saved(lease)
@@ -530,21 +530,21 @@ class Core:
             if self.backups.keeps_in_host(each):
                 continue
             for pool, fetched in enumerate(lease.fetched):
-                place = self.shelves.place(Tier.HOST, pool)
+                place = self.slot_pools.place(Tier.HOST, pool)
                 passed = fetched >> each.first & share & each.here[pool] & each.here[place]
                 for local in reversed([*members(passed)]):
-                    self.shelves.drop(each, place, each.first + local)
+                    self.slot_pools.drop(each, place, each.first + local)
 
     def _count_use(self, lease: Lease, run: Run) -> None:
         """A request resumes: what it reads was used once more, and backups of it are worth new tries."""
         selective = self.config.write is WritePolicy.WRITE_THROUGH_SELECTIVE or self.governor.paused
-        whole = selective or self.shelves.counts_uses
+        whole = selective or self.slot_pools.counts_uses
         for each, _ in upward(run, ones(lease.boundary) if whole else self.paths.near(lease.boundary)):
             each.uses += 1
             each.priority = max(each.priority, lease.priority)
-            each.tries = 0
-            each.asked = [0] * len(self.pools)
-            self.backups.owe(each)
+            each.failed_backups = 0
+            each.backed_up_since_use = [0] * len(self.pools)
+            self.backups.mark_dirty(each)
 
     def _count_saved(self, lease: Lease) -> None:
         """What storage has saved a request that resumes."""
@@ -596,38 +596,40 @@ class Core:
             lease.ops.discard(end.op)
             if waited and op.edge in (PROBE, FETCH):
                 self.prefetch.began(lease)  # at the latest
-        fates = [Fate(page, bool(end.good >> i & 1), bool(end.bad >> i & 1)) for i, page in enumerate(op.pages)]
+        outcomes = [
+            CopyOutcome(page, bool(end.good >> i & 1), bool(end.bad >> i & 1)) for i, page in enumerate(op.pages)
+        ]
         if op.edge == PROBE:
             if lease is not None and waited:
-                self.prefetch.answered(lease, fates)
+                self.prefetch.answered(lease, outcomes)
                 self._fetch(lease)
         elif op.edge == FETCH:
             assert lease is not None
-            self.prefetch.arrived(op, fates, waited)
+            self.prefetch.arrived(op, outcomes, waited)
             if waited and not lease.ops:
                 self.prefetch.land(lease)
                 self._fetch(lease)  # what was lost on the way may leave a shallower boundary to bring
         elif op.edge == LOAD:
             assert op.run is not None
-            self._loaded(op.run, fates)
+            self._loaded(op.run, outcomes)
             if waited and lease is not None:
-                lease.torn = lease.torn or not all(good for _, good, _ in fates)
+                lease.torn = lease.torn or not all(good for _, good, _ in outcomes)
                 if not lease.ops:
                     self._arrived(lease)
         else:
             assert op.run is not None
-            self.backups.ended(op, op.run, fates)
+            self.backups.ended(op, op.run, outcomes)
         return op
 
-    def _loaded(self, tail: Run, fates: list[Fate]) -> None:
-        for page, good, bad in fates:
+    def _loaded(self, tail: Run, outcomes: list[CopyOutcome]) -> None:
+        for page, good, bad in outcomes:
             run = covering(tail, page.position)
             self.counters.loaded += good
             self.counters.bad_host += bad
             self.counters.failed += not good and not bad
             if bad:
-                self.shelves.spoil(run, self.shelves.place(Tier.HOST, page.pool), page.position)
+                self.slot_pools.spoil(run, self.slot_pools.place(Tier.HOST, page.pool), page.position)
             if not good or not self.backups.settle(run, page.pool, page.position, page.target):
-                self.shelves.give_back(page.pool, page.target)
+                self.slot_pools.give_back(page.pool, page.target)
             if any(run.bad):
                 self.backups.heal(run)

@@ -7,7 +7,7 @@ from kvarve import boundaries
 from kvarve.boundaries import deepest
 from kvarve.core.effects import Copy, Effect, Page, Probe
 from kvarve.core.lease import Lease
-from kvarve.core.shelves import Shelves
+from kvarve.core.slot_pools import SlotPools
 from kvarve.core.tree import Run, covering, root_of
 from kvarve.model import Tier
 
@@ -29,7 +29,7 @@ class Moving(NamedTuple):
     target: int
 
 
-class Fate(NamedTuple):
+class CopyOutcome(NamedTuple):
     """How a page's journey ended: it arrived, or its bytes were not what they should be, or neither."""
 
     page: Moving
@@ -56,11 +56,11 @@ class Op:
 class Copies:
     """Starts copies, and knows all that have not ended."""
 
-    def __init__(self, shelves: Shelves) -> None:
+    def __init__(self, slot_pools: SlotPools) -> None:
         self.ops: dict[int, Op] = {}
         self.effects: list[Effect] = []  # not taken yet
         self.storage = False  # whether there is one now
-        self._shelves = shelves
+        self._slot_pools = slot_pools
         self.sent = 0  # copies and probes so far; the last one has this number
 
     def send(self, op: Op) -> None:
@@ -73,7 +73,7 @@ class Copies:
         if op.run is not None:
             op.pinned = boundaries.of(page.position for page in op.pages)
             op.run = covering(op.run, deepest(op.pinned))
-            self._shelves.pin(op.run, op.pinned, tiers=op.edge[:1])  # its target slots are its own
+            self._slot_pools.pin(op.run, op.pinned, tiers=op.edge[:1])  # its target slots are its own
             keys = [covering(op.run, page.position).key(page.position) for page in op.pages]
             root = root_of(op.run).named
         else:
@@ -90,12 +90,12 @@ class Copies:
         """A copy has ended: its pins are gone, its target slots are the caller's. None if there is no such copy."""
         op = self.ops.pop(number, None)
         if op is not None and op.run is not None:
-            self._shelves.unpin(op.run, op.pinned, tiers=op.edge[:1])
+            self._slot_pools.unpin(op.run, op.pinned, tiers=op.edge[:1])
         return op
 
     def reads(self, place: int, slot: int) -> bool:
         """Whether a copy in flight reads a slot of a memory tier."""
-        tier, pool = divmod(place, len(self._shelves.pools))
+        tier, pool = divmod(place, len(self._slot_pools.pools))
         return any(
             page.source == slot and page.pool == pool
             for op in self.ops.values()

@@ -50,12 +50,12 @@ class Lease:
         "pages",
         "patience",
         "phase",
+        "prefix_pins",
         "priority",
         "probed",
         "promised",
         "reads",
         "reloaded",
-        "rests",
         "resumed",
         "retries",
         "room",
@@ -102,9 +102,9 @@ class Lease:
         self.latest = 0.0  # its deadline is not moved beyond this
         self.resumed = False  # the engine has copies of its own of windows and states
         self.claimed = False
-        self.run = run  # the deepest run that `held` and `rests` reach
+        self.run = run  # the deepest run that `held` and `prefix_pins` reach
         self.held = 0  # positions pinned in our name with all that is there
-        self.rests = 0  # positions whose chains are pinned in our name
+        self.prefix_pins = 0  # positions whose chains are pinned in our name
         self.tiers: Sequence[Tier] = MEMORY_TIERS  # where: once ready, on the device only
         self.ops: set[int] = set()  # copies in flight that we wait for
         self.probed = [0] * pools  # what storage said that it has
@@ -139,7 +139,7 @@ class Lease:
     @property
     def holds(self) -> bool:
         """Whether pages have to stay because of it, be it only those that storage sent for it and what they rest on."""
-        return bool(self.held or self.rests)
+        return bool(self.held or self.prefix_pins)
 
     def wait_from(self, now: float) -> None:
         """Its patience with storage counts from now on."""

@@ -7,22 +7,22 @@ from kvarve.boundaries import deepest, needed, ones, span
 from kvarve.core.backups import Backups
 from kvarve.core.lease import Lease
 from kvarve.core.settings import CoreConfig, Counters
-from kvarve.core.shelves import Shelves
+from kvarve.core.slot_pools import SlotPools
 from kvarve.core.tree import Run, covering, upward, walk
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES
 from kvarve.model import MEMORY_TIERS, Tier
 
 
 class Paths:
-    def __init__(self, config: CoreConfig, shelves: Shelves, backups: Backups, counters: Counters) -> None:
-        self.config, self.shelves, self.backups, self.counters = config, shelves, backups, counters
+    def __init__(self, config: CoreConfig, slot_pools: SlotPools, backups: Backups, counters: Counters) -> None:
+        self.config, self.slot_pools, self.backups, self.counters = config, slot_pools, backups, counters
         self.pools = range(len(config.pools))
         self.lookbacks = [pool.lookback for pool in config.pools]
         self.reach = max((back for back in self.lookbacks if back is not None), default=1)
         self.grid = config.chunk_tokens // config.page_tokens
         self.width = config.page_tokens * TOKEN_BYTES
         # No boundary is deeper than what the device has slots for.
-        slots = zip(self.lookbacks, shelves.capacity[: len(config.pools)], strict=True)
+        slots = zip(self.lookbacks, slot_pools.capacity[: len(config.pools)], strict=True)
         self.most = min((room for back, room in slots if back is None or room < back), default=1 << 32)
         self._found: tuple[bytes, bytes, int, tuple[Run, list[Run], int]] | None = None  # the last answer of `find`
 
@@ -38,19 +38,19 @@ class Paths:
         A request asks this several times in a row, so the last answer is kept for as long as the tree keeps its shape.
         """
         last = self._found
-        if last is not None and last[0] is tokens and last[1] == root and last[2] == self.shelves.shape:
+        if last is not None and last[0] is tokens and last[1] == root and last[2] == self.slot_pools.shape:
             return last[3]
-        top = self.shelves.root(root)
+        top = self.slot_pools.root(root)
         path, known = walk(top, tokens)
         found = path[-1] if path else top, path, known
-        self._found = tokens, root, self.shelves.shape, found
+        self._found = tokens, root, self.slot_pools.shape, found
         return found
 
     def present(self, path: list[Run], known: int) -> tuple[list[int], list[int]]:
         """For each pool the positions of a path that are on the device, and those in memory at all (and not bad)."""
         pools = len(self.pools)
         device, memory, mask = [0] * pools, [0] * pools, ones(known)
-        spoiled = self.shelves.spoiled
+        spoiled = self.slot_pools.spoiled
         for pool, lookback in enumerate(self.lookbacks):
             if lookback is None and not spoiled:
                 # By the laws a chain is on the device without a gap, and somewhere in memory throughout.
@@ -78,48 +78,50 @@ class Paths:
         """A slot for each page needed of each pool, or None and nothing taken; `room` learns what could be had."""
         if any(bits.bit_count() > places for bits, places in zip(need, room, strict=True)):
             return None
-        places = [self.shelves.place(tier, pool) for pool in self.pools]
-        taken = [self.shelves.reserve(place, bits.bit_count()) for place, bits in zip(places, need, strict=True)]
+        places = [self.slot_pools.place(tier, pool) for pool in self.pools]
+        taken = [self.slot_pools.reserve(place, bits.bit_count()) for place, bits in zip(places, need, strict=True)]
         if all(len(slots) == bits.bit_count() for slots, bits in zip(taken, need, strict=True)):
             return taken
         for pool, slots in enumerate(taken):
             room[pool] = len(slots)
             for slot in slots:
-                self.shelves.give_back(places[pool], slot)
+                self.slot_pools.give_back(places[pool], slot)
         return None
 
     # --- what is pinned
 
-    def footing(self, boundary: int, device: list[int]) -> tuple[int, int]:
+    def pins_for(self, boundary: int, device: list[int]) -> tuple[int, int]:
         """What to pin so that a boundary stays legal in memory: windows and states, and the ends of chains.
 
         Pages rest on each other, so the last page of a chain pins all of it; and the last one on the device pins
         what the device has of it.
         """
-        positions, rests = 0, self.ends(boundary)
+        positions, prefix_pins = 0, self.ends(boundary)
         for pool, lookback in enumerate(self.lookbacks):
             if lookback is not None:
                 positions |= needed(boundary, lookback)
             elif on_device := boundaries.leading(device[pool] & ones(boundary)):
-                rests |= 1 << on_device - 1
-        return positions, rests
+                prefix_pins |= 1 << on_device - 1
+        return positions, prefix_pins
 
     def ends(self, boundary: int) -> int:
         """Where the chains of a boundary end."""
-        return span(boundary - 1, boundary) if boundary and self.shelves.chains else 0
+        return span(boundary - 1, boundary) if boundary and self.slot_pools.chains else 0
 
     def ahead(self, present: list[int]) -> int:
         """The chains to pin so that all that is present of them stays."""
-        return boundaries.of(here - 1 for pool in self.shelves.chains if (here := boundaries.leading(present[pool])))
+        return boundaries.of(here - 1 for pool in self.slot_pools.chains if (here := boundaries.leading(present[pool])))
 
-    def hold(self, lease: Lease, run: Run, positions: int, rests: int, tiers: Sequence[Tier] = MEMORY_TIERS) -> None:
+    def hold(
+        self, lease: Lease, run: Run, positions: int, prefix_pins: int, tiers: Sequence[Tier] = MEMORY_TIERS
+    ) -> None:
         """Exchange what a lease pins, and in which tiers. It refers to the deepest run that it pins something in, which
         therefore stays."""
-        self.shelves.pin(run, positions, rests, tiers)
-        self.shelves.unpin(lease.run, lease.held, lease.rests, lease.tiers)
-        both = positions | rests
-        lease.run = covering(run, deepest(both)) if both else self.shelves.root(lease.root)
-        lease.held, lease.rests, lease.tiers = positions, rests, tiers
+        self.slot_pools.pin(run, positions, prefix_pins, tiers)
+        self.slot_pools.unpin(lease.run, lease.held, lease.prefix_pins, lease.tiers)
+        both = positions | prefix_pins
+        lease.run = covering(run, deepest(both)) if both else self.slot_pools.root(lease.root)
+        lease.held, lease.prefix_pins, lease.tiers = positions, prefix_pins, tiers
 
     def near(self, boundary: int) -> int:
         """The positions that windows and states read before a boundary."""
@@ -137,7 +139,7 @@ class Paths:
         many of its pages the tree now knows.
         """
         tail, _, known = self.find(lease.root, lease.tokens)
-        chains = self.shelves.chains
+        chains = self.slot_pools.chains
         end = known
         if chains:
             end = min(self._reach(pages[pool], known) for pool in chains)
@@ -146,22 +148,22 @@ class Paths:
         if end > known:
             tail = self._lengthen(tail, known, end, lease)
         for pool, slots in enumerate(pages):
-            place = self.shelves.place(tier, pool)
+            place = self.slot_pools.place(tier, pool)
             row = end - known if pool in chains else 0  # new positions, all in one run: these go in together
             for position, slot in slots.items() if row < len(slots) else ():
                 if row and known <= position < end:
                     continue
                 if position >= end or not self.backups.settle(covering(tail, position), place, position, slot):
                     self.counters.duplicates += 1
-                    self.shelves.give_back(place, slot)
+                    self.slot_pools.give_back(place, slot)
             if row:
-                self.shelves.settle_row(tail, place, known, [slots[position] for position in range(known, end)])
+                self.slot_pools.settle_row(tail, place, known, [slots[position] for position in range(known, end)])
             if stored:
                 for run, share in upward(tail, boundaries.of(slots) & ones(end)):
                     run.stored[pool] |= share
         if not stored:
             for run, _ in upward(tail, boundaries.of(at for slots in pages for at in slots) & ones(end)):
-                self.backups.owe(run)
+                self.backups.mark_dirty(run)
         return tail, end
 
     def _reach(self, slots: dict[int, int], start: int) -> int:
@@ -172,11 +174,11 @@ class Paths:
 
     def _lengthen(self, tail: Run, known: int, end: int, lease: Lease) -> Run:
         """Make positions [known, end) of a prompt below the run where it left the tree."""
-        self.shelves.shape += 1
+        self.slot_pools.shape += 1
         tokens = lease.tokens[known * self.width : end * self.width]
         named = lease.named[known * KEY_BYTES : end * KEY_BYTES]
         if known < tail.end:
-            tail = self.shelves.split(tail, known)
+            tail = self.slot_pools.split(tail, known)
         if tail.parent is not None and not tail.children:
             tail.append(tokens, named)
             return tail

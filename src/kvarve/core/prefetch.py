@@ -9,7 +9,7 @@ from math import inf
 
 from kvarve.boundaries import deepest, members, needed, of, ones, span
 from kvarve.core.backups import Backups
-from kvarve.core.copies import FETCH, PROBE, Copies, Fate, Moving, Op
+from kvarve.core.copies import FETCH, PROBE, Copies, CopyOutcome, Moving, Op
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.paths import Paths
 from kvarve.core.settings import CoreConfig, Counters
@@ -32,7 +32,7 @@ class Prefetch:
     ) -> None:
         self.leases = leases
         self.config, self.paths, self.copies, self.backups, self.counters = config, paths, copies, backups, counters
-        self.shelves = paths.shelves
+        self.slot_pools = paths.slot_pools
         self.pools = paths.pools
         self.held = [0] * len(config.pools)  # host slots by pool that waiting requests hold
         self.deferred: dict[int, Lease] = {}  # they wait for room, first come first served
@@ -93,18 +93,18 @@ class Prefetch:
             lease.wait_s = max(0.0, lease.deadline - self.backups.now)
         lease.begun = False
 
-    def answered(self, lease: Lease, fates: list[Fate]) -> None:
+    def answered(self, lease: Lease, outcomes: list[CopyOutcome]) -> None:
         """Storage has said what it has."""
-        for page, good, _ in fates:
+        for page, good, _ in outcomes:
             lease.probed[page.pool] |= good << page.position
         # Where we thought that it had more, that is to be stored again.
-        top = self.shelves.roots.get(lease.root)
+        top = self.slot_pools.roots.get(lease.root)
         path, known = walk(top, lease.tokens) if top else ([], 0)
-        for page, good, _ in fates:
+        for page, good, _ in outcomes:
             if not good and page.position < known:
                 run = covering(path[-1], page.position)
                 run.stored[page.pool] &= ~(1 << page.position - run.first)
-                self.backups.owe(run)
+                self.backups.mark_dirty(run)
 
     # --- fetching
 
@@ -141,15 +141,15 @@ class Prefetch:
                 fits = False  # two whose turn has come would wait for what each of them holds
             if fits:
                 # What is in memory of it must not go to make room for the rest.
-                positions, rests = self.paths.footing(boundary, device)
-                guard = positions & ones(known), (rests | self.paths.ahead(memory)) & ones(known)
-                self.shelves.pin(run, *guard)
+                positions, prefix_pins = self.paths.pins_for(boundary, device)
+                guard = positions & ones(known), (prefix_pins | self.paths.ahead(memory)) & ones(known)
+                self.slot_pools.pin(run, *guard)
                 taken = self.paths.reserve(Tier.HOST, need, room)
                 if taken is not None:
                     if lease.claimed:
-                        self.paths.hold(lease, run, guard[0] | lease.held, guard[1] | lease.rests)
+                        self.paths.hold(lease, run, guard[0] | lease.held, guard[1] | lease.prefix_pins)
                     self._send(lease, need, taken, boundary)
-                self.shelves.unpin(run, *guard)
+                self.slot_pools.unpin(run, *guard)
                 if taken is not None or self.put_off(lease):
                     return True
             allowed = ones(boundary)
@@ -206,12 +206,12 @@ class Prefetch:
         for page in op.pages if gone and op.counts else ():
             self.held[page.pool] -= 1
 
-    def arrived(self, op: Op, fates: list[Fate], waited: bool) -> None:
+    def arrived(self, op: Op, outcomes: list[CopyOutcome], waited: bool) -> None:
         """A fetch has ended. Pages that nobody waits for any more are kept all the same, if they fit into the tree."""
         assert op.lease is not None
         lease, counts = op.lease, op.counts
         late: list[dict[int, int]] = [{} for _ in self.pools]
-        for page, good, bad in fates:
+        for page, good, bad in outcomes:
             self.counters.fetched += good
             self.counters.bad_storage += bad
             self.counters.failed += not good and not bad
@@ -223,11 +223,11 @@ class Prefetch:
             if good and page.position < lease.pages:
                 late[page.pool][page.position] = page.target
             else:
-                self.shelves.give_back(self.shelves.place(Tier.HOST, page.pool), page.target)
+                self.slot_pools.give_back(self.slot_pools.place(Tier.HOST, page.pool), page.target)
         if any(late):
             self.counters.late += sum(map(len, late))
             self.paths.insert(lease, Tier.HOST, _ascending(late), stored=not op.void)
-            self.shelves.forget(lease.root)
+            self.slot_pools.forget(lease.root)
 
     def land(self, lease: Lease) -> None:
         """Give the tree what has arrived, as deep as it reaches; the lease holds it until it is loaded."""
@@ -235,14 +235,14 @@ class Prefetch:
         for pool, slots in enumerate(landed):
             lease.fetched[pool] |= of(slots)
         tail, end = self.paths.insert(lease, Tier.HOST, landed, stored=True)
-        held, rests = lease.held, lease.rests
+        held, prefix_pins = lease.held, lease.prefix_pins
         for lookback, slots in zip(self.paths.lookbacks, landed, strict=True):
             kept = [position for position in slots if position < end]
             if lookback is None:
-                rests |= of(kept[-1:])
+                prefix_pins |= of(kept[-1:])
             else:
                 held |= of(kept)
-        self.paths.hold(lease, tail, held, rests)
+        self.paths.hold(lease, tail, held, prefix_pins)
 
     def release(self, lease: Lease) -> None:
         """A lease stops waiting: what came for it is the tree's."""

@@ -33,14 +33,14 @@ class Run:
         "bad": "[place] positions whose bytes there failed their check: no hit, and no source of a copy",
         "coming": "[place, and each pool in storage] positions of which a backup to there is in flight",
         "stored": "[pool] positions known to be in storage",
-        "asked": "[pool] positions backed up to the host since the run was used last: not again before the next use",
+        "backed_up_since_use": "[pool] positions backed up to the host since the run's last use",
         "kids": "[place] how many child runs begin with a page there: what rests on this run's last position",
         "pins": "[memory tier] by position: how many leases and copies need all that is there",
-        "rests": "[memory tier] by position: how many leases need its chains there, to rest something on them",
+        "prefix_pins": "[memory tier] by position: how many leases need its chains there, as the prefix of their pages",
         "used": "when it was used last, in ticks of the core",
         "uses": "how many requests have used it",
         "priority": "the highest priority of those",
-        "tries": "backups of it that failed since it was used last",
+        "failed_backups": "backups of it that failed since it was used last",
         "wanted": "whether an operator wants it in the storage that there is, whatever the write policy",
         "queued": "bit per place: it stands in that place's eviction order",
     }
@@ -58,10 +58,10 @@ class Run:
         self.kids = [0] * (2 * pools)
         self.slots: list[array[int] | None] = [None] * (2 * pools)
         self.stored = [0] * pools
-        self.asked = [0] * pools
+        self.backed_up_since_use = [0] * pools
         self.pins = Pins(), Pins()
-        self.rests = Pins(), Pins()
-        self.used = self.uses = self.priority = self.tries = self.queued = 0
+        self.prefix_pins = Pins(), Pins()
+        self.used = self.uses = self.priority = self.failed_backups = self.queued = 0
         self.wanted = False
 
     @property
@@ -74,7 +74,7 @@ class Run:
 
     def held(self, tier: int) -> int:
         """The local positions whose pages a lease or a copy needs in a memory tier."""
-        return self.pins[tier].held() | self.rests[tier].held()
+        return self.pins[tier].held() | self.prefix_pins[tier].held()
 
     def pinned(self) -> int:
         """The local positions that a lease or a copy needs in any tier: they stay in the tree."""
@@ -176,7 +176,7 @@ class Run:
         self.named = self.named[: keep * KEY_BYTES]
         mask = boundaries.ones(keep)
         self.stored = [bits & mask for bits in self.stored]
-        self.asked = [bits & mask for bits in self.asked]
+        self.backed_up_since_use = [bits & mask for bits in self.backed_up_since_use]
         for place, table in enumerate(self.slots):
             if table is not None:
                 self.slots[place] = table[:keep]
@@ -191,19 +191,27 @@ class Run:
         low = boundaries.ones(cut)
         front = Run(self.parent, self.first, self.tokens[: cut * self.width], self.named[: cut * KEY_BYTES], 0, 0)
         front.width = self.width
-        front.used, front.uses, front.tries, front.priority = self.used, self.uses, self.tries, self.priority
+        front.used, front.uses, front.failed_backups, front.priority = (
+            self.used,
+            self.uses,
+            self.failed_backups,
+            self.priority,
+        )
         front.wanted = self.wanted
         front.here, self.here = [bits & low for bits in self.here], [bits >> cut for bits in self.here]
         front.bad, self.bad = [bits & low for bits in self.bad], [bits >> cut for bits in self.bad]
         front.coming, self.coming = [bits & low for bits in self.coming], [bits >> cut for bits in self.coming]
         front.stored, self.stored = [bits & low for bits in self.stored], [bits >> cut for bits in self.stored]
-        front.asked, self.asked = [bits & low for bits in self.asked], [bits >> cut for bits in self.asked]
+        front.backed_up_since_use, self.backed_up_since_use = (
+            [bits & low for bits in self.backed_up_since_use],
+            [bits >> cut for bits in self.backed_up_since_use],
+        )
         front.slots = [table and table[:cut] for table in self.slots]
         self.slots = [table and table[cut:] for table in self.slots]
         for run in (front, self):
             run.slots = [table if run.here[place] else None for place, table in enumerate(run.slots)]
         front.pins = self.pins[0].cut(cut), self.pins[1].cut(cut)
-        front.rests = self.rests[0].cut(cut), self.rests[1].cut(cut)
+        front.prefix_pins = self.prefix_pins[0].cut(cut), self.prefix_pins[1].cut(cut)
         front.kids = [bits & 1 for bits in self.here]
         self.parent.children[front.tokens[: self.width]] = front
         self.tokens, self.named = self.tokens[cut * self.width :], self.named[cut * KEY_BYTES :]

@@ -30,7 +30,16 @@ from kvarve.engine.job import Job, find_stop, held_back
 from kvarve.engine.model import LoadedModel, forward
 from kvarve.engine.paging import PagedWorkspace
 from kvarve.engine.prefill import GROW_WAIT_S, room_comes
-from kvarve.engine.requests import Finish, Likelihood, Piece, Request, Sampling, Usage, check_prompt, check_tokens
+from kvarve.engine.requests import (
+    Finish,
+    Likelihood,
+    OutputChunk,
+    Request,
+    Sampling,
+    TokenUsage,
+    check_prompt,
+    check_tokens,
+)
 from kvarve.engine.sampling import choose_all, likelihood
 from kvarve.engine.scheduler import Scheduler, within
 from kvarve.engine.tails import Tails, tails
@@ -303,8 +312,8 @@ class Engine:
         finish, error = (Finish.ERROR, self.broken) if self.broken else (Finish.ABORT, "")
         for request in [*self._accepted.values()]:
             job = self._jobs.get(request.number)
-            usage = Usage(len(request.prompt), 0 if job is None else job.said, 0, 0, 0)
-            self._finish(request, Piece("", (), finish, usage, error))
+            usage = TokenUsage(len(request.prompt), 0 if job is None else job.output_tokens, 0, 0, 0)
+            self._finish(request, OutputChunk("", (), finish, usage, error))
 
     def _take_calls(self) -> None:
         while not self._calls.empty():
@@ -358,8 +367,8 @@ class Engine:
         except Exception as e:
             log.exception("request %d", request.number)
             self._cache.close(lease)
-            usage = Usage(len(request.prompt), 0, 0, 0, 0)
-            self._finish(request, Piece("", (), Finish.ERROR, usage, f"{type(e).__name__}: {e}"))
+            usage = TokenUsage(len(request.prompt), 0, 0, 0, 0)
+            self._finish(request, OutputChunk("", (), Finish.ERROR, usage, f"{type(e).__name__}: {e}"))
             return
         self._jobs[request.number] = job
         self.scheduler.join(job)
@@ -369,11 +378,11 @@ class Engine:
         code wants every token as it was: then it is said to it again, token by token."""
         request = job.request
         if self.batches:
-            job.goal = job.length
-        job.leased = job.goal
+            job.prefill_until = job.length
+        job.leased_tokens = job.prefill_until
         prompt = job.packed
-        if job.goal > job.prompt:
-            prompt = self._cache.prompt(job.sequence(0, job.goal), request.salt)
+        if job.prefill_until > job.prompt:
+            prompt = self._cache.prompt(job.sequence(0, job.prefill_until), request.salt)
         return self._cache.open(prompt, read=request.read_cache, priority=request.priority)
 
     def _begin(self, job: Job) -> None:
@@ -397,7 +406,7 @@ class Engine:
         """Those that answer and have room for one more token, after others have given way."""
         answers = [job for job in self.scheduler.running if not job.prefilling]
         found = []
-        for job in sorted(answers, key=lambda job: job.began):
+        for job in sorted(answers, key=lambda job: job.admitted_seq):
             if job.workspace is not None and self.scheduler.seated(job):
                 found.append(job)
         for job in found:
@@ -415,7 +424,7 @@ class Engine:
     def _next_line(self, job: Job) -> int:
         """Where the next chunk of a prompt ends."""
         chunk = self.model.layout.chunk_tokens
-        return min(job.goal, (job.computed // chunk + 1) * chunk)
+        return min(job.prefill_until, (job.computed // chunk + 1) * chunk)
 
     def _is_tail(self, job: Job) -> bool:
         """Whether its next chunk is not a whole one, so that nothing of it will be published."""
@@ -470,7 +479,7 @@ class Engine:
 
     def _one_by_one(self, jobs: list[Job]) -> None:
         """Computed together they failed. Whose trouble it is shows when each is computed alone, from what is kept."""
-        for job in sorted(jobs, key=lambda job: job.began):
+        for job in sorted(jobs, key=lambda job: job.admitted_seq):
             job.alone = True
             self.scheduler.preempt(job)
 
@@ -484,7 +493,7 @@ class Engine:
 
     def _groups(self, jobs: list[Job]) -> list[list[Job]]:
         """Answers that are computed together; a job that is in none is computed alone."""
-        jobs = sorted(jobs, key=lambda job: (job.computed, job.began))
+        jobs = sorted(jobs, key=lambda job: (job.computed, job.admitted_seq))
         groups = [[jobs[at] for at in group] for group in by_length([job.computed for job in jobs], self._spare)]
         batches, self._batches = self._batches, {}
         for group in groups:
@@ -520,8 +529,8 @@ class Engine:
     def _computed(self, job: Job) -> None:
         state = job.state
         if not self.deterministic and state.tokens % self.model.layout.chunk_tokens == 0:
-            self._cache.extend(job.lease, job.sequence(job.leased, state.tokens))
-            job.leased = state.tokens
+            self._cache.extend(job.lease, job.sequence(job.leased_tokens, state.tokens))
+            job.leased_tokens = state.tokens
             self._keep(job)
 
     # --- saying
@@ -552,14 +561,14 @@ class Engine:
         """Say a token, and deliver what is certain of the text."""
         if token is None:
             raise ValueError("the model's logits are not numbers")
-        if not job.tokens:
+        if not job.output_ids:
             self.counts.ttft_s.observe(time.monotonic() - job.request.submitted_s)
         sampling = job.request.sampling
         asked = sampling.logprobs
         likely = () if asked is None else (likelihood(logits, token, asked, job.characters),)
         ends = token in job.ends
-        text = "" if ends else job.words.push(token)  # before it counts, as it may fail
-        job.tokens.append(token)
+        text = "" if ends else job.detokenizer.push(token)  # before it counts, as it may fail
+        job.output_ids.append(token)
         self.counts.output_tokens += 1
         if ends:
             self._end(job, Finish.STOP, last=(token,), likely=likely)
@@ -569,13 +578,13 @@ class Engine:
         if (cut := find_stop(job.text, job.stops)) is not None:
             job.text = job.text[:cut]
             self._end(job, Finish.STOP, last=(token,), likely=likely, flush=False)
-        elif len(job.tokens) >= sampling.max_tokens:
+        elif len(job.output_ids) >= sampling.max_tokens:
             self._end(job, Finish.LENGTH, last=(token,), likely=likely)
         else:
             held = held_back(job.text, job.stops)
             text, job.text = job.text[: len(job.text) - held], job.text[len(job.text) - held :]
             if job.request.number in self._accepted:
-                self._give(job.request, Piece(text, (token,), likelihoods=likely))
+                self._give(job.request, OutputChunk(text, (token,), likelihoods=likely))
 
     def _end(
         self,
@@ -590,7 +599,7 @@ class Engine:
             return
         if flush:
             try:
-                job.text += job.words.flush()
+                job.text += job.detokenizer.flush()
                 if (cut := find_stop(job.text, job.stops)) is not None:
                     job.text = job.text[:cut]
             except Exception as e:  # the tokenizer's trouble; what is held back of the text is lost
@@ -601,16 +610,16 @@ class Engine:
         if not self.scheduler.running:
             self._batches.clear()
         page = self.model.layout.page_tokens
-        usage = Usage(len(job.request.prompt), len(job.tokens), *(n * page for n in job.cached or (0, 0, 0)))
+        usage = TokenUsage(len(job.request.prompt), len(job.output_ids), *(n * page for n in job.cached or (0, 0, 0)))
         self._cache.close(job.lease)
         if job.cached is not None:
             self.counts.prompt_tokens += usage.prompt
             self.counts.cached_device += usage.device
             self.counts.cached_host += usage.host
             self.counts.cached_storage += usage.storage
-        self._finish(job.request, Piece(job.text, last, finish, usage, error, likely))
+        self._finish(job.request, OutputChunk(job.text, last, finish, usage, error, likely))
 
-    def _finish(self, request: Request, piece: Piece) -> None:
+    def _finish(self, request: Request, piece: OutputChunk) -> None:
         """Give a request its last piece, if it has not had one."""
         with self._lock:
             if self._accepted.pop(request.number, None) is None:
@@ -621,7 +630,7 @@ class Engine:
             self.counts.aborted += piece.finish is Finish.ABORT
         self._give(request, piece)
 
-    def _give(self, request: Request, piece: Piece) -> None:
+    def _give(self, request: Request, piece: OutputChunk) -> None:
         try:
             request.give(piece)
         except Exception:  # whoever listens is gone or broken (a closed event loop, say): that is no trouble of ours

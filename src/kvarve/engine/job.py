@@ -18,14 +18,14 @@ class Job(Task):
         super().__init__(lease, len(request.prompt), request.sampling.max_tokens)
         self.request, self.packed = request, prompt
         self.workspace: PagedWorkspace | None = None
-        self.words = Detokenizer(model.tokenizer)
+        self.detokenizer = Detokenizer(model.tokenizer)
         self.text = ""  # not yet delivered: it could be the beginning of a stop text
         self.characters = 0  # of text that its tokens have made, delivered or not
-        self.tokens: list[int] = []  # said, all but the last of them computed
+        self.output_ids: list[int] = []  # said, all but the last of them computed
         self.cached: tuple[int, int, int] | None = None  # pages when it first began, by tier
-        self.leased = self.goal  # so many tokens its lease knows
+        self.leased_tokens = self.prefill_until  # so many tokens its lease knows
         sampling = request.sampling
-        self.heard = frozenset(request.prompt if sampling.repetition_penalty != 1 else ())
+        self.prompt_ids = frozenset(request.prompt if sampling.repetition_penalty != 1 else ())
         self.ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else model.eos_ids)
         self.alone = False  # it is computed alone: a batch with it has failed
         self.short_s: float | None = None  # since when room for what it keeps is on its way
@@ -33,8 +33,8 @@ class Job(Task):
         self.random = torch.Generator().manual_seed(seed) if seed is not None else None
 
     @property
-    def said(self) -> int:
-        return len(self.tokens)
+    def output_tokens(self) -> int:
+        return len(self.output_ids)
 
     @property
     def computed(self) -> int:
@@ -42,12 +42,12 @@ class Job(Task):
 
     def sequence(self, start: int, stop: int) -> list[int]:
         prompt = len(self.request.prompt)
-        return [*self.request.prompt[start:stop], *self.tokens[max(0, start - prompt) : max(0, stop - prompt)]]
+        return [*self.request.prompt[start:stop], *self.output_ids[max(0, start - prompt) : max(0, stop - prompt)]]
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The texts that end it now."""
-        return self.request.sampling.stop if len(self.tokens) > self.request.sampling.min_tokens else ()
+        return self.request.sampling.stop if len(self.output_ids) > self.request.sampling.min_tokens else ()
 
     @property
     def state(self) -> PagedWorkspace:
@@ -57,7 +57,7 @@ class Job(Task):
     @property
     def draw(self) -> Draw:
         """What its next token is chosen by."""
-        return Draw(self.request.sampling, self.random, self.heard, self.tokens, self.ends)
+        return Draw(self.request.sampling, self.random, self.prompt_ids, self.output_ids, self.ends)
 
 
 def find_stop(text: str, stops: tuple[str, ...]) -> int | None:

@@ -105,7 +105,7 @@ class Finish(Enum):
     ERROR = "error"
 
 
-class Usage(NamedTuple):
+class TokenUsage(NamedTuple):
     """Tokens of one request; `device + host + storage` is what was cached of the prompt, by where it came from."""
 
     prompt: int
@@ -129,7 +129,7 @@ class Likelihood(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piece:
+class OutputChunk:
     """A piece of an answer: some text (perhaps none), and with the last piece why it ended.
 
     Text that could become a stop text, or half a character, comes in a later piece than its tokens. `likelihoods` are
@@ -139,7 +139,7 @@ class Piece:
     text: str
     tokens: tuple[int, ...] = ()
     finish: Finish | None = None
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     error: str = ""
     likelihoods: tuple[Likelihood, ...] = ()
 
@@ -159,11 +159,11 @@ class Request:
     salt: str = ""
     priority: int = 0  # of its pages, where eviction is by priority: high stays longest
     read_cache: bool = True
-    deliver: Callable[[Piece], None] | None = None
+    deliver: Callable[[OutputChunk], None] | None = None
     watch: Callable[[Tensor], None] | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     submitted_s: float = field(default_factory=time.monotonic)
-    pieces: "queue.SimpleQueue[Piece]" = field(default_factory=queue.SimpleQueue)
+    pieces: "queue.SimpleQueue[OutputChunk]" = field(default_factory=queue.SimpleQueue)
 
     def check(self) -> None:
         """ConfigError for what the cache could not make a key or an order of; the prompt is the engine's to check."""
@@ -176,10 +176,10 @@ class Request:
         if not isinstance(self.priority, int):
             raise ConfigError(f"the priority must be a whole number, not {self.priority!r}")
 
-    def give(self, piece: Piece) -> None:
+    def give(self, piece: OutputChunk) -> None:
         (self.deliver or self.pieces.put)(piece)
 
-    def result(self, timeout_s: float = 300.0) -> tuple[str, list[int], Piece]:
+    def result(self, timeout_s: float = 300.0) -> tuple[str, list[int], OutputChunk]:
         """Wait for the whole answer: its text, its tokens and the last piece. `queue.Empty` after `timeout_s`."""
         text = ""
         tokens: list[int] = []

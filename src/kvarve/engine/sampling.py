@@ -15,12 +15,12 @@ BLOCK = 8  # rows at a time: what comes between logits and chances stays in a pr
 
 
 class Draw(NamedTuple):
-    """What one row asks: `heard` tokens of its prompt, `said` those of its answer, `ends` tokens that would end it."""
+    """What one row asks: token ids of its prompt and of its answer so far, and those (`ends`) that would end it."""
 
     sampling: Sampling
     random: torch.Generator | None
-    heard: Collection[int] = ()
-    said: Sequence[int] = ()
+    prompt_ids: Collection[int] = ()
+    output_ids: Sequence[int] = ()
     ends: Collection[int] = ()
 
 
@@ -44,8 +44,8 @@ def choose_all(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
     if changed:
         logits = logits.float().clone()
         for row in changed:
-            sampling, _, heard, said, ends = draws[row]
-            logits[row] = _weighed(logits[row], sampling, heard, said, ends)
+            sampling, _, prompt_ids, output_ids, ends = draws[row]
+            logits[row] = _weighed(logits[row], sampling, prompt_ids, output_ids, ends)
     chosen: list[int | None] = [None] * len(draws)
     greedy = [row for row, draw in enumerate(draws) if draw.sampling.temperature == 0]
     if greedy:
@@ -151,28 +151,28 @@ def _one(chances: npt.NDArray[np.float32], sampling: Sampling, where: float) -> 
 
 def _is_weighed(draw: Draw) -> bool:
     sampling = draw.sampling
-    early = len(draw.said) < sampling.min_tokens and bool(draw.ends)
+    early = len(draw.output_ids) < sampling.min_tokens and bool(draw.ends)
     penalties = sampling.repetition_penalty != 1 or sampling.frequency_penalty or sampling.presence_penalty
     return bool(early or sampling.logit_bias or penalties)
 
 
 def _weighed(
-    logits: Tensor, sampling: Sampling, heard: Collection[int], said: Sequence[int], ends: Collection[int]
+    logits: Tensor, sampling: Sampling, prompt_ids: Collection[int], output_ids: Sequence[int], ends: Collection[int]
 ) -> Tensor:
     """New logits [vocabulary] in float32 of a row that asks for it."""
     repetition = sampling.repetition_penalty
     frequency, presence = sampling.frequency_penalty, sampling.presence_penalty
     logits = logits.float().clone()
-    if len(said) < sampling.min_tokens:
+    if len(output_ids) < sampling.min_tokens:
         for end in ends:
             logits[end] = -torch.inf
     for token, bias in sampling.logit_bias:
         logits[token] += bias
-    if repetition != 1 and (seen := [*{*heard, *said}]):
+    if repetition != 1 and (seen := [*{*prompt_ids, *output_ids}]):
         known = logits[seen]
         logits[seen] = torch.where(known > 0, known / repetition, known * repetition)
-    if said and (frequency or presence):
-        times = torch.bincount(torch.tensor(said, device=logits.device), minlength=len(logits))
+    if output_ids and (frequency or presence):
+        times = torch.bincount(torch.tensor(output_ids, device=logits.device), minlength=len(logits))
         logits -= frequency * times + presence * (times > 0)
     return logits
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Generic, Protocol, TypeVar
 
 from kvarve.core.cache import Core
+from kvarve.core.headroom import Headroom, copying, making_room
 from kvarve.core.lease import Lease, Phase
-from kvarve.core.room import Room, copying, making_room
 from kvarve.engine.admission import OVERTAKEN, Running, Waiting, begins, gives_way
 
 T = TypeVar("T")
@@ -39,17 +39,17 @@ class Task:
     def __init__(self, lease: Lease, prompt: int, most: int) -> None:
         """`prompt`: its tokens; `most`: how many an answer may have."""
         self.lease = lease
-        self.prompt = self.goal = prompt  # up to its goal it is computed in chunks, then token by token
+        self.prompt = self.prefill_until = prompt  # up to there it is computed in chunks, then token by token
         self.most = most
         self.seats = 0  # pages that it has room for
-        self.began = NEVER  # counts those that began before it did so first
+        self.admitted_seq = NEVER  # counts those that began before it did so first
         self.stalled_s: float | None = None  # since when it has not found the room that should be there
         self.denied: object = None  # how things stood when it found less room than there seemed to be
         self.found = -1, 0  # the shape of the tree, and how many of its pages were in memory then
         self.partings: dict[int, int] = {}  # by another's lease: where the two prompts part
 
     @property
-    def said(self) -> int:
+    def output_tokens(self) -> int:
         """Tokens of its answer so far."""
         raise NotImplementedError
 
@@ -61,16 +61,16 @@ class Task:
     @property
     def length(self) -> int:
         """Tokens of its prompt and of what it has said: all of them are computed before it says more."""
-        return self.prompt + self.said
+        return self.prompt + self.output_tokens
 
     @property
     def prefilling(self) -> bool:
-        return self.computed < self.goal
+        return self.computed < self.prefill_until
 
     @property
     def left(self) -> int:
         """Tokens that it may still say."""
-        return self.most - self.said
+        return self.most - self.output_tokens
 
 
 class Line(Generic[T]):
@@ -150,7 +150,7 @@ class Scheduler(Generic[Each]):
         self.coming: list[Each] = []  # they have a place and room, and wait only for their own copies
         self.running: deque[Each] = deque()  # the first is prefilled first
         self.preempted = 0
-        self._began = 0
+        self._admitted = 0
         self._vain: object = None  # what there was to decide when nothing could begin
 
     def join(self, task: Each) -> None:
@@ -199,18 +199,18 @@ class Scheduler(Generic[Each]):
             return False
         heads, state = self._heads(), self._state()
         core = self.cache.core
-        room = Room(core)
-        loose = [*room.loose]
+        headroom = Headroom(core)
+        loose = [*headroom.loose]
         for task in self.coming:
-            needs = room.needs(task.lease, self._pages(task.length))
+            needs = headroom.needs(task.lease, self._pages(task.length))
             loose = [slots - need for slots, need in zip(loose, needs, strict=True)]
-        wanted = [room.needs(task.lease, self._pages(task.length)) for task in line]
+        wanted = [headroom.needs(task.lease, self._pages(task.length)) for task in line]
         growth = sum(self._grows(task) for task in (*self.running, *self.coming))
         if not any(all(need + growth <= slots for need, slots in zip(needs, loose, strict=True)) for needs in wanted):
             return False  # the usual case where many wait
         ahead = [lease.done for leases in heads.values() for lease in leases]
         phases = [(task.lease.number, task.lease.phase) for task in line]
-        seen = state, loose, growth, wanted, core.shelves.shape, ahead, phases
+        seen = state, loose, growth, wanted, core.slot_pools.shape, ahead, phases
         if seen == self._vain:
             return False
         running = [
@@ -266,7 +266,7 @@ class Scheduler(Generic[Each]):
                 return
             if self.running:
                 self._send_back(task)
-                task.denied = self._state(), Room(self.cache.core).needs(task.lease, self._pages(task.length))
+                task.denied = self._state(), Headroom(self.cache.core).needs(task.lease, self._pages(task.length))
             elif not patient:
                 self._fail(task, STALLED)
             elif again:  # it may hold itself what has come to the device since it became ready
@@ -276,9 +276,9 @@ class Scheduler(Generic[Each]):
         self.coming.remove(task)
         self.running.append(task)
         task.seats, task.stalled_s, task.denied = self._pages(task.length), None, None
-        if task.began == NEVER:
-            self._began += 1
-            task.began = self._began
+        if task.admitted_seq == NEVER:
+            self._admitted += 1
+            task.admitted_seq = self._admitted
         self._begin(task)
 
     def _takes_seats(self, task: Each) -> bool:
@@ -323,7 +323,7 @@ class Scheduler(Generic[Each]):
     def _state(self) -> object:
         """What has to change, or what the request needs, before one that found no room is tried again."""
         core = self.cache.core
-        free = [len(core.shelves.free[pool]) for pool in core.shelves.chains]
+        free = [len(core.slot_pools.free[pool]) for pool in core.slot_pools.chains]
         return free, len(core.copies.ops), len(self.running), len(self.coming)
 
     # --- what a request would find and want
@@ -337,13 +337,13 @@ class Scheduler(Generic[Each]):
 
     def _turns(self, task: Each) -> int:
         """After how many turns it has ended, if it says all that it may."""
-        chunks = -(-max(0, task.goal - task.computed) // self._chunk)
-        again = task.length - max(task.goal, task.computed)  # said once more, token by token
-        return chunks + max(0, again) + task.most - task.said
+        chunks = -(-max(0, task.prefill_until - task.computed) // self._chunk)
+        again = task.length - max(task.prefill_until, task.computed)  # said once more, token by token
+        return chunks + max(0, again) + task.most - task.output_tokens
 
     def _found(self, task: Each) -> int:
         """How many pages a waiting request would find in memory."""
-        lease, shape = task.lease, self.cache.core.shelves.shape
+        lease, shape = task.lease, self.cache.core.slot_pools.shape
         if not lease.reads:
             return 0
         if task.found[0] != shape:
@@ -402,7 +402,7 @@ class Scheduler(Generic[Each]):
                     continue
                 if patient and copying(self.cache.core):
                     return False
-            last = holders[gives_way([each.began for each in holders])]
+            last = holders[gives_way([each.admitted_seq for each in holders])]
             self.preempt(last)
             if last is task:
                 return False

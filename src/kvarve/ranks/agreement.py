@@ -15,16 +15,16 @@ import torch.distributed as dist
 from kvarve.core.effects import Began, Ended, Event, agreed
 
 
-class Wish(NamedTuple):
+class Proposal(NamedTuple):
     """A change that a rank would make with all others, or (not `ready`) cannot make though it was asked to."""
 
     what: str  # the same text on all ranks means the same change
     ready: bool = True
 
 
-class Turn(NamedTuple):
+class AgreedStep(NamedTuple):
     """What all ranks go by in one step: what has begun and ended everywhere by now, in one order; one time for all;
-    whether the storage answers on all of them; and whether the change that they wish is made now.
+    whether the storage answers on all of them; and whether the change that they proposal is made now.
 
     `granted` is None while there are ranks that wish nothing yet. Who will not wait for them any longer takes its wish
     back without a word: nothing is granted unless all wish it in the same step.
@@ -42,17 +42,19 @@ class Agreement(Protocol):
         """How many ranks there are."""
         ...
 
-    def agree(self, events: Iterable[Event], now: float, up: bool = True, wish: Wish | None = None) -> Turn:
+    def agree(
+        self, events: Iterable[Event], now: float, up: bool = True, proposal: Proposal | None = None
+    ) -> AgreedStep:
         """Say what has begun and ended here, what time it is, whether the storage answers, and what change is wished.
         Every rank has to call it."""
         ...
 
 
-def granted(wishes: Sequence[Wish | None]) -> bool | None:
+def granted(proposals: Sequence[Proposal | None]) -> bool | None:
     """Whether the ranks' wishes come true: once all have one, if it is the same and all are ready."""
-    if None in wishes:
+    if None in proposals:
         return None
-    return all(wish is not None and wish.ready and wish == wishes[0] for wish in wishes)
+    return all(proposal is not None and proposal.ready and proposal == proposals[0] for proposal in proposals)
 
 
 class Alone:
@@ -60,8 +62,10 @@ class Alone:
 
     ranks = 1
 
-    def agree(self, events: Iterable[Event], now: float, up: bool = True, wish: Wish | None = None) -> Turn:
-        return Turn([*events], now, up, granted([wish]))
+    def agree(
+        self, events: Iterable[Event], now: float, up: bool = True, proposal: Proposal | None = None
+    ) -> AgreedStep:
+        return AgreedStep([*events], now, up, granted([proposal]))
 
 
 class Group:
@@ -78,9 +82,11 @@ class Group:
         self._begun: list[set[int]] = [set() for _ in range(self.ranks)]  # on each rank, and not yet ended everywhere
         self._told: set[int] = set()  # what has begun everywhere, and the cores know of it
 
-    def agree(self, events: Iterable[Event], now: float, up: bool = True, wish: Wish | None = None) -> Turn:
+    def agree(
+        self, events: Iterable[Event], now: float, up: bool = True, proposal: Proposal | None = None
+    ) -> AgreedStep:
         news = [[each.op] if isinstance(each, Began) else [each.op, hex(each.good), hex(each.bad)] for each in events]
-        heard = [json.loads(text) for text in self._exchange(json.dumps([now, news, up, wish]).encode())]
+        heard = [json.loads(text) for text in self._exchange(json.dumps([now, news, up, proposal]).encode())]
         for waiting, begun, (_, their_news, _, _) in zip(self._waiting, self._begun, heard, strict=True):
             for op, *fate in their_news:
                 begun.add(op)
@@ -95,8 +101,8 @@ class Group:
                 begun.discard(op)
         both = [*(Began(op) for op in sorted(begun_everywhere - self._told)), *both]
         self._told = begun_everywhere
-        wishes = [None if theirs is None else Wish(*theirs) for *_, theirs in heard]
-        return Turn(both, float(heard[0][0]), all(theirs for _, _, theirs, _ in heard), granted(wishes))
+        proposals = [None if theirs is None else Proposal(*theirs) for *_, theirs in heard]
+        return AgreedStep(both, float(heard[0][0]), all(theirs for _, _, theirs, _ in heard), granted(proposals))
 
     def _exchange(self, mine: bytes) -> list[bytes]:
         """Everybody's bytes, by rank: first the lengths, then the bytes padded to the longest."""

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from kvarve import __version__
 from kvarve.admin import Admin
 from kvarve.engine.engine import Engine
-from kvarve.engine.requests import Finish, Piece, Request, Usage
+from kvarve.engine.requests import Finish, OutputChunk, Request, TokenUsage
 from kvarve.errors import Busy, ConfigError, KvarveError, ModelError, StorageError
 from kvarve.metrics import Metrics, Snapshot
 from kvarve.model import MEMORY_TIERS, Tier
@@ -189,7 +189,7 @@ class _Front:
         future.add_done_callback(self._preparing.discard)
         return future
 
-    async def _whole(self, form: Form, answer: "_Answer", first: tuple[int, Piece]) -> Response:
+    async def _whole(self, form: Form, answer: "_Answer", first: tuple[int, OutputChunk]) -> Response:
         choices = [Choice() for _ in range(answer.count)]
         index, piece = first
         while True:
@@ -302,10 +302,10 @@ class _Answer:
     def __init__(self, engine: Engine, receive: Receive) -> None:
         """The body has been read; from now on it watches whether the client is still there."""
         self._engine, self._loop = engine, asyncio.get_running_loop()
-        self._pieces: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()  # None: the client has gone
+        self._pieces: asyncio.Queue[tuple[int, OutputChunk] | None] = asyncio.Queue()  # None: the client has gone
         self._arrived_s = time.monotonic()
         self._first_s: float | None = None
-        self._usages: dict[int, Usage] = {}
+        self._usages: dict[int, TokenUsage] = {}
         self._requests: list[Request] = []
         self.open: set[int] = set()  # those that run or wait
         self.left = False  # the client has gone before the engine was asked; any thread reads it
@@ -352,7 +352,7 @@ class _Answer:
             raise Refused(500, str(e)) if self._engine.broken else e from None
         self.open = set(range(self.count))
 
-    async def next(self) -> tuple[int, Piece]:
+    async def next(self) -> tuple[int, OutputChunk]:
         """The next piece, and the index of the answer to which it belongs."""
         if (found := await self._pieces.get()) is None:
             raise Gone
@@ -383,7 +383,7 @@ class _Answer:
         completion = sum(usage.completion for usage in self._usages.values())
         return Told(first.prompt, completion, cached, ttft_ms, round(1000 * (now - start), 3))
 
-    def _deliver(self, index: int, piece: Piece) -> None:
+    def _deliver(self, index: int, piece: OutputChunk) -> None:
         """On the engine's thread."""
         if self._first_s is None and piece.tokens:
             self._first_s = time.monotonic()
@@ -399,7 +399,7 @@ class _Answer:
 class _Stream(Response):
     """Answers as server-sent events, each written as soon as its text is certain."""
 
-    def __init__(self, form: Form, include_usage: bool, answer: _Answer, first: tuple[int, Piece]) -> None:
+    def __init__(self, form: Form, include_usage: bool, answer: _Answer, first: tuple[int, OutputChunk]) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         del self.headers["content-length"]
         self._form, self._include_usage, self._answer, self._first = form, include_usage, answer, first
@@ -455,7 +455,7 @@ def _tiers(query: str | None, body: bytes) -> list[Tier]:
     return sorted({known[name] for name in names})
 
 
-def _raise_trouble(piece: Piece) -> None:
+def _raise_trouble(piece: OutputChunk) -> None:
     """An answer that nobody should take for a whole one is an error."""
     if piece.finish is Finish.ERROR:
         raise Refused(500, piece.error)

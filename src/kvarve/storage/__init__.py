@@ -1,6 +1,6 @@
 """Where pages lie beyond memory: names and bytes. Nothing here knows what a page, a tensor or a model is."""
 
-from kvarve.storage.base import Storage, Usage
+from kvarve.storage.base import Storage, StorageUsage
 from kvarve.storage.breaker import Breaker
 from kvarve.storage.files import FileStorage
 from kvarve.storage.memory import MemoryStorage
@@ -15,8 +15,8 @@ __all__ = [
     "Scheme",
     "Storage",
     "StorageUrl",
+    "StorageUsage",
     "Tiers",
-    "Usage",
     "check_storage",
     "open_storage",
 ]

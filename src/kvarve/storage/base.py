@@ -20,7 +20,7 @@ ANY_NAME = "kvarve-is-it-up"
 
 
 @dataclass(frozen=True)
-class Usage:
+class StorageUsage:
     """What a storage holds now, and how many objects it has evicted so far."""
 
     objects: int
@@ -68,7 +68,7 @@ class Storage(Protocol):
         """Remove each object; True where there was one."""
         ...
 
-    def usage(self) -> Usage: ...
+    def usage(self) -> StorageUsage: ...
 
     def register(self, memory: memoryview) -> None:
         """Most buffers of later calls will lie in `memory`, which stays where it is until the storage is closed.
@@ -167,5 +167,5 @@ class LruIndex:
             if name in self.entries:
                 self.entries.move_to_end(name)
 
-    def usage(self) -> Usage:
-        return Usage(len(self.entries), self.used_bytes, self.capacity_bytes, self.evicted)
+    def usage(self) -> StorageUsage:
+        return StorageUsage(len(self.entries), self.used_bytes, self.capacity_bytes, self.evicted)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvarve.errors import ConfigError, StorageError
-from kvarve.storage.base import ANY_NAME, Storage, Usage, check_batch, check_names
+from kvarve.storage.base import ANY_NAME, Storage, StorageUsage, check_batch, check_names
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Breaker(Storage):
         self._prober: threading.Thread | None = None
         self._wake_prober = threading.Event()
         self._known: str | None = None  # an object that was there when we last heard
-        self._usage = Usage(0, 0, None, 0)
+        self._usage = StorageUsage(0, 0, None, 0)
         self._closer: threading.Thread | None = None
         self._close_errors: list[StorageError] = []  # that nobody was told of yet
 
@@ -143,7 +143,7 @@ class Breaker(Storage):
             lambda removed: ANY_NAME if any(removed) else None,
         )
 
-    def usage(self) -> Usage:
+    def usage(self) -> StorageUsage:
         """What the storage says, or while it is down what it said last."""
         usage = self._ask("usage", 1, self.inner.usage, None)
         with self._lock:

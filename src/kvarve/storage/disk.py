@@ -63,12 +63,12 @@ class Disk:
         """Who we are: what a store makes belongs to this user."""
         return os.geteuid()
 
-    def enter(self, path: Path, *, visiting: bool = False) -> Directory:
+    def enter(self, path: Path, *, for_maintenance: bool = False) -> Directory:
         """Open a folder. NotOurs: it is a link, or another user's, or others may write to it.
 
-        `visiting`: it may be another user's, as nothing is written.
+        `for_maintenance`: it may be another user's, as nothing is written.
         """
-        owner = path.lstat().st_uid if visiting else self.uid()
+        owner = path.lstat().st_uid if for_maintenance else self.uid()
         _require_folder(path, path.lstat(), owner)  # says more than the error of the next line
         return self._entered(path, os.open(path, _FOLDER_FLAGS), owner)
 

@@ -1,9 +1,9 @@
 """Objects in a few large files below one folder, at most so many bytes. Knows names and bytes only.
 
 A slab is a file of equal slots, with another one for the table of what lies in them (`table`); where things lie is said
-in `folder`. What is known of it in memory, and who has to go when room is short, is in `books`; `room` makes slabs and
+in `folder`. What is known of it in memory, and who has to go when room is short, is in `index`; `room` makes slabs and
 removes them. Here are the calls:
-they take locks, ask the books, and move bytes, by direct I/O where the file system has it and several threads at once.
+they take locks, ask the index, and move bytes, by direct I/O where the file system has it and several threads at once.
 
 A put is on the medium when it answers True: the data, then the entries in the tables, then a sync of both. The entries
 need not wait for the data, because whoever reads an object checks its own checksum: what a power cut tears is a miss,
@@ -28,14 +28,14 @@ from typing import TypeVar
 import numpy as np
 
 from kvarve.errors import ConfigError, StorageError
-from kvarve.storage.base import Storage, Usage, check_batch, check_names
-from kvarve.storage.books import Books, Call, Limits, Place
+from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names
 from kvarve.storage.crew import Crew
 from kvarve.storage.disk import Disk
 from kvarve.storage.folder import Folder, check_contents, check_folder, medium
+from kvarve.storage.index import Call, Index, Limits, RowAddress
 from kvarve.storage.orders import ORDERS
-from kvarve.storage.room import AT_ONCE, FULL, Room
-from kvarve.storage.slabs import Piece, Slab, runs
+from kvarve.storage.slab_allocator import AT_ONCE, FULL, SlabAllocator
+from kvarve.storage.slabs import RowSpan, Slab, runs
 from kvarve.storage.table import FREE, RETIRED, STORED
 
 log = logging.getLogger(__name__)
@@ -60,10 +60,10 @@ def check_limits(ttl_s: float | None, quota_bytes: int | None, eviction: str, th
 
 
 @dataclass(eq=False)
-class _Filling:
+class _InFlightPut:
     """What one round of a put is about to write."""
 
-    places: dict[int, Place] = field(default_factory=dict)  # by the object's number in the call
+    places: dict[int, RowAddress] = field(default_factory=dict)  # by the object's number in the call
     failed: dict[int, OSError] = field(default_factory=dict)
     moving: list[Future[OSError | None]] = field(default_factory=list)  # what threads have been told to write
     # Slabs to be synced, as what was written to them, or was there already and is young, may not be on the medium yet;
@@ -78,9 +78,8 @@ class FileStorage(Storage):
     The capacity bounds the whole folder, with all models in it: those that nobody has open make room. Objects lie in
     slots of whole 4 KiB. What does not fit pushes out what the order `eviction` says (lru, lfu, s3fifo). What was
     stored more than `ttl_s` ago is missing. `quota_bytes`: the most that the objects of one group (what stands before
-    the first "-" of a name) may take; `threads`: that read and write at once, and as many that sync. `visiting`: only
-    to look after what is there; then neither do reads count as uses, which decide who goes first, nor does the store
-    count as open.
+    the first "-" of a name) may take; `threads`: that read and write at once, and as many that sync. `for_maintenance`:
+    reads are no uses, the store does not count as open, and nothing is evicted.
     """
 
     def __init__(
@@ -94,21 +93,21 @@ class FileStorage(Storage):
         quota_bytes: int | None = None,
         eviction: str = "lru",
         threads: int = DEFAULT_THREADS,
-        visiting: bool = False,
+        for_maintenance: bool = False,
         disk: Disk | None = None,
     ) -> None:
         check_limits(ttl_s, quota_bytes, eviction, threads)
         self._disk, self._label, self._description = disk or Disk(), label, description
-        self._threads, self._visiting = threads, visiting
+        self._threads, self._for_maintenance = threads, for_maintenance
         self._limits = Limits(capacity_bytes, eviction, None if ttl_s is None else int(ttl_s * 1e9), quota_bytes)
         # Who only looks after a store has no capacity to defend.
-        self._capacity_bytes = None if visiting else capacity_bytes
+        self._capacity_bytes = None if for_maintenance else capacity_bytes
         self._directory = check_folder(directory, self._capacity_bytes, label, description, self._disk)
         # Whoever changes tables holds `_writing`, then the folder's mutex, and `_lock` for moments. Nothing slow
         # happens under `_lock`, which is all that a reader needs.
         self._writing, self._lock = threading.Lock(), threading.Lock()
         self._saved_ns = self._opened_ns = 0
-        self._unsynced: dict[Place, _Filling] = {}  # what is in the tables and may not be on the medium yet
+        self._unsynced: dict[RowAddress, _InFlightPut] = {}  # what is in the tables and may not be on the medium yet
         self._crews: list[Crew] = []
         self._open = False
         self._enter(make=True)
@@ -124,31 +123,31 @@ class FileStorage(Storage):
                 # It may have changed since it was looked at.
                 check_contents(self._disk, folder.root, self._capacity_bytes, self._label, self._description)
                 folder.enter(self._capacity_bytes)
-                books = Books(self._disk, folder, self._label, self._limits)
-                room = Room(books, self._lock)
+                index = Index(self._disk, folder, self._label, self._limits)
+                allocator = SlabAllocator(index, self._lock)
                 if folder.alone():
-                    books.begin(mend=not self._visiting)
-                elif not books.changes.is_begun():
+                    index.begin(mend=not self._for_maintenance)
+                elif not index.sequence_lock.is_begun():
                     raise StorageError(
                         f"{folder.model.path}: processes have it open, and somebody has removed the file by which "
                         f"they hear of each other: end them first"
                     )
-            undo.callback(books.close)
-            books.take_in()  # takes long where there is much, so without the mutex
+            undo.callback(index.close)
+            index.take_in()  # takes long where there is much, so without the mutex
             with folder.mutex():
-                books.take_in(closely=True)
-                books.settle()
+                index.take_in(closely=True)
+                index.settle()
                 # What the last processes left; the capacity may be smaller than last time, too.
                 with suppress(OSError):  # read-only, it can still be read
-                    books.reclaim()
-                    books.publish()
-                    if not self._visiting:
-                        books.clock.save()
-                self._saved_ns = self._opened_ns = books.clock.now_ns()
-                room.shrink()
+                    index.reclaim()
+                    index.publish()
+                    if not self._for_maintenance:
+                        index.clock.save()
+                self._saved_ns = self._opened_ns = index.clock.now_ns()
+                allocator.shrink()
             undo.pop_all()
         with self._lock:
-            self._folder, self._books, self._room = folder, books, room
+            self._folder, self._index, self._allocator = folder, index, allocator
             self._unsynced.clear()
 
     def _require_home(self) -> None:
@@ -164,16 +163,16 @@ class FileStorage(Storage):
         except OSError as error:
             raise StorageError(f"{self._directory}: {error}") from error
         with medium(self._directory):
-            filling = self._disk.is_there(str(left.model.path), left.model.identity)
+            in_flight = self._disk.is_there(str(left.model.path), left.model.identity)
         with self._writing:
             with self._lock:
                 self._require_open()
                 if self._folder is not left:  # another thread was faster
                     return
-                books = self._books
-                filling = filling and bool(books.held)
+                index = self._index
+                in_flight = in_flight and bool(index.held)
             log.warning("%s: somebody has removed or moved away what lies in it", self._directory)
-            if filling:  # entered anew, we would give away the rows that they fill
+            if in_flight:  # entered anew, we would give away the rows that they fill
                 raise StorageError(f"{self._directory}: what lies in it was removed while a put was under way")
             try:
                 check_folder(self._directory, self._capacity_bytes, self._label, self._description, self._disk)
@@ -182,7 +181,7 @@ class FileStorage(Storage):
                 raise StorageError(
                     f"{self._directory} was removed or moved away while it was open, and cannot be opened anew: {error}"
                 ) from error
-            books.close()
+            index.close()
             left.close()
 
     # --- the calls
@@ -191,13 +190,13 @@ class FileStorage(Storage):
         self._require_home()
         with self._lock, medium(self._directory):
             self._require_open()
-            self._books.take_in()
-            if self._books.limits.ttl_ns is None:
-                index = self._books.index
+            self._index.take_in()
+            if self._index.limits.ttl_ns is None:
+                index = self._index.entries
                 found = [name in index for name in names]
             else:
-                now_ns = self._books.clock.now_ns()
-                found = [self._books.find(name, now_ns) is not None for name in names]
+                now_ns = self._index.clock.now_ns()
+                found = [self._index.find(name, now_ns) is not None for name in names]
         if not all(found):
             check_names(names)  # what is there has a name that can be
         return found
@@ -210,15 +209,15 @@ class FileStorage(Storage):
         answers: list[int | None] = [None] * len(names)
         with self._lock, medium(self._directory):
             self._require_open()
-            self._books.take_in()
-            now_ns = self._books.clock.now_ns()
+            self._index.take_in()
+            now_ns = self._index.clock.now_ns()
             for number, (name, view) in enumerate(zip(names, into, strict=True)):
-                place = self._books.find(name, now_ns)
+                place = self._index.find(name, now_ns)
                 if place is not None:
                     slab, row = place
                     sizes.append(int(slab.length[row]))
                     generations.append(int(slab.generation[row]))
-                    pieces.append(Piece(number, slab, row, view[: sizes[-1]]))
+                    pieces.append(RowSpan(number, slab, row, view[: sizes[-1]]))
         if not pieces:
             return answers
         counts, troubles = self._read(pieces)
@@ -229,16 +228,16 @@ class FileStorage(Storage):
             removed = {slab for slab in {piece.slab for piece in pieces} if slab.is_gone()}
         with self._lock, medium(self._directory):
             self._require_open()
-            self._books.take_in()
+            self._index.take_in()
             for piece, generation, size_bytes in zip(pieces, generations, sizes, strict=True):
-                if piece.slab in removed or not self._books.stands((piece.slab, piece.row), generation):
+                if piece.slab in removed or not self._index.stands((piece.slab, piece.row), generation):
                     continue
                 if counts.get(piece.number) == piece.view.nbytes:
                     answers[piece.number] = size_bytes
                     used.append((piece.slab, piece.row))
                 else:
                     gone.append((piece.slab, piece.row, generation))
-            stamps = self._books.use(used) if not self._visiting else []
+            stamps = self._index.use(used) if not self._for_maintenance else []
         with suppress(OSError):  # on a disk that became read-only there is no order to keep
             for slab, row, when, uses in stamps:
                 slab.stamp(row, when, uses)
@@ -259,21 +258,21 @@ class FileStorage(Storage):
         try:
             # What finds a bad place, or one without room behind it, gets a second one.
             for _ in range(2):
-                filling = self._reserve(call, numbers, names, data, answers)
-                if filling.places:
+                in_flight = self._reserve(call, numbers, names, data, answers)
+                if in_flight.places:
                     try:
-                        self._write(filling, data)
-                        self._commit(call, filling, names, data, answers)
+                        self._write(in_flight, data)
+                        self._commit(call, in_flight, names, data, answers)
                     except BaseException:  # whatever it is, nobody fills those rows, and it goes on to the caller
-                        self._give_back(filling)
+                        self._give_back(in_flight)
                         raise
-                self._sync(filling, answers)
+                self._sync(in_flight, answers)
                 self._require_kept(call)
-                numbers = sorted(filling.failed)
-                call.full = any(error.errno in FULL for error in filling.failed.values())
+                numbers = sorted(in_flight.failed)
+                call.full = any(error.errno in FULL for error in in_flight.failed.values())
                 if not numbers:
                     break
-            for error in filling.failed.values():
+            for error in in_flight.failed.values():
                 if error.errno not in FULL:
                     raise error
         except OSError as error:
@@ -289,55 +288,55 @@ class FileStorage(Storage):
         with medium(self._directory), self._changing():
             for at in range(0, len(names), AT_ONCE):
                 with self._lock:
-                    now_ns = self._books.clock.now_ns()
+                    now_ns = self._index.clock.now_ns()
                     for name in names[at : at + AT_ONCE]:
-                        place = self._books.find(name, now_ns)
+                        place = self._index.find(name, now_ns)
                         if place is not None:
-                            self._books.drop(*place)
+                            self._index.drop(*place)
                         deleted.append(place is not None)
-            self._books.publish(self._lock)
+            self._index.publish(self._lock)
         return deleted
 
-    def usage(self) -> Usage:
+    def usage(self) -> StorageUsage:
         self._require_home()
         with self._lock, medium(self._directory):
             self._require_open()
-            self._books.take_in()
-            objects, size_bytes = self._books.count(self._books.clock.now_ns())
-            return Usage(objects, size_bytes, self._limits.capacity_bytes, self._books.evicted)
+            self._index.take_in()
+            objects, size_bytes = self._index.count(self._index.clock.now_ns())
+            return StorageUsage(objects, size_bytes, self._limits.capacity_bytes, self._index.evicted)
 
     def trouble(self) -> dict[str, int]:
         """How many objects could not be read and how many entries were lost since this storage was opened."""
         with self._lock:
-            return {"damaged": self._books.damaged, "lost": self._books.lost}
+            return {"damaged": self._index.damaged, "lost": self._index.lost}
 
     @contextmanager
-    def looking(self) -> Iterator[Books]:
+    def looking(self) -> Iterator[Index]:
         """What the store knows, for those who take care of it; they change nothing."""
         self._require_home()
         with self._lock, medium(self._directory):
             self._require_open()
-            self._books.take_in()
-            yield self._books
+            self._index.take_in()
+            yield self._index
 
     @contextmanager
-    def changing(self) -> Iterator[Books]:
+    def changing(self) -> Iterator[Index]:
         """The same, alone among all processes; whoever changes something publishes it."""
         self._require_home()
         with medium(self._directory), self._changing(), self._lock:
-            yield self._books
+            yield self._index
 
     def close(self) -> None:
         """Rows that a call is still filling stay this process's own until it comes back."""
-        if self._books.doubtful:
+        if self._index.doubtful:
             with suppress(OSError, StorageError), self._changing(), self._lock:
-                self._books.publish()
+                self._index.publish()
         with self._writing, self._lock:
             if self._open:
                 self._open = False
                 with suppress(OSError):
-                    if not self._visiting:
-                        self._books.clock.save()
+                    if not self._for_maintenance:
+                        self._index.clock.save()
                 self._let_go()
                 self._leave_folder()
 
@@ -350,156 +349,156 @@ class FileStorage(Storage):
         names: Sequence[str],
         data: Sequence[memoryview],
         answers: dict[int, bool],
-    ) -> _Filling:
+    ) -> _InFlightPut:
         """Find what is there already, and rows for the rest; what finds neither is answered False."""
-        filling = _Filling()
+        in_flight = _InFlightPut()
         with self._changing():
             try:
-                now_ns = self._room.begin(call)
+                now_ns = self._allocator.begin(call)
                 for number in numbers:
                     name = names[number]
-                    if self._is_there(call, filling, name, now_ns):
+                    if self._is_there(call, in_flight, name, now_ns):
                         answers[number] = True
                         continue
-                    place = self._room.seat(call, name, data[number].nbytes)
+                    place = self._allocator.seat(call, name, data[number].nbytes)
                     answers[number] = False
                     if place is not None:
-                        filling.places[number] = place
-                        filling.failed_syncs.setdefault(place[0], place[0].failed_syncs())
-                self._books.publish(self._lock)
+                        in_flight.places[number] = place
+                        in_flight.failed_syncs.setdefault(place[0], place[0].failed_syncs())
+                self._index.publish(self._lock)
             except BaseException:  # whatever it is, nobody fills those rows, and it goes on to the caller
                 with self._lock:
-                    self._books.abandon(filling.places.values())
+                    self._index.abandon(in_flight.places.values())
                 raise
-        return filling
+        return in_flight
 
-    def _is_there(self, call: Call, filling: _Filling, name: str, now_ns: int) -> bool:
+    def _is_there(self, call: Call, in_flight: _InFlightPut, name: str, now_ns: int) -> bool:
         """Then it is used, and stays at least until the call is done. What is too old makes room."""
         with self._lock:
-            place = self._books.find(name, now_ns)
+            place = self._index.find(name, now_ns)
             if place is not None:
                 slab, row = place
-                call.kept.add(self._books.index[name])
+                call.kept.add(self._index.entries[name])
                 call.touched.add(slab)
-                self._books.use([place])
+                self._index.use([place])
                 if place in self._unsynced or now_ns - int(slab.stored[row]) < _YOUNG_NS:
-                    self._sync_too(filling, place)
-            elif name in self._books.index:
-                self._books.drop(*self._books.place(name))
+                    self._sync_too(in_flight, place)
+            elif name in self._index.entries:
+                self._index.drop(*self._index.place(name))
             return place is not None
 
-    def _sync_too(self, filling: _Filling, place: Place) -> None:
+    def _sync_too(self, in_flight: _InFlightPut, place: RowAddress) -> None:
         """What another put has stored may not be on the medium yet, if it is young or that put is under way."""
         slab = place[0]
         known = (
-            put.failed_syncs[slab] for put in (filling, self._unsynced.get(place)) if put and slab in put.failed_syncs
+            put.failed_syncs[slab] for put in (in_flight, self._unsynced.get(place)) if put and slab in put.failed_syncs
         )
-        filling.failed_syncs[slab] = min(known, default=slab.failed_syncs())
+        in_flight.failed_syncs[slab] = min(known, default=slab.failed_syncs())
 
-    def _write(self, filling: _Filling, data: Sequence[memoryview]) -> None:
-        pieces = [Piece(number, *place, data[number]) for number, place in filling.places.items()]
-        for run, error in self._each_run(runs(pieces), lambda run: run[0].slab.write(run), moving=filling.moving):
+    def _write(self, in_flight: _InFlightPut, data: Sequence[memoryview]) -> None:
+        pieces = [RowSpan(number, *place, data[number]) for number, place in in_flight.places.items()]
+        for run, error in self._each_run(runs(pieces), lambda run: run[0].slab.write(run), moving=in_flight.moving):
             if error is None:
                 continue
             for piece in run:
                 try:
                     piece.slab.write([piece])
                 except OSError as its_own:
-                    filling.failed[piece.number] = its_own
+                    in_flight.failed[piece.number] = its_own
 
-    def _give_back(self, filling: _Filling) -> None:
+    def _give_back(self, in_flight: _InFlightPut) -> None:
         """Nobody else may have a row while a thread still writes to it, as when who waits for it is interrupted."""
-        while filling.moving:
-            moving = filling.moving.pop()
+        while in_flight.moving:
+            moving = in_flight.moving.pop()
             if not moving.done():
-                moving.add_done_callback(lambda _: self._give_back(filling))
+                moving.add_done_callback(lambda _: self._give_back(in_flight))
                 return
         with suppress(OSError, StorageError), self._changing(), self._lock:
-            self._books.release(filling.places.values())
-            self._books.publish()
+            self._index.release(in_flight.places.values())
+            self._index.publish()
         with self._lock:
-            self._books.abandon(filling.places.values())
-            filling.given_up = True
+            self._index.abandon(in_flight.places.values())
+            in_flight.given_up = True
             if not self._open:
                 self._leave_folder()
 
     def _commit(
         self,
         call: Call,
-        filling: _Filling,
+        in_flight: _InFlightPut,
         names: Sequence[str],
         data: Sequence[memoryview],
         answers: dict[int, bool],
     ) -> None:
         """What is written is there, from now on for everybody; the rows of the rest are free, or retired."""
         call.of_group.clear()
-        full, kept, places = list[Place](), list[Place](), [*filling.places.items()]
+        full, kept, places = list[RowAddress](), list[RowAddress](), [*in_flight.places.items()]
         with self._changing():
-            now_ns = self._books.clock.now_ns()
+            now_ns = self._index.clock.now_ns()
             for at in range(0, len(places), AT_ONCE):
                 with self._lock:
                     for number, (slab, row) in places[at : at + AT_ONCE]:
-                        error = filling.failed.get(number)
-                        if not self._books.is_ours((slab, row)):
-                            self._books.release([(slab, row)])
+                        error = in_flight.failed.get(number)
+                        if not self._index.is_ours((slab, row)):
+                            self._index.release([(slab, row)])
                         elif error is not None:
                             bad = error.errno == errno.EIO
-                            self._books.damaged += bad
-                            self._books.drop(slab, row, RETIRED if bad else FREE)
+                            self._index.damaged += bad
+                            self._index.drop(slab, row, RETIRED if bad else FREE)
                             full += [(slab, row)] if error.errno in FULL else []
-                        elif names[number] in self._books.index:  # somebody else was faster
-                            self._books.drop(slab, row)
-                            self._sync_too(filling, self._books.place(names[number]))
+                        elif names[number] in self._index.entries:  # somebody else was faster
+                            self._index.drop(slab, row)
+                            self._sync_too(in_flight, self._index.place(names[number]))
                             answers[number] = True
                         else:
-                            self._books.keep(slab, row, names[number], data[number].nbytes, now_ns)
+                            self._index.keep(slab, row, names[number], data[number].nbytes, now_ns)
                             call.kept.add(slab.number << 32 | row)
                             kept.append((slab, row))
-                            self._unsynced[slab, row] = filling
+                            self._unsynced[slab, row] = in_flight
                             answers[number] = True
             with self._lock:
-                self._books.use(kept, count=False)
+                self._index.use(kept, count=False)
             call.stored.append(set(kept))
-            self._books.publish(self._lock)
+            self._index.publish(self._lock)
             with self._lock:
                 for slab, row in full:  # free in the table, and as long as this storage is open nobody tries it again
                     slab.state[row] = RETIRED
             if now_ns - self._saved_ns > _SAVE_CLOCK_NS:
                 self._saved_ns = now_ns
-                self._books.clock.save()
+                self._index.clock.save()
 
-    def _sync(self, filling: _Filling, answers: dict[int, bool]) -> None:
+    def _sync(self, in_flight: _InFlightPut, answers: dict[int, bool]) -> None:
         """Return when all is on the medium. Where that fails, nobody knows what is: it is taken back."""
-        files = [(slab, file) for slab in filling.failed_syncs for file in slab.files]
+        files = [(slab, file) for slab in in_flight.failed_syncs for file in slab.files]
         waiting = {}
         with self._lock:
             for place, put in [*self._unsynced.items()]:
-                if self._books.slabs.get(place[0].number) is not place[0]:
+                if self._index.slabs.get(place[0].number) is not place[0]:
                     del self._unsynced[place]
-                elif put is filling or (put.given_up and place[0] in filling.failed_syncs):
+                elif put is in_flight or (put.given_up and place[0] in in_flight.failed_syncs):
                     waiting[place] = put
         try:
             ended = list(self._each_run(files, lambda one: one[0].sync(one[1]), _SYNC))
             errors = {slab: error for (slab, _), error in ended if error is not None}
-            for slab, before in filling.failed_syncs.items():
+            for slab, before in in_flight.failed_syncs.items():
                 if slab not in errors and slab.failed_syncs(wait=True) > before:
                     errors[slab] = OSError(errno.EIO, "the sync of another put failed, and with it perhaps this one's")
         except BaseException:
-            filling.given_up = True
+            in_flight.given_up = True
             raise
         with self._lock:
             for place, put in waiting.items():
                 # After a sync that failed the kernel takes all for written, and the next one says nothing of it.
                 if place[0].failed_syncs() > put.failed_syncs[place[0]]:
-                    self._books.doubt([place])
+                    self._index.doubt([place])
                 if self._unsynced.get(place) is put:
                     del self._unsynced[place]
         if errors:
-            answers.update((number, False) for number, (slab, _) in filling.places.items() if slab in errors)
+            answers.update((number, False) for number, (slab, _) in in_flight.places.items() if slab in errors)
             with suppress(OSError), self._changing(), self._lock:
-                self._books.doubt(self._left_unsynced(errors))
-                self._books.settle()
-                self._books.publish()
+                self._index.doubt(self._left_unsynced(errors))
+                self._index.settle()
+                self._index.publish()
             raise next(iter(errors.values()))
 
     def _require_kept(self, call: Call) -> None:
@@ -508,8 +507,8 @@ class FileStorage(Storage):
         if removed:
             with self._lock:
                 self._require_open()
-                self._books.take_in()  # another process may have evicted them
-                removed = [slab for slab in removed if self._books.slabs.get(slab.number) is slab]
+                self._index.take_in()  # another process may have evicted them
+                removed = [slab for slab in removed if self._index.slabs.get(slab.number) is slab]
         if removed:
             self._give_up(removed)
             raise OSError(errno.ENOENT, f"{removed[0].path} was removed by somebody else")
@@ -518,12 +517,12 @@ class FileStorage(Storage):
 
     def _give_up(self, removed: Iterable[Slab]) -> None:
         with suppress(OSError, StorageError), self._changing():
-            self._room.give_up(removed)
+            self._allocator.give_up(removed)
 
-    def _left_unsynced(self, slabs: Iterable[Slab]) -> list[Place]:
+    def _left_unsynced(self, slabs: Iterable[Slab]) -> list[RowAddress]:
         """What young objects there are that a process stored which has ended, so perhaps before it had synced them.
         Whoever still lives hears of a failed sync himself, as every descriptor is told once."""
-        now_ns, left = self._books.clock.now_ns(), []
+        now_ns, left = self._index.clock.now_ns(), []
         for slab in slabs:
             young = (slab.state == STORED) & (now_ns - slab.stored < _YOUNG_NS)
             mine = (slab.holder == self._folder.number) & (slab.stored >= self._opened_ns)
@@ -537,10 +536,10 @@ class FileStorage(Storage):
         """The first name of a call counts as used last, whether it was there or is new."""
         with self._lock:
             self._require_open()
-            now_ns = self._books.clock.now_ns()
-            stored = [self._books.find(names[number], now_ns) for number in sorted(answers) if answers[number]]
+            now_ns = self._index.clock.now_ns()
+            stored = [self._index.find(names[number], now_ns) for number in sorted(answers) if answers[number]]
             places = list(dict.fromkeys(place for place in stored if place))
-            stamps = self._books.use(places, count=False)
+            stamps = self._index.use(places, count=False)
         if len(call.stored) == 1 and call.stored[0].issuperset(places):
             return  # their entries have just been written, in this order
         with suppress(OSError):
@@ -549,12 +548,12 @@ class FileStorage(Storage):
 
     # --- a get, step by step
 
-    def _read(self, pieces: Sequence[Piece]) -> tuple[dict[int, int], dict[int, OSError]]:
+    def _read(self, pieces: Sequence[RowSpan]) -> tuple[dict[int, int], dict[int, OSError]]:
         """How many bytes came of each, and what went wrong."""
         counts: dict[int, int] = {}
         troubles: dict[int, OSError] = {}
 
-        def read(run: list[Piece]) -> None:
+        def read(run: list[RowSpan]) -> None:
             count = run[0].slab.read(run)
             for piece in run:
                 counts[piece.number] = max(0, min(count, piece.view.nbytes))
@@ -572,10 +571,10 @@ class FileStorage(Storage):
         """What cannot be read is not there, and its place is not given away again before a check."""
         with suppress(OSError, StorageError), self._changing(), self._lock:
             for slab, row, generation in damaged:
-                if self._books.stands((slab, row), generation):
-                    self._books.damaged += 1
-                    self._books.drop(slab, row, RETIRED)
-            self._books.publish()
+                if self._index.stands((slab, row), generation):
+                    self._index.damaged += 1
+                    self._index.drop(slab, row, RETIRED)
+            self._index.publish()
 
     # --- threads, locks, and the end
 
@@ -617,8 +616,8 @@ class FileStorage(Storage):
                 self._require_open()
             with self._folder.mutex():
                 with self._lock:
-                    self._books.take_in(closely=True)
-                    self._books.settle()
+                    self._index.take_in(closely=True)
+                    self._index.settle()
                 yield
 
     def _require_open(self) -> None:
@@ -627,12 +626,12 @@ class FileStorage(Storage):
 
     def _leave_folder(self) -> None:
         """Closed, and nobody is filling a row any more: else the row would be given away under him."""
-        if not self._books.held:
+        if not self._index.held:
             self._folder.close()
 
     def _let_go(self) -> None:
         """Slabs that are being read are closed by whoever reads them."""
-        self._books.close()
+        self._index.close()
         self._unsynced.clear()
         for crew in self._crews:
             crew.leave()

@@ -315,7 +315,7 @@ def _content(disk: Disk, folder: Directory, name: str) -> bytes:
 
 
 @contextmanager
-def visited(disk: Disk, path: Path) -> Iterator[Directory]:
+def opened_read_only(disk: Disk, path: Path) -> Iterator[Directory]:
     """The folder of a store, to look at it: nothing in it is made, locked or changed, and it may be another user's.
 
     StorageError: there is no store of this format.
@@ -323,7 +323,7 @@ def visited(disk: Disk, path: Path) -> Iterator[Directory]:
     with medium(path):
         if not os.path.lexists(path):
             raise StorageError(f"{path}: no such folder")
-        with disk.closing(disk.enter(path, visiting=True)) as root:
+        with disk.closing(disk.enter(path, for_maintenance=True)) as root:
             if not is_store(disk, root):
                 raise StorageError(
                     f"{path}: there is no kvarve storage in it"

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Sequence
 
 from kvarve.errors import StorageError
-from kvarve.storage.base import LruIndex, Storage, Usage, check_batch, check_names, check_owner, check_settings
+from kvarve.storage.base import LruIndex, Storage, StorageUsage, check_batch, check_names, check_owner, check_settings
 
 
 class _Region:
@@ -108,7 +108,7 @@ class MemoryStorage(Storage):
                 region.objects.pop(name, None)
             return [region.index.drop(name) for name in names]
 
-    def usage(self) -> Usage:
+    def usage(self) -> StorageUsage:
         region = self._open_region()
         with region.lock:
             return region.index.usage()

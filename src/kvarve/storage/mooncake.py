@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvarve.errors import StorageError
-from kvarve.storage.base import Storage, Usage, check_batch, check_names, check_settings
+from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_settings
 from kvarve.storage.mooncake_client import (
     ALREADY_THERE,
     HELD,
@@ -36,7 +36,7 @@ _EMPTY = b"kvarve: an object without a byte"
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Buffer:
     """Memory that the library knows: of the caller's own, or a part of the bounce buffer that stands for it."""
 
     number: int  # of the name in its call
@@ -64,7 +64,7 @@ class MooncakeStorage(Storage):
         self._lent: list[tuple[int, int]] = []  # address and end of what the library knows
         self._reading = 0  # calls that are in a get
         self._deleted: set[str] = set()  # names under a lease, which are gone for everybody here until they are
-        self._usage = Usage(0, 0, None, 0)  # as the master last told it
+        self._usage = StorageUsage(0, 0, None, 0)  # as the master last told it
         self._bounce_lock = threading.Lock()
         self._bounce = memoryview(b"")
 
@@ -191,13 +191,13 @@ class MooncakeStorage(Storage):
         pattern = self._prefix if group is None else f"{self._prefix}{group.replace('.', '[.]')}-"
         return self._client.remove_all_of(f"^{pattern}.*")
 
-    def usage(self) -> Usage:
+    def usage(self) -> StorageUsage:
         """What the master says of everybody's objects; what it said last, where its figures cannot be had."""
         self._client.require_open()
         figures = self._client.figures()
         if figures is not None:
             names = ("key_count", "allocated_bytes", "total_capacity_bytes", "evicted_key_count")
-            self._usage = Usage(*(int(figures.get(f"master_{name}", 0)) for name in names))
+            self._usage = StorageUsage(*(int(figures.get(f"master_{name}", 0)) for name in names))
         return self._usage
 
     def close(self) -> None:
@@ -211,12 +211,12 @@ class MooncakeStorage(Storage):
 
     def _placed(
         self, numbers: Sequence[int], views: Sequence[memoryview], filled: bool = False
-    ) -> Iterator[list[_Place]]:
+    ) -> Iterator[list[_Buffer]]:
         """Batches of places for these buffers; those of the bounce buffer hold, if `filled`, what is in the buffers.
 
         A batch is over when the next one is asked for.
         """
-        direct, bounced = list[_Place](), list[int]()
+        direct, bounced = list[_Buffer](), list[int]()
         with self._lock:
             lent = [*self._lent]
         for number in numbers:
@@ -224,14 +224,14 @@ class MooncakeStorage(Storage):
             # What is shorter than what stands for nothing could not hold that.
             address = 0 if view.readonly or len(view) < len(_EMPTY) else address_of(view)
             if address and any(start <= address and address + len(view) <= end for start, end in lent):
-                direct.append(_Place(number, address, len(view)))
+                direct.append(_Buffer(number, address, len(view)))
             else:
                 bounced.append(number)
         for at in range(0, len(direct), _BATCH):
             yield direct[at : at + _BATCH]
         while bounced:
             with self._bounce_lock:
-                places, end = list[_Place](), 0
+                places, end = list[_Buffer](), 0
                 self._have_bounce(max(len(views[bounced[0]]), len(_EMPTY)))
                 for number in bounced[:_BATCH]:
                     data: memoryview | bytes = views[number] if views[number].nbytes or not filled else _EMPTY
@@ -241,7 +241,7 @@ class MooncakeStorage(Storage):
                     part = self._bounce[end : end + (len(data) if filled else size)]
                     if filled:
                         part[:] = data
-                    places.append(_Place(number, address_of(part), len(part), part))
+                    places.append(_Buffer(number, address_of(part), len(part), part))
                     end += -(-size // 64) * 64
                 yield places
                 del bounced[: len(places)]
@@ -306,7 +306,7 @@ class MooncakeStorage(Storage):
         return [code == 0 or code in HELD for code in codes]
 
 
-def _arrived(place: _Place, view: memoryview, size: int) -> int:
+def _arrived(place: _Buffer, view: memoryview, size: int) -> int:
     """Bring what the bounce buffer has to its buffer; the size of the object."""
     if size == len(_EMPTY) and (place.bounced or view)[:size] == _EMPTY:
         return 0

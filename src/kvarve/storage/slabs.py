@@ -318,7 +318,7 @@ class Slab:
 
     # --- the slots
 
-    def read(self, run: Sequence["Piece"]) -> int:
+    def read(self, run: Sequence["RowSpan"]) -> int:
         """Fill the views of neighbours; how many bytes there were. OSError: the disk cannot."""
         at, views = self.shape.slot_at(run[0].row), [piece.view for piece in run]
         if self.direct >= 0 and all(piece.aligned for piece in run):
@@ -341,7 +341,7 @@ class Slab:
             done += count
         return done
 
-    def write(self, run: Sequence["Piece"]) -> None:
+    def write(self, run: Sequence["RowSpan"]) -> None:
         """Write neighbours, of whole slots but for the last. OSError: it is not all written."""
         at, views = self.shape.slot_at(run[0].row), [piece.view for piece in run]
         if self.direct < 0:
@@ -365,7 +365,7 @@ class Slab:
 
 
 @dataclass(eq=False)
-class Piece:
+class RowSpan:
     """One object on its way: the `number`-th of a call, a row of a slab, and the caller's memory."""
 
     number: int
@@ -377,9 +377,9 @@ class Piece:
         self.aligned = is_aligned(self.view)  # asked three times
 
 
-def runs(pieces: Iterable[Piece]) -> list[list[Piece]]:
+def runs(pieces: Iterable[RowSpan]) -> list[list[RowSpan]]:
     """The pieces, neighbours together where each but the last fills its slot and direct I/O may use its memory."""
-    found: list[list[Piece]] = []
+    found: list[list[RowSpan]] = []
     moved = 0
     for piece in sorted(pieces, key=lambda piece: (piece.slab.number, piece.row)):
         last = found[-1][-1] if found else None

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from kvarve.errors import StorageError
-from kvarve.storage.base import Storage, Usage, check_batch, check_names
+from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names
 from kvarve.storage.breaker import Breaker
 from kvarve.storage.crew import Crew
 
@@ -40,7 +40,7 @@ _ASKING = 3  # threads of a tier that ask it what is there
 class Part:
     """One tier, for people. `owed`: how many objects it is to get when it takes them again."""
 
-    usage: Usage
+    usage: StorageUsage
     up: bool
     last_error: str
     since: float
@@ -60,7 +60,7 @@ class _Errand:
 
 
 @dataclass(eq=False)
-class _Carrier:
+class _Replicator:
     """What waits for one tier, what is on its way to it, and what it has not answered in time."""
 
     tier: Breaker
@@ -73,7 +73,7 @@ class _Carrier:
     doomed: set[str] = field(default_factory=set)  # of those: deleted meanwhile, so not there for anybody
     hopeful: bool = True  # it has not failed since it was last known to work
     ups: int = 0  # how often it came up
-    usage: Usage = field(default_factory=lambda: Usage(0, 0, None, 0))  # when it was last asked
+    usage: StorageUsage = field(default_factory=lambda: StorageUsage(0, 0, None, 0))  # when it was last asked
     ask_usage: bool = True
     busy: bool = False
     thread: threading.Thread | None = None
@@ -123,49 +123,56 @@ class Tiers(Storage):
         self._calls: set[_Call] = set()
         self._deleting: Counter[str] = Counter()
         self._closed = False
-        self._carriers = [_Carrier(tier, Crew(_ASKING, "kvarve asks a tier")) for tier in tiers]
-        for number, carrier in enumerate(self._carriers):
-            carrier.tier.changed = self._turned
-            carrier.thread = threading.Thread(
-                target=self._carry, args=(carrier,), name=f"kvarve carries to tier {number}", daemon=True
+        self._replicators = [_Replicator(tier, Crew(_ASKING, "kvarve asks a tier")) for tier in tiers]
+        for number, replicator in enumerate(self._replicators):
+            replicator.tier.changed = self._turned
+            replicator.thread = threading.Thread(
+                target=self._replicate, args=(replicator,), name=f"kvarve carries to tier {number}", daemon=True
             )
-        for carrier in self._carriers:
-            assert carrier.thread is not None
-            carrier.thread.start()
+        for replicator in self._replicators:
+            assert replicator.thread is not None
+            replicator.thread.start()
 
     # --- for people, and for whoever decides whether to ask at all
 
     @property
     def up(self) -> bool:
         """Whether any tier is."""
-        ups = [carrier.tier.up for carrier in self._carriers]  # of each, since that is how a hang is noticed
+        ups = [replicator.tier.up for replicator in self._replicators]  # of each, since that is how a hang is noticed
         return any(ups)
 
     def look(self) -> None:
         """Ask each tier once; see `Breaker.look`."""
-        for carrier in self._carriers:
-            carrier.tier.look()
+        for replicator in self._replicators:
+            replicator.tier.look()
 
     @property
     def last_error(self) -> str:
-        told = ((number, carrier.tier.last_error) for number, carrier in enumerate(self._carriers))
+        told = ((number, replicator.tier.last_error) for number, replicator in enumerate(self._replicators))
         return "; ".join(f"tier {number}: {error}" for number, error in told if error)
 
     @property
     def since(self) -> float:
         """When a tier last went down or up."""
-        return max(carrier.tier.since for carrier in self._carriers)
+        return max(replicator.tier.since for replicator in self._replicators)
 
     def parts(self) -> list[Part]:
         """Each tier, nearest first. What it holds is of the last time this was asked: a tier that hangs cannot tell."""
         parts = []
-        for carrier in self._carriers:
-            tier = carrier.tier
+        for replicator in self._replicators:
+            tier = replicator.tier
             up = tier.up
             with self._lock:
-                known = (carrier.usage, up, tier.last_error, tier.since, carrier.waiting_bytes, len(carrier.owed))
+                known = (
+                    replicator.usage,
+                    up,
+                    tier.last_error,
+                    tier.since,
+                    replicator.waiting_bytes,
+                    len(replicator.owed),
+                )
                 parts.append(Part(*known))
-                carrier.ask_usage = not self._closed
+                replicator.ask_usage = not self._closed
                 self._moved.notify_all()
         return parts
 
@@ -173,7 +180,7 @@ class Tiers(Storage):
         """Wait until everything that can be carried has been; False if that takes longer."""
         with self._lock:
             return self._moved.wait_for(
-                lambda: not any(carrier.has_work() or carrier.busy for carrier in self._carriers), timeout_s
+                lambda: not any(replicator.has_work() or replicator.busy for replicator in self._replicators), timeout_s
             )
 
     # --- a storage
@@ -183,52 +190,52 @@ class Tiers(Storage):
         self._check_open()
         found = [False] * len(names)
         errors: list[StorageError] = []
-        for carrier in self._carriers:
-            asked = self._visible(carrier, names, [i for i, there in enumerate(found) if not there])
+        for replicator in self._replicators:
+            asked = self._visible(replicator, names, [i for i, there in enumerate(found) if not there])
             if asked:
                 with _collected(errors):
-                    for i, there in zip(asked, self._ask(carrier, [names[i] for i in asked]), strict=True):
+                    for i, there in zip(asked, self._ask(replicator, [names[i] for i in asked]), strict=True):
                         found[i] = there
         self._raise_if_all(errors)
         return found
 
-    def _ask(self, carrier: _Carrier, names: Sequence[str]) -> list[bool]:
+    def _ask(self, replicator: _Replicator, names: Sequence[str]) -> list[bool]:
         """What a tier has of these; nothing, if it does not say so in time."""
-        if not carrier.late:
-            answer = carrier.asking.submit(carrier.tier.exists, names)
+        if not replicator.late:
+            answer = replicator.asking.submit(replicator.tier.exists, names)
             if wait([answer], self._patience_s).done:
                 return answer.result()
             with self._lock:
-                carrier.late.add(answer)
-            answer.add_done_callback(lambda it: self._answered(carrier, it))
+                replicator.late.add(answer)
+            answer.add_done_callback(lambda it: self._answered(replicator, it))
         with self._lock:
             self.counts["exists missed: late"] += len(names)
         return [False] * len(names)
 
-    def _passed_over(self, carrier: _Carrier) -> bool:
+    def _passed_over(self, replicator: _Replicator) -> bool:
         """Whether a tier is late, and not all of them are."""
-        return bool(carrier.late) and not all(each.late for each in self._carriers)
+        return bool(replicator.late) and not all(each.late for each in self._replicators)
 
-    def _answered(self, carrier: _Carrier, answer: Future[list[bool]]) -> None:
+    def _answered(self, replicator: _Replicator, answer: Future[list[bool]]) -> None:
         with self._lock:
-            carrier.late.discard(answer)
+            replicator.late.discard(answer)
 
     def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
         check_batch(names, into)
         sizes: list[int | None] = [None] * len(names)
         good = [False] * len(names)
-        bad: list[list[int]] = [[] for _ in self._carriers]  # what each tier has and should not
-        missed: list[list[int]] = [[] for _ in self._carriers]
+        bad: list[list[int]] = [[] for _ in self._replicators]  # what each tier has and should not
+        missed: list[list[int]] = [[] for _ in self._replicators]
         errors: list[StorageError] = []
         with self._ongoing() as call:
-            for number, carrier in enumerate(self._carriers):
-                asked = self._visible(carrier, names, [i for i, well in enumerate(good) if not well])
-                if not asked or self._passed_over(carrier):
+            for number, replicator in enumerate(self._replicators):
+                asked = self._visible(replicator, names, [i for i, well in enumerate(good) if not well])
+                if not asked or self._passed_over(replicator):
                     continue
                 # What a nearer tier had stays the answer unless this one has better, so it is read beside it.
                 views = [into[i] if sizes[i] is None else memoryview(bytearray(into[i].nbytes)) for i in asked]
                 with _collected(errors):
-                    answers = carrier.tier.get([names[i] for i in asked], views)
+                    answers = replicator.tier.get([names[i] for i in asked], views)
                     for i, view, size in zip(asked, views, answers, strict=True):
                         if size is None:
                             missed[number].append(i)
@@ -242,26 +249,26 @@ class Tiers(Storage):
                             sizes[i] = size
             self._raise_if_all(errors)
             if self._whole is not None:
-                for carrier, wrong, absent in zip(self._carriers, bad, missed, strict=True):
-                    self._promote(call, carrier, [(names[i], into[i]) for i in absent if good[i]], damaged=False)
-                    self._promote(call, carrier, [(names[i], into[i]) for i in wrong if good[i]], damaged=True)
+                for replicator, wrong, absent in zip(self._replicators, bad, missed, strict=True):
+                    self._promote(call, replicator, [(names[i], into[i]) for i in absent if good[i]], damaged=False)
+                    self._promote(call, replicator, [(names[i], into[i]) for i in wrong if good[i]], damaged=True)
         return sizes
 
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
         check_batch(names, data)
         stored = [False] * len(names)
-        taken: list[list[int]] = [[] for _ in self._carriers]
-        no_room: list[list[int]] = [[] for _ in self._carriers]
+        taken: list[list[int]] = [[] for _ in self._replicators]
+        no_room: list[list[int]] = [[] for _ in self._replicators]
         errors: list[StorageError] = []
         with self._ongoing() as call:
-            for number, carrier in enumerate(self._carriers):
-                asked = self._visible(carrier, names, [i for i, done in enumerate(stored) if not done])
-                if not asked or self._passed_over(carrier):
+            for number, replicator in enumerate(self._replicators):
+                asked = self._visible(replicator, names, [i for i, done in enumerate(stored) if not done])
+                if not asked or self._passed_over(replicator):
                     continue
-                up = carrier.tier.up
+                up = replicator.tier.up
                 with _collected(errors):
-                    answers = carrier.tier.put([names[i] for i in asked], [data[i] for i in asked])
-                    up = up and carrier.tier.up  # else it did not even look for room
+                    answers = replicator.tier.put([names[i] for i in asked], [data[i] for i in asked])
+                    up = up and replicator.tier.up  # else it did not even look for room
                     for i, done in zip(asked, answers, strict=True):
                         stored[i] = done
                         if done:
@@ -269,10 +276,10 @@ class Tiers(Storage):
                         elif up:
                             no_room[number].append(i)
             self._raise_if_all(errors)
-            for carrier, has, full in zip(self._carriers, taken, no_room, strict=True):
+            for replicator, has, full in zip(self._replicators, taken, no_room, strict=True):
                 told = {*has, *full}
                 self._copy(
-                    call, carrier, [(names[i], data[i]) for i in range(len(names)) if stored[i] and i not in told]
+                    call, replicator, [(names[i], data[i]) for i in range(len(names)) if stored[i] and i not in told]
                 )
         return stored
 
@@ -282,17 +289,17 @@ class Tiers(Storage):
         errors: list[StorageError] = []
         removed = [False] * len(names)
         everything = list(range(len(names)))
-        asked = [self._visible(carrier, names, everything) for carrier in self._carriers]
+        asked = [self._visible(replicator, names, everything) for replicator in self._replicators]
         with self._lock:
             self._deleting.update({*names})
-            for carrier in self._carriers:
-                self._forget(carrier, {*names})
+            for replicator in self._replicators:
+                self._forget(replicator, {*names})
         try:
-            for carrier, visible in zip(self._carriers, asked, strict=True):
+            for replicator, visible in zip(self._replicators, asked, strict=True):
                 if not visible:
                     continue
                 with _collected(errors):
-                    for i, was in zip(visible, carrier.tier.delete([names[i] for i in visible]), strict=True):
+                    for i, was in zip(visible, replicator.tier.delete([names[i] for i in visible]), strict=True):
                         removed[i] |= was
         finally:
             with self._lock:  # what a put has stored in one tier before we came there is not carried to the others
@@ -302,14 +309,14 @@ class Tiers(Storage):
         self._raise_if_all(errors)
         return removed
 
-    def usage(self) -> Usage:
+    def usage(self) -> StorageUsage:
         """Of the first tier: what is elsewhere is partly the same. `parts` tells all."""
         self._check_open()
-        return self._carriers[0].tier.usage()
+        return self._replicators[0].tier.usage()
 
     def register(self, memory: memoryview) -> None:
-        for carrier in self._carriers:
-            carrier.tier.register(memory)
+        for replicator in self._replicators:
+            replicator.tier.register(memory)
 
     def close(self) -> None:
         """Carry what waits, within `close_s`, then close every tier. What is still owed is owed no more."""
@@ -317,23 +324,23 @@ class Tiers(Storage):
             self._closed = True
             self._moved.notify_all()
         end = time.monotonic() + self._close_s
-        for carrier in self._carriers:
-            assert carrier.thread is not None
-            carrier.thread.join(max(0.0, end - time.monotonic()))
+        for replicator in self._replicators:
+            assert replicator.thread is not None
+            replicator.thread.join(max(0.0, end - time.monotonic()))
         with self._lock:
-            for number, carrier in enumerate(self._carriers):
-                lost = len(carrier.errands) + len(carrier.owed)
-                carrier.errands.clear()
-                carrier.owed.clear()
-                carrier.waiting_bytes = 0
+            for number, replicator in enumerate(self._replicators):
+                lost = len(replicator.errands) + len(replicator.owed)
+                replicator.errands.clear()
+                replicator.owed.clear()
+                replicator.waiting_bytes = 0
                 if lost:
                     self.counts["dropped: closed"] += lost
                     log.warning("tier %d never got %d objects", number, lost)
         errors: list[StorageError] = []
-        for carrier in self._carriers:
-            carrier.asking.leave()
+        for replicator in self._replicators:
+            replicator.asking.leave()
             with _collected(errors):
-                carrier.tier.close()
+                replicator.tier.close()
         for error in errors:
             raise error
 
@@ -347,7 +354,7 @@ class Tiers(Storage):
         return self._whole is None or self._whole(data)
 
     def _raise_if_all(self, errors: Sequence[StorageError]) -> None:
-        if len(errors) == len(self._carriers):
+        if len(errors) == len(self._replicators):
             raise errors[0]
 
     @contextmanager
@@ -362,60 +369,60 @@ class Tiers(Storage):
             with self._lock:
                 self._calls.remove(call)
 
-    def _visible(self, carrier: _Carrier, names: Sequence[str], wanted: list[int]) -> list[int]:
+    def _visible(self, replicator: _Replicator, names: Sequence[str], wanted: list[int]) -> list[int]:
         """Those of the wanted whose copies in this tier are not about to go."""
-        if not carrier.doomed:
+        if not replicator.doomed:
             return wanted
         with self._lock:
-            return [i for i in wanted if names[i] not in carrier.doomed]
+            return [i for i in wanted if names[i] not in replicator.doomed]
 
-    def _copy(self, call: _Call, carrier: _Carrier, objects: Sequence[tuple[str, memoryview]]) -> None:
+    def _copy(self, call: _Call, replicator: _Replicator, objects: Sequence[tuple[str, memoryview]]) -> None:
         """Have what was put carried to a tier too; where too much waits already, it is owed."""
         if not objects:
             return
-        ups = carrier.ups
-        up = carrier.tier.up
+        ups = replicator.ups
+        up = replicator.tier.up
         for name, view in objects:
-            if up and self._send(call, carrier, _Errand(name, view)):
+            if up and self._send(call, replicator, _Errand(name, view)):
                 continue
             with self._lock:
                 if self._wanted(call, name):
                     self.counts["owed: too much waits" if up else "owed: down"] += 1
-                    carrier.hopeful &= up or carrier.ups != ups
-                    self._owe(carrier, name, view.nbytes)
+                    replicator.hopeful &= up or replicator.ups != ups
+                    self._owe(replicator, name, view.nbytes)
 
     def _promote(
-        self, call: _Call, carrier: _Carrier, objects: Sequence[tuple[str, memoryview]], *, damaged: bool
+        self, call: _Call, replicator: _Replicator, objects: Sequence[tuple[str, memoryview]], *, damaged: bool
     ) -> None:
         """Have what came from a farther tier carried to this one, if it is up and not behind."""
         if not objects:
             return
-        up = carrier.tier.up
+        up = replicator.tier.up
         for name, view in objects:
-            if not up or not self._send(call, carrier, _Errand(name, view, promotion=True, damaged=damaged)):
+            if not up or not self._send(call, replicator, _Errand(name, view, promotion=True, damaged=damaged)):
                 with self._lock:
                     self.counts[f"promotion dropped: {'too much waits' if up else 'down'}"] += 1
 
-    def _send(self, call: _Call, carrier: _Carrier, errand: _Errand) -> bool:
+    def _send(self, call: _Call, replicator: _Replicator, errand: _Errand) -> bool:
         """Put an errand in line, with bytes of its own since the buffer is the caller's; False if too much waits."""
         size_bytes = errand.data.nbytes
         with self._lock:
             if not self._wanted(call, errand.name):
                 return True
-            before = carrier.errands.get(errand.name)
+            before = replicator.errands.get(errand.name)
             if before is not None:
-                carrier.errands[errand.name] = replace(before, damaged=before.damaged or errand.damaged)
+                replicator.errands[errand.name] = replace(before, damaged=before.damaged or errand.damaged)
                 return True
-            if carrier.waiting_bytes and carrier.waiting_bytes + size_bytes > self._most_bytes:
+            if replicator.waiting_bytes and replicator.waiting_bytes + size_bytes > self._most_bytes:
                 return False
-            carrier.waiting_bytes += size_bytes
+            replicator.waiting_bytes += size_bytes
         errand = replace(errand, data=memoryview(bytes(errand.data)))  # not under the lock: others have calls to make
         with self._lock:
-            if self._wanted(call, errand.name) and errand.name not in carrier.errands:
-                carrier.errands[errand.name] = errand
+            if self._wanted(call, errand.name) and errand.name not in replicator.errands:
+                replicator.errands[errand.name] = errand
                 self._moved.notify_all()
             else:
-                carrier.waiting_bytes -= size_bytes
+                replicator.waiting_bytes -= size_bytes
         return True
 
     # --- all of it under the lock
@@ -423,76 +430,76 @@ class Tiers(Storage):
     def _wanted(self, call: _Call, name: str) -> bool:
         return name not in call.deleted and name not in self._deleting and not self._closed
 
-    def _owe(self, carrier: _Carrier, name: str, size_bytes: int) -> None:
-        carrier.owed[name] = size_bytes
-        while len(carrier.owed) > self._most_owed:
-            carrier.owed.popitem(last=False)
+    def _owe(self, replicator: _Replicator, name: str, size_bytes: int) -> None:
+        replicator.owed[name] = size_bytes
+        while len(replicator.owed) > self._most_owed:
+            replicator.owed.popitem(last=False)
             self.counts["owed no more: too many"] += 1
         self._moved.notify_all()
 
-    def _forget(self, carrier: _Carrier, names: set[str]) -> None:
+    def _forget(self, replicator: _Replicator, names: set[str]) -> None:
         """Nothing of these goes to the tier any more, and what is on its way is there for nobody."""
         for name in names:
-            errand = carrier.errands.pop(name, None)
-            carrier.waiting_bytes -= errand.data.nbytes if errand else 0
-            carrier.owed.pop(name, None)
-        carrier.doomed |= names & carrier.on_the_way
+            errand = replicator.errands.pop(name, None)
+            replicator.waiting_bytes -= errand.data.nbytes if errand else 0
+            replicator.owed.pop(name, None)
+        replicator.doomed |= names & replicator.on_the_way
 
-    def _take(self, carrier: _Carrier) -> tuple[list[_Errand], list[tuple[str, int]]]:
+    def _take(self, replicator: _Replicator) -> tuple[list[_Errand], list[tuple[str, int]]]:
         """The next that go to a tier together: what waits, or if nothing does what is owed."""
         errands: list[_Errand] = []
         owed: list[tuple[str, int]] = []
         room = _BATCH_BYTES
-        while carrier.errands and (not errands or room >= next(iter(carrier.errands.values())).data.nbytes):
-            errands.append(carrier.errands.popitem(last=False)[1])
+        while replicator.errands and (not errands or room >= next(iter(replicator.errands.values())).data.nbytes):
+            errands.append(replicator.errands.popitem(last=False)[1])
             room -= errands[-1].data.nbytes
-        while not errands and carrier.owed and (not owed or room >= next(iter(carrier.owed.values()))):
-            owed.append(carrier.owed.popitem(last=False))
+        while not errands and replicator.owed and (not owed or room >= next(iter(replicator.owed.values()))):
+            owed.append(replicator.owed.popitem(last=False))
             room -= owed[-1][1]
-        carrier.on_the_way = {errand.name for errand in errands} | {name for name, _ in owed}
-        carrier.waiting_bytes -= sum(errand.data.nbytes for errand in errands)
+        replicator.on_the_way = {errand.name for errand in errands} | {name for name, _ in owed}
+        replicator.waiting_bytes -= sum(errand.data.nbytes for errand in errands)
         return errands, owed
 
     # --- the threads that carry
 
     def _turned(self) -> None:
         """A tier has gone down or up, says its breaker. That one went down is for whoever tries it to find out."""
-        ups = [carrier.tier.up for carrier in self._carriers]
+        ups = [replicator.tier.up for replicator in self._replicators]
         with self._lock:
-            for carrier, up in zip(self._carriers, ups, strict=True):
+            for replicator, up in zip(self._replicators, ups, strict=True):
                 if up:
-                    carrier.ups += 1
-                    carrier.hopeful = True
+                    replicator.ups += 1
+                    replicator.hopeful = True
             self._moved.notify_all()
         self.changed()
 
-    def _carry(self, carrier: _Carrier) -> None:
+    def _replicate(self, replicator: _Replicator) -> None:
         while True:
             with self._lock:
-                self._moved.wait_for(lambda: carrier.has_work() or self._closed)
-                if self._closed and not carrier.errands:  # what is owed may be a whole disk's worth
+                self._moved.wait_for(lambda: replicator.has_work() or self._closed)
+                if self._closed and not replicator.errands:  # what is owed may be a whole disk's worth
                     return
-                errands, owed = self._take(carrier)
-                ups, ask_usage = carrier.ups, carrier.ask_usage
-                carrier.busy, carrier.ask_usage = True, False
+                errands, owed = self._take(replicator)
+                ups, ask_usage = replicator.ups, replicator.ask_usage
+                replicator.busy, replicator.ask_usage = True, False
             try:
-                errands += self._fetched(carrier, owed)
+                errands += self._fetched(replicator, owed)
                 if errands:
-                    self._deliver(carrier, errands, ups)
+                    self._deliver(replicator, errands, ups)
                 if ask_usage:
                     with _collected([]):
-                        carrier.usage = carrier.tier.usage()
+                        replicator.usage = replicator.tier.usage()
             except Exception:  # or this tier would get nothing any more
                 log.exception("a bug on the way to a tier")
-            self._remove_doomed(carrier)
+            self._remove_doomed(replicator)
 
-    def _fetched(self, carrier: _Carrier, owed: Sequence[tuple[str, int]]) -> list[_Errand]:
+    def _fetched(self, replicator: _Replicator, owed: Sequence[tuple[str, int]]) -> list[_Errand]:
         """What a tier is owed, read from the nearest other that has it."""
         found: list[_Errand] = []
         for name, size_bytes in owed:
             buffer = memoryview(bytearray(size_bytes))
-            for other in self._carriers:
-                if other is carrier or not self._visible(other, [name], [0]):
+            for other in self._replicators:
+                if other is replicator or not self._visible(other, [name], [0]):
                     continue
                 with _collected([]):
                     if other.tier.get([name], [buffer]) == [size_bytes] and self._can_be(buffer):
@@ -502,17 +509,17 @@ class Tiers(Storage):
             self.counts["owed no more: gone"] += len(owed) - len(found)
         return found
 
-    def _deliver(self, carrier: _Carrier, errands: Sequence[_Errand], ups: int) -> None:
+    def _deliver(self, replicator: _Replicator, errands: Sequence[_Errand], ups: int) -> None:
         names = [errand.name for errand in errands]
         damaged = [errand.name for errand in errands if errand.damaged]
-        well = carrier.tier.up
+        well = replicator.tier.up
         try:
             if damaged:
-                carrier.tier.delete(damaged)
-            stored = carrier.tier.put(names, [errand.data for errand in errands])
+                replicator.tier.delete(damaged)
+            stored = replicator.tier.put(names, [errand.data for errand in errands])
         except StorageError:  # the breaker has written it down
             well, stored = False, [False] * len(names)
-        lost = not well or not carrier.tier.up  # else it has looked for room
+        lost = not well or not replicator.tier.up  # else it has looked for room
         with self._lock:
             for errand, done in zip(errands, stored, strict=True):
                 if done:
@@ -523,31 +530,31 @@ class Tiers(Storage):
                     self.counts["promotion dropped: down"] += 1
                 elif self._closed:
                     self.counts["dropped: closed"] += 1
-                elif errand.name not in carrier.doomed:
+                elif errand.name not in replicator.doomed:
                     self.counts["owed: down"] += not errand.owed
-                    self._owe(carrier, errand.name, errand.data.nbytes)
+                    self._owe(replicator, errand.name, errand.data.nbytes)
             if any(stored):
-                carrier.hopeful = True
+                replicator.hopeful = True
             elif lost:
-                carrier.hopeful &= carrier.ups != ups  # it may have come up since we tried
+                replicator.hopeful &= replicator.ups != ups  # it may have come up since we tried
 
-    def _remove_doomed(self, carrier: _Carrier) -> None:
+    def _remove_doomed(self, replicator: _Replicator) -> None:
         """What was deleted while it was on its way has arrived: now it goes, and only then others are carried."""
         while True:
             with self._lock:
-                doomed = sorted(carrier.doomed)
+                doomed = sorted(replicator.doomed)
                 if not doomed:
-                    carrier.on_the_way, carrier.busy = set(), False
+                    replicator.on_the_way, replicator.busy = set(), False
                     self._moved.notify_all()
                     return
             try:
-                carrier.tier.delete(doomed)
+                replicator.tier.delete(doomed)
             except StorageError:  # it is found again, then; whoever takes offence deletes it again
                 pass
             except Exception:  # as above
                 log.exception("a bug in a tier")
             with self._lock:
-                carrier.doomed.difference_update(doomed)
+                replicator.doomed.difference_update(doomed)
 
 
 @contextmanager

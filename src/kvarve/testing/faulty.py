@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvarve.errors import StorageError
-from kvarve.storage.base import Storage, Usage, check_batch
+from kvarve.storage.base import Storage, StorageUsage, check_batch
 
 Call = Literal["exists", "get", "put", "delete", "usage"]
 Fault = Literal["raise", "lose", "truncate", "flip", "swap", "short"]
@@ -121,7 +121,7 @@ class FaultyStorage(Storage):
         self._begin("delete", len(names), lambda done: self.inner.delete(names[:done]))
         return self.inner.delete(names)
 
-    def usage(self) -> Usage:
+    def usage(self) -> StorageUsage:
         self._begin("usage", 0, lambda _: None)
         return self.inner.usage()
 

@@ -105,9 +105,9 @@ class FaultyDisk(Disk):
 
     # --- what its user does
 
-    def enter(self, path: Path, *, visiting: bool = False) -> Directory:
+    def enter(self, path: Path, *, for_maintenance: bool = False) -> Directory:
         self._live()
-        return self._opened(super().enter(path, visiting=visiting))
+        return self._opened(super().enter(path, for_maintenance=for_maintenance))
 
     def enter_below(self, folder: Directory, name: str) -> Directory:
         self._live()

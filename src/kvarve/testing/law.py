@@ -111,8 +111,8 @@ def _asked(scheduler: Scheduler[Any]) -> Iterator[tuple[Any, dict[int, int], dic
 
 def _turns(task: Task, chunk: int) -> int:
     """After how many turns it has ended, if it says all that it may."""
-    chunks = -(-max(0, task.goal - task.computed) // chunk)
-    return chunks + max(0, task.length - max(task.goal, task.computed)) + task.most - task.said
+    chunks = -(-max(0, task.prefill_until - task.computed) // chunk)
+    return chunks + max(0, task.length - max(task.prefill_until, task.computed)) + task.most - task.output_tokens
 
 
 def _makes_room(core: Core) -> bool:
@@ -142,13 +142,13 @@ def _is_behind(scheduler: Scheduler[Any], task: Task) -> bool:
 
 def _stuck(core: Core) -> dict[int, dict[int, int]]:
     """By run and chain, how many of its device pages cannot be evicted."""
-    runs: list[Run] = [*core.shelves.roots.values()]
+    runs: list[Run] = [*core.slot_pools.roots.values()]
     for run in runs:
         runs.extend(run.children.values())
     found: dict[int, dict[int, int]] = {}
     for run in reversed(runs):  # children before parents
         found[id(run)] = {}
-        for pool in core.shelves.chains:
+        for pool in core.slot_pools.chains:
             resident = run.here[pool].bit_length()
             rests = any(found[id(child)][pool] for child in run.children.values())
             far = len(core.pools) + pool
@@ -161,12 +161,12 @@ def _stuck(core: Core) -> dict[int, dict[int, int]]:
 
 def _loose(core: Core, stuck: dict[int, dict[int, int]]) -> dict[int, int]:
     """By chain, the slots on the device that are free or could be evicted."""
-    runs: list[Run] = [*core.shelves.roots.values()]
+    runs: list[Run] = [*core.slot_pools.roots.values()]
     for run in runs:
         runs.extend(run.children.values())
     return {
-        pool: len(core.shelves.free[pool]) + sum(run.here[pool].bit_count() - stuck[id(run)][pool] for run in runs)
-        for pool in core.shelves.chains
+        pool: len(core.slot_pools.free[pool]) + sum(run.here[pool].bit_count() - stuck[id(run)][pool] for run in runs)
+        for pool in core.slot_pools.chains
     }
 
 
@@ -180,7 +180,7 @@ def _wants(core: Core, task: Task, pool: int, stuck: dict[int, dict[int, int]]) 
             if at >= lease.done and not lease.seen[pool] >> at & 1 and at not in lease.own[pool]
         )
     has, at = 0, 0
-    run: Run | None = core.shelves.roots.get(lease.root)
+    run: Run | None = core.slot_pools.roots.get(lease.root)
     while run is not None:
         run = run.children.get(lease.tokens[at * core.width : (at + 1) * core.width])
         for local in range(0 if run is None else run.pages):

@@ -37,7 +37,7 @@ from kvarve.core.audit import audit
 from kvarve.engine.batch import ROUNDING
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import LoadedModel, forward, keeping_answers, load_model
-from kvarve.engine.requests import Finish, Piece, Request, Sampling
+from kvarve.engine.requests import Finish, OutputChunk, Request, Sampling
 from kvarve.engine.state import Workspace
 from kvarve.errors import KvarveError
 from kvarve.memory.heap import bound_heaps
@@ -191,7 +191,7 @@ class Traffic:
 
     def _busy(self, engine: Engine, told: Told, deterministic: bool, end: float, least: int) -> None:
         """Keep an engine busy until a time and for at least so many requests, and hear its last answers."""
-        news: queue.SimpleQueue[tuple[int, float, Piece]] = queue.SimpleQueue()
+        news: queue.SimpleQueue[tuple[int, float, OutputChunk]] = queue.SimpleQueue()
         under_way: dict[int, Asked] = {}
         while True:
             while len(under_way) < AT_ONCE and (least > 0 or time.monotonic() < end):
@@ -234,7 +234,7 @@ class Traffic:
             tokens_per_snapshot=every,
         )
 
-    def _ask(self, news: "queue.SimpleQueue[tuple[int, float, Piece]]") -> Asked:
+    def _ask(self, news: "queue.SimpleQueue[tuple[int, float, OutputChunk]]") -> Asked:
         dice, most = self.dice, self.size.answer
         talk, turn = dice.randrange(self.size.talks), dice.randrange(self.size.turns)
         request = Request(
@@ -249,7 +249,7 @@ class Traffic:
         request.watch = lambda logits: asked.logits.append(digest(logits))
         return asked
 
-    def _ended(self, asked: Asked, last: Piece, told: Told, deterministic: bool) -> None:
+    def _ended(self, asked: Asked, last: OutputChunk, told: Told, deterministic: bool) -> None:
         expected, said = self.answers[asked.talk, asked.turn], asked.said
         where = f"turn {asked.turn} of conversation {asked.talk}"
         if last.finish is Finish.ERROR:
@@ -282,7 +282,7 @@ class Traffic:
         audit(core)
         if engine.broken or core.leases or core.copies.ops:
             raise Wrong(f"left behind: {engine.broken or (len(core.leases), len(core.copies.ops))}")
-        lost = [room - len(free) for room, free in zip(core.shelves.capacity, core.shelves.free, strict=True)]
+        lost = [room - len(free) for room, free in zip(core.slot_pools.capacity, core.slot_pools.free, strict=True)]
         if any(lost):
             raise Wrong(f"slots that did not come back: {lost}")
 
@@ -307,7 +307,7 @@ def _admit(engine: Engine, admit: Callable[[], None]) -> None:
         raise Wrong(f"a request waits in vain: {why}")
 
 
-def _tell(news: "queue.SimpleQueue[tuple[int, float, Piece]]", number: int, piece: Piece) -> None:
+def _tell(news: "queue.SimpleQueue[tuple[int, float, OutputChunk]]", number: int, piece: OutputChunk) -> None:
     news.put((number, time.monotonic(), piece))
 
 

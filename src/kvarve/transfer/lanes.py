@@ -23,9 +23,9 @@ from kvarve.errors import KvarveError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Fate = tuple[int, int]
-Work = Callable[[], Fate]
-SharedWork = Callable[[Sequence[T]], list[Fate]]
+Outcome = tuple[int, int]
+Work = Callable[[], Outcome]
+SharedWork = Callable[[Sequence[T]], list[Outcome]]
 
 TOGETHER = 64  # the most that pieces come to which become one call, in pages: what can be late together
 MOST_HANGING = 16  # workers of one lane in whose place others come
@@ -261,13 +261,13 @@ class Lane:
         now, start = self.clock(), time.monotonic()
         late = [piece for piece in pieces if now > piece.deadline]
         pieces = [piece for piece in pieces if now <= piece.deadline]
-        fates: list[Fate] = [(0, 0) for _ in pieces]
+        outcomes: list[Outcome] = [(0, 0) for _ in pieces]
         why = ""
         if pieces:
             try:
                 answers = pieces[0].work([piece.part for piece in pieces])
                 assert len(answers) == len(pieces), "there is an answer for each part"
-                fates = answers
+                outcomes = answers
             except KvarveError as e:
                 why = str(e)
             except (
@@ -289,6 +289,6 @@ class Lane:
         if news:
             log.warning("%s: %s", self.name, why)
         self._end(late)
-        for piece, (good, bad) in zip(pieces, fates, strict=True):
+        for piece, (good, bad) in zip(pieces, outcomes, strict=True):
             self.ends.put(Ended(piece.op, good, bad))
         return stays

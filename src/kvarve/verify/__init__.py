@@ -29,7 +29,7 @@ from kvarve.verify.damage import ADVICE, damages
 from kvarve.verify.paths import PATHS
 from kvarve.verify.plan import Plan
 from kvarve.verify.prover import Prover
-from kvarve.verify.report import Path, Report
+from kvarve.verify.report import Path, ProofReport
 from kvarve.verify.serving import answers, together
 
 LOG = logging.getLogger("kvarve")
@@ -80,9 +80,9 @@ def main(args: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def prove(model: LoadedModel, plan: Plan, storage: str | None, console: Console) -> Report:
+def prove(model: LoadedModel, plan: Plan, storage: str | None, console: Console) -> ProofReport:
     """Every path and every damage. ConfigError or StorageError for a storage or a size that cannot be."""
-    report = Report(_about(model, plan))
+    report = ProofReport(_about(model, plan))
     if not plan.leaves_windows:
         report.notes.append(
             f"prompts of {plan.longest} tokens never leave the window of some layers: with --tokens "
@@ -133,7 +133,7 @@ def _about(model: LoadedModel, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _headline(report: Report, model: LoadedModel) -> list[str]:
+def _headline(report: ProofReport, model: LoadedModel) -> list[str]:
     about = report.about
     lines = [
         f"[bold]kvarve verify[/bold]: {model.name} on {about['device']}",
@@ -149,7 +149,7 @@ def _headline(report: Report, model: LoadedModel) -> list[str]:
     return lines
 
 
-def _verdict(report: Report) -> str:
+def _verdict(report: ProofReport) -> str:
     compared = sum(path.compared for path in report.paths)
     requests = sum(path.requests for path in report.paths)
     if report.ok:

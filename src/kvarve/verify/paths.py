@@ -16,7 +16,7 @@ from kvarve.verify.prover import Prover
 from kvarve.verify.requests import Request, differences
 
 Have = dict[str, set[int]]  # positions by pool
-Place = tuple[str, int]  # a page by its pool and position
+PagePosition = tuple[str, int]  # a page by its pool and position
 
 
 def deepest(pools: Sequence[PoolSpec], have: Have, grid: int, limit: int) -> int:
@@ -124,11 +124,11 @@ def partial(prover: Prover) -> None:
         there = dict(zip(names, store.exists([*names.values()]), strict=True))
         stored = [place for place, here in there.items() if here]
 
-        def reachable(places: Iterable[Place]) -> int:
+        def reachable(places: Iterable[PagePosition]) -> int:
             have = {pool.name: {at for name, at in places if name == pool.name} for pool in layout.pools}
             return deepest(layout.pools, have, grid, limit) * plan.page
 
-        def case(about: str, hidden: set[Place], lost: set[Place]) -> None:
+        def case(about: str, hidden: set[PagePosition], lost: set[PagePosition]) -> None:
             prover.empty(cache)
             gone = hidden | lost
             boundary = reachable([place for place in stored if place not in gone])
@@ -150,7 +150,9 @@ def partial(prover: Prover) -> None:
             prover.settle(cache)
 
 
-def _cases(prover: Prover, stored: list[Place], pages: int, grid: int) -> Iterator[tuple[str, set[Place], set[Place]]]:
+def _cases(
+    prover: Prover, stored: list[PagePosition], pages: int, grid: int
+) -> Iterator[tuple[str, set[PagePosition], set[PagePosition]]]:
     """What storage does not have, and what it does not deliver, with a word about it."""
     rng, quick, everything = random.Random(prover.plan.seed), prover.plan.quick, set(stored)
     for boundary in range(pages + 1):

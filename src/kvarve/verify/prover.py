@@ -12,7 +12,7 @@ from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
 from kvarve.runtime import PrefixCache
 from kvarve.storage import open_storage
 from kvarve.verify.plan import Plan
-from kvarve.verify.report import TIERS, Path, Report
+from kvarve.verify.report import TIERS, Path, ProofReport
 from kvarve.verify.requests import Request, Said, Stuck, Uncached, differences, largest
 from kvarve.verify.veil import Veil
 
@@ -38,7 +38,7 @@ class Prover:
     """
 
     def __init__(
-        self, model: LoadedModel, plan: Plan, storage: str, salt: str, report: Report, tick: Callable[[Path], None]
+        self, model: LoadedModel, plan: Plan, storage: str, salt: str, report: ProofReport, tick: Callable[[Path], None]
     ) -> None:
         self.model, self.plan, self.storage, self.salt, self.report, self.tick = (
             model,

@@ -75,7 +75,7 @@ class Rounding:
 
 
 @dataclass
-class Report:
+class ProofReport:
     """All of it. `about`: the model and the plan, for people to see what the proof is worth."""
 
     about: dict[str, Any]

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvarve.core.audit import audit
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import LoadedModel, keeping_answers
-from kvarve.engine.requests import Finish, Request, Sampling, Usage
+from kvarve.engine.requests import Finish, Request, Sampling, TokenUsage
 from kvarve.verify.plan import TURNS
 from kvarve.verify.prover import Prover
 from kvarve.verify.report import Rounding
@@ -29,13 +29,13 @@ Question = tuple[Sequence[int], int]  # a prompt, and how many tokens to say
 @contextmanager
 def _engine(
     prover: Prover, model: LoadedModel, deterministic: bool, device: int = 0
-) -> Iterator[Callable[[Sequence[Question], Question | None], list[tuple[Said, Usage]]]]:
+) -> Iterator[Callable[[Sequence[Question], Question | None], list[tuple[Said, TokenUsage]]]]:
     """What asks a running engine all questions at once, and gives what was said; who `leaves` does in the middle."""
     with prover.cache(device=device, identity=model.identity) as cache:
         # With one chunk a turn, prompts and answers are computed side by side for as long as can be.
         engine = Engine(model, cache, turn_tokens=prover.plan.chunk, deterministic=deterministic)
 
-        def ask(questions: Sequence[Question], leaves: Question | None = None) -> list[tuple[Said, Usage]]:
+        def ask(questions: Sequence[Question], leaves: Question | None = None) -> list[tuple[Said, TokenUsage]]:
             asked = [_ask(engine, prover.salt, question, question is leaves) for question in questions]
             if not engine.counts.finished:
                 engine.start()  # not before all have come
@@ -62,7 +62,7 @@ def _ask(engine: Engine, salt: str, question: Question, leaves: bool) -> tuple[R
     return engine.submit(request), said
 
 
-def _answer(request: Request, said: Said, leaves: bool) -> tuple[Said, Usage]:
+def _answer(request: Request, said: Said, leaves: bool) -> tuple[Said, TokenUsage]:
     try:
         _, tokens, last = request.result(ANSWER_S)
     except queue.Empty:

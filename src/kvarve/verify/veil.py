@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvarve.errors import StorageError
-from kvarve.storage import Storage, Usage
+from kvarve.storage import Storage, StorageUsage
 
 
 class Veil(Storage):
@@ -63,7 +63,7 @@ class Veil(Storage):
         self._fail("delete")
         return self.inner.delete(names)
 
-    def usage(self) -> Usage:
+    def usage(self) -> StorageUsage:
         return self.inner.usage()
 
     def register(self, memory: memoryview) -> None:

@@ -9,7 +9,7 @@ average cost outlives it by half of that. Where all costs are equal this is LRU.
 
 from typing import Any
 
-from kvarve.core.eviction.order import Place, Ranked
+from kvarve.core.eviction.order import OrderContext, Ranked
 from kvarve.core.tree import Run
 
 WEIGHT = 0.5  # lifetimes that a page outlives another by, if it costs more by the average cost
@@ -19,8 +19,8 @@ LOOK_UP = 16  # runs towards the root in which the state before this one is look
 
 
 class Flops(Ranked):
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+    def __init__(self, context: OrderContext) -> None:
+        super().__init__(context)
         self._lifetime = 0.0  # from the last use of a page to its turn to go, in ticks
         self._average = 0.0  # cost of the pages whose turn came lately
 
@@ -33,19 +33,19 @@ class Flops(Ranked):
 
     def taken(self, run: Run) -> None:
         steps = 1 / MEMORY
-        self._lifetime += (self.place.tick() - run.used - self._lifetime) * steps
+        self._lifetime += (self.context.tick() - run.used - self._lifetime) * steps
         self._average += (self._cost(run) - self._average) * (steps if self._average else 1)
 
     def _cost(self, run: Run) -> float:
         """Of the page that would go first."""
-        here = run.here[self.place.number]
+        here = run.here[self.context.number]
         if not here:
             return 0.0
-        if self.place.lookback is None:
+        if self.context.lookback is None:
             last = run.first + here.bit_length() - 1
-            return self.place.cost.of(last, last + 1)
+            return self.context.cost.of(last, last + 1)
         first = run.first + (here & -here).bit_length() - 1
-        return self.place.cost.of(self._before(run), first + 1)
+        return self.context.cost.of(self._before(run), first + 1)
 
     def _before(self, run: Run) -> int:
         """The boundary before a run at which this pool was kept last."""
@@ -53,7 +53,7 @@ class Flops(Ranked):
         for _ in range(LOOK_UP):
             if above is None:
                 return 0
-            if here := above.here[self.place.number]:
+            if here := above.here[self.context.number]:
                 return above.first + here.bit_length()
             above = above.parent
         return above.first if above is not None else 0

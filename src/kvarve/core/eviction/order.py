@@ -16,9 +16,9 @@ from kvarve.core.tree import Run
 
 
 @dataclass(frozen=True)
-class Place:
-    """What an order may know of its place: which one it is, what its pool's layers read, what computing costs, and how
-    often anything has been used so far."""
+class OrderContext:
+    """What an order may know of its slot pool: its number, its pool's lookback, the cost of computing a page, and the
+    tick (how often anything has been used so far)."""
 
     number: int
     lookback: int | None
@@ -29,8 +29,8 @@ class Place:
 class Order(ABC):
     counts_uses = False  # whether every run of a hit has to count it, not only those that are read last
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, context: OrderContext) -> None:
+        self.context = context
 
     @abstractmethod
     def push(self, run: Run) -> None:
@@ -57,8 +57,8 @@ class Ranked(Order):
     costs nothing here.
     """
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+    def __init__(self, context: OrderContext) -> None:
+        super().__init__(context)
         self._heap: list[tuple[Any, int, Run]] = []
         self._ticket = count()
         self._dead = 0  # about how many of them have left the tree

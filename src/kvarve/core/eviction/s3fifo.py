@@ -6,7 +6,7 @@ push out what is used. What left the small queue lately and comes back goes to t
 
 from collections import deque
 
-from kvarve.core.eviction.order import Order, Place
+from kvarve.core.eviction.order import Order, OrderContext
 from kvarve.core.tree import Run
 from kvarve.keys import KEY_BYTES
 
@@ -17,8 +17,8 @@ MOST_USES = 3  # how many uses count for another turn in the main queue
 class S3Fifo(Order):
     counts_uses = True
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+    def __init__(self, context: OrderContext) -> None:
+        super().__init__(context)
         self._small: deque[Run] = deque()
         self._main: deque[Run] = deque()
         self._proven: dict[Run, bool] = {}  # whether a run belongs into the main queue

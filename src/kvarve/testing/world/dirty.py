@@ -58,7 +58,7 @@ class Dirty:
             or run.uses >= core.config.selective_uses
         )
         through = core.config.write is not WritePolicy.WRITE_BACK or run.wanted
-        waits = run in backups.owing or run in backups.due or run in backups.parked
+        waits = run in backups.pending_backup or run in backups.pending_store or run in backups.quarantined
         numbers = self._numbers_of(run)
         for pool in range(pools):
             near, far = run.here[pool], run.here[pools + pool]
@@ -74,7 +74,7 @@ class Dirty:
                     continue
                 if name not in self._spared:
                     unstored.add(name)
-                    can = core.copies.storage and wants and through and core.shelves.capacity[pools + pool]
+                    can = core.copies.storage and wants and through and core.slot_pools.capacity[pools + pool]
                     assert not can or waits or on_its_way >> local & 1, "what is dirty waits to be stored"
 
     def _healing(self, run: Run, place: int) -> int:

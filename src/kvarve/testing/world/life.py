@@ -19,9 +19,9 @@ from kvarve.errors import ConfigError
 from kvarve.keys import TOKEN_BYTES
 from kvarve.model import MEMORY_TIERS, Tier
 from kvarve.testing.world import shop
-from kvarve.testing.world.hands import PAGE, ROTTEN
 from kvarve.testing.world.scenes import PATIENCES, configure, draw, draw_prompt, words
 from kvarve.testing.world.shop import Shop
+from kvarve.testing.world.transfers import PAGE, ROTTEN
 from kvarve.testing.world.world import World
 
 T = TypeVar("T")
@@ -265,7 +265,7 @@ def _rot(world: World, pick: int, rank: int, storage: int) -> bool:
             world.storage.objects[name] = ROTTEN
         found = name is not None
     else:
-        arenas = world.hands[rank % len(world.hands)].arenas[len(world.core.pools) :]
+        arenas = world.transfers[rank % len(world.transfers)].arenas[len(world.core.pools) :]
         pages = [(arena, at) for arena in arenas for at, content in enumerate(arena) if len(content) == PAGE]
         page = _one(pick, pages)
         if page is not None:
@@ -349,7 +349,7 @@ def _ready(world: World) -> list[Lease]:
 # --- from a seed
 
 
-class Fate:
+class Director:
     """Draws the actions of one life; how much of each kind there is, and how much goes wrong, is drawn first."""
 
     def __init__(self, dice: random.Random) -> None:
@@ -484,10 +484,10 @@ def live(life: Life, dice: random.Random, steps: int | None = None) -> World:
     """Draw the actions of a life while it happens, so that `life` holds them if it breaks. Same seed, same life."""
     here = life.world()
     world = here.world if isinstance(here, Shop) else here
-    fate = shop.Fate(dice, here.room) if isinstance(here, Shop) else Fate(dice)
+    director = shop.Director(dice, here.room) if isinstance(here, Shop) else Director(dice)
     steps = dice.randint(200, 900) if steps is None else steps
     while world.steps < steps:
-        life.actions.append(fate.action(here))  # type: ignore[arg-type]
+        life.actions.append(director.action(here))  # type: ignore[arg-type]
         if not act(here, life.actions[-1]):
             life.actions.pop()
     finish(here)

@@ -13,14 +13,14 @@ from kvarve.core.copies import Op
 from kvarve.core.lease import Lease
 from kvarve.core.tree import Run
 
-_POINTERS = {"parent", "children", "pins", "rests"}
+_POINTERS = {"parent", "children", "pins", "prefix_pins"}
 _known_of_run = attrgetter(*(name for name in Run.__slots__ if name not in _POINTERS))
 _op_facts = attrgetter(*(each.name for each in fields(Op) if each.name not in ("lease", "run")))
 _lease_facts = attrgetter(*(name for name in Lease.__slots__ if name != "run"))
 
 
 def runs(core: Core) -> Iterator[Run]:
-    stack: list[Run] = [*core.shelves.roots.values()]
+    stack: list[Run] = [*core.slot_pools.roots.values()]
     while stack:
         run = stack.pop()
         yield run
@@ -28,7 +28,7 @@ def runs(core: Core) -> Iterator[Run]:
 
 
 def _pinned(run: Run) -> list[list[int]]:
-    return [pins._planes for pins in (*run.pins, *run.rests)]
+    return [pins._planes for pins in (*run.pins, *run.prefix_pins)]
 
 
 def _run_facts(run: Run) -> tuple[Any, list[list[int]]]:
@@ -38,9 +38,9 @@ def _run_facts(run: Run) -> tuple[Any, list[list[int]]]:
 def differ(one: Core, two: Core) -> str:
     """The first thing in which two cores differ, or an empty string. As strict as comparing dumps, and much faster."""
     twin: dict[int, Run | None] = {id(None): None}
-    if [*one.shelves.roots] != [*two.shelves.roots]:
+    if [*one.slot_pools.roots] != [*two.slot_pools.roots]:
         return "roots"
-    stack: list[tuple[Run, Run]] = [*zip(one.shelves.roots.values(), two.shelves.roots.values(), strict=True)]
+    stack: list[tuple[Run, Run]] = [*zip(one.slot_pools.roots.values(), two.slot_pools.roots.values(), strict=True)]
     while stack:
         left, right = stack.pop()
         twin[id(left)] = right
@@ -51,13 +51,13 @@ def differ(one: Core, two: Core) -> str:
     def same(left: Run | None, right: Run | None) -> bool:
         return twin[id(left)] is right if id(left) in twin else right is not None and not right.pages
 
-    if one.shelves.free != two.shelves.free or one.shelves.tick != two.shelves.tick:
-        return "shelves"
-    for ours, theirs in zip(one.shelves.orders, two.shelves.orders, strict=True):
+    if one.slot_pools.free != two.slot_pools.free or one.slot_pools.tick != two.slot_pools.tick:
+        return "slot_pools"
+    for ours, theirs in zip(one.slot_pools.orders, two.slot_pools.orders, strict=True):
         standing = ours.runs(), theirs.runs()
         if len(standing[0]) != len(standing[1]) or not all(map(same, *standing)):
             return "eviction orders"
-    if one.counters != two.counters or one.shelves.evicted != two.shelves.evicted:
+    if one.counters != two.counters or one.slot_pools.evicted != two.slot_pools.evicted:
         return "counters"
     if [*one.leases] != [*two.leases] or [*one.copies.ops] != [*two.copies.ops]:
         return "leases or copies"
@@ -68,7 +68,7 @@ def differ(one: Core, two: Core) -> str:
         whose = op.lease and op.lease.number, its.lease and its.lease.number
         if _op_facts(op) != _op_facts(its) or whose[0] != whose[1] or not same(op.run, its.run):
             return "a copy"
-    lines = [(core.backups.owing, core.backups.due, core.backups.parked) for core in (one, two)]
+    lines = [(core.backups.pending_backup, core.backups.pending_store, core.backups.quarantined) for core in (one, two)]
     for our_line, their_line in zip(*lines, strict=True):
         if len(our_line) != len(their_line) or not all(map(same, our_line, their_line)):
             return "what is owed"
@@ -85,11 +85,11 @@ def _weather(core: Core) -> tuple[Any, ...]:
     backups = core.backups
     return (
         backups.failures,
-        backups.rest_until,
+        backups.back_off_until,
         backups.down,
         *backups.blocked,
         backups.look_again,
-        [*backups.parked.values()],
+        [*backups.quarantined.values()],
     )
 
 
@@ -107,17 +107,17 @@ def dump(core: Core) -> Mapping[str, Any]:
             [(first, describe(root, child, above + run.tokens)) for first, child in run.children.items()],
         )
 
-    trees = [(root, describe(root, run)) for root, run in core.shelves.roots.items()]
+    trees = [(root, describe(root, run)) for root, run in core.slot_pools.roots.items()]
     gone = (b"", b"")
     return {
         "trees": trees,
-        "free": [slots.tolist() for slots in core.shelves.free],
-        "orders": [[names.get(id(run), gone) for run in core.shelves.orders[place].runs()] for place in places],
-        "evicted": [*core.shelves.evicted],
-        "tick": core.shelves.tick,
-        "owing": [names.get(id(run), gone) for run in core.backups.owing],
-        "due": [names.get(id(run), gone) for run in core.backups.due],
-        "parked": [names.get(id(run), gone) for run in core.backups.parked],
+        "free": [slots.tolist() for slots in core.slot_pools.free],
+        "orders": [[names.get(id(run), gone) for run in core.slot_pools.orders[place].runs()] for place in places],
+        "evicted": [*core.slot_pools.evicted],
+        "tick": core.slot_pools.tick,
+        "pending_backup": [names.get(id(run), gone) for run in core.backups.pending_backup],
+        "pending_store": [names.get(id(run), gone) for run in core.backups.pending_store],
+        "parked": [names.get(id(run), gone) for run in core.backups.quarantined],
         "weather": _weather(core),
         "governor": {name: _plain(value, {}) for name, value in vars(core.governor).items()},
         "deferred": [*core.prefetch.deferred],
@@ -126,7 +126,7 @@ def dump(core: Core) -> Mapping[str, Any]:
             [*core.backups.storing],
             [*core.backups.staging],
             [*core.prefetch.held],
-            core.shelves.spoiled,
+            core.slot_pools.spoiled,
         ),
         "storage": core.copies.storage,
         "number": core.copies.sent,

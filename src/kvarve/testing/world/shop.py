@@ -11,8 +11,8 @@ from typing import Any
 
 from kvarve.core.cache import Core
 from kvarve.core.effects import Copy
+from kvarve.core.headroom import copying
 from kvarve.core.lease import Lease
-from kvarve.core.room import copying
 from kvarve.engine.scheduler import STALL_S, Scheduler, Task, within
 from kvarve.keys import TOKEN_BYTES
 from kvarve.model import MEMORY_TIERS
@@ -33,10 +33,10 @@ class Order(Task):
         self.patience, self.reads = patience, reads
         self.ends = self.most  # tokens after which it ends
         self.spoken = self.done = 0
-        self.leased = self.goal
+        self.leased_tokens = self.prefill_until
 
     @property
-    def said(self) -> int:
+    def output_tokens(self) -> int:
         return self.spoken
 
     @property
@@ -102,8 +102,8 @@ class Shop:
     @property
     def room(self) -> int:
         """Tokens of the longest sequence for which there is room."""
-        capacity = self.world.core.shelves.capacity
-        return min((capacity[pool] for pool in self.world.core.shelves.chains), default=1 << 20) * self.page
+        capacity = self.world.core.slot_pools.capacity
+        return min((capacity[pool] for pool in self.world.core.slot_pools.chains), default=1 << 20) * self.page
 
     def come(self, text: str, salt: str, patience: int, reads: int, most: int, ends: int) -> bool:
         prompt = words(text)
@@ -151,9 +151,9 @@ class Shop:
         world = self.world
         answers = [order for order in self.scheduler.running if not order.prefilling]
         holders = [*self.scheduler.running, *self.scheduler.coming]
-        oldest = min(holders, key=lambda order: order.began, default=None)
+        oldest = min(holders, key=lambda order: order.admitted_seq, default=None)
         free = not copying(world.core)  # else it may wait for a copy in vain, and give way to that
-        seated = [order for order in sorted(answers, key=lambda order: order.began) if self._seated(order)]
+        seated = [order for order in sorted(answers, key=lambda order: order.admitted_seq) if self._seated(order)]
         if oldest in answers and len(holders) > 1 and free:
             assert oldest in self.scheduler.running, "the oldest gives way to nobody"
         for order in seated:
@@ -161,8 +161,8 @@ class Shop:
                 continue
             order.done += 1
             if not self.again and order.done % self.chunk == 0:
-                self.world.extend_packed(order.lease, order.tokens(order.leased, order.done))
-                order.leased = order.done
+                self.world.extend_packed(order.lease, order.tokens(order.leased_tokens, order.done))
+                order.leased_tokens = order.done
                 self._keep(order)
             self._say(order)
 
@@ -173,10 +173,10 @@ class Shop:
         pieces = []
         for order in self.scheduler.running:
             if order.prefilling:
-                line = min(order.goal, (order.done // self.chunk + 1) * self.chunk)
+                line = min(order.prefill_until, (order.done // self.chunk + 1) * self.chunk)
                 pieces.append((order, line - order.done))
         for order in [*within(self.turn_tokens, pieces)]:
-            order.done = min(order.goal, (order.done // self.chunk + 1) * self.chunk)
+            order.done = min(order.prefill_until, (order.done // self.chunk + 1) * self.chunk)
             self.scheduler.running.remove(order)
             self.scheduler.running.append(order)
             self._keep(order)
@@ -203,9 +203,9 @@ class Shop:
 
     def _open_again(self, order: Order) -> Lease:
         if not self.again:
-            order.goal = order.length
-        order.leased = order.goal
-        return self._open(order.tokens(0, order.goal), order.salt, order.patience, order.reads)
+            order.prefill_until = order.length
+        order.leased_tokens = order.prefill_until
+        return self._open(order.tokens(0, order.prefill_until), order.salt, order.patience, order.reads)
 
     def _begin(self, order: Order) -> None:
         order.done = order.lease.boundary * self.page
@@ -304,7 +304,7 @@ ACTIONS: Mapping[str, Callable[..., bool]] = {
 }
 
 
-class Fate:
+class Director:
     """Draws who comes, how long answers are and what goes wrong."""
 
     def __init__(self, dice: random.Random, room: int) -> None:

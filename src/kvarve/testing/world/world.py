@@ -23,9 +23,9 @@ from kvarve.core.tree import Run
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES, extend, pack, root_key
 from kvarve.model import Tier
 from kvarve.testing.world.dirty import Dirty
-from kvarve.testing.world.hands import BROKEN, FREE, ROTTEN, Hands, Store, empty
 from kvarve.testing.world.looks import differ, runs
 from kvarve.testing.world.scenes import configure, draw
+from kvarve.testing.world.transfers import BROKEN, FREE, ROTTEN, SimulatedTransfers, Store, empty
 
 T = TypeVar("T")
 TURNS = (
@@ -41,7 +41,9 @@ class World:
         config = config or configure(draw(random.Random(seed)))
         self.cores = [Core(config) for _ in range(ranks)]
         self.core = self.cores[0]
-        self.hands = [Hands(config.pools, self.core.shelves.capacity, rank, ranks) for rank in range(ranks)]
+        self.transfers = [
+            SimulatedTransfers(config.pools, self.core.slot_pools.capacity, rank, ranks) for rank in range(ranks)
+        ]
         self.storage = Store()
         self.attached = self.core.copies.storage
         self.flying: dict[int, Effect] = {}  # under way, on some rank at least
@@ -66,7 +68,7 @@ class World:
         self._failures, self._rest_until = 0, 0.0  # stores that failed in a row, and until when nothing is stored
         self._void_until = 0  # copies up to this one were for a storage that has gone since, or was down
         self._paused = False
-        self._swept = [slots[:0] for slots in self.core.shelves.free]
+        self._swept = [slots[:0] for slots in self.core.slot_pools.free]
         self._dirty, self._confirmed = Dirty(self.core), 0
         self._check()
 
@@ -136,7 +138,7 @@ class World:
     def seat(self, lease: Lease, upto: int) -> bool:
         """Room to compute in, for pages that may not be whole; where a lease's pages lie is what they should be."""
         seated = self._all(lease, lambda core, twin: core.seat(twin, upto))
-        for pool in self.core.shelves.chains:
+        for pool in self.core.slot_pools.chains:
             for position, slot in lease.own[pool].items():
                 if position not in self._grown[lease.number][pool]:
                     assert seated, "all or nothing"
@@ -145,8 +147,10 @@ class World:
             slots = self.core.seats(lease, pool, 0)
             assert not seated or len(slots) >= upto, "every page has its place"
             for position, slot in enumerate(slots[: lease.done]):
-                for hands in self.hands:
-                    assert hands.arenas[pool][slot] == self._prompts[lease.number][position], "and that page lies there"
+                for transfers in self.transfers:
+                    assert transfers.arenas[pool][slot] == self._prompts[lease.number][position], (
+                        "and that page lies there"
+                    )
         self._check()
         return seated
 
@@ -177,8 +181,8 @@ class World:
         for pool, slots in enumerate(self._grown[lease.number]):
             for position in [position for position in slots if position < upto]:
                 slot = slots.pop(position)
-                for hands in self.hands:
-                    assert hands.arenas[pool][slot] == empty(lease.number), "room is ours until published"
+                for transfers in self.transfers:
+                    assert transfers.arenas[pool][slot] == empty(lease.number), "room is ours until published"
                 self._fill(pool, slot, keys[position])
         self._all(lease, lambda core, twin: core.publish(twin, upto))
         self._check()
@@ -268,12 +272,12 @@ class World:
 
         Bit i of `lost`: page i does not arrive; of `rotten`: its source has decayed; on one rank, or on all.
         """
-        for each in range(len(self.hands)):
+        for each in range(len(self.transfers)):
             if self._carried[op][each] is None:
                 self.carry(op, each, lost if rank in (-1, each) else 0, rotten if rank in (-1, each) else 0)
         effect = self.flying.pop(op)
         del self._stores[op]
-        end = agreed([Ended(op, *fate) for fate in self._carried.pop(op) if fate is not None])
+        end = agreed([Ended(op, *director) for director in self._carried.pop(op) if director is not None])
         self.seen["torn"] += isinstance(effect, Copy) and end.good not in (0, (1 << len(effect.pages)) - 1)
         return end
 
@@ -281,7 +285,7 @@ class World:
         """Carry out one effect on one rank; the others have not come to it yet, so nobody hears of it."""
         if self._carried[op][rank] is None:
             effect = self.flying[op]
-            self._carried[op][rank] = self.hands[rank].carry(effect, self._stores[op], lost, rotten)
+            self._carried[op][rank] = self.transfers[rank].carry(effect, self._stores[op], lost, rotten)
 
     def lose(self, op: int) -> None:
         """Nobody will hear of this effect, however far it got, until whoever owns the lane gives it up."""
@@ -294,8 +298,8 @@ class World:
         del self._stores[op], self._carried[op]
         if isinstance(effect, Copy) and effect.target is not Tier.STORAGE:
             for page in effect.pages:
-                for hands in self.hands:
-                    hands.arena(effect.target, page.pool)[page.target] = BROKEN
+                for transfers in self.transfers:
+                    transfers.arena(effect.target, page.pool)[page.target] = BROKEN
         return Ended(op, 0)
 
     def rot(self, tier: Tier, position: int, tokens: Sequence[int], pool: int = 0, salt: str = "") -> None:
@@ -305,7 +309,7 @@ class World:
             assert (key, pool, 0) in self.storage.objects
             self.storage.objects[key, pool, 0] = ROTTEN
         else:
-            arena = self.hands[0].arena(tier, pool)
+            arena = self.transfers[0].arena(tier, pool)
             arena[arena.index(key)] = ROTTEN
 
     def forget(self, position: int, tokens: Sequence[int], pool: int = 0, salt: str = "") -> None:
@@ -316,8 +320,8 @@ class World:
         """Storage has got a prompt's pages from another server, but for some of them (bits)."""
         for position, key in enumerate(self._learn(root_key(b"world", salt), tokens)):
             for pool in range(len(self.core.pools) if not missing >> position & 1 else 0):
-                for hands in self.hands:
-                    name = hands.name(key, pool)
+                for transfers in self.transfers:
+                    name = transfers.name(key, pool)
                     self.storage.objects.setdefault(name, key)
                     self.storage.ever.add(name)
 
@@ -391,14 +395,14 @@ class World:
         self.settle()
         assert not self.core.copies.ops and not self.core.leases and self.core.idle()
         assert not any(run.pinned() for run in runs(self.core)), "nobody is here, so nothing is pinned"
-        for _ in range(10 + 8 * sum(self.core.shelves.capacity)):  # a small tier passes few at a time
+        for _ in range(10 + 8 * sum(self.core.slot_pools.capacity)):  # a small tier passes few at a time
             self.flush(Tier.DEVICE, Tier.HOST)
             self.settle()
-            if not self.core.shelves.roots:
+            if not self.core.slot_pools.roots:
                 break
-        free = [len(slots) for slots in self.core.shelves.free]
-        assert free == self.core.shelves.capacity, "after a flush everything is free"
-        assert not self.core.shelves.roots, "after a flush nothing is remembered"
+        free = [len(slots) for slots in self.core.slot_pools.free]
+        assert free == self.core.slot_pools.capacity, "after a flush everything is free"
+        assert not self.core.slot_pools.roots, "after a flush nothing is remembered"
 
     def happened(self) -> Counter[str]:
         """What the core counted, and from where hits came."""
@@ -418,8 +422,8 @@ class World:
         return self._each(lambda core: call(core, next(twins)))
 
     def _fill(self, pool: int, slot: int, content: bytes) -> None:
-        for hands in self.hands:
-            hands.arenas[pool][slot] = content
+        for transfers in self.transfers:
+            transfers.arenas[pool][slot] = content
 
     # --- what the shadow knows
 
@@ -455,7 +459,7 @@ class World:
 
         def deepest(present: list[set[int]], those: Sequence[int]) -> int:
             for boundary in range(max(0, tokens - 1) // self.core.config.page_tokens, 0, -1):
-                fits = all(len(self._reads(pool, boundary)) <= self.core.shelves.capacity[pool] for pool in pools)
+                fits = all(len(self._reads(pool, boundary)) <= self.core.slot_pools.capacity[pool] for pool in pools)
                 if (
                     boundary % self.core.grid == 0
                     and fits
@@ -490,20 +494,20 @@ class World:
         for lease in self.leases:
             if lease.phase is Phase.READY and lease.number not in self._handed:
                 self._hand(lease)
-        for rank, hands in enumerate(self.hands):
-            if rank == 0 or hands.arenas != self.hands[0].arenas:
+        for rank, transfers in enumerate(self.transfers):
+            if rank == 0 or transfers.arenas != self.transfers[0].arenas:
                 for run in here:
-                    self._check_bytes(run, hands)
+                    self._check_bytes(run, transfers)
                 for lease in self.leases:
                     if lease.number in self._handed:
-                        self._check_handed(lease, hands)
+                        self._check_handed(lease, transfers)
 
     def _take(self) -> None:
         effects = self._each(lambda core: core.take())
         for effect in effects:
             assert effect.pages, "an effect is about something"
             if isinstance(effect, Copy) and effect.source is Tier.STORAGE:
-                names = [hands.name(page.key, page.pool) for hands in self.hands for page in effect.pages]
+                names = [transfers.name(page.key, page.pool) for transfers in self.transfers for page in effect.pages]
                 assert self.storage.ever.issuperset(names), "nothing is fetched that storage never had"
             assert self.attached or (isinstance(effect, Copy) and Tier.STORAGE not in (effect.source, effect.target)), (
                 "without a storage nothing is asked of it"
@@ -516,25 +520,25 @@ class World:
             assert effect.op not in self.flying and effect.op not in self.lost, "every copy has a number of its own"
             self.flying[effect.op] = effect
             self._stores[effect.op] = self.storage
-            self._carried[effect.op] = [None] * len(self.hands)
-            for hands in self.hands:
-                hands.start(effect)
+            self._carried[effect.op] = [None] * len(self.transfers)
+            for transfers in self.transfers:
+                transfers.start(effect)
         self.log += effects
 
     def _sweep(self) -> None:
         """What is free holds nothing."""
-        for place, slots in enumerate(self.core.shelves.free):
+        for place, slots in enumerate(self.core.slot_pools.free):
             if slots != self._swept[place]:
                 self._swept[place] = slots[:]
-                for hands in self.hands:
-                    arena = hands.arenas[place]
+                for transfers in self.transfers:
+                    arena = transfers.arenas[place]
                     for slot in slots:
                         arena[slot] = FREE
 
     def _count(self, here: list[Run]) -> None:
         """Slots are neither made nor lost: free, in the tree, a request's, or a copy's target."""
-        pools, shelves = len(self.core.pools), self.core.shelves
-        counts = [len(slots) for slots in shelves.free]
+        pools, slot_pools = len(self.core.pools), self.core.slot_pools
+        counts = [len(slots) for slots in slot_pools.free]
         for run in here:
             for place, bits in enumerate(run.here):
                 counts[place] += bits.bit_count()
@@ -547,12 +551,12 @@ class World:
                 if isinstance(effect, Copy) and effect.target is not Tier.STORAGE:
                     for page in effect.pages:
                         counts[int(effect.target) * pools + page.pool] += 1
-        assert counts == shelves.capacity, f"slots are conserved: {counts} of {shelves.capacity}"
+        assert counts == slot_pools.capacity, f"slots are conserved: {counts} of {slot_pools.capacity}"
 
     def _keys_of(self, run: Run) -> bytes:
         """A run's keys by our own account, whether the core has named its pages yet or not."""
         if run.parent is None:
-            return next(name for name, root in self.core.shelves.roots.items() if root is run)
+            return next(name for name, root in self.core.slot_pools.roots.items() if root is run)
         above, seen = self._keys_of(run.parent), self._names.get(id(run))
         if seen and seen[0] is run and seen[1] is run.tokens and seen[3] is above:
             return seen[2]
@@ -580,16 +584,16 @@ class World:
             for local in range(stored.bit_length()):
                 if stored >> local & 1:
                     key = names[local * KEY_BYTES : (local + 1) * KEY_BYTES]
-                    there = all(hands.name(key, pool) in self.storage.ever for hands in self.hands)
+                    there = all(transfers.name(key, pool) in self.storage.ever for transfers in self.transfers)
                     assert there, "what is known to be stored has been stored"
         self._stored[id(run)] = (run, names, [*run.stored], self.storage)
 
-    def _check_bytes(self, run: Run, hands: Hands) -> None:
+    def _check_bytes(self, run: Run, transfers: SimulatedTransfers) -> None:
         for place, here in enumerate(run.here):
             table = run.slots[place]
             if not here or table is None:
                 continue
-            arena = hands.arenas[place]
+            arena = transfers.arenas[place]
             names = self._keys_of(run)
             if b"".join([arena[slot] for slot in table if slot >= 0]) == names:
                 continue
@@ -612,11 +616,11 @@ class World:
             handed.append((slots, [keys[position] for position in positions]))
         self._handed[lease.number] = handed
 
-    def _check_handed(self, lease: Lease, hands: Hands) -> None:
+    def _check_handed(self, lease: Lease, transfers: SimulatedTransfers) -> None:
         """What a request was handed stays as long as it may read it: windows and states until it has copies of them."""
         for pool, (slots, contents) in enumerate(self._handed[lease.number]):
             if not lease.resumed or self.core.pools[pool].lookback is None:
-                arena = hands.arenas[pool]
+                arena = transfers.arenas[pool]
                 found = [arena[slot] for slot in slots]
                 assert found == contents, f"lease {lease.number} reads {found} in pool {pool}, not its own pages"
 

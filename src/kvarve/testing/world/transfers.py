@@ -1,4 +1,4 @@
-"""Honest hands for one rank: arenas made of lists and a storage made of a dict, in which every page says what it is.
+"""Simulated transfers of one rank: arenas made of lists and a storage made of a dict; every page says what it is.
 
 What stands in a slot is the key of the page that was computed or copied there, so a core that mixes up two slots,
 frees one that is still read, or resumes a prompt from another prompt's page is found out at once. What is not a page
@@ -34,7 +34,7 @@ class Store:
     mute: int = 0
 
 
-class Hands:
+class SimulatedTransfers:
     """The arenas of one rank, by place (tier * pools + pool), and what its lanes do to them."""
 
     def __init__(self, pools: Sequence[PoolSpec], capacity: Sequence[int], rank: int, ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""The hands of the core: they turn its effects into copies between arenas and storage, on four lanes.
+"""The transfer engine: it turns the effects of the core into copies between arenas and storage, on four lanes.
 
 Two lanes are between device and host; the other two belong to the storage that is attached now, and go with it.
 
@@ -18,13 +18,13 @@ from kvarve.keys import object_name
 from kvarve.memory.arenas import DeviceArena, HostArena, to_device, to_host
 from kvarve.model import PoolSpec, Tier
 from kvarve.storage import Storage
-from kvarve.transfer.depot import Depot
 from kvarve.transfer.lanes import Ends, Lane
+from kvarve.transfer.storage_connection import StorageConnection
 
 log = logging.getLogger(__name__)
 
 
-class Hands:
+class TransferEngine:
     def __init__(
         self,
         pools: Sequence[PoolSpec],
@@ -46,31 +46,31 @@ class Hands:
             (source, target): Lane(f"{source.name.lower()}-to-{target.name.lower()}", self.ends, clock=clock)
             for source, target in (BACKUP, LOAD)
         }
-        self.depot: Depot | None = None
-        self._retired: list[Depot] = []  # those that may not have ended yet
+        self.connection: StorageConnection | None = None
+        self._retired: list[StorageConnection] = []  # those that may not have ended yet
 
     @property
     def lanes(self) -> list[Lane]:
         """All that work now: of device and host, and of the storage if there is one."""
-        return [*self._lanes.values(), *(self.depot.lanes.values() if self.depot is not None else ())]
+        return [*self._lanes.values(), *(self.connection.lanes.values() if self.connection is not None else ())]
 
-    def open_depot(self, storage: Storage) -> Depot:
+    def connect(self, storage: Storage) -> StorageConnection:
         """Workers for a storage that may be attached; it is theirs from now on. StorageError if there are none."""
         for arena in self._host:
             storage.register(arena.memory)
-        return Depot(storage, self.ends, deadline_s=self._deadline_s, clock=self._clock)
+        return StorageConnection(storage, self.ends, deadline_s=self._deadline_s, clock=self._clock)
 
-    def attach(self, depot: Depot | None) -> Depot | None:
+    def attach(self, connection: StorageConnection | None) -> StorageConnection | None:
         """What is sent from now on goes to this storage; the one before goes, and is answered."""
-        before, self.depot = self.depot, depot
+        before, self.connection = self.connection, connection
         if before is not None:
             self.retire(before)
         return before
 
-    def retire(self, depot: Depot) -> None:
-        """Have a depot that takes nothing more end what was sent to it, and close, on a thread of its own."""
-        self._retired = [each for each in self._retired if not each.closed.is_set()] + [depot]
-        depot.retire(self._deadline_s)
+    def retire(self, connection: StorageConnection) -> None:
+        """Have a connection that takes nothing more end what was sent to it, and close, on a thread of its own."""
+        self._retired = [each for each in self._retired if not each.closed.is_set()] + [connection]
+        connection.retire(self._deadline_s)
 
     def send(self, effect: Effect) -> None:
         """Start an effect; its `Ended` comes out of `ends`."""
@@ -78,18 +78,18 @@ class Hands:
             work = self._back_up if effect.target is Tier.HOST else self._load
             self._lanes[effect.source, effect.target].send(effect.op, lambda: work(effect), self._deadline_s)
             return
-        depot = self.depot
-        assert depot is not None, "the core knows that there is no storage"
+        connection = self.connection
+        assert connection is not None, "the core knows that there is no storage"
         # Each piece of work knows its storage: another may be attached when its turn comes.
-        storage, begins_s = depot.storage, max(self._deadline_s, effect.wait_s)
+        storage, begins_s = connection.storage, max(self._deadline_s, effect.wait_s)
         if isinstance(effect, Probe):
             # All that wait are one question, so the last of a burst waits no longer than for two.
-            depot.lanes[PROBE].send_part(effect.op, self._probe, (storage, effect), len(effect.pages), begins_s)
+            connection.lanes[PROBE].send_part(effect.op, self._probe, (storage, effect), len(effect.pages), begins_s)
         elif effect.target is Tier.STORAGE:
             # A put is durable when it answers, so that a few large ones are cheaper.
-            depot.lanes[STORE].send_part(effect.op, self._store, (storage, effect), len(effect.pages), begins_s)
+            connection.lanes[STORE].send_part(effect.op, self._store, (storage, effect), len(effect.pages), begins_s)
         else:
-            depot.lanes[FETCH].send(effect.op, lambda: self._fetch(storage, effect), begins_s)
+            connection.lanes[FETCH].send(effect.op, lambda: self._fetch(storage, effect), begins_s)
 
     def collect(self) -> list[Event]:
         return self.ends.collect()
@@ -101,11 +101,11 @@ class Hands:
         end = time.monotonic() + timeout_s - storage_s
         for lane in self._lanes.values():
             lane.close(max(0.0, end - time.monotonic()))
-        if self.depot is not None:
-            self.depot.close(max(0.0, end - time.monotonic()) if up else 0.0, storage_s)
+        if self.connection is not None:
+            self.connection.close(max(0.0, end - time.monotonic()) if up else 0.0, storage_s)
         end = min(end + storage_s, time.monotonic() + storage_s)
-        for depot in self._retired:
-            depot.closed.wait(max(0.0, end - time.monotonic()))
+        for connection in self._retired:
+            connection.closed.wait(max(0.0, end - time.monotonic()))
 
     # --- work, on the lanes' threads; each answers (good, bad) as sets of bits over the effect's pages
 
@@ -135,7 +135,7 @@ class Hands:
         """Several copies to one storage, whose lane this is, in one put. It keeps what it has of a name, so nobody has
         to ask for that first."""
         storage = sent[0][0]
-        fates, names, records, told = [], [], [], []
+        outcomes, names, records, told = [], [], [], []
         with self._checking:  # by one worker at a time, so that the first one's pages are soon on their way
             broken = [self._broken(copy.pages) if self._verify_host else 0 for _, copy in sent]
         for at, ((_, copy), bad) in enumerate(zip(sent, broken, strict=True)):
@@ -149,11 +149,11 @@ class Hands:
                     told.append((at, i))
                 else:
                     good |= 1 << i
-            fates.append([good, bad])
+            outcomes.append([good, bad])
         stored = storage.put(names, records) if names else []
         for (at, i), done in zip(told, stored, strict=True):
-            fates[at][0] |= done << i
-        return [(good, bad) for good, bad in fates]
+            outcomes[at][0] |= done << i
+        return [(good, bad) for good, bad in outcomes]
 
     def _fetch(self, storage: Storage, copy: Copy) -> tuple[int, int]:
         names = [self._name(copy.root, page) for page in copy.pages]

@@ -10,13 +10,13 @@ from kvarve.core.lease import Lease
 from kvarve.core.tree import Run, same_pages
 
 
-class Room:
-    """`loose[i]`: slots of the i-th chain (`core.shelves.chains`) on the device that are free or could be evicted."""
+class Headroom:
+    """`loose[i]`: device slots of the i-th chain (`core.slot_pools.chains`) that are free or evictable."""
 
     def __init__(self, core: Core) -> None:
-        self._core, self._chains = core, core.shelves.chains
+        self._core, self._chains = core, core.slot_pools.chains
         self._stuck: dict[Run, list[int]] = {}  # of each chain, how many first pages of a run cannot be evicted
-        self.loose = [core.shelves.capacity[pool] for pool in self._chains]
+        self.loose = [core.slot_pools.capacity[pool] for pool in self._chains]
         for lease in core.leases.values():
             self._hold(lease.run)
             for i, pool in enumerate(self._chains):
@@ -39,7 +39,7 @@ class Room:
             before, stuck = self._stuck.get(run), []
             for rests, pool in zip(below, self._chains, strict=True):
                 here = run.here[pool].bit_length()
-                stuck.append(here if rests else min(here, self._core.shelves.held_until(run, pool)))
+                stuck.append(here if rests else min(here, self._core.slot_pools.held_until(run, pool)))
             if before is not None:
                 stuck = [*map(max, stuck, before)]
                 if stuck == before:
@@ -53,7 +53,7 @@ class Room:
             here = [ones(lease.done) | lease.seen[pool] | of(lease.own[pool]) for pool in self._chains]
             return [upto - (pages & ones(upto)).bit_count() for pages in here]
         have, at, width = [0] * len(self._chains), 0, self._core.width
-        run: Run | None = self._core.shelves.roots.get(lease.root)
+        run: Run | None = self._core.slot_pools.roots.get(lease.root)
         while run is not None and at < upto:
             run = run.children.get(lease.tokens[at * width : (at + 1) * width])
             stuck = None if run is None else self._stuck.get(run)

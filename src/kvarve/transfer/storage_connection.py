@@ -1,7 +1,7 @@
 """One attached storage with all that belongs to it: its lanes, and what is under way on them.
 
-Storages come and go while others are served. One that hangs takes nothing with it but its own depot: the next one has
-workers of its own, and what still runs here keeps its slots until it comes back.
+Storages come and go while others are served. One that hangs takes nothing with it but its own
+connection: the next one has workers of its own, and what still runs here keeps its slots until it comes back.
 """
 
 import logging
@@ -15,7 +15,7 @@ from math import inf
 
 from kvarve.core.copies import FETCH, PROBE, STORE, Edge
 from kvarve.errors import StorageError
-from kvarve.storage import Storage, Usage
+from kvarve.storage import Storage, StorageUsage
 from kvarve.transfer.lanes import Ends, Lane
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ ASKED = 8192  # pages that are asked for in one call, at most, where several req
 USAGE_S = 0.5  # how long who asks for figures waits for a storage to say them
 
 
-class Depot:
+class StorageConnection:
     """A storage, which is its own from now on, a lane each way and one for probes; their ends go where all ends go."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Depot:
         others are up, and who waits would wait in vain."""
         return self.lanes[FETCH].busy_s() > self._deadline_s
 
-    def usage(self) -> Usage:
+    def usage(self) -> StorageUsage:
         """What the storage says of itself, or what it said last if that takes longer than a moment. From any thread.
 
         StorageError: it cannot, or has not said anything yet.
@@ -126,6 +126,6 @@ class Depot:
 class _Figures:
     """What a storage said of itself last, and who is asking it now."""
 
-    usage: Usage | None = None
+    usage: StorageUsage | None = None
     trouble: str | None = "this storage has not said yet what it holds"
     asking: threading.Thread | None = None

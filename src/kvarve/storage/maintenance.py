@@ -1,9 +1,9 @@
 """What people do with a file store: look what lies in it, read all of it once, tidy it up, empty it.
 
-Who looks (`models`, `visit`) takes no lock and no number, writes nothing and removes nothing, so that it may be done by
-root, on a file system that is mounted read-only, and on a store that is damaged. Who changes something opens the store
-beside the processes that use it, as one more of them, and has to be the user whose store it is; it never grows nor
-shrinks by that, and nothing in it is used by that.
+Reading (`models`, `inspect`) takes no lock and no process number, writes nothing and removes nothing, so root may,
+on a read-only file system and on a damaged store. Changing (`gc`, `drop`) opens the store as one more process beside
+those that use it; only the user whose store it is may do that. The store neither grows nor shrinks by it, and no object
+counts as used.
 """
 
 import os
@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from kvarve.storage.books import group_of
 from kvarve.storage.clock import Clock
 from kvarve.storage.disk import Directory, Disk, NotOurs
 from kvarve.storage.files import FileStorage
@@ -31,15 +30,16 @@ from kvarve.storage.folder import (
     medium,
     model_name,
     models_of,
+    opened_read_only,
     quarantined,
     remove_model,
     remove_quarantined,
     root_bytes,
     slab_name,
     slab_numbers,
-    visited,
 )
-from kvarve.storage.slabs import Broken, Piece, Slab, states_of
+from kvarve.storage.index import group_of
+from kvarve.storage.slabs import Broken, RowSpan, Slab, states_of
 from kvarve.storage.table import BROKEN, RETIRED, STORED, UNREADABLE, owner_of, times
 
 _AS_LARGE_AS_IT_IS = 1 << 62
@@ -88,7 +88,7 @@ class Stored:
 def contents(directory: str | os.PathLike[str]) -> Contents:
     """What a folder holds. StorageError if it is no store."""
     disk, path = Disk(), checked_path(directory)
-    with medium(path), visited(disk, path) as root, models_of(disk, root) as folders:
+    with medium(path), opened_read_only(disk, path) as root, models_of(disk, root) as folders:
         found, total = [], root_bytes(disk, root)
         known, damaged = known_models(disk, folders) if folders is not None else ([], {})
         for model in known:
@@ -107,7 +107,7 @@ def models(directory: str | os.PathLike[str]) -> list[Model]:
     return contents(directory).models
 
 
-class Visit:
+class Inspection:
     """One model's slabs as they are, open for reading. They may change meanwhile: whoever has read something looks
     again whether it was still there. `lost`: what cannot be read of its tables, and why; `quarantined`: bytes."""
 
@@ -195,7 +195,7 @@ class Visit:
                 tick(number, len(self._places))
             view = memoryview(bytearray(int(slab.length[row])))
             try:
-                whole = slab.read([Piece(0, slab, row, view)]) == len(view)
+                whole = slab.read([RowSpan(0, slab, row, view)]) == len(view)
             except OSError:
                 whole = False
             if whole and intact(name, view):
@@ -215,14 +215,14 @@ class Visit:
 
 
 @contextmanager
-def visit(directory: str | os.PathLike[str], model: Model, disk: Disk | None = None) -> Iterator[Visit]:
+def inspect(directory: str | os.PathLike[str], model: Model, disk: Disk | None = None) -> Iterator[Inspection]:
     """Look at one model of a folder. StorageError if it cannot be read, or is gone."""
     disk, path = disk or Disk(), checked_path(directory)
-    with medium(path), visited(disk, path) as root, models_of(disk, root) as folders:
+    with medium(path), opened_read_only(disk, path) as root, models_of(disk, root) as folders:
         if folders is None:
             raise FileNotFoundError(model.folder)
         with disk.closing(disk.enter_below(folders, model_name(model.label))) as folder:
-            yield Visit(disk, folder, model.label)
+            yield Inspection(disk, folder, model.label)
 
 
 # --- who changes something
@@ -231,7 +231,9 @@ def visit(directory: str | os.PathLike[str], model: Model, disk: Disk | None = N
 @contextmanager
 def opened(directory: str | os.PathLike[str], model: Model, *, ttl_s: float | None = None) -> Iterator[FileStorage]:
     """The store, beside all that use it. StorageError if it is another user's."""
-    storage = FileStorage(directory, _AS_LARGE_AS_IT_IS, model.label, model.description, ttl_s=ttl_s, visiting=True)
+    storage = FileStorage(
+        directory, _AS_LARGE_AS_IT_IS, model.label, model.description, ttl_s=ttl_s, for_maintenance=True
+    )
     try:
         yield storage
     finally:
@@ -242,22 +244,22 @@ def gc(storage: FileStorage) -> dict[str, int]:
     """Free what is too old, what dead processes had reserved (since this storage was opened, which does it as well),
     slots that could not be read and can be now, and the slabs that were damaged (bytes)."""
     counts = dict.fromkeys(("expired", "reclaimed", "retired", "quarantined_bytes"), 0)
-    with storage.changing() as books:
-        now_ns = books.clock.now_ns()
-        counts["expired"] = books.expire(books.old(books.slabs.values(), now_ns), now_ns)
-        books.reclaim()
-        counts["reclaimed"] = books.reclaimed
-        for slab in books.slabs.values():
+    with storage.changing() as index:
+        now_ns = index.clock.now_ns()
+        counts["expired"] = index.expire(index.old(index.slabs.values(), now_ns), now_ns)
+        index.reclaim()
+        counts["reclaimed"] = index.reclaimed
+        for slab in index.slabs.values():
             for row in np.flatnonzero(slab.state == RETIRED).tolist():
                 if slab.can_be_filled(row):
-                    books.drop(slab, row)
+                    index.drop(slab, row)
                     counts["retired"] += 1
             # To write an entry may mend what cannot be read of a table; while others are there it may be theirs.
-            for row in np.flatnonzero(slab.state == UNREADABLE).tolist() if books.folder.alone() else ():
-                books.drop(slab, row)
+            for row in np.flatnonzero(slab.state == UNREADABLE).tolist() if index.folder.alone() else ():
+                index.drop(slab, row)
                 counts["retired"] += 1
-        books.publish()
-        counts["quarantined_bytes"] = remove_quarantined(books.disk, books.folder.model, "kvarve storage gc")
+        index.publish()
+        counts["quarantined_bytes"] = remove_quarantined(index.disk, index.folder.model, "kvarve storage gc")
     return counts
 
 

@@ -1,8 +1,8 @@
 """`kvarve storage ls|stat|verify|gc|drop`: how people look after the folder of a file store, also while servers use it.
 
-The first three change nothing; `gc` and `drop` are one more process on the folder. Here is what they say and when they
-refuse; what they do to a store is in `kvarve.storage.care`. Exit codes: 0 done, 1 verify found damage, 2 it cannot be
-done (an error that says why).
+The first three change nothing; `gc` and `drop` are one more process on the folder. This file has what they print and
+when they refuse; `kvarve.storage.maintenance` has what they do to a store. Exit codes: 0 done, 1 verify found damage,
+2 refused or failed (an error says why).
 """
 
 import argparse
@@ -23,8 +23,8 @@ from kvarve.errors import ConfigError, StorageError
 from kvarve.keys import parse_object_name
 from kvarve.memory.record import title, whole
 from kvarve.sizes import format_size
-from kvarve.storage import care
-from kvarve.storage.care import Model, Stored
+from kvarve.storage import maintenance
+from kvarve.storage.maintenance import Model, Stored
 from kvarve.storage.urls import SCHEMES, file_settings, parse_time, parse_url
 
 ORDERS: dict[str, Callable[[Stored], float]] = {
@@ -44,7 +44,7 @@ _WIDE = 200  # columns where nobody looks at a terminal, so that nothing is cut
 
 
 @dataclass(frozen=True)
-class Place:
+class StoreLocation:
     """What a URL says that matters to these commands."""
 
     folder: Path
@@ -54,13 +54,13 @@ class Place:
 
 def main(args: argparse.Namespace) -> int:
     """Run one of the commands; answers the exit code."""
-    place, out = _place(args.url), Report(args.json)
+    place, out = _place(args.url), Printer(args.json)
     code = COMMANDS[args.does](place, args, out)
     out.write()
     return code
 
 
-class Report:
+class Printer:
     """What a command found out, for people on standard output and as JSON where that is asked for."""
 
     def __init__(self, json_to: str | None) -> None:
@@ -94,7 +94,7 @@ class Report:
             raise ConfigError(f"--json: {self._json_to}: {e.strerror}") from e
 
 
-def _place(text: str) -> Place:
+def _place(text: str) -> StoreLocation:
     """Where a URL points to. Nothing is created; its capacity may be left out."""
     scheme, colon, _ = text.partition("://")
     if colon and scheme != "file" and (scheme in _ELSEWHERE or scheme in SCHEMES):
@@ -102,16 +102,16 @@ def _place(text: str) -> Place:
     url = parse_url(text)
     settings = file_settings(url)
     # The capacity of a plain path is one that nobody has said.
-    return Place(settings.folder, settings.capacity_bytes if "://" in text else None, settings.ttl_s)
+    return StoreLocation(settings.folder, settings.capacity_bytes if "://" in text else None, settings.ttl_s)
 
 
 # --- the commands
 
 
-def _ls(place: Place, args: argparse.Namespace, out: Report) -> int:
+def _ls(place: StoreLocation, args: argparse.Namespace, out: Printer) -> int:
     if args.by not in ORDERS:
         raise ConfigError(f"--by: {args.by!r} is no order; known: {', '.join(ORDERS)}")
-    models = care.models(place.folder)
+    models = maintenance.models(place.folder)
     found = [(model, each) for model, objects in _objects(place, models) for each in objects]
     if args.group is not None:
         group = _the_one(place, "group", args.group, {each.group for _, each in found})
@@ -145,8 +145,8 @@ def _ls(place: Place, args: argparse.Namespace, out: Report) -> int:
     return 0
 
 
-def _stat(place: Place, _: argparse.Namespace, out: Report) -> int:
-    contents = care.contents(place.folder)
+def _stat(place: StoreLocation, _: argparse.Namespace, out: Printer) -> int:
+    contents = maintenance.contents(place.folder)
     models = contents.models
     text = f"{place.folder}: {format_size(contents.bytes)} in {_many(len(models), 'model')}"
     if place.capacity_bytes is not None:
@@ -163,8 +163,13 @@ def _stat(place: Place, _: argparse.Namespace, out: Report) -> int:
         "damaged": contents.damaged,
     }
     for model in models:
-        with care.visit(place.folder, model) as visit:
-            objects, slots, lost, quarantined = visit.objects(), visit.states(), visit.lost, visit.quarantined
+        with maintenance.inspect(place.folder, model) as inspection:
+            objects, slots, lost, quarantined = (
+                inspection.objects(),
+                inspection.states(),
+                inspection.lost,
+                inspection.quarantined,
+            )
         rows = _shares(objects)
         told.append(
             _model_json(model)
@@ -188,17 +193,17 @@ def _stat(place: Place, _: argparse.Namespace, out: Report) -> int:
     return 0
 
 
-def _verify(place: Place, _: argparse.Namespace, out: Report) -> int:
+def _verify(place: StoreLocation, _: argparse.Namespace, out: Printer) -> int:
     told: list[dict[str, Any]] = []
-    contents = care.contents(place.folder)
+    contents = maintenance.contents(place.folder)
     for damage in contents.damaged:
         out.say(damage)
     damages = len(contents.damaged)
     for model in contents.models:
         inspector = Inspector(model.label)
-        with care.visit(place.folder, model) as visit, _progress(model.description) as tick:
-            read, damaged = visit.verify(inspector.intact, tick)
-            lost = visit.lost
+        with maintenance.inspect(place.folder, model) as inspection, _progress(model.description) as tick:
+            read, damaged = inspection.verify(inspector.intact, tick)
+            lost = inspection.lost
         damages += len(damaged) + len(lost)
         whys = {name: inspector.whys.get(name, "cannot be read") for name in damaged}
         told.append(
@@ -241,7 +246,7 @@ class Inspector:
         return name not in self.whys
 
 
-def _gc(place: Place, args: argparse.Namespace, out: Report) -> int:
+def _gc(place: StoreLocation, args: argparse.Namespace, out: Printer) -> int:
     unused_for_s = None
     if args.unused_for is not None:
         try:
@@ -249,16 +254,18 @@ def _gc(place: Place, args: argparse.Namespace, out: Report) -> int:
         except ConfigError as e:
             raise ConfigError(f"--unused-for: {e}") from None
     told: list[dict[str, Any]] = []
-    contents = care.contents(place.folder)
+    contents = maintenance.contents(place.folder)
     for damage in contents.damaged:
         out.say(damage)
     for model in contents.models:
-        with care.visit(place.folder, model) as visit:
-            unused_s = _unused_s(model, visit.objects())
-        with care.opened(place.folder, model, ttl_s=place.ttl_s) as storage:
-            counts = care.gc(storage)
+        with maintenance.inspect(place.folder, model) as inspection:
+            unused_s = _unused_s(model, inspection.objects())
+        with maintenance.opened(place.folder, model, ttl_s=place.ttl_s) as storage:
+            counts = maintenance.gc(storage)
         old = unused_for_s is not None and not model.in_use and unused_s >= unused_for_s
-        removed = old and care.drop_model(place.folder, model, f"kvarve storage gc --unused-for {args.unused_for}")
+        removed = old and maintenance.drop_model(
+            place.folder, model, f"kvarve storage gc --unused-for {args.unused_for}"
+        )
         told.append(_model_json(model) | counts | {"unused_s": unused_s, "removed": removed})
         who = f"{model.description} ({_short(model)}): "
         if removed:
@@ -275,8 +282,8 @@ def _gc(place: Place, args: argparse.Namespace, out: Report) -> int:
     return 0
 
 
-def _drop(place: Place, args: argparse.Namespace, out: Report) -> int:
-    models = care.models(place.folder)
+def _drop(place: StoreLocation, args: argparse.Namespace, out: Printer) -> int:
+    models = maintenance.models(place.folder)
     out.json = {"folder": str(place.folder), "dropped": False}
     if args.group is not None:
         objects = {model.label: found for model, found in _objects(place, models)}
@@ -289,8 +296,8 @@ def _drop(place: Place, args: argparse.Namespace, out: Report) -> int:
             return 0
         count = 0
         for model in models:
-            with care.opened(place.folder, model) as storage:
-                count += care.drop(storage, [each.name for each in objects[model.label] if each.group == group])
+            with maintenance.opened(place.folder, model) as storage:
+                count += maintenance.drop(storage, [each.name for each in objects[model.label] if each.group == group])
         out.json |= {"dropped": True, "objects": count}
         out.say(f"{_many(count, 'object')} dropped")
         return 0
@@ -306,14 +313,14 @@ def _drop(place: Place, args: argparse.Namespace, out: Report) -> int:
     if not _agreed(f"drop {_many(len(models), 'model')}, {size}: {what}", args, out):
         return 0
     for model in models:
-        if not care.drop_model(place.folder, model, "kvarve storage drop"):  # it has been opened since
+        if not maintenance.drop_model(place.folder, model, "kvarve storage drop"):  # it has been opened since
             raise StorageError(_in_use(model))
         out.say(f"{model.description} ({_short(model)}): dropped")
     out.json["dropped"] = True
     return 0
 
 
-COMMANDS: dict[str, Callable[[Place, argparse.Namespace, Report], int]] = {
+COMMANDS: dict[str, Callable[[StoreLocation, argparse.Namespace, Printer], int]] = {
     "ls": _ls,
     "stat": _stat,
     "verify": _verify,
@@ -325,13 +332,13 @@ COMMANDS: dict[str, Callable[[Place, argparse.Namespace, Report], int]] = {
 # --- what they share
 
 
-def _objects(place: Place, models: Iterable[Model]) -> Iterator[tuple[Model, list[Stored]]]:
+def _objects(place: StoreLocation, models: Iterable[Model]) -> Iterator[tuple[Model, list[Stored]]]:
     for model in models:
-        with care.visit(place.folder, model) as visit:
-            yield model, visit.objects()
+        with maintenance.inspect(place.folder, model) as inspection:
+            yield model, inspection.objects()
 
 
-def _the_one(place: Place, kind: str, begins: str, known: set[str]) -> str:
+def _the_one(place: StoreLocation, kind: str, begins: str, known: set[str]) -> str:
     """The one of these that begins so, as one writes commits; ConfigError if there is none, or several."""
     found = sorted({each for each in known if each.startswith(begins)} if begins not in known else {begins})
     if len(found) == 1:
@@ -342,7 +349,7 @@ def _the_one(place: Place, kind: str, begins: str, known: set[str]) -> str:
     raise ConfigError(f"--{kind}: {problem}; kvarve storage stat {place.folder} says which there are")
 
 
-def _agreed(what: str, args: argparse.Namespace, out: Report) -> bool:
+def _agreed(what: str, args: argparse.Namespace, out: Printer) -> bool:
     """Whether it may be done: by --yes, or by somebody at a terminal. ConfigError if there is nobody to ask."""
     out.say(("" if args.yes else "would ") + what)
     if args.yes:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvarve.storage.books import Books, Call, Grow, Place, Rank
 from kvarve.storage.disk import NotOurs
 from kvarve.storage.folder import LINE_BYTES, SLABS, slab_name, slab_numbers, spare_bytes
+from kvarve.storage.index import Call, Grow, Index, Rank, RowAddress
 from kvarve.storage.orders import LastUse, coldest
 from kvarve.storage.others import Idle, Others
 from kvarve.storage.slabs import Broken, Slab, unlink
@@ -59,9 +59,9 @@ class _Offer:
         return self.is_last, -self.mean_age_ns
 
 
-class Room:
-    def __init__(self, books: Books, lock: threading.Lock) -> None:
-        self._books, self._folder, self._lock = books, books.folder, lock
+class SlabAllocator:
+    def __init__(self, index: Index, lock: threading.Lock) -> None:
+        self._index, self._folder, self._lock = index, index.folder, lock
         self._others = Others(self._folder)
         # Slot bytes: store time.
         self._full_until: dict[int, int] = {}
@@ -73,25 +73,25 @@ class Room:
         """Before the first row is asked for: now and then, make room of what is too old, of what the dead had reserved
         and of what somebody has removed; answers what time it is."""
         call.low = spare_bytes(self._folder.disk, self._folder.root) < 0
-        books = self._books
+        index = self._index
         with self._lock:
-            now_ns, slabs = books.clock.now_ns(), [*books.slabs.values()]
-            if not books.is_due(now_ns):
+            now_ns, slabs = index.clock.now_ns(), [*index.slabs.values()]
+            if not index.is_due(now_ns):
                 return now_ns
-            books.reclaim()
+            index.reclaim()
         self.give_up(slab for slab in slabs if slab.is_gone())
-        old = books.old(slabs, now_ns)
+        old = index.old(slabs, now_ns)
         for at in range(0, len(old), AT_ONCE):
             with self._lock:
-                books.expire(old[at : at + AT_ONCE], now_ns)
-            books.publish(self._lock)
+                index.expire(old[at : at + AT_ONCE], now_ns)
+            index.publish(self._lock)
         return now_ns
 
-    def seat(self, call: Call, name: str, size_bytes: int) -> Place | None:
+    def seat(self, call: Call, name: str, size_bytes: int) -> RowAddress | None:
         """A row for a new object, held from now on; None if there is no room for it."""
         while True:
             with self._lock:
-                found = self._books.seat(call, name, size_bytes)
+                found = self._index.seat(call, name, size_bytes)
             if isinstance(found, Grow):
                 if not self._grow(call, found.slot_bytes):
                     call.grown.add(found.slot_bytes)
@@ -106,12 +106,12 @@ class Room:
         """Work out who goes. It takes a tenth of a second where there are a million, so without the lock. And if
         somebody else's slab had better go, then that."""
         with self._lock:
-            slabs, group = self._books.among(rank)
-        line = coldest(slabs, self._books.limits.eviction, group)
+            slabs, group = self._index.among(rank)
+        line = coldest(slabs, self._index.limits.eviction, group)
         slot_bytes = rank.slot_bytes
         if slot_bytes is not None and slot_bytes not in call.stuck:
             used_ns = line.first_used_ns()
-            age_ns = -1.0 if used_ns is None else max(0.0, self._books.clock.now_ns() - used_ns)
+            age_ns = -1.0 if used_ns is None else max(0.0, self._index.clock.now_ns() - used_ns)
             offers = self._offers(call, slot_bytes)
             older = min((each for each in offers if each.is_older(age_ns)), key=_Offer.comes, default=None)
             if older is not None:
@@ -119,12 +119,12 @@ class Room:
                     return
                 call.stuck.add(slot_bytes)
         with self._lock:
-            self._books.ranked(rank, line)
+            self._index.ranked(rank, line)
 
     def _tell_if_never(self, slot_bytes: int) -> None:
         """Say once that nothing of this size can be stored: there is nothing that could be evicted for it."""
         with self._lock:
-            mine = [slab.shape for slab in self._books.slabs.values()]
+            mine = [slab.shape for slab in self._index.slabs.values()]
         if slot_bytes in self._told or any(shape.slot_bytes == slot_bytes for shape in mine):
             return
         self._told.add(slot_bytes)
@@ -135,12 +135,12 @@ class Room:
             self._folder.directory,
             slot_bytes,
             others_bytes,
-            self._books.limits.capacity_bytes,
+            self._index.limits.capacity_bytes,
         )
 
     def _grow(self, call: Call, slot_bytes: int) -> bool:
         """One more slab of a class, if there is room; what was damaged makes room."""
-        now_ns = self._books.clock.now_ns()
+        now_ns = self._index.clock.now_ns()
         if self._full_until.get(slot_bytes, 0) > now_ns:
             return False
         self._find_lost()
@@ -161,13 +161,13 @@ class Room:
             return False
         call.freed_bytes = max(0, call.freed_bytes - slab.shape.bytes)
         with self._lock:
-            self._books.add(slab, empty=True)
+            self._index.add(slab, empty=True)
         return True
 
     def _swap(self, call: Call, slot_bytes: int, older: _Offer, offered_bytes: int) -> bool:
         """Empty a slab and make one of this class in its place, unless all that can be had gives too little room.
         Whether one was made, or could be if the next slab goes as well."""
-        now_ns = self._books.clock.now_ns()
+        now_ns = self._index.clock.now_ns()
         if self._stuck_until.get(slot_bytes, 0) > now_ns:
             return False
         if self._shape_for(slot_bytes, self._room_bytes(call, offered_bytes)) is None:
@@ -187,11 +187,11 @@ class Room:
         with self._lock:
             mine = [
                 slab
-                for slab in self._books.slabs.values()
-                if slab.shape.slot_bytes != but and self._books.may_go(slab, call)
+                for slab in self._index.slabs.values()
+                if slab.shape.slot_bytes != but and self._index.may_go(slab, call)
             ]
-            classes = Counter(slab.shape.slot_bytes for slab in self._books.slabs.values())
-            now_ns = self._books.clock.now_ns()
+            classes = Counter(slab.shape.slot_bytes for slab in self._index.slabs.values())
+            now_ns = self._index.clock.now_ns()
         found = []
         for slab in mine:
             used = LastUse.of(slab.used[slab.state == STORED])
@@ -216,9 +216,9 @@ class Room:
         rows = np.flatnonzero(slab.state == STORED)
         for at in range(0, len(rows), AT_ONCE):  # there may be a hundred thousand of them
             with self._lock:
-                self._books.unlist(slab, rows[at : at + AT_ONCE].tolist())
+                self._index.unlist(slab, rows[at : at + AT_ONCE].tolist())
         with self._lock:
-            self._books.remove(slab)
+            self._index.remove(slab)
         with suppress(NotOurs):  # it has got a second name: somebody wants to keep it
             unlink(slab.disk, slab.folder, slab.number, why)
         self._full_until.clear()
@@ -227,15 +227,15 @@ class Room:
         """These have been removed by somebody else."""
         for slab in slabs:
             with self._lock:
-                if self._books.slabs.get(slab.number) is not slab:
+                if self._index.slabs.get(slab.number) is not slab:
                     continue
-                self._books.lost += int((slab.state == STORED).sum())
-                self._books.remove(slab)
+                self._index.lost += int((slab.state == STORED).sum())
+                self._index.remove(slab)
             log.warning("%s: somebody has removed it, and all that lay in it is lost", slab.path)
 
     def shrink(self) -> None:
         """The capacity may be smaller than it was when all this was stored."""
-        excess = self._folder.bytes() - self._books.limits.capacity_bytes
+        excess = self._folder.bytes() - self._index.limits.capacity_bytes
         if excess > 0:
             excess -= self._others.remove_quarantined("the capacity is smaller than it was")
         while excess > 0:
@@ -250,14 +250,14 @@ class Room:
         removed. What this call has removed it may take, however full the disk is."""
         spare = spare_bytes(self._folder.disk, self._folder.root)
         free_bytes = max(spare, call.freed_bytes) + more_bytes
-        return min(self._books.limits.capacity_bytes - self._folder.bytes() - LINE_BYTES + more_bytes, free_bytes)
+        return min(self._index.limits.capacity_bytes - self._folder.bytes() - LINE_BYTES + more_bytes, free_bytes)
 
     def _shape_for(self, slot_bytes: int, room_bytes: int) -> Shape | None:
         """What a new slab of a class may be like; None if there is no room for one that is worth it."""
         with self._lock:
-            shapes = [slab.shape for slab in self._books.slabs.values()]
+            shapes = [slab.shape for slab in self._index.slabs.values()]
         held_bytes = sum(shape.bytes for shape in shapes)
-        usual_bytes = max(min(_SLAB_BYTES, self._books.limits.capacity_bytes // _SHARE), held_bytes // _SHARE)
+        usual_bytes = max(min(_SLAB_BYTES, self._index.limits.capacity_bytes // _SHARE), held_bytes // _SHARE)
         usual = Shape(slot_bytes, max(1, Shape.within(slot_bytes, usual_bytes).slots))
         possible = Shape.within(slot_bytes, room_bytes)
         slots = min(usual.slots, possible.slots)
@@ -267,15 +267,15 @@ class Room:
     def _find_lost(self) -> None:
         """Slabs of which nobody has heard, or not any more: a process died, or could not write, while it made or
         removed them, or they could not be opened. They are room like others, and what lies in them is what it says."""
-        disk, folder, known = self._folder.disk, self._folder.model, self._books.changes.known()
+        disk, folder, known = self._folder.disk, self._folder.model, self._index.sequence_lock.known()
         for number, whole in slab_numbers(disk, folder).items():
-            if number in known or number in self._books.slabs:
+            if number in known or number in self._index.slabs:
                 continue
             with suppress(OSError):  # it stays in the way, and is asked for again the next time
                 try:
-                    slab = Slab.open(disk, folder, number, self._books.owner)
+                    slab = Slab.open(disk, folder, number, self._index.owner)
                 except Broken as why:
-                    self._books.put_away(number, str(why), whole=whole)
+                    self._index.put_away(number, str(why), whole=whole)
                 except NotOurs as why:
                     if number not in self._left_alone:
                         log.warning("%s is left alone: %s", folder.path / slab_name(number), why)
@@ -283,7 +283,7 @@ class Room:
                 else:
                     if disk.size(slab.file) == slab.shape.slots_bytes:  # else it would grow, beyond what there is room
                         with self._lock:
-                            self._books.add(slab, empty=False)
+                            self._index.add(slab, empty=False)
 
     def _new_number(self) -> int | None:
         there = slab_numbers(self._folder.disk, self._folder.model)
@@ -291,4 +291,4 @@ class Room:
 
     def _new_slab(self, number: int, shape: Shape) -> Slab:
         identity = secrets.randbits(64) | 1
-        return Slab.create(self._folder.disk, self._folder.model, number, shape, self._books.owner, identity)
+        return Slab.create(self._folder.disk, self._folder.model, number, shape, self._index.owner, identity)

@@ -20,7 +20,7 @@ from kvarve.keys import group_name, root_key
 from kvarve.memory.record import HEADER_BYTES
 from kvarve.model import ModelIdentity
 from kvarve.runtime import PrefixCache
-from kvarve.storage import FileStorage, care
+from kvarve.storage import FileStorage, maintenance
 from kvarve.storage.disk import Disk
 
 DAY_S = 86400
@@ -46,11 +46,11 @@ import os, sys
 from kvarve.storage import FileStorage
 folder, label, description = sys.argv[1:]
 storage = FileStorage(folder, 64 << 20, bytes.fromhex(label), description)
-with storage.changing() as books:
-    slab = next(iter(books.slabs.values()))
+with storage.changing() as index:
+    slab = next(iter(index.slabs.values()))
     for _ in range(2):
-        books.hold(slab, slab.take_free())
-    books.publish()
+        index.hold(slab, slab.take_free())
+    index.publish()
 os._exit(0)
 """
 
@@ -146,30 +146,30 @@ def server(filled: Path) -> Iterator[Ask]:
         yield ask
 
 
-def model_of(folder: Path, identity: ModelIdentity) -> care.Model:
-    return next(model for model in care.models(folder) if model.label == identity.fingerprint())
+def model_of(folder: Path, identity: ModelIdentity) -> maintenance.Model:
+    return next(model for model in maintenance.models(folder) if model.label == identity.fingerprint())
 
 
 def names_in(folder: Path, identity: ModelIdentity, salt: str | None = None) -> list[str]:
-    with care.visit(folder, model_of(folder, identity)) as visit:
-        names = sorted(each.name for each in visit.objects())
+    with maintenance.inspect(folder, model_of(folder, identity)) as inspection:
+        names = sorted(each.name for each in inspection.objects())
     return [name for name in names if salt is None or name.startswith(group_of(identity, salt))]
 
 
 def everything(folder: Path) -> list[tuple[str, int, float]]:
     """All objects, by their last use: name, uses, how much older than the newest."""
     found = []
-    for model in care.models(folder):
-        with care.visit(folder, model) as visit:
-            listed = visit.objects()
+    for model in maintenance.models(folder):
+        with maintenance.inspect(folder, model) as inspection:
+            listed = inspection.objects()
         found += [(each.name, each.uses, round(each.used_s_ago - listed[0].used_s_ago, 9)) for each in listed]
     return found
 
 
 def overwrite(folder: Path, identity: ModelIdentity, name: str, data: bytes, at: int = 0) -> None:
     """Write into the slot of an object, behind the store's back."""
-    with care.visit(folder, model_of(folder, identity)) as visit:
-        slab, row = visit.place(name)
+    with maintenance.inspect(folder, model_of(folder, identity)) as inspection:
+        slab, row = inspection.place(name)
         path, place = slab.path, slab.shape.slot_at(row)
     with path.open("r+b") as file:
         file.seek(place + at)
@@ -177,7 +177,7 @@ def overwrite(folder: Path, identity: ModelIdentity, name: str, data: bytes, at:
 
 
 def record_of(folder: Path, identity: ModelIdentity, name: str) -> bytes:
-    with care.opened(folder, model_of(folder, identity)) as storage:
+    with maintenance.opened(folder, model_of(folder, identity)) as storage:
         buffer = bytearray(1 << 16)
         (size,) = storage.get([name], [memoryview(buffer)])
     assert size is not None
@@ -347,8 +347,8 @@ def test_what_a_server_evicts_meanwhile_is_no_damage(filled: Path) -> None:
         storage.delete([name])
         return False
 
-    with care.visit(filled, model_of(filled, OURS)) as visit:
-        assert visit.verify(intact) == (0, [])
+    with maintenance.inspect(filled, model_of(filled, OURS)) as inspection:
+        assert inspection.verify(intact) == (0, [])
     assert storage.exists(names) == [False] * len(names)
     storage.close()
 
@@ -372,9 +372,9 @@ def test_gc_gives_back_what_a_dead_process_had_reserved_and_slots_that_can_be_re
     server: Ask, filled: Path, say: Say
 ) -> None:
     retired = names_in(filled, OURS)[0]
-    with care.opened(filled, model_of(filled, OURS)) as storage, storage.changing() as books:
-        books.drop(*books.place(retired), 3)
-        books.publish()
+    with maintenance.opened(filled, model_of(filled, OURS)) as storage, storage.changing() as index:
+        index.drop(*index.place(retired), 3)
+        index.publish()
     with process(DIES, filled, OURS):
         pass
     answer = told(say("gc", filled, "--json", "-"))
@@ -415,7 +415,7 @@ def test_gc_removes_models_that_nobody_has_used_for_so_long_and_looking_is_no_us
     assert not any(model["removed"] for model in answer["models"]) and len(answer["models"]) == 3
     code, out, _ = say("gc", folder, "--unused-for", "30d")
     assert code == 0 and f"({old[:12]}): not used for 40 d: removed" in out
-    assert {model.label for model in care.models(folder)} == {OURS.fingerprint(), THEIRS.fingerprint()}
+    assert {model.label for model in maintenance.models(folder)} == {OURS.fingerprint(), THEIRS.fingerprint()}
 
 
 def test_gc_keeps_an_old_model_that_somebody_has_open(with_an_old_model: Path, say: Say) -> None:
@@ -466,7 +466,7 @@ def test_drop_asks_somebody_at_a_terminal(
     code, out, error = say("drop", filled, "--model", THEIRS.fingerprint().hex()[:12])
     assert code == 0 and error == "Do it? [y/N] "
     assert ("nothing was dropped" in out) == (left == 2)
-    assert len(care.models(filled)) == left
+    assert len(maintenance.models(filled)) == left
 
 
 @pytest.mark.parametrize("words", [["--all"], ["--model", OURS.fingerprint().hex()]], ids=["all", "model"])

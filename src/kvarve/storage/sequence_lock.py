@@ -42,7 +42,7 @@ class Changed:
     unsettled: list[int]  # stripes of which nobody has said that they are done; only of a close look
 
 
-class Changes:
+class SequenceLock:
     def __init__(self, disk: Disk, file: int) -> None:
         self._disk, self._file = disk, file
         self._head: bytes | None = None

@@ -13,7 +13,7 @@ from kvarve.memory.record import HEADER_BYTES
 from kvarve.model import BufferSpec, PoolSpec, Tier
 from kvarve.storage import MemoryStorage, Storage
 from kvarve.testing import FaultyStorage, Rule
-from kvarve.transfer.hands import Hands
+from kvarve.transfer.engine import TransferEngine
 
 KV = PoolSpec("attention", (BufferSpec("k", (4, 3), "float32"), BufferSpec("v", (4, 2), "bfloat16")), None)
 STATE = PoolSpec("state", (BufferSpec("conv", (1500,), "float32"),), 1, in_place=True)
@@ -48,7 +48,7 @@ class Bench:
         self.host = [HostArena(pool, SLOTS, NAMESPACE, rank) for pool in POOLS]
         self.inner = Recording()
         self.storage = FaultyStorage(self.inner, rules, seed=3)
-        self.hands = Hands(POOLS, self.device, self.host, rank=rank, verify_host=verify_host)
+        self.transfers = TransferEngine(POOLS, self.device, self.host, rank=rank, verify_host=verify_host)
         self.attach(self.storage)
         self.rank, self.ops = rank, 0
         self.begun: list[int] = []
@@ -56,7 +56,7 @@ class Bench:
             tensor.copy_(torch.arange(float(tensor.numel())).view(tensor.shape))
 
     def attach(self, storage: Storage) -> None:
-        self.hands.attach(self.hands.open_depot(storage))
+        self.transfers.attach(self.transfers.connect(storage))
 
     def key(self, page: int) -> bytes:
         return bytes([page + 1]) * 32
@@ -66,7 +66,7 @@ class Bench:
 
     def run(self, effect: Callable[[int], Copy | Probe]) -> Ended:
         self.ops += 1
-        self.hands.send(effect(self.ops))
+        self.transfers.send(effect(self.ops))
         (ended,) = self.ends(1)
         assert ended.op == self.ops
         return ended
@@ -75,8 +75,8 @@ class Bench:
         """The next pieces that end; `begun` knows which of them were said to begin."""
         found: list[Ended] = []
         while len(found) < count:
-            assert self.hands.ends.wait(LONG_S)
-            for event in self.hands.collect():
+            assert self.transfers.ends.wait(LONG_S)
+            for event in self.transfers.collect():
                 if isinstance(event, Ended):
                     found.append(event)
                 else:
@@ -267,7 +267,7 @@ def stalled(bench: Bench, *stores: tuple[tuple[int, int], ...]) -> None:
     bench.storage.stall()
     for op, pages in enumerate(stores, 100):
         moved = tuple(Page(pool, bench.key(page), page, -1) for pool, page in pages)
-        bench.hands.send(Copy(op, H, S, moved, ROOT))
+        bench.transfers.send(Copy(op, H, S, moved, ROOT))
         if op == 100:
             bench.storage.wait_for_stalled_call()
 
@@ -299,7 +299,7 @@ def test_what_comes_from_storage_is_not_kept_waiting_for_company(bench: Bench) -
     bench.store((0, 0), (0, 1))
     bench.storage.stall()
     for op, page in enumerate((0, 1), 100):
-        bench.hands.send(Copy(op, S, H, (Page(0, bench.key(page), -1, page + 2),), ROOT))
+        bench.transfers.send(Copy(op, S, H, (Page(0, bench.key(page), -1, page + 2),), ROOT))
     for _ in range(2):
         bench.storage.wait_for_stalled_call()
     bench.storage.release()
@@ -314,10 +314,10 @@ def test_probes_that_wait_become_one_question_and_each_has_its_own_answer(bench:
     bench.store((0, 0), (1, 2))
     asked = bench.storage.counts["exists"]
     bench.storage.stall()
-    bench.hands.send(probe(bench, 100, (0, 0), (0, 1)))
+    bench.transfers.send(probe(bench, 100, (0, 0), (0, 1)))
     bench.storage.wait_for_stalled_call()
     for op in range(101, 160):
-        bench.hands.send(probe(bench, op, (0, 1), (1, op % 3), (0, 0)))
+        bench.transfers.send(probe(bench, op, (0, 1), (1, op % 3), (0, 0)))
     bench.storage.release()
     expected = {op: (0b110 if op % 3 == 2 else 0b100, 0) for op in range(101, 160)}
     assert ends(bench, 60) == {100: (0b1, 0), **expected}
@@ -329,8 +329,8 @@ def test_probes_do_not_wait_behind_fetches(bench: Bench, monkeypatch: pytest.Mon
     reading, get = threading.Event(), bench.storage.get
     monkeypatch.setattr(bench.storage, "get", lambda *args: reading.wait(LONG_S) and get(*args))
     for op in range(100, 108):
-        bench.hands.send(Copy(op, S, H, (Page(0, bench.key(0), -1, op - 100),), ROOT))
-    bench.hands.send(probe(bench, 200, (0, 0)))
+        bench.transfers.send(Copy(op, S, H, (Page(0, bench.key(0), -1, op - 100),), ROOT))
+    bench.transfers.send(probe(bench, 200, (0, 0)))
     assert ends(bench, 1) == {200: (0b1, 0)}
     reading.set()
     assert len(ends(bench, 8)) == 8
@@ -380,8 +380,8 @@ def test_host_memory_is_trusted_where_an_operator_says_so() -> None:
 
 def test_closing_finishes_what_was_sent_and_closes_the_storage(bench: Bench) -> None:
     bench.copy(D, H, (0, 0, 0, 0))
-    bench.hands.send(Copy(99, H, S, (Page(0, bench.key(0), 0, -1),), ROOT))
-    bench.hands.close(LONG_S)
-    assert bench.hands.collect() == [Ended(99, 1)]
+    bench.transfers.send(Copy(99, H, S, (Page(0, bench.key(0), 0, -1),), ROOT))
+    bench.transfers.close(LONG_S)
+    assert bench.transfers.collect() == [Ended(99, 1)]
     assert bench.inner.written == [bench.name(0)]
     assert bench.inner._region is None

@@ -13,7 +13,7 @@ from itertools import chain, islice
 
 from kvarve.boundaries import leading, members, of, ones, span
 from kvarve.core.eviction import order_for
-from kvarve.core.eviction.order import Place
+from kvarve.core.eviction.order import OrderContext
 from kvarve.core.policies import FLAT_COST, PageCost
 from kvarve.core.tree import Root, Run, upward
 from kvarve.errors import ConfigError
@@ -23,7 +23,7 @@ NEAR = 64  # so many of the free slots of a place, at least, are looked through 
 SPARE = 8  # a row is better where so many more slots behind it are free
 
 
-class Shelves:
+class SlotPools:
     def __init__(
         self,
         pools: Sequence[PoolSpec],
@@ -44,7 +44,7 @@ class Shelves:
         self.free = [array("i", range(room - 1, -1, -1)) for room in self.capacity]
         lookbacks = [pool.lookback for pool in self.pools]
         self.orders = [
-            order_for(eviction, Place(place, lookbacks[place % len(self.pools)], cost, lambda: self.tick))
+            order_for(eviction, OrderContext(place, lookbacks[place % len(self.pools)], cost, lambda: self.tick))
             for place in range(len(self.capacity))
         ]
         self.counts_uses = any(order.counts_uses for order in self.orders)
@@ -61,7 +61,7 @@ class Shelves:
         self.divided: Callable[[Run, Run], None] = lambda front, tail: None
         self.removed: Callable[[Run], None] = lambda run: None
         # Told of pages (run, pool, local positions) that leave their last memory tier, just before they do.
-        self.bid_farewell: Callable[[Run, int, int], None] | None = None
+        self.on_last_copy_evicted: Callable[[Run, int, int], None] | None = None
 
     def place(self, tier: Tier, pool: int) -> int:
         return int(tier) * len(self.pools) + pool
@@ -156,24 +156,24 @@ class Shelves:
         for each, _ in upward(run, positions):
             each.used = self.tick
 
-    def pin(self, run: Run, positions: int, rests: int = 0, tiers: Sequence[Tier] = MEMORY_TIERS) -> None:
-        """Keep all that these tiers have at `positions`, and what they have of the chains at `rests`; the positions
-        stay in the tree, whatever tier has their chains."""
+    def pin(self, run: Run, positions: int, prefix_pins: int = 0, tiers: Sequence[Tier] = MEMORY_TIERS) -> None:
+        """Pin in these tiers every page at `positions`, and the pages of chains at `prefix_pins`. Pinned positions stay
+        in the tree, whatever tier has their chains."""
         for each, share in upward(run, positions):
             for tier in tiers:
                 each.pins[tier].add(share)
-        for each, share in upward(run, rests):
+        for each, share in upward(run, prefix_pins):
             for tier in tiers:
-                each.rests[tier].add(share)
+                each.prefix_pins[tier].add(share)
 
-    def unpin(self, run: Run, positions: int, rests: int = 0, tiers: Sequence[Tier] = MEMORY_TIERS) -> None:
+    def unpin(self, run: Run, positions: int, prefix_pins: int = 0, tiers: Sequence[Tier] = MEMORY_TIERS) -> None:
         for each, share in upward(run, positions):
             for tier in tiers:
                 each.pins[tier].remove(share)
             self._let_go(each)
-        for each, share in upward(run, rests):
+        for each, share in upward(run, prefix_pins):
             for tier in tiers:
-                each.rests[tier].remove(share)
+                each.prefix_pins[tier].remove(share)
             self._let_go(each)
 
     def _let_go(self, run: Run) -> None:
@@ -270,8 +270,8 @@ class Shelves:
         if chain:
             leaving &= span((take & ~leaving).bit_length(), run.pages)
         if leaving:
-            if self.bid_farewell is not None and (gone := leaving & ~safe & ~run.bad[place]):
-                self.bid_farewell(run, place % len(self.pools), gone)
+            if self.on_last_copy_evicted is not None and (gone := leaving & ~safe & ~run.bad[place]):
+                self.on_last_copy_evicted(run, place % len(self.pools), gone)
             self._leave_all(run, place, leaving)
             if chain or not self.chains:
                 self.prune(run)
@@ -296,8 +296,8 @@ class Shelves:
             self.shape += 1
             held = run.pinned()
             assert not held >> alive - run.first, "a held position lost its page"
-            if self.bid_farewell is not None:
-                self._bid_farewell_from(self.bid_farewell, run, alive - run.first)
+            if self.on_last_copy_evicted is not None:
+                self._report_last_copies(self.on_last_copy_evicted, run, alive - run.first)
             for place, here in enumerate(run.here):
                 for local in members(here & span(alive - run.first, run.pages)):
                     self.leave(run, place, run.first + local)
@@ -319,7 +319,7 @@ class Shelves:
                 self.offer(parent, place)
             run = parent
 
-    def _bid_farewell_from(self, farewell: Callable[[Run, int, int], None], run: Run, local: int) -> None:
+    def _report_last_copies(self, farewell: Callable[[Run, int, int], None], run: Run, local: int) -> None:
         """Everything that is left of a run's positions from a local one on goes."""
         for pool in range(len(self.pools)):
             host = self.place(Tier.HOST, pool)

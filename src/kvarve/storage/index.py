@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvarve.storage.changes import Changes
 from kvarve.storage.clock import Clock
 from kvarve.storage.disk import Disk
 from kvarve.storage.folder import CHANGES, CLOCK, Folder, files_of_model, slab_name, slab_numbers
 from kvarve.storage.orders import Line, Victim
+from kvarve.storage.sequence_lock import SequenceLock
 from kvarve.storage.slabs import STRIPES, Broken, Slab, quarantine, states_of, unlink
 from kvarve.storage.table import (
     BROKEN,
@@ -40,7 +40,7 @@ _SECOND_NS = 1_000_000_000
 _GENERATIONS = (1 << 32) - 1
 _ROW = (1 << 32) - 1
 
-Place = tuple[Slab, int]
+RowAddress = tuple[Slab, int]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Call:
     """One put: what it has answered for may not be evicted for the rest of it."""
 
     kept: set[int] = field(default_factory=set)  # places of what was there already, and of what it stored
-    stored: list[set[Place]] = field(default_factory=list)  # by each of its rounds
+    stored: list[set[RowAddress]] = field(default_factory=list)  # by each of its rounds
     touched: set[Slab] = field(default_factory=set)  # where all that it answers for lies
     of_group: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # slot bytes reserved
     grown: set[int] = field(default_factory=set)  # classes that cannot have one more slab now
@@ -92,23 +92,23 @@ def _number_of(group: str) -> int:
     return zlib.crc32(group.encode()) >> 1
 
 
-class Books:
+class Index:
     def __init__(self, disk: Disk, folder: Folder, label: bytes, limits: Limits) -> None:
         self.disk, self.folder, self.limits = disk, folder, limits
         self.owner = owner_of(label)
-        self.changes = Changes(disk, folder.open(CHANGES))
+        self.sequence_lock = SequenceLock(disk, folder.open(CHANGES))
         self.clock = Clock(disk, folder.open(CLOCK))
         self.slabs: dict[int, Slab] = {}
-        self.index: dict[str, int] = {}  # the slab's number << 32 | the row
+        self.entries: dict[str, int] = {}  # the slab's number << 32 | the row
         self.bytes = 0
         self.evicted = self.lost = self.damaged = self.reclaimed = 0
         self._of_group: dict[str, int] = {}  # slot bytes, of groups that have any; counted where there is a quota
         self._taken: set[int] = set()  # classes (slot bytes) without a free row
         self._dirty: dict[Slab, set[int]] = defaultdict(set)
-        self.held: dict[Place, int] = {}  # generations of rows that calls of this process are about to fill
+        self.held: dict[RowAddress, int] = {}  # generations of rows that calls of this process are about to fill
         self._unclear: set[Slab] = set()  # slabs with entries that fail their check
-        self._doubles: set[Place] = set()  # of those: another row has the same name
-        self.doubtful: dict[Place, int] = {}  # generations of objects that may never have reached the medium
+        self._doubles: set[RowAddress] = set()  # of those: another row has the same name
+        self.doubtful: dict[RowAddress, int] = {}  # generations of objects that may never have reached the medium
         self._lines: dict[Rank, Line] = {}
         self._interrupted = False  # the tables may have reserved rows of ours that nobody fills
         self._last_tick = 0
@@ -116,20 +116,20 @@ class Books:
 
     # --- asking
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> RowAddress:
         """Where an object lies, however old."""
-        place = self.index[name]
+        place = self.entries[name]
         return self.slabs[place >> 32], place & _ROW
 
-    def find(self, name: str, now_ns: int) -> Place | None:
+    def find(self, name: str, now_ns: int) -> RowAddress | None:
         """Where an object lies that is not too old."""
-        place = self.index.get(name)
+        place = self.entries.get(name)
         if place is None:
             return None
         slab, row = self.slabs[place >> 32], place & _ROW
         return None if self._is_old(slab, row, now_ns) else (slab, row)
 
-    def stands(self, place: Place, generation: int) -> bool:
+    def stands(self, place: RowAddress, generation: int) -> bool:
         """Whether it is still the same object that lies there."""
         slab, row = place
         known = self.slabs.get(slab.number) is slab
@@ -138,7 +138,7 @@ class Books:
     def count(self, now_ns: int) -> tuple[int, int]:
         """How many objects there are that are not too old, and their bytes."""
         if self.limits.ttl_ns is None:
-            return len(self.index), self.bytes
+            return len(self.entries), self.bytes
         objects = size_bytes = 0
         for slab in self.slabs.values():
             fresh = (slab.state == STORED) & (now_ns - slab.stored <= self.limits.ttl_ns)
@@ -148,7 +148,7 @@ class Books:
 
     # --- using
 
-    def use(self, places: Sequence[Place], *, count: bool = True) -> list[tuple[Slab, int, int, int]]:
+    def use(self, places: Sequence[RowAddress], *, count: bool = True) -> list[tuple[Slab, int, int, int]]:
         """These were used, the first of them last; answers what to write down of it."""
         tick = self._last_tick = max(self.clock.now_ns(), self._last_tick + 1)
         for slab, row in reversed(places):
@@ -163,7 +163,7 @@ class Books:
     def take_in(self, *, closely: bool = False) -> None:
         """Look what other processes have changed; closely, before changing something oneself."""
         unsettled, unopened = {}, []
-        for changed in self.changes.look(closely=closely):
+        for changed in self.sequence_lock.look(closely=closely):
             if changed.unsettled:
                 unsettled[changed.number] = changed.identity, changed.unsettled
             slab = self.slabs.get(changed.number)
@@ -184,10 +184,10 @@ class Books:
                     pass
                 except OSError:
                     unopened.append(changed.number)
-        self.changes.doubt(unopened)
+        self.sequence_lock.doubt(unopened)
         if unsettled:
             with suppress(OSError):  # then the next one has to do it
-                self.changes.did(unsettled)
+                self.sequence_lock.did(unsettled)
 
     def reload(self, slabs: Iterable[Slab]) -> None:
         """Believe the tables again: what was meant to be written into them could not be."""
@@ -241,31 +241,31 @@ class Books:
         # The older one may be what a power cut has brought back, and its slot another object's by now.
         newer: dict[str, int] = {}
         for name, row in zip(names, rows, strict=True):
-            if name in self.index:
+            if name in self.entries:
                 there, at = self.place(name)
                 if there.stored[at] > slab.stored[row]:
-                    newer[name] = self.index[name]
+                    newer[name] = self.entries[name]
                 else:
                     self._give_up(there, at)
-        before = len(self.index)
+        before = len(self.entries)
         # All at once, as there may be a million of them.
-        self.index.update(zip(names, (np.array(rows) + (slab.number << 32)).tolist(), strict=True))
-        self.index.update(newer)
+        self.entries.update(zip(names, (np.array(rows) + (slab.number << 32)).tolist(), strict=True))
+        self.entries.update(newer)
         self.bytes += int(slab.length[rows].sum())
         if self.limits.quota_bytes is not None:
             for row in rows:
                 self._count_group(slab, row, 1)
-        if len(self.index) < before + len(rows):
+        if len(self.entries) < before + len(rows):
             for row, name in zip(rows, names, strict=True):
-                if self.index[name] != slab.number << 32 | row:
+                if self.entries[name] != slab.number << 32 | row:
                     self._give_up(slab, row)
 
     def _give_up(self, slab: Slab, row: int) -> None:
         """A row whose name another one has: two processes may have stored it at once, of which one died before it
         could tell."""
         name = slab.names[row]
-        if self.index[name] == slab.number << 32 | row:
-            del self.index[name]
+        if self.entries[name] == slab.number << 32 | row:
+            del self.entries[name]
         self.bytes -= int(slab.length[row])
         self._count_group(slab, row, -1)
         slab.state[row], slab.names[row] = BROKEN, ""
@@ -273,7 +273,7 @@ class Books:
         self._doubles.add((slab, row))
 
     def _count_in(self, slab: Slab, row: int) -> None:
-        self.index[slab.names[row]] = slab.number << 32 | row
+        self.entries[slab.names[row]] = slab.number << 32 | row
         self.bytes += int(slab.length[row])
         self._count_group(slab, row, 1)
 
@@ -291,8 +291,8 @@ class Books:
 
     def _unlist(self, slab: Slab, row: int) -> None:
         name = slab.names[row]
-        if self.index.get(name) == slab.number << 32 | row:
-            del self.index[name]
+        if self.entries.get(name) == slab.number << 32 | row:
+            del self.entries[name]
             self.bytes -= int(slab.length[row])
             self._count_group(slab, row, -1)
         slab.names[row] = ""
@@ -313,10 +313,10 @@ class Books:
         """Nothing of a store that is closed keeps a file of a slab open, but who is reading it."""
         for slab in [*self.slabs.values()]:
             self.slabs.pop(slab.number)
-        for known in (self.index, self._dirty, self._unclear, self._doubles, self.doubtful, self._lines):
+        for known in (self.entries, self._dirty, self._unclear, self._doubles, self.doubtful, self._lines):
             known.clear()
 
-    def doubt(self, places: Iterable[Place]) -> None:
+    def doubt(self, places: Iterable[RowAddress]) -> None:
         """These may never have reached the medium: they are dropped as soon as tables can be written."""
         self.doubtful.update(((slab, row), int(slab.generation[row])) for slab, row in places)
 
@@ -337,21 +337,21 @@ class Books:
             slab.searched = False
             self._taken.discard(slab.shape.slot_bytes)
 
-    def release(self, places: Iterable[Place]) -> None:
+    def release(self, places: Iterable[RowAddress]) -> None:
         """Nobody is going to fill these after all, as far as they are held."""
         for place in places:
             if self.is_ours(place):
                 self.drop(*place)
             self.held.pop(place, None)
 
-    def is_ours(self, place: Place) -> bool:
+    def is_ours(self, place: RowAddress) -> bool:
         """Whether a row that this process has reserved still is: a disk may have lost that, and it is another's now."""
         slab, row = place
         ours = slab.state[row] == RESERVED and slab.holder[row] == self.folder.number
         same = slab.generation[row] == self.held.get(place) and self.slabs.get(slab.number) is slab
         return bool(ours and same)
 
-    def abandon(self, places: Iterable[Place]) -> None:
+    def abandon(self, places: Iterable[RowAddress]) -> None:
         """The same where tables cannot be written now: the next who can finds them reserved by us, and held by
         nobody."""
         for place in places:
@@ -388,11 +388,11 @@ class Books:
             return
         try:
             with lock:
-                self.changes.will(change)
+                self.sequence_lock.will(change)
             for slab, rows in dirty.items():
                 slab.save(sorted(rows))
             with lock:
-                self.changes.did(change)
+                self.sequence_lock.did(change)
                 self.doubtful = {place: it for place, it in self.doubtful.items() if self.stands(place, it)}
         except BaseException:  # whatever it is, it goes on to the caller
             with lock:
@@ -410,7 +410,7 @@ class Books:
         for slab, row in doubles:
             if slab.state[row] == BROKEN:
                 for _, found in slab.load(row, row + 1):
-                    if found.names and found.names[0] in self.index:
+                    if found.names and found.names[0] in self.entries:
                         self.drop(slab, row)
         for place, generation in self.doubtful.items():
             if self.stands(place, generation):
@@ -429,7 +429,7 @@ class Books:
                 self._unclear.add(slab)
 
     def reclaim(self) -> None:
-        """Rows that a process had reserved before it died are free, and those of ours that no call is filling."""
+        """Rows that a process had reserved before it died are free, and those of ours that no call is in_flight."""
         for slab in self.slabs.values():
             reserved = np.flatnonzero(slab.state == RESERVED)
             if not len(reserved):
@@ -445,7 +445,7 @@ class Books:
                 self.reclaimed += 1
                 self.drop(slab, row)
 
-    def old(self, slabs: Iterable[Slab], now_ns: int) -> list[Place]:
+    def old(self, slabs: Iterable[Slab], now_ns: int) -> list[RowAddress]:
         """What is too old in these slabs; nobody need keep others from them meanwhile."""
         ttl_ns = self.limits.ttl_ns
         if ttl_ns is None:
@@ -456,7 +456,7 @@ class Books:
             for row in np.flatnonzero((slab.state == STORED) & (now_ns - slab.stored > ttl_ns)).tolist()
         ]
 
-    def expire(self, places: Iterable[Place], now_ns: int) -> int:
+    def expire(self, places: Iterable[RowAddress], now_ns: int) -> int:
         """Of these, what is still there and too old is gone; how many that were."""
         count = 0
         for slab, row in places:
@@ -477,7 +477,7 @@ class Books:
 
     # --- finding room
 
-    def seat(self, call: Call, name: str, size_bytes: int) -> Place | Grow | Rank | None:
+    def seat(self, call: Call, name: str, size_bytes: int) -> RowAddress | Grow | Rank | None:
         """A row for a new object, held from now on. `Grow`, `Rank`: try to do it and ask again."""
         slot_bytes = slot_bytes_for(size_bytes)
         group = group_of(name) if self.limits.quota_bytes is not None else ""
@@ -503,7 +503,7 @@ class Books:
         self.drop(slab, row)
         self.evicted += 1
 
-    def _free(self, slot_bytes: int, call: Call) -> Place | None:
+    def _free(self, slot_bytes: int, call: Call) -> RowAddress | None:
         if slot_bytes not in self._taken:
             for slab in self.slabs.values():
                 if slab.shape.slot_bytes != slot_bytes or (call.low and not slab.is_solid()):
@@ -584,7 +584,7 @@ class Books:
         try:
             if not empty:
                 self._read(slab, 0, slab.shape.slots)
-            self.changes.did({slab.number: (slab.identity, ())})
+            self.sequence_lock.did({slab.number: (slab.identity, ())})
         except BaseException:
             self.forget(slab)
             raise
@@ -599,7 +599,7 @@ class Books:
     def remove(self, slab: Slab) -> None:
         """A slab is to be removed, with what is still listed of it. OSError: others do not know that yet."""
         self.forget(slab)
-        self.changes.did({slab.number: (0, ())})
+        self.sequence_lock.did({slab.number: (0, ())})
 
     def begin(self, *, mend: bool) -> None:
         """This process is alone: the files say which slabs there are.
@@ -624,7 +624,7 @@ class Books:
             except OSError as error:  # until somebody can
                 self.lost += 1
                 log.warning("%s is not used: %s", folder.path / slab_name(number), error)
-        self.changes.begin(found)
+        self.sequence_lock.begin(found)
 
     def put_away(self, number: int, why: str, *, whole: bool) -> None:
         """What is no slab makes room: at once if there is nothing but slots that no table knows."""

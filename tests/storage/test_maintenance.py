@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvarve.errors import StorageError
-from kvarve.storage import FileStorage, care
+from kvarve.storage import FileStorage, maintenance
 from kvarve.storage.disk import Disk
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
 
@@ -25,7 +25,7 @@ def storage(folder: Path) -> Iterator[FileStorage]:
 def test_the_models_of_a_folder_are_told_and_whether_somebody_has_them_open(storage, folder):
     put(storage, a=b"1")
     FileStorage(folder, MIB, OTHER_LABEL, "model B").close()
-    found = {model.description: model for model in care.models(folder)}
+    found = {model.description: model for model in maintenance.models(folder)}
     assert {name: (model.label, model.in_use) for name, model in found.items()} == {
         "model A": (LABEL, True),
         "model B": (OTHER_LABEL, False),
@@ -37,15 +37,15 @@ def test_a_folder_of_somebody_else_is_not_looked_after(folder):
     folder.mkdir()
     (folder / "thesis.tex").write_text("precious")
     with pytest.raises(StorageError, match="not a kvarve storage folder"):
-        care.models(folder)
+        maintenance.models(folder)
 
 
 def test_what_lies_in_a_store_is_listed_by_its_last_use(storage, folder):
     put(storage, **{"aaaa-1": b"first", "bbbb-1": bytes(5000), "loner": b""})
     get(storage, "bbbb-1")
-    (model,) = care.models(folder)
-    with care.visit(folder, model) as visit:
-        listed = visit.objects()
+    (model,) = maintenance.models(folder)
+    with maintenance.inspect(folder, model) as inspection:
+        listed = inspection.objects()
     assert [(each.name, each.group, each.slot_bytes, each.size_bytes, each.uses) for each in listed] == [
         ("bbbb-1", "bbbb", 8192, 5000, 1),
         ("aaaa-1", "aaaa", 4096, 5, 0),
@@ -56,12 +56,12 @@ def test_what_lies_in_a_store_is_listed_by_its_last_use(storage, folder):
 
 def test_verify_reads_everything_and_tells_what_is_damaged(storage, folder):
     put(storage, **{f"page-{i}": bytes([i]) * 5000 for i in range(40)})
-    (slab, row), (model,) = storage._books.place("page-7"), care.models(folder)
+    (slab, row), (model,) = storage._index.place("page-7"), maintenance.models(folder)
     with slab.path.open("r+b") as file:
         file.seek(slab.shape.slot_at(row) + 100)
         file.write(b"\xff")
-    with care.visit(folder, model) as visit:
-        assert visit.verify(lambda name, data: data == bytes([int(name[5:])]) * 5000) == (40, ["page-7"])
+    with maintenance.inspect(folder, model) as inspection:
+        assert inspection.verify(lambda name, data: data == bytes([int(name[5:])]) * 5000) == (40, ["page-7"])
     assert storage.exists(["page-6", "page-7"]) == [True, True]
 
 
@@ -80,55 +80,55 @@ class OneBadPlace(Disk):
 
 def test_verify_tells_what_cannot_be_read(storage, folder):
     put(storage, **{f"page-{i}": bytes([i]) * 5000 for i in range(40)})
-    slab, row = storage._books.place("page-7")
+    slab, row = storage._index.place("page-7")
     disk = OneBadPlace(slab.path, slab.shape.slot_at(row))
     heard = []
-    (model,) = care.models(folder)
-    with care.visit(folder, model, disk) as visit:
-        assert visit.verify(lambda name, data: True, lambda *far: heard.append(far)) == (39, ["page-7"])
+    (model,) = maintenance.models(folder)
+    with maintenance.inspect(folder, model, disk) as inspection:
+        assert inspection.verify(lambda name, data: True, lambda *far: heard.append(far)) == (39, ["page-7"])
     assert heard == [(0, 40), (16, 40), (32, 40), (40, 40)]
 
 
 def test_who_visits_a_store_uses_nothing_in_it(storage, folder):
     put(storage, a=b"1", b=b"2")
     get(storage, "a")
-    (model,) = care.models(folder)
+    (model,) = maintenance.models(folder)
     for _ in range(3):
-        with care.opened(folder, model) as beside:
+        with maintenance.opened(folder, model) as beside:
             get(beside, "b")
-        with care.visit(folder, model) as visit:
-            assert visit.verify(lambda name, data: True) == (2, [])
-            assert [(each.name, each.uses) for each in visit.objects()] == [("a", 1), ("b", 0)]
+        with maintenance.inspect(folder, model) as inspection:
+            assert inspection.verify(lambda name, data: True) == (2, [])
+            assert [(each.name, each.uses) for each in inspection.objects()] == [("a", 1), ("b", 0)]
 
 
 def test_a_folder_that_is_no_store_yet_has_no_models_to_tell_of(folder):
     with pytest.raises(StorageError, match="no such folder"):
-        care.models(folder)
+        maintenance.models(folder)
     folder.mkdir()
     with pytest.raises(StorageError, match="there is no kvarve storage in it"):
-        care.models(folder)
+        maintenance.models(folder)
     assert [*folder.iterdir()] == []
 
 
 def test_gc_gives_back_what_is_too_old_and_slots_that_can_be_read_again(folder, storage):
     put(storage, a=b"1", b=b"2")
-    with storage.changing() as books:
-        books.drop(*books.place("a"), 3)
-        books.publish()
-    assert storage._books.states()["retired"] == 1
-    assert care.gc(storage) == {"expired": 0, "reclaimed": 0, "retired": 1, "quarantined_bytes": 0}
-    assert storage._books.states()["retired"] == 0
+    with storage.changing() as index:
+        index.drop(*index.place("a"), 3)
+        index.publish()
+    assert storage._index.states()["retired"] == 1
+    assert maintenance.gc(storage) == {"expired": 0, "reclaimed": 0, "retired": 1, "quarantined_bytes": 0}
+    assert storage._index.states()["retired"] == 0
     assert get(storage, "b") == b"2"
 
 
 def test_objects_are_dropped_alone_and_a_model_only_when_nobody_uses_it(storage, folder):
     put(storage, **{"aaaa-1": b"1", "aaaa-2": b"2", "bbbb-1": b"3"})
-    (model,) = care.models(folder)
-    with care.opened(folder, model) as beside:
-        assert care.drop(beside, ["aaaa-1", "aaaa-2", "aaaa-3"]) == 2
+    (model,) = maintenance.models(folder)
+    with maintenance.opened(folder, model) as beside:
+        assert maintenance.drop(beside, ["aaaa-1", "aaaa-2", "aaaa-3"]) == 2
     assert there(storage, "aaaa-1", "aaaa-2", "bbbb-1") == "bbbb-1"
-    assert not care.drop_model(folder, model, "a test")
+    assert not maintenance.drop_model(folder, model, "a test")
     assert there(storage, "bbbb-1") == "bbbb-1"
     storage.close()
-    assert care.drop_model(folder, model, "a test")
-    assert care.models(folder) == []
+    assert maintenance.drop_model(folder, model, "a test")
+    assert maintenance.models(folder) == []
