@@ -5,7 +5,7 @@ A question, asked once for many requests: it changes nothing, and its cost follo
 
 from kvarve.boundaries import of, ones
 from kvarve.core.cache import Core
-from kvarve.core.copies import BACKUP, LOAD
+from kvarve.core.copies import BACKUP, LOAD, STORE, Op
 from kvarve.core.lease import Lease
 from kvarve.core.tree import Run, same_pages
 
@@ -77,4 +77,19 @@ def making_room(core: Core) -> bool:
 
 def copying(core: Core) -> bool:
     """Whether copies in flight hold pages of the device."""
-    return any(op.edge in (BACKUP, LOAD) for op in core.copies.ops.values())
+    return any(
+        op.edge in (BACKUP, LOAD) or (op.edge == STORE and _holds_device(core, op)) for op in core.copies.ops.values()
+    )
+
+
+def _holds_device(core: Core, store: Op) -> bool:
+    """Whether a store keeps pages on the device: what it reads stays in the tree, and so do the pages before it of all
+    chains, of which the host may lack some."""
+    run, before = store.run, store.pinned.bit_length()
+    while run is not None and run.tokens:
+        pages = ones(max(0, min(before, run.end) - run.first))
+        for pool in core.shelves.chains:
+            if run.here[pool] & pages & ~(run.here[core.shelves.other(pool)] & ~run.bad[core.shelves.other(pool)]):
+                return True
+        run = run.parent
+    return False
