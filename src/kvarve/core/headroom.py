@@ -83,13 +83,17 @@ def copying(core: Core) -> bool:
 
 
 def _holds_device(core: Core, store: Op) -> bool:
-    """Whether a store keeps pages on the device: what it reads stays in the tree, and so do the pages before it of all
-    chains, of which the host may lack some."""
+    """Whether a store keeps pages on the device: the positions that it reads stay in the tree, and with them the pages
+    before them of all chains, of which the host may lack some."""
     run, before = store.run, store.pinned.bit_length()
     while run is not None and run.tokens:
         pages = ones(max(0, min(before, run.end) - run.first))
-        for pool in core.shelves.chains:
-            if run.here[pool] & pages & ~(run.here[core.shelves.other(pool)] & ~run.bad[core.shelves.other(pool)]):
+        for pool in core.slot_pools.chains:
+            if (
+                run.here[pool]
+                & pages
+                & ~(run.here[core.slot_pools.other(pool)] & ~run.bad[core.slot_pools.other(pool)])
+            ):
                 return True
         run = run.parent
     return False
