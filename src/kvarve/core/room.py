@@ -89,7 +89,8 @@ def _holds_device(core: Core, store: Op) -> bool:
     while run is not None and run.tokens:
         pages = ones(max(0, min(before, run.end) - run.first))
         for pool in core.shelves.chains:
-            if run.here[pool] & pages & ~(run.here[core.shelves.other(pool)] & ~run.bad[core.shelves.other(pool)]):
+            host = core.shelves.other(pool)
+            if run.here[pool] & pages & ~(run.here[host] & ~run.bad[host]):
                 return True
         run = run.parent
     return False
