@@ -293,6 +293,30 @@ def test_who_waits_for_storage_is_passed_by(make: Make) -> None:
     assert slow.result(0.1)[1] == alone("qwen3_5", PROMPT, 1, DECODED)
 
 
+def test_a_put_that_hangs_costs_no_request_and_no_hit_on_the_device(make: Make) -> None:
+    """Twelve prompts, each asked twice in a row, on a device that holds two of them and a host that holds four."""
+    model, over, hung = a_model(), threading.Event(), threading.Event()
+
+    class HungPuts(MemoryStorage):
+        def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
+            hung.set()
+            over.wait()
+            return super().put(names, data)
+
+    storage = HungPuts(64 * MIB, model.identity.fingerprint(), "test")
+    pages = sum(pool.payload_bytes for pool in model.identity.pools)
+    engine = make(model, storage=storage, device=room_for(model, 2 * PROMPT), host=4 * (PROMPT // PAGE) * pages)
+    try:
+        for seed in range(12):
+            for found in (0, GRID_FLOOR):
+                _, tokens, last = engine.submit(a_request(a_prompt(PROMPT, seed))).result(LONG_S)
+                assert tokens == alone("qwen3_5", PROMPT, seed, DECODED)
+                assert last.usage is not None and last.usage.device == found
+            assert hung.wait(LONG_S)
+    finally:
+        over.set()
+
+
 def test_equal_prompts_that_wait_behind_each_other_are_computed_once(make: Make) -> None:
     engine = make(start=False, max_running=1)
     requests = [engine.submit(a_request(a_prompt(PROMPT, 1))) for _ in range(6)]

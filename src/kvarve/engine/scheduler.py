@@ -45,6 +45,7 @@ class Task:
         self.admitted_seq = NEVER  # counts those that began before it did so first
         self.stalled_s: float | None = None  # since when it has not found the room that should be there
         self.denied: object = None  # how things stood when it found less room than there seemed to be
+        self.retried: object = None  # how they stood when it was tried again all the same, since it needed less by then
         self.found = -1, 0  # the shape of the tree, and how many of its pages were in memory then
         self.partings: dict[int, int] = {}  # by another's lease: where the two prompts part
 
@@ -265,8 +266,14 @@ class Scheduler(Generic[Each]):
             if patient and making_room(self.cache.core):
                 return
             if self.running:
+                before = self._needs(task)
                 self._send_back(task)
-                task.denied = self._state(), Headroom(self.cache.core).needs(task.lease, self._pages(task.length))
+                after = self._needs(task)
+                now = self._state(), after
+                if task.retried != now and any(less < more for less, more in zip(after, before, strict=True)):
+                    task.retried = now  # others have published what it lacked
+                else:
+                    task.denied = now
             elif not patient:
                 self._fail(task, STALLED)
             elif again:  # it may hold itself what has come to the device since it became ready
@@ -275,7 +282,7 @@ class Scheduler(Generic[Each]):
             return
         self.coming.remove(task)
         self.running.append(task)
-        task.seats, task.stalled_s, task.denied = self._pages(task.length), None, None
+        task.seats, task.stalled_s, task.denied, task.retried = self._pages(task.length), None, None, None
         if task.admitted_seq == NEVER:
             self._admitted += 1
             task.admitted_seq = self._admitted
@@ -319,6 +326,9 @@ class Scheduler(Generic[Each]):
         for other in holders:
             self._renew(other)
         return bool(coming or holders)
+
+    def _needs(self, task: Each) -> list[int]:
+        return Headroom(self.cache.core).needs(task.lease, self._pages(task.length))
 
     def _state(self) -> object:
         """What has to change, or what the request needs, before one that found no room is tried again."""
