@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Generic, Protocol, TypeVar
 
 from kvarve.core.cache import Core
+from kvarve.core.copies import PROBE
 from kvarve.core.headroom import Headroom, copying, making_room
 from kvarve.core.lease import Lease, Phase
 from kvarve.engine.admission import OVERTAKEN, Running, Waiting, begins, gives_way
@@ -334,7 +335,9 @@ class Scheduler(Generic[Each]):
         """What has to change, or what the request needs, before one that found no room is tried again."""
         core = self.cache.core
         free = [len(core.slot_pools.free[pool]) for pool in core.slot_pools.chains]
-        return free, len(core.copies.ops), len(self.running), len(self.coming)
+        # Probes hold no slots, and each try sends one: two denied requests would retry each other for ever.
+        copies = frozenset(number for number, op in core.copies.ops.items() if op.edge != PROBE)
+        return free, copies, len(self.running), len(self.coming)
 
     # --- what a request would find and want
 
