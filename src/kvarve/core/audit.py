@@ -148,21 +148,21 @@ def _audit_counts(core: Core, runs: list[Run]) -> None:
     _check(core.prefetch.held == fetching, "what waits for storage is counted")
     _check(core.backups.storing == storing, "what goes to storage is counted")
     _check(core.backups.staging == staging, "what goes to the host for storage is counted")
-    _check(core.backups.flying == down, "what goes down is counted")
+    _check(core.backups.in_flight == down, "what goes down is counted")
     for held, share in zip(fetching, core.backups.share, strict=False):
         _check(held <= share, "what waits for storage keeps to its share of the host")
     alive = {id(run) for run in runs}
     for line in (core.backups.pending_backup, core.backups.pending_store, core.backups.quarantined):
         _check(all(id(run) in alive for run in line), "what waits to be copied down is in the tree")
     _check(core.backups.pending_store.keys().isdisjoint(core.backups.quarantined), "a parked run stands in no line")
-    spoiled = 0
+    bad_pages = 0
     for run in runs:
         for bits in run.bad:
-            spoiled += bits.bit_count()
+            bad_pages += bits.bit_count()
         for place, bits in enumerate(run.coming):
             if bits != coming.get((id(run), place), 0):
                 raise BrokenLaw("a run knows what is on its way down")
-    _check(core.slot_pools.spoiled == spoiled, "bad pages are counted")
+    _check(core.slot_pools.bad_pages == bad_pages, "bad pages are counted")
 
 
 def audit(core: Core) -> None:

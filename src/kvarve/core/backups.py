@@ -60,15 +60,15 @@ class Backups:
         host_bytes = sum(pool.payload_bytes * room for pool, room in zip(config.pools, host, strict=True))
         horizon = config.offload_horizon_bytes or HORIZON_HOSTS * host_bytes
         self.governor = Governor(config.offload_pays_at, horizon)
-        self.begin_anew()
+        self.reset()
 
-    def begin_anew(self, down: bool = False) -> None:
+    def reset(self, down: bool = False) -> None:
         """The storage is another one from now on, or none, or does not answer: nothing is known of it."""
         self.pending_store.clear()
         self.quarantined.clear()
         self.down = down
         self.failures, self.back_off_until = 0, self.now  # stores that failed in a row, with a rest after each
-        self.governor.begin_anew()
+        self.governor.reset()
 
     def void(self, op: Op, gone: bool) -> None:
         """The storage of a store does not answer, so its pages may be sent again; if it is `gone`, what it may hold of
@@ -108,7 +108,7 @@ class Backups:
         return self._used_enough(run) and self.governor.wants(run)
 
     @property
-    def flying(self) -> int:
+    def in_flight(self) -> int:
         """Pages in flight down."""
         return self.to_host + sum(self.storing)
 
@@ -159,7 +159,7 @@ class Backups:
         going_on = self.now < self.room_since + ROOM_S
         return going_on and any(op.leaving and not op.void for op in self.copies.ops.values())
 
-    def settle(self, run: Run, place: int, position: int, slot: int) -> bool:
+    def make_resident(self, run: Run, place: int, position: int, slot: int) -> bool:
         """Make a page resident if the laws let it be; False if its slot is not needed."""
         slot_pools, local = self.slot_pools, position - run.first
         if run.here[place] >> local & 1:
@@ -169,7 +169,7 @@ class Backups:
         has_parent = position > 0 and place < len(self.pools) and slot_pools.is_chain(place)
         if has_parent and not self._on(run, place, position - 1):
             return False
-        slot_pools.settle(run, place, position, slot)
+        slot_pools.make_resident(run, place, position, slot)
         if place < len(self.pools):
             run.backed_up_since_use[place] &= ~(1 << local)
             if any(run.bad):
@@ -218,12 +218,12 @@ class Backups:
                     self._stored(run, page, op.void)
                 if bad:  # the host's own bytes were not what they should be: never spread them
                     self.counters.bad_host += 1
-                    self.slot_pools.spoil(run, self._host(page.pool), page.position)
+                    self.slot_pools.mark_bad(run, self._host(page.pool), page.position)
             else:
                 self.staging[page.pool] -= op.onward
                 self.counters.backed_up += good
                 run.backed_up_since_use[page.pool] |= local if good else 0
-                if not good or not self.settle(run, place, page.position, page.target):
+                if not good or not self.make_resident(run, place, page.position, page.target):
                     self.slot_pools.give_back(place, page.target)
             self.counters.failed += not good
         for run, good in touched.items():
@@ -474,7 +474,7 @@ class Backups:
         ]
         return lost & (waiting | _positions(run, self._send(run, STORE, below, leaving=True)))
 
-    def keep_room(self) -> None:
+    def evict_ahead(self) -> None:
         """Under write-back a slot comes free only when its page has been copied, so start before the room is needed."""
         if self.config.write is not WritePolicy.WRITE_BACK:
             return

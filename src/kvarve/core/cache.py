@@ -333,7 +333,7 @@ class Core:
                 self._load(lease)
         for lease in self.prefetch.next_in_line():
             self._fetch(lease)
-        self.backups.keep_room()
+        self.backups.evict_ahead()
         self.backups.send_pending()
 
     def retry(self) -> None:
@@ -367,7 +367,7 @@ class Core:
         """The storage goes, or (`down`) does not answer for now. Requests that wait for it go on with what has arrived;
         copies in flight still have to end."""
         self.copies.storage = False
-        self.backups.begin_anew(down)
+        self.backups.reset(down)
         for op in self.copies.ops.values():
             if op.edge == STORE:
                 self.backups.void(op, gone=not down)
@@ -628,8 +628,8 @@ class Core:
             self.counters.bad_host += bad
             self.counters.failed += not good and not bad
             if bad:
-                self.slot_pools.spoil(run, self.slot_pools.place(Tier.HOST, page.pool), page.position)
-            if not good or not self.backups.settle(run, page.pool, page.position, page.target):
+                self.slot_pools.mark_bad(run, self.slot_pools.place(Tier.HOST, page.pool), page.position)
+            if not good or not self.backups.make_resident(run, page.pool, page.position, page.target):
                 self.slot_pools.give_back(page.pool, page.target)
             if any(run.bad):
                 self.backups.heal(run)

@@ -22,9 +22,9 @@ class Governor:
         """Storing pays where at least `pays_at` of the bytes stored are used; 0: it always does."""
         self.pays_at, self.horizon_bytes = pays_at, max(1, horizon_bytes)
         self._sample: dict[bytes, None] = {}  # the pages' keys, oldest first
-        self.begin_anew()
+        self.reset()
 
-    def begin_anew(self, paused: bool = False) -> None:
+    def reset(self, paused: bool = False) -> None:
         """Nothing is known; storing goes on, or pauses."""
         self.paused = paused
         self.stored_bytes = self.used_bytes = 0  # of what is judged, since a while ago
@@ -61,4 +61,4 @@ class Governor:
             self.stored_bytes //= 2
             self.used_bytes //= 2
             return
-        self.begin_anew(paused)
+        self.reset(paused)

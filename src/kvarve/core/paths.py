@@ -50,9 +50,9 @@ class Paths:
         """For each pool the positions of a path that are on the device, and those in memory at all (and not bad)."""
         pools = len(self.pools)
         device, memory, mask = [0] * pools, [0] * pools, ones(known)
-        spoiled = self.slot_pools.spoiled
+        bad_pages = self.slot_pools.bad_pages
         for pool, lookback in enumerate(self.lookbacks):
-            if lookback is None and not spoiled:
+            if lookback is None and not bad_pages:
                 # By the laws a chain is on the device without a gap, and somewhere in memory throughout.
                 for run in reversed(path):
                     if here := run.here[pool]:
@@ -153,11 +153,11 @@ class Paths:
             for position, slot in slots.items() if row < len(slots) else ():
                 if row and known <= position < end:
                     continue
-                if position >= end or not self.backups.settle(covering(tail, position), place, position, slot):
+                if position >= end or not self.backups.make_resident(covering(tail, position), place, position, slot):
                     self.counters.duplicates += 1
                     self.slot_pools.give_back(place, slot)
             if row:
-                self.slot_pools.settle_row(tail, place, known, [slots[position] for position in range(known, end)])
+                self.slot_pools.make_row_resident(tail, place, known, [slots[position] for position in range(known, end)])
             if stored:
                 for run, share in upward(tail, boundaries.of(slots) & ones(end)):
                     run.stored[pool] |= share

@@ -53,7 +53,7 @@ class SlotPools:
         self.evicted = [0] * len(self.capacity)
         self.tick = 0
         self.shape = 0  # how often runs were made, cut, lengthened or dropped
-        self.spoiled = 0  # pages that are bad
+        self.bad_pages = 0  # pages that are bad
         # Asked before pages leave (run, place, local positions, those of them that may not be lost); returns the
         # positions that are being copied down instead, and that leave when their copy has ended.
         self.rescue: Callable[[Run, int, int, int], int] = lambda run, place, lost, stuck: 0
@@ -96,12 +96,12 @@ class SlotPools:
 
     # --- slots and residency
 
-    def settle(self, run: Run, place: int, position: int, slot: int) -> None:
+    def make_resident(self, run: Run, place: int, position: int, slot: int) -> None:
         """A page is now at a place; the slot is the tree's from here on."""
         run.put(place, position, slot)
         self._offer_both(run, place)
 
-    def settle_row(self, run: Run, place: int, position: int, slots: Sequence[int]) -> None:
+    def make_row_resident(self, run: Run, place: int, position: int, slots: Sequence[int]) -> None:
         """The pages from `position` to the end of a run are now at a place."""
         run.put_row(place, position, slots)
         self._offer_both(run, place)
@@ -113,7 +113,7 @@ class SlotPools:
 
     def leave(self, run: Run, place: int, position: int) -> None:
         """A page leaves a place; its slot is free, and what it rested on may go next."""
-        self.spoiled -= run.bad[place] >> position - run.first & 1
+        self.bad_pages -= run.bad[place] >> position - run.first & 1
         self.free[place].append(run.take(place, position))
         if position == run.first:
             self._let_parent_go(run, place)
@@ -128,7 +128,7 @@ class SlotPools:
                 self.leave(run, place, run.first + local)
             return
         if run.bad[place]:
-            self.spoiled -= (run.bad[place] >> start).bit_count()
+            self.bad_pages -= (run.bad[place] >> start).bit_count()
         self.free[place].extend(reversed(run.take_tail(place, start)))
         if start == 0:
             self._let_parent_go(run, place)
@@ -139,12 +139,12 @@ class SlotPools:
             run.parent.used = max(run.parent.used, run.used)
             self.offer(run.parent, place)
 
-    def spoil(self, run: Run, place: int, position: int) -> None:
+    def mark_bad(self, run: Run, place: int, position: int) -> None:
         """A page's bytes are not what they should be."""
         local = 1 << position - run.first
         if run.here[place] & ~run.bad[place] & local:
             run.bad[place] |= local
-            self.spoiled += 1
+            self.bad_pages += 1
 
     def give_back(self, place: int, slot: int) -> None:
         """A slot that a lease or a copy owned is free again."""
@@ -308,7 +308,7 @@ class SlotPools:
             parent = run.parent
             run.detach()
             for place, order in enumerate(self.orders):
-                order.bury(run, stands=bool(run.queued >> place & 1))
+                order.forget(run, stands=bool(run.queued >> place & 1))
             run.queued = 0
             self.removed(run)
             if isinstance(parent, Root):

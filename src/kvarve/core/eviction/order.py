@@ -41,7 +41,7 @@ class Order(ABC):
         """Take out the run that should give next; None if there is none."""
 
     @abstractmethod
-    def bury(self, run: Run, stands: bool) -> None:
+    def forget(self, run: Run, stands: bool) -> None:
         """A run has left the tree and has no pages now: nothing of it is remembered, and if it `stands` here `pop` must
         never answer it."""
 
@@ -89,7 +89,7 @@ class Ranked(Order):
     def taken(self, run: Run) -> None:
         """The turn of a run has come."""
 
-    def bury(self, run: Run, stands: bool) -> None:
+    def forget(self, run: Run, stands: bool) -> None:
         self._dead += stands
         if 2 * self._dead > len(self._heap):
             self._heap = [entry for entry in self._heap if entry[2].tokens]

@@ -56,7 +56,7 @@ class S3Fifo(Order):
             self._main.append(run)
         return None
 
-    def bury(self, run: Run, stands: bool) -> None:
+    def forget(self, run: Run, stands: bool) -> None:
         self._proven.pop(run, None)
         self._counted.pop(run, None)
         self._last = None if self._last is run else self._last
