@@ -161,7 +161,7 @@ def mix_up_two_pages(broken: pytest.MonkeyPatch) -> None:
 
 
 def never_lose_patience(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(Core, "_lose_patience", lambda core, lease: None)
+    broken.setattr(Core, "_check_deadline", lambda core, lease: None)
 
 
 def throw_dice(broken: pytest.MonkeyPatch) -> None:
