@@ -50,12 +50,12 @@ class Watch:
         seen = [] if self._before is None else imbalances(self._before, stats)
         self.found = {(each.tier, each.pool): each for each in seen}
         self._before, self.due_s = stats, now_s + LOOK_S
-        said = []
+        due = []
         for each in self.found.values():
             if now_s >= self._silent_until_s.get((each.tier, each.closer), now_s):
                 self._silent_until_s[each.tier, each.closer] = now_s + SAY_S
-                said.append(each)
-        return said
+                due.append(each)
+        return due
 
 
 def imbalances(before: Mapping[str, float], now: Mapping[str, float]) -> Iterator[Imbalance]:

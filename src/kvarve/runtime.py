@@ -55,7 +55,7 @@ class UnderWay(Busy):
 
 
 def check(identity: ModelIdentity, config: CacheConfig, device: str = "cpu") -> dict[Tier, tuple[int, ...]]:
-    """The slots of each memory tier; ConfigError for all that can be refused before anything is allocated."""
+    """The slots of each memory tier. ConfigError, before any allocation, for settings that cannot work."""
     shape, apart = _shape(identity), _apart(identity, config)
     slots = {Tier.DEVICE: split(config.device_memory, *shape, records=False, what="device", per_snapshot=apart)}
     if config.host_memory:
@@ -76,7 +76,7 @@ def check(identity: ModelIdentity, config: CacheConfig, device: str = "cpu") -> 
 
 
 def check_setting(identity: ModelIdentity, config: CacheConfig) -> None:
-    """ConfigError for all that can be refused of storages before they are opened."""
+    """ConfigError for storages that cannot work, as far as their URLs show it."""
     shape, apart = _shape(identity), _apart(identity, config)
     for url in parse_urls(config.storages):
         if "capacity" not in SCHEMES[url.scheme].parameters:

@@ -214,7 +214,7 @@ def read_trace(path: Path, block_tokens: int, advance: Advance = lambda done, si
 
 
 def _request(text: bytes, block_tokens: int) -> TraceRequest:
-    """One line of a trace; ValueError says what is wrong with it."""
+    """Parse one line of a trace; ValueError if it is not a request."""
     try:
         row = json.loads(text)
     except ValueError:

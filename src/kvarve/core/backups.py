@@ -46,8 +46,8 @@ class Backups:
         self.down = False  # a storage is attached, but does not answer
         # Slots of each host pool that copies to and from storage may hold: fetches all of them, stores half.
         self.share = [
-            max(int(config.host_share * room), min(room, 2 * (pool.lookback or 1)))
-            for pool, room in zip(config.pools, slot_pools.capacity[len(config.pools) :], strict=True)
+            max(int(config.host_share * slots), min(slots, 2 * (pool.lookback or 1)))
+            for pool, slots in zip(config.pools, slot_pools.capacity[len(config.pools) :], strict=True)
         ]
         self.store_share = [max(1, share // 2) for share in self.share]
         slot_pools.rescue = self.rescue
@@ -57,7 +57,7 @@ class Backups:
         if self.has_host:
             slot_pools.on_last_copy_evicted = self._count_dropped
         host = slot_pools.capacity[len(config.pools) :]
-        host_bytes = sum(pool.payload_bytes * room for pool, room in zip(config.pools, host, strict=True))
+        host_bytes = sum(pool.payload_bytes * slots for pool, slots in zip(config.pools, host, strict=True))
         horizon = config.offload_horizon_bytes or HORIZON_HOSTS * host_bytes
         self.governor = Governor(config.offload_pays_at, horizon)
         self.reset()
@@ -418,10 +418,10 @@ class Backups:
         pages: list[Moving] = []
         for pool, bits in enumerate(wanted):
             source = self.slot_pools.place(edge[0], pool)
-            room = self.config.batch_pages - len(pages) if not leaving else bits.bit_count()
+            most = self.config.batch_pages - len(pages) if not leaving else bits.bit_count()
             positions = [run.first + local for local in members(bits)]
             # Evictions take a run from the tail, backups from the front.
-            positions = positions[::-1][:room] if leaving else positions[:room]
+            positions = positions[::-1][:most] if leaving else positions[:most]
             if onward or edge == STORE:
                 positions = positions[: max(0, self.store_share[pool] - self.storing[pool] - self.staging[pool])]
             if edge == BACKUP:

@@ -462,7 +462,7 @@ class Core:
         """Load to the device the pages that the deepest boundary in memory needs, as far as there are slots."""
         self.prefetch.release(lease)
         lease.phase, lease.deadline = Phase.LOADING, self.now + self.config.load_deadline_s
-        allowed, room = -1, [len(lease.tokens)] * len(self.pools)
+        allowed, available = -1, [len(lease.tokens)] * len(self.pools)
         while True:
             # Anew each time: evicting for it may have cost a page of it.
             run, path, known = self.paths.find(lease.root, lease.tokens)
@@ -476,7 +476,7 @@ class Core:
                 self._resume(lease, boundary, run, known, device)
                 return
             self.paths.hold(lease, run, *self.paths.pins_for(boundary, device))
-            taken = self.paths.reserve(Tier.DEVICE, need, room)
+            taken = self.paths.reserve(Tier.DEVICE, need, available)
             if taken is not None:
                 break
             if self.prefetch.put_off(lease):

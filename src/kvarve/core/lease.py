@@ -23,7 +23,7 @@ class Phase(Enum):
 
 
 class Lease:
-    """`[0, boundary)` shared with the tree · `[boundary, done)` ours until published · `[done, room)` ours and empty.
+    """`[0, boundary)` resumed from the tree · `[boundary, done)` published by it · `[done, room)` in its own slots.
 
     Made by `Core.open`; fields are for reading only.
     """

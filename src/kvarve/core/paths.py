@@ -23,7 +23,7 @@ class Paths:
         self.width = config.page_tokens * TOKEN_BYTES
         # A boundary whose pages do not fit on the device is never served.
         slots = zip(self.lookbacks, slot_pools.capacity[: len(config.pools)], strict=True)
-        self.most = min((room for back, room in slots if back is None or room < back), default=1 << 32)
+        self.most = min((count for back, count in slots if back is None or count < back), default=1 << 32)
         self._found: tuple[bytes, bytes, int, tuple[Run, list[Run], int]] | None = None  # the last answer of `find`
 
     # --- residency
@@ -74,16 +74,16 @@ class Paths:
         """The boundaries on the prefill grid at which a lease could resume from these pages."""
         return boundaries.resume_at(present, self.lookbacks, lease.limit, self.grid)
 
-    def reserve(self, tier: Tier, need: Sequence[int], room: list[int]) -> list[list[int]] | None:
-        """A slot for each page needed of each pool, or None and none taken; `room` then gets how many each pool had."""
-        if any(bits.bit_count() > places for bits, places in zip(need, room, strict=True)):
+    def reserve(self, tier: Tier, need: Sequence[int], available: list[int]) -> list[list[int]] | None:
+        """A slot for each page needed of each pool. None, and no slot taken, if too few: `available` has how many then."""
+        if any(bits.bit_count() > slots for bits, slots in zip(need, available, strict=True)):
             return None
         places = [self.slot_pools.place(tier, pool) for pool in self.pools]
         taken = [self.slot_pools.reserve(place, bits.bit_count()) for place, bits in zip(places, need, strict=True)]
         if all(len(slots) == bits.bit_count() for slots, bits in zip(taken, need, strict=True)):
             return taken
         for pool, slots in enumerate(taken):
-            room[pool] = len(slots)
+            available[pool] = len(slots)
             for slot in slots:
                 self.slot_pools.give_back(places[pool], slot)
         return None

@@ -120,7 +120,7 @@ class Prefetch:
 
     def _fetch(self, lease: Lease) -> bool:
         """The same; True without a copy in flight if there are no free slots yet."""
-        allowed, room = -1, [len(lease.tokens)] * len(self.pools)
+        allowed, available = -1, [len(lease.tokens)] * len(self.pools)
         while self.copies.storage:
             # Anew each time: evicting for it may have cost a page of it.
             run, path, known = self.paths.find(lease.root, lease.tokens)
@@ -144,7 +144,7 @@ class Prefetch:
                 positions, prefix_pins = self.paths.pins_for(boundary, device)
                 guard = positions & ones(known), (prefix_pins | self.paths.ahead(memory)) & ones(known)
                 self.slot_pools.pin(run, *guard)
-                taken = self.paths.reserve(Tier.HOST, need, room)
+                taken = self.paths.reserve(Tier.HOST, need, available)
                 if taken is not None:
                     if lease.claimed:
                         self.paths.hold(lease, run, guard[0] | lease.held, guard[1] | lease.prefix_pins)

@@ -37,11 +37,11 @@ class SlotPools:
         self.page_tokens = page_tokens
         self.capacity = [0] * (2 * len(self.pools))
         for tier in MEMORY_TIERS:
-            for pool, room in enumerate(slots.get(tier, ())):
-                if room < 0:
-                    raise ConfigError(f"pool {self.pools[pool].name}: {room} slots on the {tier.name.lower()}")
-                self.capacity[self.place(tier, pool)] = room
-        self.free = [array("i", range(room - 1, -1, -1)) for room in self.capacity]
+            for pool, count in enumerate(slots.get(tier, ())):
+                if count < 0:
+                    raise ConfigError(f"pool {self.pools[pool].name}: {count} slots on the {tier.name.lower()}")
+                self.capacity[self.place(tier, pool)] = count
+        self.free = [array("i", range(count - 1, -1, -1)) for count in self.capacity]
         lookbacks = [pool.lookback for pool in self.pools]
         self.orders = [
             order_for(eviction, OrderContext(place, lookbacks[place % len(self.pools)], cost, lambda: self.tick))
@@ -74,7 +74,7 @@ class SlotPools:
         return (place + len(self.pools)) % len(self.capacity)
 
     def root(self, key: bytes) -> Run:
-        """The empty run at the top of everything that shares this root key."""
+        """The empty run above all prompts that share this root key."""
         if key not in self.roots:
             self.shape += 1
             self.roots[key] = Root(key, len(self.pools), self.page_tokens)

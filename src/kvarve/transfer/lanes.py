@@ -244,10 +244,10 @@ class Lane:
                     return None
                 self._changed.wait()
             pieces = [self._waiting.popleft()]
-            room = self.together - pieces[0].size
-            while self._waiting and self._waiting[0].work == pieces[0].work and self._waiting[0].size <= room:
+            left = self.together - pieces[0].size
+            while self._waiting and self._waiting[0].work == pieces[0].work and self._waiting[0].size <= left:
                 pieces.append(self._waiting.popleft())
-                room -= pieces[-1].size
+                left -= pieces[-1].size
             self._running[worker] = now = self.clock()
             self._next_hang = min(self._next_hang, now + self.patience_s)
         for piece in pieces if self.tells_begin else ():

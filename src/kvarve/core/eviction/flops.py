@@ -25,8 +25,8 @@ class Flops(Ranked):
         self._average = 0.0  # cost of the pages evicted lately
 
     def rank(self, run: Run) -> tuple[float, int]:
-        dear = min(MOST, self._cost(run) / self._average) if self._average else 0.0
-        return run.used + WEIGHT * self._lifetime * dear, run.used
+        relative = min(MOST, self._cost(run) / self._average) if self._average else 0.0
+        return run.used + WEIGHT * self._lifetime * relative, run.used
 
     def stale(self, rank: Any, run: Run) -> bool:
         return bool(rank[1] != run.used)  # a change of cost alone does not count
