@@ -160,8 +160,8 @@ class Backups:
         return going_on and any(op.leaving and not op.void for op in self.copies.ops.values())
 
     def make_resident(self, run: Run, place: int, position: int, slot: int) -> bool:
-        """Make a page resident, unless a good copy is resident or its chain's parent is not; False then, and the slot
-        stays the caller's."""
+        """Make a page resident. False, and the slot stays the caller's, if a good copy or one that is being read is
+        resident, or if its chain's parent is not."""
         slot_pools, local = self.slot_pools, position - run.first
         if run.here[place] >> local & 1:
             if not run.bad[place] >> local & 1 or self.copies.reads(place, run.slot(place, position)):

@@ -75,7 +75,7 @@ class Paths:
         return boundaries.resume_at(present, self.lookbacks, lease.limit, self.grid)
 
     def reserve(self, tier: Tier, need: Sequence[int], available: list[int]) -> list[list[int]] | None:
-        """Slots for the pages needed of each pool; or None, no slot taken, and `available` set to what each pool had."""
+        """Slots for the pages needed of each pool; or None, no slot taken, and `available` set to each pool's count."""
         if any(bits.bit_count() > slots for bits, slots in zip(need, available, strict=True)):
             return None
         places = [self.slot_pools.place(tier, pool) for pool in self.pools]
