@@ -26,7 +26,7 @@ def test_states_that_leave_beside_idle_attention_are_told_with_all_figures_and_t
     (found,) = imbalances(CALM, CROWDED)
     assert found == Imbalance("device", "state", 117, 33, "kv", 330, 1000, closer=True)
     assert found.advice(8192) == (
-        "device: pool state evicted 117 pages for want of room (it has 33 slots) while kv uses 330 of 1,000: a "
+        "device: pool state evicted 117 pages (it has 33 slots) while kv uses 330 of 1,000: a "
         "--tokens-per-snapshot below 8,192 divides this memory better"
     )
 

@@ -1,7 +1,7 @@
-"""What an operator does to a cache that serves: ask about its storage, attach another, detach it. From any thread.
+"""Operations on the storage of a serving cache: its status, attach, detach. From any thread.
 
-Opening and closing a storage take their time, so they happen on the caller's thread; the cache's own thread only makes
-the change. One change at a time: who comes second is told so.
+Opening and closing a storage can take long, so they happen on the caller's thread; the cache's own thread only makes
+the change. One change at a time: a second caller gets `UnderWay`.
 """
 
 import logging
@@ -17,22 +17,22 @@ from kvarve.storage import Storage
 
 log = logging.getLogger(__name__)
 
-ASK_S = 60.0  # how long the cache's thread may take to hear of a change
-OPEN_S = 300.0  # how long a storage may take to open, be it large; then it is closed again as soon as it is open
-CLOSED_S = 10.0  # how long a change waits for the storage before it to be closed; then it says that it is not
+ASK_S = 60.0  # how long the cache's thread may take to accept a change
+OPEN_S = 300.0  # how long a large storage may take to open; one that opens later is closed again
+CLOSED_S = 10.0  # how long a change waits for the storage before it to be closed
 
 OnItsThread = Callable[[Callable[[], Change], float], Change]
 
 
 class Admin:
-    """SequenceLock the storage of one cache. `on_its_thread(call, seconds)` has the cache's thread do something."""
+    """Changes the storage of one cache. `on_its_thread(call, seconds)` runs a call on the cache's thread."""
 
     def __init__(self, cache: PrefixCache, on_its_thread: OnItsThread) -> None:
         self._cache, self._on_its_thread = cache, on_its_thread
         self._changing = threading.Lock()
 
     def status(self) -> dict[str, Any]:
-        """What is attached and how it does, as JSON has it; in a moment, even if it hangs."""
+        """The attached storage and its state, as JSON; in a moment, even if the storage hangs."""
         cache, attached = self._cache, self._cache.attached
         told: dict[str, Any] = {
             "attached": attached is not None,
@@ -81,10 +81,9 @@ class Admin:
     def attach(
         self, url: str | Sequence[str], *, prefetch: str | None = None, write: str | None = None, back_up: bool = False
     ) -> dict[str, Any]:
-        """Open a storage (several URLs: tiers) and let it take the place of what there is, once that is done; answers
-        the status then.
+        """Open a storage (several URLs: tiers) and attach it in place of the present one; returns the status then.
 
-        Any KvarveError: it could not be done, and everything is as before.
+        Any KvarveError: the present storage is still attached.
         """
         cache = self._cache
         with self._alone():
@@ -92,7 +91,7 @@ class Admin:
                 storage = _in_time(lambda: cache.opened(url, prefetch=prefetch, write=write), f"{url}: it is not open")
             except Exception as e:  # noqa: BLE001  it may be a bug in a backend; the caller is told
                 error = _ours(e, f"{url}: it cannot be opened")
-                if cache.ranks > 1:  # the others, which may be able to, need not wait for this one
+                if cache.ranks > 1:  # so that ranks that opened theirs do not wait for this one
                     with suppress(Busy):
                         self._on_its_thread(lambda: cache.decline(error), ASK_S)
                 raise error from None
@@ -100,18 +99,18 @@ class Admin:
                 change = self._on_its_thread(
                     lambda: cache.attach(storage, setting=url, back_up=back_up, prefetch=prefetch, write=write), ASK_S
                 )
-            except BaseException:  # whatever it is, what was opened is closed, and it goes on to the caller
+            except BaseException:  # the storage is closed on any error
                 _close(storage.close)
                 raise
             return self._made(change)
 
     def detach(self) -> dict[str, Any]:
-        """Let the storage go, if there is one; answers the status then. Any KvarveError: it is still there."""
+        """Detach the storage, if there is one; returns the status then. Any KvarveError: it is still attached."""
         with self._alone():
             return self._made(self._on_its_thread(self._cache.detach, ASK_S))
 
     def _made(self, change: Change) -> dict[str, Any]:
-        """Wait for a change; what it let go of is closed then, or said not to be."""
+        """Wait for a change; the status then, and whether the storage before it is closed."""
         try:
             before = change.made.result(CHANGE_S + ASK_S)
         except TimeoutError:
@@ -134,14 +133,14 @@ class Admin:
 
 
 def _in_time(opened: Callable[[], Storage], late: str) -> Storage:
-    """Open a storage on a thread of its own, which is left behind should that hang: the next change is not to wait for
-    it, nor the end of the program."""
+    """Open a storage on a thread of its own, which is abandoned if it hangs: neither the next change nor the program's
+    exit waits for it."""
     opening: Future[Storage] = Future()
 
     def work() -> None:
         try:
             storage = opened()
-        except BaseException as e:  # noqa: BLE001  it belongs to who waits
+        except BaseException as e:  # noqa: BLE001  raised to the caller
             if opening.set_running_or_notify_cancel():
                 opening.set_exception(e)
             return
@@ -154,13 +153,13 @@ def _in_time(opened: Callable[[], Storage], late: str) -> Storage:
     try:
         return opening.result(OPEN_S)
     except TimeoutError:
-        if not opening.cancel():  # it has been opened at this moment, or has raised this itself
+        if not opening.cancel():  # it has just been opened, or has raised this itself
             return opening.result()
         raise StorageError(f"{late} after {OPEN_S:g} s: given up") from None
 
 
 def _ours(e: Exception, what: str) -> KvarveError:
-    """Trouble of ours as it is; a bug, be it in somebody's backend, as trouble of ours."""
+    """A KvarveError as it is; any other exception is a bug (perhaps of a backend), logged and made a StorageError."""
     if isinstance(e, KvarveError):
         return e
     log.error("%s", what, exc_info=e)

@@ -1,23 +1,22 @@
-"""Does one pool evict while another one stands idle? Plain numbers in, findings out.
+"""Does one pool evict while another has idle slots? Plain numbers in, findings out.
 
-Memory is divided among the pools once, by how far apart windows and states are expected to be (`config.spacing`). With
-traffic that does not fit, one pool evicts what would be hit while another has room, and nothing else shows it but a low
-hit rate.
+Memory is divided among the pools once, by how far apart windows and states are expected to be (`config.spacing`). If
+traffic differs, one pool evicts pages that would be hit while another has free slots, and only a low hit rate shows it.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 FULL, IDLE = 0.9, 0.5  # of a pool's slots
-WORTH = 0.25  # of a tier's bytes: less than that idle is not worth a word
+WORTH = 0.25  # of a tier's bytes: less idle memory is not reported
 LEAST_EVICTED = 0.05  # of a pool's slots
 LOOK_S = 30.0  # between two looks
-SAY_S = 600.0  # before the same is said of a pool again
+SAY_S = 600.0  # before the same advice is repeated
 
 
 @dataclass(frozen=True)
 class Imbalance:
-    """A full pool has evicted so many pages, and a pool beside it uses less than half of its slots."""
+    """A full pool has evicted pages, and another pool of its tier uses less than half of its slots."""
 
     tier: str
     pool: str
@@ -26,19 +25,19 @@ class Imbalance:
     idle: str
     idle_used: int
     idle_slots: int
-    closer: bool  # windows and states should be expected closer together, not farther apart
+    closer: bool  # the spacing of windows and states should be smaller, not larger
 
     def advice(self, tokens_per_snapshot: int) -> str:
-        """One sentence: what is wrong, and which flag changes it."""
+        """One sentence: the imbalance, and the flag that changes it."""
         return (
-            f"{self.tier}: pool {self.pool} evicted {self.evicted:,} pages for want of room (it has {self.slots:,} "
-            f"slots) while {self.idle} uses {self.idle_used:,} of {self.idle_slots:,}: a --tokens-per-snapshot "
+            f"{self.tier}: pool {self.pool} evicted {self.evicted:,} pages (it has {self.slots:,} slots) "
+            f"while {self.idle} uses {self.idle_used:,} of {self.idle_slots:,}: a --tokens-per-snapshot "
             f"{'below' if self.closer else 'above'} {tokens_per_snapshot:,} divides this memory better"
         )
 
 
 class Watch:
-    """Looks at a cache's figures once in a while; `found` is what it saw last, by tier and pool."""
+    """Compares a cache's figures from time to time; `found` is the last result, by tier and pool."""
 
     def __init__(self) -> None:
         self.due_s = 0.0  # when to look next
@@ -47,22 +46,22 @@ class Watch:
         self._silent_until_s: dict[tuple[str, bool], float] = {}
 
     def look(self, stats: Mapping[str, float], now_s: float) -> list[Imbalance]:
-        """Compare with the last look; what is to be said now. Of one tier, the same advice is given once in `SAY_S`."""
+        """Compare with the last look; returns the findings to report now, the same advice of a tier once in `SAY_S`."""
         seen = [] if self._before is None else imbalances(self._before, stats)
         self.found = {(each.tier, each.pool): each for each in seen}
         self._before, self.due_s = stats, now_s + LOOK_S
-        said = []
+        due = []
         for each in self.found.values():
             if now_s >= self._silent_until_s.get((each.tier, each.closer), now_s):
                 self._silent_until_s[each.tier, each.closer] = now_s + SAY_S
-                said.append(each)
-        return said
+                due.append(each)
+        return due
 
 
 def imbalances(before: Mapping[str, float], now: Mapping[str, float]) -> Iterator[Imbalance]:
-    """What went wrong between two looks at a cache's figures (`PrefixCache.stats`): each pool that suffers, once.
+    """The pools that suffered between two looks at a cache's figures (`PrefixCache.stats`), each once.
 
-    A pool that fills for the first time evicts nothing, and one that was flushed is not full: neither suffers.
+    A pool that fills for the first time evicts no page, and one that was flushed is not full: neither suffers.
     """
     places = [(tier, pool) for name in now if name.startswith("slots.") for _, tier, pool in [name.split(".", 2)]]
     slots = {place: int(now[f"slots.{'.'.join(place)}"]) for place in places}
@@ -73,7 +72,7 @@ def imbalances(before: Mapping[str, float], now: Mapping[str, float]) -> Iterato
         evicted = int(now[f"evicted.{tier}.{pool}"] - before.get(f"evicted.{tier}.{pool}", 0))
         if evicted < max(1, LEAST_EVICTED * slots[place]) or used[place] < FULL * slots[place]:
             continue
-        closer = now[f"lookback.{pool}"] > 0  # it is windows or states that have too little room
+        closer = now[f"lookback.{pool}"] > 0  # windows or states have too few slots
         beside = [other for other in places if other[0] == tier and (now[f"lookback.{other[1]}"] > 0) is not closer]
         total = sum(slots[other] * page_bytes[other] for other in places if other[0] == tier)
         for other in beside:

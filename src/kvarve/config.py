@@ -1,4 +1,4 @@
-"""What an operator sets for a cache, and how bytes become slots."""
+"""An operator's settings of a cache, and how bytes become slots."""
 
 import math
 from collections.abc import Sequence
@@ -13,22 +13,21 @@ from kvarve.memory.record import record_bytes
 from kvarve.model import PoolSpec, Tier
 from kvarve.sizes import format_size, parse_size
 
-PROMPT_TOKENS = 8192  # that a prompt is taken to bring along, see `spacing`
+PROMPT_TOKENS = 8192  # assumed length of a prompt, see `spacing`
 NO_HOST = "storage needs host memory, through which its pages travel: give host memory too"
 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The settings of one cache. Sizes in bytes, times in seconds; ConfigError for what cannot work.
+    """The settings of one cache. Sizes in bytes, times in seconds; ConfigError for values that cannot work.
 
-    `storage`: a URL, or several for tiers, the near and fast one first.
-
-    `cost_doubles_at`: how many tokens before a token make attending to them as dear as all else that is computed for
-    it (0: never), for eviction by "flops". `snapshot_gap`, `load_at_least` and `fetch_at_least`: the fewest tokens that
-    a kept window or state, a copy to the device, or one from storage has to save. `host_share`: of each pool in the
-    host, what waiting for storage may hold at once. `offload_pays_at`: of the bytes stored, the share that has to be
-    used, or storing pauses until it would pay again (0: never). `tokens_per_snapshot`: memory is divided among the
-    pools as if windows and states were kept every so many tokens (0: by the model, see `spacing`).
+    `storage`: a URL, or several for tiers, the near and fast one first. `cost_doubles_at`: the context length in tokens
+    at which attention costs as much as all other computing of a token (0: never), for eviction by "flops".
+    `snapshot_gap`, `load_at_least` and `fetch_at_least`: the fewest tokens that a kept window or state, a copy to the
+    device, or one from storage has to save. `host_share`: of each host pool, the share that copies to and from storage
+    may hold. `offload_pays_at`: of the bytes stored, the share that has to be used, or storing pauses until it would
+    pay again (0: never). `tokens_per_snapshot`: memory is divided among the pools for a window or state every so many
+    tokens (0: by the model, see `spacing`).
     """
 
     device_memory: int
@@ -84,7 +83,7 @@ class CacheConfig:
 
     @property
     def storages(self) -> tuple[str, ...]:
-        """The URLs, however many."""
+        """The URLs of all storage tiers."""
         return (self.storage,) if isinstance(self.storage, str) else self.storage or ()
 
     def core(
@@ -95,7 +94,7 @@ class CacheConfig:
         chunk_tokens: int,
         storage: bool,
     ) -> CoreConfig:
-        """What these settings mean to the core of a cache of this shape."""
+        """The core's settings, for a cache of this shape."""
         return CoreConfig(
             pools,
             slots,
@@ -122,19 +121,18 @@ class CacheConfig:
             raise ConfigError(f"unknown write policy {self.write_policy!r}; known: {known}") from None
 
     def wait(self) -> Patience:
-        """The prefetch patience; "wait for all of it" too ends when one copy takes longer than the storage deadline."""
+        """The prefetch patience; "wait_complete" too ends once one copy takes longer than the storage deadline."""
         asked = patience(self.prefetch_policy, self.prefetch_base_s, self.prefetch_per_ki_token_s)
         return replace(asked, base_s=min(asked.base_s, self.storage_deadline_s))
 
 
 def spacing(pools: Sequence[PoolSpec], page_tokens: int, chunk_tokens: int, asked: int = 0, every: int = 0) -> int:
-    """Memory is divided as if windows and states were kept every so many tokens.
+    """The distance in tokens between windows or states for which memory is divided.
 
-    `asked`, unless that is 0. Else it lies between two spacings, as their geometric mean: the one by which windows and
-    states get as many bytes as the chains beside them (whatever the traffic is, no more than half of memory is wasted),
-    and `PROMPT_TOKENS` (decision 14 has what this and other rules lose over drawn traffic). Never closer than a chunk,
-    as none is kept in between, nor farther than `every` so many tokens are kept, if they are (0: only where prompts end
-    and branch).
+    `asked`, unless that is 0. Else the geometric mean of two spacings: the one at which windows and states get as many
+    bytes as the chains (so that at most half of memory is wasted, whatever the traffic), and `PROMPT_TOKENS` (decision
+    14 compares this and other rules on simulated traffic). At least a chunk, as none is kept within one, and at most
+    `every`, the configured distance (0: they are kept only where prompts end and branch).
     """
     token = sum(pool.payload_bytes for pool in pools if pool.lookback is None) / page_tokens
     snapshot = sum(pool.payload_bytes * pool.lookback for pool in pools if pool.lookback is not None)
@@ -152,9 +150,9 @@ def split(
     what: str,
     per_snapshot: int = 0,
 ) -> tuple[int, ...]:
-    """Slots per pool for `memory` bytes: one per page of a pool that keeps all pages, fewer for windows and states.
+    """Slots per pool for `memory` bytes: one per page for a chain, fewer for windows and states.
 
-    `records` says that pages lie as host records. ConfigError if not even two chunks of a prompt would fit.
+    `records`: pages lie as host records. ConfigError if not even two chunks of a prompt would fit.
     """
     sizes, shares, fewest = _slot_prices(pools, page_tokens, chunk_tokens, records, per_snapshot)
     least = sum(size * slots for size, slots in zip(sizes, fewest, strict=True))
@@ -176,7 +174,7 @@ def room_for(
     records: bool,
     per_snapshot: int = 0,
 ) -> int:
-    """The bytes of which `split` makes room for two chunks, and for so many tokens and their snapshots besides."""
+    """The bytes of which `split` makes slots for two chunks, and for `tokens` more with their snapshots."""
     sizes, shares, fewest = _slot_prices(pools, page_tokens, chunk_tokens, records, per_snapshot)
     pages = math.ceil(tokens / page_tokens)
     slots = [few + math.ceil(pages * share) for few, share in zip(fewest, shares, strict=True)]
@@ -186,7 +184,7 @@ def room_for(
 def _slot_prices(
     pools: Sequence[PoolSpec], page_tokens: int, chunk_tokens: int, records: bool, per_snapshot: int
 ) -> tuple[list[int], list[float], list[int]]:
-    """For each pool: the bytes of a slot, how many slots it has per page of a chain, and how few it can do with."""
+    """For each pool: the bytes of a slot, its slots per page of a chain, and the fewest slots that it needs."""
     sizes = [record_bytes(pool.payload_bytes) if records else pool.payload_bytes for pool in pools]
     per_snapshot = per_snapshot or spacing(pools, page_tokens, chunk_tokens)
     shares = [

@@ -10,7 +10,7 @@ class ConfigError(KvarveError):
 
 
 class StorageError(KvarveError):
-    """A storage backend could not do what it was asked: the medium failed, or it holds something of another kind."""
+    """An operation of a storage backend failed: the medium failed, or it holds data of another kind."""
 
 
 class ModelError(KvarveError):
@@ -18,8 +18,8 @@ class ModelError(KvarveError):
 
 
 class Busy(KvarveError):
-    """Every place is taken; the same call may succeed later."""
+    """All capacity is in use; the same call may succeed later."""
 
 
 class Broken(KvarveError):
-    """The cache has failed in a way that nothing foresaw: nobody knows any more whose a page is, so all ends here."""
+    """A bug in the cache: a slot may hold another page's bytes, so serving stops."""

@@ -1,7 +1,7 @@
 """Names of pages: a chained SHA-256 of the model, the salt and every token up to the page's end.
 
-Two pages have one key only if everything that a causal model could have read for them is equal, so a key may name
-a page in any tier, on any rank, after any restart.
+Two pages have the same key only if everything that a causal model could have read for them is equal, so a key names a
+page in any tier, on any rank, after any restart.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 KEY_BYTES = 32
 TOKEN_BYTES = 4
-GROUP_BYTES = 8  # of a root key, in the names of all that is below it
+GROUP_BYTES = 8  # of a root key, in the names of all pages below it
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _OBJECT = re.compile(rf"([0-9a-f]{{16}})-([0-9a-f]{{64}})\.([A-Za-z0-9_-]{{1,32}})\.{_NUMBER}of{_NUMBER}", re.ASCII)
 
@@ -22,18 +22,18 @@ _OBJECT = re.compile(rf"([0-9a-f]{{16}})-([0-9a-f]{{64}})\.([A-Za-z0-9_-]{{1,32}
 def pack(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
     """Token ids as the tree and the keys read them: little-endian unsigned 32-bit. ValueError if one does not fit."""
     ids = np.asarray(tokens, dtype=np.int64)
-    if ids.size and int(ids.view(np.uint64).max()) >= 2**32:  # what is below zero is huge without a sign
+    if ids.size and int(ids.view(np.uint64).max()) >= 2**32:  # a negative id is huge when read as unsigned
         raise ValueError("token ids must be between 0 and 2**32 - 1")
     return ids.astype("<u4").tobytes()
 
 
 def bind_to_chunk(packed: bytes, page_tokens: int, chunk_tokens: int) -> bytes:
-    """Packed tokens by which a page is known only in its own chunk: what it is kept for depends on all of that chunk.
+    """Packed tokens that name a page only within its whole chunk, on which the page's bytes depend.
 
     A model computes a chunk at once, and the last bits of a token's keys and values can depend on all tokens of it: an
     expert that gets more of them rounds otherwise. So the first 32 bytes of each page are mixed (by exclusive or) with
-    the SHA-256 of its chunk, and prompts that part inside of a chunk share nothing of it. What comes after the last
-    whole chunk stays as it is; nobody else's pages will be known by it.
+    the SHA-256 of its chunk, and prompts that differ inside a chunk share no page of it. Tokens after the last whole
+    chunk stay as they are; no shared page is named by them.
     """
     stride, per_chunk = chunk_tokens * TOKEN_BYTES, chunk_tokens // page_tokens
     chunks = len(packed) // stride
@@ -47,7 +47,8 @@ def bind_to_chunk(packed: bytes, page_tokens: int, chunk_tokens: int) -> bytes:
 
 
 def root_key(namespace: bytes, salt: str = "") -> bytes:
-    """The key before the first token: who may share, from the model's fingerprint and the caller's salt."""
+    """The key before the first token, from the model's fingerprint and the caller's salt: prompts with equal ones may
+    share pages."""
     return hashlib.sha256(b"kvarve-root" + len(namespace).to_bytes(4, "little") + namespace + salt.encode()).digest()
 
 
@@ -61,26 +62,26 @@ def extend(parent: bytes, tokens: bytes, page_tokens: int) -> list[bytes]:
 
 
 def names(parent: bytes, named: bytes, tokens: bytes, page_tokens: int) -> bytes:
-    """The keys of all full pages of packed `tokens` as one string, where those of the first pages are known."""
+    """The keys of all full pages of packed `tokens`, concatenated; `named` has those of the first pages."""
     done = len(named) // KEY_BYTES * page_tokens * TOKEN_BYTES
     return named + b"".join(extend(named[-KEY_BYTES:] or parent, tokens[done:], page_tokens))
 
 
 def group_name(root: bytes) -> str:
-    """What the names of all pages below a root key begin with: whose they are, told apart but not told."""
+    """The prefix of the names of all pages below a root key: it tells tenants apart without naming them."""
     return root[:GROUP_BYTES].hex()
 
 
 def object_name(root: bytes, key: bytes, pool: str, rank: int = 0, ranks: int = 1) -> str:
     """The name of one pool's page in a storage backend; its group stands before the first "-".
 
-    The page is that of `rank` of so many `ranks`; one that all of them hold alike is rank 0's.
+    The page is that of `rank` of `ranks`; a page of a replicated pool is rank 0's.
     """
     return f"{group_name(root)}-{key.hex()}.{pool}.{rank}of{ranks}"
 
 
 class ObjectName(NamedTuple):
-    """What the name of an object says."""
+    """The parts of an object's name."""
 
     group: str
     key: bytes
@@ -90,7 +91,7 @@ class ObjectName(NamedTuple):
 
 
 def parse_object_name(name: str) -> ObjectName | None:
-    """`object_name` backwards; None for the name of something else."""
+    """The inverse of `object_name`; None for any other name."""
     match = _OBJECT.fullmatch(name)
     if match is None or int(match[4]) >= int(match[5]):
         return None

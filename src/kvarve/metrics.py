@@ -1,6 +1,6 @@
-"""What Prometheus is told: numbers in, its text out. Nothing here knows who counted, or how it is fetched.
+"""Prometheus metrics: numbers in, text out. Nothing here knows where numbers are counted, or how the text is fetched.
 
-Everything is read at the moment of a scrape, so counting costs the engine nothing but its own additions.
+All numbers are read at a scrape, so counting costs the engine only its own additions.
 """
 
 from bisect import bisect_left
@@ -23,27 +23,27 @@ from kvarve.storage.base import StorageUsage
 # Seconds. A warm prompt takes milliseconds on a small model, a cold long one minutes on this kind of engine.
 TTFT_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
-# The cache's counters: the name there, the metric, its labels, what it means.
+# The cache's counters: the name there, the metric, its labels, its meaning.
 _COPIES = {"fetched": ("storage", "host"), "loaded": ("host", "device")} | {
     "backed_up": ("device", "host"),
     "stored": ("host", "storage"),
 }
 _PAGE_COUNTERS = {
-    "failed": ("kvarve_failed_copies", "Copies between tiers that did not end well."),
-    "late": ("kvarve_late_pages", "Pages that arrived when nobody waited for them any more; kept if they fit."),
+    "failed": ("kvarve_failed_copies", "Pages whose copy between tiers failed."),
+    "late": ("kvarve_late_pages", "Pages that arrived after their request had stopped waiting; kept if they fit."),
     "duplicates": ("kvarve_duplicate_pages", "Pages computed that another request had published meanwhile."),
-    "uncached": ("kvarve_uncached_pages", "Pages computed without room on the device to keep them."),
+    "uncached": ("kvarve_uncached_pages", "Pages computed that were not kept, as no device slot was free."),
     "given_up": (
         "kvarve_given_up_backups",
-        "Runs of pages whose backup failed too often; tried again at the next use, or after a minute.",
+        "Runs of pages quarantined since their backups failed too often; retried at the next use, or after a minute.",
     ),
     "dropped_unpaying": (
         "kvarve_offload_held_back_pages",
         "Pages that left memory without having been stored, while storing paused because it did not pay.",
     ),
-    "stored_bytes": ("kvarve_offload_bytes_stored", "Bytes of pages that went to storage."),
+    "stored_bytes": ("kvarve_offload_bytes_stored", "Bytes of pages stored."),
     "used_bytes": ("kvarve_offload_bytes_used", "Bytes of pages from storage that a request resumed from."),
-    "used_tokens": ("kvarve_offload_tokens_saved", "Tokens that need not be computed, since storage had their pages."),
+    "used_tokens": ("kvarve_offload_tokens_saved", "Tokens that were not computed, since storage had their pages."),
     "strays": ("kvarve_stray_answers", "Answers about copies that were not in flight."),
 }
 
@@ -53,7 +53,7 @@ class Histogram:
     """How many values fell below each bound, and their sum. One thread observes, any thread reads."""
 
     bounds: tuple[float, ...] = TTFT_BOUNDS_S
-    counts: list[int] = field(default_factory=list)  # one per bound and one for what is above all
+    counts: list[int] = field(default_factory=list)  # one per bound and one for values above all
     sum: float = 0.0
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What there is to tell at one moment."""
+    """All numbers at one moment."""
 
     model: str
     version: str
@@ -95,7 +95,7 @@ class Snapshot:
 
 
 class Metrics(Collector):
-    """The registry of one server; `read` is asked for a snapshot at every scrape."""
+    """The registry of one server; `read` returns a snapshot for each scrape."""
 
     def __init__(self, read: Callable[[], Snapshot]) -> None:
         self._read = read
@@ -107,7 +107,7 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
-        return []  # or registering would take a snapshot
+        return []  # else registering would take a snapshot
 
     def collect(self) -> Iterator[Metric]:
         now = self._read()
@@ -116,7 +116,7 @@ class Metrics(Collector):
         yield from _requests(now)
         yield from _cache(now.cache)
         if now.storage_up is not None:
-            yield _gauge("kvarve_storage_up", "1 while storage answers, 0 while it is left alone.", now.storage_up)
+            yield _gauge("kvarve_storage_up", "1 while storage answers, 0 while it is down.", now.storage_up)
         if now.storage is not None:
             yield from _storage(now.storage)
 
@@ -124,15 +124,15 @@ class Metrics(Collector):
 def _requests(now: Snapshot) -> Iterator[Metric]:
     yield _by("kvarve_requests", "Requests that have ended, by outcome.", ("outcome",), now.requests)
     yield _gauge("kvarve_requests_running", "Requests being computed.", now.running)
-    yield _gauge("kvarve_requests_waiting", "Requests that wait for a place or for pages from storage.", now.waiting)
-    help_text = "Requests whose words are being made into tokens, or wait for that; they count as waiting, too."
+    yield _gauge("kvarve_requests_waiting", "Requests that wait for admission or for pages from storage.", now.waiting)
+    help_text = "Requests being tokenized, or waiting for that; they count as waiting, too."
     yield _gauge("kvarve_requests_tokenizing", help_text, now.tokenizing)
     yield _counter("kvarve_prompt_tokens", "Tokens of prompts of ended requests.", now.prompt_tokens)
     help_text = "Tokens of prompts of ended requests that did not have to be computed, by the tier they came from."
     yield _by("kvarve_cached_tokens", help_text, ("tier",), now.cached_tokens)
     yield _counter("kvarve_computed_tokens", "Tokens of prompts that were computed.", now.computed_tokens)
     yield _counter("kvarve_output_tokens", "Tokens generated.", now.output_tokens)
-    help_text = "Requests that gave their room on the device to others, and went on later from what was kept."
+    help_text = "Requests that were preempted; they resumed later from their cached pages."
     yield _counter("kvarve_preempted_requests", help_text, now.preempted)
     if now.connections is not None:
         yield _gauge("kvarve_connections", "Connections that are open.", now.connections)
@@ -153,9 +153,9 @@ def _cache(stats: Mapping[str, float]) -> Iterator[Metric]:
     place = ("tier", "pool")
     yield _gauge("kvarve_page_tokens", "Tokens of a page.", stats["page_tokens"])
     yield _by("kvarve_page_bytes", "Bytes of a page.", ("pool",), _under("page_bytes.", stats), gauge=True)
-    help_text = "Pages before a boundary that a pool's layers still read; 0 stands for all of them."
+    help_text = "Pages before a boundary that a pool's layers still read; 0 stands for all."
     yield _by("kvarve_page_lookback", help_text, ("pool",), _under("lookback.", stats), gauge=True)
-    yield _by("kvarve_slots", "Room for pages.", place, _under("slots.", stats), gauge=True)
+    yield _by("kvarve_slots", "Slots for pages.", place, _under("slots.", stats), gauge=True)
     yield _by(
         "kvarve_slots_used", "Slots that hold a page or are reserved for one.", place, _under("used.", stats), True
     )
@@ -163,33 +163,33 @@ def _cache(stats: Mapping[str, float]) -> Iterator[Metric]:
         "1 while a full pool evicts beside one that uses less than half of its slots: see --tokens-per-snapshot."
     )
     yield _by("kvarve_pool_imbalance", help_text, place, _under("imbalance.", stats), gauge=True)
-    help_text = "Memory is divided as if windows and states were kept every so many tokens."
+    help_text = "Tokens between windows or states, for which memory is divided."
     yield _gauge("kvarve_tokens_per_snapshot", help_text, stats["tokens_per_snapshot"])
-    yield _by("kvarve_evicted_pages", "Pages evicted for want of room, or flushed.", place, _under("evicted.", stats))
+    yield _by("kvarve_evicted_pages", "Pages evicted to free slots, or flushed.", place, _under("evicted.", stats))
     copies = CounterMetricFamily("kvarve_copied_pages", "Pages copied between tiers.", labels=("source", "target"))
     for name, edge in _COPIES.items():
         copies.add_metric(edge, stats[name])
     yield copies
     dropped = {reason: stats[f"dropped_{reason}"] for reason in ("failed", "evicted", "down")}
     help_text = (
-        "Pages that left memory without having been stored: their stores failed too often, it was not yet their turn, "
-        "or the storage was down."
+        "Pages that left memory without having been stored: their stores failed too often, or were still pending, or "
+        "the storage was down."
     )
     yield _by("kvarve_dropped_backup_pages", help_text, ("reason",), dropped)
-    help_text = "1 while only a sample and what was used twice is stored, since storing does not pay."
+    help_text = "1 while only a sample and pages used twice are stored, since storing does not pay."
     yield _gauge("kvarve_offload_paused", help_text, stats["offload_paused"])
     help_text = "Of the bytes stored lately (in a pause: of the sample), the share that was used."
     yield _gauge("kvarve_offload_used_ratio", help_text, stats["offload_used_share"])
-    help_text = "1 while nothing is stored for a moment, since storage has failed."
+    help_text = "1 while stores back off, since storage has failed."
     yield _gauge("kvarve_stores_backing_off", help_text, stats["stores_backing_off"])
     bad = {tier: stats[f"bad_{tier}"] for tier in ("host", "storage")}
-    yield _by("kvarve_bad_pages", "Pages that failed their check when read, by the tier they lay in.", ("tier",), bad)
+    yield _by("kvarve_bad_pages", "Pages that failed their check when read, by their tier.", ("tier",), bad)
     for name, (metric, help_text) in _PAGE_COUNTERS.items():
         yield _counter(metric, help_text, stats[name])
     waiting, failed = _under("lane_waiting.", stats), _under("lane_failed.", stats)
     yield _by("kvarve_lane_waiting", "Copies that wait in a lane.", ("lane",), waiting, gauge=True)
     stuck = _under("lane_stuck_s.", stats)
-    help_text = "Seconds for which the oldest call of a lane has been running that has not come back."
+    help_text = "Seconds for which the oldest call of a lane has been running."
     yield _by("kvarve_lane_stuck_seconds", help_text, ("lane",), stuck, gauge=True)
     help_text = "Copies that a lane refused, started too late or failed to do."
     yield _by("kvarve_lane_failures", help_text, ("lane",), failed)
@@ -200,7 +200,7 @@ def _storage(usage: StorageUsage) -> Iterator[Metric]:
     yield _gauge("kvarve_storage_objects", "Objects in storage, one per page and pool.", usage.objects)
     if usage.capacity_bytes is not None:
         yield _gauge("kvarve_storage_capacity_bytes", "Bytes that storage may hold.", usage.capacity_bytes)
-    yield _counter("kvarve_storage_evicted_objects", "Objects that storage evicted for want of room.", usage.evicted)
+    yield _counter("kvarve_storage_evicted_objects", "Objects that storage evicted to free space.", usage.evicted)
 
 
 def _under(prefix: str, stats: Mapping[str, float]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """`PrefixCache`, the one class that an engine needs: the pure core, a transfer engine and a clock.
 
-One thread (the engine's) calls it; the lanes' threads only ever touch slots that the core gave them.
+One thread (the engine's) calls it; lane threads touch only slots that the core gave them.
 """
 
 import json
@@ -35,27 +35,27 @@ from kvarve.transfer.storage_connection import StorageConnection
 
 log = logging.getLogger(__name__)
 
-CHANGE_S = 30.0  # how long a rank waits for the others to want the same change of the storage
-CLOSE_S = 5.0  # how long the end of a storage waits for a call to it that hangs
-LEAST_WAIT_S = 0.001  # for a patience that is over: the ranks agree on the time, so it may not be in the next step
+CHANGE_S = 30.0  # how long a rank waits for the others to propose the same change of the storage
+CLOSE_S = 5.0  # how long closing a storage waits for a call that hangs
+LEAST_WAIT_S = 0.001  # after a deadline: by the time that the ranks agree on, it may pass only some steps later
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens as the core knows them (`PrefixCache.prompt`)."""
+    """Packed tokens and the root key, as the core takes them (`PrefixCache.prompt`)."""
 
     root: bytes
     tokens: bytes
 
 
 class UnderWay(Busy):
-    """A change of the storage is being made already."""
+    """Another change of the storage is in progress."""
 
 
 def check(identity: ModelIdentity, config: CacheConfig, device: str = "cpu") -> dict[Tier, tuple[int, ...]]:
-    """Everything that can be refused before anything is allocated or touched; the slots of each memory tier."""
+    """The slots of each memory tier. ConfigError, before any allocation, for settings that cannot work."""
     shape, apart = _shape(identity), _apart(identity, config)
     slots = {Tier.DEVICE: split(config.device_memory, *shape, records=False, what="device", per_snapshot=apart)}
     if config.host_memory:
@@ -63,9 +63,9 @@ def check(identity: ModelIdentity, config: CacheConfig, device: str = "cpu") -> 
     wanted, what, have = config.host_memory, "host memory", host_bytes()
     if on_host(device):
         wanted, what = wanted + config.device_memory, "device and host memory together"
-    elif config.device_memory > (room := device_bytes(device) or config.device_memory):
+    elif config.device_memory > (total := device_bytes(device) or config.device_memory):
         raise ConfigError(
-            f"device memory of {format_size(config.device_memory)} is more than the {format_size(room)} of {device}: "
+            f"device memory of {format_size(config.device_memory)} is more than the {format_size(total)} of {device}: "
             f"give less"
         )
     if wanted > have:
@@ -76,14 +76,14 @@ def check(identity: ModelIdentity, config: CacheConfig, device: str = "cpu") -> 
 
 
 def check_setting(identity: ModelIdentity, config: CacheConfig) -> None:
-    """Everything that can be refused of storages before they are opened."""
+    """ConfigError for storages that cannot work, as far as their URLs show it."""
     shape, apart = _shape(identity), _apart(identity, config)
     for url in parse_urls(config.storages):
         if "capacity" not in SCHEMES[url.scheme].parameters:
-            continue  # it is as large as others make it
+            continue  # its size is set elsewhere
         try:
             split(url.size_bytes("capacity"), *shape, records=True, what="storage", per_snapshot=apart)
-            if "quota" in url.parameters:  # or nobody could ever store what a prompt needs
+            if "quota" in url.parameters:  # a smaller one could not hold one prompt's pages
                 split(url.size_bytes("quota"), *shape, records=True, what="quota", per_snapshot=apart)
         except ConfigError as e:
             raise ConfigError(f"{url.text}: {e}") from None
@@ -100,8 +100,7 @@ def _apart(identity: ModelIdentity, config: CacheConfig) -> int:
 
 @dataclass(frozen=True)
 class Attached:
-    """A storage that is there: it knows whether it is up, and has lanes of its own. One that was given as an object
-    has no URLs, tiers have several."""
+    """An attached storage and its connection. One that was given as an object has no URLs, tiers have several."""
 
     urls: tuple[str, ...]
     storage: Breaker | Tiers
@@ -110,25 +109,24 @@ class Attached:
 
 @dataclass
 class Change:
-    """A storage that is to come in place of what there is; None: that one is to go. Made in a step, or not at all."""
+    """A pending attach or detach (`attached` is None), which is made in a step, or not at all."""
 
     proposal: Proposal
     attached: Attached | None
-    config: CacheConfig  # from then on
+    config: CacheConfig  # once it is made
     back_up: bool
-    made: "Future[StorageConnection | None]" = field(
-        default_factory=Future
-    )  # what it took the place of, or why it was not made
-    until: float | None = None  # by the time that the ranks agree on; None before they have met
-    why: KvarveError | None = None  # this rank cannot make it
+    # The connection that it replaced, or the error for which it was not made.
+    made: "Future[StorageConnection | None]" = field(default_factory=Future)
+    until: float | None = None  # its deadline, by the time that the ranks agree on; None before the first step
+    why: KvarveError | None = None  # why this rank declines it
 
 
 class PrefixCache:
     """Finds, keeps and brings back the pages of one model on one rank.
 
     A request's life: `open`, then `step` and `claim` until ready, `pages` to resume from, `grow` and `publish` for each
-    chunk computed, `close`. `lookup` asks without changing anything. Settings come from `config`; a `storage` object
-    may be given instead of a URL. Raises ConfigError or StorageError, and nothing has been touched then.
+    chunk computed, `close`. `lookup` changes nothing. Settings come from `config`; a `storage` object may be given
+    instead of a URL. Raises ConfigError or StorageError, before anything has been touched.
     """
 
     def __init__(
@@ -152,7 +150,7 @@ class PrefixCache:
         self.identity, self.config = identity, config
         self.pools = identity.pools
         self._now = 0.0  # the ranks agree on the time in each step
-        self._early: list[Lease] = []  # opened before the first step: their patience begins with it
+        self._early: list[Lease] = []  # opened before the first step, which sets their deadlines
         self._namespace = identity.fingerprint()
         self._device = [DeviceArena(pool, n, device) for pool, n in zip(self.pools, slots[Tier.DEVICE], strict=True)]
         self._host = [
@@ -175,13 +173,13 @@ class PrefixCache:
         shape = (self.pools, slots, identity.page_tokens, identity.chunk_tokens)
         self.core = Core(config.core(*shape, storage=storage is not None))
         self._balance = Watch()
-        self._change: Change | None = None  # that is wished, and not decided
+        self._change: Change | None = None  # proposed, and not decided
         self.attached: Attached | None = None
         if storage is not None:
             self.attached = self._guarded(storage, config.storages)
             self._transfers.attach(self.attached.connection)
             if opened:
-                self.attached.storage.look()  # one that does not answer yet is no reason not to start
+                self.attached.storage.look()  # the cache starts even if the storage is down
 
     # --- a request's life
 
@@ -190,15 +188,15 @@ class PrefixCache:
         return self.core.lookup(root_key(self._namespace, salt), self._known_by(pack(tokens)))
 
     def prompt(self, tokens: Tokens, salt: str = "") -> Prompt:
-        """What `open` makes of a prompt, made beforehand: from any thread, for it takes its time if a prompt is long.
+        """Prepare a prompt for `open`; from any thread, since a long prompt takes a while.
 
-        ValueError if a token does not fit into 32 bits or the salt is no text that can be encoded.
+        ValueError if a token does not fit into 32 bits or the salt cannot be encoded.
         """
         return Prompt(root_key(self._namespace, salt), self._known_by(pack(tokens)))
 
     def open(self, tokens: Tokens | Prompt, salt: str = "", read: bool = True, priority: int = 0) -> Lease:
-        """A request begins to wait: what storage has of it comes nearer. `read` false resumes from nothing; what is
-        used at a high `priority` goes last, where eviction is by priority."""
+        """Open a lease for a request that begins to wait: its pages in storage are prefetched. With `read` false it
+        resumes from nothing; pages used at a high `priority` are evicted last, if eviction is by priority."""
         known = tokens if isinstance(tokens, Prompt) else self.prompt(tokens, salt)
         lease = self.core.open(known.root, known.tokens, self._now, self.config.wait(), read, priority)
         if not self._now:
@@ -207,7 +205,7 @@ class PrefixCache:
         return lease
 
     def claim(self, lease: Lease) -> bool:
-        """The engine has a place for this request, so its pages come to the device; True once the lease is ready.
+        """The engine admits this request, so its pages are loaded to the device; True once the lease is ready.
 
         Ask again after each `step` (see `Core.claim`).
         """
@@ -216,29 +214,29 @@ class PrefixCache:
         return ready
 
     def resumed(self, lease: Lease) -> None:
-        """The engine has its own copies of the windows and states that it resumed from (see `Core.resumed`)."""
+        """Unpin the windows and states that the engine resumed from (see `Core.resumed`)."""
         self.core.resumed(lease)
         self._send()
 
     def extend(self, lease: Lease, tokens: Tokens) -> None:
-        """The sequence of a ready lease goes on with more tokens (see `Core.extend`)."""
+        """Append tokens to the sequence of a ready lease (see `Core.extend`)."""
         chunk_bytes = self.identity.chunk_tokens * TOKEN_BYTES
         begun = lease.tokens[len(lease.tokens) // chunk_bytes * chunk_bytes :]
         self.core.extend(lease, self._known_by(begun + pack(tokens)), len(begun))
 
     def pages(self, lease: Lease) -> dict[str, tuple[range, list[int]]]:
-        """What a ready lease resumes from: for each pool the positions and their device slots."""
+        """The pages that a ready lease resumes from: for each pool the positions and their device slots."""
         return {pool.name: self.core.slots(lease, i) for i, pool in enumerate(self.pools)}
 
     def seat(self, lease: Lease, upto: int) -> bool:
-        """Take room for a ready lease to compute in on the device, up to a page; False if there is none now (see
+        """Reserve device slots for a ready lease to compute in, up to a page; False if there are too few now (see
         `Core.seat`)."""
         seated = self.core.seat(lease, upto)
         self._send()
         return seated
 
     def room_tokens(self) -> int:
-        """How many tokens of a single sequence fit on the device at most."""
+        """The longest sequence that fits on the device, in tokens."""
         slot_pools = self.core.slot_pools
         pages = min((slot_pools.capacity[pool] for pool in slot_pools.chains), default=1 << 40)
         return pages * self.identity.page_tokens
@@ -252,28 +250,28 @@ class PrefixCache:
         return self.core.mark(lease, boundary)
 
     def short(self, lease: Lease, upto: int) -> bool:
-        """Whether `grow` would keep fewer pages now than in a moment, since room is on its way: evictions that wait
-        for their copy have been started."""
+        """Whether `grow` would keep fewer pages now than in a moment, when evictions that this starts have freed
+        slots."""
         short = self.core.short(lease, upto)
         self._send()
         return short
 
     def grow(self, lease: Lease, upto: int) -> dict[str, dict[int, int]]:
-        """Room for the pages up to `upto` that are worth keeping: for each pool the device slots by position.
+        """Reserve slots for the pages up to `upto` that are worth keeping: for each pool the device slots by position.
 
-        Where there is no room now fewer pages are kept. Never waits: under write-back ask `short` first.
+        If slots run out fewer pages are kept. Never waits: under write-back ask `short` first.
         """
         fresh = self.core.grow(lease, upto)
         self._send()
         return {pool.name: slots for pool, slots in zip(self.pools, fresh, strict=True)}
 
     def publish(self, lease: Lease, upto: int) -> None:
-        """The engine has filled the pages before `upto`: they are everybody's now."""
+        """Give the pages before `upto`, which the engine has filled, to the tree."""
         self.core.publish(lease, upto)
         self._send()
 
     def close(self, lease: Lease) -> None:
-        """End a request, whatever it was doing."""
+        """Close a lease in any phase."""
         self.core.close(lease)
         self._send()
 
@@ -282,9 +280,9 @@ class PrefixCache:
         return next(arena.buffers for arena in self._device if arena.pool.name == pool)
 
     def records(self, pool: str, key: bytes) -> list[memoryview]:
-        """A page's records in host memory as they lie there, writable: for whoever proves that damage is noticed.
+        """A page's records in host memory, writable: for tests that damage is noticed.
 
-        There may be more than one, for a slot that is free again still holds what it held.
+        There may be more than one, since a freed slot still holds its last record.
         """
         arena = next(arena for arena in self._host if arena.pool.name == pool)
         records = (arena.record(slot) for slot in range(arena.slots))
@@ -293,22 +291,22 @@ class PrefixCache:
     # --- time passes
 
     def step(self) -> None:
-        """Once per scheduler turn: take in what has ended, send what is to be done next."""
+        """Once per scheduler turn: apply the copies that have ended, and send new ones."""
         proposal = None if self._change is None else self._change.proposal
-        turn = self._agreement.agree(self._transfers.collect(), self._clock(), self.up, proposal)
-        self._now = turn.now
+        agreed = self._agreement.agree(self._transfers.collect(), self._clock(), self.up, proposal)
+        self._now = agreed.now
         while self._early:
             self._early.pop().postpone(self._now)
-        self.core.step(turn.events, self._now)
+        self.core.step(agreed.events, self._now)
         self._send()
         if self._now >= self._balance.due_s:
             for found in self._balance.look(self._levels(), self._now):
                 log.warning("%s", found.advice(_apart(self.identity, self.config)))
-        if self._change is None or not self._decide(self._change, turn.granted):
-            self._follow(turn.up)
+        if self._change is None or not self._decide(self._change, agreed.granted):
+            self._follow_storage(agreed.up)
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until something has ended, a request's patience has, or `wake` was called; at most `timeout_s`."""
+        """Sleep until a copy has ended, a request's patience has, or `wake` was called; at most `timeout_s`."""
         patience_s = max(LEAST_WAIT_S, self.core.patience_ends() - self._clock())
         return self._transfers.ends.wait(min(timeout_s, patience_s)) or patience_s <= timeout_s
 
@@ -317,15 +315,15 @@ class PrefixCache:
         self._transfers.ends.wake()
 
     def settle(self, timeout_s: float = 30.0) -> bool:
-        """Step until every copy has ended and every backup has been written; False if pages that the write policy wants
-        in storage are not there after that.
+        """Step until every copy has ended and every pending backup and store has been made; False if pages are still
+        dirty.
 
-        A storage that fails is tried again at once, and not waited for when it has failed some times in a row, or is
-        down.
+        A failed store is retried at once; after some failures in a row, or if the storage is down, it is not waited
+        for.
         """
         self.core.retry()
         self.step()
-        end = self._now + timeout_s  # by the time that the ranks agree on, so that all give up in the same step
+        end = self._now + timeout_s  # by the agreed time, so that all ranks give up in the same step
         while not self.core.idle() and self._now < end:
             self.wait(0.05)
             self.core.retry()
@@ -333,7 +331,7 @@ class PrefixCache:
         return self.core.idle() and not self.core.dirty()
 
     def flush(self, tiers: Sequence[Tier] = MEMORY_TIERS, timeout_s: float = 30.0) -> int:
-        """Evict what nobody holds from memory tiers, after the backups under way; storage stays. Pages that went."""
+        """Evict every unpinned page from memory tiers, after pending backups; storage keeps its own. Pages evicted."""
         end, gone = self._now + timeout_s, 0
         while True:
             self.settle(end - self._now)
@@ -342,17 +340,17 @@ class PrefixCache:
                 return gone
 
     def evict(self, tiers: Sequence[Tier]) -> int:
-        """Evict what nobody holds from memory tiers now, backed up or not. Pages that went at once."""
+        """Evict every unpinned page from memory tiers now, backed up or not. Pages evicted at once."""
         gone = self.core.flush(tiers)
         self._send()
         return gone
 
     def shutdown(self, timeout_s: float = 30.0, *, store: bool = True) -> None:
-        """Write what is dirty to storage, stop the lanes and close the storage, whole, all within `timeout_s`.
+        """Write dirty pages to storage, stop the lanes and close the storage, all within `timeout_s`.
 
-        Nothing waits for a storage that is down, and calls that hang on one that is down or detached are waited for
-        some seconds at most. What could not be stored is said in the log. `store` false: nothing more is asked of the
-        core, as it has broken a law and the bytes of a page may be another page's.
+        A storage that is down is not waited for, and calls that hang on one that is down or detached get some seconds
+        at most. The count of pages that could not be stored is logged. `store` false: the core is not used any more, as
+        it has broken a law and a slot may hold another page's bytes.
         """
         end = time.monotonic() + timeout_s
         close_s = min(CLOSE_S, timeout_s / 4)
@@ -362,23 +360,23 @@ class PrefixCache:
             self._refuse(self._change, Busy("the cache is shutting down"))
         self._transfers.close(max(0.0, end - time.monotonic()), close_s, self.core.copies.storage)
         if self.attached is not None:
-            # Or each would keep the other, and all host memory with them, until a collection of garbage.
+            # Break the reference cycle, which would keep host memory until a garbage collection.
             self.attached.storage.changed = lambda: None
 
     def _store_all(self, timeout_s: float) -> None:
         attached = self.attached is not None
-        # By what the ranks have agreed on, for each step of one is a step of all.
+        # By the agreed state of the storage, since all ranks must take the same number of steps.
         up = self.core.copies.storage
         if up and self.config.write() is WritePolicy.WRITE_BACK:
             self.core.back_up()
         if not self.settle(timeout_s if up or not attached else 0.0) and attached:
             log.warning("%d pages in memory could not be stored before the end", self.core.dirty())
 
-    # --- a storage comes or goes
+    # --- attaching and detaching a storage
 
     def opened(self, setting: str | Sequence[str], *, prefetch: str | None = None, write: str | None = None) -> Storage:
         """Open a storage (several URLs are tiers) for this cache's pages, to be attached. From any thread, since it may
-        take its time.
+        take long.
 
         ConfigError, StorageError: it cannot be used, or not with these policies, and nothing has been touched.
         """
@@ -395,14 +393,14 @@ class PrefixCache:
         prefetch: str | None = None,
         write: str | None = None,
     ) -> Change:
-        """Have a storage, which is open, take the place of what there is; it belongs to the cache then.
+        """Attach an open storage in place of the present one; it belongs to the cache then.
 
-        That happens in the next `step`; with several ranks in the first step in which all of them want the same, and on
-        none of them if one declines or too long has passed. The answer's `made` says so, and of a change that is not
-        made everything is as before, with the new storage closed. With `back_up`, what is in memory goes there,
-        whatever the write policy. Policies stay as they are unless given.
+        That happens in the next `step`; with several ranks in the first step in which all of them propose the same, and
+        on none if one declines or after `CHANGE_S`. The change's `made` tells the outcome; if it is not made, the
+        present storage stays and the new one is closed. With `back_up`, all pages in memory are dirty, whatever the
+        write policy. Policies stay as they are unless given.
 
-        ConfigError, StorageError, UnderWay: refused at once, and the storage is still yours.
+        ConfigError, StorageError, UnderWay: refused at once, and the storage is still the caller's.
         """
         if not self.config.host_memory:
             raise ConfigError(NO_HOST)
@@ -412,7 +410,7 @@ class PrefixCache:
         return self._propose(Change(Proposal(what), self._guarded(storage, config.storages), config, back_up))
 
     def detach(self) -> Change:
-        """Have the storage go, if there is one: it ends what was sent to it, and is closed, and nobody waits for that.
+        """Detach the storage, if there is one; it ends the copies sent to it and is closed in the background.
 
         When, and whether on all ranks: as for `attach`. UnderWay: refused at once.
         """
@@ -420,23 +418,23 @@ class PrefixCache:
         return self._propose(Change(Proposal("detach"), None, replace(self.config, storage=None), back_up=False))
 
     def decline(self, why: KvarveError) -> Change:
-        """Tell the other ranks that this one cannot make the change that all were asked for, so that they need not
-        wait for it; `made` says `why`."""
+        """Tell the other ranks that this one cannot make the change that all were asked for, so that they do not wait
+        for it; `made` raises `why`."""
         self._check_free()
         return self._propose(Change(Proposal("", ready=False), None, self.config, back_up=False, why=why))
 
     def now(self) -> float:
-        """What time it is by the cache's clock."""
+        """The time by the cache's clock."""
         return self._clock()
 
     @property
     def ranks(self) -> int:
-        """How many ranks are this cache together."""
+        """How many ranks share this cache."""
         return self._agreement.ranks
 
     @property
     def up(self) -> bool:
-        """Whether what is attached to this rank answers; True if nothing is."""
+        """Whether this rank's storage answers; True without one."""
         attached = self.attached
         return attached is None or (attached.storage.up and not attached.connection.hangs())
 
@@ -474,7 +472,7 @@ class PrefixCache:
             raise UnderWay("another change of the storage is under way")
 
     def _propose(self, change: Change) -> Change:
-        if self._change is not None:  # it declined something that nobody asks for any more
+        if self._change is not None:  # this rank declined an earlier request, which is over
             self._refuse(self._change)
         self._change = change
         change.made.set_running_or_notify_cancel()  # it cannot be cancelled: all ranks make it or none
@@ -482,7 +480,7 @@ class PrefixCache:
         return change
 
     def _decide(self, change: Change, granted: bool | None) -> bool:
-        """Make a change that all ranks proposal, or give it up; whether it was made."""
+        """Make a change that all ranks propose, or give it up; whether it was made."""
         if granted is None:
             change.until = self._now + CHANGE_S if change.until is None else change.until
             if self._now >= change.until:
@@ -491,9 +489,9 @@ class PrefixCache:
         if not granted:
             self._refuse(change, StorageError("another rank cannot do it, or was asked for something else"))
             return False
-        # What can be refused has been. What goes wrong from here on is a bug of ours: no law of the core holds then.
+        # All checks have passed: an exception from here on is a bug of ours, and the core's laws may not hold then.
         try:
-            self.core.write_by(change.config.write())  # first: what is owed to the new one is owed by this policy
+            self.core.write_by(change.config.write())  # first: the new policy decides which pages are dirty
             if change.attached is not None:
                 self.core.attach(change.back_up)
             else:
@@ -504,18 +502,18 @@ class PrefixCache:
             raise
         self._change, self.config, self.attached = None, change.config, change.attached
         change.made.set_result(before)
-        self._go_on()
+        self._step_core()
         return True
 
     def _refuse(self, change: Change, why: Exception | None = None) -> None:
-        """Everything is as before."""
+        """Give up a change: close its storage, and fail its future."""
         self._change = None
         if change.attached is not None:
             self._transfers.retire(change.attached.connection)
         change.made.set_exception(change.why or why or Busy("another change took its place"))
 
-    def _follow(self, up: bool) -> None:
-        """A storage that is down on any rank is none, until it answers: then it gets what was written meanwhile."""
+    def _follow_storage(self, up: bool) -> None:
+        """Go on without a storage that is down on any rank; once it is up again it gets the pages that are dirty."""
         if self.attached is None or up == self.core.copies.storage:
             return
         log.warning("storage %s", "is back: it gets what was written meanwhile" if up else "is down: on without it")
@@ -523,17 +521,17 @@ class PrefixCache:
             self.core.attach(again=True)
         else:
             self.core.detach(down=True)
-        self._go_on()
+        self._step_core()
 
-    def _go_on(self) -> None:
-        """What follows from a change goes out at once, not with the next step."""
+    def _step_core(self) -> None:
+        """Send the copies that follow from a change at once, not with the next step."""
         self.core.step((), self._now)
         self._send()
 
-    # --- what is going on
+    # --- figures
 
     def stats(self) -> dict[str, float]:
-        """Counters, levels and sizes by name, for metrics and for people; a lookback of 0 stands for all pages."""
+        """Counters, levels and sizes by name; a lookback of 0 stands for all pages."""
         stats: dict[str, float] = asdict(self.core.counters)
         stats |= self._levels()
         stats["page_tokens"] = self.identity.page_tokens
@@ -551,11 +549,11 @@ class PrefixCache:
         return stats
 
     def _places(self) -> list[tuple[str, str]]:
-        """Tier and pool of each place, in the core's order."""
+        """Tier and pool of each slot pool, in the core's order."""
         return [(tier.name.lower(), pool.name) for tier in MEMORY_TIERS for pool in self.pools]
 
     def _levels(self) -> dict[str, float]:
-        """How large and how full each pool is, and what it has evicted."""
+        """Size, fill and evictions of each slot pool."""
         levels: dict[str, float] = {}
         for pool in self.pools:
             levels[f"page_bytes.{pool.name}"] = pool.payload_bytes
@@ -569,8 +567,8 @@ class PrefixCache:
         return levels
 
     def usage(self) -> StorageUsage | None:
-        """What the storage holds, if there is one. From any thread, and in a moment even if it hangs: then it is what
-        it said last. StorageError: it cannot say."""
+        """What the storage holds, if there is one. From any thread; if the storage hangs, its last answer after a
+        moment. StorageError: the storage cannot tell."""
         attached = self.attached
         return attached.connection.usage() if attached is not None else None
 

@@ -1,11 +1,11 @@
 """What does memory buy? Replays a trace of prompts through the product's own core, without a model or a byte of KV.
 
-Transfers are instant: whatever the core asks to copy is good at the next step, and requests follow one another in the
-trace's order. So a figure here says what the tree, the eviction order and the room can give, and nothing of waiting.
+Transfers are instant: a copy that the core asks for is good at the next step, and requests follow one another in the
+trace's order. So its figures show the effect of the tree, the eviction order and the memory sizes, but not of waiting.
 
 A trace is JSON lines, plain or gzip: `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one id
 per block of `block_tokens` tokens, of which the last block may be short and may lack its id. An id stands for its
-block *and everything before it*. Only prompts are cached: what an answer's tokens were, no trace says.
+block *and all blocks before it*. Only prompts are cached: traces do not have the tokens of answers.
 """
 
 import argparse
@@ -35,14 +35,14 @@ from kvarve.model import BufferSpec, PoolSpec, Tier, window_lookback
 from kvarve.sizes import format_size, parse_size
 from kvarve.storage.base import LruIndex
 
-MOST_TOKENS = 1 << 27  # in one prompt: what is longer is a damaged line, not a request
+MOST_TOKENS = 1 << 27  # in one prompt: a longer one is a damaged line, not a request
 
-Advance = Callable[[int, int], None]  # how many bytes of the trace file are done, of how many
+Advance = Callable[[int, int], None]  # bytes of the trace file that are done, and its size
 
 
 @dataclass(frozen=True)
 class SimulationConfig:
-    """A model as bytes, and the memory that it gets. Sizes in bytes; ConfigError for what cannot work.
+    """A model as bytes, and the memory that it gets. Sizes in bytes; ConfigError for values that cannot work.
 
     `state_bytes` is a recurrent model's state after any token, 0 for none; a window keeps
     `window_bytes_per_token` for the last `window_tokens` tokens.
@@ -89,11 +89,11 @@ class SimulationConfig:
 
     @property
     def spacing(self) -> int:
-        """How many tokens apart memory expects windows and states to be kept."""
+        """The distance in tokens between windows or states for which memory is divided."""
         return spacing(self.pools(), self.page_tokens, self.grid, self.tokens_per_snapshot, self.snapshot_every)
 
     def pools(self) -> tuple[PoolSpec, ...]:
-        """The rows that such a model would have."""
+        """The model's pools."""
         rows = (
             ("kv", self.kv_bytes_per_token * self.page_tokens, None),
             (
@@ -111,7 +111,7 @@ class SimulationConfig:
 
     def core(self) -> CoreConfig:
         """The settings of the core, with memory turned into slots as the real cache does it."""
-        # The names and bounds of policies are checked where an operator's are.
+        # `CacheConfig` checks the names and bounds of policies.
         cache = CacheConfig(
             self.device_memory,
             write_policy=self.write_policy,
@@ -142,7 +142,7 @@ class TraceRequest:
 
 @dataclass
 class SimulationReport:
-    """What a replay found. `infinite_hit_tokens`: what a cache of full blocks that never forgets would have found."""
+    """The result of a replay. `infinite_hit_tokens`: the hits of a cache of full blocks that never evicts."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -150,14 +150,14 @@ class SimulationReport:
     hit_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys((tier.name.lower() for tier in Tier), 0))
     infinite_hit_tokens: int = 0
     cost: float = 0.0  # of computing all prompts, in pages at a prompt's beginning
-    saved_cost: float = 0.0  # of what did not have to be computed
+    saved_cost: float = 0.0  # of the pages that hits saved
     unique_blocks: int = 0
     slots: dict[str, int] = field(default_factory=dict)
     evicted: dict[str, int] = field(default_factory=dict)
     moved_bytes: dict[str, int] = field(default_factory=dict)
     uncached_pages: int = 0
     stored_bytes: int = 0
-    used_bytes: int = 0  # that came from storage, for a request that resumed from them
+    used_bytes: int = 0  # of pages from storage that a request resumed from
     paused_requests: int = 0  # while storing paused, since it did not pay
 
     @property
@@ -182,9 +182,9 @@ class SimulationReport:
 
 
 def read_trace(path: Path, block_tokens: int, advance: Advance = lambda done, size: None) -> Iterator[TraceRequest]:
-    """The requests of a trace file, one at a time. ConfigError names the line that is not one."""
+    """The requests of a trace file, one at a time. ConfigError names a line that is not a request."""
     line, before, found = 0, 0.0, False
-    rests_on: dict[int, int | None] = {}  # by id: the block before it, always the same one
+    rests_on: dict[int, int | None] = {}  # by id: the block before it, which must always be the same
     try:
         size = path.stat().st_size
         with path.open("rb") as raw:
@@ -214,7 +214,7 @@ def read_trace(path: Path, block_tokens: int, advance: Advance = lambda done, si
 
 
 def _request(text: bytes, block_tokens: int) -> TraceRequest:
-    """One line of a trace; ValueError says what is wrong with it."""
+    """Parse one line of a trace; ValueError if it is not a request."""
     try:
         row = json.loads(text)
     except ValueError:
@@ -239,7 +239,7 @@ def _request(text: bytes, block_tokens: int) -> TraceRequest:
 
 
 class Prompts:
-    """Makes packed tokens out of ids: every block is one token of its own, repeated."""
+    """Makes packed tokens from ids: every block is one token of its own, repeated."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -249,7 +249,7 @@ class Prompts:
     def packed(self, request: TraceRequest) -> bytes:
         rest = request.input_length - len(request.ids) * self._block_tokens
         blocks = [self._of(each) * self._block_tokens for each in request.ids]
-        if rest > 0:  # the short last block without an id: nobody else has it
+        if rest > 0:  # the short last block without an id: no other prompt has it
             blocks.append(self._fresh() * rest)
         return b"".join(blocks)[: request.input_length * TOKEN_BYTES]
 
@@ -265,25 +265,25 @@ class Prompts:
 
 
 class Infinite:
-    """The hit rate of a cache of full blocks that never forgets, from the ids alone: it knows no core and no page."""
+    """The hits of a cache of full blocks that never evicts, from the ids alone, without a core."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self.seen: set[int] = set()
 
     def hit(self, request: TraceRequest) -> int:
-        """Tokens of the request that came before; takes in its blocks."""
+        """Tokens of the request that earlier requests had; remembers its blocks."""
         full = request.ids[: request.input_length // self._block_tokens]
         known = next((at for at, each in enumerate(full) if each not in self.seen), len(full))
         self.seen.update(full[known:])
         return known * self._block_tokens
 
 
-# --- the world of a core that replays
+# --- the replay
 
 
 class InstantTransfers:
-    """Lanes that take no time, and a storage of names alone that forgets what was used longest ago."""
+    """Transfers that take no time, and a storage of names alone with LRU eviction."""
 
     def __init__(self, pools: tuple[PoolSpec, ...], storage_bytes: int) -> None:
         self._names = [pool.name for pool in pools]
@@ -316,7 +316,7 @@ class InstantTransfers:
         return self._there(names)
 
     def _store(self, copy: Copy) -> int:
-        """As a storage backend does it: what is there stays as it is, and no page pushes out one of its own batch."""
+        """As a storage backend does it: an object that exists is kept, and no page evicts one of its own batch."""
         good, mine = 0, dict[str, None]()
         for i, page in enumerate(copy.pages):
             name, size = self._name(copy.root, page), self._records[page.pool]
@@ -341,12 +341,12 @@ def replay(
     limit: int | None = None,
     advance: Advance = lambda done, size: None,
 ) -> SimulationReport:
-    """Run a trace, or its first `limit` requests, through a core of its own; ConfigError if it is not a trace."""
+    """Run a trace, or its first `limit` requests, through a new core; ConfigError if it is not a trace."""
     return replayed(islice(read_trace(Path(trace_path), config.block_tokens, advance), limit), config)
 
 
 def replayed(requests: Iterable[TraceRequest], config: SimulationConfig) -> SimulationReport:
-    """Run requests, in the order of their time, through a core of its own."""
+    """Run requests, in the order of their time, through a new core."""
     core = Core(config.core())
     transfers = InstantTransfers(core.pools, config.storage_memory)
     prompts, infinite = Prompts(config.block_tokens), Infinite(config.block_tokens)
@@ -388,7 +388,7 @@ def replayed(requests: Iterable[TraceRequest], config: SimulationConfig) -> Simu
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The words of `kvarve simulate`."""
+    """The arguments of `kvarve simulate`."""
     preset = SimulationConfig(1 << 40)
     add = parser.add_argument
     add("trace", type=Path, metavar="TRACE", help="JSON lines, plain or gzip, with hash_ids per block")
@@ -416,26 +416,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--selective-uses", default=preset.selective_uses, help="uses before write_through_selective writes", **count)
     add("--snapshot-every", default=0, help="keep windows and states every so many tokens too", **count)
     add("--snapshot-gap", default=0, help="the fewest tokens that a kept window or state has to save", **count)
-    apart = "divide memory as if windows and states were kept every so many tokens; by the model unless given"
+    apart = "divide memory for a window or state every so many tokens; by the model unless given"
     add("--tokens-per-snapshot", default=0, help=apart, **count)
-    orders = f"which page goes first: {', '.join(ORDERS)} (default %(default)s)"
+    orders = f"which page is evicted first: {', '.join(ORDERS)} (default %(default)s)"
     add("--eviction", default=preset.eviction, metavar="ORDER", help=orders)
-    doubles = "tokens after which attention costs as much as all else does, for --eviction flops (0: never)"
+    doubles = "context length at which attention costs as much as all other computing, for --eviction flops (0: never)"
     add("--cost-doubles-at", default=0, help=doubles, **count)
     pays = "of the bytes stored, the share that has to be used, or storing pauses; 0: never (default %(default)s)"
     add("--offload-pays-at", type=float, default=preset.offload_pays_at, metavar="X", help=pays)
-    add("--limit", default=None, help="only the first requests of the trace", **count)
+    add("--limit", default=None, help="only the first N requests of the trace", **count)
     add("--json", type=Path, metavar="FILE", help="write the report there too")
 
 
 def main(args: argparse.Namespace) -> int:
-    """`kvarve simulate`: replay, print a table; answers the exit code."""
+    """`kvarve simulate`: replay, print a table; returns the exit code."""
     names = SimulationConfig.__dataclass_fields__
     config = SimulationConfig(**{name: value for name, value in vars(args).items() if name in names})
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"a limit of {args.limit} requests leaves nothing to replay")
     if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
-        raise ConfigError(f"{args.json}: not a file that can be written")  # better said before the work than after it
+        raise ConfigError(f"{args.json}: not a file that can be written")  # better before the replay than after it
     console = Console()
     errors = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
@@ -462,23 +462,21 @@ def _table(report: SimulationReport, config: SimulationConfig) -> Table:
     for heading in ("tier", "memory", "pages", "hit tokens", "hit rate", "evicted pages"):
         table.add_column(heading, justify="left" if heading == "tier" else "right")
     memory = (config.device_memory, config.host_memory, config.storage_memory)
-    for tier, room in zip(Tier, memory, strict=True):
+    for tier, size in zip(Tier, memory, strict=True):
         name = tier.name.lower()
         pages = sum(slots for place, slots in report.slots.items() if place.partition(".")[0] == name)
         gone = sum(evicted for place, evicted in report.evicted.items() if place.partition(".")[0] == name)
         hit = report.hit_tokens[name]
-        if room:
+        if size:
             table.add_row(
-                name, format_size(room), f"{pages:,}" if pages else "", f"{hit:,}", f"{hit / tokens:.1%}", f"{gone:,}"
+                name, format_size(size), f"{pages:,}" if pages else "", f"{hit:,}", f"{hit / tokens:.1%}", f"{gone:,}"
             )
     table.add_section()
     table.add_row("all tiers", "", "", f"{sum(report.hit_tokens.values()):,}", f"{report.hit_rate:.1%}")
-    table.add_row("never forgetting", "", "", f"{report.infinite_hit_tokens:,}", f"{report.infinite_hit_rate:.1%}")
+    table.add_row("infinite cache", "", "", f"{report.infinite_hit_tokens:,}", f"{report.infinite_hit_rate:.1%}")
     moved = ", ".join(f"{edge.replace('_', ' ')} {format_size(size)}" for edge, size in report.moved_bytes.items())
-    saved = f"{report.saved_rate:.1%} of the computing saved"
-    table.caption = (
-        f"{saved}; moved: {moved or 'nothing'}; computed without room to keep them: {report.uncached_pages:,} pages"
-    )
+    saved = f"{report.saved_rate:.1%} of the computation saved"
+    table.caption = f"{saved}; moved: {moved or 'nothing'}; computed and not kept: {report.uncached_pages:,} pages"
     if any(pool.lookback is not None for pool in config.pools()):
         table.caption += f"; memory divided for a snapshot every {config.spacing:,} tokens"
     if config.storage_memory:

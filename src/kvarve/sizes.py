@@ -16,7 +16,7 @@ _SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)\s*")
 def parse_size(text: str) -> int:
     """Bytes meant by `text`: "1024", "512MB", "1.5 GiB", in any case; a part of a byte is dropped.
 
-    Raises ConfigError for anything else, a minus sign included. Zero is a size: whether it will do, the caller says.
+    ConfigError for anything else, a minus sign included. Zero is a size; the caller decides whether it will do.
     """
     match = _SIZE.fullmatch(text)
     unit = match[2].lower() or "b" if match else ""

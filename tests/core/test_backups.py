@@ -55,7 +55,7 @@ def test_after_a_failed_store_nothing_is_stored_for_a_while_and_then_one_copy_tr
     assert len(stores(world)) == 1
     for _ in range(3):
         world.step(later_s=1.0)
-    assert len(stores(world)) == 1, "until it has ended nobody knows"
+    assert len(stores(world)) == 1, "storage is half-open until that store has ended"
     world.step([world.end(op) for op in stores(world)])
     assert len(stores(world)) == 2, "and when it has gone well the others follow at once"
     world.settle()
@@ -269,7 +269,7 @@ def test_what_finds_no_room_in_the_host_goes_down_when_there_is_some() -> None:
     assert world.resident(HOST) == 4 and waits.holds, "what storage sent for it"
     write(world, 2)
     world.settle()
-    assert world.core.idle() and world.core.dirty(), "it waits for room, and nobody for it"
+    assert world.core.idle() and world.core.dirty(), "it waits for host slots, and `idle` does not wait for it"
     world.close(waits)
     world.step(later_s=LOOK_AGAIN_S)
     world.settle()

@@ -72,7 +72,7 @@ def test_a_conversation_goes_on_where_the_last_prompt_ended() -> None:
 def test_a_state_is_kept_where_a_prompt_leaves_a_known_one() -> None:
     world = World(config=config(ATTENTION, STATE))
     world.request(prompt(6))
-    assert world.request(fork(3, 7)).boundary == 0, "nobody knew yet that prompts part here"
+    assert world.request(fork(3, 7)).boundary == 0, "no earlier prompt branched off here"
     assert world.request(fork(3, 8)).boundary == 3
 
 
@@ -1127,7 +1127,7 @@ def test_a_sequence_that_found_no_room_is_not_kept_when_it_goes_on() -> None:
     world.close(lease)
 
 
-# --- thresholds, deadlines, and answers that nobody asked for
+# --- thresholds, deadlines, and answers about no copy in flight
 
 
 def test_what_saves_too_little_is_not_brought_to_the_device() -> None:

@@ -24,7 +24,7 @@ def test_every_order_makes_room(order: str) -> None:
 
 def test_lru_keeps_what_was_used_last() -> None:
     world = World(config=config(ATTENTION, device=6, eviction="lru"))
-    for seed in (0, 1, 2, 0, 3):  # whoever goes by arrival would drop the first
+    for seed in (0, 1, 2, 0, 3):  # an order by arrival would evict the first
         world.request(prompt(2, seed=seed))
     assert survivors(world, 4) == [0, 2, 3]
 
@@ -102,7 +102,7 @@ def test_what_is_dear_ages_too() -> None:
     passers_by(world, 100, first=100)
     world.request(prompt(16))
     passers_by(world, 60, first=300)
-    assert world.hit(prompt(16)) == (0, 0), "nobody used it while much else went by"
+    assert world.hit(prompt(16)) == (0, 0), "no request used it while many others came"
 
 
 def test_where_all_costs_the_same_flops_is_lru() -> None:

@@ -112,5 +112,5 @@ def test_no_more_of_the_sample_is_remembered_than_a_bound() -> None:
 
 def test_for_another_storage_it_begins_anew() -> None:
     governor = paused()
-    governor.begin_anew()
+    governor.reset()
     assert not governor.paused and governor.used_share == 0.0

@@ -98,7 +98,7 @@ def test_a_storage_that_is_down_and_up_again_holds_no_more_of_the_host_than_its_
     world.step()
     hanging = [page.pool for op in world.core.copies.ops.values() for page in op.pages]
     assert len(hanging) == world.core.backups.store_share[0] == 8
-    assert world.core.idle(), "who waits for the rest would wait in vain"
+    assert world.core.idle(), "no other copy would end"
 
 
 def test_under_write_back_a_store_that_hangs_keeps_the_device_full_for_a_moment_and_no_longer() -> None:

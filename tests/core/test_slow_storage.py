@@ -26,7 +26,7 @@ def others(world: World) -> list[int]:
 
 
 def write(world: World, *seeds: int, pages: int = 4) -> None:
-    """Prompts are computed and copied to the host; what goes to storage from there stays on its way."""
+    """Prompts are computed and copied to the host; stores from there stay in flight."""
     for seed in seeds:
         world.request(prompt(pages, seed=seed), rest=False)
         world.step()
@@ -115,7 +115,7 @@ def test_copies_for_storage_do_not_chase_each_other_through_the_host() -> None:
 
 
 def with_a_run_that_storage_refuses() -> World:
-    """All stores of the first run have failed, until it was given up; those of all others have not."""
+    """All stores of the first run have failed, until it was quarantined; those of all others have not."""
     world = World(config=config(ATTENTION, host=64, storage=True))
     write(world, 1)
     poison = world.log[0].pages[0].key
@@ -130,7 +130,7 @@ def with_a_run_that_storage_refuses() -> World:
 def test_a_run_whose_stores_fail_is_tried_again_after_a_while_without_being_used() -> None:
     world = with_a_run_that_storage_refuses()
     assert world.core.counters.given_up == 1 and len(world.storage.objects) == 4 * 2 * RETRY_BUDGET
-    assert world.core.idle() and world.core.dirty(), "it is known not to be stored, and nobody waits for it"
+    assert world.core.idle() and world.core.dirty(), "it is dirty, and `idle` does not wait for it"
     world.step(later_s=QUARANTINE_S)
     world.settle()
     assert len(world.storage.objects) == 4 * (1 + 2 * RETRY_BUDGET) and not world.core.dirty()

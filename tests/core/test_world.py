@@ -148,20 +148,20 @@ def forget_to_pin_what_is_stored(broken: pytest.MonkeyPatch) -> None:
 
 def mix_up_two_pages(broken: pytest.MonkeyPatch) -> None:
     """All that is counted stays right: only the bytes of two pages change places."""
-    honest = Backups.settle
+    honest = Backups.make_resident
 
-    def settle(backups: Backups, run: Run, place: int, position: int, slot: int) -> bool:
+    def make_resident(backups: Backups, run: Run, place: int, position: int, slot: int) -> bool:
         settled = honest(backups, run, place, position, slot)
         table, local = run.slots[place], position - run.first
         if settled and table is not None and local and table[local - 1] >= 0 and position % 5 == 4:
             table[local], table[local - 1] = table[local - 1], table[local]
         return settled
 
-    broken.setattr(Backups, "settle", settle)
+    broken.setattr(Backups, "make_resident", make_resident)
 
 
 def never_lose_patience(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(Core, "_lose_patience", lambda core, lease: None)
+    broken.setattr(Core, "_check_deadline", lambda core, lease: None)
 
 
 def throw_dice(broken: pytest.MonkeyPatch) -> None:

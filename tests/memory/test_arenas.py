@@ -142,7 +142,7 @@ def test_any_layout_of_buffers_survives_the_way_to_the_host_and_back(
 
 
 def test_more_memory_than_there_is_address_space_is_refused_as_a_setting() -> None:
-    with pytest.raises(ConfigError, match="no room in host memory for"):
+    with pytest.raises(ConfigError, match="not enough host memory for"):
         HostArena(a_pool("float32"), 1 << 52, NAMESPACE)
-    with pytest.raises(ConfigError, match="no room on cpu for"):
+    with pytest.raises(ConfigError, match="no memory on cpu for"):
         DeviceArena(a_pool("float32"), 1 << 52)

@@ -17,7 +17,7 @@ KEYS = extend(ROOT, pack(range(PAGES * 64)), 64)
 
 
 class Rank:
-    """One rank's arenas and transfer engine; its latents are everybody's, its states are its own."""
+    """One rank's arenas and transfer engine; its latents are replicated, its states are its own."""
 
     def __init__(self, rank: int, store: StoreThatStays) -> None:
         namespace = an_identity(POOLS).fingerprint()

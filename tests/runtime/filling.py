@@ -1,8 +1,8 @@
 """An engine without a model: it fills each page with bytes that only this prompt has, and looks before it resumes.
 
 What a page must hold is computed from pool, buffer, salt and all tokens up to its chunk's end (a model may have read
-them all for it) without a line of what is tested; so a page that is wrong, stale, half copied or somebody else's cannot
-pass.
+them all for it) without a line of what is tested; so a page that is wrong, stale, half copied or another prompt's
+cannot pass.
 """
 
 import hashlib
@@ -197,7 +197,7 @@ def used(cache: PrefixCache) -> dict[str, int]:
 
 
 def nothing_is_left(cache: PrefixCache) -> bool:
-    """Whether, after a flush, every slot is free and nobody holds anything."""
+    """Whether, after a flush, every slot is free and no lease is open."""
     cache.flush()
     audit(cache.core)
     return not used(cache) and not cache.core.leases and not cache.core.copies.ops

@@ -1,4 +1,4 @@
-"""Storages come and go while requests are served: nobody is troubled, nothing leaks, and what fails changes nothing."""
+"""Storages come and go while requests are served: no request fails, no slot leaks, a failed change has no effect."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -303,7 +303,7 @@ def test_figures_of_a_store_that_hangs_are_those_it_gave_last(make: Make, monkey
     store.stall()
     stalled = threads()
     assert [cache.usage() for _ in range(5)] == [usage] * 5
-    assert len(threads() - stalled) <= 1, "one thread hangs, however often somebody asks"
+    assert len(threads() - stalled) <= 1, "one thread hangs, however often `usage` is called"
     store.release()
 
 
@@ -340,7 +340,7 @@ def test_when_a_store_has_hung_for_too_long_those_who_wait_go_on_and_others_neve
     waits = Request(cache, OTHER)
     filled.wait_for_stalled_call()
     assert not cache.claim(waits.lease)
-    assert run(cache, LONG) == (ALL, 0, 0), "who needs nothing of it is not delayed: the clock stood still"
+    assert run(cache, LONG) == (ALL, 0, 0), "a request that needs no page of it is not delayed: the clock stood still"
     clock.now += 7.01
     cache.step()
     assert not cache.up
@@ -418,7 +418,7 @@ def test_a_policy_that_nobody_knows_is_refused(full: PrefixCache, how: dict[str,
     ],
 )
 def test_a_store_that_cannot_be_opened_is_refused(full: PrefixCache, tmp_path: Path, url: str, complaint: str) -> None:
-    (tmp_path / "something else").write_text("of somebody else's")
+    (tmp_path / "something else").write_text("of another program")
     with pytest.raises(KvarveError, match=complaint):
         full.opened(url.format(folder=tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["something else"]

@@ -190,7 +190,7 @@ def test_without_a_host_the_device_is_all_there_is(make: Make) -> None:
     assert run(cache, LONG) == (0, 0, 0)
 
 
-# --- who may share
+# --- sharing between salts
 
 
 def test_another_salt_shares_nothing(make: Make) -> None:
@@ -321,7 +321,7 @@ def test_best_effort_does_not_wait_for_a_storage_that_stalls(make: Make) -> None
 
 
 def test_a_wait_is_over_with_the_patience_of_a_request(make: Make) -> None:
-    """An engine with nothing else to do sleeps: not for longer than the first of those who wait for storage."""
+    """An engine with nothing else to do sleeps: until the earliest deadline of a request that waits for storage."""
     store, clock = a_full_store(), Clock()
     cache = make(store, clock, prefetch_policy="timeout", prefetch_base_s=5.0, prefetch_per_ki_token_s=0.0)
     store.stall()
@@ -516,7 +516,7 @@ def test_a_page_that_storage_damaged_or_lost_is_computed_and_stored_again(
     store = a_full_store()
     names = [name for name in store.inner._region.objects if f".{pool.name}." in name]  # type: ignore[attr-defined]
     {"flip": store.flip, "truncate": store.truncate, "delete": lambda name: store.delete([name])}[damage](names[-1])
-    if damage == "flip":  # not in the padding, which is nobody's
+    if damage == "flip":  # not in the padding
         store.flip(names[-1], HEADER_BYTES)
     cache = make(store)
     assert sum(run(cache, LONG)) < ALL

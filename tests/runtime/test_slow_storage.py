@@ -94,7 +94,7 @@ def make() -> Iterator[Make]:
 
 
 def test_hits_behind_a_burst_of_misses_are_found_though_each_call_takes_a_tenth_of_a_second(make: Make) -> None:
-    """Eight stored prompts of 1,300 tokens behind 60 that nobody knows."""
+    """Eight stored prompts of 1,300 tokens behind 60 that are not stored."""
     region = a_region()
     stored = [prompt(20.5, seed=seed) for seed in range(8)]
     first = make(StoreThatStays(region), device=4 << 20)

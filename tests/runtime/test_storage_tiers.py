@@ -123,7 +123,7 @@ def test_other_workers_come_for_those_who_hang_reading_from_a_far_storage(
     for _ in asking:
         until(cache, lambda: far.read_begun.acquire(blocking=False))
     until(cache, lambda: cache.stats()["lane_stuck_s.storage-to-host"] > 1.1)
-    assert run(cache, LONG) == (0, 0, ALL), "though the three who read still hang"
+    assert run(cache, LONG) == (0, 0, ALL), "though the three fetch workers still hang"
     far.reading.set()
     for lease in asking:
         cache.close(lease)

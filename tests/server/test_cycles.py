@@ -213,6 +213,6 @@ def let_end(threads: set[threading.Thread]) -> None:
 def nothing_is_left(server: Server) -> None:
     core = server.engine.cache.core
     audit(core)
-    assert not core.leases and not core.copies.ops and not core.backups.flying
+    assert not core.leases and not core.copies.ops and not core.backups.in_flight
     for place, capacity in enumerate(core.slot_pools.capacity):
         assert sorted(core.slot_pools.free[place]) == list(range(capacity)), f"a slot of place {place} has leaked"

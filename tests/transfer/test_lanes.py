@@ -108,7 +108,7 @@ def test_work_that_comes_too_late_ends_without_being_started(gate: Gate) -> None
     lane.send(2, lambda: (started.append(2), (1, 0))[1], 50.0)  # type: ignore[misc]
     clock.now += 6
     gate.open.set()
-    assert lane.close(LONG_S)  # by a worker, for nobody has collected meanwhile
+    assert lane.close(LONG_S)  # by a worker, as `collect` was not called meanwhile
     assert collect(ends, 3) == [Ended(0, 1), Ended(1, 0), Ended(2, 1)]
     assert started == [2]
     assert (lane.counts.done, lane.counts.late) == (2, 1)
@@ -144,7 +144,7 @@ def test_another_worker_takes_the_place_of_one_that_hangs_who_goes_when_he_comes
     assert ends.collect() == [] and lane.waiting() == 1
     assert lane.busy_s() == 10
     clock.now += 0.001
-    assert ends.wait(0.0), "who waits for ends is told to collect them"
+    assert ends.wait(0.0), "`wait` returns, so that the ends are collected"
     assert collect(ends, 1) == [Ended(1, 1)]
     assert lane.busy_s() == 0
     assert lane.stuck_s() > 10
@@ -319,7 +319,7 @@ def test_a_call_that_fails_ends_all_its_pieces_with_nothing_good(gate: Gate, tro
     behind(gate, lane)
     for op in range(3):
         lane.send_part(op, carrier, op, 1, LONG_S)
-    carrier.trouble, carrier.silent = trouble, 1  # or one of them is not answered for, and who knows which
+    carrier.trouble, carrier.silent = trouble, 1  # or one of them has no answer, and it is unknown which
     gate.open.set()
     assert collect(ends, 4)[1:] == [Ended(0, 0), Ended(1, 0), Ended(2, 0)]
     carrier.trouble, carrier.silent = None, 0
@@ -385,7 +385,7 @@ def test_what_waits_behind_a_worker_that_hangs_ends_when_the_lane_is_closed(gate
     gate.open.set()
     assert lane.close(LONG_S)
     assert ends.collect() == [Ended(0, 1)]
-    assert not ends._lanes, "nobody looks after a lane that is closed"
+    assert not ends._lanes, "a closed lane is not watched"
 
 
 def test_closing_a_full_lane_does_not_wait_for_a_worker_that_hangs(gate: Gate) -> None:
@@ -411,7 +411,7 @@ def test_a_wait_ends_when_something_ends_or_somebody_wakes_it(gate: Gate) -> Non
     waker.start()
     assert ends.wait(LONG_S)
     waker.join()
-    assert ends.wait(0.0), "the wake counts until somebody has looked"
+    assert ends.wait(0.0), "the wake counts until the next `collect`"
     assert ends.collect() == []
     assert not ends.wait(0.0)
     lane = Lane("test", ends)

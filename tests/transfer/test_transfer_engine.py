@@ -125,7 +125,7 @@ def test_a_page_goes_all_the_way_down_and_comes_back_as_it_was(bench: Bench) -> 
     for (pool, page), slot in {(0, 2): 4, (1, 5): 6, (1, 2): 0, (0, 5): 2}.items():
         for found, expected in zip(bench.content(pool, slot), before[pool, page], strict=True):
             assert torch.equal(found, expected)
-    assert all((tensor == -1).all() for tensor in bench.content(0, 3)), "a slot that nobody named was written"
+    assert all((tensor == -1).all() for tensor in bench.content(0, 3)), "a slot outside the copy was written"
 
 
 def test_a_probe_says_which_pages_are_there(bench: Bench) -> None:

@@ -1,6 +1,6 @@
-"""The laws of the core, checked page by page. Written from the design alone: it shares no code with what it checks.
+"""The laws of the core, checked page by page. Written from the design alone: it shares no code with the core.
 
-Sets of positions are integers, as in the core, so that the laws can be looked at after every input of a long life.
+Sets of positions are integers, as in the core, so that the laws can be checked after every input of a long life.
 """
 
 from collections.abc import Iterator
@@ -54,17 +54,18 @@ def _shares(runs: list[Run], holds: list[tuple[Run, int]]) -> dict[int, list[int
         run: Run | None = deepest
         left = positions
         while left:
-            _check(run is not None, "what is held is in the tree")
+            _check(run is not None, "a pinned position is in the tree")
             assert run is not None
-            if share := left >> run.first:  # a reference may be to a run below, even to one that has left the tree
-                _check(id(run) in shares and not share >> len(run.tokens) // run.width, "what is held is in the tree")
+            if share := left >> run.first:  # a reference may be to a run below, even a detached one
+                inside = id(run) in shares and not share >> len(run.tokens) // run.width
+                _check(inside, "a pinned position is in the tree")
                 shares[id(run)].append(share)
             left, run = left & (1 << run.first) - 1, run.parent
     return shares
 
 
 def _audit_pins(pins: Pins, sets: list[int]) -> int:
-    """The positions of a run that are held, each exactly as often as it should be."""
+    """The pinned positions of a run, each pinned exactly as often as leases and copies pin it."""
     held = 0
     if not sets:
         _check(not pins.held(), "pins are exactly what leases and copies hold")
@@ -119,7 +120,7 @@ def _audit_slots(core: Core, runs: list[Run]) -> None:
 
 
 def _audit_counts(core: Core, runs: list[Run]) -> None:
-    """What is counted as under way, held for storage or bad is so."""
+    """The counts of copies in flight, of host slots that they hold, and of bad pages are right."""
     pools = len(core.pools)
     fetching, storing, staging, down = [0] * pools, [0] * pools, [0] * pools, 0
     coming: dict[tuple[int, int], int] = {}
@@ -135,34 +136,34 @@ def _audit_counts(core: Core, runs: list[Run]) -> None:
                 run = op.run
                 while run is not None and page.position < run.first:
                     run = run.parent
-                _check(run is not None, "what is held is in the tree")
+                _check(run is not None, "a pinned position is in the tree")
                 assert run is not None
-                if op.void:  # it goes to no storage that there is
+                if op.void:  # its storage is gone or down
                     continue
                 what, bit = (id(run), op.edge[1] * pools + page.pool), 1 << page.position - run.first
-                _check(not coming.get(what, 0) & bit, "no page goes the same way twice")
+                _check(not coming.get(what, 0) & bit, "no page is copied twice to one tier")
                 coming[what] = coming.get(what, 0) | bit
     for lease in core.leases.values():
         for pool in range(pools):
             fetching[pool] += lease.lent[pool]
-    _check(core.prefetch.held == fetching, "what waits for storage is counted")
-    _check(core.backups.storing == storing, "what goes to storage is counted")
-    _check(core.backups.staging == staging, "what goes to the host for storage is counted")
-    _check(core.backups.flying == down, "what goes down is counted")
+    _check(core.prefetch.held == fetching, "host slots held by fetches are counted")
+    _check(core.backups.storing == storing, "pages in flight to storage are counted")
+    _check(core.backups.staging == staging, "pages in flight to the host for storage are counted")
+    _check(core.backups.in_flight == down, "pages of backups and stores in flight are counted")
     for held, share in zip(fetching, core.backups.share, strict=False):
-        _check(held <= share, "what waits for storage keeps to its share of the host")
+        _check(held <= share, "fetches keep to their share of the host")
     alive = {id(run) for run in runs}
     for line in (core.backups.pending_backup, core.backups.pending_store, core.backups.quarantined):
-        _check(all(id(run) in alive for run in line), "what waits to be copied down is in the tree")
-    _check(core.backups.pending_store.keys().isdisjoint(core.backups.quarantined), "a parked run stands in no line")
-    spoiled = 0
+        _check(all(id(run) in alive for run in line), "a queued run is in the tree")
+    _check(core.backups.pending_store.keys().isdisjoint(core.backups.quarantined), "a quarantined run is in no queue")
+    bad_pages = 0
     for run in runs:
         for bits in run.bad:
-            spoiled += bits.bit_count()
+            bad_pages += bits.bit_count()
         for place, bits in enumerate(run.coming):
             if bits != coming.get((id(run), place), 0):
-                raise BrokenLaw("a run knows what is on its way down")
-    _check(core.slot_pools.spoiled == spoiled, "bad pages are counted")
+                raise BrokenLaw("a run knows which of its pages are in flight down")
+    _check(core.slot_pools.bad_pages == bad_pages, "bad pages are counted")
 
 
 def audit(core: Core) -> None:
@@ -181,7 +182,7 @@ def audit(core: Core) -> None:
     _audit_slots(core, runs)
     _audit_counts(core, runs)
 
-    # A run stands in an eviction order exactly once if it has a page to give; it may stand there in vain, not twice.
+    # A run with an evictable page stands in the eviction order exactly once; one without may stand there once.
     standing = dict.fromkeys(pins[0], 0)
     for place, order in enumerate(core.slot_pools.orders):
         for run in order.runs():
@@ -198,7 +199,7 @@ def audit(core: Core) -> None:
         known = 0
         for bits in (*run.here, *run.stored, *run.coming, *run.backed_up_since_use):
             known |= bits
-        _check(not known >> length, "nothing is known of positions that are not there")
+        _check(not known >> length, "no bits are set beyond a run's end")
         for chain in chains:
             near = run.here[chain]
             _check(near | run.here[pools + chain] == (1 << length) - 1, "a position keeps its attention page in memory")
@@ -220,12 +221,12 @@ def audit(core: Core) -> None:
                 continue
             tier, other = place // pools, (place + pools) % (2 * pools)
             if rest[place]:
-                # What another tier's copies and leases need stays in memory, if only here.
+                # Pages that the other tier's copies and leases need stay in memory, if only here.
                 only_here = here & ~(run.here[other] & ~run.bad[other])
                 stays = only_here & (1 << needed[1 - tier].bit_length()) - 1
                 may_go = 0 if resting[place] else here >> max(needed[tier].bit_length(), stays.bit_length())
             else:
                 may_go = here & ~pinned[tier]
             giveable |= (may_go > 0) << place
-        _check(not giveable & ~standing[id(run)], "what may be evicted stands in the eviction order")
-        _check(run.queued == standing[id(run)], "a run knows where it stands")
+        _check(not giveable & ~standing[id(run)], "a run with an evictable page stands in the eviction order")
+        _check(run.queued == standing[id(run)], "a run knows in which eviction orders it stands")

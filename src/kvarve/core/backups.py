@@ -1,12 +1,12 @@
-"""Pages on their way down: what is dirty, what waits for its copy, what is tried again and what is given up.
+"""Copies down the tiers: which runs are dirty, which copies wait, back off or are quarantined.
 
-A run is *dirty* if the write policy wants pages of it in storage that are not there. It stands in a line until all of
-them are stored or have left memory; each page that leaves memory unstored is counted by its reason. Copies to the host
-are made once per use, whatever storage does. A page that storage wants and only the device still has goes through the
-host when the line can take it, and on to storage as soon as it is there.
+A run is *dirty* if the write policy wants pages of it in storage that are not there. It is queued until all of them are
+stored or have left memory; each page that leaves memory unstored is counted by its reason. A page is copied to the host
+once per use, whatever storage does. A dirty page that only the device has is copied to the host when its run's turn
+comes, and on to storage as soon as it is there.
 
-When storage fails a store, stores back off, twice as long each time in a row; then one copy tries alone. A run whose
-copies fail too often while others succeed is parked, and tried again after a while.
+When a store fails, stores back off, twice as long each time in a row; then one store is tried alone (half-open). A run
+whose copies fail too often while others succeed is quarantined, and retried later.
 """
 
 from itertools import islice
@@ -20,12 +20,12 @@ from kvarve.core.slot_pools import SlotPools
 from kvarve.core.tree import NOWHERE, Run, covering
 from kvarve.model import MEMORY_TIERS, Tier
 
-RETRY_BUDGET = 3  # backups of a run that may fail before it is parked
-QUARANTINE_S = 60.0  # how long a parked run waits for its next try, unless a request uses it
+RETRY_BUDGET = 3  # copies of a run that may fail before it is quarantined
+QUARANTINE_S = 60.0  # until a quarantined run is retried, unless a request uses it
 BACK_OFF_S, MAX_BACK_OFF_S = 0.1, 30.0  # of stores: after a first failure, and at most, doubling in between
 ROOM_S = 2.0  # how long evictions wait for copies of which none ends
-LOOK = 64  # runs of a line that one step looks at
-LOOK_AGAIN_S = 0.1  # how long a line waits that found no room in the host
+LOOK = 64  # runs of a queue that one step looks at
+LOOK_AGAIN_S = 0.1  # until a queue that found no free slots in the host is tried again
 
 
 class Backups:
@@ -35,19 +35,19 @@ class Backups:
         self.now = 0.0
         self.pending_backup: dict[Run, None] = {}  # runs that may have pages to copy to the host, oldest first
         self.pending_store: dict[Run, None] = {}  # dirty runs, oldest first
-        self.quarantined: dict[Run, float] = {}  # runs that failed too often, with the time of their next try
-        self.staged: dict[Run, None] = {}  # runs of which pages have just come to the host for storage
+        self.quarantined: dict[Run, float] = {}  # runs out of retry budget, with the time of their next try
+        self.staged: dict[Run, None] = {}  # runs of which pages have just been copied to the host for storage
         self.to_host = 0  # pages in flight to the host
-        self.storing = [0] * len(config.pools)  # by pool, pages that are on their way to storage
-        self.staging = [0] * len(config.pools)  # and those on their way to the host for storage
-        self.blocked = [False, False]  # whether the host has no room for what waits to go there, and to go to storage
+        self.storing = [0] * len(config.pools)  # by pool, pages in flight to storage
+        self.staging = [0] * len(config.pools)  # by pool, pages in flight to the host that go on to storage
+        self.blocked = [False, False]  # the host lacks slots for: [pending backups, pending stores]
         self.room_since = 0.0  # when copies that evictions wait for began, or the last of them ended
-        self.look_again = 0.0  # when to look whether there is room now
-        self.down = False  # there is a storage, but it does not answer
-        # Of each pool in the host, what waits for storage may hold: fetches all of it, stores half.
+        self.look_again = 0.0  # when to retry a blocked queue
+        self.down = False  # a storage is attached, but does not answer
+        # Slots of each host pool that copies to and from storage may hold: fetches all of them, stores half.
         self.share = [
-            max(int(config.host_share * room), min(room, 2 * (pool.lookback or 1)))
-            for pool, room in zip(config.pools, slot_pools.capacity[len(config.pools) :], strict=True)
+            max(int(config.host_share * slots), min(slots, 2 * (pool.lookback or 1)))
+            for pool, slots in zip(config.pools, slot_pools.capacity[len(config.pools) :], strict=True)
         ]
         self.store_share = [max(1, share // 2) for share in self.share]
         slot_pools.rescue = self.rescue
@@ -55,24 +55,24 @@ class Backups:
         slot_pools.removed = self._removed
         self.has_host = any(slot_pools.capacity[len(config.pools) :])
         if self.has_host:
-            slot_pools.on_last_copy_evicted = self._left
+            slot_pools.on_last_copy_evicted = self._count_dropped
         host = slot_pools.capacity[len(config.pools) :]
-        host_bytes = sum(pool.payload_bytes * room for pool, room in zip(config.pools, host, strict=True))
+        host_bytes = sum(pool.payload_bytes * slots for pool, slots in zip(config.pools, host, strict=True))
         horizon = config.offload_horizon_bytes or HORIZON_HOSTS * host_bytes
         self.governor = Governor(config.offload_pays_at, horizon)
-        self.begin_anew()
+        self.reset()
 
-    def begin_anew(self, down: bool = False) -> None:
-        """The storage is another one from now on, or none, or does not answer: nothing is known of it."""
+    def reset(self, down: bool = False) -> None:
+        """Forget all that is known of the storage: another one is attached, or none, or it is `down`."""
         self.pending_store.clear()
         self.quarantined.clear()
         self.down = down
-        self.failures, self.back_off_until = 0, self.now  # stores that failed in a row, with a rest after each
-        self.governor.begin_anew()
+        self.failures, self.back_off_until = 0, self.now  # stores that failed in a row
+        self.governor.reset()
 
     def void(self, op: Op, gone: bool) -> None:
-        """The storage of a store does not answer, so its pages may be sent again; if it is `gone`, what it may hold of
-        the host is there for the next one. Until it has ended the store reads its pages."""
+        """A store's storage is down, so its pages may be sent again; if it is `gone`, its share of the host is free for
+        the next storage. The store still reads its source slots until it has ended."""
         assert op.run is not None
         for page in op.pages:
             if not op.void:
@@ -82,16 +82,16 @@ class Backups:
                 self.storing[page.pool] -= 1
 
     def waits(self) -> bool:
-        """Whether the next steps will send something down: not while the host has no room, nor while storage is in
-        trouble for good."""
+        """Whether the next steps will send a copy: not while the host lacks slots, nor once storage has failed
+        `RETRY_BUDGET` stores in a row."""
         to_host, to_storage = bool(self.pending_backup), bool(self.pending_store) and self.failures < RETRY_BUDGET
         return (to_host and not self.blocked[0]) or (to_storage and not self.blocked[1])
 
     def dirty(self) -> int:
-        """How many pages in memory the write policy wants in storage that are not known to be there."""
+        """How many pages in memory are dirty."""
         if not self.down and not self.pending_store and not self.quarantined and not any(self.storing):
             return 0
-        return sum(self._unstored(run) for run in self.slot_pools.runs() if not self._late(run) and self._wants(run))
+        return sum(self._unstored(run) for run in self.slot_pools.runs() if not self._lazy(run) and self._wants(run))
 
     def _unstored(self, run: Run) -> int:
         """How many pages of a run are in memory and not known to be in storage."""
@@ -108,13 +108,13 @@ class Backups:
         return self._used_enough(run) and self.governor.wants(run)
 
     @property
-    def flying(self) -> int:
-        """Pages in flight down."""
+    def in_flight(self) -> int:
+        """Pages of backups and stores in flight."""
         return self.to_host + sum(self.storing)
 
     def mark_dirty(self, run: Run) -> None:
         """A run may have pages to back up."""
-        if not self.has_host or not run.pages or self._late(run):
+        if not self.has_host or not run.pages or self._lazy(run):
             return
         self.quarantined.pop(run, None)
         if run not in self.pending_backup:
@@ -125,26 +125,26 @@ class Backups:
             self.blocked[1] = False
 
     def mark_all_dirty(self) -> None:
-        """Any run may."""
+        """Every run may have pages to back up."""
         for run in self.slot_pools.runs():
             self.mark_dirty(run)
 
-    def _late(self, run: Run) -> bool:
-        """Whether a run is backed up only when it has to leave."""
+    def _lazy(self, run: Run) -> bool:
+        """Whether a run is backed up only when it is evicted."""
         return self.config.write is WritePolicy.WRITE_BACK and not run.wanted
 
     def keeps_in_host(self, run: Run) -> bool:
-        """Whether the write policy wants a copy in the host of what the device has of a run."""
-        return not self._late(run) and self._used_enough(run)
+        """Whether the write policy wants host copies of a run's device pages."""
+        return not self._lazy(run) and self._used_enough(run)
 
     def _divided(self, front: Run, tail: Run) -> None:
-        """A run was cut in two: both stand where it stood."""
+        """A run was split: both parts stand in the queues in which it stood."""
         for line in (self.pending_backup, self.pending_store, self.staged):
             if tail in line:
                 line[front] = None
         if tail in self.quarantined:
             self.quarantined[front] = self.quarantined[tail]
-        elif self.governor.paused:  # of two runs each may be of the sample, though the one was not
+        elif self.governor.paused:  # either part may fall into the governor's sample, though the whole did not
             self.mark_dirty(front)
             self.mark_dirty(tail)
 
@@ -155,21 +155,22 @@ class Backups:
         self.quarantined.pop(run, None)
 
     def leaving(self) -> bool:
-        """Whether evictions wait for copies in flight: as long as these end, for what hangs makes no room."""
+        """Whether evictions wait for copies in flight that still end; copies that hang free no slots."""
         going_on = self.now < self.room_since + ROOM_S
         return going_on and any(op.leaving and not op.void for op in self.copies.ops.values())
 
-    def settle(self, run: Run, place: int, position: int, slot: int) -> bool:
-        """Make a page resident if the laws let it be; False if its slot is not needed."""
+    def make_resident(self, run: Run, place: int, position: int, slot: int) -> bool:
+        """Make a page resident. False, and the slot stays the caller's, if a good copy or one that is being read is
+        resident, or if its chain's parent is not."""
         slot_pools, local = self.slot_pools, position - run.first
         if run.here[place] >> local & 1:
             if not run.bad[place] >> local & 1 or self.copies.reads(place, run.slot(place, position)):
                 return False
-            slot_pools.leave(run, place, position)  # a good one takes its place
+            slot_pools.leave(run, place, position)  # the good copy replaces it
         has_parent = position > 0 and place < len(self.pools) and slot_pools.is_chain(place)
         if has_parent and not self._on(run, place, position - 1):
             return False
-        slot_pools.settle(run, place, position, slot)
+        slot_pools.make_resident(run, place, position, slot)
         if place < len(self.pools):
             run.backed_up_since_use[place] &= ~(1 << local)
             if any(run.bad):
@@ -177,7 +178,7 @@ class Backups:
         return True
 
     def heal(self, run: Run) -> None:
-        """Bad host pages that the device has good ones of are dropped, to be backed up anew."""
+        """Drop bad host pages of which the device has good copies, and mark them for a new backup."""
         for pool in self.pools:
             place = self._host(pool)
             for local in members(run.bad[place] & run.here[pool]):
@@ -196,10 +197,10 @@ class Backups:
     def _storage(self, pool: int) -> int:
         return self.slot_pools.place(Tier.STORAGE, pool)
 
-    # --- what has ended
+    # --- copies that have ended
 
     def ended(self, op: Op, tail: Run, outcomes: list[CopyOutcome]) -> None:
-        """A copy down has ended; `tail` is its deepest run."""
+        """A backup or store has ended; `tail` is its deepest run."""
         target = op.edge[1]
         if target is Tier.HOST:
             self.to_host -= len(op.pages)
@@ -216,21 +217,21 @@ class Backups:
                 self.storing[page.pool] -= op.counts
                 if good:
                     self._stored(run, page, op.void)
-                if bad:  # the host's own bytes were not what they should be: never spread them
+                if bad:  # the host's copy failed its check: it must not become a source again
                     self.counters.bad_host += 1
-                    self.slot_pools.spoil(run, self._host(page.pool), page.position)
+                    self.slot_pools.mark_bad(run, self._host(page.pool), page.position)
             else:
                 self.staging[page.pool] -= op.onward
                 self.counters.backed_up += good
                 run.backed_up_since_use[page.pool] |= local if good else 0
-                if not good or not self.settle(run, place, page.position, page.target):
+                if not good or not self.make_resident(run, place, page.position, page.target):
                     self.slot_pools.give_back(place, page.target)
             self.counters.failed += not good
         for run, good in touched.items():
             self.heal(run)
             run.failed_backups = 0 if good else run.failed_backups + (not excused)
             if not good:
-                self.pending_store.pop(run, None)  # it stands at the end of the line from now on
+                self.pending_store.pop(run, None)  # `mark_dirty` puts it at the end of the queue
             if run.failed_backups >= RETRY_BUDGET:
                 self._quarantine_run(run)
             else:
@@ -240,10 +241,10 @@ class Backups:
         if op.leaving and not op.void:
             self.room_since = self.now
         if op.leaving:
-            self._leave(op, tail, [page for page, good, _ in outcomes if good])
+            self._evict_copied(op, tail, [page for page, good, _ in outcomes if good])
 
     def _quarantine_run(self, run: Run) -> None:
-        """Copies of a run have failed too often: others go first for a while."""
+        """A run's retry budget is spent: take it out of the queues for a while."""
         if run in self.quarantined or not run.pages:
             return
         self.counters.given_up += 1
@@ -252,12 +253,12 @@ class Backups:
         self.quarantined[run] = self.now + QUARANTINE_S
 
     def _end_quarantines(self) -> None:
-        """Parked runs whose time has come get one more try."""
+        """Quarantined runs whose time is up get one more try."""
         for run in [*islice(self.quarantined, LOOK)]:
             if self.now < self.quarantined[run]:
                 return
             run.failed_backups = RETRY_BUDGET - 1
-            self.mark_dirty(run)  # takes it out
+            self.mark_dirty(run)  # ends its quarantine
 
     def _stored(self, run: Run, page: Moving, void: bool) -> None:
         self.counters.stored += 1
@@ -267,33 +268,33 @@ class Backups:
             run.stored[page.pool] |= 1 << page.position - run.first
             paused = self.governor.paused
             self.governor.stored(run, run.key(page.position), size_bytes)
-            if paused and not self.governor.paused:  # what it did not want so far it wants now
+            if paused and not self.governor.paused:  # runs that it held back may be stored now
                 self.mark_all_dirty()
 
     def _storage_answered(self, outcomes: list[CopyOutcome]) -> bool:
-        """Stores rest, or go on, by how one of them went. True if what failed does not count as tried, since storage
-        was known to be in trouble."""
+        """Start or end the back-off of stores by how one of them ended. True if its failure does not count against the
+        runs' retry budgets, since storage was failing before."""
         any_good = any(good for _, good, _ in outcomes)
         if all(good or bad for _, good, bad in outcomes):
             if any_good:
                 self.failures, self.back_off_until = 0, self.now
             return False
         known = self.failures > 0 and not any_good
-        if self.now >= self.back_off_until:  # else it was sent before this rest began
+        if self.now >= self.back_off_until:  # else it was sent before this back-off began
             self.failures += 1
             self.back_off_until = self.now + min(MAX_BACK_OFF_S, BACK_OFF_S * 2 ** min(self.failures - 1, 10))
         return known
 
     def backing_off(self) -> bool:
-        """Whether no store may be sent now: storage has failed one, and its rest or the one copy after it goes on."""
+        """Whether no store may be sent now: one has failed, and the back-off or the one try after it is under way."""
         return self.failures > 0 and (self.now < self.back_off_until or self._under_way())
 
     def _under_way(self) -> bool:
-        """Whether pages are on their way to the storage that there is."""
+        """Whether copies to the attached storage are in flight."""
         return any(self.staging) or any(op.edge == STORE and not op.void for op in self.copies.ops.values())
 
-    def _leave(self, op: Op, tail: Run, pages: list[Moving]) -> None:
-        """The copies that an eviction waited for have landed: now the pages may go, if nobody took them up again."""
+    def _evict_copied(self, op: Op, tail: Run, pages: list[Moving]) -> None:
+        """The copies that an eviction waited for have landed: drop their source pages, unless they are pinned again."""
         for page in sorted(pages, key=lambda page: -page.position):
             place, run = self.slot_pools.place(op.edge[0], page.pool), tail
             while run.first > page.position and run.parent is not None:
@@ -304,19 +305,19 @@ class Backups:
             if page.position < run.end and kept & local:
                 self.slot_pools.drop(run, place, page.position)
 
-    # --- what is sent
+    # --- sending
 
     def _for_host(self, run: Run, pool: int) -> int:
-        """Local positions of a run to copy to the host. Once per use: where the host is smaller than the run, its pages
-        would chase each other for ever."""
+        """Local positions of a run to copy to the host. Once per use: in a host that is smaller than the run, backups
+        would otherwise evict each other for ever."""
         host = self._host(pool)
         if not self.slot_pools.capacity[host]:
             return 0
         return run.here[pool] & ~(run.here[host] | run.coming[host] | run.backed_up_since_use[pool])
 
     def _dirty(self, run: Run) -> tuple[list[int], list[int]]:
-        """By pool, the local positions of a run that storage wants: those in the host, and those that only the device
-        has. What is on its way already is not among them."""
+        """By pool, a run's dirty local positions that are not in flight: those in the host, and those that only the
+        device has."""
         in_host, above = [0 for _ in self.pools], [0 for _ in self.pools]
         if self.copies.storage and run.pages and self._wants(run):
             for pool in self.pools:
@@ -327,13 +328,13 @@ class Backups:
         return in_host, above
 
     def send_staged(self) -> None:
-        """Send on to storage what has come to the host for it, before anything else takes its place there."""
+        """Send staged pages on to storage, before the host evicts them."""
         while self.staged:
             run, _ = self.staged.popitem()
             self._send(run, STORE, self._dirty(run)[0], leaving=False)
 
     def send_pending(self) -> None:
-        """Send what the write policy wants backed up, within the bound of what may be in flight on each way."""
+        """Send pending backups and stores, within the bound on pages in flight of each."""
         if self.quarantined:
             self._end_quarantines()
         if not self.pending_backup and not self.pending_store:  # the usual case: every token passes here
@@ -354,7 +355,7 @@ class Backups:
         for run in [*islice(self.pending_backup, LOOK)]:
             if self.to_host >= self.config.backup_pages:
                 return
-            if run not in self.pending_backup:  # finding room has cost it its place in the tree
+            if run not in self.pending_backup:  # evicting for the runs before it took it out of the tree
                 continue
             del self.pending_backup[run]
             if not self._used_enough(run):
@@ -363,12 +364,12 @@ class Backups:
             missing = sum(bits.bit_count() for bits in wanted)
             sent = self._send(run, BACKUP, [0 if full[pool] else wanted[pool] for pool in self.pools], leaving=False)
             if len(sent) < missing and run.pages:
-                self.pending_backup[run] = None  # at the end of the line
+                self.pending_backup[run] = None  # at the end of the queue
                 if len(sent) < self.config.batch_pages:
                     full = [full[pool] or not self.slot_pools.free[self._host(pool)] for pool in self.pools]
 
     def _send_to_storage(self) -> None:
-        """First come, first served; what finds no room in what storage may hold stays in the line, for stores end."""
+        """In order; a run that finds no slots in the stores' share of the host stays first until stores end."""
         while (
             self.pending_store
             and not self.backing_off()
@@ -384,12 +385,12 @@ class Backups:
                 return
 
     def _used_enough(self, run: Run) -> bool:
-        """Whether the policy wants a run below before it has to leave."""
+        """Whether a run has the uses that the write policy asks for before it backs up."""
         selective = self.config.write is WritePolicy.WRITE_THROUGH_SELECTIVE and not run.wanted
         return not selective or run.uses >= self.config.selective_uses
 
-    def _left(self, run: Run, pool: int, gone: int) -> None:
-        """Pages of a run (local positions) have left their last memory tier."""
+    def _count_dropped(self, run: Run, pool: int, gone: int) -> None:
+        """Pages of a run (local positions) leave their last memory tier: count those that were never stored."""
         lost = (gone & ~run.stored[pool]).bit_count() if self.copies.storage or self.down else 0
         if not lost or not self._used_enough(run):
             return
@@ -403,24 +404,24 @@ class Backups:
             self.counters.dropped_unpaying += lost
 
     def _send(self, run: Run, edge: Edge, wanted: list[int], leaving: bool, onward: bool = False) -> list[Moving]:
-        """Start copying local positions of a run, pool by pool, down one tier; returns what is on its way.
+        """Start copying local positions of a run, by pool, down one tier; returns the pages that are in flight.
 
         `leaving`: an eviction waits for them; `onward`: they go on to storage.
         """
         held = union(wanted)
-        # Asked here, after all that may have sent a store meanwhile.
+        # Checked here, as an eviction on the way may have sent a store.
         if not held or (edge == STORE and self.backing_off()):
             return []
-        # Finding room must not evict what it is for, nor, of what is to stay in the host, what it would rest on there.
+        # Reserving targets must not evict the sources, nor the host pages that a backup's chain needs before it.
         tiers = MEMORY_TIERS if edge == BACKUP and not onward else edge[:1]
         self.slot_pools.pin(run, held << run.first, tiers=tiers)
         pages: list[Moving] = []
         for pool, bits in enumerate(wanted):
             source = self.slot_pools.place(edge[0], pool)
-            room = self.config.batch_pages - len(pages) if not leaving else bits.bit_count()
+            most = self.config.batch_pages - len(pages) if not leaving else bits.bit_count()
             positions = [run.first + local for local in members(bits)]
-            # What leaves goes from the tail; what is backed up for good comes from the front.
-            positions = positions[::-1][:room] if leaving else positions[:room]
+            # Evictions take a run from the tail, backups from the front.
+            positions = positions[::-1][:most] if leaving else positions[:most]
             if onward or edge == STORE:
                 positions = positions[: max(0, self.store_share[pool] - self.storing[pool] - self.staging[pool])]
             if edge == BACKUP:
@@ -442,7 +443,8 @@ class Backups:
         return pages
 
     def rescue(self, run: Run, place: int, lost: int, stuck: int) -> int:
-        """Pages about to leave memory: under write-back, and where others rest on them, copy them down first."""
+        """Pages about to be evicted from memory: under write-back, and where pages that stay rest on them, copy them
+        down first. Returns the positions that must not leave yet."""
         tier, pool = divmod(place, len(self.pools))
         write_back = self.config.write is WritePolicy.WRITE_BACK and run.failed_backups < RETRY_BUDGET
         want = lost if write_back else stuck
@@ -453,34 +455,34 @@ class Backups:
             return 0
         wanted = [want & ~run.coming[self._host(pool)] if each == pool else 0 for each in self.pools]
         moving = _positions(run, self._send(run, BACKUP, wanted, leaving=True))
-        # If the host makes room just now, what found none yet stays rather than being lost.
+        # While the host frees slots, pages that found none yet stay rather than being lost.
         return want if self.leaving() else moving
 
     def _rescue_from_host(self, run: Run, pool: int, lost: int) -> int:
-        """What leaves the host leaves memory; where a chain's page goes, so does all that its position still has."""
+        """The same from the host. A chain's page takes with it all other pages of its position."""
         going = [lost if each == pool or self.slot_pools.is_chain(pool) else 0 for each in self.pools]
         hosts = [self._host(each) for each in self.pools]
-        # Once per use here too: what came down and was evicted again for what comes next would come down for ever.
+        # Once per use here too: pages that evict each other from the host would be backed up for ever.
         above = [
             bits & run.here[each] & ~run.here[host] & ~run.coming[host] & ~run.backed_up_since_use[each]
             if self.slot_pools.capacity[host]
             else 0
             for each, host, bits in zip(self.pools, hosts, going, strict=True)
         ]
-        waiting = _positions(run, self._send(run, BACKUP, above, leaving=False))  # down to the host first
+        waiting = _positions(run, self._send(run, BACKUP, above, leaving=False))
         below = [
             bits & ~waiting & run.here[host] & ~run.bad[host] & ~run.stored[each] & ~run.coming[self._storage(each)]
             for each, host, bits in zip(self.pools, hosts, going, strict=True)
         ]
         return lost & (waiting | _positions(run, self._send(run, STORE, below, leaving=True)))
 
-    def keep_room(self) -> None:
-        """Under write-back a slot comes free only when its page has been copied, so start before the room is needed."""
+    def evict_ahead(self) -> None:
+        """Under write-back, evict before slots are needed: a slot is free only once its page has been copied."""
         if self.config.write is not WritePolicy.WRITE_BACK:
             return
         backing_off = self.copies.storage and self.backing_off()
         for place, capacity in enumerate(self.slot_pools.capacity):
-            if backing_off and place >= len(self.pools):  # it would be lost, and perhaps need not go
+            if backing_off and place >= len(self.pools):  # its pages could not be stored, and perhaps need not go
                 continue
             tier, pool = divmod(place, len(self.pools))
             short = capacity // 8 - len(self.slot_pools.free[place])

@@ -1,4 +1,5 @@
-"""The core: which pages are where, who holds them, what to copy next. Pure: no clock, thread, tensor, socket or log.
+"""The core: which pages are where, which leases pin them, which copies come next. It knows no clock, thread, tensor,
+socket or log.
 
 Inputs come in (`lookup`, `open`, `claim`, `grow`, `publish`, `close`, `step`, `flush`), effects go out (`take`). The
 same inputs give the same tree and the same effects, so ranks that agree on inputs cannot drift apart, any failure
@@ -27,14 +28,14 @@ from kvarve.errors import ConfigError
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES
 from kvarve.model import Tier
 
-ON_DEVICE = (Tier.DEVICE,)  # where a lease that is ready holds its pages
+ON_DEVICE = (Tier.DEVICE,)  # where a ready lease pins its pages
 
 
 class Hit(NamedTuple):
-    """Boundaries in pages: where a prompt may resume by what is on the device alone, and with the host.
+    """Boundaries in pages at which a prompt may resume: from the device alone, and from memory (device and host).
 
-    `known` pages have their tokens in the tree; `by_pool` says how deep each pool alone would allow, so that a pool
-    that holds all others back can be named.
+    `known` pages have their tokens in the tree; `by_pool` is the deepest boundary that each pool alone would allow, so
+    that the limiting pool can be named.
     """
 
     device: int
@@ -60,7 +61,7 @@ class Core:
         self.lookbacks, self.grid, self.width = self.paths.lookbacks, self.paths.grid, self.paths.width
         self.now = 0.0
 
-    # --- questions: they change nothing
+    # --- queries: they change nothing
 
     def lookup(self, root: bytes, tokens: bytes) -> Hit:
         """How deep a prompt (packed tokens, under a root key) could resume from memory now."""
@@ -82,22 +83,21 @@ class Core:
         )
 
     def idle(self) -> bool:
-        """Whether no more will happen by itself: nothing is in flight, but on a storage that is gone, and no backup
-        waits that could be sent."""
+        """Whether no copy is in flight, except to or from a storage that is gone or down, and no pending backup can be
+        sent."""
         return all(op.void for op in self.copies.ops.values()) and not self.backups.waits()
 
     def dirty(self) -> int:
-        """How many pages in memory the write policy wants in storage that are not known to be there, as far as there is
-        a storage, be it one that does not answer."""
+        """How many pages in memory are dirty; 0 without a storage, but not with one that is down."""
         return self.backups.dirty()
 
     def patience_ends(self) -> float:
-        """When the next of those whose turn has come goes on with what it has, whatever is under way for it."""
+        """The earliest deadline of a claimed lease that still waits: it then goes on with the pages that it has."""
         waiting = (lease for lease in self.leases.values() if lease.claimed and not lease.ready)
         return min((lease.deadline for lease in waiting), default=inf)
 
     def take(self) -> list[Effect]:
-        """The effects that came up since the last call, in order."""
+        """The effects since the last call, in order."""
         effects, self.copies.effects = self.copies.effects, []
         return effects
 
@@ -112,10 +112,10 @@ class Core:
         read: bool = True,
         priority: int = 0,
     ) -> Lease:
-        """A request begins to wait: storage is asked what memory does not have, and brings it to the host.
+        """Open a lease for a request that begins to wait: pages that memory lacks are fetched from storage to the host.
 
-        Nothing is taken on the device before its turn comes (`claim`). With `read` false it resumes from nothing.
-        `priority`: for eviction by priority, of the pages that it uses.
+        It takes no device slots before `claim`. With `read` false the request resumes from nothing. `priority`: of the
+        pages that it uses, for eviction by priority.
         """
         self.now = self.backups.now = now
         run, path, known = self.paths.find(root, tokens)
@@ -142,20 +142,20 @@ class Core:
         return lease
 
     def claim(self, lease: Lease, now: float) -> bool:
-        """The engine has a place for this request: pages come to the device now, and the lease waits for storage no
-        longer than its patience. True once it is ready; ask again after each `step`."""
+        """The engine admits this request: its pages are loaded to the device, after a wait for storage of at most its
+        patience. True once the lease is ready; ask again after each `step`."""
         self.now = self.backups.now = now
         if not lease.claimed:
             lease.claimed = True
             if lease.phase is Phase.QUEUED:
                 self._begin(lease)
-        self._lose_patience(lease)
+        self._check_deadline(lease)
         return lease.phase is Phase.READY
 
     def resumed(self, lease: Lease) -> None:
-        """The engine has its own copies of the windows and states that it resumed from: those pages need not stay.
+        """Unpin the windows and states that the engine resumed from: it has copies of its own now.
 
-        The pages of chains stay until the lease is closed, for what it publishes rests on them.
+        Chains stay pinned until the lease is closed, since the pages that it publishes rest on them.
         """
         assert lease.phase is Phase.READY
         if not lease.resumed:
@@ -163,33 +163,32 @@ class Core:
             self.paths.hold(lease, lease.run, 0, lease.prefix_pins, ON_DEVICE)
 
     def extend(self, lease: Lease, tokens: bytes, instead: int = 0) -> None:
-        """The sequence of a ready lease goes on: with what was decoded, or with the next turn of a session.
+        """Append tokens to the sequence of a ready lease: decoded ones, or the next turn of a session.
 
-        The last bytes of what it had, so many as `instead` says, are known by others from now on: `tokens` has them
-        first. What was not full before may be now, so `grow` and `publish` may go further. It ends elsewhere now, so
-        that is where its windows and states are kept.
+        `tokens` replaces the last `instead` bytes of the sequence. More pages may be full now, so `grow` and `publish`
+        may go further, and windows and states are kept at the new end.
         """
         assert lease.phase is Phase.READY and len(tokens) % TOKEN_BYTES == 0
         pages, stays = len(lease.tokens) // self.width, len(lease.tokens) - instead
         assert lease.done * self.width <= stays, "what has been published keeps its name"
         lease.tokens = lease.tokens[:stays] + tokens
         lease.named = lease.named[: stays // self.width * KEY_BYTES]
-        if lease.pages < pages:  # room ran out on the way, so nothing beyond can be kept
+        if lease.pages < pages:  # slots ran out on the way, so no later page can be kept
             return
         lease.pages = len(lease.tokens) // self.width
         lease.snapshots = (lease.snapshots & ones(lease.room + 1)) | self._snapshots(lease) & ~ones(lease.room + 1)
 
     def slots(self, lease: Lease, pool: int) -> tuple[range, list[int]]:
-        """The device pages that a ready lease resumes from in one pool: their positions and slots."""
+        """The device pages of one pool that a ready lease resumes from: their positions and slots."""
         assert lease.phase is Phase.READY
         need = needed(lease.boundary, self.lookbacks[pool])
         positions = range(lease.boundary - need.bit_count(), lease.boundary)
         return positions, [covering(lease.run, position).slot(pool, position) for position in positions]
 
     def seat(self, lease: Lease, upto: int) -> bool:
-        """Take room on the device for a ready lease to compute in: of each chain all pages before `upto`, whole or not.
+        """Reserve device slots for a ready lease to compute in: of each chain all pages before `upto`, full or not.
 
-        False, and nothing taken, if there is no such room now. `grow` keeps the pages where they lie.
+        False, and none reserved, if there are too few now. `grow` keeps the pages in these slots.
         """
         assert lease.phase is Phase.READY
         taken: dict[int, dict[int, int]] = {}
@@ -209,7 +208,7 @@ class Core:
         return True
 
     def _slot_before(self, lease: Lease, pool: int, positions: int) -> int:
-        """Where the page before the first of these positions lies on the device."""
+        """The device slot of the page before the first of these positions."""
         before = (positions & -positions).bit_length() - 2
         if before < 0:
             return NOWHERE
@@ -219,7 +218,7 @@ class Core:
     def seats(self, lease: Lease, pool: int, start: int) -> list[int]:
         """The device slots of a chain's pages from `start` on, as far as a ready lease has them.
 
-        Those before `done`, and those that were there when it became ready (`seen`), are everybody's.
+        Pages before `done`, and those resident when the lease became ready (`seen`), belong to the tree.
         """
         assert lease.phase is Phase.READY and pool in self.slot_pools.chains
         slots, own, seen = [], lease.own[pool], lease.seen[pool]
@@ -233,10 +232,10 @@ class Core:
         raise AssertionError("a count ends")
 
     def grow(self, lease: Lease, upto: int) -> list[dict[int, int]]:
-        """Take room on the device for the pages up to `upto` that are worth keeping.
+        """Reserve device slots for the pages up to `upto` that are worth keeping.
 
-        Returns for each pool the new slots by position, for the engine to fill before it publishes. Where there is
-        no room left the request goes on without keeping: its later pages are not offered any more.
+        Returns for each pool the new slots by position, for the engine to fill before it publishes. Once slots run out
+        the request goes on uncached: its later pages are not kept.
         """
         assert lease.phase is Phase.READY and upto <= lease.pages
         fresh: list[dict[int, int]] = [{} for _ in self.pools]
@@ -246,12 +245,12 @@ class Core:
             self._worth_keeping(lease, pool, lease.room, upto) & ~lease.seen[pool] for pool in range(len(self.pools))
         ]
         for pool in self.slot_pools.chains:
-            held = lease.own[pool]  # of what it has room to compute in some may be held already
+            held = lease.own[pool]  # some may have been reserved by `seat`
             missing = [at for at in members(wanted[pool]) if at not in held]
             got = dict(zip(missing, self.slot_pools.reserve(pool, len(missing)), strict=False))
             fresh[pool] = {at: held.get(at, got.get(at, NOWHERE)) for at in members(wanted[pool])} if held else got
             if len(got) < len(missing):
-                # Nothing can rest on a page that is not kept, so this is as far as the request is kept at all.
+                # No page can rest on one that is not kept, so the request is kept up to here at most.
                 first_lost = missing[len(got)]
                 self.counters.uncached += upto - first_lost
                 upto = min(upto, first_lost)
@@ -270,7 +269,7 @@ class Core:
         return fresh
 
     def short(self, lease: Lease, upto: int) -> bool:
-        """Whether `grow` would be short of room that is on its way: evictions that wait for their copy are started."""
+        """Whether `grow` would lack slots that are about to come free; starts the evictions, which wait for copies."""
         for pool, here in enumerate(lease.seen):
             keep = self._worth_keeping(lease, pool, lease.room, upto) & ~here & ~boundaries.of(lease.own[pool])
             wanted = keep.bit_count() - len(self.slot_pools.free[pool])
@@ -279,11 +278,11 @@ class Core:
         return False
 
     def keepable(self, lease: Lease) -> int:
-        """The page up to which this request can be kept: all its full pages, unless room ran out on the way."""
+        """The page up to which this request can be kept: all its full pages, unless slots ran out on the way."""
         return lease.pages
 
     def publish(self, lease: Lease, upto: int) -> None:
-        """Give the filled pages before `upto` to the tree; what somebody else published meanwhile is given back."""
+        """Give the filled pages before `upto` to the tree; slots of pages that are there already are freed."""
         assert lease.phase is Phase.READY and lease.done <= upto <= lease.room
         if upto == lease.done:
             return
@@ -301,7 +300,7 @@ class Core:
             run.priority = max(run.priority, lease.priority)
 
     def close(self, lease: Lease) -> None:
-        """End a request in whatever phase it is. Its published pages stay; what it still owned is free at once."""
+        """Close a lease in any phase. Its published pages stay; slots that it still owned are free at once."""
         if lease.phase is Phase.CLOSED:
             return
         for pool, slots in enumerate(lease.own):
@@ -311,14 +310,14 @@ class Core:
         if lease.phase is Phase.FETCHING:
             self.prefetch.land(lease)
         self.prefetch.release(lease)
-        lease.ops.clear()  # what is still in flight for it nobody waits for
+        lease.ops.clear()  # copies still in flight for it end without a lease
         self.paths.hold(lease, lease.run, 0, 0)
         lease.phase = Phase.CLOSED
         del self.leases[lease.number]
         self.slot_pools.forget(lease.root)
 
     def step(self, events: Iterable[Event], now: float) -> None:
-        """Apply what began and ended, in the order given; then let patience run out and send new backups."""
+        """Apply events in the order given; then apply deadlines that have passed, and send new backups."""
         self.now = self.backups.now = now
         moved = False
         for event in events:
@@ -328,29 +327,29 @@ class Core:
             self.prefetch.moved()
         self.backups.send_staged()
         for lease in [*self.leases.values()]:
-            self._lose_patience(lease)
-            if lease.phase is Phase.LOADING and not lease.ops:  # it was put off
+            self._check_deadline(lease)
+            if lease.phase is Phase.LOADING and not lease.ops:  # it waits for evictions
                 self._load(lease)
         for lease in self.prefetch.next_in_line():
             self._fetch(lease)
-        self.backups.keep_room()
+        self.backups.evict_ahead()
         self.backups.send_pending()
 
     def retry(self) -> None:
-        """Stores that rest since storage has failed need not rest any longer: one is tried in the next step."""
+        """End the back-off of stores: one is tried in the next step."""
         self.backups.back_off_until = self.now
 
     def flush(self, tiers: Sequence[Tier]) -> int:
-        """Evict from memory tiers everything that nobody holds; returns how many pages went."""
+        """Evict every unpinned page from memory tiers; returns how many went at once."""
         before = sum(self.slot_pools.evicted)
         for tier in tiers:
             self.slot_pools.shed(tier)
         return sum(self.slot_pools.evicted) - before
 
     def attach(self, back_up: bool = False, again: bool = False) -> None:
-        """There is a storage from now on, in place of any other, and nothing is known of it. With `back_up`, what is in
-        memory goes there, whatever the write policy; it is the same one `again`, and gets what by the policy it has
-        missed."""
+        """Attach a storage, in place of any other, of whose content nothing is known. With `back_up`, all pages in
+        memory are dirty, whatever the write policy. `again`: the same storage answers again, and gets the pages that it
+        missed by the policy."""
         if not self.has_host:
             raise ConfigError("storage needs a host tier, through which its pages travel")
         if not again:
@@ -364,10 +363,10 @@ class Core:
                 self.backups.mark_dirty(run)
 
     def detach(self, down: bool = False) -> None:
-        """The storage goes, or (`down`) does not answer for now. Requests that wait for it go on with what has arrived;
-        copies in flight still have to end."""
+        """Detach the storage, or note that it is `down`. Requests that wait for it go on with the pages that have
+        arrived; copies in flight still have to end."""
         self.copies.storage = False
-        self.backups.begin_anew(down)
+        self.backups.reset(down)
         for op in self.copies.ops.values():
             if op.edge == STORE:
                 self.backups.void(op, gone=not down)
@@ -380,28 +379,28 @@ class Core:
                 self._stop_waiting(lease)
 
     def back_up(self) -> None:
-        """Everything in memory is to go to storage now, whatever the write policy."""
+        """Mark all pages in memory dirty, whatever the write policy."""
         for run in self.slot_pools.runs():
             run.wanted = True
             self.backups.mark_dirty(run)
 
     def write_by(self, policy: WritePolicy) -> None:
-        """From now on pages are backed up by another policy; what was owed by the one before still is."""
+        """Change the write policy; pages that are dirty by the policy before it stay dirty."""
         self.config = self.backups.config = replace(self.config, write=policy)
 
     # --- prompts that share
 
     def parting(self, ahead: Lease, behind: Lease) -> int:
-        """Where two prompts part, as the deepest boundary at which `behind` could resume from what `ahead` keeps."""
+        """The deepest boundary at which `behind` could resume from pages that `ahead` keeps."""
         if ahead.root != behind.root or not behind.reads:
             return 0
         most = min(behind.limit, ahead.pages)
         return same_pages(ahead.tokens, behind.tokens, 0, most, self.width) // self.grid * self.grid
 
     def mark(self, lease: Lease, boundary: int) -> bool:
-        """Have a ready lease keep its windows and states at a boundary too, since another prompt leaves it there.
+        """Have a ready lease keep its windows and states at a boundary too, since another prompt branches off there.
 
-        False, and nothing changed, if it has passed what has to be kept for that.
+        False, and nothing changed, if the lease is past the pages that this needs.
         """
         assert lease.phase is Phase.READY
         if lease.snapshots >> boundary & 1:
@@ -415,12 +414,12 @@ class Core:
     # --- before a lease is ready
 
     def _begin(self, lease: Lease) -> None:
-        """A lease whose turn has come, and for which nothing is under way."""
+        """A claimed lease without copies in flight: load its pages, or probe storage again."""
         if not lease.reads:
             self._ready(lease, ones(1))
             return
         if lease.promised and self.copies.storage:
-            # What memory promised may have gone while the request waited.
+            # Pages that it was promised may have been evicted while it waited.
             _, path, known = self.paths.find(lease.root, lease.tokens)
             _, memory = self.paths.present(path, known)
             boundary = deepest(self.paths.legal(memory, lease))
@@ -429,7 +428,7 @@ class Core:
         self._load(lease)
 
     def _queue(self, lease: Lease) -> None:
-        """Nothing more comes from storage for now."""
+        """End the lease's wait for storage: load its pages if it is claimed, else queue it."""
         lease.phase = Phase.QUEUED
         lease.ops.clear()
         self.prefetch.deferred.pop(lease.number, None)
@@ -445,12 +444,12 @@ class Core:
             self._queue(lease)
 
     def _stop_waiting(self, lease: Lease) -> None:
-        """Go on with what has come from storage so far."""
+        """Go on with the pages that have come from storage so far."""
         if lease.phase is Phase.FETCHING:
             self.prefetch.land(lease)
         self._queue(lease)
 
-    def _lose_patience(self, lease: Lease) -> None:
+    def _check_deadline(self, lease: Lease) -> None:
         if not lease.claimed or self.now < lease.deadline:
             return
         if lease.phase in (Phase.PROBING, Phase.FETCHING):
@@ -460,12 +459,12 @@ class Core:
             self._ready(lease, ones(lease.limit + 1))
 
     def _load(self, lease: Lease) -> None:
-        """Bring to the device what the deepest boundary in memory needs, as far as there is room."""
+        """Load to the device the pages that the deepest boundary in memory needs, as far as there are slots."""
         self.prefetch.release(lease)
         lease.phase, lease.deadline = Phase.LOADING, self.now + self.config.load_deadline_s
-        allowed, room = -1, [len(lease.tokens)] * len(self.pools)
+        allowed, available = -1, [len(lease.tokens)] * len(self.pools)
         while True:
-            # Anew each time: making room may have cost a page of it.
+            # Anew each time: evicting for it may have cost a page of it.
             run, path, known = self.paths.find(lease.root, lease.tokens)
             device, memory = self.paths.present(path, known)
             near = deepest(self.paths.legal(device, lease))
@@ -477,7 +476,7 @@ class Core:
                 self._resume(lease, boundary, run, known, device)
                 return
             self.paths.hold(lease, run, *self.paths.pins_for(boundary, device))
-            taken = self.paths.reserve(Tier.DEVICE, need, room)
+            taken = self.paths.reserve(Tier.DEVICE, need, available)
             if taken is not None:
                 break
             if self.prefetch.put_off(lease):
@@ -494,7 +493,7 @@ class Core:
             self.copies.send(Op(LOAD, pages[start : start + self.config.batch_pages], lease, run))
 
     def _arrived(self, lease: Lease) -> None:
-        """All loads have ended. What was lost on the way may leave a shallower boundary to bring: one more round."""
+        """All loads have ended. If one failed, a shallower boundary may still be loaded: one more round."""
         if lease.torn and not lease.reloaded:
             lease.reloaded = True
             self._load(lease)
@@ -509,7 +508,7 @@ class Core:
 
     def _resume(self, lease: Lease, boundary: int, run: Run, known: int, device: list[int]) -> None:
         lease.boundary, lease.known = boundary, known
-        # Pages beyond the boundary that are here already need not be kept again, so they must not go meanwhile.
+        # Pages beyond the boundary that are resident are not kept a second time, so they must not be evicted.
         positions, prefix_pins = self.paths.pins_for(lease.boundary, device)
         self.paths.hold(lease, run, positions, prefix_pins | self.paths.ahead(device), ON_DEVICE)
         lease.seen = device
@@ -517,15 +516,15 @@ class Core:
         lease.snapshots = self._snapshots(lease)
         lease.phase = Phase.READY
         if lease.reads:
-            self._free_passed(lease, run)
+            self._drop_loaded(lease, run)
             self.slot_pools.touch(run, self.paths.near(lease.boundary))
             self._count_use(lease, run)
             if self.copies.storage and any(lease.fetched):
                 self._count_saved(lease)
 
-    def _free_passed(self, lease: Lease, run: Run) -> None:
-        """Copies in the host of what came from storage and is on the device now go, unless the write policy would have
-        put them there: or storage would cost room that the host has for others."""
+    def _drop_loaded(self, lease: Lease, run: Run) -> None:
+        """Drop host copies of pages that came from storage and are on the device now, unless the write policy would
+        have made them: they take host slots from other pages."""
         for each, share in upward(run, boundaries.union(lease.fetched) & ones(lease.boundary)):
             if self.backups.keeps_in_host(each):
                 continue
@@ -536,7 +535,7 @@ class Core:
                     self.slot_pools.drop(each, place, each.first + local)
 
     def _count_use(self, lease: Lease, run: Run) -> None:
-        """A request resumes: what it reads was used once more, and backups of it are worth new tries."""
+        """A request resumes: count a use of the runs that it reads, and renew their retry budgets."""
         selective = self.config.write is WritePolicy.WRITE_THROUGH_SELECTIVE or self.governor.paused
         whole = selective or self.slot_pools.counts_uses
         for each, _ in upward(run, ones(lease.boundary) if whole else self.paths.near(lease.boundary)):
@@ -547,7 +546,7 @@ class Core:
             self.backups.mark_dirty(each)
 
     def _count_saved(self, lease: Lease) -> None:
-        """What storage has saved a request that resumes."""
+        """Count the tokens and bytes that storage saved a request that resumes."""
         self.counters.used_tokens += lease.from_tiers()[2] * self.config.page_tokens
         for pool, lookback in enumerate(self.lookbacks):
             used = lease.fetched[pool] & needed(lease.boundary, lookback)
@@ -555,7 +554,7 @@ class Core:
             self.counters.used_bytes += used.bit_count() * size_bytes
             self.governor.used([lease.key(position) for position in members(used)], size_bytes)
 
-    # --- what is worth keeping
+    # --- windows and states to keep
 
     def _snapshots(self, lease: Lease) -> int:
         """The boundaries at which this prompt's windows and states are kept."""
@@ -577,7 +576,7 @@ class Core:
             keep |= needed(boundary, lookback)
         return keep & span(start, stop)
 
-    # --- what has begun and ended
+    # --- events
 
     def _began(self, event: Began) -> Op | None:
         op = self.copies.ops.get(event.op)
@@ -608,7 +607,7 @@ class Core:
             self.prefetch.arrived(op, outcomes, waited)
             if waited and not lease.ops:
                 self.prefetch.land(lease)
-                self._fetch(lease)  # what was lost on the way may leave a shallower boundary to bring
+                self._fetch(lease)  # if pages were lost, a shallower boundary may still be fetched
         elif op.edge == LOAD:
             assert op.run is not None
             self._loaded(op.run, outcomes)
@@ -628,8 +627,8 @@ class Core:
             self.counters.bad_host += bad
             self.counters.failed += not good and not bad
             if bad:
-                self.slot_pools.spoil(run, self.slot_pools.place(Tier.HOST, page.pool), page.position)
-            if not good or not self.backups.settle(run, page.pool, page.position, page.target):
+                self.slot_pools.mark_bad(run, self.slot_pools.place(Tier.HOST, page.pool), page.position)
+            if not good or not self.backups.make_resident(run, page.pool, page.position, page.target):
                 self.slot_pools.give_back(page.pool, page.target)
             if any(run.bad):
                 self.backups.heal(run)

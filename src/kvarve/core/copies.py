@@ -1,4 +1,4 @@
-"""Copies in flight: what each one moves, whom it is for, and what it pins until it has ended."""
+"""Copies in flight: the pages that each one moves, its lease, and its pins until it has ended."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class Moving(NamedTuple):
 
 
 class CopyOutcome(NamedTuple):
-    """How a page's journey ended: it arrived, or its bytes were not what they should be, or neither."""
+    """How a page's copy ended: it arrived (`good`), its bytes failed their check (`bad`), or neither."""
 
     page: Moving
     good: bool
@@ -46,26 +46,26 @@ class Op:
     lease: Lease | None = None
     run: Run | None = None
     pinned: int = 0
-    wait_s: float = 0.0  # for how long its lease waits for it to begin
+    wait_s: float = 0.0  # how long its lease waits for it to begin
     leaving: bool = False  # an eviction that waits for its copy
     onward: bool = False  # a copy to the host of pages that go on to storage
-    void: bool = False  # the storage that it was for has been detached, or was down
-    counts: bool = True  # towards what may wait for storage; not once that storage has been detached
+    void: bool = False  # its storage has been detached, or was down
+    counts: bool = True  # towards the share of the host; not once its storage has been detached
 
 
 class Copies:
-    """Starts copies, and knows all that have not ended."""
+    """Starts copies, and knows those in flight."""
 
     def __init__(self, slot_pools: SlotPools) -> None:
         self.ops: dict[int, Op] = {}
         self.effects: list[Effect] = []  # not taken yet
-        self.storage = False  # whether there is one now
+        self.storage = False  # whether one is attached and up
         self._slot_pools = slot_pools
         self.sent = 0  # copies and probes so far; the last one has this number
 
     def send(self, op: Op) -> None:
-        """Start a copy or probe of pages of the tree or, where it has no run, of a lease's prompt; what it touches in
-        the tree is pinned."""
+        """Start a copy or probe of pages of the tree or, if it has no run, of a lease's prompt; source pages in the
+        tree are pinned."""
         self.sent += 1
         self.ops[self.sent] = op
         if op.lease is not None:
@@ -87,7 +87,7 @@ class Copies:
             self.effects.append(Copy(self.sent, *op.edge, pages, root, op.wait_s))
 
     def end(self, number: int) -> Op | None:
-        """A copy has ended: its pins are gone, its target slots are the caller's. None if there is no such copy."""
+        """A copy has ended: unpin its sources; its target slots are the caller's. None if there is no such copy."""
         op = self.ops.pop(number, None)
         if op is not None and op.run is not None:
             self._slot_pools.unpin(op.run, op.pinned, tiers=op.edge[:1])

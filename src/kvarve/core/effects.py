@@ -1,4 +1,4 @@
-"""What the core asks of the world, and what the world answers. Plain data; the core itself touches nothing."""
+"""Effects that the core asks for, and the events that answer them. Plain data; the core itself touches nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from kvarve.model import Tier
 
 
 class Page(NamedTuple):
-    """One page of one pool on its way: slots are places in the arena of a memory tier, -1 where storage is meant."""
+    """One page of a copy: `source` and `target` are slots in the arenas of memory tiers, -1 for storage."""
 
     pool: int
     key: bytes
@@ -18,7 +18,7 @@ class Page(NamedTuple):
 
 @dataclass(frozen=True)
 class Copy:
-    """Bring `pages` from one tier to the next; all are below one root key. Answer with one `Ended`, even if the copy
+    """Copy `pages` from one tier to the next; all are below one root key. Answer with one `Ended`, even if the copy
     failed or came too late; its request waits up to `wait_s` for it to begin."""
 
     op: int
@@ -31,7 +31,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Probe:
-    """Ask the storage which of these pages it has. Answer with one `Ended`: a set bit for each page that is there. Its
+    """Ask the storage which of these pages it has. Answer with one `Ended`: a set bit for each page that is there; the
     request waits up to `wait_s` for it to begin."""
 
     op: int
@@ -45,7 +45,7 @@ Effect = Copy | Probe
 
 @dataclass(frozen=True)
 class Began:
-    """A worker has begun to carry out an effect; until then it waited behind others."""
+    """A worker has begun an effect; until then it waited behind others."""
 
     op: int
 
@@ -53,7 +53,7 @@ class Began:
 @dataclass(frozen=True)
 class Ended:
     """The end of an effect: bit i of `good` says page i arrived (or is there), bit i of `bad` that it failed its
-    check: its bytes were not what its name says."""
+    check: its bytes are not those that its key names."""
 
     op: int
     good: int

@@ -1,6 +1,6 @@
-"""How much of the device could be had now: slots that are free, and those of pages that nothing needs.
+"""How many device slots could be reserved now: free ones, and those of unpinned pages.
 
-A question, asked once for many requests: it changes nothing, and its cost follows what is held, not what is resident.
+A query, built once for many requests: it changes nothing, and its cost grows with pinned pages, not resident ones.
 """
 
 from kvarve.boundaries import of, ones
@@ -15,7 +15,7 @@ class Headroom:
 
     def __init__(self, core: Core) -> None:
         self._core, self._chains = core, core.slot_pools.chains
-        self._stuck: dict[Run, list[int]] = {}  # of each chain, how many first pages of a run cannot be evicted
+        self._stuck: dict[Run, list[int]] = {}  # of each chain, how many leading pages of a run cannot be evicted
         self.loose = [core.slot_pools.capacity[pool] for pool in self._chains]
         for lease in core.leases.values():
             self._hold(lease.run)
@@ -33,7 +33,7 @@ class Headroom:
                 self.loose[i] -= pages
 
     def _hold(self, run: Run | None) -> None:
-        """What is held in a run, and above it, keeps all that it rests on."""
+        """Note the pages of a run, and of the runs above it, that cannot be evicted."""
         below = [False] * len(self._chains)
         while run is not None and run.tokens:
             before, stuck = self._stuck.get(run), []
@@ -71,12 +71,12 @@ class Headroom:
 
 
 def making_room(core: Core) -> bool:
-    """Whether evictions wait for copies in flight: from the device, or from the host that the device's pages go to."""
+    """Whether evictions wait for copies in flight: from the device, or from the host to free slots for those."""
     return core.backups.leaving()
 
 
 def copying(core: Core) -> bool:
-    """Whether copies in flight hold pages of the device."""
+    """Whether copies in flight pin device pages or own device slots."""
     return any(
         op.edge in (BACKUP, LOAD) or (op.edge == STORE and _holds_device(core, op)) for op in core.copies.ops.values()
     )
@@ -89,11 +89,8 @@ def _holds_device(core: Core, store: Op) -> bool:
     while run is not None and run.tokens:
         pages = ones(max(0, min(before, run.end) - run.first))
         for pool in core.slot_pools.chains:
-            if (
-                run.here[pool]
-                & pages
-                & ~(run.here[core.slot_pools.other(pool)] & ~run.bad[core.slot_pools.other(pool)])
-            ):
+            host = core.slot_pools.other(pool)
+            if run.here[pool] & pages & ~(run.here[host] & ~run.bad[host]):
                 return True
         run = run.parent
     return False

@@ -1,4 +1,4 @@
-"""A request's hold on its pages, from match to finish."""
+"""A request's pins on its pages, from open to close."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -11,19 +11,19 @@ from kvarve.model import MEMORY_TIERS, Tier
 
 
 class Phase(Enum):
-    """Where a lease stands. It moves down this list; what is lost on the way may send it back to ask storage again,
-    and any phase may go straight to CLOSED."""
+    """Where a lease stands. It moves down this list; lost pages may send it back to probe storage again, and any phase
+    may go straight to CLOSED."""
 
-    PROBING = "probing"  # storage is asked what it has
-    FETCHING = "fetching"  # pages come from storage to the host
-    QUEUED = "queued"  # nothing is under way until the engine has a place
-    LOADING = "loading"  # pages come from the host to the device
+    PROBING = "probing"  # storage is asked which pages it has
+    FETCHING = "fetching"  # pages are copied from storage to the host
+    QUEUED = "queued"  # no copy is in flight; the engine has not admitted the request
+    LOADING = "loading"  # pages are copied from the host to the device
     READY = "ready"  # the engine may resume at `boundary`
     CLOSED = "closed"
 
 
 class Lease:
-    """`[0, boundary)` shared with the tree · `[boundary, done)` ours until published · `[done, room)` ours and empty.
+    """`[0, boundary)` resumed from the tree · `[boundary, done)` published by it · `[done, room)` in its own slots.
 
     Made by `Core.open`; fields are for reading only.
     """
@@ -85,9 +85,9 @@ class Lease:
         self.number = number
         self.root = root
         self.tokens = tokens
-        self.named = b""  # the keys of its first pages, as far as anybody has asked for them
+        self.named = b""  # the keys of its first pages, as far as they have been computed
         self.page_tokens = page_tokens
-        self.pages = len(tokens) // (page_tokens * TOKEN_BYTES)  # that can be kept: all full ones, unless room ran out
+        self.pages = len(tokens) // (page_tokens * TOKEN_BYTES)  # that can be kept: all full ones, unless slots ran out
         self.limit = limit  # deepest boundary that leaves at least one token to compute and fits on the device
         self.patience = patience
         self.priority = priority
@@ -95,35 +95,35 @@ class Lease:
         self.phase = Phase.QUEUED
         self.boundary = 0
         self.promised = 0  # the boundary that memory could serve when it was queued
-        self.known = 0  # pages whose tokens the tree knew when its turn came, whatever was resident
-        self.deadline = 0.0  # of what it waits for now: storage, or a load
+        self.known = 0  # pages whose tokens the tree knew when it became ready, resident or not
+        self.deadline = 0.0  # of its wait for storage, or for a load
         self.wait_s = 0.0  # what is left of its patience with storage
-        self.begun = False  # that is running: a worker has begun with what it waits for
+        self.begun = False  # its patience runs: a worker has begun its copy or probe
         self.latest = 0.0  # its deadline is not moved beyond this
-        self.resumed = False  # the engine has copies of its own of windows and states
+        self.resumed = False  # the engine has its own copies of windows and states
         self.claimed = False
         self.run = run  # the deepest run that `held` and `prefix_pins` reach
-        self.held = 0  # positions pinned in our name with all that is there
-        self.prefix_pins = 0  # positions whose chains are pinned in our name
-        self.tiers: Sequence[Tier] = MEMORY_TIERS  # where: once ready, on the device only
-        self.ops: set[int] = set()  # copies in flight that we wait for
-        self.probed = [0] * pools  # what storage said that it has
+        self.held = 0  # positions of which it pins all pages
+        self.prefix_pins = 0  # positions of which it pins the chains
+        self.tiers: Sequence[Tier] = MEMORY_TIERS  # of these pins: once ready, the device only
+        self.ops: set[int] = set()  # copies in flight that it waits for
+        self.probed = [0] * pools  # positions that storage said it has
         self.landed: list[dict[int, int]] = [{} for _ in range(pools)]  # host slots filled from storage, by position
-        self.lent = [0] * pools  # how many of the pages that landed count as held by us
+        self.lent = [0] * pools  # how many of the landed pages count towards the share of the host
         self.fetched = [0] * pools  # positions that came from storage
-        self.loaded = 0  # positions that something came from the host for
-        self.seen = [0] * pools  # pages on the device when we became ready
-        self.own: list[dict[int, int]] = [{} for _ in range(pools)]  # our device slots, by position
+        self.loaded = 0  # positions with a page loaded from the host
+        self.seen = [0] * pools  # pages on the device when it became ready
+        self.own: list[dict[int, int]] = [{} for _ in range(pools)]  # its own device slots, by position
         self.snapshots = 0  # boundaries at which windows and states are worth keeping
-        self.retries = 0  # loads put off because room was on its way
-        self.torn = False  # a page that was loaded did not arrive
-        self.reloaded = False  # and what it left was brought in a second round
+        self.retries = 0  # loads and fetches put off to wait for evictions
+        self.torn = False  # a load failed for some page
+        self.reloaded = False  # and the second round of loads has begun
         self.done = 0
         self.room = 0
 
     @property
     def keys(self) -> bytes:
-        """The keys of all its full pages, one after another."""
+        """The keys of all its full pages, concatenated."""
         self.named = names(self.root, self.named, self.tokens, self.page_tokens)
         return self.named
 
@@ -133,20 +133,20 @@ class Lease:
 
     @property
     def on_device(self) -> bool:
-        """Whether it holds pages on the device, or room for them."""
+        """Whether it pins pages on the device, or owns slots there."""
         return self.phase in (Phase.LOADING, Phase.READY)
 
     @property
     def holds(self) -> bool:
-        """Whether pages have to stay because of it, be it only those that storage sent for it and what they rest on."""
+        """Whether it pins any page, if only those that were fetched for it and those before them."""
         return bool(self.held or self.prefix_pins)
 
     def wait_from(self, now: float) -> None:
-        """Its patience with storage counts from now on."""
+        """Its patience with storage runs from now on."""
         self.deadline = min(now + self.wait_s, self.latest)
 
     def postpone(self, seconds: float) -> None:
-        """The clock by which it was opened was behind by so much."""
+        """The clock by which it was opened was behind by `seconds`."""
         self.deadline += seconds
         self.latest += seconds
 
@@ -154,7 +154,7 @@ class Lease:
         return self.keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
 
     def from_tiers(self) -> tuple[int, int, int]:
-        """Pages of the hit by the farthest tier that anything for them came from: device, host, storage."""
+        """Pages of the hit by the farthest tier from which any pool's page came: (device, host, storage)."""
         hit = (1 << self.boundary) - 1
         storage = union(self.fetched) & hit
         host = self.loaded & hit & ~storage

@@ -1,4 +1,4 @@
-"""A prompt's way through the tree: what is known and present of it, what a lease pins of it, and what it adds to it."""
+"""A prompt's path through the tree: which of its pages are known and resident, pinned by a lease, or added by it."""
 
 from collections.abc import Sequence
 
@@ -21,21 +21,21 @@ class Paths:
         self.reach = max((back for back in self.lookbacks if back is not None), default=1)
         self.grid = config.chunk_tokens // config.page_tokens
         self.width = config.page_tokens * TOKEN_BYTES
-        # No boundary is deeper than what the device has slots for.
+        # A boundary whose pages do not fit on the device is never served.
         slots = zip(self.lookbacks, slot_pools.capacity[: len(config.pools)], strict=True)
-        self.most = min((room for back, room in slots if back is None or room < back), default=1 << 32)
+        self.most = min((count for back, count in slots if back is None or count < back), default=1 << 32)
         self._found: tuple[bytes, bytes, int, tuple[Run, list[Run], int]] | None = None  # the last answer of `find`
 
-    # --- what is here
+    # --- residency
 
     def limit(self, tokens: bytes) -> int:
         """The deepest boundary that leaves at least one token to compute, and that the device could hold."""
         return min(self.most, max(0, len(tokens) // TOKEN_BYTES - 1) // self.config.page_tokens)
 
     def find(self, root: bytes, tokens: bytes) -> tuple[Run, list[Run], int]:
-        """The deepest run that a prompt reaches, all runs on the way there, and how many of its pages they know.
+        """The deepest run that a prompt reaches, the runs on its path, and how many of its pages they know.
 
-        A request asks this several times in a row, so the last answer is kept for as long as the tree keeps its shape.
+        A request asks this several times in a row, so the last answer is cached until the tree changes its shape.
         """
         last = self._found
         if last is not None and last[0] is tokens and last[1] == root and last[2] == self.slot_pools.shape:
@@ -47,13 +47,13 @@ class Paths:
         return found
 
     def present(self, path: list[Run], known: int) -> tuple[list[int], list[int]]:
-        """For each pool the positions of a path that are on the device, and those in memory at all (and not bad)."""
+        """For each pool the positions of a path that are on the device, and those in either memory tier (not bad)."""
         pools = len(self.pools)
         device, memory, mask = [0] * pools, [0] * pools, ones(known)
-        spoiled = self.slot_pools.spoiled
+        bad_pages = self.slot_pools.bad_pages
         for pool, lookback in enumerate(self.lookbacks):
-            if lookback is None and not spoiled:
-                # By the laws a chain is on the device without a gap, and somewhere in memory throughout.
+            if lookback is None and not bad_pages:
+                # By the laws a chain has no gap on the device, and all its pages are in memory.
                 for run in reversed(path):
                     if here := run.here[pool]:
                         device[pool] = ones(min(known, run.first + here.bit_length()))
@@ -74,27 +74,27 @@ class Paths:
         """The boundaries on the prefill grid at which a lease could resume from these pages."""
         return boundaries.resume_at(present, self.lookbacks, lease.limit, self.grid)
 
-    def reserve(self, tier: Tier, need: Sequence[int], room: list[int]) -> list[list[int]] | None:
-        """A slot for each page needed of each pool, or None and nothing taken; `room` learns what could be had."""
-        if any(bits.bit_count() > places for bits, places in zip(need, room, strict=True)):
+    def reserve(self, tier: Tier, need: Sequence[int], available: list[int]) -> list[list[int]] | None:
+        """Slots for the pages needed of each pool; or None, no slot taken, and `available` set to each pool's count."""
+        if any(bits.bit_count() > slots for bits, slots in zip(need, available, strict=True)):
             return None
         places = [self.slot_pools.place(tier, pool) for pool in self.pools]
         taken = [self.slot_pools.reserve(place, bits.bit_count()) for place, bits in zip(places, need, strict=True)]
         if all(len(slots) == bits.bit_count() for slots, bits in zip(taken, need, strict=True)):
             return taken
         for pool, slots in enumerate(taken):
-            room[pool] = len(slots)
+            available[pool] = len(slots)
             for slot in slots:
                 self.slot_pools.give_back(places[pool], slot)
         return None
 
-    # --- what is pinned
+    # --- pins
 
     def pins_for(self, boundary: int, device: list[int]) -> tuple[int, int]:
-        """What to pin so that a boundary stays legal in memory: windows and states, and the ends of chains.
+        """The pins that keep a boundary legal in memory: windows and states, and the ends of chains.
 
-        Pages rest on each other, so the last page of a chain pins all of it; and the last one on the device pins
-        what the device has of it.
+        A page rests on the one before it, so pinning a chain's last page keeps all of it, and pinning its last page on
+        the device keeps its pages there.
         """
         positions, prefix_pins = 0, self.ends(boundary)
         for pool, lookback in enumerate(self.lookbacks):
@@ -105,18 +105,18 @@ class Paths:
         return positions, prefix_pins
 
     def ends(self, boundary: int) -> int:
-        """Where the chains of a boundary end."""
+        """The position at which the chains of a boundary end."""
         return span(boundary - 1, boundary) if boundary and self.slot_pools.chains else 0
 
     def ahead(self, present: list[int]) -> int:
-        """The chains to pin so that all that is present of them stays."""
+        """The positions whose pins keep all present pages of chains."""
         return boundaries.of(here - 1 for pool in self.slot_pools.chains if (here := boundaries.leading(present[pool])))
 
     def hold(
         self, lease: Lease, run: Run, positions: int, prefix_pins: int, tiers: Sequence[Tier] = MEMORY_TIERS
     ) -> None:
-        """Exchange what a lease pins, and in which tiers. It refers to the deepest run that it pins something in, which
-        therefore stays."""
+        """Replace a lease's pins, and their tiers. The lease refers to the deepest run in which it has pins, which
+        therefore stays in the tree."""
         self.slot_pools.pin(run, positions, prefix_pins, tiers)
         self.slot_pools.unpin(lease.run, lease.held, lease.prefix_pins, lease.tiers)
         both = positions | prefix_pins
@@ -127,16 +127,16 @@ class Paths:
         """The positions that windows and states read before a boundary."""
         return span(max(0, boundary - self.reach), boundary)
 
-    # --- the tree gains pages
+    # --- adding pages to the tree
 
     def insert(
         self, lease: Lease, tier: Tier, pages: Sequence[dict[int, int]], stored: bool = False
     ) -> tuple[Run, int]:
-        """Give filled slots to the tree, making positions for them as far as every chain reaches without a gap.
+        """Give filled slots to the tree, adding positions for them as far as every chain reaches without a gap.
 
-        `pages` (by pool: slots by ascending position) that do not fit in, being there already or with nothing to rest
-        on, go back to the free list. `stored`: the storage has them. Returns the deepest run of the prompt and how
-        many of its pages the tree now knows.
+        `pages`, by pool: slots by ascending position. Slots of pages that are resident already, or have no parent to
+        rest on, are freed. `stored`: the storage has the pages. Returns the deepest run of the prompt and how many of
+        its pages the tree now knows.
         """
         tail, _, known = self.find(lease.root, lease.tokens)
         chains = self.slot_pools.chains
@@ -149,15 +149,15 @@ class Paths:
             tail = self._lengthen(tail, known, end, lease)
         for pool, slots in enumerate(pages):
             place = self.slot_pools.place(tier, pool)
-            row = end - known if pool in chains else 0  # new positions, all in one run: these go in together
+            row = end - known if pool in chains else 0  # new positions, all in one run: added at once
             for position, slot in slots.items() if row < len(slots) else ():
                 if row and known <= position < end:
                     continue
-                if position >= end or not self.backups.settle(covering(tail, position), place, position, slot):
+                if position >= end or not self.backups.make_resident(covering(tail, position), place, position, slot):
                     self.counters.duplicates += 1
                     self.slot_pools.give_back(place, slot)
             if row:
-                self.slot_pools.settle_row(tail, place, known, [slots[position] for position in range(known, end)])
+                self.slot_pools.make_row_resident(tail, place, known, [slots[at] for at in range(known, end)])
             if stored:
                 for run, share in upward(tail, boundaries.of(slots) & ones(end)):
                     run.stored[pool] |= share
@@ -167,13 +167,13 @@ class Paths:
         return tail, end
 
     def _reach(self, slots: dict[int, int], start: int) -> int:
-        """How far slots go on from a position without a gap."""
+        """The end of the slots that follow a position without a gap."""
         while start in slots:
             start += 1
         return start
 
     def _lengthen(self, tail: Run, known: int, end: int, lease: Lease) -> Run:
-        """Make positions [known, end) of a prompt below the run where it left the tree."""
+        """Add positions [known, end) of a prompt below the run where it left the tree."""
         self.slot_pools.shape += 1
         tokens = lease.tokens[known * self.width : end * self.width]
         named = lease.named[known * KEY_BYTES : end * KEY_BYTES]

@@ -1,7 +1,7 @@
-"""How many hold each position of a run: one small counter per position, counted on all positions at once.
+"""How many pins each position of a run has: one small counter per position, updated for a set of positions at once.
 
 Bit i of plane j is bit j of position i's counter, so adding a set of positions is a carry that ripples through a few
-integers, splitting a run shifts the planes, and "is anything here held" is one `or`.
+integers, splitting a run shifts the planes, and "is any position pinned" is one `or`.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class Pins:
         self._planes = [*planes]
 
     def add(self, positions: int) -> None:
-        """Hold each of the positions once more."""
+        """Pin each of the positions once more."""
         for j, plane in enumerate(self._planes):
             if not positions:
                 return
@@ -26,8 +26,8 @@ class Pins:
             self._planes.append(positions)
 
     def remove(self, positions: int) -> None:
-        """Let each of the positions go once; every one of them has to be held."""
-        assert positions & ~self.held() == 0, "a position was let go more often than it was held"
+        """Unpin each of the positions once; all of them must be pinned."""
+        assert positions & ~self.held() == 0, "a position was unpinned more often than it was pinned"
         for j, plane in enumerate(self._planes):
             self._planes[j] = plane ^ positions
             positions &= ~plane
@@ -35,7 +35,7 @@ class Pins:
             self._planes.pop()
 
     def held(self) -> int:
-        """The set of positions that anybody holds."""
+        """The set of pinned positions."""
         held = 0
         for plane in self._planes:
             held |= plane

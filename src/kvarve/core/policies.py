@@ -1,4 +1,4 @@
-"""The choices that an operator makes, as data: when to back up, how long to wait for storage, what computing costs."""
+"""An operator's choices as data: when to back up, how long to wait for storage, the cost of computing a page."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -19,9 +19,9 @@ class WritePolicy(Enum):
 class Patience:
     """How long a request waits for its pages in storage: base + per 1,024 tokens that are not in memory, in seconds.
 
-    The time counts from when its own copies begin: while they wait behind others it does not, as long as those go on.
-    0 takes what has arrived when the request's turn comes (best effort). With `each` it counts anew whenever one of its
-    copies begins or ends, so a request waits for all of them, however many there are.
+    The time runs from when the request's own copies begin; it stands still while they wait behind others that make
+    progress. 0 takes the pages that have arrived when the request is claimed (best effort). With `each` the time starts
+    anew whenever one of its copies begins or ends, so a request waits for all of them, however many there are.
     """
 
     base_s: float
@@ -38,8 +38,8 @@ class Patience:
 
 @dataclass(frozen=True)
 class PageCost:
-    """What it costs to compute a page anew, in any unit: a part that is the same for each page (linear layers), and a
-    part for each page before it (attention)."""
+    """The cost of recomputing a page, in any unit: a part that is the same for each page (linear layers), and a part
+    for each page before it (attention)."""
 
     page: float = 1.0
     per_page_before: float = 0.0

@@ -1,8 +1,8 @@
-"""What storage has of a waiting prompt: asked, brought to the host in time, and no more of the host than its share.
+"""Prefetch: probe storage for a waiting prompt's pages and fetch them to the host, within a share of the host.
 
-A request that waits holds nothing on the device. What it holds of the host is what came from storage for it; all
-waiting requests and stores under way together hold at most a set share of each pool, and who finds no room in it waits
-until somebody else's pages have arrived.
+A waiting request holds no device slots, and in the host only the pages that were fetched for it. All waiting requests
+and stores in flight together hold at most a set share of each host pool; a request that finds the share full waits
+until another request's pages have been loaded.
 """
 
 from math import inf
@@ -17,7 +17,7 @@ from kvarve.core.tree import NOWHERE, covering, walk
 from kvarve.keys import KEY_BYTES
 from kvarve.model import Tier
 
-ROOM_RETRIES = 8  # how often a lease waits for evictions under write-back before it makes do with what there is
+ROOM_RETRIES = 8  # how often a lease waits for evictions under write-back before it takes a shallower boundary
 
 
 class Prefetch:
@@ -35,12 +35,12 @@ class Prefetch:
         self.slot_pools = paths.slot_pools
         self.pools = paths.pools
         self.held = [0] * len(config.pools)  # host slots by pool that waiting requests hold
-        self.deferred: dict[int, Lease] = {}  # they wait for room, first come first served
+        self.deferred: dict[int, Lease] = {}  # by number, leases that wait for host slots, in order
 
-    # --- asking
+    # --- probing
 
     def ask(self, lease: Lease, boundary: int, memory: list[int]) -> bool:
-        """Ask storage what it has beyond a boundary; False if there is nothing to ask."""
+        """Probe storage for pages beyond a boundary; False if there is no page to ask for."""
         pages = self._worth_asking(lease, boundary, memory) if self.copies.storage else []
         if pages:
             missing = (lease.limit - boundary) * self.config.page_tokens
@@ -56,7 +56,7 @@ class Prefetch:
         return bool(pages)
 
     def _worth_asking(self, lease: Lease, boundary: int, memory: list[int]) -> list[Moving]:
-        """The pages beyond a boundary that could make a deeper one legal and that memory does not have."""
+        """The pages that memory lacks and that could make a boundary deeper than this one legal."""
         grid = self.paths.grid
         deepest_line = lease.limit // grid * grid
         if (deepest_line - boundary) * self.config.page_tokens < max(1, self.config.fetch_at_least):
@@ -76,28 +76,28 @@ class Prefetch:
         return pages
 
     def began(self, lease: Lease) -> None:
-        """A worker has begun with something that a lease waits for."""
+        """A worker has begun a copy or probe that a lease waits for."""
         if not lease.begun or lease.patience.each:
             lease.begun = True
             lease.wait_from(self.backups.now)
 
     def moved(self) -> None:
-        """Copies from storage begin and end: the patience of those that still wait behind others is not running."""
+        """Copies from storage make progress: restart the patience of leases that still wait behind others."""
         for lease in self.leases.values():
             if lease.phase in (Phase.PROBING, Phase.FETCHING) and not lease.begun:
                 lease.wait_from(self.backups.now)
 
     def _waits_again(self, lease: Lease) -> None:
-        """What a lease waits for next has not begun, so what is left of its patience does not run."""
+        """A lease's next copy has not begun: stop its patience, and keep what is left of it."""
         if lease.begun and not lease.patience.each:
             lease.wait_s = max(0.0, lease.deadline - self.backups.now)
         lease.begun = False
 
     def answered(self, lease: Lease, outcomes: list[CopyOutcome]) -> None:
-        """Storage has said what it has."""
+        """Storage has answered a probe."""
         for page, good, _ in outcomes:
             lease.probed[page.pool] |= good << page.position
-        # Where we thought that it had more, that is to be stored again.
+        # Pages that it lacks, though the tree takes them for stored, are dirty again.
         top = self.slot_pools.roots.get(lease.root)
         path, known = walk(top, lease.tokens) if top else ([], 0)
         for page, good, _ in outcomes:
@@ -109,20 +109,20 @@ class Prefetch:
     # --- fetching
 
     def fetch(self, lease: Lease) -> bool:
-        """Bring what the deepest boundary needs to the host; False if there is nothing that it could wait for."""
+        """Fetch to the host the pages that the deepest boundary needs; False if there are none to wait for."""
         waits = self._fetch(lease)
         if not waits or lease.ops:
             self.deferred.pop(lease.number, None)
         else:
             self._waits_again(lease)
-            self.deferred.setdefault(lease.number, lease)  # a lease that tries again keeps its place in the line
+            self.deferred.setdefault(lease.number, lease)  # a lease that tries again keeps its position
         return waits
 
     def _fetch(self, lease: Lease) -> bool:
-        """The same; True without a copy under way if there is no room yet."""
-        allowed, room = -1, [len(lease.tokens)] * len(self.pools)
+        """The same; True without a copy in flight if there are no free slots yet."""
+        allowed, available = -1, [len(lease.tokens)] * len(self.pools)
         while self.copies.storage:
-            # Anew each time: making room may have cost a page of it.
+            # Anew each time: evicting for it may have cost a page of it.
             run, path, known = self.paths.find(lease.root, lease.tokens)
             device, memory = self.paths.present(path, known)
             both = [near | far for near, far in zip(memory, lease.probed, strict=True)]
@@ -134,17 +134,17 @@ class Prefetch:
             limits = zip(need, lease.lent, self.backups.share, strict=True)
             fits = all(not bits or bits.bit_count() + lent <= share for bits, lent, share in limits)
             if fits and lease.claimed:
-                self._take_turn(need)
+                self._take_share(need)
             if fits and not self._room_in_share(need):
                 if not (lease.claimed and any(lease.lent)):
                     return True
-                fits = False  # two whose turn has come would wait for what each of them holds
+                fits = False  # two claimed leases would wait for each other's slots
             if fits:
-                # What is in memory of it must not go to make room for the rest.
+                # Its pages in memory must not be evicted for the others.
                 positions, prefix_pins = self.paths.pins_for(boundary, device)
                 guard = positions & ones(known), (prefix_pins | self.paths.ahead(memory)) & ones(known)
                 self.slot_pools.pin(run, *guard)
-                taken = self.paths.reserve(Tier.HOST, need, room)
+                taken = self.paths.reserve(Tier.HOST, need, available)
                 if taken is not None:
                     if lease.claimed:
                         self.paths.hold(lease, run, guard[0] | lease.held, guard[1] | lease.prefix_pins)
@@ -163,8 +163,8 @@ class Prefetch:
             )
         )
 
-    def _take_turn(self, need: list[int]) -> None:
-        """Who has its turn comes before those who still wait: what landed for them stays, but is held no more."""
+    def _take_share(self, need: list[int]) -> None:
+        """Take share for a claimed lease from leases that still wait: their landed pages stay, but unpinned."""
         for other in reversed(self.leases.values()):
             if self._room_in_share(need):
                 return
@@ -173,7 +173,7 @@ class Prefetch:
                 self.paths.hold(other, other.run, 0, 0)
 
     def put_off(self, lease: Lease) -> bool:
-        """Whether a lease that found no room should try again in the next step, since evictions are under way."""
+        """Whether a lease that found no slots should try again in the next step, since evictions are under way."""
         lease.retries += 1
         return self.backups.leaving() and lease.retries <= ROOM_RETRIES
 
@@ -187,27 +187,27 @@ class Prefetch:
         ]
         for pool, slots in enumerate(taken):
             self.held[pool] += len(slots)
-            lease.probed[pool] &= ~need[pool]  # what is lost on the way is not asked for again
-        # Shallow pages first: if patience runs out, what has arrived is a prefix.
+            lease.probed[pool] &= ~need[pool]  # a page whose fetch fails is not fetched again
+        # Shallow pages first: if patience runs out, the pages that have arrived are a prefix.
         pages.sort(key=lambda page: page.position)
         for start in range(0, len(pages), self.config.batch_pages):
             part = pages[start : start + self.config.batch_pages]
             self.copies.send(Op(FETCH, part, lease, wait_s=lease.latest - self.backups.now))
 
     def next_in_line(self) -> list[Lease]:
-        """Who may try again for room now: the first of those whose turn has come, else the first of all."""
+        """The lease that may try again for slots now: the first claimed one, else the first of all."""
         waiting = [*self.deferred.values()]
         return [lease for lease in waiting if lease.claimed][:1] or waiting[:1]
 
-    # --- what has come
+    # --- fetches that have ended
 
     def void(self, op: Op, gone: bool) -> None:
-        """The storage of a fetch does not answer; if it is `gone`, the share of the host is there for the next one."""
+        """A fetch's storage is down; if it is `gone`, its share of the host is free for the next storage."""
         for page in op.pages if gone and op.counts else ():
             self.held[page.pool] -= 1
 
     def arrived(self, op: Op, outcomes: list[CopyOutcome], waited: bool) -> None:
-        """A fetch has ended. Pages that nobody waits for any more are kept all the same, if they fit into the tree."""
+        """A fetch has ended. If no lease waits for its pages any more, those that fit into the tree are kept."""
         assert op.lease is not None
         lease, counts = op.lease, op.counts
         late: list[dict[int, int]] = [{} for _ in self.pools]
@@ -230,7 +230,7 @@ class Prefetch:
             self.slot_pools.forget(lease.root)
 
     def land(self, lease: Lease) -> None:
-        """Give the tree what has arrived, as deep as it reaches; the lease holds it until it is loaded."""
+        """Give the landed pages to the tree, as deep as they reach; the lease pins them until they are loaded."""
         landed, lease.landed = _ascending(lease.landed), [{} for _ in self.pools]
         for pool, slots in enumerate(landed):
             lease.fetched[pool] |= of(slots)
@@ -245,7 +245,7 @@ class Prefetch:
         self.paths.hold(lease, tail, held, prefix_pins)
 
     def release(self, lease: Lease) -> None:
-        """A lease stops waiting: what came for it is the tree's."""
+        """A lease stops waiting for storage and gives back its share of the host."""
         self.deferred.pop(lease.number, None)
         self._give_share_back(lease)
 

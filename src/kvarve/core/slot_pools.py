@@ -1,9 +1,9 @@
-"""Where pages rest: the slots of every place, what is resident in them, and who goes first when room is short.
+"""Slot pools: the slots of each pool in each memory tier, the pages in them, and which page is evicted next.
 
-A place is one pool in one memory tier. Of pools that need all pages before a boundary (lookback None, "chains"
-here), pages rest on each other, so they leave a tier only tail-first; a window or state page can go alone. When a
-position has lost a chain's page from every memory tier no prompt can resume through it, so it leaves the tree with
-everything that it still had.
+The index of a slot pool is called `place`: tier * pools + pool. Pools that need all pages before a boundary (lookback
+None) are called chains: each page rests on the one before it, so a tier evicts them from the tail. A window or state
+page can go alone. Once a position has lost a chain's page from every memory tier no prompt can resume through it, so it
+leaves the tree with all its other pages.
 """
 
 from array import array
@@ -19,8 +19,8 @@ from kvarve.core.tree import Root, Run, upward
 from kvarve.errors import ConfigError
 from kvarve.model import MEMORY_TIERS, PoolSpec, Tier
 
-NEAR = 64  # so many of the free slots of a place, at least, are looked through for a row
-SPARE = 8  # a row is better where so many more slots behind it are free
+NEAR = 64  # free slots that are searched for a row, at least
+SPARE = 8  # free slots behind a row that make it a better choice
 
 
 class SlotPools:
@@ -32,16 +32,16 @@ class SlotPools:
         eviction: str = "lru",
         cost: PageCost = FLAT_COST,
     ) -> None:
-        """`slots[tier][pool]`: how many pages fit. A tier that is not given, or has no slots, is not there."""
+        """`slots[tier][pool]`: how many pages fit. A tier that is not given, or has no slots, does not exist."""
         self.pools = tuple(pools)
         self.page_tokens = page_tokens
         self.capacity = [0] * (2 * len(self.pools))
         for tier in MEMORY_TIERS:
-            for pool, room in enumerate(slots.get(tier, ())):
-                if room < 0:
-                    raise ConfigError(f"pool {self.pools[pool].name}: {room} slots on the {tier.name.lower()}")
-                self.capacity[self.place(tier, pool)] = room
-        self.free = [array("i", range(room - 1, -1, -1)) for room in self.capacity]
+            for pool, count in enumerate(slots.get(tier, ())):
+                if count < 0:
+                    raise ConfigError(f"pool {self.pools[pool].name}: {count} slots on the {tier.name.lower()}")
+                self.capacity[self.place(tier, pool)] = count
+        self.free = [array("i", range(count - 1, -1, -1)) for count in self.capacity]
         lookbacks = [pool.lookback for pool in self.pools]
         self.orders = [
             order_for(eviction, OrderContext(place, lookbacks[place % len(self.pools)], cost, lambda: self.tick))
@@ -52,15 +52,15 @@ class SlotPools:
         self.roots: dict[bytes, Root] = {}
         self.evicted = [0] * len(self.capacity)
         self.tick = 0
-        self.shape = 0  # how often runs were made, cut, lengthened or dropped
-        self.spoiled = 0  # pages that are bad
-        # Asked before pages leave (run, place, local positions, those of them that may not be lost); returns the
-        # positions that are being copied down instead, and that leave when their copy has ended.
+        self.shape = 0  # how often runs were made, split, lengthened or dropped
+        self.bad_pages = 0  # pages that are bad
+        # Called before pages are evicted (run, place, local positions, those of them that must not be lost); returns
+        # the positions that are copied down first, and leave when their copy has ended.
         self.rescue: Callable[[Run, int, int, int], int] = lambda run, place, lost, stuck: 0
-        # Told of a run that was cut in two (front, tail), and of one that has left the tree.
+        # Called with the parts of a run that was split (front, tail), and with a run that has left the tree.
         self.divided: Callable[[Run, Run], None] = lambda front, tail: None
         self.removed: Callable[[Run], None] = lambda run: None
-        # Told of pages (run, pool, local positions) that leave their last memory tier, just before they do.
+        # Called with pages (run, pool, local positions) just before they leave their last memory tier.
         self.on_last_copy_evicted: Callable[[Run, int, int], None] | None = None
 
     def place(self, tier: Tier, pool: int) -> int:
@@ -74,14 +74,14 @@ class SlotPools:
         return (place + len(self.pools)) % len(self.capacity)
 
     def root(self, key: bytes) -> Run:
-        """The empty run at the top of everything that shares this root key."""
+        """The empty run above all prompts that share this root key."""
         if key not in self.roots:
             self.shape += 1
             self.roots[key] = Root(key, len(self.pools), self.page_tokens)
         return self.roots[key]
 
     def runs(self) -> Iterator[Run]:
-        """All of the tree, parents first."""
+        """All runs of the tree, parents first."""
         stack: list[Run] = [*self.roots.values()]
         while stack:
             run = stack.pop()
@@ -89,37 +89,37 @@ class SlotPools:
             stack.extend(run.children.values())
 
     def forget(self, key: bytes) -> None:
-        """Drop a root under which nothing is kept, so that salts of the past cost nothing."""
+        """Drop a root without runs, so that salts out of use cost no memory."""
         if key in self.roots and not self.roots[key].children:
             self.shape += 1
             del self.roots[key]
 
     # --- slots and residency
 
-    def settle(self, run: Run, place: int, position: int, slot: int) -> None:
-        """A page is now at a place; the slot is the tree's from here on."""
+    def make_resident(self, run: Run, place: int, position: int, slot: int) -> None:
+        """Put a page into a slot, which the tree owns from here on."""
         run.put(place, position, slot)
         self._offer_both(run, place)
 
-    def settle_row(self, run: Run, place: int, position: int, slots: Sequence[int]) -> None:
-        """The pages from `position` to the end of a run are now at a place."""
+    def make_row_resident(self, run: Run, place: int, position: int, slots: Sequence[int]) -> None:
+        """The same for all pages from `position` to the end of a run."""
         run.put_row(place, position, slots)
         self._offer_both(run, place)
 
     def _offer_both(self, run: Run, place: int) -> None:
-        """A page has come to a place: it may go from there, and its copy in the other tier may go now."""
+        """A page became resident: it may be evicted, and so may its copy in the other tier now."""
         self.offer(run, place)
         self.offer(run, self.other(place))
 
     def leave(self, run: Run, place: int, position: int) -> None:
-        """A page leaves a place; its slot is free, and what it rested on may go next."""
-        self.spoiled -= run.bad[place] >> position - run.first & 1
+        """A page leaves its slot, which is free; the page that it rested on may go next."""
+        self.bad_pages -= run.bad[place] >> position - run.first & 1
         self.free[place].append(run.take(place, position))
         if position == run.first:
             self._let_parent_go(run, place)
 
     def _leave_all(self, run: Run, place: int, leaving: int) -> None:
-        """Pages of a run leave a place, the last first."""
+        """Pages of a run leave a slot pool, the last first."""
         count = leaving.bit_count()
         self.evicted[place] += count
         start = leaving.bit_length() - count
@@ -128,23 +128,23 @@ class SlotPools:
                 self.leave(run, place, run.first + local)
             return
         if run.bad[place]:
-            self.spoiled -= (run.bad[place] >> start).bit_count()
+            self.bad_pages -= (run.bad[place] >> start).bit_count()
         self.free[place].extend(reversed(run.take_tail(place, start)))
         if start == 0:
             self._let_parent_go(run, place)
 
     def _let_parent_go(self, run: Run, place: int) -> None:
-        """What a run rests on may leave a place after it."""
+        """A run's first page has left: its parent's last page may go next."""
         if run.parent is not None and run.parent.kids[place] == 0:
             run.parent.used = max(run.parent.used, run.used)
             self.offer(run.parent, place)
 
-    def spoil(self, run: Run, place: int, position: int) -> None:
-        """A page's bytes are not what they should be."""
+    def mark_bad(self, run: Run, place: int, position: int) -> None:
+        """A page's bytes failed their check."""
         local = 1 << position - run.first
         if run.here[place] & ~run.bad[place] & local:
             run.bad[place] |= local
-            self.spoiled += 1
+            self.bad_pages += 1
 
     def give_back(self, place: int, slot: int) -> None:
         """A slot that a lease or a copy owned is free again."""
@@ -157,8 +157,8 @@ class SlotPools:
             each.used = self.tick
 
     def pin(self, run: Run, positions: int, prefix_pins: int = 0, tiers: Sequence[Tier] = MEMORY_TIERS) -> None:
-        """Pin in these tiers every page at `positions`, and the pages of chains at `prefix_pins`. Pinned positions stay
-        in the tree, whatever tier has their chains."""
+        """Pin in these tiers all pages at `positions`, and the chains' pages at `prefix_pins`. Pinned positions stay in
+        the tree, whichever tier has their chains."""
         for each, share in upward(run, positions):
             for tier in tiers:
                 each.pins[tier].add(share)
@@ -179,7 +179,7 @@ class SlotPools:
     def _let_go(self, run: Run) -> None:
         for place in range(len(self.capacity)):
             self.offer(run, place)
-        if not self.chains:  # a held position may have been all that was left of its run
+        if not self.chains:  # a pinned position may have been the last of its run
             self.prune(run)
 
     def split(self, run: Run, at: int) -> Run:
@@ -193,13 +193,13 @@ class SlotPools:
     # --- eviction
 
     def offer(self, run: Run, place: int) -> None:
-        """Let a run stand in a place's eviction order if it has a page there that may go."""
+        """Put a run into a slot pool's eviction order if it has a page there that may go."""
         if not run.queued >> place & 1 and self.droppable(run, place):
             run.queued |= 1 << place
             self.orders[place].push(run)
 
     def droppable(self, run: Run, place: int) -> int:
-        """The local positions of a run whose page may leave a place now."""
+        """The local positions of a run whose page may leave a slot pool now."""
         here = run.here[place]
         if not here:
             return 0
@@ -208,29 +208,29 @@ class SlotPools:
         return 0 if run.kids[place] else here & span(self.held_until(run, place), run.pages)
 
     def held_until(self, run: Run, place: int) -> int:
-        """Up to which local position a run's pages of a chain cannot leave a place, since they are held, or what rests
-        on them in the run: pages leave tail-first."""
+        """The local position before which a run's pages of a chain must stay: they are pinned, or pinned pages rest on
+        them."""
         tier, far = place // len(self.pools), self.other(place)
         first, elsewhere = run.held(tier).bit_length(), run.held(1 - tier).bit_length()
-        if elsewhere > first:  # that position stays in memory, so what only this tier has before it stays too
+        if elsewhere > first:  # that position stays in memory, so pages before it that only this tier has stay too
             only_here = run.here[place] & ~(run.here[far] & ~run.bad[far]) & ones(elsewhere)
             first = max(first, only_here.bit_length())
         return first
 
     def evict(self, place: int, wanted: int) -> int:
-        """Free up to `wanted` slots of a place, coldest run first; returns how many came free at once.
+        """Free up to `wanted` slots, coldest run first; returns how many came free at once.
 
-        Pages that are copied down first count as handled, but come free only when their copy has ended.
+        Slots of pages that are copied down first come free only when the copy has ended.
         """
         before, handled, order, spared = len(self.free[place]), 0, self.orders[place], []
         while handled < wanted:
             run = order.pop()
             if run is None:
                 break
-            if not self.droppable(run, place):  # it stood there in vain; whoever frees it offers it again
+            if not self.droppable(run, place):  # unpinning it offers it again
                 run.queued &= ~(1 << place)
                 continue
-            # While we look at it the run counts as queued, so that nothing on the way can queue it a second time.
+            # The run counts as queued meanwhile, so that `_trim` cannot queue it a second time.
             went = self._trim(run, place, wanted - handled)
             handled += went
             if went:
@@ -246,9 +246,9 @@ class SlotPools:
         self.offer(run, place)
 
     def _trim(self, run: Run, place: int, wanted: int) -> int:
-        """Drop, or start to move down, up to `wanted` droppable pages of a run; returns how many."""
+        """Drop, or start to copy down, up to `wanted` droppable pages of a run; returns how many."""
         other, chain, droppable = self.other(place), self.is_chain(place), self.droppable(run, place)
-        # Of a chain the last page goes first; of windows and states the earliest, for prompts grow at the end.
+        # A chain loses its last page first; windows and states the earliest, since prompts grow at the end.
         if chain:
             take = droppable & ~ones(max(0, droppable.bit_length() - wanted))
         elif droppable.bit_count() <= wanted:
@@ -258,12 +258,12 @@ class SlotPools:
         lost = take & ~(run.here[other] & ~run.bad[other])  # in no memory tier after this
         stuck = 0
         if chain:
-            # A page that only the host has may rest on one that only the device has (its own backup failed).
+            # A page that only the host has may rest on one that only the device has, whose backup failed.
             stuck = lost if run.kids[other] else lost & ones(run.here[other].bit_length())
         moving = 0
         if lost:
             moving = self.rescue(run, place, lost, stuck)
-            # Making room for what moves may have moved or cost other pages, of this run and of the other tier too.
+            # Evicting for the copies' targets may have dropped other pages, also of this run.
             take &= self.droppable(run, place) | moving
         safe = run.here[other] & ~run.bad[other]
         leaving = take & ~moving & ~stuck & (lost | safe)
@@ -278,7 +278,7 @@ class SlotPools:
         return leaving.bit_count() + moving.bit_count()
 
     def drop(self, run: Run, place: int, position: int) -> None:
-        """Evict one page, if it may go and nothing rests on it."""
+        """Evict one page, if it may go and no page rests on it."""
         local = position - run.first
         if not self.droppable(run, place) >> local & 1 or (self.is_chain(place) and run.here[place] >> local + 1):
             return
@@ -288,14 +288,14 @@ class SlotPools:
             self.prune(run)
 
     def prune(self, run: Run) -> None:
-        """Take positions that lost a chain's page from every memory tier out of the tree, from the run's tail on."""
+        """Take positions that lost a chain's page from every memory tier out of the tree, from the run's tail up."""
         while run.parent is not None and not run.children:
             alive = self._alive(run)
             if alive == run.end:
                 return
             self.shape += 1
             held = run.pinned()
-            assert not held >> alive - run.first, "a held position lost its page"
+            assert not held >> alive - run.first, "a pinned position lost its page"
             if self.on_last_copy_evicted is not None:
                 self._report_last_copies(self.on_last_copy_evicted, run, alive - run.first)
             for place, here in enumerate(run.here):
@@ -308,7 +308,7 @@ class SlotPools:
             parent = run.parent
             run.detach()
             for place, order in enumerate(self.orders):
-                order.bury(run, stands=bool(run.queued >> place & 1))
+                order.forget(run, stands=bool(run.queued >> place & 1))
             run.queued = 0
             self.removed(run)
             if isinstance(parent, Root):
@@ -319,12 +319,12 @@ class SlotPools:
                 self.offer(parent, place)
             run = parent
 
-    def _report_last_copies(self, farewell: Callable[[Run, int, int], None], run: Run, local: int) -> None:
-        """Everything that is left of a run's positions from a local one on goes."""
+    def _report_last_copies(self, report: Callable[[Run, int, int], None], run: Run, local: int) -> None:
+        """All pages of a run from a local position on leave memory."""
         for pool in range(len(self.pools)):
             host = self.place(Tier.HOST, pool)
             if gone := (run.here[pool] | run.here[host] & ~run.bad[host]) & span(local, run.pages):
-                farewell(run, pool, gone)
+                report(run, pool, gone)
 
     def _alive(self, run: Run) -> int:
         """The end of the positions of a leaf run that a prompt could still resume through."""
@@ -338,18 +338,18 @@ class SlotPools:
             anything |= here
         return run.first + anything.bit_length()
 
-    # --- room
+    # --- free slots
 
     def reserve(self, place: int, wanted: int) -> list[int]:
-        """Up to `wanted` free slots of a place, evicting what nobody holds; the caller owns them."""
+        """Up to `wanted` free slots, evicting unpinned pages for them; the caller owns them."""
         free = self.free[place]
         if len(free) < wanted:
             self.evict(place, wanted - len(free))
         return [free.pop() for _ in range(min(wanted, len(free)))]
 
     def straighten(self, place: int, wanted: int, after: int) -> None:
-        """Have the next slots of a place be given in a row, behind the slot `after` if those are free, or else where
-        the row can go on for a while: what lies one behind the other need not be gathered."""
+        """Have `reserve` return consecutive slots next: behind the slot `after` if those are free, else where the row
+        can go on. Pages in consecutive slots need no gathering."""
         free = self.free[place]
         if len(free) < wanted:
             self.evict(place, wanted - len(free))
@@ -362,13 +362,13 @@ class SlotPools:
         free[-len(near) :] = array("i", reversed(near))
 
     def shed(self, tier: Tier) -> None:
-        """Evict everything that nobody holds from a tier."""
+        """Evict every unpinned page from a tier."""
         for pool in range(len(self.pools)):
             place = self.place(tier, pool)
             self.evict(place, self.capacity[place])
 
 
 def _is_row(slots: Sequence[int], start: int, count: int) -> bool:
-    """Whether so many of the slots, which ascend, lie one behind the other."""
+    """Whether `count` of the ascending slots from `start` on are consecutive."""
     last = start + count - 1
     return last < len(slots) and slots[last] - slots[start] == count - 1

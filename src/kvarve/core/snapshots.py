@@ -1,4 +1,4 @@
-"""Which windows and recurrent states are worth keeping: a snapshot is dear in bytes, and most are never read again."""
+"""Which windows and recurrent states are worth keeping: a snapshot is large, and most are never read again."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ from kvarve.errors import ConfigError
 
 @dataclass(frozen=True)
 class Snapshots:
-    """Keep them where a prompt ends (`ends`), where it leaves a known prompt (`branches`), and every so many tokens
-    (`every`; 0: not). None is admitted that would save fewer than `gap` tokens over the one before it on the way."""
+    """Keep them where a prompt ends (`ends`), where it branches off a known prompt (`branches`), and at every multiple
+    of `every` tokens (0: not). None is admitted that would save fewer than `gap` tokens over the one before it."""
 
     ends: bool = True
     branches: bool = True
@@ -25,8 +25,8 @@ class Snapshots:
     def boundaries(self, pages: int, limit: int, branch: int, kept: int, page_tokens: int, grid: int) -> int:
         """The set of boundaries to keep, on the prefill grid.
 
-        For a prompt of `pages` full pages that can be resumed at most at `limit` when it comes again, that leaves known
-        prompts after `branch` pages (0: nowhere), where boundaries `kept` have their windows and states already.
+        For a prompt of `pages` full pages that can be resumed at most at `limit` when it comes again, that branches off
+        known prompts after `branch` pages (0: nowhere), and whose boundaries `kept` have their windows and states.
         """
         marks: set[int] = set()
         if self.ends:
@@ -40,7 +40,7 @@ class Snapshots:
         return self._admitted(wanted, kept, page_tokens) if self.gap else wanted
 
     def _admitted(self, wanted: int, kept: int, page_tokens: int) -> int:
-        """Those that are kept already, and those that are far enough from the one before them."""
+        """The wanted boundaries that are kept already, or far enough from the one before them."""
         admitted, last = 0, 0
         for boundary in members(wanted | kept):
             if kept >> boundary & 1 or (boundary - last) * page_tokens >= self.gap:

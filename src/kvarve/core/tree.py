@@ -1,8 +1,8 @@
-"""The prefix tree: runs of pages that always came together, and what is known of each position in them.
+"""The prefix tree: runs of pages that always came together, with the state of each position in them.
 
-A run is split only here. Everything that is known of a position is an array or a bit set indexed by the position
-within its run, so splitting is slicing. The tree knows tokens, keys, slots, residency and pins; it does not know
-leases, copies or policies.
+A run is split only here. All state of a position is in arrays or bit sets indexed by the position within its run, so
+splitting is slicing. The tree knows tokens, keys, slots, residency and pins; it does not know leases, copies or
+policies.
 """
 
 from array import array
@@ -12,37 +12,37 @@ from kvarve import boundaries
 from kvarve.core.pins import Pins
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES, names
 
-NOWHERE = -1  # a slot number that is none
+NOWHERE = -1  # no slot
 
 
 class Run:
-    """Pages `first` to `end` of every prompt that passes here. A *place* is tier * pools + pool, device first.
+    """Pages `first` to `end` of every prompt that passes here. A slot pool's index, *place*, is tier * pools + pool.
 
     Sets of positions are local: bit i is position `first + i`.
     """
 
-    __slots__ = {  # noqa: RUF023  what it is, what is where, who needs it, how it was used
+    __slots__ = {  # noqa: RUF023  identity, residency, pins, use
         "parent": "the run that this one goes on from; None for the root",
         "children": "the runs that go on from here, by the packed tokens of their first page",
         "first": "how many pages come before this run",
         "tokens": "its packed tokens",
-        "named": "the keys of its first pages, as far as anybody has asked for them",
+        "named": "the keys of its first pages, as far as they have been computed",
         "width": "bytes of packed tokens in a page",
         "here": "[place] positions that are resident there",
-        "slots": "[place] in which slot, by position; None where nothing is resident",
+        "slots": "[place] the slot, by position; None where no page is resident",
         "bad": "[place] positions whose bytes there failed their check: no hit, and no source of a copy",
         "coming": "[place, and each pool in storage] positions of which a backup to there is in flight",
         "stored": "[pool] positions known to be in storage",
         "backed_up_since_use": "[pool] positions backed up to the host since the run's last use",
-        "kids": "[place] how many child runs begin with a page there: what rests on this run's last position",
-        "pins": "[memory tier] by position: how many leases and copies need all that is there",
+        "kids": "[place] how many child runs begin with a page there, which rests on this run's last position",
+        "pins": "[memory tier] by position: how many leases and copies need all its pages there",
         "prefix_pins": "[memory tier] by position: how many leases need its chains there, as the prefix of their pages",
         "used": "when it was used last, in ticks of the core",
         "uses": "how many requests have used it",
-        "priority": "the highest priority of those",
+        "priority": "the highest priority of those requests",
         "failed_backups": "backups of it that failed since it was used last",
-        "wanted": "whether an operator wants it in the storage that there is, whatever the write policy",
-        "queued": "bit per place: it stands in that place's eviction order",
+        "wanted": "whether an operator wants it in the attached storage, whatever the write policy",
+        "queued": "bit per place: it stands in that slot pool's eviction order",
     }
 
     def __init__(self, parent: "Run | None", first: int, tokens: bytes, named: bytes, pools: int, page_tokens: int):
@@ -82,7 +82,7 @@ class Run:
 
     @property
     def keys(self) -> bytes:
-        """Its keys, one after another: a page gets its name when somebody first asks for it."""
+        """Its keys, concatenated; each is computed when it is first needed."""
         unnamed, run = [], self
         while len(run.named) < run.pages * KEY_BYTES:
             assert run.parent is not None
@@ -98,7 +98,7 @@ class Run:
         return self.keys[at : at + KEY_BYTES]
 
     def put(self, place: int, position: int, slot: int) -> None:
-        """Make a position (counted from the root) resident at a place."""
+        """Make a position (counted from the root) resident in a slot."""
         local = position - self.first
         table = self.slots[place]
         if table is None:
@@ -112,7 +112,7 @@ class Run:
             self.parent.kids[place] += 1
 
     def put_row(self, place: int, position: int, slots: Sequence[int]) -> None:
-        """Make positions from `position` to the end of the run resident at a place where nothing beyond them was."""
+        """Make all positions from `position` to the end of the run resident; none of them may be so."""
         local = position - self.first
         table = self.slots[place]
         if table is None:
@@ -126,7 +126,7 @@ class Run:
             self.parent.kids[place] += 1
 
     def take(self, place: int, position: int) -> int:
-        """End the residency of a position at a place and return its slot."""
+        """End the residency of a position in a slot pool and return its slot."""
         local = position - self.first
         table = self.slots[place]
         assert table is not None
@@ -141,7 +141,7 @@ class Run:
         return slot
 
     def take_tail(self, place: int, local: int) -> Sequence[int]:
-        """End the residency at a place of everything from a local position on, where there is no gap; its slots."""
+        """End the residency in a slot pool of all positions from a local one on, which have no gap; their slots."""
         table, here = self.slots[place], self.here[place]
         assert table is not None
         slots = table[local : here.bit_length()]
@@ -163,14 +163,14 @@ class Run:
         return slot
 
     def append(self, tokens: bytes, named: bytes) -> None:
-        """Lengthen the run; it must be a leaf, for what rests on it rests on its last position."""
+        """Lengthen the run; it must be a leaf, since children rest on its last position."""
         assert not self.children
         if len(self.named) == self.pages * KEY_BYTES:
             self.named += named
         self.tokens += tokens
 
     def trim(self, end: int) -> None:
-        """Drop the positions from `end` on; nothing may be resident, held or resting there."""
+        """Drop the positions from `end` on, which have no pages, pins or children."""
         keep = end - self.first
         self.tokens = self.tokens[: keep * self.width]
         self.named = self.named[: keep * KEY_BYTES]
@@ -184,7 +184,7 @@ class Run:
     def split(self, at: int) -> "Run":
         """Cut before position `at`: a new run takes the front, this one keeps the tail. Returns the front.
 
-        Whoever holds a reference to this run still finds every position by walking up from it (see `covering`).
+        A reference to this run still leads to every position, by walking up from it (see `covering`).
         """
         cut = at - self.first
         assert 0 < cut < self.pages and self.parent is not None
@@ -220,15 +220,14 @@ class Run:
         return front
 
     def detach(self) -> None:
-        """Take an empty leaf out of the tree. It keeps its parent: who found a position by walking up from here
-        still does."""
+        """Take an empty leaf out of the tree. It keeps its parent, so references to it still lead to every position."""
         assert self.parent is not None and not self.children and not self.pinned()
         del self.parent.children[self.tokens[: self.width]]
         self.tokens = self.named = b""
 
 
 class Root(Run):
-    """The empty run at the top of everything that shares a root key, which is what it is named."""
+    """The empty run above all prompts that share a root key, which is its name."""
 
     __slots__ = ()
 
@@ -265,7 +264,7 @@ def upward(run: Run, positions: int) -> Iterator[tuple[Run, int]]:
 
 
 def same_pages(left: bytes, right: bytes, start: int, pages: int, width: int) -> int:
-    """How many leading pages of `left` stand in `right` from byte `start` on; at most `pages`."""
+    """How many leading pages of `left` are equal to those in `right` from byte `start` on; at most `pages`."""
     low, high = 0, min(pages, (len(right) - start) // width)
     while low < high:
         middle = (low + high + 1) // 2

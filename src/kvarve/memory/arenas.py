@@ -1,7 +1,7 @@
-"""The places where pages lie: on the device as the model wants them, on the host as records.
+"""The memory of slots: on the device in the model's layout, on the host as records.
 
-An arena only knows slots. Which page lies in which slot, and until when, is the core's business; two threads never
-touch one slot at a time because a slot has one owner.
+An arena knows only slots; the core decides which page is in which slot, and until when. Two threads never touch one
+slot at a time because a slot has one owner.
 """
 
 import mmap
@@ -26,13 +26,13 @@ class DeviceArena:
                 for buffer in pool.buffers
             }
         except RuntimeError as e:
-            raise ConfigError(f"no room on {device} for {slots} pages of {pool.name}: {e}") from e
+            raise ConfigError(f"no memory on {device} for {slots} pages of {pool.name}: {e}") from e
 
 
 class HostArena:
-    """One pool's pages in host memory: `slots` records one behind the other, in page-aligned anonymous memory.
+    """One pool's pages in host memory: `slots` consecutive records, in page-aligned anonymous memory.
 
-    The memory is taken from the system page by page as it is first written, exactly as large as was asked for.
+    The system commits the memory page by page as it is first written.
     """
 
     def __init__(self, pool: PoolSpec, slots: int, namespace: bytes, rank: int = 0, ranks: int = 1) -> None:
@@ -42,7 +42,7 @@ class HostArena:
         try:
             self._memory = mmap.mmap(-1, slots * self.stride)
         except (OSError, ValueError, OverflowError) as e:
-            raise ConfigError(f"no room in host memory for {slots} pages of {pool.name}: {e}") from e
+            raise ConfigError(f"not enough host memory for {slots} pages of {pool.name}: {e}") from e
         self._bytes = memoryview(self._memory)
         everything = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.buffers: Mapping[str, Tensor] = {
@@ -72,7 +72,7 @@ class HostArena:
 
 def to_host(device: DeviceArena, host: HostArena, slots: Sequence[tuple[int, int]], keys: Sequence[bytes]) -> None:
     """Copy pages (device slot, host slot) out of the device's layers into records, and seal them."""
-    # Page by page: it is one pass over the bytes, and the seal still finds them in the processor's cache.
+    # Page by page, so that the checksum finds the bytes in the processor's cache.
     for (near, far), key in zip(slots, keys, strict=True):
         for name, layer in device.buffers.items():
             host.buffers[name][far].copy_(layer[near])

@@ -1,4 +1,4 @@
-"""The C library's heap in a process that lives long and has many threads."""
+"""The C library's heap in a long-running process with many threads."""
 
 import ctypes
 import os
@@ -9,10 +9,11 @@ HEAPS = 2
 
 
 def bound_heaps() -> bool:
-    """Have all threads share a few heaps; False where the C library knows no such setting. Call it before they start.
+    """Have all threads share a few heaps; False if the C library has no such setting. Call it before they start.
 
-    glibc gives threads heaps of their own, up to eight for each core, and what is free in one is of no use to another:
-    a server whose threads take and give back the same amounts grows for hours. MALLOC_ARENA_MAX has the last word.
+    glibc gives threads heaps of their own, up to eight for each core, and memory that is free in one cannot be used by
+    another: a server whose threads allocate and free the same amounts grows for hours. MALLOC_ARENA_MAX takes
+    precedence.
     """
     if sys.platform != "linux" or "MALLOC_ARENA_MAX" in os.environ:
         return False

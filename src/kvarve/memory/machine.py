@@ -1,27 +1,27 @@
-"""How much memory there is: of the host, as far as this process may have it, and of a device of its own."""
+"""How much memory there is: of the host, within this process's limits, and of a device."""
 
 import os
 from pathlib import Path, PurePosixPath
 
 import torch
 
-# By the version of control groups: where they are mounted, and the file that says what one may take.
+# By the version of control groups: where they are mounted, and the file of the limit.
 _GROUPS = {"": ("sys/fs/cgroup", "memory.max"), "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes")}
 _SHARES_HOST = ("cpu", "mps")  # devices that compute in the host's own memory
 
 
 def on_host(device: str | torch.device) -> bool:
-    """Whether what lies on a device lies in host memory."""
+    """Whether a device's memory is host memory."""
     return torch.device(device).type in _SHARES_HOST
 
 
 def host_bytes(root: Path = Path("/")) -> int:
-    """The machine's memory, or what a control group leaves to this process (a container's limit) if that is less."""
+    """The machine's memory in bytes, or a control group's limit (a container's) if that is less."""
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_limits(root)])
 
 
 def device_bytes(device: str | torch.device) -> int | None:
-    """All memory of a device that has its own, whoever uses it now; None if nobody can say."""
+    """The total memory in bytes of a device that has its own; None if it is unknown."""
     try:
         return int(torch.cuda.mem_get_info(torch.device(device))[1]) if torch.device(device).type == "cuda" else None
     except (RuntimeError, AssertionError):
@@ -29,7 +29,7 @@ def device_bytes(device: str | torch.device) -> int | None:
 
 
 def _limits(root: Path) -> list[int]:
-    """What this process's control groups may take, and those that they are in."""
+    """The limits in bytes of this process's control groups, and of their parents."""
     found = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

@@ -1,6 +1,6 @@
-"""A page as it lies in host memory, in storage and on a wire: a header that says what it is, then its bytes.
+"""A page as it lies in host memory, in storage and on a wire: a header that identifies it, then its bytes.
 
-Format 2, little-endian. What a later version fills in has its place already, and is zero until then:
+Format 2, little-endian. Fields for later versions are reserved, and zero until then:
 
       0   8  magic, b"kvarvepg"
       8   4  format, 2
@@ -21,8 +21,8 @@ Format 2, little-endian. What a later version fills in has its place already, an
     224  32  the check, of all bytes before and behind it; a checksum takes the first 8, zeros the rest
     256      payload; a buffer that starts at a multiple of 64 bytes in a page does so in memory as well
 
-A record is padded with zeros to whole 4 KiB blocks, so that direct I/O can move it as it is. The reader is strict: a
-format, kind, encoding or flag that it does not know, or anything but zeros where zeros belong, is no page of ours.
+A record is padded with zeros to whole 4 KiB blocks, for direct I/O. The reader is strict: it rejects an unknown format,
+kind, encoding or flag, and anything but zeros where zeros belong.
 """
 
 import struct
@@ -45,7 +45,7 @@ _KEY, _UNUSED, _ZEROS = slice(64, 96), slice(152, 224), bytes(72)
 
 
 def record_bytes(payload_bytes: int) -> int:
-    """The size of a record whose payload takes so many bytes: header, payload, padding."""
+    """The size of a record with a payload of `payload_bytes`: header, payload, padding."""
     return -(-(HEADER_BYTES + payload_bytes) // BLOCK_BYTES) * BLOCK_BYTES
 
 
@@ -68,7 +68,7 @@ class Stamp:
         record[:HEADER_BYTES] = header + _check(header, record)
 
     def names(self, record: memoryview, key: bytes) -> bool:
-        """Whether a record says that it is this page; its bytes are not looked at."""
+        """Whether a record's header names this page; its payload is not checked."""
         return bytes(record[: HEADER.size]) == self._header(key)
 
     def intact(self, record: memoryview, key: bytes) -> bool:
@@ -80,7 +80,7 @@ class Stamp:
 
 
 def whole(record: memoryview) -> bool:
-    """Whether a record is a page of some model as it was sealed, every bit of it. Which page is not asked."""
+    """Whether a record is a page of some model, every bit of it as it was sealed, whichever page it is."""
     found = bytes(record[:HEADER_BYTES])
     if len(found) < HEADER_BYTES:
         return False
@@ -95,7 +95,7 @@ def whole(record: memoryview) -> bool:
 
 
 class Title(NamedTuple):
-    """Which page a record says that it is."""
+    """The page that a record's header names."""
 
     namespace: bytes
     key: bytes
@@ -105,13 +105,13 @@ class Title(NamedTuple):
 
 
 def title(record: memoryview) -> Title:
-    """What stands in the header of a record that is `whole`, which says nothing of where it was found."""
+    """The title of a record that is `whole`, which need not match where it was found."""
     _, _, _, rank, ranks, _, _, namespace, key, pool, *_ = HEADER.unpack_from(record)
     return Title(namespace, key, pool.rstrip(b"\0").decode("ascii", "replace"), rank, ranks)
 
 
 def _check(header: bytes, record: memoryview) -> bytes:
-    """What the check of a record with this header has to be."""
+    """The check of a record with this header."""
     digest = xxhash.xxh3_64(header)
     digest.update(record[HEADER_BYTES:])
     return CHECK.pack(digest.intdigest())

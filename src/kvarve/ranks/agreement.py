@@ -1,8 +1,8 @@
-"""How tensor-parallel ranks stay one cache: they agree on the inputs of the core, and the core does the rest.
+"""How tensor-parallel ranks stay one cache: they agree on the inputs of their cores, which then decide alike.
 
-Every rank runs the same requests in the same order. What may differ is when a copy ends and whether it went well, what
-time it is, whether storage answers, and when a change of it is asked for; so once per scheduler turn the ranks agree on
-those, and each core then makes the same decisions.
+Every rank runs the same requests in the same order. Ranks differ in when a copy ends and whether it succeeds, in their
+clocks, in whether storage answers, and in when a change of storage is requested; so they agree on these once per
+scheduler turn.
 """
 
 import json
@@ -16,18 +16,18 @@ from kvarve.core.effects import Began, Ended, Event, agreed
 
 
 class Proposal(NamedTuple):
-    """A change that a rank would make with all others, or (not `ready`) cannot make though it was asked to."""
+    """A change of the storage that a rank proposes, or (not `ready`) declines."""
 
     what: str  # the same text on all ranks means the same change
     ready: bool = True
 
 
 class AgreedStep(NamedTuple):
-    """What all ranks go by in one step: what has begun and ended everywhere by now, in one order; one time for all;
-    whether the storage answers on all of them; and whether the change that they proposal is made now.
+    """The inputs of one step on all ranks: the events that have happened on every rank, in one order; one time; whether
+    the storage answers on all ranks; and whether the change that they propose is made now.
 
-    `granted` is None while there are ranks that wish nothing yet. Who will not wait for them any longer takes its wish
-    back without a word: nothing is granted unless all wish it in the same step.
+    `granted` is None while some rank proposes nothing. A rank may withdraw its proposal at any time: a change is
+    granted only in a step in which all ranks propose it.
     """
 
     events: list[Event]
@@ -45,20 +45,19 @@ class Agreement(Protocol):
     def agree(
         self, events: Iterable[Event], now: float, up: bool = True, proposal: Proposal | None = None
     ) -> AgreedStep:
-        """Say what has begun and ended here, what time it is, whether the storage answers, and what change is wished.
-        Every rank has to call it."""
+        """Tell the other ranks this one's events, time, storage state and proposal. Every rank has to call it."""
         ...
 
 
 def granted(proposals: Sequence[Proposal | None]) -> bool | None:
-    """Whether the ranks' wishes come true: once all have one, if it is the same and all are ready."""
+    """Whether a change is made: None until every rank has a proposal, then whether all are equal and ready."""
     if None in proposals:
         return None
     return all(proposal is not None and proposal.ready and proposal == proposals[0] for proposal in proposals)
 
 
 class Alone:
-    """One rank: everything as it is."""
+    """The agreement of a single rank."""
 
     ranks = 1
 
@@ -79,19 +78,19 @@ class Group:
         self._group = group
         self.ranks = dist.get_world_size(group)
         self._waiting: list[dict[int, Ended]] = [{} for _ in range(self.ranks)]
-        self._begun: list[set[int]] = [set() for _ in range(self.ranks)]  # on each rank, and not yet ended everywhere
-        self._told: set[int] = set()  # what has begun everywhere, and the cores know of it
+        self._begun: list[set[int]] = [set() for _ in range(self.ranks)]  # by rank, copies not yet ended on all ranks
+        self._told: set[int] = set()  # copies begun on all ranks, of which the cores know
 
     def agree(
         self, events: Iterable[Event], now: float, up: bool = True, proposal: Proposal | None = None
     ) -> AgreedStep:
         news = [[each.op] if isinstance(each, Began) else [each.op, hex(each.good), hex(each.bad)] for each in events]
-        heard = [json.loads(text) for text in self._exchange(json.dumps([now, news, up, proposal]).encode())]
-        for waiting, begun, (_, their_news, _, _) in zip(self._waiting, self._begun, heard, strict=True):
-            for op, *fate in their_news:
+        received = [json.loads(text) for text in self._exchange(json.dumps([now, news, up, proposal]).encode())]
+        for waiting, begun, (_, their_news, _, _) in zip(self._waiting, self._begun, received, strict=True):
+            for op, *outcome in their_news:
                 begun.add(op)
-                if fate:
-                    waiting[op] = Ended(op, *(int(bits, 16) for bits in fate))
+                if outcome:
+                    waiting[op] = Ended(op, *(int(bits, 16) for bits in outcome))
         both: list[Event] = []
         begun_everywhere = set.intersection(*self._begun)
         for op in sorted(set.intersection(*(set(waiting) for waiting in self._waiting))):
@@ -101,11 +100,11 @@ class Group:
                 begun.discard(op)
         both = [*(Began(op) for op in sorted(begun_everywhere - self._told)), *both]
         self._told = begun_everywhere
-        proposals = [None if theirs is None else Proposal(*theirs) for *_, theirs in heard]
-        return AgreedStep(both, float(heard[0][0]), all(theirs for _, _, theirs, _ in heard), granted(proposals))
+        proposals = [None if theirs is None else Proposal(*theirs) for *_, theirs in received]
+        return AgreedStep(both, float(received[0][0]), all(theirs for _, _, theirs, _ in received), granted(proposals))
 
     def _exchange(self, mine: bytes) -> list[bytes]:
-        """Everybody's bytes, by rank: first the lengths, then the bytes padded to the longest."""
+        """The bytes of all ranks, by rank: first their lengths are gathered, then the bytes, padded to the longest."""
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
         dist.all_gather(lengths, torch.tensor([len(mine)]), group=self._group)
         longest = max(int(length) for length in lengths)

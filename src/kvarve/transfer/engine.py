@@ -1,9 +1,9 @@
-"""The transfer engine: it turns the effects of the core into copies between arenas and storage, on four lanes.
+"""The transfer engine: it turns the effects of the core into copies between arenas and storage, on lanes.
 
-Two lanes are between device and host; the other two belong to the storage that is attached now, and go with it.
+Two lanes are between device and host; the others belong to the connection of the attached storage.
 
-Every page is checked here before it can get nearer to a model: always when it comes from storage, and from host
-memory as well unless that is switched off.
+Every page is checked here on its way towards the model: always when it comes from storage, and from host memory as well
+unless that is switched off.
 """
 
 import logging
@@ -41,34 +41,34 @@ class TransferEngine:
         self._rank, self._ranks, self._verify_host, self._deadline_s = rank, ranks, verify_host, deadline_s
         self._clock, self.ends = clock, Ends()
         self._checking = threading.Lock()
-        # One worker each: a chain's page rests on the one before it, so what is sent first has to end first.
+        # One worker each: a chain's page rests on the one before it, so copies must end in the order sent.
         self._lanes = {
             (source, target): Lane(f"{source.name.lower()}-to-{target.name.lower()}", self.ends, clock=clock)
             for source, target in (BACKUP, LOAD)
         }
         self.connection: StorageConnection | None = None
-        self._retired: list[StorageConnection] = []  # those that may not have ended yet
+        self._retired: list[StorageConnection] = []  # those that may not have closed yet
 
     @property
     def lanes(self) -> list[Lane]:
-        """All that work now: of device and host, and of the storage if there is one."""
+        """The lanes of device and host, and of the attached storage."""
         return [*self._lanes.values(), *(self.connection.lanes.values() if self.connection is not None else ())]
 
     def connect(self, storage: Storage) -> StorageConnection:
-        """Workers for a storage that may be attached; it is theirs from now on. StorageError if there are none."""
+        """A connection for a storage that may be attached; it owns the storage. StorageError if no threads start."""
         for arena in self._host:
             storage.register(arena.memory)
         return StorageConnection(storage, self.ends, deadline_s=self._deadline_s, clock=self._clock)
 
     def attach(self, connection: StorageConnection | None) -> StorageConnection | None:
-        """What is sent from now on goes to this storage; the one before goes, and is answered."""
+        """Send to this connection from now on; the one before is retired and returned."""
         before, self.connection = self.connection, connection
         if before is not None:
             self.retire(before)
         return before
 
     def retire(self, connection: StorageConnection) -> None:
-        """Have a connection that takes nothing more end what was sent to it, and close, on a thread of its own."""
+        """Have a connection end the copies sent to it, and close, on a thread of its own."""
         self._retired = [each for each in self._retired if not each.closed.is_set()] + [connection]
         connection.retire(self._deadline_s)
 
@@ -80,13 +80,13 @@ class TransferEngine:
             return
         connection = self.connection
         assert connection is not None, "the core knows that there is no storage"
-        # Each piece of work knows its storage: another may be attached when its turn comes.
+        # Each piece carries its storage: another may be attached before it runs.
         storage, begins_s = connection.storage, max(self._deadline_s, effect.wait_s)
         if isinstance(effect, Probe):
-            # All that wait are one question, so the last of a burst waits no longer than for two.
+            # Waiting probes become one call, so the last of a burst waits for two calls at most.
             connection.lanes[PROBE].send_part(effect.op, self._probe, (storage, effect), len(effect.pages), begins_s)
         elif effect.target is Tier.STORAGE:
-            # A put is durable when it answers, so that a few large ones are cheaper.
+            # A put is durable when it returns, so a few large ones are cheaper.
             connection.lanes[STORE].send_part(effect.op, self._store, (storage, effect), len(effect.pages), begins_s)
         else:
             connection.lanes[FETCH].send(effect.op, lambda: self._fetch(storage, effect), begins_s)
@@ -95,9 +95,9 @@ class TransferEngine:
         return self.ends.collect()
 
     def close(self, timeout_s: float = 10.0, storage_s: float = 5.0, up: bool = True) -> None:
-        """Stop the lanes after what they have, then close the storage, all within `timeout_s`, of which closing the
-        storage may take `storage_s`. Nothing is waited for on a storage that is not `up`; those that have been
-        detached have `storage_s` together to end what they began."""
+        """Let the lanes finish their work, then close the storage, all within `timeout_s`, of which closing the storage
+        may take `storage_s`. The lanes of a storage that is not `up` are not waited for; all detached storages
+        together get `storage_s` to close."""
         end = time.monotonic() + timeout_s - storage_s
         for lane in self._lanes.values():
             lane.close(max(0.0, end - time.monotonic()))
@@ -107,7 +107,7 @@ class TransferEngine:
         for connection in self._retired:
             connection.closed.wait(max(0.0, end - time.monotonic()))
 
-    # --- work, on the lanes' threads; each answers (good, bad) as sets of bits over the effect's pages
+    # --- work, on the lanes' threads; each returns (good, bad) as bit sets over the effect's pages
 
     def _back_up(self, copy: Copy) -> tuple[int, int]:
         for pool, pages in _by_pool(copy.pages).items():
@@ -132,11 +132,10 @@ class TransferEngine:
         return _all(copy.pages) & ~bad, bad
 
     def _store(self, sent: Sequence[tuple[Storage, Copy]]) -> list[tuple[int, int]]:
-        """Several copies to one storage, whose lane this is, in one put. It keeps what it has of a name, so nobody has
-        to ask for that first."""
+        """Several copies to one storage in one put. A put keeps an object that exists, so no probe comes first."""
         storage = sent[0][0]
         outcomes, names, records, told = [], [], [], []
-        with self._checking:  # by one worker at a time, so that the first one's pages are soon on their way
+        with self._checking:  # one worker at a time, so that the first one's put starts early
             broken = [self._broken(copy.pages) if self._verify_host else 0 for _, copy in sent]
         for at, ((_, copy), bad) in enumerate(zip(sent, broken, strict=True)):
             good = 0
@@ -167,7 +166,7 @@ class TransferEngine:
                 good |= 1 << i
             else:
                 bad |= 1 << i
-        if bad:  # gone from storage, so that the page computed anew is written again
+        if bad:  # deleted, so that the recomputed page is stored again
             try:
                 storage.delete([name for i, name in enumerate(names) if bad >> i & 1])
             except StorageError as e:  # the good pages are good all the same
@@ -175,7 +174,7 @@ class TransferEngine:
         return good, bad
 
     def _probe(self, sent: Sequence[tuple[Storage, Probe]]) -> list[tuple[int, int]]:
-        """What one storage, whose lane this is, has of several prompts."""
+        """Which pages of several prompts one storage has, in one call."""
         asked = [[self._name(probe.root, page) for page in probe.pages] for _, probe in sent]
         names = [*dict.fromkeys(name for names in asked for name in names)]
         there = dict(zip(names, sent[0][0].exists(names), strict=True))
@@ -186,11 +185,11 @@ class TransferEngine:
         return object_name(root, page.key, pool.name, 0 if pool.replicated else self._rank, self._ranks)
 
     def _writes(self, page: Page) -> bool:
-        """Whether this rank writes a page to storage: of what all ranks hold alike, each writes its part for all."""
+        """Whether this rank writes a page to storage: of a replicated pool, each rank writes a part of the pages."""
         return not self._pools[page.pool].replicated or page.key[0] % self._ranks == self._rank
 
     def _broken(self, pages: Sequence[Page]) -> int:
-        """The pages whose host record is not what its key says."""
+        """The pages whose host record fails its check."""
         return sum(1 << i for i, page in enumerate(pages) if not self._intact(page))
 
     def _intact(self, page: Page) -> bool:

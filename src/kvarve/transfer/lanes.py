@@ -1,11 +1,10 @@
-"""Lanes: bounded workers that carry one kind of work each, in order, and say when each piece has ended.
+"""Lanes: bounded queues with worker threads, one for each kind of work, which report when each piece has ended.
 
-A lane knows nothing of what it carries: a piece of work is a call that answers which pages are good and which are
-bad. Pieces that are cheaper done together name the same work and bring their parts, and what waits of them becomes one
-call. Each piece ends exactly once. What could not start before its deadline ends without having been started, be all
-workers hanging: who collects what has ended (`Ends`) looks after that. Work that hangs keeps what it holds until it
-comes back, so nobody reuses memory that it may still write to. Another worker takes its place, since what hangs may be
-one of several storages, and one that others had answered for.
+A lane knows nothing of pages: a piece of work is a call that returns which pages are good and which are bad. Pieces
+that are cheaper done together name the same work and bring their parts; those that wait become one call. Each piece
+ends exactly once. A piece that could not start before its deadline ends without having been started, even if all
+workers hang: `Ends.collect` sees to that. A call that hangs keeps its slots until it returns, so memory that it may
+still write to is not reused. Another worker replaces its thread, since it may be one of several storages that hangs.
 """
 
 import logging
@@ -27,16 +26,16 @@ Outcome = tuple[int, int]
 Work = Callable[[], Outcome]
 SharedWork = Callable[[Sequence[T]], list[Outcome]]
 
-TOGETHER = 64  # the most that pieces come to which become one call, in pages: what can be late together
-MOST_HANGING = 16  # workers of one lane in whose place others come
+TOGETHER = 64  # pages, at most, of pieces that become one call: these can be late together
+MOST_HANGING = 16  # hanging workers of one lane that are replaced
 
 
 @dataclass
 class LaneCounts:
-    """What a lane has done so far, in pieces unless the name says otherwise."""
+    """Totals of a lane, in pieces unless the name says otherwise."""
 
     done: int = 0
-    failed: int = 0  # raised, so nothing of it arrived
+    failed: int = 0  # raised, so no page of it arrived
     late: int = 0  # past its deadline before it could start
     refused: int = 0  # the lane was full, or closed
     calls: int = 0  # fewer than pieces, where several became one
@@ -54,12 +53,12 @@ class _Piece:
 
 
 class Ends:
-    """Where lanes put what has ended, and where one thread collects it."""
+    """The queue of events of all lanes, from which one thread collects them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ended: list[Event] = []
-        self._lanes: list[Lane] = []  # that may have something waiting
+        self._lanes: list[Lane] = []  # that may have pieces waiting
         self._woken = threading.Event()
 
     def put(self, event: Event) -> None:
@@ -68,13 +67,13 @@ class Ends:
         self._woken.set()
 
     def wake(self) -> None:
-        """End a `wait` without anything having ended."""
+        """End a `wait` without an event."""
         self._woken.set()
 
     def collect(self) -> list[Event]:
-        """Everything that ended since the last call, or began where that is told, in the order in which it happened.
+        """The events since the last call, in order.
 
-        What has waited in a lane for longer than it may ends here; no worker has to be free for that.
+        A piece that is still waiting after its deadline ends here; no worker has to be free for that.
         """
         with self._lock:
             lanes = self._lanes
@@ -86,25 +85,25 @@ class Ends:
         return ended
 
     def wait(self, timeout_s: float) -> bool:
-        """Until something has ended or has waited for too long, or somebody woke us; False after `timeout_s`."""
+        """Wait for an event, a piece's deadline or `wake`; False after `timeout_s`."""
         with self._lock:
             left_s = min((lane.left_s() for lane in self._lanes), default=inf)
         return self._woken.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
 
-    def look_after(self, lane: "Lane") -> None:
-        """From now on `collect` ends what has waited in this lane for too long."""
+    def watch(self, lane: "Lane") -> None:
+        """From now on `collect` ends pieces of this lane that are past their deadline."""
         with self._lock:
             self._lanes = [*self._lanes, lane]
 
-    def let_go(self, lane: "Lane") -> None:
+    def unwatch(self, lane: "Lane") -> None:
         with self._lock:
             self._lanes = [each for each in self._lanes if each is not lane]
 
 
 @dataclass(eq=False)
 class Lane:
-    """One kind of work: at most `depth` pieces waiting, `workers` threads, and one more for each that has been in a
-    call for more than `patience_s`."""
+    """A queue of at most `depth` pieces and `workers` threads, and one more for each that has been in one call for
+    longer than `patience_s`."""
 
     name: str
     ends: Ends
@@ -113,25 +112,25 @@ class Lane:
     patience_s: float = inf
     clock: Callable[[], float] = time.monotonic
     together: float = TOGETHER
-    tells_begin: bool = False  # of each piece it says when a worker begins with it
+    tells_begin: bool = False  # whether it puts a `Began` when a worker begins a piece
     counts: LaneCounts = field(default_factory=LaneCounts)
 
     def __post_init__(self) -> None:
         self._waiting: deque[_Piece] = deque()
-        self._earliest = inf  # no deadline of what waits is earlier
-        self._running: dict[int, float] = {}  # by worker: since when its call runs
-        self._hanging: set[int] = set()  # those of them in whose place others have come
-        self._next_hang = inf  # no call hangs before that which is not known to
+        self._earliest = inf  # no waiting piece has an earlier deadline
+        self._running: dict[int, float] = {}  # by worker: when its call began
+        self._hanging: set[int] = set()  # workers that have been replaced
+        self._next_hang = inf  # no other call counts as hanging before that
         self._lock = threading.Lock()
-        self._news = threading.Condition(self._lock)  # something waits, or the lane is closed
+        self._changed = threading.Condition(self._lock)  # a piece waits, or the lane is closed
         self._closed = False
         self._threads: list[threading.Thread] = []
-        self._hired = 0
-        self.ends.look_after(self)
+        self._started = 0
+        self.ends.watch(self)
         try:
             for _ in range(self.workers):
-                self._hire()
-        except RuntimeError:  # no more threads are to be had: nor shall those stay that began
+                self._start_worker()
+        except RuntimeError:  # a thread did not start: end those that did
             self.close()
             raise
 
@@ -140,30 +139,30 @@ class Lane:
         self._take(_Piece(op, lambda _: [work()], None, inf, self.clock() + deadline_s))
 
     def send_part(self, op: int, work: SharedWork[T], part: T, size: int, deadline_s: float) -> None:
-        """The same for work that is cheaper done together: pieces of equal work that wait one behind the other become
-        one call, as far as their sizes come to no more than `together`. It answers for each part in its turn."""
+        """The same for work that is cheaper done together: adjacent waiting pieces of equal work become one call, up to
+        a total size of `together`. The call returns an outcome for each part, in order."""
         self._take(_Piece(op, work, part, size, self.clock() + deadline_s))
 
     def waiting(self) -> int:
         return len(self._waiting)
 
     def stuck_s(self) -> float:
-        """For how long the oldest call that has not come back has been running; 0 if there is none."""
+        """For how long the oldest running call has been running; 0 if there is none."""
         with self._lock:
             return self.clock() - min(self._running.values()) if self._running else 0.0
 
     def busy_s(self) -> float:
-        """For how long no worker has been free; 0 if one is."""
+        """For how long all workers have been busy; 0 if one is free."""
         with self._lock:
             all_busy = len(self._running) == self.workers + len(self._hanging)
             return self.clock() - max(self._running.values()) if all_busy else 0.0
 
     def left_s(self) -> float:
-        """How long until something that waits may have waited for too long, or a call may hang."""
+        """How long until a piece's deadline may pass, or a call may count as hanging."""
         return min(self._earliest, self._next_hang) - self.clock()
 
     def expire(self) -> None:
-        """End what has waited for too long, whatever the workers do, and replace those that hang."""
+        """End pieces that are past their deadline, and replace workers that hang."""
         now = self.clock()
         if now <= self._earliest and now <= self._next_hang:  # the usual case: every token passes here
             return
@@ -176,19 +175,19 @@ class Lane:
         self._end(late)
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Let what waits be done, then stop; False if a worker still hangs after `timeout_s`. It is abandoned, and what
-        waits behind it ends without having been started."""
+        """Let waiting pieces be done, then stop; False if a worker still hangs after `timeout_s`. It is abandoned, and
+        pieces behind it end without having been started."""
         end = time.monotonic() + timeout_s
         with self._lock:
             self._closed = True
-            self._news.notify_all()
+            self._changed.notify_all()
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
         with self._lock:
             left, self._waiting = self._waiting, deque()
             self.counts.late += len(left)
         self._end(left)
-        self.ends.let_go(self)
+        self.ends.unwatch(self)
         return not any(thread.is_alive() for thread in self._threads)
 
     def _take(self, piece: _Piece) -> None:
@@ -197,67 +196,67 @@ class Lane:
             if taken:
                 self._waiting.append(piece)
                 self._earliest = min(self._earliest, piece.deadline)
-                self._news.notify()
+                self._changed.notify()
             else:
                 self.counts.refused += 1
         if not taken:
             self._end([piece])
 
-    def _hire(self) -> None:
-        """RuntimeError: no more threads are to be had."""
-        worker = self._hired
+    def _start_worker(self) -> None:
+        """RuntimeError: the system starts no more threads."""
+        worker = self._started
         thread = threading.Thread(target=self._serve, args=(worker,), name=f"kvarve {self.name} {worker}", daemon=True)
         thread.start()
-        self._hired += 1
+        self._started += 1
         self._threads = [*(each for each in self._threads if each.is_alive()), thread]
 
     def _replace(self, now: float) -> None:
-        """Others take the place of those that hang; with the lock held."""
+        """Start a worker for each that hangs; with the lock held."""
         self._next_hang = inf
         for worker, since in self._running.items():
             if worker in self._hanging:
                 continue
             if now - since > self.patience_s and len(self._hanging) < MOST_HANGING and not self._closed:
                 try:
-                    self._hire()
+                    self._start_worker()
                     self._hanging.add(worker)
                 except RuntimeError as e:
-                    log.warning("%s: nobody is to be had for a worker that hangs: %s", self.name, e)
+                    log.warning("%s: a worker that hangs cannot be replaced: %s", self.name, e)
             if worker not in self._hanging:
                 hangs_at = since + self.patience_s
                 self._next_hang = min(self._next_hang, hangs_at if hangs_at >= now else now + self.patience_s)
 
     def _end(self, pieces: Sequence[_Piece]) -> None:
-        """These have come to nothing."""
+        """End pieces that were not done."""
         for piece in pieces:
             self.ends.put(Ended(piece.op, 0))
 
     def _serve(self, worker: int) -> None:
         while (pieces := self._next(worker)) is not None:
-            if not self._carry(worker, pieces):
+            if not self._do(worker, pieces):
                 return
 
     def _next(self, worker: int) -> list[_Piece] | None:
-        """The pieces of the next call; None when the lane is closed and nothing waits."""
+        """The pieces of the next call; None when the lane is closed and no piece waits."""
         with self._lock:
             while not self._waiting:
                 if self._closed:
                     return None
-                self._news.wait()
+                self._changed.wait()
             pieces = [self._waiting.popleft()]
-            room = self.together - pieces[0].size
-            while self._waiting and self._waiting[0].work == pieces[0].work and self._waiting[0].size <= room:
+            left = self.together - pieces[0].size
+            while self._waiting and self._waiting[0].work == pieces[0].work and self._waiting[0].size <= left:
                 pieces.append(self._waiting.popleft())
-                room -= pieces[-1].size
+                left -= pieces[-1].size
             self._running[worker] = now = self.clock()
             self._next_hang = min(self._next_hang, now + self.patience_s)
         for piece in pieces if self.tells_begin else ():
             self.ends.put(Began(piece.op))
         return pieces
 
-    def _carry(self, worker: int, pieces: list[_Piece]) -> bool:
-        """Do the work of some pieces in one call; what has come too late for it is left out. False if another has
-        come in the worker's place meanwhile."""
+    def _do(self, worker: int, pieces: list[_Piece]) -> bool:
+        """Do the work of some pieces in one call, without those past their deadline. False if the worker has been
+        replaced meanwhile."""
         now, start = self.clock(), time.monotonic()
         late = [piece for piece in pieces if now > piece.deadline]
         pieces = [piece for piece in pieces if now <= piece.deadline]
@@ -270,9 +269,7 @@ class Lane:
                 outcomes = answers
             except KvarveError as e:
                 why = str(e)
-            except (
-                Exception
-            ) as e:  # a worker must outlive any bug in its work: who waits for it is told, and it is logged
+            except Exception as e:  # a worker must outlive any bug in its work: the pieces end, and it is logged
                 why = f"{type(e).__name__}: {e}"
                 log.exception("lane %s: a bug in its work", self.name)
         with self._lock:

@@ -1,4 +1,4 @@
-"""Which page goes first when room is short: one small file for each order, all behind one protocol."""
+"""Which page is evicted first: one small file for each order, all behind one protocol."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ ORDERS: dict[str, Callable[[OrderContext], Order]] = {
 
 
 def order_for(name: str, context: OrderContext) -> Order:
-    """The eviction order of one place; ConfigError if there is no such order."""
+    """The eviction order of one slot pool; ConfigError if there is no such order."""
     if name not in ORDERS:
         raise ConfigError(f"unknown eviction order {name!r}; known: {', '.join(ORDERS)}")
     return ORDERS[name](context)

@@ -1,10 +1,10 @@
-"""What is cheap to compute anew goes sooner than its last use says, and what is dear goes later.
+"""Pages that are cheap to recompute are evicted sooner than their last use says, costly ones later.
 
-The weighing of recency against FLOPs saved per byte is Marconi's (Pan et al., 2024). All pages of a place are of one
-size, so cost alone is compared. A page of a chain costs itself, which is dear where much comes before it; a window or a
-state costs everything since the boundary before it that is kept, so one that stands alone and deep is dear and one
-close behind another is cheap. The unit of time is how long an average page lasts at the moment: a page of twice the
-average cost outlives it by half of that. Where all costs are equal this is LRU.
+The weighing of recency against FLOPs saved per byte is Marconi's (Pan et al., 2024). All pages of a slot pool are of
+one size, so cost alone is compared. A page of a chain costs itself, and more the deeper it is; a window or a state
+costs all pages since the kept boundary before it, so one that is far from the last is costly and one close behind it is
+cheap. The unit of time is the current lifetime of an average page: a page of twice the average cost outlives it by half
+of that. Where all costs are equal this is LRU.
 """
 
 from typing import Any
@@ -13,23 +13,23 @@ from kvarve.core.eviction.order import OrderContext, Ranked
 from kvarve.core.tree import Run
 
 WEIGHT = 0.5  # lifetimes that a page outlives another by, if it costs more by the average cost
-MOST = 4.0  # times the average cost, beyond which dearer is no better
-MEMORY = 64  # how many of the pages that left last make the average
-LOOK_UP = 16  # runs towards the root in which the state before this one is looked for
+MOST = 4.0  # times the average cost, beyond which a higher cost does not count
+MEMORY = 64  # how many of the pages evicted last make the average
+LOOK_UP = 16  # runs towards the root that are searched for the state before this one
 
 
 class Flops(Ranked):
     def __init__(self, context: OrderContext) -> None:
         super().__init__(context)
-        self._lifetime = 0.0  # from the last use of a page to its turn to go, in ticks
-        self._average = 0.0  # cost of the pages whose turn came lately
+        self._lifetime = 0.0  # from a page's last use to its eviction, in ticks
+        self._average = 0.0  # cost of the pages evicted lately
 
     def rank(self, run: Run) -> tuple[float, int]:
-        dear = min(MOST, self._cost(run) / self._average) if self._average else 0.0
-        return run.used + WEIGHT * self._lifetime * dear, run.used
+        relative = min(MOST, self._cost(run) / self._average) if self._average else 0.0
+        return run.used + WEIGHT * self._lifetime * relative, run.used
 
     def stale(self, rank: Any, run: Run) -> bool:
-        return bool(rank[1] != run.used)  # it keeps the worth that it had when it was put here
+        return bool(rank[1] != run.used)  # a change of cost alone does not count
 
     def taken(self, run: Run) -> None:
         steps = 1 / MEMORY
@@ -37,7 +37,7 @@ class Flops(Ranked):
         self._average += (self._cost(run) - self._average) * (steps if self._average else 1)
 
     def _cost(self, run: Run) -> float:
-        """Of the page that would go first."""
+        """The cost of the run's page that would go first."""
         here = run.here[self.context.number]
         if not here:
             return 0.0
@@ -48,7 +48,7 @@ class Flops(Ranked):
         return self.context.cost.of(self._before(run), first + 1)
 
     def _before(self, run: Run) -> int:
-        """The boundary before a run at which this pool was kept last."""
+        """The last boundary before a run at which this pool has a page."""
         above = run.parent
         for _ in range(LOOK_UP):
             if above is None:

@@ -1,4 +1,4 @@
-"""Least often used goes first; of equals, the one that was used longest ago."""
+"""Least frequently used goes first; among equals, least recently used."""
 
 from kvarve.core.eviction.order import Ranked
 from kvarve.core.tree import Run

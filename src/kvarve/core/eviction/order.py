@@ -1,7 +1,7 @@
-"""What an eviction order is: a line of runs of which each may have a page to give, and the next one to ask.
+"""What an eviction order is: a queue of runs that may have an evictable page, and which of them is the next victim.
 
-There is one order for each place (a pool in a memory tier), so the pages in it are all of one size. A run stands in it
-at most once; who asks takes it out, and puts it back if it has more to give.
+There is one order for each slot pool, so all its pages are of one size. A run stands in it at most once; `evict` pops
+it, and pushes it back if it has more evictable pages.
 """
 
 from abc import ABC, abstractmethod
@@ -17,8 +17,8 @@ from kvarve.core.tree import Run
 
 @dataclass(frozen=True)
 class OrderContext:
-    """What an order may know of its slot pool: its number, its pool's lookback, the cost of computing a page, and the
-    tick (how often anything has been used so far)."""
+    """What an order may know of its slot pool: its index, its pool's lookback, the cost of computing a page, and the
+    current tick (the count of uses so far)."""
 
     number: int
     lookback: int | None
@@ -27,45 +27,43 @@ class OrderContext:
 
 
 class Order(ABC):
-    counts_uses = False  # whether every run of a hit has to count it, not only those that are read last
+    counts_uses = False  # whether a hit counts as a use of all its runs, not only of the last ones
 
     def __init__(self, context: OrderContext) -> None:
         self.context = context
 
     @abstractmethod
     def push(self, run: Run) -> None:
-        """A run that does not stand here may have a page to give."""
+        """Add a run that may have an evictable page; it does not stand here yet."""
 
     @abstractmethod
     def pop(self) -> Run | None:
-        """Take out the run that should give next; None if there is none."""
+        """Take out the run that is the next victim; None if there is none."""
 
     @abstractmethod
-    def bury(self, run: Run, stands: bool) -> None:
-        """A run has left the tree and has no pages now: nothing of it is remembered, and if it `stands` here `pop` must
-        never answer it."""
+    def forget(self, run: Run, stands: bool) -> None:
+        """A run has left the tree: drop all state of it; if it `stands` here, `pop` must never return it."""
 
     @abstractmethod
     def runs(self) -> list[Run]:
-        """All that stand here, those that have left the tree too."""
+        """All runs that stand here, including those that have left the tree."""
 
 
 class Ranked(Order):
-    """An order by a number: the lowest goes first, of equals the one that has stood longest.
+    """A heap by rank: the lowest goes first, among equals the one that was pushed first.
 
-    A run whose rank has risen since it was put here is found out when its turn comes, and put back; so using a page
-    costs nothing here.
+    A run whose rank has risen since it was pushed is pushed again when it comes up, so using a page costs nothing here.
     """
 
     def __init__(self, context: OrderContext) -> None:
         super().__init__(context)
         self._heap: list[tuple[Any, int, Run]] = []
         self._ticket = count()
-        self._dead = 0  # about how many of them have left the tree
+        self._dead = 0  # about how many of its runs have left the tree
 
     @abstractmethod
     def rank(self, run: Run) -> Any:
-        """What is compared; it must not fall while a run stands here."""
+        """A run's rank; it must not fall while the run stands here."""
 
     def push(self, run: Run) -> None:
         heappush(self._heap, (self.rank(run), next(self._ticket), run))
@@ -83,13 +81,13 @@ class Ranked(Order):
         return None
 
     def stale(self, rank: Any, run: Run) -> bool:
-        """Whether a run stands at a rank that is not its own any more."""
+        """Whether a run's rank has changed since it was pushed."""
         return bool(rank != self.rank(run))
 
     def taken(self, run: Run) -> None:
-        """The turn of a run has come."""
+        """A run is the next victim."""
 
-    def bury(self, run: Run, stands: bool) -> None:
+    def forget(self, run: Run, stands: bool) -> None:
         self._dead += stands
         if 2 * self._dead > len(self._heap):
             self._heap = [entry for entry in self._heap if entry[2].tokens]

@@ -1,4 +1,4 @@
-"""What requests of low priority used goes first; among equals, least recently used."""
+"""Pages that only requests of low priority used go first; among equals, least recently used."""
 
 from kvarve.core.eviction.order import Ranked
 from kvarve.core.tree import Run

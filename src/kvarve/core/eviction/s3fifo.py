@@ -1,7 +1,7 @@
-"""New pages prove themselves in a small queue; only what was used again there gets into the main one.
+"""New pages enter a small queue; only those that are used again there move to the main one.
 
 S3-FIFO (Yang et al., SOSP 2023): most pages are never used again, so they pass through a small queue quickly and do not
-push out what is used. What left the small queue lately and comes back goes to the main queue at once.
+evict used ones. A page that left the small queue lately and comes back goes to the main queue at once.
 """
 
 from collections import deque
@@ -21,17 +21,17 @@ class S3Fifo(Order):
         super().__init__(context)
         self._small: deque[Run] = deque()
         self._main: deque[Run] = deque()
-        self._proven: dict[Run, bool] = {}  # whether a run belongs into the main queue
+        self._proven: dict[Run, bool] = {}  # whether a run belongs in the main queue
         self._counted: dict[Run, int] = {}  # how many of its uses have been counted
-        self._ghosts: dict[bytes, None] = {}  # first keys of what left the small queue, oldest first
-        self._last: Run | None = None  # who was asked last: if it has more to give, it stays next
+        self._ghosts: dict[bytes, None] = {}  # first keys of runs that left the small queue, oldest first
+        self._last: Run | None = None  # the last victim: if it has more pages to evict, it stays next
         self._dead = 0
 
     def push(self, run: Run) -> None:
         if run not in self._proven:
             self._proven[run] = run.keys[:KEY_BYTES] in self._ghosts
             self._ghosts.pop(run.keys[:KEY_BYTES], None)
-            self._counted[run] = max(1, run.uses)  # who computed it counts as its first use
+            self._counted[run] = max(1, run.uses)  # computing it counts as its first use
         queue = self._main if self._proven[run] else self._small
         if run is self._last:
             queue.appendleft(run)
@@ -56,7 +56,7 @@ class S3Fifo(Order):
             self._main.append(run)
         return None
 
-    def bury(self, run: Run, stands: bool) -> None:
+    def forget(self, run: Run, stands: bool) -> None:
         self._proven.pop(run, None)
         self._counted.pop(run, None)
         self._last = None if self._last is run else self._last

@@ -122,11 +122,11 @@ def dump(core: Core) -> Mapping[str, Any]:
         "governor": {name: _plain(value, {}) for name, value in vars(core.governor).items()},
         "deferred": [*core.prefetch.deferred],
         "counts": (
-            core.backups.flying,
+            core.backups.in_flight,
             [*core.backups.storing],
             [*core.backups.staging],
             [*core.prefetch.held],
-            core.slot_pools.spoiled,
+            core.slot_pools.bad_pages,
         ),
         "storage": core.copies.storage,
         "number": core.copies.sent,
