@@ -230,11 +230,11 @@ def test_a_tier_that_was_down_is_given_what_it_is_owed(row: Row) -> None:
     row.settle()
     assert row.has(1, "a", "b") == ""
     assert row.storage.counts["owed: down"] == 2
-    assert [part.owed for part in row.storage.parts()] == [0, 2]
+    assert [part.backlog for part in row.storage.parts()] == [0, 2]
     row.come_up(1)
     row.settle()
     assert row.has(1, "a", "b") == "a b"
-    assert [part.owed for part in row.storage.parts()] == [0, 0]
+    assert [part.backlog for part in row.storage.parts()] == [0, 0]
 
 
 def test_the_first_tier_is_owed_as_any_other(row: Row) -> None:
@@ -261,7 +261,7 @@ def test_a_copy_that_raises_is_owed_until_another_goes_through(make_row: MakeRow
 
 
 def test_of_what_is_owed_the_oldest_is_forgotten_when_it_is_too_much(make_row: MakeRow) -> None:
-    row = make_row(owed=2)
+    row = make_row(backlog=2)
     row.go_down(1)
     row.put("a", "b", "c")
     assert row.storage.counts["owed no more: too many"] == 1
@@ -325,7 +325,7 @@ def test_what_one_tier_has_no_room_for_another_takes(make_row: MakeRow) -> None:
     assert row.put("a") == [True]
     row.settle()
     assert (row.has(0, "a"), row.has(1, "a")) == ("", "a")
-    assert [part.owed for part in row.storage.parts()] == [0, 0]
+    assert [part.backlog for part in row.storage.parts()] == [0, 0]
     full = make_row((30, 30))
     assert full.put("a") == [False]
 
@@ -335,7 +335,7 @@ def test_a_far_tier_without_room_is_owed_nothing(make_row: MakeRow) -> None:
     assert row.put("a") == [True]
     row.settle()
     assert row.storage.counts["dropped: no room"] == 1
-    assert [part.owed for part in row.storage.parts()] == [0, 0]
+    assert [part.backlog for part in row.storage.parts()] == [0, 0]
 
 
 def test_a_put_raises_when_every_tier_does_and_is_a_miss_when_all_are_down(row: Row) -> None:
@@ -482,7 +482,7 @@ def test_what_is_deleted_on_its_way_is_there_for_nobody_and_goes_when_it_has_arr
     leave = threading.Event()
     row.sick[1].put = slow  # type: ignore[method-assign]
     row.put("a")
-    while row.storage._replicators[1].on_the_way != {"a"}:
+    while row.storage._replicators[1].in_flight != {"a"}:
         row.storage.settle(0.001)
     assert row.storage.delete(["a"]) == [True]
     go_on.set()
@@ -688,9 +688,9 @@ def test_any_history_of_calls_and_faults_gives_back_what_was_put_or_nothing() ->
                 assert self.row.put("page-0", "page-1") == [True, True]
                 self.row.settle()
                 assert [self.row.has(number, "page-0", "page-1") for number in range(3)] == ["page-0 page-1"] * 3
-                assert all(part.waiting_bytes == part.owed == 0 for part in self.row.storage.parts())
+                assert all(part.waiting_bytes == part.backlog == 0 for part in self.row.storage.parts())
                 assert not any(
-                    replicator.doomed or replicator.on_the_way for replicator in self.row.storage._replicators
+                    replicator.deleted_in_flight or replicator.in_flight for replicator in self.row.storage._replicators
                 )
             finally:
                 self.row.close()

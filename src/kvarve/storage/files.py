@@ -29,7 +29,6 @@ import numpy as np
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names
-from kvarve.storage.crew import Crew
 from kvarve.storage.disk import Disk
 from kvarve.storage.folder import Folder, check_contents, check_folder, medium
 from kvarve.storage.index import Call, Index, Limits, RowAddress
@@ -37,6 +36,7 @@ from kvarve.storage.orders import ORDERS
 from kvarve.storage.slab_allocator import AT_ONCE, FULL, SlabAllocator
 from kvarve.storage.slabs import RowSpan, Slab, runs
 from kvarve.storage.table import FREE, RETIRED, STORED
+from kvarve.storage.worker_pool import WorkerPool
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class FileStorage(Storage):
         self._writing, self._lock = threading.Lock(), threading.Lock()
         self._saved_ns = self._opened_ns = 0
         self._unsynced: dict[RowAddress, _InFlightPut] = {}  # what is in the tables and may not be on the medium yet
-        self._crews: list[Crew] = []
+        self._pools: list[WorkerPool] = []
         self._open = False
         self._enter(make=True)
         self._open = True
@@ -582,7 +582,7 @@ class FileStorage(Storage):
         self,
         work: Sequence[_Work],
         do: Callable[[_Work], None],
-        crew: int = _MOVE,
+        pool: int = _MOVE,
         moving: "list[Future[OSError | None]] | None" = None,
     ) -> Iterator[tuple[_Work, OSError | None]]:
         """Do all of it, several at once; each with what went wrong. `moving` gets what threads have been told to do."""
@@ -599,13 +599,13 @@ class FileStorage(Storage):
             return
         with self._lock:
             self._require_open()
-            if not self._crews:
-                self._crews = [Crew(self._threads, f"kvarve files {what}") for what in ("move", "sync")]
+            if not self._pools:
+                self._pools = [WorkerPool(self._threads, f"kvarve files {what}") for what in ("move", "sync")]
             futures: list[Future[OSError | None]] = [Future() for _ in work]
             if moving is not None:
                 moving += futures
             for one, future in zip(work, futures, strict=True):
-                self._crews[crew].submit(tried, one, future)
+                self._pools[pool].submit(tried, one, future)
         yield from [(one, future.result()) for one, future in zip(work, futures, strict=True)]
 
     @contextmanager
@@ -633,14 +633,14 @@ class FileStorage(Storage):
         """Slabs that are being read are closed by whoever reads them."""
         self._index.close()
         self._unsynced.clear()
-        for crew in self._crews:
-            crew.leave()
-        self._crews = []
+        for pool in self._pools:
+            pool.leave()
+        self._pools = []
 
     def _leave_to_parent(self) -> None:
         """In a child after fork: the folder stays the parent's, and its locks must not outlive the parent in us."""
         self._writing, self._lock = threading.Lock(), threading.Lock()  # a thread of the parent may have held them
-        self._crews = []  # their threads are the parent's
+        self._pools = []  # their threads are the parent's
         self._folder.abandon()
         if self._open:
             self._open = False

@@ -16,7 +16,7 @@ import numpy as np
 from kvarve.storage.clock import Clock
 from kvarve.storage.disk import Disk
 from kvarve.storage.folder import CHANGES, CLOCK, Folder, files_of_model, slab_name, slab_numbers
-from kvarve.storage.orders import Line, Victim
+from kvarve.storage.orders import EvictionQueue, Victim
 from kvarve.storage.sequence_lock import SequenceLock
 from kvarve.storage.slabs import STRIPES, Broken, Slab, quarantine, states_of, unlink
 from kvarve.storage.table import (
@@ -35,7 +35,7 @@ from kvarve.storage.table import (
 log = logging.getLogger(__name__)
 
 _HELD = nullcontext()  # by the caller
-_GROUP_LINES = 64  # orders of groups that are kept: each is some kilobytes, and soon worked out again
+_GROUP_QUEUES = 64  # orders of groups that are kept: each is some kilobytes, and soon worked out again
 _SECOND_NS = 1_000_000_000
 _GENERATIONS = (1 << 32) - 1
 _ROW = (1 << 32) - 1
@@ -67,14 +67,14 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Grow:
+class NeedSlab:
     """There is no row yet: one more slab with such slots would have one."""
 
     slot_bytes: int
 
 
 @dataclass(frozen=True)
-class Rank:
+class NeedVictims:
     """Somebody has to go, of a class or of a group, and it has to be worked out who."""
 
     slot_bytes: int | None
@@ -109,7 +109,7 @@ class Index:
         self._unclear: set[Slab] = set()  # slabs with entries that fail their check
         self._doubles: set[RowAddress] = set()  # of those: another row has the same name
         self.doubtful: dict[RowAddress, int] = {}  # generations of objects that may never have reached the medium
-        self._lines: dict[Rank, Line] = {}
+        self._queues: dict[NeedVictims, EvictionQueue] = {}
         self._interrupted = False  # the tables may have reserved rows of ours that nobody fills
         self._last_tick = 0
         self._swept_ns = 0
@@ -287,7 +287,7 @@ class Index:
         if size_bytes:
             self._of_group[group] = size_bytes
         else:
-            self._lines.pop(Rank(None, group), None)
+            self._queues.pop(NeedVictims(None, group), None)
 
     def _unlist(self, slab: Slab, row: int) -> None:
         name = slab.names[row]
@@ -307,13 +307,13 @@ class Index:
         self.doubtful = {place: it for place, it in self.doubtful.items() if place[0] is not slab}
         self._dirty.pop(slab, None)
         self._unclear.discard(slab)
-        self._lines.clear()  # they would keep the file open
+        self._queues.clear()  # they would keep the file open
 
     def close(self) -> None:
         """Nothing of a store that is closed keeps a file of a slab open, but who is reading it."""
         for slab in [*self.slabs.values()]:
             self.slabs.pop(slab.number)
-        for known in (self.entries, self._dirty, self._unclear, self._doubles, self.doubtful, self._lines):
+        for known in (self.entries, self._dirty, self._unclear, self._doubles, self.doubtful, self._queues):
             known.clear()
 
     def doubt(self, places: Iterable[RowAddress]) -> None:
@@ -477,8 +477,8 @@ class Index:
 
     # --- finding room
 
-    def seat(self, call: Call, name: str, size_bytes: int) -> RowAddress | Grow | Rank | None:
-        """A row for a new object, held from now on. `Grow`, `Rank`: try to do it and ask again."""
+    def seat(self, call: Call, name: str, size_bytes: int) -> RowAddress | NeedSlab | NeedVictims | None:
+        """A row for a new object, held from now on. `NeedSlab`, `NeedVictims`: try to do it and ask again."""
         slot_bytes = slot_bytes_for(size_bytes)
         group = group_of(name) if self.limits.quota_bytes is not None else ""
         room = self._make_room_in_group(call, group, slot_bytes)
@@ -486,9 +486,9 @@ class Index:
             return room or None
         place = None if call.full else self._free(slot_bytes, call)
         if place is None and not call.full and slot_bytes not in call.grown:
-            return Grow(slot_bytes)
+            return NeedSlab(slot_bytes)
         if place is None:
-            victim = self._victim(call, Rank(slot_bytes, None))
+            victim = self._victim(call, NeedVictims(slot_bytes, None))
             if not isinstance(victim, Victim):
                 return victim
             place = victim.slab, victim.row
@@ -515,7 +515,7 @@ class Index:
                 self._taken.add(slot_bytes)
         return None
 
-    def _make_room_in_group(self, call: Call, group: str, slot_bytes: int) -> bool | Rank:
+    def _make_room_in_group(self, call: Call, group: str, slot_bytes: int) -> bool | NeedVictims:
         """Whether the group may have one more slot; it gives its own coldest for it."""
         quota = self.limits.quota_bytes
         if quota is None:
@@ -523,41 +523,41 @@ class Index:
         if call.of_group[group] + slot_bytes > quota:
             return False
         while self._of_group.get(group, 0) + call.of_group[group] + slot_bytes > quota:
-            victim = self._victim(call, Rank(None, group))
+            victim = self._victim(call, NeedVictims(None, group))
             if not isinstance(victim, Victim):
                 return victim or False
             self.evict(victim.slab, victim.row)
         return True
 
-    def _victim(self, call: Call, rank: Rank) -> Victim | Rank | None:
+    def _victim(self, call: Call, need: NeedVictims) -> Victim | NeedVictims | None:
         """Who goes next of a class or of a group, or that this has to be worked out; None if nobody can."""
-        line = self._lines.get(rank)
-        if line is None:
-            return rank
-        while (victim := line.pop()) is not None:
+        queue = self._queues.get(need)
+        if queue is None:
+            return need
+        while (victim := queue.pop()) is not None:
             if (
                 victim.stands(self.slabs)
                 and victim.slab.number << 32 | victim.row not in call.kept
                 and (victim.slab, victim.row) not in self.held
-                and rank.group in (None, group_of(victim.slab.names[victim.row]))
+                and need.group in (None, group_of(victim.slab.names[victim.row]))
             ):
-                line.useful = True  # also if its turn comes later, as that is known now
+                queue.useful = True  # also if its turn comes later, as that is known now
                 if not self._used_elsewhere(victim):
                     return victim
-        del self._lines[rank]
-        return rank if line.useful else None
+        del self._queues[need]
+        return need if queue.useful else None
 
-    def ranked(self, rank: Rank, line: Line) -> None:
+    def set_victims(self, need: NeedVictims, queue: EvictionQueue) -> None:
         """It has been worked out who goes."""
-        if rank.group is not None and len(self._lines) >= _GROUP_LINES:
-            for other in [other for other in self._lines if other.group is not None][:1]:
-                del self._lines[other]
-        self._lines[rank] = line
+        if need.group is not None and len(self._queues) >= _GROUP_QUEUES:
+            for other in [other for other in self._queues if other.group is not None][:1]:
+                del self._queues[other]
+        self._queues[need] = queue
 
-    def among(self, rank: Rank) -> tuple[list[Slab], int | None]:
+    def among(self, need: NeedVictims) -> tuple[list[Slab], int | None]:
         """In which slabs those are of whom one has to go, and the number of their group."""
-        slabs = [slab for slab in self.slabs.values() if rank.slot_bytes in (None, slab.shape.slot_bytes)]
-        return slabs, None if rank.group is None else _number_of(rank.group)
+        slabs = [slab for slab in self.slabs.values() if need.slot_bytes in (None, slab.shape.slot_bytes)]
+        return slabs, None if need.group is None else _number_of(need.group)
 
     def _used_elsewhere(self, victim: Victim) -> bool:
         """Whether another process has used it since; then this one knows now."""
@@ -620,13 +620,13 @@ class Index:
                 self.lost += whole
                 if mend:
                     with suppress(OSError):  # it stays in the way until somebody can
-                        self.put_away(number, str(why), whole=whole)
+                        self.quarantine(number, str(why), whole=whole)
             except OSError as error:  # until somebody can
                 self.lost += 1
                 log.warning("%s is not used: %s", folder.path / slab_name(number), error)
         self.sequence_lock.begin(found)
 
-    def put_away(self, number: int, why: str, *, whole: bool) -> None:
+    def quarantine(self, number: int, why: str, *, whole: bool) -> None:
         """What is no slab makes room: at once if there is nothing but slots that no table knows."""
         if whole:
             quarantine(self.disk, self.folder.model, number, why)

@@ -13,7 +13,7 @@ from kvarve.storage.table import STORED, Rows
 _PROBATION = 0.1
 
 
-class Coldness:
+class Candidates:
     """The columns that an order looks at, of all objects among which one is to go."""
 
     def __init__(self, places: Sequence[tuple[Slab, Rows]]) -> None:
@@ -32,15 +32,15 @@ class Coldness:
         return np.concatenate([slab.uses[rows] for slab, rows in self._places])
 
 
-def lru(among: Coldness) -> tuple[Rows, ...]:
+def lru(among: Candidates) -> tuple[Rows, ...]:
     return (among.used,)
 
 
-def lfu(among: Coldness) -> tuple[Rows, ...]:
+def lfu(among: Candidates) -> tuple[Rows, ...]:
     return (among.used, among.uses)
 
 
-def s3fifo(among: Coldness) -> tuple[Rows, ...]:
+def s3fifo(among: Candidates) -> tuple[Rows, ...]:
     """What was not used again since it was stored goes first, oldest first, while that is over a tenth of all."""
     once = among.uses == 0
     if once.mean() <= _PROBATION:
@@ -49,7 +49,7 @@ def s3fifo(among: Coldness) -> tuple[Rows, ...]:
 
 
 # As for numpy.lexsort: the last key counts most, and the smallest goes first.
-ORDERS: Mapping[str, Callable[[Coldness], tuple[Rows, ...]]] = {"lru": lru, "lfu": lfu, "s3fifo": s3fifo}
+ORDERS: Mapping[str, Callable[[Candidates], tuple[Rows, ...]]] = {"lru": lru, "lfu": lfu, "s3fifo": s3fifo}
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Victim:
         )
 
 
-class Line:
+class EvictionQueue:
     """Those who go first, in their order. Columns, as there may be a hundred thousand of them. `useful`: whether one of
     them has gone."""
 
@@ -111,7 +111,7 @@ class Line:
         return int(self._used[0]) if len(self._used) else None
 
 
-def coldest(slabs: Iterable[Slab], order: str, group: int | None = None) -> Line:
+def coldest(slabs: Iterable[Slab], order: str, group: int | None = None) -> EvictionQueue:
     """Those who go first among the objects of these slabs (of a group of this number).
 
     Nobody need keep others from the slabs meanwhile: whoever takes one of the line looks whether it still stands.
@@ -125,9 +125,9 @@ def coldest(slabs: Iterable[Slab], order: str, group: int | None = None) -> Line
         if len(rows):
             places.append((slab, rows))
     if not places:
-        return Line([], np.zeros(0, np.int64), np.zeros(0, np.int64))
+        return EvictionQueue([], np.zeros(0, np.int64), np.zeros(0, np.int64))
     ends = np.cumsum([len(rows) for _, rows in places])
-    keys = ORDERS[order](Coldness(places))
+    keys = ORDERS[order](Candidates(places))
     # So many that working out the order costs little for each. What is new comes last in LRU, but may come first in
     # other orders: there only so few that what has come since would be no more than a 64th of all.
     count = max(64 if order == "lru" else 1, int(ends[-1]) // 64)
@@ -135,7 +135,7 @@ def coldest(slabs: Iterable[Slab], order: str, group: int | None = None) -> Line
     first = first[np.lexsort([key[first] for key in keys])][:count]
     which = np.searchsorted(ends, first, "right")
     rows = np.concatenate([rows for _, rows in places])[first]
-    return Line([slab for slab, _ in places], which, rows)
+    return EvictionQueue([slab for slab, _ in places], which, rows)
 
 
 def _smallest(keys: tuple[Rows, ...], count: int) -> Rows:

@@ -17,9 +17,9 @@ import numpy as np
 
 from kvarve.storage.disk import NotOurs
 from kvarve.storage.folder import LINE_BYTES, SLABS, slab_name, slab_numbers, spare_bytes
-from kvarve.storage.index import Call, Grow, Index, Rank, RowAddress
+from kvarve.storage.idle_models import IdleModels, IdleSlab
+from kvarve.storage.index import Call, Index, NeedSlab, NeedVictims, RowAddress
 from kvarve.storage.orders import LastUse, coldest
-from kvarve.storage.others import Idle, Others
 from kvarve.storage.slabs import Broken, Slab, unlink
 from kvarve.storage.table import STORED, Shape, slot_bytes_for
 
@@ -45,7 +45,7 @@ class _Offer:
     prompt that needs one page of each class could resume nowhere, and a class of small objects keeps those for the
     longest. Ages are in ns: of its objects on average, and of the youngest."""
 
-    slab: Slab | Idle
+    slab: Slab | IdleSlab
     bytes: int
     is_last: bool
     mean_age_ns: float
@@ -62,7 +62,7 @@ class _Offer:
 class SlabAllocator:
     def __init__(self, index: Index, lock: threading.Lock) -> None:
         self._index, self._folder, self._lock = index, index.folder, lock
-        self._others = Others(self._folder)
+        self._idle_models = IdleModels(self._folder)
         # Slot bytes: store time.
         self._full_until: dict[int, int] = {}
         self._stuck_until: dict[int, int] = {}
@@ -92,25 +92,25 @@ class SlabAllocator:
         while True:
             with self._lock:
                 found = self._index.seat(call, name, size_bytes)
-            if isinstance(found, Grow):
+            if isinstance(found, NeedSlab):
                 if not self._grow(call, found.slot_bytes):
                     call.grown.add(found.slot_bytes)
-            elif isinstance(found, Rank):
-                self._rank(call, found)
+            elif isinstance(found, NeedVictims):
+                self._choose_victims(call, found)
             else:
                 if found is None:
                     self._tell_if_never(slot_bytes_for(size_bytes))
                 return found
 
-    def _rank(self, call: Call, rank: Rank) -> None:
+    def _choose_victims(self, call: Call, need: NeedVictims) -> None:
         """Work out who goes. It takes a tenth of a second where there are a million, so without the lock. And if
         somebody else's slab had better go, then that."""
         with self._lock:
-            slabs, group = self._index.among(rank)
-        line = coldest(slabs, self._index.limits.eviction, group)
-        slot_bytes = rank.slot_bytes
+            slabs, group = self._index.among(need)
+        queue = coldest(slabs, self._index.limits.eviction, group)
+        slot_bytes = need.slot_bytes
         if slot_bytes is not None and slot_bytes not in call.stuck:
-            used_ns = line.first_used_ns()
+            used_ns = queue.first_used_ns()
             age_ns = -1.0 if used_ns is None else max(0.0, self._index.clock.now_ns() - used_ns)
             offers = self._offers(call, slot_bytes)
             older = min((each for each in offers if each.is_older(age_ns)), key=_Offer.comes, default=None)
@@ -119,7 +119,7 @@ class SlabAllocator:
                     return
                 call.stuck.add(slot_bytes)
         with self._lock:
-            self._index.ranked(rank, line)
+            self._index.set_victims(need, queue)
 
     def _tell_if_never(self, slot_bytes: int) -> None:
         """Say once that nothing of this size can be stored: there is nothing that could be evicted for it."""
@@ -145,7 +145,7 @@ class SlabAllocator:
             return False
         self._find_lost()
         shape = self._shape_for(slot_bytes, self._room_bytes(call))
-        if shape is None and self._others.remove_quarantined("its room is needed"):
+        if shape is None and self._idle_models.remove_quarantined("its room is needed"):
             shape = self._shape_for(slot_bytes, self._room_bytes(call))
         number, slab = self._new_number(), None
         while slab is None and shape is not None and number is not None:
@@ -197,7 +197,7 @@ class SlabAllocator:
             used = LastUse.of(slab.used[slab.state == STORED])
             ages = (max(0.0, now_ns - each) for each in (used.mean_ns, used.last_ns))
             found.append(_Offer(slab, slab.shape.bytes, classes[slab.shape.slot_bytes] == 1, *ages))
-        idle = self._others.slabs()
+        idle = self._idle_models.slabs()
         kinds = Counter((each.model, each.slot_bytes) for each in idle)
         for each in idle:
             is_last = each.slot_bytes > 0 and kinds[each.model, each.slot_bytes] == 1
@@ -205,8 +205,8 @@ class SlabAllocator:
         return found
 
     def _remove(self, offer: _Offer, why: str) -> None:
-        if isinstance(offer.slab, Idle):
-            self._others.remove(offer.slab, why)
+        if isinstance(offer.slab, IdleSlab):
+            self._idle_models.remove(offer.slab, why)
             self._full_until.clear()
         else:
             self.remove(offer.slab, why)
@@ -237,7 +237,7 @@ class SlabAllocator:
         """The capacity may be smaller than it was when all this was stored."""
         excess = self._folder.bytes() - self._index.limits.capacity_bytes
         if excess > 0:
-            excess -= self._others.remove_quarantined("the capacity is smaller than it was")
+            excess -= self._idle_models.remove_quarantined("the capacity is smaller than it was")
         while excess > 0:
             offer = min(self._offers(None), key=_Offer.comes, default=None)
             if offer is None:
@@ -275,7 +275,7 @@ class SlabAllocator:
                 try:
                     slab = Slab.open(disk, folder, number, self._index.owner)
                 except Broken as why:
-                    self._index.put_away(number, str(why), whole=whole)
+                    self._index.quarantine(number, str(why), whole=whole)
                 except NotOurs as why:
                     if number not in self._left_alone:
                         log.warning("%s is left alone: %s", folder.path / slab_name(number), why)

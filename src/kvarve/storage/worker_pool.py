@@ -17,7 +17,7 @@ T = TypeVar("T")
 _Calls = SimpleQueue[Callable[[], None] | None]
 
 
-class Crew:
+class WorkerPool:
     """`threads` of them. A crew that nobody knows any more ends by itself."""
 
     def __init__(self, threads: int, name: str) -> None:

@@ -30,7 +30,7 @@ from kvarve.storage.table import STORED, owner_of, times
 
 
 @dataclass(frozen=True)
-class Idle:
+class IdleSlab:
     """A slab of a model that nobody has open. Ages are in ns: of its objects on average, and of the youngest."""
 
     model: str
@@ -41,13 +41,13 @@ class Idle:
     least_age_ns: float
 
 
-class Others:
+class IdleModels:
     def __init__(self, folder: Folder) -> None:
         self._folder, self._disk = folder, folder.disk
         # By model and number: the table's inode and time of change, then what was found in it.
         self._seen: dict[tuple[str, int], tuple[tuple[int, int], int, LastUse]] = {}
 
-    def slabs(self) -> list[Idle]:
+    def slabs(self) -> list[IdleSlab]:
         """All slabs of all models that nobody has open."""
         found, models = [], self._folder.models
         for model in known_models(self._disk, models)[0]:
@@ -59,7 +59,7 @@ class Others:
         self._seen = {key: it for key, it in self._seen.items() if key in there}
         return found
 
-    def _slabs_of(self, model: str, folder: Directory, owner: int) -> list[Idle]:
+    def _slabs_of(self, model: str, folder: Directory, owner: int) -> list[IdleSlab]:
         files = files_of_model(self._disk, folder)
         now_ns, found = self._now_ns(folder), []
         for number in slab_numbers(self._disk, folder):
@@ -68,7 +68,7 @@ class Others:
                 table = files.get(slab_name(number) + TABLE)
                 slot_bytes, used = self._last_use(model, folder, number, owner, table, now_ns)
                 ages = (max(0.0, now_ns - each) for each in (used.mean_ns, used.last_ns))
-                found.append(Idle(model, number, slot_bytes, sum(sizes), *ages))
+                found.append(IdleSlab(model, number, slot_bytes, sum(sizes), *ages))
         return found
 
     def _now_ns(self, folder: Directory) -> int:
@@ -101,7 +101,7 @@ class Others:
             self._seen[model, number] = seen
         return seen[1:]
 
-    def remove(self, slab: Idle, why: str) -> None:
+    def remove(self, slab: IdleSlab, why: str) -> None:
         """Remove one, and the model with its last one."""
         with self._disk.closing(self._disk.enter_below(self._folder.models, slab.model)) as folder:
             unlink(self._disk, folder, slab.number, why)
