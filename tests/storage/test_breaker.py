@@ -435,7 +435,7 @@ def test_many_threads_through_many_turns_leave_it_up_and_nothing_inside() -> Non
     while not storage.up:
         turns.get(timeout=LONG_S)
     assert storage.counts["went down"] == storage.counts["came up"] > 0
-    assert not storage._inside
+    assert not storage._in_flight
     storage.close()
 
 

@@ -110,7 +110,7 @@ class Quick(Disk):
     def sync_folder(self, folder: Directory) -> None:
         pass
 
-    def room(self, folder: Directory) -> tuple[int, int]:
+    def space(self, folder: Directory) -> tuple[int, int]:
         return 1 << 50, 1 << 50
 
 

@@ -230,7 +230,7 @@ def test_who_comes_with_another_capacity_is_refused_and_takes_nothing_from_who_i
             call()
         told = str(refusal.value)
         assert f"is open with a capacity of 512 KiB ({CAPACITY} bytes), not" in told and f"({capacity} bytes)" in told
-        assert "give the same, or end or detach first who has it open" in told and "\n" not in told
+        assert "give the same, or first end or detach the processes that have it open" in told and "\n" not in told
     assert everything(folder) == before
     assert storage.exists(those) == [True] * 50
     opened(CAPACITY, label, "model")

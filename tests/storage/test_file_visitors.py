@@ -239,7 +239,7 @@ def test_what_was_put_away_goes_before_anything_that_is_used(store_of_two, caplo
         assert total(store_of_two) <= capacity
         count += 1
     assert storage.usage().evicted == 0 and count > 1
-    assert caplog.text.count("quarantined: removed: its room is needed") == 2
+    assert caplog.text.count("quarantined: removed: its space is needed") == 2
     storage.close()
 
 
@@ -300,7 +300,7 @@ def test_a_damaged_model_stops_nobody_elses_start_and_is_reported(store_of_two, 
         told = json.loads(capsys.readouterr().out)
         if does != "ls":
             (damaged,) = told["damaged"]
-            assert "whoever opens its model writes it anew; or remove its folder" in damaged
+            assert "the next process to open its model writes it anew; or remove its folder" in damaged
             assert [each["fingerprint"] for each in told["models"]] == [OTHER_LABEL.hex()]
     assert everything(store_of_two / "models" / MODEL) == before
 

@@ -56,7 +56,7 @@ def test_who_asks_does_not_wait_until_it_is_worked_out_who_goes(opened, monkeypa
     some = full(storage)
     storage._index._queues.clear()
     began, goes_on = while_it_waits(
-        monkeypatch, __import__("kvarve.storage.slab_allocator", fromlist=["room"]), "coldest"
+        monkeypatch, __import__("kvarve.storage.slab_allocator", fromlist=["coldest"]), "coldest"
     )
     calls = Calls()
     calls.start("put", lambda: put(storage, new=b"1"))

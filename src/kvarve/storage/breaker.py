@@ -78,7 +78,7 @@ class Breaker(Storage):
         self._deadline_s, self._failures, self._close_s = deadline_s, failures, close_s
         self._probe_first_s, self._probe_most_s = probe_first_s, probe_most_s
         self.changed, self._clock, self._pause = changed, clock, pause
-        self._lock = threading.Lock()  # of everything below and of the counts; never held while `inner` is asked
+        self._lock = threading.Lock()  # guards everything below and the counts; never held during a call of `inner`
         self._left = threading.Condition(self._lock)
         self._in_flight: set[_Call] = set()
         self._failures_in_row = 0  # since a call last proved that the storage works

@@ -1,7 +1,7 @@
-"""What the models that nobody has open keep in a folder, and when it was used last: that their slabs give way to ours
-by age, one by one, and not all of them because nobody has them open at this moment.
+"""The slabs of models that no process has open, and when they were used last, so that they are evicted by age, one by
+one, and not all at once because their model is closed just now.
 
-All of it with the folder's mutex held, so that nobody opens one of these models meanwhile.
+Every call holds the folder's mutex, so that no process opens one of these models meanwhile.
 """
 
 import os
@@ -31,7 +31,7 @@ from kvarve.storage.table import STORED, owner_of, times
 
 @dataclass(frozen=True)
 class IdleSlab:
-    """A slab of a model that nobody has open. Ages are in ns: of its objects on average, and of the youngest."""
+    """A slab of a model that no process has open. Ages are in ns: of its objects on average, and of the youngest."""
 
     model: str
     number: int
@@ -44,11 +44,11 @@ class IdleSlab:
 class IdleModels:
     def __init__(self, folder: Folder) -> None:
         self._folder, self._disk = folder, folder.disk
-        # By model and number: the table's inode and time of change, then what was found in it.
+        # By model and number: the table's inode and mtime, the size of its slots, and their last use.
         self._seen: dict[tuple[str, int], tuple[tuple[int, int], int, LastUse]] = {}
 
     def slabs(self) -> list[IdleSlab]:
-        """All slabs of all models that nobody has open."""
+        """All slabs of all models that no process has open."""
         found, models = [], self._folder.models
         for model in known_models(self._disk, models)[0]:
             if model.name != self._folder.model.path.name:
@@ -72,7 +72,7 @@ class IdleModels:
         return found
 
     def _now_ns(self, folder: Directory) -> int:
-        """What time it is by the clock of another model."""
+        """The time by the clock of another model."""
         try:
             file = self._disk.open(folder, CLOCK, read_only=True)
         except OSError:
@@ -85,8 +85,8 @@ class IdleModels:
     def _last_use(
         self, model: str, folder: Directory, number: int, owner: int, table: os.stat_result | None, now_ns: int
     ) -> tuple[int, LastUse]:
-        """The size of a slab's slots, and when they were used. It is read once, as nobody changes it: a million objects
-        take a moment. What is damaged was never used."""
+        """The size of a slab's slots, and when they were used. Cached until the table changes, as a million objects
+        take a moment. A damaged slab counts as never used."""
         key = (table.st_ino, table.st_mtime_ns) if table is not None else (0, 0)
         seen = self._seen.get((model, number))
         if seen is None or seen[0] != key:
@@ -102,7 +102,7 @@ class IdleModels:
         return seen[1:]
 
     def remove(self, slab: IdleSlab, why: str) -> None:
-        """Remove one, and the model with its last one."""
+        """Remove a slab, and with its last slab the model."""
         with self._disk.closing(self._disk.enter_below(self._folder.models, slab.model)) as folder:
             unlink(self._disk, folder, slab.number, why)
             left = slab_numbers(self._disk, folder)
@@ -110,7 +110,7 @@ class IdleModels:
             remove_model(self._disk, self._folder.models, slab.model, f"nothing is left of it: {why}")
 
     def remove_quarantined(self, why: str) -> int:
-        """Remove all slabs of these models and of our own that were damaged; how many bytes they had."""
+        """Remove the quarantined slabs of these models and of our own; returns their bytes."""
         size_bytes = remove_quarantined(self._disk, self._folder.model, why)
         for name in self._folder.others():
             with self._disk.closing(self._disk.enter_below(self._folder.models, name)) as folder:

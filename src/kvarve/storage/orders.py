@@ -1,4 +1,4 @@
-"""Which object goes first when room is short: an order over the columns of tables, worked out for many at once."""
+"""Which object is evicted first: an order over the columns of tables, computed for many objects at once."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ import numpy as np
 from kvarve.storage.slabs import Slab
 from kvarve.storage.table import STORED, Rows
 
-# Of what was never used again, a share above this goes before everything else (the small queue of S3-FIFO).
+# Objects never used again are evicted first while they are more than this share (the small queue of S3-FIFO).
 _PROBATION = 0.1
 
 
 class Candidates:
-    """The columns that an order looks at, of all objects among which one is to go."""
+    """The columns by which an order compares objects, of all that may be evicted."""
 
     def __init__(self, places: Sequence[tuple[Slab, Rows]]) -> None:
         self._places = places
@@ -41,7 +41,7 @@ def lfu(among: Candidates) -> tuple[Rows, ...]:
 
 
 def s3fifo(among: Candidates) -> tuple[Rows, ...]:
-    """What was not used again since it was stored goes first, oldest first, while that is over a tenth of all."""
+    """Objects not used since they were stored go first, oldest first, while they are over a tenth of all."""
     once = among.uses == 0
     if once.mean() <= _PROBATION:
         return (among.used,)
@@ -54,7 +54,7 @@ ORDERS: Mapping[str, Callable[[Candidates], tuple[Rows, ...]]] = {"lru": lru, "l
 
 @dataclass(frozen=True)
 class Victim:
-    """An object whose turn it was to go when the order was worked out."""
+    """An object to be evicted, as it was when the order was computed."""
 
     slab: Slab
     row: int
@@ -62,8 +62,8 @@ class Victim:
     used: int
     uses: int
 
-    def stands(self, slabs: Mapping[int, Slab]) -> bool:
-        """Whether nothing has happened to it since, as far as this process knows."""
+    def is_current(self, slabs: Mapping[int, Slab]) -> bool:
+        """Whether it has not changed since, as far as this process knows."""
         slab, row = self.slab, self.row
         return (
             slabs.get(slab.number) is slab
@@ -75,8 +75,7 @@ class Victim:
 
 
 class EvictionQueue:
-    """Those who go first, in their order. Columns, as there may be a hundred thousand of them. `useful`: whether one of
-    them has gone."""
+    """The next victims, in order; as columns, as there may be a hundred thousand. `useful`: one was still current."""
 
     def __init__(self, slabs: Sequence[Slab], which: Rows, rows: Rows) -> None:
         self._slabs, self._which, self._rows = slabs, which, rows
@@ -93,7 +92,7 @@ class EvictionQueue:
         self.useful = False
 
     def pop(self) -> Victim | None:
-        """The next of them."""
+        """The next victim; None if there are no more."""
         at = self._next
         if at == len(self._rows):
             return None
@@ -107,14 +106,14 @@ class EvictionQueue:
         )
 
     def first_used_ns(self) -> int | None:
-        """When the very first of them was used."""
+        """When the first victim was used."""
         return int(self._used[0]) if len(self._used) else None
 
 
 def coldest(slabs: Iterable[Slab], order: str, group: int | None = None) -> EvictionQueue:
-    """Those who go first among the objects of these slabs (of a group of this number).
+    """The next victims among the objects of these slabs (of the group of this number).
 
-    Nobody need keep others from the slabs meanwhile: whoever takes one of the line looks whether it still stands.
+    No lock is needed: the caller checks `Victim.is_current` of each victim that it pops.
     """
     places = []
     for slab in slabs:
@@ -128,8 +127,8 @@ def coldest(slabs: Iterable[Slab], order: str, group: int | None = None) -> Evic
         return EvictionQueue([], np.zeros(0, np.int64), np.zeros(0, np.int64))
     ends = np.cumsum([len(rows) for _, rows in places])
     keys = ORDERS[order](Candidates(places))
-    # So many that working out the order costs little for each. What is new comes last in LRU, but may come first in
-    # other orders: there only so few that what has come since would be no more than a 64th of all.
+    # Enough to spread the cost of the order over many victims. In LRU new objects go last; in other orders they may go
+    # first, so a queue there is no longer than a 64th of all.
     count = max(64 if order == "lru" else 1, int(ends[-1]) // 64)
     first = _smallest(keys, count) if count < ends[-1] else np.arange(int(ends[-1]))
     first = first[np.lexsort([key[first] for key in keys])][:count]
@@ -139,7 +138,7 @@ def coldest(slabs: Iterable[Slab], order: str, group: int | None = None) -> Evic
 
 
 def _smallest(keys: tuple[Rows, ...], count: int) -> Rows:
-    """The places of the `count` smallest, and of those that equal the last of them in the key that counts most."""
+    """The indices of the `count` smallest, and of those equal to the last of them in the most significant key."""
     most = keys[-1]
     bound = np.partition(most, count)[count]
     below = np.flatnonzero(most < bound)
@@ -152,8 +151,7 @@ def _smallest(keys: tuple[Rows, ...], count: int) -> Rows:
 
 @dataclass(frozen=True)
 class LastUse:
-    """When the objects of a slab were used, on average and the last of them, in ns of the store's time; before
-    everything if there are none."""
+    """When the objects of a slab were used, on average and last, in ns of the store's time; -1 if there are none."""
 
     mean_ns: int = -1
     last_ns: int = -1

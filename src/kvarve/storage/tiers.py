@@ -336,7 +336,7 @@ class Tiers(Storage):
                     log.warning("tier %d never got %d objects", number, lost)
         errors: list[StorageError] = []
         for replicator in self._replicators:
-            replicator.exists_pool.leave()
+            replicator.exists_pool.shutdown()
             with _collected(errors):
                 replicator.tier.close()
         for error in errors:
@@ -445,17 +445,16 @@ class Tiers(Storage):
         replicator.deleted_in_flight |= names & replicator.in_flight
 
     def _take(self, replicator: _Replicator) -> tuple[list[_Replication], list[tuple[str, int]]]:
-        """The next batch for a tier: pending replications, or if there are none, names of the wanted."""
+        """The next batch for a tier: pending replications, or if there are none, names of the backlog."""
         batch: list[_Replication] = []
         wanted: list[tuple[str, int]] = []
         left_bytes = _BATCH_BYTES
         while replicator.pending and (not batch or left_bytes >= next(iter(replicator.pending.values())).data.nbytes):
             batch.append(replicator.pending.popitem(last=False)[1])
             left_bytes -= batch[-1].data.nbytes
-        while (
-            not batch and replicator.backlog and (not wanted or left_bytes >= next(iter(replicator.backlog.values())))
-        ):
-            wanted.append(replicator.backlog.popitem(last=False))
+        backlog = replicator.backlog
+        while not batch and backlog and (not wanted or left_bytes >= next(iter(backlog.values()))):
+            wanted.append(backlog.popitem(last=False))
             left_bytes -= wanted[-1][1]
         replicator.in_flight = {replication.name for replication in batch} | {name for name, _ in wanted}
         replicator.waiting_bytes -= sum(replication.data.nbytes for replication in batch)
