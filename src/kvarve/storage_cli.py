@@ -1,8 +1,8 @@
-"""`kvarve storage ls|stat|verify|gc|drop`: how people look after the folder of a file store, also while servers use it.
+"""`kvarve storage ls|stat|verify|gc|drop`: maintenance of a file store's folder, also while servers use it.
 
-The first three change nothing; `gc` and `drop` are one more process on the folder. This file has what they print and
-when they refuse; `kvarve.storage.maintenance` has what they do to a store. Exit codes: 0 done, 1 verify found damage,
-2 refused or failed (an error says why).
+The first three change nothing; `gc` and `drop` are one more process on the folder. Output and refusals are here, the
+work is in `kvarve.storage.maintenance`. Exit codes: 0 done, 1 verify found damage, 2 refused or failed (an error says
+why).
 """
 
 import argparse
@@ -33,19 +33,19 @@ ORDERS: dict[str, Callable[[Stored], float]] = {
     "size": lambda each: -each.size_bytes,
 }
 _ELSEWHERE = {
-    "memory": "what memory:// holds lives and ends within one process: ask its server with kvarve storage status",
-    "mooncake": "what Mooncake holds is looked after by its master: see mooncake_master's own metrics and tools, "
-    "and kvarve storage status for what a server has of it",
+    "memory": "the objects of memory:// live in one process: ask its server with kvarve storage status",
+    "mooncake": "Mooncake is managed by its master: see mooncake_master's own metrics and tools, "
+    "and kvarve storage status for a server's view of it",
 }
 _SHORT = 12  # hex digits of a fingerprint or a key, for people
 _SHOWN = 20  # damaged objects, for people
 _UNITS = ((2 * 86400, 86400, "d"), (2 * 3600, 3600, "h"), (2 * 60, 60, "min"), (0, 1, "s"))
-_WIDE = 200  # columns where nobody looks at a terminal, so that nothing is cut
+_WIDE = 200  # columns if the output is no terminal, so that nothing is cut
 
 
 @dataclass(frozen=True)
 class StoreLocation:
-    """What a URL says that matters to these commands."""
+    """The settings of a URL that these commands need."""
 
     folder: Path
     capacity_bytes: int | None
@@ -53,7 +53,7 @@ class StoreLocation:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run one of the commands; answers the exit code."""
+    """Run one of the commands; returns the exit code."""
     place, out = _place(args.url), Printer(args.json)
     code = COMMANDS[args.does](place, args, out)
     out.write()
@@ -61,16 +61,16 @@ def main(args: argparse.Namespace) -> int:
 
 
 class Printer:
-    """What a command found out, for people on standard output and as JSON where that is asked for."""
+    """A command's results, for people on standard output, and as JSON if requested."""
 
     def __init__(self, json_to: str | None) -> None:
         self._json_to = json_to
         self.json: dict[str, Any] = {}
-        if json_to not in (None, "-"):  # better said before the work than after it
+        if json_to not in (None, "-"):  # checked before the work is done
             path = Path(str(json_to))
             if path.is_dir() or not path.absolute().parent.is_dir():
                 raise ConfigError(f"--json: {path}: not a file that can be written")
-        # Whoever reads JSON from standard output gets nothing else there.
+        # JSON on standard output is mixed with nothing else.
         self._console = Console(
             quiet=json_to == "-", width=None if sys.stdout.isatty() else _WIDE, markup=False, highlight=False
         )
@@ -95,13 +95,13 @@ class Printer:
 
 
 def _place(text: str) -> StoreLocation:
-    """Where a URL points to. Nothing is created; its capacity may be left out."""
+    """Parse a URL. Nothing is created; the capacity may be left out."""
     scheme, colon, _ = text.partition("://")
     if colon and scheme != "file" and (scheme in _ELSEWHERE or scheme in SCHEMES):
-        raise ConfigError(f"{text}: {_ELSEWHERE.get(scheme, 'only folders (file://) are looked after here')}")
+        raise ConfigError(f"{text}: {_ELSEWHERE.get(scheme, 'only folders (file://) are managed here')}")
     url = parse_url(text)
     settings = file_settings(url)
-    # The capacity of a plain path is one that nobody has said.
+    # The capacity of a plain path is a default, not the user's.
     return StoreLocation(settings.folder, settings.capacity_bytes if "://" in text else None, settings.ttl_s)
 
 
@@ -125,7 +125,7 @@ def _ls(place: StoreLocation, args: argparse.Namespace, out: Printer) -> int:
         "more": more,
     }
     table = _table("group", "page", "pool", right=("rank", "size", "stored", "used", "uses"))
-    for _, each in shown:  # whose group it is says `stat`
+    for _, each in shown:  # `stat` has the groups by model
         about = parse_object_name(each.name)
         table.add_row(
             *(
@@ -154,12 +154,12 @@ def _stat(place: StoreLocation, _: argparse.Namespace, out: Printer) -> int:
     out.say(text)
     for damage in contents.damaged:
         out.say(f"  {damage}")
-    told: list[dict[str, Any]] = []
+    reports: list[dict[str, Any]] = []
     out.json = {
         "folder": str(place.folder),
         "bytes": contents.bytes,
         "capacity_bytes": place.capacity_bytes,
-        "models": told,
+        "models": reports,
         "damaged": contents.damaged,
     }
     for model in models:
@@ -171,7 +171,7 @@ def _stat(place: StoreLocation, _: argparse.Namespace, out: Printer) -> int:
                 inspection.quarantined,
             )
         rows = _shares(objects)
-        told.append(
+        reports.append(
             _model_json(model)
             | {"slots": slots, "objects": len(objects), "groups": [*rows]}
             | {"lost": lost, "quarantined_bytes": quarantined}
@@ -183,7 +183,7 @@ def _stat(place: StoreLocation, _: argparse.Namespace, out: Printer) -> int:
         for damage in lost:
             out.say(f"  {damage}")
         if quarantined:
-            out.say(f"  {format_size(quarantined)} of slabs that were damaged, until their room is needed, or gc")
+            out.say(f"  {format_size(quarantined)} of slabs that were damaged, until their space is needed, or gc")
         table = _table("group", "pool", right=("objects", "size", "oldest", "newest", "last used"))
         for row in rows:
             ages = (_age(row[f"{when}_s_ago"]) for when in ("oldest", "newest", "used"))
@@ -194,7 +194,7 @@ def _stat(place: StoreLocation, _: argparse.Namespace, out: Printer) -> int:
 
 
 def _verify(place: StoreLocation, _: argparse.Namespace, out: Printer) -> int:
-    told: list[dict[str, Any]] = []
+    reports: list[dict[str, Any]] = []
     contents = maintenance.contents(place.folder)
     for damage in contents.damaged:
         out.say(damage)
@@ -206,7 +206,7 @@ def _verify(place: StoreLocation, _: argparse.Namespace, out: Printer) -> int:
             lost = inspection.lost
         damages += len(damaged) + len(lost)
         whys = {name: inspector.whys.get(name, "cannot be read") for name in damaged}
-        told.append(
+        reports.append(
             _model_json(model)
             | {"read": read, "unknown": inspector.unknown, "lost": lost}
             | {"damaged": [{"name": name, "why": why} for name, why in whys.items()]}
@@ -220,18 +220,18 @@ def _verify(place: StoreLocation, _: argparse.Namespace, out: Printer) -> int:
         for damage in lost:
             out.say(f"  {damage}")
         if inspector.unknown:
-            out.say(f"  {_many(inspector.unknown, 'object')} with no page's name: nobody can say how they should be")
-    out.json = {"folder": str(place.folder), "ok": not damages, "models": told, "damaged": contents.damaged}
+            out.say(f"  {_many(inspector.unknown, 'object')} without a page's name: not checked")
+    out.json = {"folder": str(place.folder), "ok": not damages, "models": reports, "damaged": contents.damaged}
     return 1 if damages else 0
 
 
 class Inspector:
-    """Says of each object of a model whether it is the page that its name says, and if not, why."""
+    """Checks of each object of a model whether it is the page of its name; `whys` has the reasons if not."""
 
     def __init__(self, namespace: bytes) -> None:
         self._namespace = namespace
         self.whys: dict[str, str] = {}
-        self.unknown = 0  # objects that are no pages of ours by their names: nobody can say how they should be
+        self.unknown = 0  # objects whose names are no page's, so that they cannot be checked
 
     def intact(self, name: str, record: memoryview) -> bool:
         wanted = parse_object_name(name)
@@ -239,10 +239,10 @@ class Inspector:
             self.unknown += 1
         elif not whole(record):
             self.whys[name] = "its seal or its checksum is wrong"
-        elif (said := title(record)).namespace != self._namespace:
-            self.whys[name] = f"holds a page of another model, {said.namespace.hex()[:_SHORT]}"
-        elif said[1:] != wanted[1:]:
-            self.whys[name] = f"holds another page, {said.key.hex()}.{said.pool}.{said.rank}of{said.ranks}"
+        elif (header := title(record)).namespace != self._namespace:
+            self.whys[name] = f"holds a page of another model, {header.namespace.hex()[:_SHORT]}"
+        elif header[1:] != wanted[1:]:
+            self.whys[name] = f"holds another page, {header.key.hex()}.{header.pool}.{header.rank}of{header.ranks}"
         return name not in self.whys
 
 
@@ -253,7 +253,7 @@ def _gc(place: StoreLocation, args: argparse.Namespace, out: Printer) -> int:
             unused_for_s = parse_time(args.unused_for)
         except ConfigError as e:
             raise ConfigError(f"--unused-for: {e}") from None
-    told: list[dict[str, Any]] = []
+    reports: list[dict[str, Any]] = []
     contents = maintenance.contents(place.folder)
     for damage in contents.damaged:
         out.say(damage)
@@ -266,10 +266,10 @@ def _gc(place: StoreLocation, args: argparse.Namespace, out: Printer) -> int:
         removed = old and maintenance.drop_model(
             place.folder, model, f"kvarve storage gc --unused-for {args.unused_for}"
         )
-        told.append(_model_json(model) | counts | {"unused_s": unused_s, "removed": removed})
-        who = f"{model.description} ({_short(model)}): "
+        reports.append(_model_json(model) | counts | {"unused_s": unused_s, "removed": removed})
+        model_text = f"{model.description} ({_short(model)}): "
         if removed:
-            out.say(who + f"not used for {_age(unused_s)}: removed, {format_size(model.file_bytes)}")
+            out.say(model_text + f"not used for {_age(unused_s)}: removed, {format_size(model.file_bytes)}")
         else:
             done = [
                 (counts["expired"], "objects were too old"),
@@ -277,8 +277,8 @@ def _gc(place: StoreLocation, args: argparse.Namespace, out: Printer) -> int:
                 (counts["retired"], "slots can be read again"),
                 (counts["quarantined_bytes"], "bytes were those of damaged slabs"),
             ]
-            out.say(who + (", ".join(f"{count:,} {what}" for count, what in done if count) or "nothing to give back"))
-    out.json = {"folder": str(place.folder), "models": told, "damaged": contents.damaged}
+            out.say(model_text + (", ".join(f"{count:,} {what}" for count, what in done if count) or "nothing to free"))
+    out.json = {"folder": str(place.folder), "models": reports, "damaged": contents.damaged}
     return 0
 
 
@@ -329,7 +329,7 @@ COMMANDS: dict[str, Callable[[StoreLocation, argparse.Namespace, Printer], int]]
 }
 
 
-# --- what they share
+# --- shared
 
 
 def _objects(place: StoreLocation, models: Iterable[Model]) -> Iterator[tuple[Model, list[Stored]]]:
@@ -339,18 +339,18 @@ def _objects(place: StoreLocation, models: Iterable[Model]) -> Iterator[tuple[Mo
 
 
 def _the_one(place: StoreLocation, kind: str, begins: str, known: set[str]) -> str:
-    """The one of these that begins so, as one writes commits; ConfigError if there is none, or several."""
+    """The one name with this prefix, as for git commits; ConfigError if there is none, or several."""
     found = sorted({each for each in known if each.startswith(begins)} if begins not in known else {begins})
     if len(found) == 1:
         return found[0]
     problem = f"no {kind} begins with {begins!r}"
     if found:
         problem = f"several {kind}s begin with {begins!r}: {', '.join(each[:16] for each in found[:4])}"
-    raise ConfigError(f"--{kind}: {problem}; kvarve storage stat {place.folder} says which there are")
+    raise ConfigError(f"--{kind}: {problem}; kvarve storage stat {place.folder} lists them")
 
 
 def _agreed(what: str, args: argparse.Namespace, out: Printer) -> bool:
-    """Whether it may be done: by --yes, or by somebody at a terminal. ConfigError if there is nobody to ask."""
+    """Whether the user agrees, by --yes or at a terminal. ConfigError if there is no terminal."""
     out.say(("" if args.yes else "would ") + what)
     if args.yes:
         return True
@@ -364,18 +364,17 @@ def _agreed(what: str, args: argparse.Namespace, out: Printer) -> bool:
 
 
 def _in_use(model: Model) -> str:
-    return (
-        f"{model.description} ({_short(model)}) is in use: end or detach who has it open, or drop its groups one by one"
-    )
+    name = f"{model.description} ({_short(model)})"
+    return f"{name} is in use: end or detach the processes that have it open, or drop its groups one by one"
 
 
 def _unused_s(model: Model, objects: Sequence[Stored]) -> float:
-    """For how long nobody has used a model."""
+    """How long a model has not been used."""
     return min([model.open_s_ago, *(each.used_s_ago for each in objects[:1])])
 
 
 def _shares(objects: Sequence[Stored]) -> list[dict[str, Any]]:
-    """What each group has of each pool."""
+    """Totals by group and pool."""
     parts: dict[tuple[str, str], list[Stored]] = {}
     for each in objects:
         about = parse_object_name(each.name)

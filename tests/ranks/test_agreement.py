@@ -294,7 +294,7 @@ def test_settling_gives_up_in_the_same_step_on_every_rank(end: str) -> None:
     assert attached is not None and isinstance(attached.storage, Breaker)
     stores[1].dead = True
     with attached.storage._lock:
-        attached.storage._fail("as if three calls had failed", rows=3)
+        attached.storage._count_failure("as if three calls had failed", by=3)
     assert not caches[1].up
 
     def give_up(rank: int) -> None:

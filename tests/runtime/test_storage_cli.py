@@ -320,7 +320,7 @@ def test_verify_leaves_alone_what_is_no_page_by_its_name(filled: Path, say: Say)
     storage = FileStorage(filled, 64 << 20, OURS.fingerprint(), str(OURS))
     storage.put(["note"], [memoryview(b"not a page")])
     code, out, _ = say("verify", filled)
-    assert code == 0 and "1 object with no page's name: nobody can say how they should be" in out
+    assert code == 0 and "1 object without a page's name: not checked" in out
     assert storage.exists(["note"]) == [True]
     storage.close()
 
@@ -333,7 +333,7 @@ def test_verify_counts_a_file_that_is_no_slab_any_more(filled: Path, say: Say) -
         assert code == 1 and f"{table.with_suffix('')}: neither header of its table" in out
     FileStorage(filled, 64 << 20, THEIRS.fingerprint(), str(THEIRS)).close()
     assert say("verify", filled)[0] == 0
-    assert "of slabs that were damaged, until their room is needed" in say("stat", filled)[1]
+    assert "of slabs that were damaged, until their space is needed" in say("stat", filled)[1]
     assert "bytes were those of damaged slabs" in say("gc", filled)[1]
     assert "of slabs that were damaged" not in say("stat", filled)[1]
 
@@ -378,7 +378,7 @@ def test_gc_gives_back_what_a_dead_process_had_reserved_and_slots_that_can_be_re
     with process(DIES, filled, OURS):
         pass
     answer = told(say("gc", filled, "--json", "-"))
-    assert say("gc", filled)[1].count("nothing to give back") == 2
+    assert say("gc", filled)[1].count("nothing to free") == 2
     (ours,) = (model for model in answer["models"] if model["fingerprint"] == OURS.fingerprint().hex())
     assert (ours["reclaimed"], ours["retired"]) == (2, 1)
     (ours,) = (model for model in told(say("stat", filled, "--json", "-"))["models"] if model["in_use"])
@@ -515,7 +515,7 @@ def test_a_folder_of_another_format_is_named_as_such(tmp_path: Path, say: Say, f
     ("words", "says"),
     [
         ("ls memory://name?capacity=1GiB", "ask its server with kvarve storage status"),
-        ("stat mooncake://host:1/segment", "looked after by its master"),
+        ("stat mooncake://host:1/segment", "managed by its master"),
         ("ls tape:///dev/st0", "there is no storage of the kind 'tape'"),
         ("ls relative/path", "neither an absolute path nor a storage URL"),
         ("ls file://store/pages", "three slashes"),

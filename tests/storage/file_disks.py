@@ -29,12 +29,12 @@ class WithoutSync(Disk):
     def sync_folder(self, folder: Directory) -> None:
         pass
 
-    def room(self, folder: Directory) -> tuple[int, int]:
+    def space(self, folder: Directory) -> tuple[int, int]:
         return 1 << 50, 1 << 50
 
 
 class Clockwork(WithoutSync):
-    """Time passes as a test says: `elapse` for everybody, `set_wall` as somebody who sets the wall clock."""
+    """Time passes as a test says: `elapse` moves all clocks, `set_wall` sets the wall clock only."""
 
     def __init__(self) -> None:
         self.wall, self.up, self.machine = 1_700_000_000_000_000_000, 10**12, b"first boot......"

@@ -103,7 +103,7 @@ def make_ward() -> Iterator[Callable[..., Ward]]:
     for ward in wards:
         ward.close()
         assert threading.active_count() == ward.before
-        assert ward.turns.empty(), "somebody was told of a change that did not happen"
+        assert ward.turns.empty(), "a callback for a change that did not happen"
 
 
 @pytest.fixture
@@ -405,7 +405,7 @@ def test_a_close_that_fails_is_told_once(ward: Ward, monkeypatch: pytest.MonkeyP
     ward.storage.close()
 
 
-def test_many_threads_through_many_turns_leave_it_up_and_nothing_inside() -> None:
+def test_many_threads_through_many_turns_leave_it_up_and_nothing_in_flight() -> None:
     sick = FaultyStorage(MemoryStorage(1 << 20, LABEL, "model A"), seed=5)
     sick.rules = [Rule("raise", call, probability=0.3) for call in ("exists", "get", "put")]
     turns: queue.Queue[bool] = queue.Queue()
@@ -435,7 +435,7 @@ def test_many_threads_through_many_turns_leave_it_up_and_nothing_inside() -> Non
     while not storage.up:
         turns.get(timeout=LONG_S)
     assert storage.counts["went down"] == storage.counts["came up"] > 0
-    assert not storage._inside
+    assert not storage._in_flight
     storage.close()
 
 

@@ -110,7 +110,7 @@ class Quick(Disk):
     def sync_folder(self, folder: Directory) -> None:
         pass
 
-    def room(self, folder: Directory) -> tuple[int, int]:
+    def space(self, folder: Directory) -> tuple[int, int]:
         return 1 << 50, 1 << 50
 
 
@@ -220,7 +220,7 @@ def test_after_a_cut_at_any_event_what_was_confirmed_is_there_and_nothing_is_wro
         storage = opened(folder)
         assert total(folder) <= CAPACITY
         slabs = storage._folder.model.path.glob("slab-??????")
-        assert all(table_path(path).exists() for path in slabs), "slots that are nobody's"
+        assert all(table_path(path).exists() for path in slabs), "slots without a table"
         assert storage._index.states()["reserved"] == 0
         expected = history.expected(count)
         found = intact(storage, history.known)

@@ -41,7 +41,7 @@ class Limited(WithoutSync):
     def free(self) -> int:
         return self.disk_bytes - self.others() - self.taken()
 
-    def room(self, folder: Directory) -> tuple[int, int]:
+    def space(self, folder: Directory) -> tuple[int, int]:
         return max(0, self.free()), self.disk_bytes
 
     def allocate(self, file: int, size_bytes: int) -> None:
@@ -209,10 +209,10 @@ def test_a_disk_that_cannot_say_how_full_it_is_is_trouble_that_is_told(opened, f
     class Mute(WithoutSync):
         mute = False
 
-        def room(self, folder: Directory) -> tuple[int, int]:
+        def space(self, folder: Directory) -> tuple[int, int]:
             if self.mute:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return super().room(folder)
+            return super().space(folder)
 
     disk = Mute()
     storage = opened(disk=disk)
@@ -229,7 +229,7 @@ def test_a_file_system_that_does_not_say_how_large_it_is_has_room(opened, folder
     """What some in user space say of themselves is all zeros: nothing was ever stored there."""
 
     class Unsized(WithoutSync):
-        room = Disk.room
+        space = Disk.space
 
     zeros = os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "fstatvfs", lambda file: zeros)

@@ -1,4 +1,4 @@
-"""Files of users below a storage folder: they are never touched, count as nothing, and are in nobody's way."""
+"""Files of users below a storage folder: they are never touched or counted, and block no call."""
 
 import json
 import logging

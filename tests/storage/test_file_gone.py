@@ -146,9 +146,9 @@ def test_slabs_that_somebody_removes_are_lost_alone_and_nothing_is_confirmed_in_
             if how == "another name is kept":
                 (tmp_path / path.name).hardlink_to(path)
             path.rename(tmp_path / path.name) if how == "moved away" else path.unlink()
-    with pytest.raises(StorageError, match="was removed by somebody else"):
+    with pytest.raises(StorageError, match="was removed from outside"):
         store(storage, held[:1])
-    assert f"{slab.path}: somebody has removed it" in caplog.text
+    assert f"{slab.path}: its files were removed from outside" in caplog.text
     assert storage.exists(names(held)) == [False] * len(held)
     assert intact(storage, SOME) == set(SOME) - set(held)
     assert all(store(storage, held))
@@ -219,7 +219,7 @@ def test_a_slab_that_another_process_evicts_is_no_loss(tmp_path, caplog):
     intact(reader, SOME)
     disk.armed = True
     assert not intact(reader, SOME[:1])
-    assert "somebody has removed" not in caplog.text
+    assert "from outside" not in caplog.text
     assert reader.trouble() == {"damaged": 0, "lost": 0}
     for each in (storage, other, reader):
         each.close()

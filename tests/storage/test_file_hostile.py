@@ -181,7 +181,7 @@ def test_a_folder_whose_own_files_are_no_files_is_refused_at_once(folder, name, 
         assert (main(["storage", does, str(folder)]) == 2) == (name == "kvarve.json")
 
 
-def test_a_table_of_another_length_than_its_headers_say_is_put_away_unread(folder):
+def test_a_table_of_another_length_than_its_headers_say_is_quarantined_unread(folder):
     """Its header says so many slots that it could be as long; or so many that no slab has them."""
     table = model(folder) / "slab-000000.table"
     for slots in (1 << 22, 1 << 28, (1 << 63) // 4096, 1):

@@ -43,7 +43,7 @@ def full(opened, disk: Clockwork, label: bytes = LABEL, model: str = "a") -> lis
     return there_now
 
 
-# --- the model that nobody has open at this moment
+# --- idle models
 
 
 def test_in_a_rolling_restart_neither_of_two_models_loses_what_it_used_lately(opened, folder):
@@ -63,7 +63,7 @@ def test_in_a_rolling_restart_neither_of_two_models_loses_what_it_used_lately(op
     assert kept(other, names("b", 60, 90)) == 30, "and who is new has room for what it uses"
     again = opened(CAPACITY, disk=disk)
     assert kept(again, lately) >= 15
-    assert kept(again, names("a", 0, 40)) < 40, "what nobody had used for an hour has made the room"
+    assert kept(again, names("a", 0, 40)) < 40, "objects not used for an hour were evicted first"
     other.close()
     fill(again, disk, names("a", 100, 130))
     other = opened(CAPACITY, OTHER_LABEL, "model B", disk=disk)
@@ -230,7 +230,7 @@ def test_who_comes_with_another_capacity_is_refused_and_takes_nothing_from_who_i
             call()
         told = str(refusal.value)
         assert f"is open with a capacity of 512 KiB ({CAPACITY} bytes), not" in told and f"({capacity} bytes)" in told
-        assert "give the same, or end or detach first who has it open" in told and "\n" not in told
+        assert "give the same, or first end or detach the processes that have it open" in told and "\n" not in told
     assert everything(folder) == before
     assert storage.exists(those) == [True] * 50
     opened(CAPACITY, label, "model")

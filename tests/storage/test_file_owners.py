@@ -1,4 +1,4 @@
-"""Links are not followed, and what belongs to somebody else, or is for others to write, is refused."""
+"""Links are not followed, and files that another user owns or may write are refused."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Two things go wrong at once, or somebody acts between two steps of a put: what was confirmed stays."""
+"""Two faults at once, or another process between two steps of a put: confirmed objects stay."""
 
 import errno
 import os

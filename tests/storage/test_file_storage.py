@@ -269,7 +269,7 @@ def test_who_finds_a_folder_full_of_another_model_in_use_is_told_once(opened, fo
     one, other = opened(capacity), opened(capacity, OTHER_LABEL)
     for i in range(30):
         put(one, **{f"page-{i}": bytes(4096)})
-    assert caplog.messages == [], "whoever evicts has room"
+    assert caplog.messages == [], "a model that can evict has space"
     for i in range(3):
         assert put(other, **{f"page-{i}": bytes(4096)}) == [False]
     (told,) = caplog.messages

@@ -1,4 +1,4 @@
-"""What a put has confirmed has reached the medium, whoever's sync fails, and whoever is told of it."""
+"""Objects that a put has confirmed are on the medium, whichever sync fails, and whichever caller sees the error."""
 
 import errno
 import os

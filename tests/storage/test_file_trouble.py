@@ -1,4 +1,4 @@
-"""One call of the system fails, or who waits for one is interrupted: what was confirmed stays, for everybody."""
+"""A system call fails, or its caller is interrupted: confirmed objects stay, for all processes."""
 
 import contextlib
 import errno
@@ -326,7 +326,7 @@ def test_a_stripes_number_never_goes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nth", range(6))
-@pytest.mark.parametrize("what", ["will", "did"])
+@pytest.mark.parametrize("what", ["begin_write", "end_write"])
 def test_who_is_interrupted_while_he_tells_of_a_change_knows_what_is_on_the_disk(
     tmp_path: Path, what: str, nth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

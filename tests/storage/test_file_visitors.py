@@ -209,7 +209,7 @@ def test_a_flipped_bit_in_either_header_costs_nothing_and_is_mended(store_of_two
             assert "one of its two headers was damaged" in caplog.text
 
 
-def test_a_slab_of_which_both_headers_are_damaged_is_put_away_and_not_removed(store_of_two, caplog):
+def test_a_slab_of_which_both_headers_are_damaged_is_quarantined_and_not_removed(store_of_two, caplog):
     path = table(store_of_two)
     slots = path.with_suffix("").read_bytes()
     flip(path, 10, path.stat().st_size - ENTRY_BYTES + 10)
@@ -226,7 +226,7 @@ def test_a_slab_of_which_both_headers_are_damaged_is_put_away_and_not_removed(st
     assert path.with_name(path.name + ".quarantined").read_bytes() == harmed, "it is never used again"
 
 
-def test_what_was_put_away_goes_before_anything_that_is_used(store_of_two, caplog):
+def test_what_was_quarantined_goes_before_anything_that_is_used(store_of_two, caplog):
     path = table(store_of_two)
     flip(path, 10, path.stat().st_size - ENTRY_BYTES + 10)
     shutil.rmtree(store_of_two / "models" / OTHER_LABEL.hex()[:16])
@@ -239,7 +239,7 @@ def test_what_was_put_away_goes_before_anything_that_is_used(store_of_two, caplo
         assert total(store_of_two) <= capacity
         count += 1
     assert storage.usage().evicted == 0 and count > 1
-    assert caplog.text.count("quarantined: removed: its room is needed") == 2
+    assert caplog.text.count("quarantined: removed: its space is needed") == 2
     storage.close()
 
 
@@ -253,7 +253,7 @@ def test_of_a_damaged_slab_in_the_place_of_another_the_last_one_is_kept(store_of
     assert len([*store_of_two.rglob("*.quarantined")]) == 2
 
 
-def test_what_cannot_be_put_away_stays_where_it_is(store_of_two):
+def test_what_cannot_be_quarantined_stays_where_it_is(store_of_two):
     flip(table(store_of_two), 10, table(store_of_two).stat().st_size - ENTRY_BYTES + 10)
     mine = table(store_of_two).with_name("slab-000000.table.quarantined")
     mine.mkdir()
@@ -300,7 +300,7 @@ def test_a_damaged_model_stops_nobody_elses_start_and_is_reported(store_of_two, 
         told = json.loads(capsys.readouterr().out)
         if does != "ls":
             (damaged,) = told["damaged"]
-            assert "whoever opens its model writes it anew; or remove its folder" in damaged
+            assert "the next process to open its model writes it anew; or remove its folder" in damaged
             assert [each["fingerprint"] for each in told["models"]] == [OTHER_LABEL.hex()]
     assert everything(store_of_two / "models" / MODEL) == before
 

@@ -10,7 +10,7 @@ import pytest
 from file_disks import MIB, Calls, Clockwork, Rigged, WithoutSync
 
 from kvarve.storage import FileStorage
-from kvarve.storage.others import Others
+from kvarve.storage.idle_models import IdleModels
 from kvarve.storage.slab_allocator import AT_ONCE
 from kvarve.testing.suite import OTHER_LABEL, get, put, there
 
@@ -54,9 +54,9 @@ def test_who_asks_does_not_wait_until_it_is_worked_out_who_goes(opened, monkeypa
     """With a million objects that took up to 0.8 s, once for every 64th of them that went."""
     storage = opened(CAPACITY)
     some = full(storage)
-    storage._index._lines.clear()
+    storage._index._queues.clear()
     began, goes_on = while_it_waits(
-        monkeypatch, __import__("kvarve.storage.slab_allocator", fromlist=["room"]), "coldest"
+        monkeypatch, __import__("kvarve.storage.slab_allocator", fromlist=["coldest"]), "coldest"
     )
     calls = Calls()
     calls.start("put", lambda: put(storage, new=b"1"))
@@ -72,7 +72,7 @@ def test_who_asks_does_not_wait_until_the_tables_of_other_models_are_read(opened
     other.close()
     storage = opened(CAPACITY)
     put(storage, first=bytes(9000))
-    began, goes_on = while_it_waits(monkeypatch, Others, "slabs")
+    began, goes_on = while_it_waits(monkeypatch, IdleModels, "slabs")
     calls = Calls()
     calls.start("put", lambda: put(storage, new=b"1"))
     assert began.wait(60)
@@ -184,8 +184,8 @@ def test_of_salts_that_have_come_and_gone_nothing_stays(opened):
     there_now = {name.partition("-")[0] for name in index.entries}
     assert index._of_group.keys() == there_now
     assert sum(index._of_group.values()) == 4096 * len(index.entries)
-    assert {rank.group for rank in index._lines} - {None} <= there_now
-    assert len(index._lines) <= 65
+    assert {need.group for need in index._queues} - {None} <= there_now
+    assert len(index._queues) <= 65
 
 
 def test_two_salts_that_have_one_number_do_not_pay_for_each_other(opened, monkeypatch):
@@ -206,4 +206,4 @@ def test_a_quota_holds_for_more_salts_than_orders_are_kept_of(opened):
             assert put(storage, **{f"{salt(number)}-{page}": b"1"}) == [True]
     for number in range(100):
         assert storage.exists([f"{salt(number)}-{page}" for page in range(4)]) == [False, False, True, True]
-    assert len(storage._index._lines) <= 65
+    assert len(storage._index._queues) <= 65

@@ -1,4 +1,4 @@
-"""What people do with a file store: the same folder, looked after beside whoever uses it."""
+"""Maintenance of a file store, beside the processes that use it."""
 
 import errno
 import os

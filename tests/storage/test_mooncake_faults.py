@@ -209,7 +209,7 @@ def test_an_outage_is_no_miss_and_ends_by_itself(cluster: Cluster, opened: Calla
         with pytest.raises(StorageError, match="master"):
             call()
     assert one == b"."
-    assert storage.usage().capacity_bytes is None, "nobody can be asked"
+    assert storage.usage().capacity_bytes is None, "no master answers"
     cluster.restart_master()
     until(lambda: works(storage, "again"), "an owner that has found the new master")
     assert storage.exists(["some"]) == [False], "the new master knows nothing of before"
@@ -390,7 +390,7 @@ def test_replicas_and_pins_are_asked_for(cluster: Cluster, opened: Callable[...,
     assert works(storage)
     kill(owners[0])
     until(lambda: reads(storage, "some"), "a master that noticed")
-    assert storage.usage().objects == 1, "nobody stored it again"
+    assert storage.usage().objects == 1, "no call stored it again"
 
 
 # --- closing

@@ -34,7 +34,7 @@ def whole(record: memoryview) -> bool:
 
 
 def read(storage: Storage, name: str, size_bytes: int = 40) -> bytes | None:
-    """A page, by whoever knows how large it is."""
+    """A page of a known size."""
     buffer = bytearray(size_bytes)
     (found,) = storage.get([name], [memoryview(buffer)])
     return None if found is None else bytes(buffer[:found])
@@ -185,7 +185,7 @@ def test_a_tier_that_is_late_with_what_it_has_is_passed_over_until_it_answers(ma
     assert read(row.storage, "a") == page("a")
     assert read(row.storage, "b") is None
     assert row.put("c") == [True]
-    assert row.sick[number].counts["exists"] == asked + 1, "and nobody else has asked it"
+    assert row.sick[number].counts["exists"] == asked + 1, "and no other call has asked it"
     assert row.has(other, "c") == "c"
     assert row.storage.counts["exists missed: late"] >= 2
     row.sick[number].release()
@@ -224,20 +224,20 @@ def test_the_callers_buffer_is_the_callers_again_after_the_put(row: Row) -> None
     assert get(row.sick[1].inner, "a") == page("a")
 
 
-def test_a_tier_that_was_down_is_given_what_it_is_owed(row: Row) -> None:
+def test_a_tier_that_was_down_gets_its_backlog(row: Row) -> None:
     row.go_down(1)
     row.put("a", "b")
     row.settle()
     assert row.has(1, "a", "b") == ""
     assert row.storage.counts["owed: down"] == 2
-    assert [part.owed for part in row.storage.parts()] == [0, 2]
+    assert [part.backlog for part in row.storage.parts()] == [0, 2]
     row.come_up(1)
     row.settle()
     assert row.has(1, "a", "b") == "a b"
-    assert [part.owed for part in row.storage.parts()] == [0, 0]
+    assert [part.backlog for part in row.storage.parts()] == [0, 0]
 
 
-def test_the_first_tier_is_owed_as_any_other(row: Row) -> None:
+def test_the_first_tier_has_a_backlog_as_any_other(row: Row) -> None:
     row.go_down(0)
     assert row.put("a") == [True]
     assert row.storage.up
@@ -247,7 +247,7 @@ def test_the_first_tier_is_owed_as_any_other(row: Row) -> None:
     assert row.has(0, "a") == "a"
 
 
-def test_a_copy_that_raises_is_owed_until_another_goes_through(make_row: MakeRow) -> None:
+def test_a_copy_that_raises_joins_the_backlog_until_another_goes_through(make_row: MakeRow) -> None:
     row = make_row()
     row.breakers[1]._failures = 3
     row.sick[1].rules = [Rule("raise", "put", nth=1)]
@@ -260,8 +260,8 @@ def test_a_copy_that_raises_is_owed_until_another_goes_through(make_row: MakeRow
     assert row.has(1, "a", "b") == "a b"
 
 
-def test_of_what_is_owed_the_oldest_is_forgotten_when_it_is_too_much(make_row: MakeRow) -> None:
-    row = make_row(owed=2)
+def test_of_a_backlog_that_is_too_long_the_oldest_name_is_dropped(make_row: MakeRow) -> None:
+    row = make_row(backlog=2)
     row.go_down(1)
     row.put("a", "b", "c")
     assert row.storage.counts["owed no more: too many"] == 1
@@ -270,7 +270,7 @@ def test_of_what_is_owed_the_oldest_is_forgotten_when_it_is_too_much(make_row: M
     assert row.has(1, "a", "b", "c") == "b c"
 
 
-def test_what_is_owed_and_gone_is_owed_no_more(make_row: MakeRow) -> None:
+def test_what_is_gone_leaves_the_backlog(make_row: MakeRow) -> None:
     row = make_row((80, ROOM))
     row.go_down(1)
     row.put("a", "b")
@@ -281,7 +281,7 @@ def test_what_is_owed_and_gone_is_owed_no_more(make_row: MakeRow) -> None:
     assert row.storage.counts["owed no more: gone"] == 1
 
 
-def test_a_tier_is_not_given_what_it_is_owed_from_a_damaged_copy(make_row: MakeRow) -> None:
+def test_a_backlog_is_not_served_from_a_damaged_copy(make_row: MakeRow) -> None:
     row = make_row((ROOM, ROOM, ROOM))
     row.go_down(2)
     row.put("a", "b")
@@ -295,7 +295,7 @@ def test_a_tier_is_not_given_what_it_is_owed_from_a_damaged_copy(make_row: MakeR
     assert row.has(2, "b") == ""
 
 
-def test_a_tier_that_is_behind_is_owed_instead_of_filling_memory(make_row: MakeRow) -> None:
+def test_a_tier_that_is_behind_gets_a_backlog_instead_of_filling_memory(make_row: MakeRow) -> None:
     row = make_row(waiting_bytes=80)
     row.sick[1].stall()
     row.put("first")
@@ -325,17 +325,17 @@ def test_what_one_tier_has_no_room_for_another_takes(make_row: MakeRow) -> None:
     assert row.put("a") == [True]
     row.settle()
     assert (row.has(0, "a"), row.has(1, "a")) == ("", "a")
-    assert [part.owed for part in row.storage.parts()] == [0, 0]
+    assert [part.backlog for part in row.storage.parts()] == [0, 0]
     full = make_row((30, 30))
     assert full.put("a") == [False]
 
 
-def test_a_far_tier_without_room_is_owed_nothing(make_row: MakeRow) -> None:
+def test_a_far_tier_without_space_has_no_backlog(make_row: MakeRow) -> None:
     row = make_row((ROOM, 30))
     assert row.put("a") == [True]
     row.settle()
     assert row.storage.counts["dropped: no room"] == 1
-    assert [part.owed for part in row.storage.parts()] == [0, 0]
+    assert [part.backlog for part in row.storage.parts()] == [0, 0]
 
 
 def test_a_put_raises_when_every_tier_does_and_is_a_miss_when_all_are_down(row: Row) -> None:
@@ -482,7 +482,7 @@ def test_what_is_deleted_on_its_way_is_there_for_nobody_and_goes_when_it_has_arr
     leave = threading.Event()
     row.sick[1].put = slow  # type: ignore[method-assign]
     row.put("a")
-    while row.storage._replicators[1].on_the_way != {"a"}:
+    while row.storage._replicators[1].in_flight != {"a"}:
         row.storage.settle(0.001)
     assert row.storage.delete(["a"]) == [True]
     go_on.set()
@@ -497,7 +497,7 @@ def test_what_is_deleted_on_its_way_is_there_for_nobody_and_goes_when_it_has_arr
     assert get(row.sick[1].inner, "a") == page("another", 40)
 
 
-def test_what_is_owed_and_deleted_is_owed_no_more(row: Row) -> None:
+def test_what_is_deleted_leaves_the_backlog(row: Row) -> None:
     row.go_down(1)
     row.put("a", "b")
     row.storage.delete(["a"])
@@ -688,9 +688,9 @@ def test_any_history_of_calls_and_faults_gives_back_what_was_put_or_nothing() ->
                 assert self.row.put("page-0", "page-1") == [True, True]
                 self.row.settle()
                 assert [self.row.has(number, "page-0", "page-1") for number in range(3)] == ["page-0 page-1"] * 3
-                assert all(part.waiting_bytes == part.owed == 0 for part in self.row.storage.parts())
+                assert all(part.waiting_bytes == part.backlog == 0 for part in self.row.storage.parts())
                 assert not any(
-                    replicator.doomed or replicator.on_the_way for replicator in self.row.storage._replicators
+                    replicator.deleted_in_flight or replicator.in_flight for replicator in self.row.storage._replicators
                 )
             finally:
                 self.row.close()

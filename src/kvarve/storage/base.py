@@ -14,8 +14,7 @@ LEGAL = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-"
 _NAME_MAX = 200
 LABEL_MAX_BYTES = 64
 
-# Asked for by who wants to know whether a storage answers, while no object is known to be there. What it answers is not
-# the point.
+# The name to ask for in order to see whether a storage answers at all.
 ANY_NAME = "kvarve-is-it-up"
 
 
@@ -25,7 +24,7 @@ class StorageUsage:
 
     objects: int
     bytes: int
-    capacity_bytes: int | None  # None: the backend keeps its own bounds and does not tell
+    capacity_bytes: int | None  # None: the backend bounds itself and does not tell
     evicted: int
 
 
@@ -34,13 +33,13 @@ class Storage(Protocol):
 
     Names are ASCII letters, digits, ".", "_" and "-", 1 to 200 of them, except "." and "..". Buffers are contiguous
     one-dimensional views of bytes. Every method takes a batch, raises ConfigError for a name that cannot be (before
-    anything is done), and StorageError when the medium fails or the storage is closed. What is missing, too short or
-    without room is an answer. Whether the bytes are the right ones is for the caller to check.
+    anything is done), and StorageError when the medium fails or the storage is closed. Missing, too short and no
+    space are answers, not errors. The caller checks whether the bytes are right.
 
     A storage that evicts takes the least recently used object first; putting and getting are uses, asking is not.
-    Within one call the first name counts as the most recently used, so whoever names things in the order in which they
-    are needed keeps the beginning when room runs out. What stands before the first "-" of a name, if there is one, is
-    the name's group: backends that have quotas count by it.
+    Within one call the first name counts as the most recently used, so a caller that names objects in the order of
+    need keeps the first ones when space runs out. The part of a name before its first "-", if any, is its group, by
+    which quotas count.
     """
 
     def exists(self, names: Sequence[str]) -> list[bool]:
@@ -56,11 +55,11 @@ class Storage(Protocol):
         ...
 
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
-        """Store each buffer under its name: True is stored and visible, False is no room even after evicting.
+        """Store each buffer under its name: True is stored and visible, False is no space even after evicting.
 
-        Nothing is replaced: names are names of content, so what is there already stays as it is and answers True (that
-        is a use). What is damaged has to be deleted first. Of one name twice in a call the first stays. What a call has
-        answered for is not evicted by the same call. StorageError says how many of how many are done.
+        Nothing is replaced: names are names of content, so an object that is there already stays and answers True (that
+        is a use). A damaged object has to be deleted first. Of one name twice in a call the first stays. A call does
+        not evict objects that it has answered for. StorageError says how many of how many are done.
         """
         ...
 
@@ -73,13 +72,13 @@ class Storage(Protocol):
     def register(self, memory: memoryview) -> None:
         """Most buffers of later calls will lie in `memory`, which stays where it is until the storage is closed.
 
-        For a backend that moves bytes by itself and has to know the memory first. Returns at once: what takes time is
-        done by the next call. To do nothing is right for all others.
+        For a backend with its own transport (RDMA), which has to register memory first. Returns at once: slow work is
+        done by the next call. All other backends do nothing.
         """
         return
 
     def close(self) -> None:
-        """Let go of everything. May be called twice; any other call afterwards raises StorageError."""
+        """Release all resources. May be called twice; any other call afterwards raises StorageError."""
         ...
 
 
@@ -92,7 +91,7 @@ def check_names(names: Sequence[str]) -> None:
     """Raise ConfigError unless every name can be an object's."""
     lengths = {*map(len, names)} or {_NAME_MAX}
     usual = len("..") < min(lengths) and max(lengths) <= _NAME_MAX
-    # All at once: one by one would take a third as long as asking a server for them.
+    # All at once: one by one would take a third as long as a server's answer.
     if usual and not "".join(names).encode("ascii", "replace").translate(None, LEGAL):
         return
     for name in names:
@@ -128,7 +127,7 @@ def check_owner(where: str, found: tuple[bytes, str], wanted: tuple[bytes, str])
 
 
 class LruIndex:
-    """What is stored, how large, and who goes first. It only decides and counts: its owner moves bytes and locks."""
+    """The sizes of objects, in LRU order. It only decides and counts: its owner moves bytes and locks."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -137,7 +136,7 @@ class LruIndex:
         self.evicted = 0
 
     def victims(self, size_bytes: int, keep: Container[str] = ()) -> list[str] | None:
-        """Who must go before something new may take `size_bytes`; None when that takes one of `keep`."""
+        """The objects to evict for a new one of `size_bytes`; None if one of `keep` would have to go."""
         excess = self.used_bytes + size_bytes - self.capacity_bytes
         found: list[str] = []
         if excess <= 0:
@@ -162,7 +161,7 @@ class LruIndex:
         return size_bytes is not None
 
     def touch(self, names: Sequence[str]) -> None:
-        """These were used: the first of them goes last."""
+        """Mark these as used: the first is evicted last."""
         for name in reversed(names):
             if name in self.entries:
                 self.entries.move_to_end(name)

@@ -1,8 +1,8 @@
 """A circuit breaker: a storage that is down costs nothing, and is noticed when it is back. Names and bytes only.
 
-A dead backend costs its callers a timeout per call, a hung one a thread per call, and both cost it the calls themselves
-while it tries to get up. So whoever stands in front of it stops asking: a miss is an answer at once. One thread asks
-meanwhile, now and then, and goes away when it has been answered.
+A dead backend costs its callers a timeout per call, a hung one a thread per call, and both are kept busy by calls while
+they recover. So an open circuit answers every call with a miss at once. One thread probes the backend meanwhile, and
+ends when the backend has answered.
 """
 
 import logging
@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
-_LOOK_BYTES = 4096  # of a stored object, read to see that the medium can
+_PROBE_BYTES = 4096  # read of a stored object, to see that the medium works
 
-_UNASKED = {
+_REFUSED = {
     "exists": "exists missed: down",
     "get": "get missed: down",
     "put": "put dropped: down",
@@ -33,7 +33,7 @@ _UNASKED = {
 
 @dataclass(eq=False)
 class _Call:
-    """One call that is inside the storage. One that hangs is held against it once, however long it stays."""
+    """A call in flight. One that hangs counts as one failure, however long it lasts."""
 
     what: str
     started: float
@@ -41,22 +41,20 @@ class _Call:
 
 
 class Breaker(Storage):
-    """`inner`, until it is down; from then on answers at once that nothing is there, until `inner` answers again.
+    """A circuit breaker around `inner`. Closed, it passes calls and errors on; open, it answers misses at once.
 
-    It is down after `failures` calls in a row that raised, or as soon as one has been inside for longer than
-    `deadline_s`, which is noticed when a call comes or `up` is read. What breaks the row is something read, stored or
-    removed: an `exists` or a miss may come from an index in memory while the disk below is gone. A call that raises
-    while it is up raises to its caller.
+    The circuit opens after `failures` calls in a row that raised, or when a call has been in flight for longer than
+    `deadline_s`, which is noticed when a call comes or `up` is read. The count starts anew once something was read,
+    stored or removed: an `exists` or a miss may come from an index in memory while the disk below is gone.
 
-    While it is down a thread of its own asks `exists` of one name, after `probe_first_s`, then twice as long up to
-    `probe_most_s`, and reads the beginning of that object if it is there. An answer is a chance, no more: the next
-    failure means down again and the pauses go on growing, until a call has proven that the storage works. So does a
-    call that hung and comes back well.
+    While it is open, a thread probes: it asks `exists` of one name after `probe_first_s`, then after pauses that double
+    up to `probe_most_s`, and reads the beginning of that object if it is there. An answer makes the circuit half-open:
+    calls pass, but the next failure opens it again and the pauses go on growing. It is fully closed once a call proves
+    that the storage works, or a call that hung returns without error.
 
-    `changed` is called whenever `up` has changed, on any thread, also in the middle of reading `up`: it may wake
-    somebody, and may not wait for anybody. `counts` says in objects what was answered without asking, and how often it
-    went down and up; `last_error` and `since` (as `clock` counts) are for people. `pause(event, seconds)` waits for the
-    event that long.
+    `changed` is called whenever `up` has changed, on any thread, also within a read of `up`: it may wake a thread, and
+    may not block. `counts` has the objects answered while open, and how often the circuit opened and closed;
+    `last_error` and `since` (in `clock`'s time) are for people. `pause(event, seconds)` waits for the event that long.
     """
 
     def __init__(
@@ -80,37 +78,37 @@ class Breaker(Storage):
         self._deadline_s, self._failures, self._close_s = deadline_s, failures, close_s
         self._probe_first_s, self._probe_most_s = probe_first_s, probe_most_s
         self.changed, self._clock, self._pause = changed, clock, pause
-        self._lock = threading.Lock()  # of everything below and of the counts; never held while `inner` is asked
+        self._lock = threading.Lock()  # guards everything below and the counts; never held during a call of `inner`
         self._left = threading.Condition(self._lock)
-        self._inside: set[_Call] = set()
-        self._row = 0  # failures since something was last known to work
-        self._down = self._closed = False
+        self._in_flight: set[_Call] = set()
+        self._failures_in_row = 0  # since a call last proved that the storage works
+        self._open = self._closed = False
         self._probe_s = probe_first_s
         self._prober: threading.Thread | None = None
         self._wake_prober = threading.Event()
-        self._known: str | None = None  # an object that was there when we last heard
+        self._known_name: str | None = None  # an object that was there at the last proof
         self._usage = StorageUsage(0, 0, None, 0)
         self._closer: threading.Thread | None = None
-        self._close_errors: list[StorageError] = []  # that nobody was told of yet
+        self._close_errors: list[StorageError] = []  # not yet raised to a caller
 
     @property
     def up(self) -> bool:
         """Whether calls reach the storage now."""
         with self._lock:
-            turned = self._look_for_hung_calls()
-            self._start_asking()
-            up = not self._down and not self._closed
-        self._tell(turned)
+            changed = self._look_for_hung_calls()
+            self._start_probing()
+            up = not self._open and not self._closed
+        self._notify(changed)
         return up
 
     def look(self) -> None:
-        """Ask once: a storage that does not answer is down from the beginning, and not only after some calls."""
+        """Call once, so that a storage that does not answer is down from the start and not after `failures` calls."""
         try:
             self.exists([ANY_NAME])
         except StorageError as e:
             with self._lock:
-                turned = self._fail(str(e), rows=self._failures)
-            self._tell(turned)
+                changed = self._count_failure(str(e), by=self._failures)
+            self._notify(changed)
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
@@ -144,7 +142,7 @@ class Breaker(Storage):
         )
 
     def usage(self) -> StorageUsage:
-        """What the storage says, or while it is down what it said last."""
+        """The storage's usage, or while it is down the last one known."""
         usage = self._ask("usage", 1, self.inner.usage, None)
         with self._lock:
             self._usage = usage or self._usage
@@ -154,9 +152,9 @@ class Breaker(Storage):
         self.inner.register(memory)
 
     def close(self) -> None:
-        """Let go within `close_s`. Calls that are inside come back when they can; the last of them closes `inner`.
+        """Return within `close_s`. `inner` is closed when the last call in flight has returned.
 
-        A storage is never closed under a call: some crash the process. One in which a call hangs for ever stays open.
+        A storage is never closed under a call: some crash the process. If a call hangs for ever, it stays open.
         """
         with self._lock:
             self._closed = True
@@ -170,8 +168,8 @@ class Breaker(Storage):
             thread.join(max(0.0, end - time.monotonic()))
         with self._lock:
             if threads[0].is_alive():
-                inside = ", ".join(sorted(call.what for call in self._inside)) or "its close"
-                log.warning("a storage hangs in %s: it is closed when that comes back", inside)
+                hanging = ", ".join(sorted(call.what for call in self._in_flight)) or "its close"
+                log.warning("a storage hangs in %s: it is closed when that returns", hanging)
             errors = [*self._close_errors]
             self._close_errors.clear()
         for error in errors:
@@ -187,7 +185,7 @@ class Breaker(Storage):
         down: Answer,
         proof: Callable[[Answer], str | None] = lambda _: None,
     ) -> Answer:
-        """Ask `inner`, or answer `down` while it is. `proof` of an answer names an object that the medium had."""
+        """Call `inner`, or answer `down` while the circuit is open. `proof(answer)` is a name that the medium had."""
         call = self._enter(what, count)
         if call is None:
             return down
@@ -196,7 +194,7 @@ class Breaker(Storage):
         except ConfigError:  # says nothing about the medium
             self._leave(call)
             raise
-        except BaseException as e:  # whatever it is, the call is not inside any more, and it goes on to the caller
+        except BaseException as e:  # also on an interrupt the call must leave `_in_flight`
             self._leave(call, trouble=f"{what}: {e}")
             raise
         self._leave(call, known=proof(answer))
@@ -206,128 +204,128 @@ class Breaker(Storage):
         with self._lock:
             if self._closed:
                 raise StorageError("this storage is closed")
-            turned = self._look_for_hung_calls()
+            changed = self._look_for_hung_calls()
             call = None
-            if self._down:
-                self._start_asking()
-                self.counts[_UNASKED[what]] += count
+            if self._open:
+                self._start_probing()
+                self.counts[_REFUSED[what]] += count
             else:
                 call = _Call(what, self._clock())
-                self._inside.add(call)
-        self._tell(turned)
+                self._in_flight.add(call)
+        self._notify(changed)
         return call
 
     def _leave(self, call: _Call, *, trouble: str = "", known: str | None = None) -> None:
-        """What a call says of the storage; one from before the storage last went down or up says nothing of now."""
+        """Learn from how a call ended; one that began before the last change of state says nothing of now."""
         with self._lock:
-            self._inside.remove(call)
+            self._in_flight.remove(call)
             self._left.notify_all()
-            turned, past = False, call.hung or call.started < self.since
+            changed, past = False, call.hung or call.started < self.since
             if trouble:
                 self.counts["raised"] += 1
-                turned = self._fail(trouble, rows=0 if past else 1)
+                changed = self._count_failure(trouble, by=0 if past else 1)
             elif call.hung or (known is not None and not past):
-                self._known = known if known not in (None, ANY_NAME) else self._known
-                self._row, self._probe_s = 0, self._probe_first_s
-                turned = self._go_up()
-        self._tell(turned)
+                self._known_name = known if known not in (None, ANY_NAME) else self._known_name
+                self._failures_in_row, self._probe_s = 0, self._probe_first_s
+                changed = self._close_circuit()
+        self._notify(changed)
 
-    # --- up and down; all of it under the lock, and true when it has changed
+    # --- the circuit; with the lock held; True: `up` has changed
 
     def _look_for_hung_calls(self) -> bool:
         now = self._clock()
-        hung = [call for call in self._inside if not call.hung and now - call.started > self._deadline_s]
+        hung = [call for call in self._in_flight if not call.hung and now - call.started > self._deadline_s]
         if not hung:
             return False
         for call in hung:
             call.hung = True
             self.counts["hung"] += 1
-        return self._fail(f"{hung[0].what}: no answer within {self._deadline_s:g} s", rows=self._failures)
+        return self._count_failure(f"{hung[0].what}: no answer within {self._deadline_s:g} s", by=self._failures)
 
-    def _fail(self, why: str, rows: int) -> bool:
+    def _count_failure(self, why: str, by: int) -> bool:
         self.last_error = why
-        self._row += rows
-        if self._row < self._failures or self._down or self._closed:
+        self._failures_in_row += by
+        if self._failures_in_row < self._failures or self._open or self._closed:
             return False
-        self._down, self.since = True, self._clock()
+        self._open, self.since = True, self._clock()
         self.counts["went down"] += 1
         log.warning("a storage is down: %s", why)
-        self._start_asking()
+        self._start_probing()
         return True
 
-    def _start_asking(self) -> None:
-        if self._prober is not None or not self._has_to_ask():  # or one hangs in a question of earlier, which will do
+    def _start_probing(self) -> None:
+        if self._prober is not None or not self._must_probe():  # or an earlier probe hangs, and will answer
             return
-        prober = threading.Thread(target=self._probe, name="kvarve asks a storage", daemon=True)
+        prober = threading.Thread(target=self._probe, name="kvarve probes a storage", daemon=True)
         try:
             prober.start()
-        except RuntimeError as e:  # no more threads are to be had: whoever comes next tries again
-            log.warning("nobody asks whether the storage is up: %s", e)
+        except RuntimeError as e:  # no more threads: the next call tries again
+            log.warning("no thread to probe a storage that is down: %s", e)
         else:
             self._prober = prober
 
-    def _go_up(self) -> bool:
-        if not self._down or self._closed:
+    def _close_circuit(self) -> bool:
+        if not self._open or self._closed:
             return False
-        self._down, self.since = False, self._clock()
+        self._open, self.since = False, self._clock()
         self._wake_prober.set()
         self.counts["came up"] += 1
         log.warning("a storage is up again")
         return True
 
-    def _tell(self, turned: bool) -> None:
-        """Never under the lock: who is told will ask."""
-        if turned:
+    def _notify(self, changed: bool) -> None:
+        """Never with the lock held: the callback reads `up`."""
+        if changed:
             try:
                 self.changed()
-            except Exception:  # whoever reads or writes a page, or asks for us, is not to suffer for it
-                log.exception("a bug in who is told that a storage went down or up")
+            except Exception:  # must not fail the call that noticed the change
+                log.exception("a bug in the callback that hears that a storage went down or up")
 
     # --- threads of our own
 
     def _probe(self) -> None:
-        """Ask until the storage is up again, by an answer to this or to another call."""
+        """Probe until the circuit is closed, by a probe or by a call that hung and returned."""
         while True:
             with self._lock:
-                if not self._has_to_ask():
+                if not self._must_probe():
                     self._prober = None
                     return
                 pause_s, self._probe_s = self._probe_s, min(2 * self._probe_s, self._probe_most_s)
                 self._wake_prober.clear()
             self._pause(self._wake_prober, pause_s)
-            call = _Call("probe", 0.0, hung=True)  # nothing more can be held against it
+            call = _Call("probe", 0.0, hung=True)  # a probe that hangs is no further failure
             with self._lock:
-                if not self._has_to_ask():
+                if not self._must_probe():
                     continue
-                self._inside.add(call)
-                name = self._known or ANY_NAME
+                self._in_flight.add(call)
+                name = self._known_name or ANY_NAME
             trouble = ""
             try:
                 if self.inner.exists([name]) == [True]:
-                    self.inner.get([name], [memoryview(bytearray(_LOOK_BYTES))])
+                    self.inner.get([name], [memoryview(bytearray(_PROBE_BYTES))])
             except StorageError as e:
                 trouble = str(e)
-            except Exception as e:  # or nobody would ask any more
+            except Exception as e:  # else the probes would end
                 trouble = f"{type(e).__name__}: {e}"
                 log.exception("a bug in a storage")
             with self._lock:
-                self._inside.remove(call)
+                self._in_flight.remove(call)
                 self._left.notify_all()
                 self.counts["probes"] += 1
-                turned = False
+                changed = False
                 if trouble:
                     self.last_error = f"probe: {trouble}"
-                elif self._down:  # else a call that hung has come back meanwhile, which says more
-                    self._row = self._failures - 1  # a chance, no more
-                    turned = self._go_up()
-            self._tell(turned)
+                elif self._open:  # else a call that hung has returned, which proves more
+                    self._failures_in_row = self._failures - 1  # half-open: the next failure opens it again
+                    changed = self._close_circuit()
+            self._notify(changed)
 
-    def _has_to_ask(self) -> bool:
-        return self._down and not self._closed
+    def _must_probe(self) -> bool:
+        return self._open and not self._closed
 
     def _close_inner(self) -> None:
         with self._lock:
-            self._left.wait_for(lambda: not self._inside)
+            self._left.wait_for(lambda: not self._in_flight)
         try:
             self.inner.close()
         except StorageError as e:

@@ -1,4 +1,4 @@
-"""What time it is in a file store. Times of objects are ns of it, so that nobody who sets a clock can make them old."""
+"""The clock of a file store, in whose ns objects have their times: setting the wall clock does not expire objects."""
 
 import struct
 import zlib
@@ -8,32 +8,31 @@ from dataclasses import dataclass
 from kvarve.storage.disk import Disk
 
 _PAIR = struct.Struct("<16sqqqI")
-_LATEST_NS = 1 << 62  # in the year 2116, and far enough from where 64 bits end
-_NEAR_NS = 60_000_000_000  # so far the clock may have been behind what is stored: it is written twice as often
+_LATEST_NS = 1 << 62  # the year 2116, far from the end of 64 bits
+_NEAR_NS = 60_000_000_000  # how far the saved clock may be behind stored objects: it is saved twice as often
 
 
 @dataclass
 class Clock:
-    """The age of a store, in ns. It goes on evenly while the store is open, whatever somebody sets the wall clock to.
+    """The age of a store, in ns. It never goes back, and runs evenly while the store is open, whatever the wall clock.
 
-    What was (boot, time since boot, wall time, store time) together is kept with the store. Within one boot of the
-    machine the time since boot alone counts, so all processes agree; after another one the wall clock says for how long
-    the store was closed, and if that has gone back, no time has passed. It never goes back. `file`: -1 if there
-    is none.
+    The store saves (boot, time since boot, wall time, store time) at one moment. Within one boot of the machine only
+    the time since boot counts, so all processes agree; after a reboot the wall clock tells how long the store was
+    closed, and if it has gone back, no time has passed. `file`: -1 if there is none.
     """
 
     disk: Disk
     file: int
     _boot: bytes = b""
     _behind_ns: int = 0  # store time at boot
-    _led_ns: int = 0  # how far what is stored has moved it
+    _led_ns: int = 0  # how far times of stored objects have advanced it
 
     def __post_init__(self) -> None:
         self._boot = self.disk.boot()
         since_boot, wall = self.disk.since_boot_ns(), self._wall_ns()
         raw = b""
         if self.file >= 0:
-            with suppress(OSError):  # what cannot be read says as little as what is damaged
+            with suppress(OSError):  # unreadable counts as damaged
                 raw = self.disk.peek(self.file, _PAIR.size, 0)
         now = wall
         if len(raw) == _PAIR.size and zlib.crc32(raw[:-4]) == int.from_bytes(raw[-4:], "little"):
@@ -50,7 +49,7 @@ class Clock:
         return self._behind_ns + self.disk.since_boot_ns()
 
     def at_least(self, time_ns: int) -> None:
-        """Something in the store is from then: what was kept of the clock is older. A minute of that is believed."""
+        """Advance to the time of a stored object, as the saved clock is older; by a minute in all at most."""
         ahead_ns = min(max(0, time_ns - self.now_ns()), _NEAR_NS - self._led_ns)
         self._behind_ns += ahead_ns
         self._led_ns += ahead_ns

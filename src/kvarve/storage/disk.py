@@ -1,7 +1,7 @@
 """Every system call of the file store, so that a test can put a disk that fails in its place.
 
-Files are reached through the descriptor of the folder in which they lie, never through a link, and only if they are
-ours: regular files with one name, which belong to us and which nobody else may write to.
+Files are opened through the descriptor of their folder, never through a link, and only if they are ours: regular files
+with one name, owned by us and not writable by others.
 """
 
 import errno
@@ -16,16 +16,15 @@ from pathlib import Path
 
 import numpy as np
 
-# What users' prompts left behind is not for everyone on the machine to read.
+# Other users of the machine may not read pages of prompts.
 _FILE_MODE, _FOLDER_MODE, _PARENT_MODE = 0o600, 0o700, 0o755
 _OTHERS_MAY_WRITE = 0o022
-# What a file system says that cannot preallocate.
+# Errors of file systems that cannot preallocate.
 _CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
-# What the kernel says of a link, a folder, a pipe or a device where a file should be.
+# Errors of the kernel for a link, a folder, a pipe or a device in place of a file.
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.ENODEV)
 
-# What is said of a file or a folder that nobody will be able to read the next time either: the medium is damaged there,
-# or the file system, or somebody has changed its mode.
+# Permanent errors of a file or a folder: the medium or the file system is damaged there, or its mode was changed.
 UNREADABLE = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EACCES)
 
 _UNKNOWN_BYTES = 1 << 60
@@ -34,7 +33,7 @@ BLOCK_BYTES = 4096  # direct I/O moves whole blocks between block-aligned places
 
 
 class NotOurs(OSError):
-    """A file or a folder that this store has not made: it is not followed, read, changed or removed."""
+    """This store has not made that file or folder: it is not followed, read, changed or removed."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(errno.EPERM, f"{path} {why}")
@@ -45,22 +44,22 @@ class NotOurs(OSError):
 
 @dataclass(frozen=True)
 class Directory:
-    """An open folder. What lies in it is reached through `file`, its descriptor: a link that is put in the folder's
-    place afterwards leads nobody astray. `owner`: the uid to whom all that is ours in it belongs."""
+    """An open folder. Its files are opened through `file`, its descriptor, so a link that replaces the folder later is
+    not followed. `owner`: the uid that owns our files in it."""
 
     path: Path
     file: int
     owner: int
-    identity: tuple[int, int]  # of the device and on it
+    identity: tuple[int, int]  # device and inode
 
 
 class Disk:
-    """The file system as it is. A file is known by its descriptor; trouble is an OSError."""
+    """The real file system. A file is a descriptor; every error is an OSError."""
 
     # --- folders
 
     def uid(self) -> int:
-        """Who we are: what a store makes belongs to this user."""
+        """The user that owns what a store makes."""
         return os.geteuid()
 
     def enter(self, path: Path, *, for_maintenance: bool = False) -> Directory:
@@ -69,7 +68,7 @@ class Disk:
         `for_maintenance`: it may be another user's, as nothing is written.
         """
         owner = path.lstat().st_uid if for_maintenance else self.uid()
-        _require_folder(path, path.lstat(), owner)  # says more than the error of the next line
+        _require_folder(path, path.lstat(), owner)  # a clearer error than that of the next line
         return self._entered(path, os.open(path, _FOLDER_FLAGS), owner)
 
     def enter_below(self, folder: Directory, name: str) -> Directory:
@@ -82,27 +81,27 @@ class Disk:
         try:
             found = self.stat(file)
             _require_folder(path, found, owner)
-        except BaseException:  # whatever it is, it goes on to the caller
+        except BaseException:  # also on an interrupt
             self.close(file)
             raise
         return Directory(path, file, owner, (found.st_dev, found.st_ino))
 
     @contextmanager
     def closing(self, folder: Directory) -> Iterator[Directory]:
-        """A folder that is closed in the end."""
+        """Close the folder at the end of the block."""
         try:
             yield folder
         finally:
             self.close(folder.file)
 
     def identity(self, file: int) -> tuple[int, int]:
-        """What no other file has as long as this one is open."""
+        """Device and inode, which no other file has while this one is open."""
         found = self.stat(file)
         return found.st_dev, found.st_ino
 
     def is_there(self, path: str, identity: tuple[int, int]) -> bool:
-        """Whether a path still leads to an open file or folder: it may have been removed, or moved away. How many names
-        it has says less, as another one may be anywhere."""
+        """Whether a path still leads to an open file or folder, so it was not removed or moved. The link count would
+        not tell, as another name may be anywhere."""
         try:
             now = os.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -110,14 +109,14 @@ class Disk:
         return (now.st_dev, now.st_ino) == identity
 
     def make_root(self, path: Path) -> None:
-        """Make a folder for ourselves where there is none, and those above it."""
+        """Make a private folder if it is missing, and its parents."""
         for place in (*reversed(path.parents), path):
             with suppress(FileExistsError):
                 if not place.is_dir():
                     place.mkdir(_FOLDER_MODE if place == path else _PARENT_MODE)
 
     def make_folder(self, folder: Directory, name: str) -> None:
-        """Make a folder in a folder, where there is none."""
+        """Make a folder in a folder, if it is missing."""
         with suppress(FileExistsError):
             os.mkdir(name, _FOLDER_MODE, dir_fd=folder.file)
 
@@ -125,20 +124,20 @@ class Disk:
         os.rmdir(name, dir_fd=folder.file)
 
     def entries(self, folder: Directory) -> dict[str, os.stat_result]:
-        """All that lies in a folder. Links are told as links. OSError: it cannot be listed."""
+        """All entries of a folder; links are not followed. OSError: it cannot be listed."""
         found = {}
-        file = os.open(".", _FOLDER_FLAGS, dir_fd=folder.file)  # so that two threads may list it at once
+        file = os.open(".", _FOLDER_FLAGS, dir_fd=folder.file)  # of its own, so that two threads may list at once
         try:
             with os.scandir(file) as listed:
                 for each in listed:
-                    with suppress(FileNotFoundError):  # somebody removes it while we look
+                    with suppress(FileNotFoundError):  # removed meanwhile
                         found[each.name] = each.stat(follow_symlinks=False)
         finally:
             os.close(file)
         return found
 
     def look(self, folder: Directory, name: str) -> os.stat_result:
-        """What has a name in a folder. A link is told as a link."""
+        """Stat a name in a folder; a link is not followed."""
         return os.stat(name, dir_fd=folder.file, follow_symlinks=False)
 
     def files(self, folder: Directory) -> dict[str, os.stat_result]:
@@ -147,7 +146,7 @@ class Disk:
         return {name: it for name, it in found if not objection(it, folder.owner, folder=False)}
 
     def rename(self, folder: Directory, old: str, new: str) -> None:
-        """What has the new name is replaced. NotOurs: it is no file of ours."""
+        """Replaces a file with the new name. NotOurs: that is no file of ours."""
         with suppress(FileNotFoundError):
             self._require_ours(folder, new)
         os.rename(old, new, src_dir_fd=folder.file, dst_dir_fd=folder.file)
@@ -157,7 +156,7 @@ class Disk:
         os.unlink(name, dir_fd=folder.file)
 
     def truncate(self, folder: Directory, name: str) -> None:
-        """Nothing is left in a file, and its room is free, whoever has it open."""
+        """Empty a file, which frees its blocks even if a process has it open."""
         file = self.open(folder, name)
         try:
             os.ftruncate(file, 0)
@@ -165,12 +164,12 @@ class Disk:
             self.close(file)
 
     def sync_folder(self, folder: Directory) -> None:
-        """Return when the names in a folder have reached the medium."""
+        """Return when the names in a folder are on the medium."""
         os.fsync(folder.file)
 
-    def room(self, folder: Directory) -> tuple[int, int]:
-        """How many bytes are free on the disk for who is not root, of how many. What does not say how large it is has
-        room until it says that it is full."""
+    def space(self, folder: Directory) -> tuple[int, int]:
+        """Free bytes of the disk for users other than root, and its size. A file system that does not tell its size
+        counts as large until it reports that it is full."""
         found = os.fstatvfs(folder.file)
         if not found.f_blocks:
             return _UNKNOWN_BYTES, _UNKNOWN_BYTES
@@ -189,7 +188,7 @@ class Disk:
     ) -> int:
         """`create`: FileExistsError if it is there. `direct`: past the page cache; OSError where that cannot be.
 
-        NotOurs: what has this name is no file of ours. A pipe or a device keeps nobody waiting.
+        NotOurs: the name is no file of ours. A pipe or a device does not block the call.
         """
         flags = (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
         if create:
@@ -207,7 +206,7 @@ class Disk:
         try:
             _require_file(folder, name, self.stat(file))
             os.set_blocking(file, True)
-        except BaseException:  # whatever it is, it goes on to the caller
+        except BaseException:  # also on an interrupt
             self.close(file)
             raise
         return file
@@ -227,7 +226,7 @@ class Disk:
         return os.pread(file, size_bytes, at)
 
     def read(self, file: int, into: Sequence[memoryview], at: int) -> int:
-        """How many bytes were read; fewer than asked for at the end of the file, or as the disk likes."""
+        """How many bytes were read; fewer than asked for at the end of the file, or at the disk's choice."""
         return os.preadv(file, into, at)
 
     def write(self, file: int, data: Sequence[memoryview | bytes], at: int) -> int:
@@ -235,14 +234,14 @@ class Disk:
         return os.pwritev(file, data, at)
 
     def sync(self, file: int) -> None:
-        """Return when all that was written to the file has reached the medium."""
+        """Return when all writes to the file are on the medium."""
         os.fdatasync(file)
 
     def size(self, file: int) -> int:
         return self.stat(file).st_size
 
     def allocate(self, file: int, size_bytes: int) -> None:
-        """Make the file at least this long and, where the file system can, take its room on the disk."""
+        """Make the file at least this long and, where the file system can, allocate its blocks."""
         try:
             os.posix_fallocate(file, 0, size_bytes)
         except OSError as error:
@@ -251,13 +250,13 @@ class Disk:
             os.ftruncate(file, max(size_bytes, self.size(file)))
 
     def cut(self, file: int, size_bytes: int) -> None:
-        """Take away what is behind so many bytes."""
+        """Cut the file to at most this size."""
         os.ftruncate(file, min(size_bytes, self.size(file)))
 
-    # --- locks: the kernel lets go of them when the process ends, however it ends
+    # --- locks: the kernel releases them when the process ends, however it ends
 
     def lock(self, file: int, *, wait: bool = True, shared: bool = False) -> bool:
-        """Whether the file is now ours alone; `shared`: ours, and perhaps of others who share."""
+        """Whether this process now has the exclusive (or with `shared` a shared) lock of the file."""
         try:
             fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
@@ -265,32 +264,32 @@ class Disk:
         return True
 
     def unlock(self, file: int) -> None:
-        """Also for a copy of the descriptor that a fork may hold."""
+        """Unlock also for copies of the descriptor in forked processes."""
         fcntl.flock(file, fcntl.LOCK_UN)
 
     # --- clocks
 
     def wall_ns(self) -> int:
-        """What people call the time; somebody may set it."""
+        """The wall clock, which can be set."""
         return time.time_ns()
 
     def since_boot_ns(self) -> int:
-        """Nobody can set it; it is the same for all processes, until the machine starts anew."""
+        """A clock that cannot be set, one for all processes until the machine reboots."""
         return time.clock_gettime_ns(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic_ns()
 
     def boot(self) -> bytes:
-        """Which start of which machine this is, in 16 bytes."""
+        """The id of this boot of this machine, in 16 bytes."""
         try:
             return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
         except (OSError, ValueError):
-            return os.urandom(16)  # then every opening asks the wall clock how long it was closed
+            return os.urandom(16)  # then every opening uses the wall clock for the time it was closed
 
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def objection(found: os.stat_result, owner: int, *, folder: bool) -> str:
-    """Why a file (a folder) is none that this store has made, and what to do; empty if it may be."""
+    """Why this store cannot have made a file (a folder), and what to do; empty if it may have."""
     if stat.S_ISLNK(found.st_mode):
         return "is a link, and links are not followed: name what it leads to"
     if folder and not stat.S_ISDIR(found.st_mode):
@@ -320,12 +319,12 @@ def _require_file(folder: Directory, name: str, found: os.stat_result) -> None:
 
 
 def is_aligned(view: memoryview) -> bool:
-    """Whether direct I/O may use this memory as it is."""
+    """Whether direct I/O may use this memory."""
     if view.nbytes == 0 or view.nbytes % BLOCK_BYTES:
         return False
     return address(view) % BLOCK_BYTES == 0
 
 
 def address(view: memoryview) -> int:
-    """Where memory begins that is not empty."""
+    """The address of memory that is not empty."""
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])

@@ -1,17 +1,16 @@
-"""Objects in a few large files below one folder, at most so many bytes. Knows names and bytes only.
+"""Objects in a few large files below one folder, within a capacity. Knows names and bytes only.
 
-A slab is a file of equal slots, with another one for the table of what lies in them (`table`); where things lie is said
-in `folder`. What is known of it in memory, and who has to go when room is short, is in `index`; `room` makes slabs and
-removes them. Here are the calls:
-they take locks, ask the index, and move bytes, by direct I/O where the file system has it and several threads at once.
+A slab is a file of equal slots, with a second file for their table (`slabs`, `table`); `folder` has the layout of the
+folder, `index` what is known of the objects in memory and which are evicted, and `slab_allocator` makes and removes
+slabs. The calls here take locks, use the index, and move bytes on several threads, by direct I/O where it is available.
 
-A put is on the medium when it answers True: the data, then the entries in the tables, then a sync of both. The entries
-need not wait for the data, because whoever reads an object checks its own checksum: what a power cut tears is a miss,
+A put is durable when it answers True: it writes the data, then the entries in the tables, then syncs both. The entries
+need not wait for the data, because a reader checks each object's own checksum: an object torn by a power cut is a miss,
 and so is a slot that was given to another object and still has its old entry. Nothing is ever replaced.
 
-Several processes may have one folder open. They change tables one at a time (a mutex that the kernel lets go of when a
-process dies), fill rows that they have reserved without any lock, and read without any lock: who has read an object
-makes sure afterwards that it was still there.
+Several processes may have one folder open. They change tables one at a time (under a mutex that the kernel releases
+when a process dies), fill rows that they have reserved without a lock, and read without a lock: after a read, the
+reader checks that the row still holds the same object.
 """
 
 import errno
@@ -29,7 +28,6 @@ import numpy as np
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names
-from kvarve.storage.crew import Crew
 from kvarve.storage.disk import Disk
 from kvarve.storage.folder import Folder, check_contents, check_folder, medium
 from kvarve.storage.index import Call, Index, Limits, RowAddress
@@ -37,14 +35,15 @@ from kvarve.storage.orders import ORDERS
 from kvarve.storage.slab_allocator import AT_ONCE, FULL, SlabAllocator
 from kvarve.storage.slabs import RowSpan, Slab, runs
 from kvarve.storage.table import FREE, RETIRED, STORED
+from kvarve.storage.worker_pool import WorkerPool
 
 log = logging.getLogger(__name__)
 
 DEFAULT_THREADS = 4
-_MOVE, _SYNC = 0, 1  # two crews: a sync behind the writes of other puts would wait for all of them
+_MOVE, _SYNC = 0, 1  # two pools: else a sync would queue behind the writes of other puts
 _Work = TypeVar("_Work")
 _SAVE_CLOCK_NS = 30_000_000_000
-_YOUNG_NS = 60_000_000_000  # by then the kernel has written what another process stored, even if that has died
+_YOUNG_NS = 60_000_000_000  # the kernel has written older data of any process, even one that died
 
 
 def check_limits(ttl_s: float | None, quota_bytes: int | None, eviction: str, threads: int) -> None:
@@ -52,7 +51,7 @@ def check_limits(ttl_s: float | None, quota_bytes: int | None, eviction: str, th
     if ttl_s is not None and not ttl_s > 0:
         raise ConfigError(f"objects that live for {ttl_s} s are never found: give a ttl above zero, such as 7d")
     if quota_bytes is not None and quota_bytes <= 0:
-        raise ConfigError(f"a quota of {quota_bytes} bytes lets nobody in: give one above zero, such as 1GiB")
+        raise ConfigError(f"a quota of {quota_bytes} bytes admits no object: give one above zero, such as 1GiB")
     if eviction not in ORDERS:
         raise ConfigError(f"unknown eviction order {eviction!r}; known: {', '.join(ORDERS)}")
     if threads < 1:
@@ -61,25 +60,25 @@ def check_limits(ttl_s: float | None, quota_bytes: int | None, eviction: str, th
 
 @dataclass(eq=False)
 class _InFlightPut:
-    """What one round of a put is about to write."""
+    """The rows of one round of a put."""
 
     places: dict[int, RowAddress] = field(default_factory=dict)  # by the object's number in the call
     failed: dict[int, OSError] = field(default_factory=dict)
-    moving: list[Future[OSError | None]] = field(default_factory=list)  # what threads have been told to write
-    # Slabs to be synced, as what was written to them, or was there already and is young, may not be on the medium yet;
-    # and how many of their syncs had failed before it was written.
+    moving: list[Future[OSError | None]] = field(default_factory=list)  # writes in flight
+    # Slabs to sync, with new or young objects that may not be on the medium yet; and how many of their syncs had failed
+    # before the write.
     failed_syncs: dict[Slab, int] = field(default_factory=dict)
-    given_up: bool = False  # the put has ended without them
+    given_up: bool = False  # the put has ended without a sync of them
 
 
 class FileStorage(Storage):
     """At most `capacity_bytes` of files below `directory` (absolute; made when missing).
 
-    The capacity bounds the whole folder, with all models in it: those that nobody has open make room. Objects lie in
-    slots of whole 4 KiB. What does not fit pushes out what the order `eviction` says (lru, lfu, s3fifo). What was
-    stored more than `ttl_s` ago is missing. `quota_bytes`: the most that the objects of one group (what stands before
-    the first "-" of a name) may take; `threads`: that read and write at once, and as many that sync. `for_maintenance`:
-    reads are no uses, the store does not count as open, and nothing is evicted.
+    The capacity bounds the whole folder with all its models: idle models' slabs are removed when space is needed.
+    Objects lie in slots of whole 4 KiB. A new object evicts others by the order `eviction` (lru, lfu, s3fifo). Objects
+    stored more than `ttl_s` ago are missing. `quota_bytes`: bound on the objects of one group (the part of a name
+    before the first "-"); `threads`: for reads and writes, and as many for syncs. `for_maintenance`: reads are no uses,
+    the store does not count as open, and nothing is evicted.
     """
 
     def __init__(
@@ -100,45 +99,45 @@ class FileStorage(Storage):
         self._disk, self._label, self._description = disk or Disk(), label, description
         self._threads, self._for_maintenance = threads, for_maintenance
         self._limits = Limits(capacity_bytes, eviction, None if ttl_s is None else int(ttl_s * 1e9), quota_bytes)
-        # Who only looks after a store has no capacity to defend.
+        # Maintenance accepts any capacity.
         self._capacity_bytes = None if for_maintenance else capacity_bytes
         self._directory = check_folder(directory, self._capacity_bytes, label, description, self._disk)
-        # Whoever changes tables holds `_writing`, then the folder's mutex, and `_lock` for moments. Nothing slow
-        # happens under `_lock`, which is all that a reader needs.
+        # To change tables a thread takes `_writing`, then the folder's mutex, and `_lock` for moments. Readers need
+        # `_lock` alone, so it is not held during slow work.
         self._writing, self._lock = threading.Lock(), threading.Lock()
         self._saved_ns = self._opened_ns = 0
-        self._unsynced: dict[RowAddress, _InFlightPut] = {}  # what is in the tables and may not be on the medium yet
-        self._crews: list[Crew] = []
+        self._unsynced: dict[RowAddress, _InFlightPut] = {}  # in the tables, perhaps not on the medium yet
+        self._pools: list[WorkerPool] = []
         self._open = False
         self._enter(make=True)
         self._open = True
         _open_here.add(self)
 
     def _enter(self, *, make: bool) -> None:
-        """Become one of the processes that have the folder open."""
+        """Open the folder for this process."""
         with ExitStack() as undo, medium(self._directory):
             folder = Folder(self._disk, self._directory, self._label, self._description, make=make)
             undo.callback(folder.close)
             with folder.mutex():
-                # It may have changed since it was looked at.
+                # The folder may have changed since the first check.
                 check_contents(self._disk, folder.root, self._capacity_bytes, self._label, self._description)
                 folder.enter(self._capacity_bytes)
                 index = Index(self._disk, folder, self._label, self._limits)
                 allocator = SlabAllocator(index, self._lock)
                 if folder.alone():
-                    index.begin(mend=not self._for_maintenance)
+                    index.begin(repair=not self._for_maintenance)
                 elif not index.sequence_lock.is_begun():
                     raise StorageError(
-                        f"{folder.model.path}: processes have it open, and somebody has removed the file by which "
-                        f"they hear of each other: end them first"
+                        f"{folder.model.path}: processes have it open, and the file by which they see each other's "
+                        f"changes was removed: end them first"
                     )
             undo.callback(index.close)
-            index.take_in()  # takes long where there is much, so without the mutex
+            index.refresh()  # slow if there are many objects, so without the mutex
             with folder.mutex():
-                index.take_in(closely=True)
-                index.settle()
-                # What the last processes left; the capacity may be smaller than last time, too.
-                with suppress(OSError):  # read-only, it can still be read
+                index.refresh(closely=True)
+                index.repair()
+                # Clean up after the last processes; the capacity may be smaller than theirs.
+                with suppress(OSError):  # a read-only store can still be read
                     index.reclaim()
                     index.publish()
                     if not self._for_maintenance:
@@ -150,15 +149,15 @@ class FileStorage(Storage):
             self._folder, self._index, self._allocator = folder, index, allocator
             self._unsynced.clear()
 
-    def _require_home(self) -> None:
-        """Raise StorageError unless the folder is where it was, and ours, or there is another one in its place.
+    def _require_in_place(self) -> None:
+        """Raise StorageError unless the folder is still in its place, or was replaced by one that can be opened.
 
-        A folder that has been emptied, or made anew, is entered again; one that is gone is not made: a disk that was
-        unmounted leaves a place where nothing should be written.
+        A folder that was emptied, or made anew, is opened again; a missing one is not made, because the mount point of
+        an unmounted disk must not be written to.
         """
         left = self._folder
-        try:  # as `medium` does, which takes as long as all the rest of this look
-            if left.is_home():
+        try:  # `medium`, inlined: it would double the time of this check
+            if left.is_in_place():
                 return
         except OSError as error:
             raise StorageError(f"{self._directory}: {error}") from error
@@ -171,8 +170,8 @@ class FileStorage(Storage):
                     return
                 index = self._index
                 in_flight = in_flight and bool(index.held)
-            log.warning("%s: somebody has removed or moved away what lies in it", self._directory)
-            if in_flight:  # entered anew, we would give away the rows that they fill
+            log.warning("%s: its contents were removed or moved away from outside", self._directory)
+            if in_flight:  # opened anew, their rows could be given to other objects
                 raise StorageError(f"{self._directory}: what lies in it was removed while a put was under way")
             try:
                 check_folder(self._directory, self._capacity_bytes, self._label, self._description, self._disk)
@@ -187,10 +186,10 @@ class FileStorage(Storage):
     # --- the calls
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        self._require_home()
+        self._require_in_place()
         with self._lock, medium(self._directory):
             self._require_open()
-            self._index.take_in()
+            self._index.refresh()
             if self._index.limits.ttl_ns is None:
                 index = self._index.entries
                 found = [name in index for name in names]
@@ -198,18 +197,18 @@ class FileStorage(Storage):
                 now_ns = self._index.clock.now_ns()
                 found = [self._index.find(name, now_ns) is not None for name in names]
         if not all(found):
-            check_names(names)  # what is there has a name that can be
+            check_names(names)  # a stored object has a legal name
         return found
 
     def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
-        """As the protocol says; of an object that another process evicts meanwhile (None) parts may be read."""
+        """As the protocol; if another process evicts an object meanwhile (None), its buffer may be partly filled."""
         check_batch(names, into)
-        self._require_home()
+        self._require_in_place()
         pieces, generations, sizes = [], [], []
         answers: list[int | None] = [None] * len(names)
         with self._lock, medium(self._directory):
             self._require_open()
-            self._index.take_in()
+            self._index.refresh()
             now_ns = self._index.clock.now_ns()
             for number, (name, view) in enumerate(zip(names, into, strict=True)):
                 place = self._index.find(name, now_ns)
@@ -228,9 +227,9 @@ class FileStorage(Storage):
             removed = {slab for slab in {piece.slab for piece in pieces} if slab.is_gone()}
         with self._lock, medium(self._directory):
             self._require_open()
-            self._index.take_in()
+            self._index.refresh()
             for piece, generation, size_bytes in zip(pieces, generations, sizes, strict=True):
-                if piece.slab in removed or not self._index.stands((piece.slab, piece.row), generation):
+                if piece.slab in removed or not self._index.is_current((piece.slab, piece.row), generation):
                     continue
                 if counts.get(piece.number) == piece.view.nbytes:
                     answers[piece.number] = size_bytes
@@ -238,7 +237,7 @@ class FileStorage(Storage):
                 else:
                     gone.append((piece.slab, piece.row, generation))
             stamps = self._index.use(used) if not self._for_maintenance else []
-        with suppress(OSError):  # on a disk that became read-only there is no order to keep
+        with suppress(OSError):  # on a disk that became read-only the order does not matter
             for slab, row, when, uses in stamps:
                 slab.stamp(row, when, uses)
         if gone:
@@ -249,22 +248,22 @@ class FileStorage(Storage):
 
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
         check_batch(names, data)
-        self._require_home()
+        self._require_in_place()
         call, answers = Call(), dict[int, bool]()
         first: dict[str, int] = {}
         for number, name in enumerate(names):
             first.setdefault(name, number)
         numbers = list(first.values())
         try:
-            # What finds a bad place, or one without room behind it, gets a second one.
+            # An object whose slot is bad, or has no blocks on the disk, gets a second try.
             for _ in range(2):
                 in_flight = self._reserve(call, numbers, names, data, answers)
                 if in_flight.places:
                     try:
                         self._write(in_flight, data)
                         self._commit(call, in_flight, names, data, answers)
-                    except BaseException:  # whatever it is, nobody fills those rows, and it goes on to the caller
-                        self._give_back(in_flight)
+                    except BaseException:  # also on an interrupt the rows are released
+                        self._release_rows(in_flight)
                         raise
                 self._sync(in_flight, answers)
                 self._require_kept(call)
@@ -283,7 +282,7 @@ class FileStorage(Storage):
 
     def delete(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
-        self._require_home()
+        self._require_in_place()
         deleted = []
         with medium(self._directory), self._changing():
             for at in range(0, len(names), AT_ONCE):
@@ -298,10 +297,10 @@ class FileStorage(Storage):
         return deleted
 
     def usage(self) -> StorageUsage:
-        self._require_home()
+        self._require_in_place()
         with self._lock, medium(self._directory):
             self._require_open()
-            self._index.take_in()
+            self._index.refresh()
             objects, size_bytes = self._index.count(self._index.clock.now_ns())
             return StorageUsage(objects, size_bytes, self._limits.capacity_bytes, self._index.evicted)
 
@@ -312,22 +311,22 @@ class FileStorage(Storage):
 
     @contextmanager
     def looking(self) -> Iterator[Index]:
-        """What the store knows, for those who take care of it; they change nothing."""
-        self._require_home()
+        """The index, for maintenance that changes nothing."""
+        self._require_in_place()
         with self._lock, medium(self._directory):
             self._require_open()
-            self._index.take_in()
+            self._index.refresh()
             yield self._index
 
     @contextmanager
     def changing(self) -> Iterator[Index]:
-        """The same, alone among all processes; whoever changes something publishes it."""
-        self._require_home()
+        """The same with all other processes excluded; the caller publishes its changes."""
+        self._require_in_place()
         with medium(self._directory), self._changing(), self._lock:
             yield self._index
 
     def close(self) -> None:
-        """Rows that a call is still filling stay this process's own until it comes back."""
+        """Close; rows that a call is still filling stay reserved until it returns."""
         if self._index.doubtful:
             with suppress(OSError, StorageError), self._changing(), self._lock:
                 self._index.publish()
@@ -337,7 +336,7 @@ class FileStorage(Storage):
                 with suppress(OSError):
                     if not self._for_maintenance:
                         self._index.clock.save()
-                self._let_go()
+                self._release_slabs()
                 self._leave_folder()
 
     # --- a put, step by step
@@ -350,7 +349,7 @@ class FileStorage(Storage):
         data: Sequence[memoryview],
         answers: dict[int, bool],
     ) -> _InFlightPut:
-        """Find what is there already, and rows for the rest; what finds neither is answered False."""
+        """Find stored objects, and reserve rows for the others; an object that gets no row is answered False."""
         in_flight = _InFlightPut()
         with self._changing():
             try:
@@ -360,20 +359,20 @@ class FileStorage(Storage):
                     if self._is_there(call, in_flight, name, now_ns):
                         answers[number] = True
                         continue
-                    place = self._allocator.seat(call, name, data[number].nbytes)
+                    place = self._allocator.reserve(call, name, data[number].nbytes)
                     answers[number] = False
                     if place is not None:
                         in_flight.places[number] = place
                         in_flight.failed_syncs.setdefault(place[0], place[0].failed_syncs())
                 self._index.publish(self._lock)
-            except BaseException:  # whatever it is, nobody fills those rows, and it goes on to the caller
+            except BaseException:  # also on an interrupt the rows are abandoned
                 with self._lock:
                     self._index.abandon(in_flight.places.values())
                 raise
         return in_flight
 
     def _is_there(self, call: Call, in_flight: _InFlightPut, name: str, now_ns: int) -> bool:
-        """Then it is used, and stays at least until the call is done. What is too old makes room."""
+        """Whether an object is stored. If so, it counts as used, and this call keeps it; an expired one is dropped."""
         with self._lock:
             place = self._index.find(name, now_ns)
             if place is not None:
@@ -388,7 +387,7 @@ class FileStorage(Storage):
             return place is not None
 
     def _sync_too(self, in_flight: _InFlightPut, place: RowAddress) -> None:
-        """What another put has stored may not be on the medium yet, if it is young or that put is under way."""
+        """Sync another put's object as well: it is young or that put is in flight, so it may not be on the medium."""
         slab = place[0]
         known = (
             put.failed_syncs[slab] for put in (in_flight, self._unsynced.get(place)) if put and slab in put.failed_syncs
@@ -406,12 +405,12 @@ class FileStorage(Storage):
                 except OSError as its_own:
                     in_flight.failed[piece.number] = its_own
 
-    def _give_back(self, in_flight: _InFlightPut) -> None:
-        """Nobody else may have a row while a thread still writes to it, as when who waits for it is interrupted."""
+    def _release_rows(self, in_flight: _InFlightPut) -> None:
+        """Free the rows once no thread writes to them any more: a write goes on if its caller is interrupted."""
         while in_flight.moving:
             moving = in_flight.moving.pop()
             if not moving.done():
-                moving.add_done_callback(lambda _: self._give_back(in_flight))
+                moving.add_done_callback(lambda _: self._release_rows(in_flight))
                 return
         with suppress(OSError, StorageError), self._changing(), self._lock:
             self._index.release(in_flight.places.values())
@@ -430,7 +429,7 @@ class FileStorage(Storage):
         data: Sequence[memoryview],
         answers: dict[int, bool],
     ) -> None:
-        """What is written is there, from now on for everybody; the rows of the rest are free, or retired."""
+        """Publish the written objects; the rows of the others become FREE or RETIRED."""
         call.of_group.clear()
         full, kept, places = list[RowAddress](), list[RowAddress](), [*in_flight.places.items()]
         with self._changing():
@@ -446,7 +445,7 @@ class FileStorage(Storage):
                             self._index.damaged += bad
                             self._index.drop(slab, row, RETIRED if bad else FREE)
                             full += [(slab, row)] if error.errno in FULL else []
-                        elif names[number] in self._index.entries:  # somebody else was faster
+                        elif names[number] in self._index.entries:  # another put was faster
                             self._index.drop(slab, row)
                             self._sync_too(in_flight, self._index.place(names[number]))
                             answers[number] = True
@@ -461,14 +460,14 @@ class FileStorage(Storage):
             call.stored.append(set(kept))
             self._index.publish(self._lock)
             with self._lock:
-                for slab, row in full:  # free in the table, and as long as this storage is open nobody tries it again
+                for slab, row in full:  # FREE in the table, but not tried again while this storage is open
                     slab.state[row] = RETIRED
             if now_ns - self._saved_ns > _SAVE_CLOCK_NS:
                 self._saved_ns = now_ns
                 self._index.clock.save()
 
     def _sync(self, in_flight: _InFlightPut, answers: dict[int, bool]) -> None:
-        """Return when all is on the medium. Where that fails, nobody knows what is: it is taken back."""
+        """Return when the put is durable. If a sync fails, its objects are dropped, since any may be lost."""
         files = [(slab, file) for slab in in_flight.failed_syncs for file in slab.files]
         waiting = {}
         with self._lock:
@@ -488,7 +487,7 @@ class FileStorage(Storage):
             raise
         with self._lock:
             for place, put in waiting.items():
-                # After a sync that failed the kernel takes all for written, and the next one says nothing of it.
+                # After a failed sync the kernel takes all data for written, and the next sync succeeds.
                 if place[0].failed_syncs() > put.failed_syncs[place[0]]:
                     self._index.doubt([place])
                 if self._unsynced.get(place) is put:
@@ -497,22 +496,22 @@ class FileStorage(Storage):
             answers.update((number, False) for number, (slab, _) in in_flight.places.items() if slab in errors)
             with suppress(OSError), self._changing(), self._lock:
                 self._index.doubt(self._left_unsynced(errors))
-                self._index.settle()
+                self._index.repair()
                 self._index.publish()
             raise next(iter(errors.values()))
 
     def _require_kept(self, call: Call) -> None:
-        """OSError: somebody has removed where that lies for which this put is about to answer."""
+        """OSError: the files of an object for which this put is about to answer were removed."""
         removed = [slab for slab in call.touched if slab.is_gone()]
         if removed:
             with self._lock:
                 self._require_open()
-                self._index.take_in()  # another process may have evicted them
+                self._index.refresh()  # another process may have evicted them
                 removed = [slab for slab in removed if self._index.slabs.get(slab.number) is slab]
         if removed:
             self._give_up(removed)
-            raise OSError(errno.ENOENT, f"{removed[0].path} was removed by somebody else")
-        if not self._folder.is_home():
+            raise OSError(errno.ENOENT, f"{removed[0].path} was removed from outside")
+        if not self._folder.is_in_place():
             raise OSError(errno.ENOENT, f"{self._folder.model.path} was removed or moved away")
 
     def _give_up(self, removed: Iterable[Slab]) -> None:
@@ -520,8 +519,8 @@ class FileStorage(Storage):
             self._allocator.give_up(removed)
 
     def _left_unsynced(self, slabs: Iterable[Slab]) -> list[RowAddress]:
-        """What young objects there are that a process stored which has ended, so perhaps before it had synced them.
-        Whoever still lives hears of a failed sync himself, as every descriptor is told once."""
+        """The young objects of processes that have ended, perhaps before they had synced them. A live process sees a
+        failed sync itself, since the kernel reports it once per descriptor."""
         now_ns, left = self._index.clock.now_ns(), []
         for slab in slabs:
             young = (slab.state == STORED) & (now_ns - slab.stored < _YOUNG_NS)
@@ -533,7 +532,7 @@ class FileStorage(Storage):
         return left
 
     def _used(self, call: Call, names: Sequence[str], answers: dict[int, bool]) -> None:
-        """The first name of a call counts as used last, whether it was there or is new."""
+        """Mark the objects of a call as used, the first as most recently, whether it is new or not."""
         with self._lock:
             self._require_open()
             now_ns = self._index.clock.now_ns()
@@ -541,7 +540,7 @@ class FileStorage(Storage):
             places = list(dict.fromkeys(place for place in stored if place))
             stamps = self._index.use(places, count=False)
         if len(call.stored) == 1 and call.stored[0].issuperset(places):
-            return  # their entries have just been written, in this order
+            return  # their entries were just written, in this order
         with suppress(OSError):
             for slab, row, when, uses in stamps:
                 slab.stamp(row, when, uses)
@@ -549,7 +548,7 @@ class FileStorage(Storage):
     # --- a get, step by step
 
     def _read(self, pieces: Sequence[RowSpan]) -> tuple[dict[int, int], dict[int, OSError]]:
-        """How many bytes came of each, and what went wrong."""
+        """The bytes read of each piece, and the errors, by number."""
         counts: dict[int, int] = {}
         troubles: dict[int, OSError] = {}
 
@@ -568,10 +567,10 @@ class FileStorage(Storage):
         return counts, troubles
 
     def _retire(self, damaged: Sequence[tuple[Slab, int, int]]) -> None:
-        """What cannot be read is not there, and its place is not given away again before a check."""
+        """Drop objects that cannot be read, and retire their slots until `gc` has checked them."""
         with suppress(OSError, StorageError), self._changing(), self._lock:
             for slab, row, generation in damaged:
-                if self._index.stands((slab, row), generation):
+                if self._index.is_current((slab, row), generation):
                     self._index.damaged += 1
                     self._index.drop(slab, row, RETIRED)
             self._index.publish()
@@ -582,10 +581,10 @@ class FileStorage(Storage):
         self,
         work: Sequence[_Work],
         do: Callable[[_Work], None],
-        crew: int = _MOVE,
+        pool: int = _MOVE,
         moving: "list[Future[OSError | None]] | None" = None,
     ) -> Iterator[tuple[_Work, OSError | None]]:
-        """Do all of it, several at once; each with what went wrong. `moving` gets what threads have been told to do."""
+        """Do all work, several at once; yields each with its error. The futures are added to `moving`."""
 
         def tried(one: _Work) -> OSError | None:
             try:
@@ -599,25 +598,25 @@ class FileStorage(Storage):
             return
         with self._lock:
             self._require_open()
-            if not self._crews:
-                self._crews = [Crew(self._threads, f"kvarve files {what}") for what in ("move", "sync")]
+            if not self._pools:
+                self._pools = [WorkerPool(self._threads, f"kvarve files {what}") for what in ("move", "sync")]
             futures: list[Future[OSError | None]] = [Future() for _ in work]
             if moving is not None:
                 moving += futures
             for one, future in zip(work, futures, strict=True):
-                self._crews[crew].submit(tried, one, future)
+                self._pools[pool].submit(tried, one, future)
         yield from [(one, future.result()) for one, future in zip(work, futures, strict=True)]
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Alone among all threads and processes that change tables, and up to date."""
+        """Exclude all other threads and processes that change tables, and refresh the index."""
         with self._writing:
             with self._lock:
                 self._require_open()
             with self._folder.mutex():
                 with self._lock:
-                    self._index.take_in(closely=True)
-                    self._index.settle()
+                    self._index.refresh(closely=True)
+                    self._index.repair()
                 yield
 
     def _require_open(self) -> None:
@@ -625,29 +624,29 @@ class FileStorage(Storage):
             raise StorageError(f"{self._directory}: this storage is closed, or was opened before a fork")
 
     def _leave_folder(self) -> None:
-        """Closed, and nobody is filling a row any more: else the row would be given away under him."""
+        """Close the folder, unless a call is still filling a row: closed, the row could be given to another process."""
         if not self._index.held:
             self._folder.close()
 
-    def _let_go(self) -> None:
-        """Slabs that are being read are closed by whoever reads them."""
+    def _release_slabs(self) -> None:
+        """Drop the slabs; one that is being read is closed when the read has ended."""
         self._index.close()
         self._unsynced.clear()
-        for crew in self._crews:
-            crew.leave()
-        self._crews = []
+        for pool in self._pools:
+            pool.shutdown()
+        self._pools = []
 
     def _leave_to_parent(self) -> None:
-        """In a child after fork: the folder stays the parent's, and its locks must not outlive the parent in us."""
+        """In a child after fork: the folder stays the parent's, and this process must not hold on to its locks."""
         self._writing, self._lock = threading.Lock(), threading.Lock()  # a thread of the parent may have held them
-        self._crews = []  # their threads are the parent's
+        self._pools = []  # their threads are the parent's
         self._folder.abandon()
         if self._open:
             self._open = False
-            self._let_go()
+            self._release_slabs()
 
 
-# A program that forks its workers after opening a storage is a common one.
+# Programs commonly fork their workers after opening a storage.
 _open_here: "weakref.WeakSet[FileStorage]" = weakref.WeakSet()
 
 

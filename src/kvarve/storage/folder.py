@@ -1,19 +1,18 @@
-"""The folder of a file store: whose it is, who has it open, how much of ours lies in it. What is in a slab is not known
-here.
+"""The folder of a file store: its owner, the processes that have it open, its size. Knows no slab's contents.
 
 kvarve.json                     the format; written before anything else
 kvarve.lock                     the mutex of all processes that have the folder open
 models/<16 hex of the label>/   one model's objects
     model.json                  the whole label, and what it means to people
-    process-3                   locked by the process of that number while it has the model open; says its capacity
+    process-3                   locked by that process while it has the model open; has its capacity
     changes                     what changed in which slab, for the other processes; means nothing after a crash
     clock                       the age of the store
     slab-000007                 objects
-    slab-000007.table           what lies where in it
-    slab-000007[.table].quarantined     a slab that was damaged: it is never read, and goes when room is needed
+    slab-000007.table           which object each slot holds
+    slab-000007[.table].quarantined     a damaged slab: never read, removed when space is needed
 
-What has another name, or is none of ours by `disk.objection`, is left alone and counts as nothing. A model is a folder
-of such a name with a `model.json` whose label begins so.
+Entries with another name, or not ours by `disk.objection`, are left alone and not counted. A model is a folder of such
+a name with a `model.json` whose label begins with it.
 """
 
 import errno
@@ -36,8 +35,8 @@ from kvarve.storage.disk import UNREADABLE, Directory, Disk, NotOurs, objection
 log = logging.getLogger(__name__)
 
 FORMAT = "kvarve-slabs/3"
-MUTEX_S = 20.0  # how long a process waits for another one that changes a table, which takes that one milliseconds
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.005  # between two looks at whether it has
+MUTEX_S = 20.0  # how long a process waits for the mutex, which is held for milliseconds
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.005  # between two tries
 # A file for each page; a table inside of each slab; tables with one header.
 _OLD_FORMATS = ("kvarve-files/1", "kvarve-slabs/1", "kvarve-slabs/2")
 _MARKER, _LOCK, _MODELS, _MODEL = "kvarve.json", "kvarve.lock", "models", "model.json"
@@ -45,15 +44,15 @@ CHANGES, CLOCK = "changes", "clock"
 _UNFINISHED, _PROCESS = "~", "process-"
 _NOT_FOR_US_TO_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM)
 TABLE, QUARANTINED = ".table", ".quarantined"
-_SAID_BYTES = 1 << 16  # of a JSON file of ours at most
-_LEFT_BYTES, _LEFT_SHARE = 256 << 20, 100  # of the disk, for others
+_JSON_MAX_BYTES = 1 << 16  # of one JSON file
+_RESERVE_BYTES, _RESERVE_SHARE = 256 << 20, 100  # of the disk, left free for other programs
 PROCESSES = 1 << 12
-SLABS = (1 << 15) - 1  # numbers of slabs are below
-SLAB_BYTES = 16 << 30  # of the slots of one, at most
-LINE_BYTES = 128  # of the changes, for each slab
+SLABS = (1 << 15) - 1  # numbers of slabs are below this
+SLAB_BYTES = 16 << 30  # of the slots of one slab, at most
+LINE_BYTES = 128  # per slab, in the file of changes
 _SMALL_BYTES = (SLABS + 1) * LINE_BYTES
 
-# What an opening that was cut short leaves, and what every fresh ext4 disk has: a folder with these only is empty.
+# Left by an opening that was cut short, or on every fresh ext4 disk: a folder with only these counts as empty.
 _NOT_CONTENT = frozenset({_LOCK, _MARKER + _UNFINISHED, "lost+found"})
 _ROOT_FILES = frozenset({_MARKER, _MARKER + _UNFINISHED, _LOCK})
 _MODEL_FILES = frozenset({_MODEL, _MODEL + _UNFINISHED, CHANGES, CLOCK})
@@ -61,11 +60,11 @@ _MODEL_NAME = re.compile("(?:[0-9a-f]{2}){1,8}")
 _SLAB_NAME = re.compile(r"slab-([0-9]{6})(\.table)?(\.quarantined)?")
 _PROCESS_NAME = re.compile("process-(0|[1-9][0-9]{0,3})")
 _CAPACITY = re.compile(rb"capacity ([1-9][0-9]{0,18}) *\n")
-_SAYS_BYTES = 28
+_PROCESS_BYTES = 28
 
 
 class SlabFile(NamedTuple):
-    """What the name of a slab's file says."""
+    """The parsed name of a slab's file."""
 
     number: int
     table: bool
@@ -74,7 +73,7 @@ class SlabFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Known:
-    """A model that has left its name in a folder. `name`: of its own folder there."""
+    """A model found in a store. `name`: of its folder."""
 
     name: str
     label: bytes
@@ -82,15 +81,15 @@ class Known:
 
 
 class Damaged(StorageError):
-    """A file that should say what a folder is says nothing."""
+    """A file that should identify a folder is unreadable or malformed."""
 
 
 @contextmanager
 def medium(directory: Path) -> Iterator[None]:
-    """Trouble of the disk is trouble of the storage."""
+    """Raise StorageError for any OSError."""
     try:
         yield
-    except NotOurs as error:  # it says its path itself
+    except NotOurs as error:  # its text has the path
         raise StorageError(str(error)) from error
     except OSError as error:
         raise StorageError(f"{directory}: {error}") from error
@@ -104,7 +103,7 @@ def slab_name(number: int) -> str:
 
 
 def slab_file(name: str) -> SlabFile | None:
-    """What a name says, if a slab's file can have it."""
+    """Parse a name; None if no slab's file can have it."""
     match = _SLAB_NAME.fullmatch(name)
     if match is None or int(match[1]) >= SLABS:
         return None
@@ -112,7 +111,7 @@ def slab_file(name: str) -> SlabFile | None:
 
 
 def process_number(name: str) -> int | None:
-    """The number in a name, if a process's file can have it."""
+    """The number in a name; None if no process's file can have it."""
     match = _PROCESS_NAME.fullmatch(name)
     return int(match[1]) if match and int(match[1]) < PROCESSES else None
 
@@ -122,7 +121,7 @@ def model_name(label: bytes) -> str:
 
 
 def files_of_model(disk: Disk, folder: Directory) -> dict[str, os.stat_result]:
-    """The files of ours in a model's folder. What is longer than any that we make is none."""
+    """Our files in a model's folder. A file longer than any that we make is not ours."""
     found = {}
     for name, it in disk.files(folder).items():
         small = name in _MODEL_FILES or process_number(name) is not None
@@ -132,21 +131,21 @@ def files_of_model(disk: Disk, folder: Directory) -> dict[str, os.stat_result]:
 
 
 def root_bytes(disk: Disk, root: Directory) -> int:
-    """How long the files of ours are that belong to no model."""
+    """The total size of our files that belong to no model."""
     return sum(found.st_size for name, found in disk.files(root).items() if name in _ROOT_FILES)
 
 
 def slab_numbers(disk: Disk, folder: Directory) -> dict[int, bool]:
-    """The numbers of a model's slabs, and whether each has a table: slots without one are what a crash left."""
+    """The numbers of a model's slabs, and whether each has a table: slots without one were left by a crash."""
     found: dict[int, bool] = {}
-    for name in disk.entries(folder):  # also of what is none of ours: its number is taken
+    for name in disk.entries(folder):  # also those not ours: their numbers are taken
         file = slab_file(name)
         if file is not None and not file.quarantined:
             found[file.number] = found.get(file.number, False) or file.table
     return found
 
 
-# --- what a folder says of itself
+# --- checks
 
 
 def check_folder(
@@ -156,10 +155,10 @@ def check_folder(
     description: str,
     disk: Disk | None = None,
 ) -> Path:
-    """Raise what opening would raise, and touch nothing; answer the folder's path.
+    """Raise what opening would raise, and touch nothing; returns the folder's path.
 
-    ConfigError: settings that cannot work anywhere. StorageError: what the folder is or holds, or that it is open with
-    another capacity (None: whatever its capacity is).
+    ConfigError: settings that cannot work anywhere. StorageError: the folder cannot be used, holds something else, or
+    is open with another capacity (`capacity_bytes` None: any is fine).
     """
     disk = disk or Disk()
     check_settings(1 if capacity_bytes is None else capacity_bytes, label)
@@ -179,7 +178,7 @@ def check_folder(
 
 
 def checked_path(directory: str | os.PathLike[str]) -> Path:
-    """ConfigError: no folder can be named so."""
+    """ConfigError: not an absolute path."""
     path = Path(directory)
     if not path.is_absolute() or "\0" in str(path):
         raise ConfigError(
@@ -208,7 +207,7 @@ def check_contents(disk: Disk, root: Directory, capacity_bytes: int | None, labe
         if model_name(label) in disk.entries(models):
             with (
                 disk.closing(disk.enter_below(models, model_name(label))) as folder,
-                suppress(FileNotFoundError, Damaged),  # then its name is written anew
+                suppress(FileNotFoundError, Damaged),  # then `Folder.enter` writes model.json anew
             ):
                 check_owner(str(folder.path), _owner_of(disk, folder), (label, description))
         if capacity_bytes is not None:
@@ -236,24 +235,24 @@ def check_format(disk: Disk, root: Directory) -> None:
 
 
 def _check_capacity(disk: Disk, models: Directory, capacity_bytes: int) -> None:
-    """A folder has one capacity at a time: of two the smaller one would take what the other has stored."""
+    """StorageError if a process has another capacity: the smaller of two would evict what the other one stores."""
     for model in known_models(disk, models)[0]:
         with disk.closing(disk.enter_below(models, model.name)) as folder:
             for number in processes(disk, folder):
                 if not is_locked(disk, folder, number):
                     continue
                 with suppress(FileNotFoundError):
-                    said = _CAPACITY.fullmatch(_content(disk, folder, f"{_PROCESS}{number}"))
-                    if said is not None and int(said[1]) != capacity_bytes:
+                    match = _CAPACITY.fullmatch(_content(disk, folder, f"{_PROCESS}{number}"))
+                    if match is not None and int(match[1]) != capacity_bytes:
                         raise StorageError(
-                            f"{models.path.parent} is open with a capacity of {format_size(int(said[1]))} "
-                            f"({int(said[1])} bytes), not {format_size(capacity_bytes)} ({capacity_bytes} bytes): "
-                            f"give the same, or end or detach first who has it open"
+                            f"{models.path.parent} is open with a capacity of {format_size(int(match[1]))} "
+                            f"({int(match[1])} bytes), not {format_size(capacity_bytes)} ({capacity_bytes} bytes): "
+                            f"give the same, or first end or detach the processes that have it open"
                         )
 
 
 def known_models(disk: Disk, models: Directory) -> tuple[list[Known], dict[str, str]]:
-    """The models that have left their names; and of folders named as a model's, what is wrong with those names."""
+    """The models of a store; and the problem of each model's folder that cannot be identified, by name."""
     found, damaged = [], {}
     for name, it in sorted(disk.entries(models).items()):
         if not _MODEL_NAME.fullmatch(name) or objection(it, models.owner, folder=True):
@@ -261,20 +260,20 @@ def known_models(disk: Disk, models: Directory) -> tuple[list[Known], dict[str, 
         try:
             with disk.closing(disk.enter_below(models, name)) as folder:
                 found.append(Known(name, *_owner_of(disk, folder)))
-        except FileNotFoundError:  # it has not left its name yet, or its removal ended just before the folder's
+        except FileNotFoundError:  # a model that is being made or removed
             continue
         except (Damaged, NotOurs) as error:
             damaged[name] = str(error)
         except OSError as error:
             if error.errno not in UNREADABLE:
                 raise
-            damaged[name] = f"{models.path / name} cannot be read ({error.strerror}): mend or remove this folder"
+            damaged[name] = f"{models.path / name} cannot be read ({error.strerror}): repair or remove this folder"
     return found, damaged
 
 
 def _owner_of(disk: Disk, folder: Directory) -> tuple[bytes, str]:
-    """The label and the description of a model. FileNotFoundError: there is no model in this folder."""
-    what_to_do = "whoever opens its model writes it anew; or remove its folder"
+    """The label and the description of a model. FileNotFoundError: this folder has no model.json."""
+    what_to_do = "the next process to open its model writes it anew; or remove its folder"
     content = _read_json(disk, folder, _MODEL, what_to_do, "label", "description")
     label = bytes.fromhex(content["label"])
     if model_name(label) != folder.path.name or len(label) > LABEL_MAX_BYTES:
@@ -288,8 +287,8 @@ def _read_json(disk: Disk, folder: Directory, name: str, what_to_do: str, *keys:
     path = folder.path / name
     try:
         raw = _content(disk, folder, name)
-        if len(raw) > _SAID_BYTES:
-            raise ValueError(f"more than {_SAID_BYTES} bytes")
+        if len(raw) > _JSON_MAX_BYTES:
+            raise ValueError(f"more than {_JSON_MAX_BYTES} bytes")
         content = json.loads(raw)
         found = {key: content[key] for key in keys}
         for key, value in found.items():
@@ -306,19 +305,19 @@ def _read_json(disk: Disk, folder: Directory, name: str, what_to_do: str, *keys:
 
 
 def _content(disk: Disk, folder: Directory, name: str) -> bytes:
-    """A small file; of a larger one the beginning, one byte more than it may have."""
+    """A small file; of a larger one, one byte more than the limit."""
     file = disk.open(folder, name, read_only=True)
     try:
-        return disk.peek(file, _SAID_BYTES + 1, 0)
+        return disk.peek(file, _JSON_MAX_BYTES + 1, 0)
     finally:
         disk.close(file)
 
 
 @contextmanager
 def opened_read_only(disk: Disk, path: Path) -> Iterator[Directory]:
-    """The folder of a store, to look at it: nothing in it is made, locked or changed, and it may be another user's.
+    """The folder of a store, for inspection: nothing in it is made, locked or changed, and it may be another user's.
 
-    StorageError: there is no store of this format.
+    StorageError: it holds no store of this format.
     """
     with medium(path):
         if not os.path.lexists(path):
@@ -336,7 +335,7 @@ def opened_read_only(disk: Disk, path: Path) -> Iterator[Directory]:
 
 @contextmanager
 def models_of(disk: Disk, root: Directory) -> Iterator[Directory | None]:
-    """The folder of a store's models; None if none has been opened yet."""
+    """The folder of a store's models; None if there is none yet."""
     if _MODELS not in disk.entries(root):
         yield None
         return
@@ -345,17 +344,17 @@ def models_of(disk: Disk, root: Directory) -> Iterator[Directory | None]:
 
 
 def spare_bytes(disk: Disk, folder: Directory) -> int:
-    """How much of the disk may be taken: a hundredth of it stays free for others, 256 MiB at least. Below zero: others
-    have taken of that."""
-    free_bytes, disk_bytes = disk.room(folder)
-    return free_bytes - max(_LEFT_BYTES, disk_bytes // _LEFT_SHARE)
+    """How much more of the disk may be used: a hundredth of it, at least 256 MiB, stays free for other programs.
+    Negative: that reserve is already in use."""
+    free_bytes, disk_bytes = disk.space(folder)
+    return free_bytes - max(_RESERVE_BYTES, disk_bytes // _RESERVE_SHARE)
 
 
-# --- who has a model open
+# --- processes that have a model open
 
 
 def processes(disk: Disk, folder: Directory) -> list[int]:
-    """The numbers of all that have, or had, a model open. OSError: nobody can say."""
+    """The numbers of all processes that have, or had, a model open. OSError: unknown."""
     found = (process_number(name) for name in disk.files(folder))
     return [number for number in found if number is not None]
 
@@ -372,7 +371,7 @@ def is_locked(disk: Disk, folder: Directory, number: int) -> bool:
     except (FileNotFoundError, NotOurs):
         return False
     try:
-        free = disk.lock(file, wait=False, shared=True)  # who looks at the same time is nobody who has it open
+        free = disk.lock(file, wait=False, shared=True)  # else two inspections would take each other for users
         if free:
             disk.unlock(file)
         return not free
@@ -381,7 +380,7 @@ def is_locked(disk: Disk, folder: Directory, number: int) -> bool:
 
 
 def last_open_ns(disk: Disk, folder: Directory) -> int:
-    """The wall time at which the clock of a model was last written, which is while it is open."""
+    """The wall time (ns) at which the clock of a model was last written, which happens while it is open."""
     clock = disk.files(folder).get(CLOCK)
     return 0 if clock is None else clock.st_mtime_ns
 
@@ -390,8 +389,8 @@ def last_open_ns(disk: Disk, folder: Directory) -> int:
 
 
 def remove_model(disk: Disk, models: Directory, name: str, why: str) -> None:
-    """Remove what is ours of a model that nobody has open, with the mutex held. Its name goes last: until then it is a
-    model with fewer objects."""
+    """Remove our files of a model that no process has open, with the mutex held. model.json goes last: until then it is
+    a model with fewer objects."""
     with disk.closing(disk.enter_below(models, name)) as folder:
         files = files_of_model(disk, folder)
         for each in sorted(files, key=lambda each: (each == _MODEL, not each.endswith(TABLE), each)):
@@ -407,7 +406,7 @@ def remove_model(disk: Disk, models: Directory, name: str, why: str) -> None:
 
 
 def quarantined(disk: Disk, folder: Directory) -> dict[str, int]:
-    """The files of slabs of a model that were damaged, and how long they are."""
+    """The quarantined files of a model, and their sizes."""
     return {
         name: found.st_size
         for name, found in disk.files(folder).items()
@@ -416,7 +415,7 @@ def quarantined(disk: Disk, folder: Directory) -> dict[str, int]:
 
 
 def remove_quarantined(disk: Disk, folder: Directory, why: str) -> int:
-    """Remove them; how many bytes they had. With the mutex held."""
+    """Remove the quarantined files, with the mutex held; returns their bytes."""
     files = quarantined(disk, folder)
     for name in files:
         disk.unlink(folder, name)
@@ -428,9 +427,9 @@ def remove_quarantined(disk: Disk, folder: Directory, why: str) -> int:
 
 
 class Folder:
-    """An open folder with one open model. Whoever changes what others may see holds the `mutex` meanwhile.
+    """An open folder with one open model. Changes that other processes can see are made with the `mutex` held.
 
-    `make`: the folder is made where there is none.
+    `make`: create the folder if it is missing.
     """
 
     models: Directory
@@ -440,7 +439,7 @@ class Folder:
         self.disk, self.directory = disk, directory
         self._label, self._description = label, description
         self._files: list[int] = []
-        self._told: set[str] = set()  # names of damaged models
+        self._warned: set[str] = set()  # names of damaged models, logged once
         self.number = -1
         try:
             if make:
@@ -448,12 +447,12 @@ class Folder:
             self.root = disk.enter(directory)
             self._files.append(self.root.file)
             self._mutex = self._opened(self.root, _LOCK)
-        except BaseException:  # whatever it is, it goes on to the caller
+        except BaseException:  # also on an interrupt
             self.abandon()
             raise
 
     def enter(self, capacity_bytes: int | None) -> None:
-        """Become one of the processes that have the model open; with the mutex held, after a look at the contents."""
+        """Open the model for this process; with the mutex held, after `check_contents`."""
         if not is_store(self.disk, self.root):
             self._write_json(self.root, _MARKER, {"format": FORMAT})
         self.models = self._entered(self.root, _MODELS)
@@ -470,7 +469,7 @@ class Folder:
             raise StorageError(f"{self.model.path}: {PROCESSES} processes have it open, more cannot")
 
     def _entered(self, folder: Directory, name: str) -> Directory:
-        """A folder in a folder, made when missing; closed in the end."""
+        """A folder in a folder, made when missing; `close` closes it."""
         try:
             found = self.disk.enter_below(folder, name)
         except FileNotFoundError:
@@ -480,23 +479,23 @@ class Folder:
         self._files.append(found.file)
         return found
 
-    def is_home(self) -> bool:
-        """Whether the path still leads to the open model, and to the file by which others see that this process has it
-        open. Somebody may have moved the folder away, or removed that file; then it has to be entered anew."""
+    def is_in_place(self) -> bool:
+        """Whether the path still leads to the open model and to this process's lock file in it. If the folder was moved
+        away, or that file removed, the folder has to be entered anew."""
         return self.disk.is_there(*self._process)
 
     def _take(self, number: int, capacity_bytes: int | None) -> bool:
         try:
             file = self._opened(self.model, f"{_PROCESS}{number}")
-        except NotOurs:  # somebody's, in the way of nobody
+        except NotOurs:  # a foreign file: try the next number
             return False
         if self.disk.lock(file, wait=False):
-            # Always as long, so that on a full disk who comes after another one finds room for it.
-            said = b"visiting" if capacity_bytes is None else b"capacity %d" % capacity_bytes
+            # Always of one length, so that the next process can write it on a full disk.
+            content = b"visiting" if capacity_bytes is None else b"capacity %d" % capacity_bytes
             try:
-                self.disk.write(file, [said.ljust(_SAYS_BYTES) + b"\n"], 0)
-                self.disk.cut(file, _SAYS_BYTES + 1)
-            except OSError as error:  # read-only, nobody takes anything; else who comes may take what we store
+                self.disk.write(file, [content.ljust(_PROCESS_BYTES) + b"\n"], 0)
+                self.disk.cut(file, _PROCESS_BYTES + 1)
+            except OSError as error:  # if read-only, no process can evict; else another capacity might
                 if capacity_bytes is not None and error.errno not in (errno.EROFS, errno.EBADF):
                     raise
             self._process = str(self.model.path / f"{_PROCESS}{number}"), self.disk.identity(file)
@@ -506,7 +505,7 @@ class Folder:
         return False
 
     def open(self, name: str) -> int:
-        """A file of the model's own, made when missing."""
+        """A file of the model, made when missing."""
         return self._opened(self.model, name)
 
     def _opened(self, folder: Directory, name: str) -> int:
@@ -527,7 +526,7 @@ class Folder:
         return file
 
     def _write_json(self, folder: Directory, name: str, content: dict[str, str]) -> None:
-        """Whole or not at all, and for good: without these a folder full of pages would be refused."""
+        """Write atomically and durably: without these files a folder full of pages would be refused."""
         unfinished = name + _UNFINISHED
         with suppress(FileNotFoundError):
             self.disk.unlink(folder, unfinished)
@@ -542,10 +541,10 @@ class Folder:
 
     @contextmanager
     def mutex(self) -> Iterator[None]:
-        """Alone among all processes, for as long as it takes to change a table.
+        """Exclude all other processes, for as long as it takes to change a table.
 
-        StorageError when another one does not let go of it: it may have been stopped in the middle; or when the others
-        take this one for dead, as somebody has removed the file of its number.
+        StorageError: another process has held it for `MUTEX_S`, so it may be stopped; or this process's lock file was
+        removed, so the others take it for dead.
         """
         end, pause_s = time.monotonic() + MUTEX_S, FIRST_PAUSE_S
         try:
@@ -556,7 +555,7 @@ class Folder:
                     )
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            if self.number >= 0 and not self.is_home():
+            if self.number >= 0 and not self.is_in_place():
                 raise StorageError(
                     f"{self._process[0]} was removed or moved away while this process had the store open"
                 )
@@ -565,7 +564,7 @@ class Folder:
             self.disk.unlock(self._mutex)
 
     def _locked(self) -> bool:
-        """Whether the mutex is ours now. If somebody has removed its file, the next one of that name is it, for all."""
+        """Whether the mutex is ours now. If its file was removed, the next file of that name is the mutex."""
         if not self.disk.lock(self._mutex, wait=False):
             return False
         with suppress(FileNotFoundError):
@@ -588,15 +587,15 @@ class Folder:
         return not any(self.is_alive(number) for number in processes(self.disk, self.model) if number != self.number)
 
     def others(self) -> list[str]:
-        """The folders of the other models. Of a damaged one it is said once."""
+        """The folders of the other models. A damaged one is logged once."""
         known, damaged = known_models(self.disk, self.models)
-        for name in damaged.keys() - self._told - {self.model.path.name}:
+        for name in damaged.keys() - self._warned - {self.model.path.name}:
             log.warning("%s", damaged[name])
-            self._told.add(name)
+            self._warned.add(name)
         return [model.name for model in known if model.name != self.model.path.name]
 
     def bytes(self) -> int:
-        """How much of ours lies in the folder, of all models."""
+        """The size of all our files in the folder, of all models."""
         found = [*files_of_model(self.disk, self.model).values()]
         for name in self.others():
             with self.disk.closing(self.disk.enter_below(self.models, name)) as folder:
@@ -610,6 +609,6 @@ class Folder:
         self.abandon()
 
     def abandon(self) -> None:
-        """Let go of the files alone: the locks are those of the process that this one was forked from."""
+        """Close the files without unlocking: after a fork the locks are the parent's."""
         while self._files:
             self.disk.close(self._files.pop())

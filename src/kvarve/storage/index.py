@@ -1,7 +1,6 @@
-"""What a file store knows of its objects: where each lies, whose turn it is to go, and what to write into the tables.
+"""The index of a file store: where each object lies, which is evicted next, and what to write into the tables.
 
-Everything here is called with the store's lock held; what changes a table, with the folder's mutex as well. Bytes of
-objects are not moved here.
+Every call holds the store's lock; one that changes a table, the folder's mutex as well. No object's bytes move here.
 """
 
 import logging
@@ -16,7 +15,7 @@ import numpy as np
 from kvarve.storage.clock import Clock
 from kvarve.storage.disk import Disk
 from kvarve.storage.folder import CHANGES, CLOCK, Folder, files_of_model, slab_name, slab_numbers
-from kvarve.storage.orders import Line, Victim
+from kvarve.storage.orders import EvictionQueue, Victim
 from kvarve.storage.sequence_lock import SequenceLock
 from kvarve.storage.slabs import STRIPES, Broken, Slab, quarantine, states_of, unlink
 from kvarve.storage.table import (
@@ -34,8 +33,8 @@ from kvarve.storage.table import (
 
 log = logging.getLogger(__name__)
 
-_HELD = nullcontext()  # by the caller
-_GROUP_LINES = 64  # orders of groups that are kept: each is some kilobytes, and soon worked out again
+_HELD = nullcontext()  # the caller holds the lock
+_GROUP_QUEUES = 64  # eviction queues of groups that are cached: each is some kilobytes and quick to compute
 _SECOND_NS = 1_000_000_000
 _GENERATIONS = (1 << 32) - 1
 _ROW = (1 << 32) - 1
@@ -53,42 +52,42 @@ class Limits:
 
 @dataclass(eq=False)
 class Call:
-    """One put: what it has answered for may not be evicted for the rest of it."""
+    """State of one put. It may not evict objects that it has answered for."""
 
-    kept: set[int] = field(default_factory=set)  # places of what was there already, and of what it stored
-    stored: list[set[RowAddress]] = field(default_factory=list)  # by each of its rounds
-    touched: set[Slab] = field(default_factory=set)  # where all that it answers for lies
+    kept: set[int] = field(default_factory=set)  # entries of what was there already, and of what it stored
+    stored: list[set[RowAddress]] = field(default_factory=list)  # per round
+    touched: set[Slab] = field(default_factory=set)  # of all objects that it answers for
     of_group: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # slot bytes reserved
-    grown: set[int] = field(default_factory=set)  # classes that cannot have one more slab now
-    stuck: set[int] = field(default_factory=set)  # classes for which nothing else can make enough room
-    freed_bytes: int = 0  # of the disk, by what it has removed
-    low: bool = False  # the disk is as full as it may be, so only rows that have their room on it are any good
-    full: bool = False  # the disk had no room behind a free row, so only those that were filled once are any good
+    grown: set[int] = field(default_factory=set)  # slot classes that cannot get another slab now
+    stuck: set[int] = field(default_factory=set)  # slot classes for which no removal frees enough
+    freed_bytes: int = 0  # of the disk, by slabs that it removed
+    low: bool = False  # the disk is as full as it may be, so only rows whose blocks are allocated are usable
+    full: bool = False  # the disk had no blocks for a free row, so only rows that were filled before are usable
 
 
 @dataclass(frozen=True)
-class Grow:
-    """There is no row yet: one more slab with such slots would have one."""
+class NeedSlab:
+    """No row is free: the caller should add a slab with slots of this size."""
 
     slot_bytes: int
 
 
 @dataclass(frozen=True)
-class Rank:
-    """Somebody has to go, of a class or of a group, and it has to be worked out who."""
+class NeedVictims:
+    """The caller has to compute an eviction queue, for a slot class or for a group."""
 
     slot_bytes: int | None
     group: str | None
 
 
 def group_of(name: str) -> str:
-    """What stands before the first "-" of a name: those who share a quota."""
+    """The part of a name before the first "-": the group shares a quota."""
     group, dash, _ = name.partition("-")
     return group if dash else ""
 
 
 def _number_of(group: str) -> int:
-    """What stands for a group in a column; of two with one number the names say which it is."""
+    """A group's number in a column; for two groups with one number the names decide."""
     return zlib.crc32(group.encode()) >> 1
 
 
@@ -105,16 +104,16 @@ class Index:
         self._of_group: dict[str, int] = {}  # slot bytes, of groups that have any; counted where there is a quota
         self._taken: set[int] = set()  # classes (slot bytes) without a free row
         self._dirty: dict[Slab, set[int]] = defaultdict(set)
-        self.held: dict[RowAddress, int] = {}  # generations of rows that calls of this process are about to fill
+        self.held: dict[RowAddress, int] = {}  # generations of rows reserved by calls of this process
         self._unclear: set[Slab] = set()  # slabs with entries that fail their check
-        self._doubles: set[RowAddress] = set()  # of those: another row has the same name
+        self._duplicates: set[RowAddress] = set()  # of their rows: another row has the same name
         self.doubtful: dict[RowAddress, int] = {}  # generations of objects that may never have reached the medium
-        self._lines: dict[Rank, Line] = {}
-        self._interrupted = False  # the tables may have reserved rows of ours that nobody fills
+        self._queues: dict[NeedVictims, EvictionQueue] = {}
+        self._interrupted = False  # the tables may have rows that we reserved and no call fills
         self._last_tick = 0
         self._swept_ns = 0
 
-    # --- asking
+    # --- lookup
 
     def place(self, name: str) -> RowAddress:
         """Where an object lies, however old."""
@@ -122,21 +121,21 @@ class Index:
         return self.slabs[place >> 32], place & _ROW
 
     def find(self, name: str, now_ns: int) -> RowAddress | None:
-        """Where an object lies that is not too old."""
+        """Where an object lies; None if it is missing or expired."""
         place = self.entries.get(name)
         if place is None:
             return None
         slab, row = self.slabs[place >> 32], place & _ROW
         return None if self._is_old(slab, row, now_ns) else (slab, row)
 
-    def stands(self, place: RowAddress, generation: int) -> bool:
-        """Whether it is still the same object that lies there."""
+    def is_current(self, place: RowAddress, generation: int) -> bool:
+        """Whether the row still holds the same object."""
         slab, row = place
         known = self.slabs.get(slab.number) is slab
         return bool(known and slab.state[row] == STORED and slab.generation[row] == generation)
 
     def count(self, now_ns: int) -> tuple[int, int]:
-        """How many objects there are that are not too old, and their bytes."""
+        """How many objects have not expired, and their bytes."""
         if self.limits.ttl_ns is None:
             return len(self.entries), self.bytes
         objects = size_bytes = 0
@@ -146,10 +145,10 @@ class Index:
             size_bytes += int(slab.length[fresh].sum())
         return objects, size_bytes
 
-    # --- using
+    # --- use
 
     def use(self, places: Sequence[RowAddress], *, count: bool = True) -> list[tuple[Slab, int, int, int]]:
-        """These were used, the first of them last; answers what to write down of it."""
+        """Mark these as used, the first as most recently used; returns (slab, row, used, uses) to stamp."""
         tick = self._last_tick = max(self.clock.now_ns(), self._last_tick + 1)
         for slab, row in reversed(places):
             slab.used[row] = tick
@@ -158,14 +157,14 @@ class Index:
         self._last_tick = tick
         return [(slab, row, int(slab.used[row]), int(slab.uses[row])) for slab, row in places]
 
-    # --- learning from the tables
+    # --- reading the tables
 
-    def take_in(self, *, closely: bool = False) -> None:
-        """Look what other processes have changed; closely, before changing something oneself."""
-        unsettled, unopened = {}, []
+    def refresh(self, *, closely: bool = False) -> None:
+        """Take over what other processes have changed; `closely` before this process changes a table."""
+        unfinished, unopened = {}, []
         for changed in self.sequence_lock.look(closely=closely):
-            if changed.unsettled:
-                unsettled[changed.number] = changed.identity, changed.unsettled
+            if changed.unfinished:
+                unfinished[changed.number] = changed.identity, changed.unfinished
             slab = self.slabs.get(changed.number)
             if slab is not None and slab.identity != changed.identity:
                 self.forget(slab)
@@ -174,7 +173,7 @@ class Index:
                 for stripe in range(STRIPES) if changed.stripes is None else changed.stripes:
                     self._read(slab, *slab.rows_of(stripe))
             elif changed.identity:
-                # A slab that cannot be opened is not there, for now or for ever.
+                # A slab that cannot be opened counts as missing.
                 try:
                     slab = Slab.open(self.disk, self.folder.model, changed.number, self.owner)
                     if slab.identity == changed.identity:
@@ -184,13 +183,13 @@ class Index:
                     pass
                 except OSError:
                     unopened.append(changed.number)
-        self.sequence_lock.doubt(unopened)
-        if unsettled:
-            with suppress(OSError):  # then the next one has to do it
-                self.sequence_lock.did(unsettled)
+        self.sequence_lock.mark_stale(unopened)
+        if unfinished:
+            with suppress(OSError):  # then the next process that changes something finishes it
+                self.sequence_lock.end_write(unfinished)
 
     def reload(self, slabs: Iterable[Slab]) -> None:
-        """Believe the tables again: what was meant to be written into them could not be."""
+        """Read the tables again, as the columns have changes that could not be written."""
         for slab in slabs:
             if self.slabs.get(slab.number) is slab:
                 self._read(slab, 0, slab.shape.slots)
@@ -208,7 +207,7 @@ class Index:
         held = found.state == STORED
         if held.any():
             self.clock.at_least(int(found.stored[held].max()))
-        # When an object was used stands outside of the check of its entry, so it may be anything.
+        # The time of use is outside the entry's checksum, so it may be any value.
         stored, used = times(found, self.clock.now_ns())
         slab.used[here] = np.where(changed, used, np.maximum(slab.used[here], used))
         slab.stored[here] = np.where(changed, stored, slab.stored[here])
@@ -229,7 +228,7 @@ class Index:
             self._unclear.add(slab)
 
     def _list(self, slab: Slab, rows: list[int], names: list[str]) -> None:
-        """These rows are STORED under these names. Of two objects of one name one is given up."""
+        """These rows are STORED under these names. Of two objects of one name one is dropped."""
         if not rows:
             return
         if rows[-1] - rows[0] + 1 == len(rows):
@@ -237,8 +236,8 @@ class Index:
         else:
             for row, name in zip(rows, names, strict=True):
                 slab.names[row] = name
-        # An object that went from one row to another may be seen there before it is seen to have gone from here.
-        # The older one may be what a power cut has brought back, and its slot another object's by now.
+        # An object stored anew in another row may be read there before its old row is read as free. The older of two
+        # may also be an entry that a power cut brought back, whose slot another object has overwritten.
         newer: dict[str, int] = {}
         for name, row in zip(names, rows, strict=True):
             if name in self.entries:
@@ -248,7 +247,7 @@ class Index:
                 else:
                     self._give_up(there, at)
         before = len(self.entries)
-        # All at once, as there may be a million of them.
+        # In one update, as there may be a million.
         self.entries.update(zip(names, (np.array(rows) + (slab.number << 32)).tolist(), strict=True))
         self.entries.update(newer)
         self.bytes += int(slab.length[rows].sum())
@@ -261,8 +260,8 @@ class Index:
                     self._give_up(slab, row)
 
     def _give_up(self, slab: Slab, row: int) -> None:
-        """A row whose name another one has: two processes may have stored it at once, of which one died before it
-        could tell."""
+        """Drop a row whose name another row has: two processes may have stored the object at once, and one died before
+        its change was visible."""
         name = slab.names[row]
         if self.entries[name] == slab.number << 32 | row:
             del self.entries[name]
@@ -270,7 +269,7 @@ class Index:
         self._count_group(slab, row, -1)
         slab.state[row], slab.names[row] = BROKEN, ""
         self._unclear.add(slab)
-        self._doubles.add((slab, row))
+        self._duplicates.add((slab, row))
 
     def _count_in(self, slab: Slab, row: int) -> None:
         self.entries[slab.names[row]] = slab.number << 32 | row
@@ -278,7 +277,7 @@ class Index:
         self._count_group(slab, row, 1)
 
     def _count_group(self, slab: Slab, row: int, by: int) -> None:
-        """One object more of a group, or less; nothing is known of a group that has none."""
+        """Add `by` objects to a group's count; a group without objects is forgotten."""
         if self.limits.quota_bytes is None:
             return
         group = group_of(slab.names[row])
@@ -287,7 +286,7 @@ class Index:
         if size_bytes:
             self._of_group[group] = size_bytes
         else:
-            self._lines.pop(Rank(None, group), None)
+            self._queues.pop(NeedVictims(None, group), None)
 
     def _unlist(self, slab: Slab, row: int) -> None:
         name = slab.names[row]
@@ -298,38 +297,38 @@ class Index:
         slab.names[row] = ""
 
     def forget(self, slab: Slab) -> None:
-        """A slab is gone, with what it held."""
+        """Drop a slab that is gone, with its objects."""
         for row in np.flatnonzero(slab.state == STORED).tolist():
             self._unlist(slab, row)
         self.slabs.pop(slab.number, None)
         self.held = {place: it for place, it in self.held.items() if place[0] is not slab}
-        self._doubles = {place for place in self._doubles if place[0] is not slab}
+        self._duplicates = {place for place in self._duplicates if place[0] is not slab}
         self.doubtful = {place: it for place, it in self.doubtful.items() if place[0] is not slab}
         self._dirty.pop(slab, None)
         self._unclear.discard(slab)
-        self._lines.clear()  # they would keep the file open
+        self._queues.clear()  # they hold references that keep the file open
 
     def close(self) -> None:
-        """Nothing of a store that is closed keeps a file of a slab open, but who is reading it."""
+        """Drop all references to slabs, so that their files close once the last read has ended."""
         for slab in [*self.slabs.values()]:
             self.slabs.pop(slab.number)
-        for known in (self.entries, self._dirty, self._unclear, self._doubles, self.doubtful, self._lines):
+        for known in (self.entries, self._dirty, self._unclear, self._duplicates, self.doubtful, self._queues):
             known.clear()
 
     def doubt(self, places: Iterable[RowAddress]) -> None:
-        """These may never have reached the medium: they are dropped as soon as tables can be written."""
+        """These may never have reached the medium: drop them as soon as tables can be written."""
         self.doubtful.update(((slab, row), int(slab.generation[row])) for slab, row in places)
 
-    # --- changing, with the mutex held
+    # --- changes, with the mutex held
 
     def hold(self, slab: Slab, row: int) -> None:
-        """The row is to be filled by this process."""
+        """Reserve the row for this process."""
         self._set(slab, row, RESERVED)
         self.held[slab, row] = int(slab.generation[row])
         slab.length[row] = slab.used[row] = slab.uses[row] = 0
 
     def drop(self, slab: Slab, row: int, state: int = FREE) -> None:
-        """The row holds nothing any more, and is free, or is not used again."""
+        """Drop the row's object; the row becomes FREE, or another `state`."""
         self._unlist(slab, row)
         self.held.pop((slab, row), None)
         self._set(slab, row, state)
@@ -338,28 +337,27 @@ class Index:
             self._taken.discard(slab.shape.slot_bytes)
 
     def release(self, places: Iterable[RowAddress]) -> None:
-        """Nobody is going to fill these after all, as far as they are held."""
+        """Free these rows, as far as they are still reserved by us."""
         for place in places:
             if self.is_ours(place):
                 self.drop(*place)
             self.held.pop(place, None)
 
     def is_ours(self, place: RowAddress) -> bool:
-        """Whether a row that this process has reserved still is: a disk may have lost that, and it is another's now."""
+        """Whether a row is still reserved by us: a disk may have lost the entry, and another process reserved it."""
         slab, row = place
         ours = slab.state[row] == RESERVED and slab.holder[row] == self.folder.number
         same = slab.generation[row] == self.held.get(place) and self.slabs.get(slab.number) is slab
         return bool(ours and same)
 
     def abandon(self, places: Iterable[RowAddress]) -> None:
-        """The same where tables cannot be written now: the next who can finds them reserved by us, and held by
-        nobody."""
+        """As `release`, if the tables cannot be written: rows stay RESERVED on disk until `reclaim` frees them."""
         for place in places:
             self.held.pop(place, None)
         self._interrupted = True
 
     def keep(self, slab: Slab, row: int, name: str, length: int, now_ns: int) -> None:
-        """The row has been filled."""
+        """The row has been filled: it is STORED."""
         self.held.pop((slab, row), None)
         slab.state[row], slab.names[row], slab.length[row] = STORED, name, length
         slab.stored[row] = now_ns
@@ -373,10 +371,10 @@ class Index:
         self._dirty[slab].add(row)
 
     def publish(self, lock: AbstractContextManager[object] = _HELD) -> None:
-        """Write what has changed into the tables and tell the others. OSError: nothing has changed after all.
+        """Write the changes into the tables and make them visible to other processes. OSError: nothing has changed.
 
-        With the store's `lock`, if that is given and not held: it is held for moments then, and not while tables are
-        written. Readers go on meanwhile, as nobody else can change a table, so that they take nothing in.
+        `lock`: the store's, if the caller does not hold it. It is held for moments, not while tables are written, so
+        readers go on; with the mutex held no other process changes a table meanwhile.
         """
         with lock:
             dirty, self._dirty = self._dirty, defaultdict(set)
@@ -388,32 +386,32 @@ class Index:
             return
         try:
             with lock:
-                self.sequence_lock.will(change)
+                self.sequence_lock.begin_write(change)
             for slab, rows in dirty.items():
                 slab.save(sorted(rows))
             with lock:
-                self.sequence_lock.did(change)
-                self.doubtful = {place: it for place, it in self.doubtful.items() if self.stands(place, it)}
-        except BaseException:  # whatever it is, it goes on to the caller
+                self.sequence_lock.end_write(change)
+                self.doubtful = {place: it for place, it in self.doubtful.items() if self.is_current(place, it)}
+        except BaseException:  # also on an interrupt
             with lock:
                 self._interrupted = True
                 self.reload(dirty)
             raise
 
-    def settle(self) -> None:
-        """Entries that fail their check although nobody is writing them are free rows; so are doubles of a name, and
-        what may not be on the medium."""
+    def repair(self) -> None:
+        """Free rows whose entry fails its check (no process is writing it), duplicates of a name, and objects that may
+        not be on the medium."""
         if self._interrupted:
             self._interrupted = False
             self.reclaim()
-        doubles, self._doubles = self._doubles, set()
-        for slab, row in doubles:
+        duplicates, self._duplicates = self._duplicates, set()
+        for slab, row in duplicates:
             if slab.state[row] == BROKEN:
                 for _, found in slab.load(row, row + 1):
                     if found.names and found.names[0] in self.entries:
                         self.drop(slab, row)
         for place, generation in self.doubtful.items():
-            if self.stands(place, generation):
+            if self.is_current(place, generation):
                 self.drop(*place)
         unclear, self._unclear = self._unclear, set()
         for slab in unclear:
@@ -421,15 +419,15 @@ class Index:
             for stripe in np.unique(slab.stripe(broken)).tolist():
                 self._read(slab, *slab.rows_of(stripe))
             for row in np.flatnonzero(slab.state == BROKEN).tolist():
-                if (slab, row) not in self.held:  # a call is writing there
+                if (slab, row) not in self.held:  # a call of ours is writing there
                     self.lost += 1
                     self.drop(slab, row)
             self._unclear.discard(slab)
-            if (slab.state >= BROKEN).any():  # who knows what is there; asked again the next time
+            if (slab.state >= BROKEN).any():  # unreadable now: tried again the next time
                 self._unclear.add(slab)
 
     def reclaim(self) -> None:
-        """Rows that a process had reserved before it died are free, and those of ours that no call is in_flight."""
+        """Free the rows reserved by processes that died, and those of ours that no call fills."""
         for slab in self.slabs.values():
             reserved = np.flatnonzero(slab.state == RESERVED)
             if not len(reserved):
@@ -438,7 +436,7 @@ class Index:
             gone = [each for each in holders if each == self.folder.number or not self.folder.is_alive(each)]
             rows = reserved[np.isin(slab.holder[reserved], gone)]
             rows = rows[[(slab, row) not in self.held for row in rows.tolist()]]
-            # What stands there counts, and not what somebody was about to write before he died, or failed.
+            # Read the tables again: a process may have died or failed before it wrote its change.
             for stripe in np.unique(slab.stripe(rows)).tolist():
                 self._read(slab, *slab.rows_of(stripe))
             for row in rows[slab.state[rows] == RESERVED].tolist():
@@ -446,7 +444,7 @@ class Index:
                 self.drop(slab, row)
 
     def old(self, slabs: Iterable[Slab], now_ns: int) -> list[RowAddress]:
-        """What is too old in these slabs; nobody need keep others from them meanwhile."""
+        """The expired objects of these slabs. No lock is needed, as `expire` checks again."""
         ttl_ns = self.limits.ttl_ns
         if ttl_ns is None:
             return []
@@ -457,7 +455,7 @@ class Index:
         ]
 
     def expire(self, places: Iterable[RowAddress], now_ns: int) -> int:
-        """Of these, what is still there and too old is gone; how many that were."""
+        """Drop those of these rows that are still expired; returns how many."""
         count = 0
         for slab, row in places:
             if self.slabs.get(slab.number) is slab and slab.state[row] == STORED and self._is_old(slab, row, now_ns):
@@ -469,26 +467,26 @@ class Index:
         return self.limits.ttl_ns is not None and now_ns - int(slab.stored[row]) > self.limits.ttl_ns
 
     def is_due(self, now_ns: int) -> bool:
-        """Whether it is time to make room of what is too old, of what the dead had reserved and of what is gone."""
+        """Whether to sweep now: free expired objects, rows of dead processes and slabs that are gone."""
         due = now_ns - self._swept_ns > _SECOND_NS
         if due:
             self._swept_ns = now_ns
         return due
 
-    # --- finding room
+    # --- allocation and eviction
 
-    def seat(self, call: Call, name: str, size_bytes: int) -> RowAddress | Grow | Rank | None:
-        """A row for a new object, held from now on. `Grow`, `Rank`: try to do it and ask again."""
+    def reserve(self, call: Call, name: str, size_bytes: int) -> RowAddress | NeedSlab | NeedVictims | None:
+        """Reserve a row for a new object; None: no space. `NeedSlab`, `NeedVictims`: the caller acts and asks again."""
         slot_bytes = slot_bytes_for(size_bytes)
         group = group_of(name) if self.limits.quota_bytes is not None else ""
-        room = self._make_room_in_group(call, group, slot_bytes)
-        if room is not True:
-            return room or None
+        space = self._make_space_in_group(call, group, slot_bytes)
+        if space is not True:
+            return space or None
         place = None if call.full else self._free(slot_bytes, call)
         if place is None and not call.full and slot_bytes not in call.grown:
-            return Grow(slot_bytes)
+            return NeedSlab(slot_bytes)
         if place is None:
-            victim = self._victim(call, Rank(slot_bytes, None))
+            victim = self._victim(call, NeedVictims(slot_bytes, None))
             if not isinstance(victim, Victim):
                 return victim
             place = victim.slab, victim.row
@@ -515,52 +513,52 @@ class Index:
                 self._taken.add(slot_bytes)
         return None
 
-    def _make_room_in_group(self, call: Call, group: str, slot_bytes: int) -> bool | Rank:
-        """Whether the group may have one more slot; it gives its own coldest for it."""
+    def _make_space_in_group(self, call: Call, group: str, slot_bytes: int) -> bool | NeedVictims:
+        """Whether the group may have one more slot; its own coldest objects are evicted for it."""
         quota = self.limits.quota_bytes
         if quota is None:
             return True
         if call.of_group[group] + slot_bytes > quota:
             return False
         while self._of_group.get(group, 0) + call.of_group[group] + slot_bytes > quota:
-            victim = self._victim(call, Rank(None, group))
+            victim = self._victim(call, NeedVictims(None, group))
             if not isinstance(victim, Victim):
                 return victim or False
             self.evict(victim.slab, victim.row)
         return True
 
-    def _victim(self, call: Call, rank: Rank) -> Victim | Rank | None:
-        """Who goes next of a class or of a group, or that this has to be worked out; None if nobody can."""
-        line = self._lines.get(rank)
-        if line is None:
-            return rank
-        while (victim := line.pop()) is not None:
+    def _victim(self, call: Call, need: NeedVictims) -> Victim | NeedVictims | None:
+        """The next victim of a slot class or a group; `need` if the queue has to be computed; None if there is none."""
+        queue = self._queues.get(need)
+        if queue is None:
+            return need
+        while (victim := queue.pop()) is not None:
             if (
-                victim.stands(self.slabs)
+                victim.is_current(self.slabs)
                 and victim.slab.number << 32 | victim.row not in call.kept
                 and (victim.slab, victim.row) not in self.held
-                and rank.group in (None, group_of(victim.slab.names[victim.row]))
+                and need.group in (None, group_of(victim.slab.names[victim.row]))
             ):
-                line.useful = True  # also if its turn comes later, as that is known now
+                queue.useful = True  # also if another process used it, as its time of use is known now
                 if not self._used_elsewhere(victim):
                     return victim
-        del self._lines[rank]
-        return rank if line.useful else None
+        del self._queues[need]
+        return need if queue.useful else None
 
-    def ranked(self, rank: Rank, line: Line) -> None:
-        """It has been worked out who goes."""
-        if rank.group is not None and len(self._lines) >= _GROUP_LINES:
-            for other in [other for other in self._lines if other.group is not None][:1]:
-                del self._lines[other]
-        self._lines[rank] = line
+    def set_victims(self, need: NeedVictims, queue: EvictionQueue) -> None:
+        """Set the eviction queue for `need`."""
+        if need.group is not None and len(self._queues) >= _GROUP_QUEUES:
+            for other in [other for other in self._queues if other.group is not None][:1]:
+                del self._queues[other]
+        self._queues[need] = queue
 
-    def among(self, rank: Rank) -> tuple[list[Slab], int | None]:
-        """In which slabs those are of whom one has to go, and the number of their group."""
-        slabs = [slab for slab in self.slabs.values() if rank.slot_bytes in (None, slab.shape.slot_bytes)]
-        return slabs, None if rank.group is None else _number_of(rank.group)
+    def victim_slabs(self, need: NeedVictims) -> tuple[list[Slab], int | None]:
+        """The slabs with candidates for `need`, and the number of their group."""
+        slabs = [slab for slab in self.slabs.values() if need.slot_bytes in (None, slab.shape.slot_bytes)]
+        return slabs, None if need.group is None else _number_of(need.group)
 
     def _used_elsewhere(self, victim: Victim) -> bool:
-        """Whether another process has used it since; then this one knows now."""
+        """Whether another process has used it since; if so, take over its time of use."""
         slab, row = victim.slab, victim.row
         with suppress(OSError):
             used, uses = slab.stamped(row)
@@ -570,7 +568,7 @@ class Index:
         return False
 
     def may_go(self, slab: Slab, call: Call | None = None) -> bool:
-        """Whether nobody is filling a row of the slab, as far as can be known, nor has this call answered for one."""
+        """Whether the slab may be removed: no row is being filled, as far as known, nor kept by this call."""
         if ((slab.state == RESERVED) | (slab.state == UNREADABLE)).any():
             return False
         return call is None or not any(place >> 32 == slab.number for place in call.kept)
@@ -578,56 +576,56 @@ class Index:
     # --- slabs, with the mutex held
 
     def add(self, slab: Slab, *, empty: bool) -> None:
-        """A slab has been made, or found with what is in it. OSError: it is not known after all."""
+        """Add a new slab, or one found with its contents. OSError: it is not added."""
         self.slabs[slab.number] = slab
         self._taken.discard(slab.shape.slot_bytes)
         try:
             if not empty:
                 self._read(slab, 0, slab.shape.slots)
-            self.sequence_lock.did({slab.number: (slab.identity, ())})
+            self.sequence_lock.end_write({slab.number: (slab.identity, ())})
         except BaseException:
             self.forget(slab)
             raise
 
     def unlist(self, slab: Slab, rows: Sequence[int]) -> None:
-        """These rows of a slab that is about to be removed are evicted."""
+        """Evict these rows of a slab that is about to be removed."""
         for row in rows:
             self._unlist(slab, row)
         slab.state[rows] = FREE
         self.evicted += len(rows)
 
     def remove(self, slab: Slab) -> None:
-        """A slab is to be removed, with what is still listed of it. OSError: others do not know that yet."""
+        """Drop a slab that is about to be removed. OSError: other processes do not see that yet."""
         self.forget(slab)
-        self.sequence_lock.did({slab.number: (0, ())})
+        self.sequence_lock.end_write({slab.number: (0, ())})
 
-    def begin(self, *, mend: bool) -> None:
-        """This process is alone: the files say which slabs there are.
+    def begin(self, *, repair: bool) -> None:
+        """Open the slabs found on disk, as no other process has the store open.
 
-        `mend`: what is no slab, though named like one, is put away, and slots without a table go, which a process left
-        that died while it made or removed a slab.
+        `repair`: quarantine files that are named like a slab and are none, and remove slots without a table, which are
+        left if a process dies while it makes or removes a slab.
         """
         found, folder = {}, self.folder.model
-        room_bytes = self.limits.capacity_bytes - self.folder.bytes()
+        space_bytes = self.limits.capacity_bytes - self.folder.bytes()
         files = files_of_model(self.disk, folder)
         for number, whole in slab_numbers(self.disk, folder).items():
             try:
-                slab = Slab.open(self.disk, folder, number, self.owner, alone=mend, room_bytes=room_bytes)
+                slab = Slab.open(self.disk, folder, number, self.owner, alone=repair, space_bytes=space_bytes)
                 found[number] = slab.identity
                 if slab_name(number) in files:  # it may have grown
-                    room_bytes -= max(0, self.disk.size(slab.file) - files[slab_name(number)].st_size)
+                    space_bytes -= max(0, self.disk.size(slab.file) - files[slab_name(number)].st_size)
             except Broken as why:
                 self.lost += whole
-                if mend:
-                    with suppress(OSError):  # it stays in the way until somebody can
-                        self.put_away(number, str(why), whole=whole)
-            except OSError as error:  # until somebody can
+                if repair:
+                    with suppress(OSError):  # it keeps its number until the next try
+                        self.quarantine(number, str(why), whole=whole)
+            except OSError as error:
                 self.lost += 1
                 log.warning("%s is not used: %s", folder.path / slab_name(number), error)
         self.sequence_lock.begin(found)
 
-    def put_away(self, number: int, why: str, *, whole: bool) -> None:
-        """What is no slab makes room: at once if there is nothing but slots that no table knows."""
+    def quarantine(self, number: int, why: str, *, whole: bool) -> None:
+        """Move files that are no slab out of the way: removed if there are only slots, without a table."""
         if whole:
             quarantine(self.disk, self.folder.model, number, why)
         else:

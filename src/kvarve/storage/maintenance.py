@@ -1,9 +1,8 @@
-"""What people do with a file store: look what lies in it, read all of it once, tidy it up, empty it.
+"""Maintenance of a file store: list its objects, verify them, collect garbage, drop objects.
 
-Reading (`models`, `inspect`) takes no lock and no process number, writes nothing and removes nothing, so root may,
-on a read-only file system and on a damaged store. Changing (`gc`, `drop`) opens the store as one more process beside
-those that use it; only the user whose store it is may do that. The store neither grows nor shrinks by it, and no object
-counts as used.
+Inspection (`models`, `inspect`) takes no lock and no process number, and writes and removes nothing: root may inspect
+another user's store, also on a read-only file system or if it is damaged. `gc` and `drop` open the store as one more
+process beside those that use it, as its owner only. Neither adds slabs nor evicts, and no object counts as used.
 """
 
 import os
@@ -43,14 +42,14 @@ from kvarve.storage.slabs import Broken, RowSpan, Slab, states_of
 from kvarve.storage.table import BROKEN, RETIRED, STORED, UNREADABLE, owner_of, times
 
 _AS_LARGE_AS_IT_IS = 1 << 62
-_DROPPED_AT_ONCE = 1024  # those who use the store wait so long
-_LOOKS, _PAUSE_S = 5, 0.01  # at entries that somebody may be writing just now
+_DROPPED_AT_ONCE = 1024  # per call, which other users of the store wait for
+_LOOKS, _PAUSE_S = 5, 0.01  # at entries that another process may be writing
 _TICK = 16  # objects
 
 
 @dataclass(frozen=True)
 class Model:
-    """One model's part of a folder. `open_s_ago`: when a process had it open that used it, by the wall clock."""
+    """One model's part of a folder. `open_s_ago`: since a process that uses it last had it open, by the wall clock."""
 
     label: bytes
     description: str
@@ -62,7 +61,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Contents:
-    """Whose pages lie in a folder, what all of it takes, and what is wrong with models that do not say who they are."""
+    """The models of a folder, its size, and the problems of models that cannot be identified."""
 
     models: list[Model]
     bytes: int
@@ -71,7 +70,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Stored:
-    """One object. `slot_bytes` is the class: what it takes on the disk; ages are by the store's own clock."""
+    """One object. `slot_bytes`: its size on the disk; ages are by the store's own clock."""
 
     name: str
     group: str
@@ -82,11 +81,11 @@ class Stored:
     uses: int
 
 
-# --- who looks
+# --- inspection
 
 
 def contents(directory: str | os.PathLike[str]) -> Contents:
-    """What a folder holds. StorageError if it is no store."""
+    """The contents of a folder. StorageError if it is no store."""
     disk, path = Disk(), checked_path(directory)
     with medium(path), opened_read_only(disk, path) as root, models_of(disk, root) as folders:
         found, total = [], root_bytes(disk, root)
@@ -103,13 +102,13 @@ def contents(directory: str | os.PathLike[str]) -> Contents:
 
 
 def models(directory: str | os.PathLike[str]) -> list[Model]:
-    """Whose pages lie in a folder. StorageError if it is no store."""
+    """The models of a folder. StorageError if it is no store."""
     return contents(directory).models
 
 
 class Inspection:
-    """One model's slabs as they are, open for reading. They may change meanwhile: whoever has read something looks
-    again whether it was still there. `lost`: what cannot be read of its tables, and why; `quarantined`: bytes."""
+    """One model's slabs, open for reading. They may change meanwhile, so after a read its entry is checked again.
+    `lost`: the parts of its tables that cannot be read, and why; `quarantined`: bytes."""
 
     def __init__(self, disk: Disk, folder: Directory, label: bytes) -> None:
         self._disk, self._folder = disk, folder
@@ -122,7 +121,7 @@ class Inspection:
             try:
                 slab = Slab.open(disk, folder, number, owner_of(label), read_only=True)
             except Broken as why:
-                if whole and number in slab_numbers(disk, folder):  # else somebody makes or removes it just now
+                if whole and number in slab_numbers(disk, folder):  # else a process is making or removing it
                     self.lost.append(f"{folder.path / slab_name(number)}: {why}")
             except NotOurs as why:
                 self.lost.append(str(why))
@@ -162,11 +161,11 @@ class Inspection:
         self.slabs.append(slab)
         for row in np.flatnonzero(slab.state == STORED).tolist():
             other, at = self._places.get(slab.names[row], (slab, row))
-            if slab.stored[row] >= other.stored[at]:  # of two of one name the newer one counts
+            if slab.stored[row] >= other.stored[at]:  # of two with one name the newer counts
                 self._places[slab.names[row]] = slab, row
 
     def objects(self) -> list[Stored]:
-        """All that is stored, what was used last first."""
+        """All objects, the most recently used first."""
         found = []
         for name, (slab, row) in self._places.items():
             stored_s, used_s = (max(0, self._now_ns - int(it[row])) / 1e9 for it in (slab.stored, slab.used))
@@ -187,8 +186,8 @@ class Inspection:
         intact: Callable[[str, memoryview], bool],
         tick: Callable[[int, int], None] = lambda read, of: None,
     ) -> tuple[int, list[str]]:
-        """Read everything. Answers how many could be read, and the names of those that could not, or are not intact by
-        name and bytes. `tick` hears how far it is. What others drop meanwhile is no damage."""
+        """Read every object. Returns how many could be read, and the names of those that could not, or that `intact`
+        (of name and bytes) rejects. `tick(read, of)` reports progress. An object dropped meanwhile is not damage."""
         read, damaged = 0, []
         for number, (name, (slab, row)) in enumerate(self._places.items()):
             if number % _TICK == 0:
@@ -200,14 +199,14 @@ class Inspection:
                 whole = False
             if whole and intact(name, view):
                 read += 1
-            elif self._stands(slab, row):
+            elif self._is_current(slab, row):
                 read += whole
                 damaged.append(name)
         tick(len(self._places), len(self._places))
         return read, damaged
 
-    def _stands(self, slab: Slab, row: int) -> bool:
-        """Whether the same object is still there, for everybody."""
+    def _is_current(self, slab: Slab, row: int) -> bool:
+        """Whether the row still holds the same object on disk."""
         if slab.is_gone():
             return False
         ((_, now),) = slab.load(row, row + 1)
@@ -216,7 +215,7 @@ class Inspection:
 
 @contextmanager
 def inspect(directory: str | os.PathLike[str], model: Model, disk: Disk | None = None) -> Iterator[Inspection]:
-    """Look at one model of a folder. StorageError if it cannot be read, or is gone."""
+    """Inspect one model of a folder. StorageError if it cannot be read, or is gone."""
     disk, path = disk or Disk(), checked_path(directory)
     with medium(path), opened_read_only(disk, path) as root, models_of(disk, root) as folders:
         if folders is None:
@@ -225,12 +224,12 @@ def inspect(directory: str | os.PathLike[str], model: Model, disk: Disk | None =
             yield Inspection(disk, folder, model.label)
 
 
-# --- who changes something
+# --- changes
 
 
 @contextmanager
 def opened(directory: str | os.PathLike[str], model: Model, *, ttl_s: float | None = None) -> Iterator[FileStorage]:
-    """The store, beside all that use it. StorageError if it is another user's."""
+    """Open the store beside its users. StorageError if it is another user's."""
     storage = FileStorage(
         directory, _AS_LARGE_AS_IT_IS, model.label, model.description, ttl_s=ttl_s, for_maintenance=True
     )
@@ -241,8 +240,8 @@ def opened(directory: str | os.PathLike[str], model: Model, *, ttl_s: float | No
 
 
 def gc(storage: FileStorage) -> dict[str, int]:
-    """Free what is too old, what dead processes had reserved (since this storage was opened, which does it as well),
-    slots that could not be read and can be now, and the slabs that were damaged (bytes)."""
+    """Free expired objects, rows reserved by dead processes (counted since this storage was opened, which frees some),
+    retired slots that work again, and quarantined slabs (bytes). Returns the counts."""
     counts = dict.fromkeys(("expired", "reclaimed", "retired", "quarantined_bytes"), 0)
     with storage.changing() as index:
         now_ns = index.clock.now_ns()
@@ -254,7 +253,7 @@ def gc(storage: FileStorage) -> dict[str, int]:
                 if slab.can_be_filled(row):
                     index.drop(slab, row)
                     counts["retired"] += 1
-            # To write an entry may mend what cannot be read of a table; while others are there it may be theirs.
+            # A write may repair an unreadable entry; only if alone, as another process may be using it.
             for row in np.flatnonzero(slab.state == UNREADABLE).tolist() if index.folder.alone() else ():
                 index.drop(slab, row)
                 counts["retired"] += 1
@@ -264,7 +263,7 @@ def gc(storage: FileStorage) -> dict[str, int]:
 
 
 def drop(storage: FileStorage, names: list[str]) -> int:
-    """Remove objects; how many there were."""
+    """Remove objects; returns how many there were."""
     return sum(sum(storage.delete(names[at : at + _DROPPED_AT_ONCE])) for at in range(0, len(names), _DROPPED_AT_ONCE))
 
 
@@ -276,7 +275,7 @@ def drop_model(directory: str | os.PathLike[str], model: Model, why: str) -> boo
         try:
             with store.mutex(), models_of(disk, store.root) as folders:
                 if folders is None or model.label not in {each.label for each in known_models(disk, folders)[0]}:
-                    return True  # somebody was faster
+                    return True  # another process removed it
                 name = model_name(model.label)
                 with disk.closing(disk.enter_below(folders, name)) as folder:
                     if is_in_use(disk, folder):

@@ -38,13 +38,13 @@ def check_memory(capacity_bytes: int, label: bytes, description: str, name: str 
 
 
 def forget_memory(name: str) -> None:
-    """Let go of what `memory://name` holds; storages that are open on it keep theirs until they are closed."""
+    """Forget the objects of `memory://name`; storages open on it keep theirs until they are closed."""
     with _named_lock:
         _named.pop(name, None)
 
 
 class MemoryStorage(Storage):
-    """At most `capacity_bytes` of objects. With a `name`, whoever opens it next in this process finds them again."""
+    """At most `capacity_bytes` of objects. With a `name`, the process's next storage of that name has them."""
 
     def __init__(self, capacity_bytes: int, label: bytes, description: str, name: str | None = None) -> None:
         with _named_lock:
@@ -83,7 +83,7 @@ class MemoryStorage(Storage):
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
         check_batch(names, data)
         region = self._open_region()
-        mine: dict[str, None] = {}  # what this call answers for, in order
+        mine: dict[str, None] = {}  # objects that this call answers for, in order
         stored = []
         with region.lock:
             for name, view in zip(names, data, strict=True):

@@ -1,9 +1,8 @@
-"""Pages in a Mooncake Store: one object per name, moved between its owners and our host memory without a copy between.
+"""Pages in a Mooncake Store: one object per name, moved between its owners and our host memory without another copy.
 
-The master knows which objects there are, and others' memory holds them; both may go away at any time. An object that
-cannot be had is a miss; a master that does not answer, or a call of which every transfer failed, is trouble of the
-storage. Whoever reads a page checks it, so what Mooncake may do to bytes (memory given to another object while somebody
-still reads it) costs misses.
+The master knows the objects, and other machines' memory holds them; both may go away at any time. An object that cannot
+be read is a miss; a master that does not answer, or a call of which every transfer failed, is a StorageError. Readers
+check each page, so damage by Mooncake (memory reused for another object during a read) costs only misses.
 """
 
 import hashlib
@@ -27,17 +26,17 @@ from kvarve.storage.mooncake_client import (
 )
 from kvarve.storage.mooncake_settings import Settings
 
-# Of one call into the library: so many that a call costs little beside what it moves, and so few that all transfers of
-# it have ended before the library gives up on them (see mooncake_client).
+# Objects per call into the library: enough to spread the cost of a call, and few enough that all its transfers end
+# before the library gives up on them (see mooncake_client).
 _BATCH = 32
-_BOUNCE_BYTES = 4 << 20  # grown by whoever needs more
-# Mooncake stores nothing that is empty. This stands for it, as long as nobody stores just these bytes.
+_BOUNCE_BYTES = 4 << 20  # at least; grown on demand
+# Mooncake stores no empty object. These bytes stand for one; no page has just these.
 _EMPTY = b"kvarve: an object without a byte"
 
 
 @dataclass(frozen=True)
 class _Buffer:
-    """Memory that the library knows: of the caller's own, or a part of the bounce buffer that stands for it."""
+    """Memory registered with the library: the caller's own, or a part of the bounce buffer in its place."""
 
     number: int  # of the name in its call
     address: int
@@ -46,9 +45,9 @@ class _Buffer:
 
 
 class MooncakeStorage(Storage):
-    """Objects of one label at a master that others may use too; theirs are neither seen nor touched.
+    """Objects of one label at a master that may have others, which are neither seen nor touched.
 
-    `settings` say where. StorageError: nobody answers there. What is evicted, when and from where, the master decides.
+    `settings`: where it is. StorageError: the master does not answer. The master decides what is evicted, and when.
     """
 
     def __init__(
@@ -58,18 +57,20 @@ class MooncakeStorage(Storage):
         self.description = description
         self.counts: Counter[str] = Counter()
         self._where = f"mooncake://{settings.master}"
-        self._prefix = f"kvarve:{hashlib.sha256(label).hexdigest()[:16]}:"  # nothing in it means anything in a pattern
+        self._prefix = (
+            f"kvarve:{hashlib.sha256(label).hexdigest()[:16]}:"  # without special characters of regular expressions
+        )
         self._client = client(settings)
-        self._lock = threading.Lock()  # of everything below
-        self._lent: list[tuple[int, int]] = []  # address and end of what the library knows
-        self._reading = 0  # calls that are in a get
-        self._deleted: set[str] = set()  # names under a lease, which are gone for everybody here until they are
-        self._usage = StorageUsage(0, 0, None, 0)  # as the master last told it
+        self._lock = threading.Lock()  # guards everything below
+        self._lent: list[tuple[int, int]] = []  # start and end address of registered memory
+        self._reading = 0  # gets in flight
+        self._deleted: set[str] = set()  # deleted names still under a lease: hidden until the master removes them
+        self._usage = StorageUsage(0, 0, None, 0)  # as of the master's last answer
         self._bounce_lock = threading.Lock()
         self._bounce = memoryview(b"")
 
     def register(self, memory: memoryview) -> None:
-        """Buffers inside of `memory` are read from and written to where they are. All others are copied."""
+        """Buffers inside `memory` are read and written in place. All others are copied."""
         self._client.lend(memory)
         start = address_of(memory)
         with self._lock:
@@ -81,7 +82,7 @@ class MooncakeStorage(Storage):
             return []
         codes = self._client.exists(self._keys(names))
         if 0 in codes:
-            check_names(names)  # what is there has a name that can be
+            check_names(names)  # a stored object has a legal name
         if not self._deleted:
             return [*map(bool, codes)]
         with self._lock:
@@ -92,7 +93,7 @@ class MooncakeStorage(Storage):
         check_batch(names, into)
         self._client.require_open()
         sizes: list[int | None] = [None] * len(names)
-        # Of one name twice in a call the library fills one buffer, and says that it has filled both.
+        # For a name twice in a call the library fills one buffer, and answers that it has filled both.
         first: dict[str, int] = {}
         with self._lock:
             for number, name in enumerate(names):
@@ -119,7 +120,7 @@ class MooncakeStorage(Storage):
                     else:
                         self._require_miss(code, arrived, len(names))
                 if failed and not arrived:
-                    break  # an owner is gone, or stands still: the rest would take as long
+                    break  # an owner is gone or hangs: the rest would take as long
             for number in large:
                 sizes[number] = self._get_large(names[number], into[number])
         finally:
@@ -144,7 +145,7 @@ class MooncakeStorage(Storage):
         with self._lock:
             buried = [name for name in first if name in self._deleted]
         self._remove(buried)
-        with self._lock:  # what is still there of those is as good as not stored: who needs it will find nothing
+        with self._lock:  # objects still under a lease cannot be stored anew: they are answered False
             first = {name: number for name, number in first.items() if name not in self._deleted}
         failed = 0
         sent: list[int] = []
@@ -166,7 +167,7 @@ class MooncakeStorage(Storage):
             if failed and not sent:
                 raise StorageError(f"{self._where}: stored 0 of {len(names)} objects: no owner takes them")
         self.counts["not taken"] += failed
-        # A put of what another writer has begun and never ended says 0 and stores nothing.
+        # A put of an object that another writer has begun and never ended answers 0 and stores nothing.
         there = self.exists([names[number] for number in sent])
         self.counts["not there after a put"] += len(there) - sum(there)
         stored = {names[number] for number, found in zip(sent, there, strict=True) if found}
@@ -185,14 +186,14 @@ class MooncakeStorage(Storage):
         return answers
 
     def drop(self, group: str | None = None) -> int:
-        """Remove all objects of one group, or of the label; how many there were. Nobody else's are touched."""
+        """Remove all objects of one group, or of the label; returns how many there were."""
         check_names([] if group is None else [group])
         self._client.require_open()
         pattern = self._prefix if group is None else f"{self._prefix}{group.replace('.', '[.]')}-"
         return self._client.remove_all_of(f"^{pattern}.*")
 
     def usage(self) -> StorageUsage:
-        """What the master says of everybody's objects; what it said last, where its figures cannot be had."""
+        """The master's figures, of all its users' objects; its last ones if they cannot be read."""
         self._client.require_open()
         figures = self._client.figures()
         if figures is not None:
@@ -212,16 +213,16 @@ class MooncakeStorage(Storage):
     def _placed(
         self, numbers: Sequence[int], views: Sequence[memoryview], filled: bool = False
     ) -> Iterator[list[_Buffer]]:
-        """Batches of places for these buffers; those of the bounce buffer hold, if `filled`, what is in the buffers.
+        """Batches of registered memory for these buffers; with `filled`, bounce buffers hold the buffers' contents.
 
-        A batch is over when the next one is asked for.
+        A batch is valid until the next one is requested.
         """
         direct, bounced = list[_Buffer](), list[int]()
         with self._lock:
             lent = [*self._lent]
         for number in numbers:
             view = views[number]
-            # What is shorter than what stands for nothing could not hold that.
+            # A buffer shorter than `_EMPTY` could not receive it.
             address = 0 if view.readonly or len(view) < len(_EMPTY) else address_of(view)
             if address and any(start <= address and address + len(view) <= end for start, end in lent):
                 direct.append(_Buffer(number, address, len(view)))
@@ -235,7 +236,7 @@ class MooncakeStorage(Storage):
                 self._have_bounce(max(len(views[bounced[0]]), len(_EMPTY)))
                 for number in bounced[:_BATCH]:
                     data: memoryview | bytes = views[number] if views[number].nbytes or not filled else _EMPTY
-                    size = max(len(data), len(_EMPTY))  # for what may be read of one that is empty
+                    size = max(len(data), len(_EMPTY))  # an empty object reads as `_EMPTY`
                     if end + size > len(self._bounce):
                         break
                     part = self._bounce[end : end + (len(data) if filled else size)]
@@ -247,13 +248,13 @@ class MooncakeStorage(Storage):
                 del bounced[: len(places)]
 
     def _have_bounce(self, size_bytes: int) -> None:
-        """Called with the bounce lock held. A smaller one stays lent: nobody can say who may still write there."""
+        """Called with the bounce lock held. A smaller buffer stays registered, as late transfers may write to it."""
         if len(self._bounce) < size_bytes:
             self._bounce = memoryview(mmap.mmap(-1, max(1 << (size_bytes - 1).bit_length(), _BOUNCE_BYTES)))
             self._client.lend(self._bounce)
 
     def _get_large(self, name: str, view: memoryview) -> int | None:
-        """Read as much of an object as its buffer takes; its whole size, None if it is gone meanwhile."""
+        """Read as much of an object as its buffer takes; returns its whole size, None if it is gone meanwhile."""
         (key,) = self._keys([name])
         size = self._client.size(key)
         if size < 0:
@@ -271,12 +272,12 @@ class MooncakeStorage(Storage):
             return code
 
     def _require_miss(self, code: int, done: int, count: int) -> None:
-        """StorageError unless `code` says that an object is not there."""
+        """StorageError unless `code` means that an object is missing."""
         if code not in MISSING:
             raise StorageError(f"{self._where}: read {done} of {count} objects: {code}")
 
     def _copied(self, name: str, size: int, source: memoryview, target: memoryview) -> int | None:
-        """The same object into another buffer of the same call."""
+        """Copy an object that was read to another buffer of the same call."""
         if len(source) < min(size, len(target)):
             (again,) = self.get([name], [target])
             return again
@@ -284,13 +285,13 @@ class MooncakeStorage(Storage):
         return size
 
     def _remove(self, names: Sequence[str]) -> list[bool]:
-        """Whether there was each; a lease on it does not help it, unless somebody here may be reading."""
+        """Whether each existed. Objects under a lease are removed by force, unless a get of ours is in flight."""
         if not names:
             return []
         codes = self._client.remove(self._keys(names), force=False)
         held = [i for i, code in enumerate(codes) if code in HELD]
         with self._lock:
-            if held and not self._reading:  # under the lock, so that nobody begins to read either
+            if held and not self._reading:  # with the lock held, so that no get begins
                 for i, code in zip(
                     held, self._client.remove(self._keys(names[i] for i in held), force=True), strict=True
                 ):
@@ -307,7 +308,7 @@ class MooncakeStorage(Storage):
 
 
 def _arrived(place: _Buffer, view: memoryview, size: int) -> int:
-    """Bring what the bounce buffer has to its buffer; the size of the object."""
+    """Copy from the bounce buffer, if any, to the caller's; returns the size of the object."""
     if size == len(_EMPTY) and (place.bounced or view)[:size] == _EMPTY:
         return 0
     if place.bounced is not None:

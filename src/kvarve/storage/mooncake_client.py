@@ -1,4 +1,4 @@
-"""One client of a Mooncake master, made safe to call: what the library does to those who trust it is kept in here.
+"""One client of a Mooncake master, made safe to call: the workarounds for the library are in this file.
 
 Measured with version 0.3.13 (docs/decisions/0012-mooncake.md): a call after `close` ends the process; a `setup` without
 a master blocks for 90 s; a get that the library gave up on may write later; a dead master costs seconds per call.
@@ -21,18 +21,18 @@ from kvarve.storage.mooncake_settings import Settings
 
 log = logging.getLogger(__name__)
 
-# What the library answers, by the names of its ErrorCode.
+# The library's ErrorCode.
 NO_ROOM, INVALID, NOT_READY, NOT_FOUND, ALREADY_THERE = -200, -600, -703, -704, -705
 HAS_LEASE, LEASE_EXPIRED, IN_REPLICATION, NO_REPLICA, GONE, BUSY = -706, -707, -708, -710, -712, -714
 TRANSFER_FAILED, BAD_CHECKSUM = -800, -801
 MISSING = frozenset({NOT_READY, NOT_FOUND, LEASE_EXPIRED, NO_REPLICA, GONE})
 HELD = frozenset({HAS_LEASE, IN_REPLICATION, BUSY})
 UNREADABLE = frozenset({TRANSFER_FAILED, BAD_CHECKSUM})
-_OUTAGES = range(-1099, -899)  # the master does not answer, or will not now
+_OUTAGES = range(-1099, -899)  # the master does not answer, or refuses for now
 
-# Taken by the library from the environment when it is first used; who has set one of these keeps it. The second and the
-# third end a transfer that stands still: four at a time go to one owner, so 32 objects end within 20 s, long before the
-# 60 s after which the library itself returns and leaves transfers behind that may still write.
+# The library reads these from the environment at its first use; values set by the user stay. The second and third end a
+# transfer that hangs: four at a time go to one owner, so 32 objects end within 20 s, long before the 60 s after which
+# the library returns and leaves transfers behind that may still write.
 _ENVIRONMENT = {
     "MC_RPC_TIMEOUT_MS": "1000",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
@@ -41,13 +41,13 @@ _ENVIRONMENT = {
 }
 LIBRARY_PATIENCE_S = 50.0  # a call that took longer may have left transfers behind (the library waits for 60 s)
 _TURN_S = 1.0  # how long a transfer waits for the one before it, which may hang
-_KNOCK_S = 0.5  # for the master's port to open, and for its figures
-_BUFFER_BYTES = 16 << 20  # that the library keeps for calls that we do not make; its smallest
+_KNOCK_S = 0.5  # timeout of a connection to the master's port, and of its figures
+_BUFFER_BYTES = 16 << 20  # which the library keeps for calls that we do not make; its minimum
 _CLOSED = "this storage is closed, or was opened before a fork"
 
 
 def library() -> Any:
-    """A client of Mooncake's own, not connected. ConfigError: it is not installed, or cannot be loaded here."""
+    """A Mooncake client object, not connected. ConfigError: it is not installed, or cannot be loaded here."""
     return load().MooncakeDistributedStore()
 
 
@@ -77,15 +77,15 @@ def _turn(lock: threading.Lock) -> Iterator[None]:
 
 
 def address_of(memory: memoryview) -> int:
-    """Where the bytes of a view lie; of a writable view, since a view that is not cannot be asked."""
+    """The address of a writable view; ctypes refuses a read-only one."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 class Client:
-    """Calls of many threads into one library object, which is replaced by a fresh one when it can no more be trusted.
+    """Calls of many threads into one library object, which is replaced when it may have stray transfers.
 
-    Every call answers the library's own codes, and raises StorageError when the master does not answer. It need not be
-    there before the first call: who starts without it goes on with it.
+    Every call answers the library's own codes, and raises StorageError when the master does not answer. The master need
+    not run before the first call.
     """
 
     def __init__(
@@ -95,28 +95,30 @@ class Client:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings, self._make, self._clock = settings, make, clock
-        self._lock = threading.Condition()  # of everything below
+        self._lock = threading.Condition()  # guards everything below
         self._raw: _Raw | None = None
-        self._inside = 0  # calls that are in `_raw`
+        self._inside = 0  # calls in flight in `_raw`
         self._changing = self._closed = False
-        self._suspect = True  # the master did not answer when it was last asked
-        self._lent: list[memoryview] = []  # what every library object is to know of
+        self._suspect = True  # the master did not answer the last call
+        self._lent: list[memoryview] = []  # memory to register with every library object
         self._putting, self._getting = threading.Lock(), threading.Lock()
         self._pid = os.getpid()
         self._hostname = settings.hostname
 
     def lend(self, memory: memoryview) -> None:
-        """Buffers of later calls lie in `memory`. It is made known to the library by the next call."""
+        """Buffers of later calls lie in `memory`. The next call registers it with the library."""
         with self._lock:
             self._lent.append(memory)
 
     def exists(self, keys: list[str]) -> list[int]:
-        """1 or 0 for each. StorageError for anything else: to take no answer for a miss is to compute what is there."""
+        """1 or 0 for each. StorageError for any other code: as a miss it would have a stored page computed again."""
         with self._entered() as raw:
             codes: list[int] = raw.store.batch_is_exist(keys)
         if min(codes, default=0) < 0:
             self._heard(codes)
-            raise StorageError(f"the Mooncake master at {self._settings.master} cannot say what is there: {min(codes)}")
+            raise StorageError(
+                f"the Mooncake master at {self._settings.master} cannot tell which objects exist: {min(codes)}"
+            )
         self._suspect = False
         return codes
 
@@ -127,7 +129,7 @@ class Client:
             return self._heard(raw.store.batch_put_from(list(keys), list(addresses), list(sizes), *more))
 
     def get(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """Read each object; when this returns or raises, nothing will be written to the addresses any more."""
+        """Read each object; once this returns or raises, no transfer writes to the addresses any more."""
         with _turn(self._getting), self._entered() as raw:
             start = self._clock()
             codes: list[int] = raw.store.batch_get_into(list(keys), list(addresses), list(sizes))
@@ -141,7 +143,7 @@ class Client:
             return code
 
     def remove(self, keys: Sequence[str], *, force: bool) -> list[int]:
-        """Remove each object; with `force`, where the version can, also what somebody has a lease on."""
+        """Remove each object; with `force`, if the version can, also objects under a lease."""
         with self._entered() as raw:
             if force and raw.can_force:
                 return self._heard(raw.store.batch_remove(list(keys), True))
@@ -150,7 +152,7 @@ class Client:
             return self._heard([raw.store.remove(key) for key in keys])
 
     def remove_all_of(self, pattern: str) -> int:
-        """Remove what a regular expression names; how many there were."""
+        """Remove all objects whose names match a regular expression; returns how many there were."""
         with self._entered() as raw:
             if not hasattr(raw.store, "remove_by_regex"):
                 raise StorageError("this version of Mooncake cannot remove by prefix: install 0.3.7 or newer")
@@ -158,7 +160,7 @@ class Client:
             return count
 
     def figures(self) -> dict[str, float] | None:
-        """What the master says of itself, by the names of its metrics; None if it cannot be asked."""
+        """The master's metrics by name; None if they cannot be read."""
         connection = http.client.HTTPConnection(*self._settings.metrics_address, timeout=_KNOCK_S)
         try:
             connection.request("GET", "/metrics")
@@ -177,8 +179,8 @@ class Client:
             raise StorageError(_CLOSED)
 
     def close(self) -> None:
-        """Wait for the calls that are inside, and let go. May be called twice."""
-        if os.getpid() != self._pid:  # what a child after a fork has is not its own
+        """Wait for the calls in flight, and close. May be called twice."""
+        if os.getpid() != self._pid:  # after a fork the library object is the parent's
             return
         with self._lock:
             if self._closed:
@@ -192,14 +194,14 @@ class Client:
     # --- inside
 
     def _entered(self) -> "_Inside":
-        """The library, with everything known to it that was lent; it is not closed before this is left."""
-        self.require_open()  # before the lock, which a child after a fork may find taken for ever
+        """The library object with all memory registered; it is not closed within the block."""
+        self.require_open()  # before the lock, which may be locked for ever after a fork
         if self._suspect:
             self._knock()
         return _Inside(self, self._ready())
 
     def _ready(self) -> "_Raw":
-        """A library object that may be called, counted as being in it. What takes time is done without the lock."""
+        """The library object, with this call counted as in flight. Slow work is done without the lock."""
         while True:
             with self._lock:
                 if self._changing:
@@ -220,7 +222,7 @@ class Client:
                     self._lock.notify_all()
 
     def _heard(self, codes: list[int]) -> list[int]:
-        """StorageError if the master did not answer; the next call then knocks before it asks."""
+        """StorageError if the master did not answer; the next call then tries its port first."""
         outage = next((code for code in codes if code in _OUTAGES), None) if min(codes, default=0) < 0 else None
         self._suspect = outage is not None
         if outage is not None:
@@ -228,7 +230,7 @@ class Client:
         return codes
 
     def _knock(self) -> None:
-        """StorageError at once where nobody listens; the library would try for seconds, and `setup` for 90."""
+        """StorageError at once if no process listens; the library would try for seconds, and `setup` for 90."""
         try:
             with socket.create_connection(self._settings.address, _KNOCK_S) as knock:
                 self._hostname = self._hostname or str(knock.getsockname()[0])
@@ -255,8 +257,8 @@ class Client:
         return raw
 
     def _renew(self, raw: "_Raw") -> None:
-        """End whatever `raw` has left under way: once its close has returned it writes nothing more. The next call gets
-        another one. The caller is not inside any more; the others that are hang as it did, and come here too.
+        """Close `raw`, after which its stray transfers write nothing more; the next call gets a new one. The caller's
+        call has ended; the other calls in flight hang as it did, and come here too.
         """
         with self._lock:
             self._lock.wait_for(lambda: not self._changing)
@@ -274,7 +276,7 @@ class Client:
 
 
 class _Inside:
-    """One call's stay in the library; a class, since a generator would take longer than a question is to take."""
+    """Counts one call as in flight; a class, since a generator-based context would cost too much per `exists`."""
 
     __slots__ = ("_client", "_raw")
 
@@ -288,7 +290,7 @@ class _Inside:
         client = self._client
         with client._lock:
             client._inside -= 1
-            if client._changing or client._closed:  # somebody waits for this
+            if client._changing or client._closed:  # `close` or `_renew` waits for this
                 client._lock.notify_all()
 
 
@@ -297,7 +299,7 @@ class _Raw:
 
     def __init__(self, store: Any, settings: Settings) -> None:
         self.store = store
-        self.registered = 0  # pieces of the memory that was lent
+        self.registered = 0  # how many of `_lent`
         self.can_force = "force" in (
             getattr(store.batch_remove, "__doc__", "") if hasattr(store, "batch_remove") else ""
         )
@@ -311,7 +313,7 @@ class _Raw:
 
 
 def _replication(settings: Settings) -> Any:
-    """How each object is to be kept, as far as this version knows of it; ConfigError if it does not."""
+    """The replication config of each object; ConfigError if this version cannot do what the settings ask."""
     if settings.replicas == 1 and not settings.soft_pin and not settings.hard_pin:
         return None
     store = importlib.import_module("mooncake.store")

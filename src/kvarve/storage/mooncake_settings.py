@@ -1,4 +1,4 @@
-"""Where a Mooncake master is and how to reach it: a URL, and for what it does not say the variables that others use."""
+"""Where a Mooncake master is and how to reach it: from a URL, else from Mooncake's own environment variables."""
 
 import importlib.util
 import json
@@ -31,12 +31,12 @@ _SIZE = re.compile(r"\s*([0-9.]+)\s*([kmgt]?)b?\s*", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Settings:
-    """How to reach one master, and what this client brings along."""
+    """How to reach one master, and what this client contributes."""
 
     master: str  # host:port
     protocol: str = "tcp"
     device: str = ""  # of RDMA
-    segment_bytes: int = 0  # of this process's memory, for everybody's pages
+    segment_bytes: int = 0  # of this process's memory, lent to all clients
     metadata: str = "P2PHANDSHAKE"
     hostname: str = ""  # by which the other clients reach this one; empty: the address from which it reaches the master
     replicas: int = 1
@@ -56,7 +56,7 @@ class Settings:
 def read_settings(
     text: str, place: str, path: str, parameters: Mapping[str, str], environ: Mapping[str, str] = os.environ
 ) -> Settings:
-    """What the URL `text`, taken apart, means here. ConfigError: it cannot be meant, or the library is missing."""
+    """The settings of the parsed URL `text`. ConfigError: it is invalid, or the library is missing."""
     if path not in ("", "/"):
         raise ConfigError(f"{text}: a mooncake URL has a master and no path, as in mooncake://10.0.0.1:{DEFAULT_PORT}")
     file = _file(environ.get("MOONCAKE_CONFIG_PATH"))
@@ -110,7 +110,7 @@ def _file(path: str | None) -> dict[str, object]:
 
 
 def _with_port(place: str, port: int, source: str) -> str:
-    """The place as host:port; an IPv6 address stands in brackets."""
+    """The place as host:port; an IPv6 address is in brackets."""
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.%]+\]|[^\[\]:/@\s]+)(?::([0-9]{1,5}))?", place)
     if match is None or not 0 < int(match[2] or port) < 1 << 16:
         raise ConfigError(f"{source}: {place!r} is not host:port")
@@ -123,7 +123,7 @@ def _address(place: str) -> tuple[str, int]:
 
 
 def _their_size(text: str) -> int:
-    """A size as Mooncake reads it, who counts gb by 1024."""
+    """A size as Mooncake reads it: 1 gb is 1024**3 bytes."""
     match = _SIZE.fullmatch(text)
     try:
         assert match is not None

@@ -1,4 +1,4 @@
-"""Which object goes first when room is short: an order over the columns of tables, worked out for many at once."""
+"""Which object is evicted first: an order over the columns of tables, computed for many objects at once."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ import numpy as np
 from kvarve.storage.slabs import Slab
 from kvarve.storage.table import STORED, Rows
 
-# Of what was never used again, a share above this goes before everything else (the small queue of S3-FIFO).
+# Objects never used again are evicted first while they are more than this share (the small queue of S3-FIFO).
 _PROBATION = 0.1
 
 
-class Coldness:
-    """The columns that an order looks at, of all objects among which one is to go."""
+class Candidates:
+    """The columns by which an order compares objects, of all that may be evicted."""
 
     def __init__(self, places: Sequence[tuple[Slab, Rows]]) -> None:
         self._places = places
@@ -32,16 +32,16 @@ class Coldness:
         return np.concatenate([slab.uses[rows] for slab, rows in self._places])
 
 
-def lru(among: Coldness) -> tuple[Rows, ...]:
+def lru(among: Candidates) -> tuple[Rows, ...]:
     return (among.used,)
 
 
-def lfu(among: Coldness) -> tuple[Rows, ...]:
+def lfu(among: Candidates) -> tuple[Rows, ...]:
     return (among.used, among.uses)
 
 
-def s3fifo(among: Coldness) -> tuple[Rows, ...]:
-    """What was not used again since it was stored goes first, oldest first, while that is over a tenth of all."""
+def s3fifo(among: Candidates) -> tuple[Rows, ...]:
+    """Objects not used since they were stored go first, oldest first, while they are over a tenth of all."""
     once = among.uses == 0
     if once.mean() <= _PROBATION:
         return (among.used,)
@@ -49,12 +49,12 @@ def s3fifo(among: Coldness) -> tuple[Rows, ...]:
 
 
 # As for numpy.lexsort: the last key counts most, and the smallest goes first.
-ORDERS: Mapping[str, Callable[[Coldness], tuple[Rows, ...]]] = {"lru": lru, "lfu": lfu, "s3fifo": s3fifo}
+ORDERS: Mapping[str, Callable[[Candidates], tuple[Rows, ...]]] = {"lru": lru, "lfu": lfu, "s3fifo": s3fifo}
 
 
 @dataclass(frozen=True)
 class Victim:
-    """An object whose turn it was to go when the order was worked out."""
+    """An object to be evicted, as it was when the order was computed."""
 
     slab: Slab
     row: int
@@ -62,8 +62,8 @@ class Victim:
     used: int
     uses: int
 
-    def stands(self, slabs: Mapping[int, Slab]) -> bool:
-        """Whether nothing has happened to it since, as far as this process knows."""
+    def is_current(self, slabs: Mapping[int, Slab]) -> bool:
+        """Whether it has not changed since, as far as this process knows."""
         slab, row = self.slab, self.row
         return (
             slabs.get(slab.number) is slab
@@ -74,9 +74,8 @@ class Victim:
         )
 
 
-class Line:
-    """Those who go first, in their order. Columns, as there may be a hundred thousand of them. `useful`: whether one of
-    them has gone."""
+class EvictionQueue:
+    """The next victims, in order; as columns, as there may be a hundred thousand. `useful`: one was still current."""
 
     def __init__(self, slabs: Sequence[Slab], which: Rows, rows: Rows) -> None:
         self._slabs, self._which, self._rows = slabs, which, rows
@@ -93,7 +92,7 @@ class Line:
         self.useful = False
 
     def pop(self) -> Victim | None:
-        """The next of them."""
+        """The next victim; None if there are no more."""
         at = self._next
         if at == len(self._rows):
             return None
@@ -107,14 +106,14 @@ class Line:
         )
 
     def first_used_ns(self) -> int | None:
-        """When the very first of them was used."""
+        """When the first victim was used."""
         return int(self._used[0]) if len(self._used) else None
 
 
-def coldest(slabs: Iterable[Slab], order: str, group: int | None = None) -> Line:
-    """Those who go first among the objects of these slabs (of a group of this number).
+def coldest(slabs: Iterable[Slab], order: str, group: int | None = None) -> EvictionQueue:
+    """The next victims among the objects of these slabs (of the group of this number).
 
-    Nobody need keep others from the slabs meanwhile: whoever takes one of the line looks whether it still stands.
+    No lock is needed: the caller checks `Victim.is_current` of each victim that it pops.
     """
     places = []
     for slab in slabs:
@@ -125,21 +124,21 @@ def coldest(slabs: Iterable[Slab], order: str, group: int | None = None) -> Line
         if len(rows):
             places.append((slab, rows))
     if not places:
-        return Line([], np.zeros(0, np.int64), np.zeros(0, np.int64))
+        return EvictionQueue([], np.zeros(0, np.int64), np.zeros(0, np.int64))
     ends = np.cumsum([len(rows) for _, rows in places])
-    keys = ORDERS[order](Coldness(places))
-    # So many that working out the order costs little for each. What is new comes last in LRU, but may come first in
-    # other orders: there only so few that what has come since would be no more than a 64th of all.
+    keys = ORDERS[order](Candidates(places))
+    # Enough to spread the cost of the order over many victims. In LRU new objects go last; in other orders they may go
+    # first, so a queue there is no longer than a 64th of all.
     count = max(64 if order == "lru" else 1, int(ends[-1]) // 64)
     first = _smallest(keys, count) if count < ends[-1] else np.arange(int(ends[-1]))
     first = first[np.lexsort([key[first] for key in keys])][:count]
     which = np.searchsorted(ends, first, "right")
     rows = np.concatenate([rows for _, rows in places])[first]
-    return Line([slab for slab, _ in places], which, rows)
+    return EvictionQueue([slab for slab, _ in places], which, rows)
 
 
 def _smallest(keys: tuple[Rows, ...], count: int) -> Rows:
-    """The places of the `count` smallest, and of those that equal the last of them in the key that counts most."""
+    """The indices of the `count` smallest, and of those equal to the last of them in the most significant key."""
     most = keys[-1]
     bound = np.partition(most, count)[count]
     below = np.flatnonzero(most < bound)
@@ -152,8 +151,7 @@ def _smallest(keys: tuple[Rows, ...], count: int) -> Rows:
 
 @dataclass(frozen=True)
 class LastUse:
-    """When the objects of a slab were used, on average and the last of them, in ns of the store's time; before
-    everything if there are none."""
+    """When the objects of a slab were used, on average and last, in ns of the store's time; -1 if there are none."""
 
     mean_ns: int = -1
     last_ns: int = -1

@@ -1,13 +1,13 @@
-"""How the processes that have one store open learn of each other's changes: a small file, read before each call.
+"""A sequence lock in a small file: each process reads it before a call, to see what other processes have changed.
 
-One number for all, then a line for each slab: its identity (0: there is no such slab) and one number for each stripe
-of its table, odd while somebody changes something in it. Who changes a table makes its stripes' numbers odd, changes
-it, makes them even, and counts up the one for all. He may die or fail anywhere in between. So whoever is about to
-change something himself looks at all lines closely: he reads again what is odd, too, and makes it even. Everybody else
-sees that then, and until then nobody has put anything else where the old things lay.
+The file has a head counter, then a line for each slab: its identity (0: no such slab) and a counter for each stripe of
+its table, odd during a write. A writer makes the stripes' counters odd, writes the table, makes them even, and
+increments the head. It may die or fail at any step. So a process that is about to write looks `closely`: it also reads
+stripes with odd counters again and makes them even, which the other processes then see. Until then no row of these
+stripes is reused.
 
-The file means nothing once nobody has the store open; who comes first writes it anew. It is read by system calls and
-not mapped: an I/O error in a mapping is a signal that ends the process, here it is an exception.
+The file means nothing once no process has the store open; the first one to open it writes it anew. It is read by system
+calls and not mapped: an I/O error in a mapping is a signal that ends the process, here it is an exception.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,32 +25,32 @@ assert LINE_BYTES == 8 * _WORDS
 _MOST_BYTES = LINE_BYTES * (SLABS + 1)
 _MASK = (1 << 64) - 1
 _ONE = np.uint64(1)
-_BEGUN = b"changes2"  # behind the number for all
-_IN_DOUBT = 2  # no slab's identity, as those are odd: the line is another one than was seen
+_BEGUN = b"changes2"  # behind the head
+_STALE = 2  # no slab's identity, as those are odd: the line is read again
 
 Line = npt.NDArray[np.uint64]
-Told = Mapping[int, tuple[int, Iterable[int]]]  # by the slab's number: its identity, and stripes
+Changes = Mapping[int, tuple[int, Iterable[int]]]  # by the slab's number: its identity, and stripes
 
 
 @dataclass(frozen=True)
 class Changed:
-    """A slab in which something has changed: in these stripes, or (None) the slab is another one or gone."""
+    """A changed slab: in these stripes, or (None) the slab was replaced or removed."""
 
     number: int
     identity: int
     stripes: list[int] | None
-    unsettled: list[int]  # stripes of which nobody has said that they are done; only of a close look
+    unfinished: list[int]  # stripes with an odd counter; of a close look only
 
 
 class SequenceLock:
     def __init__(self, disk: Disk, file: int) -> None:
         self._disk, self._file = disk, file
         self._head: bytes | None = None
-        self._seen = np.zeros((1, _WORDS), np.uint64)  # line 0 is for the one number for all
+        self._seen = np.zeros((1, _WORDS), np.uint64)  # line 0 has the head
 
     def look(self, *, closely: bool = False) -> Iterator[Changed]:
-        """What has changed since the last look; each is seen when the next one is asked for. `closely` also finds what
-        is unfinished, or was not told to the end."""
+        """What has changed since the last look; a change is marked as seen when the next one is requested. `closely`
+        also finds unfinished writes, and those whose writer did not reach the head."""
         head = self._disk.peek(self._file, 8, 0)
         if head == self._head and not closely:
             return
@@ -66,57 +66,57 @@ class SequenceLock:
         differs[0] = False
         for line in np.flatnonzero(differs.any(axis=1)).tolist():
             stripes = None if differs[line, 0] else np.flatnonzero(differs[line, 1:]).tolist()
-            unsettled = np.flatnonzero(odd[line, 1:]).tolist() if closely else []
-            yield Changed(line - 1, int(now[line, 0]), stripes, unsettled)
+            unfinished = np.flatnonzero(odd[line, 1:]).tolist() if closely else []
+            yield Changed(line - 1, int(now[line, 0]), stripes, unfinished)
             self._seen[line] = now[line]
-        self._head = head  # read before the rest: what comes in between is seen the next time
+        self._head = head  # read before the rest: the next look sees later changes
 
-    def doubt(self, numbers: Iterable[int]) -> None:
-        """The next close look finds these slabs again."""
+    def mark_stale(self, numbers: Iterable[int]) -> None:
+        """Have the next close look return these slabs again."""
         for number in numbers:
-            self._seen[number + 1, 0] = _IN_DOUBT
+            self._seen[number + 1, 0] = _STALE
 
     def known(self) -> set[int]:
-        """The numbers of all slabs that there were at the last look."""
+        """The numbers of all slabs at the last look."""
         return set(np.flatnonzero(self._seen[1:, 0]).tolist())
 
-    # --- with the mutex held, after a close look; OSError: nobody can rely on what was to be told
+    # --- with the mutex held, after a close look; OSError: other processes may not see the change
 
-    def will(self, change: Told) -> None:
-        """In these stripes something is going to be changed; nobody has to look yet."""
-        self._seen_now(self._write(change, np.uint64(0)))
+    def begin_write(self, change: Changes) -> None:
+        """Make the counters of these stripes odd; the head stays."""
+        self._mark_seen(self._write(change, np.uint64(0)))
 
-    def did(self, change: Told) -> None:
-        """It has been, or there is another slab of that number, or (identity 0) none."""
+    def end_write(self, change: Changes) -> None:
+        """Make the counters even, with the slab's new identity (0: removed), and increment the head."""
         self._head = None
         lines = self._write(change, _ONE)
         before = int.from_bytes(self._disk.peek(self._file, 8, 0), "little")
         head = (before + 1 & _MASK).to_bytes(8, "little")
         write_all(self._disk, self._file, [head], 0)
         self._head = head
-        self._seen_now(lines)
+        self._mark_seen(lines)
 
-    def _write(self, change: Told, done: np.uint64) -> dict[int, Line]:
-        """What stands in these lines now. Until it is seen they are in doubt."""
+    def _write(self, change: Changes, done: np.uint64) -> dict[int, Line]:
+        """Write these lines; returns them. They are stale until `_mark_seen`."""
         lines = {}
         for number, (identity, stripes) in change.items():
             self._grow(number + 1)
             lines[number + 1] = line = self._seen[number + 1].copy()
-            self._seen[number + 1, 0] = _IN_DOUBT
+            self._seen[number + 1, 0] = _STALE
             at = np.fromiter(stripes, np.int64) + 1
             line[0], line[at] = identity, (line[at] | _ONE) + done
-            self._seen[number + 1, 1:] = line[1:]  # they never go back, whatever of it is written
+            self._seen[number + 1, 1:] = line[1:]  # counters never go back, even if the write fails
             write_all(self._disk, self._file, [line.tobytes()], (number + 1) * LINE_BYTES)
         return lines
 
-    def _seen_now(self, lines: Mapping[int, Line]) -> None:
+    def _mark_seen(self, lines: Mapping[int, Line]) -> None:
         for number, line in lines.items():
             self._seen[number] = line
 
-    # --- who comes first, and who comes later
+    # --- opening
 
     def begin(self, slabs: Mapping[int, int]) -> None:
-        """Nobody else has the store open, and these are the slabs (number: identity)."""
+        """Write the file anew for these slabs (identity by number), as no other process has the store open."""
         lines = max([1, *(number + 2 for number in slabs)])
         self._disk.cut(self._file, lines * LINE_BYTES)
         fresh = np.zeros((lines, _WORDS), np.uint64)
@@ -125,7 +125,7 @@ class SequenceLock:
         write_all(self._disk, self._file, [bytes(8) + _BEGUN + fresh.tobytes()[16:]], 0)
 
     def is_begun(self) -> bool:
-        """Whether this is the file that those who have the store open use, and not one that was made just now."""
+        """Whether other processes use this file, rather than one that was made just now."""
         return self._disk.peek(self._file, len(_BEGUN), 8) == _BEGUN
 
     def _grow(self, last_line: int) -> None:

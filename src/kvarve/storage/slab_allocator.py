@@ -1,7 +1,7 @@
-"""Room for slabs in a folder: how large they are made, whose gives way to whom, and that nothing is left.
+"""Allocates slabs in a folder: how large they are, which is removed for which, and that no file is left behind.
 
-All of it with the folder's mutex held. The store's lock, which is all that readers need, is held for moments, as making
-and removing files is slow, and so is working out who goes.
+Every call holds the folder's mutex. The store's lock, which is all that readers need, is held for moments only, since
+it is slow to make and remove files and to compute eviction queues.
 """
 
 import errno
@@ -17,35 +17,35 @@ import numpy as np
 
 from kvarve.storage.disk import NotOurs
 from kvarve.storage.folder import LINE_BYTES, SLABS, slab_name, slab_numbers, spare_bytes
-from kvarve.storage.index import Call, Grow, Index, Rank, RowAddress
+from kvarve.storage.idle_models import IdleModels, IdleSlab
+from kvarve.storage.index import Call, Index, NeedSlab, NeedVictims, RowAddress
 from kvarve.storage.orders import LastUse, coldest
-from kvarve.storage.others import Idle, Others
 from kvarve.storage.slabs import Broken, Slab, unlink
 from kvarve.storage.table import STORED, Shape, slot_bytes_for
 
 log = logging.getLogger(__name__)
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # for a file so large, the last one says
-# A slab is a 16th of the capacity but not above 256 MiB, until there are 16 of these; from then on it is a 16th of all
-# that there are. So a large store has some hundreds, each an open file, and one that is never filled takes little.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # EFBIG: for a file of this size
+# A slab is a 16th of the capacity, at most 256 MiB, while there are fewer than 16 of these; then a 16th of all slabs.
+# So a large store has some hundreds, each an open file, and a store that is never filled takes little.
 _SLAB_BYTES = 256 << 20
 _SHARE = 16
-_TRY_AGAIN_NS = 10_000_000_000  # a class that found no room for a slab asks for one again after so long
+_RETRY_NS = 10_000_000_000  # until a slot class that found no space for a slab tries again
 
 
-# Another class, or a model that nobody has open, gives a slab away when its objects are on average so many times as old
-# as what would have to go here; its last one of a class only when all of them are older.
+# A slab of another class, or of an idle model, is removed if its objects are on average this many times as old as the
+# victim here; the last slab of a class only if all of its objects are older.
 _MUCH_OLDER = 2.0
-AT_ONCE = 32  # objects for which the lock is held once: readers wait so long
+AT_ONCE = 32  # objects per hold of the lock, which bounds how long readers wait
 
 
 @dataclass(frozen=True)
 class _Offer:
-    """A slab that could give way. `is_last`: the only one of its class in its model. With it all of them would go: a
-    prompt that needs one page of each class could resume nowhere, and a class of small objects keeps those for the
-    longest. Ages are in ns: of its objects on average, and of the youngest."""
+    """A slab that could be removed. `is_last`: the only one of its class in its model. Without it a prompt that needs
+    one page of each class could resume nowhere, and a class of small objects keeps its objects for the longest. Ages
+    are in ns: of its objects on average, and of the youngest."""
 
-    slab: Slab | Idle
+    slab: Slab | IdleSlab
     bytes: int
     is_last: bool
     mean_age_ns: float
@@ -54,24 +54,23 @@ class _Offer:
     def is_older(self, age_ns: float) -> bool:
         return self.least_age_ns > age_ns if self.is_last else self.mean_age_ns > _MUCH_OLDER * age_ns
 
-    def comes(self) -> tuple[bool, float]:
-        """The smallest goes first."""
+    def sort_key(self) -> tuple[bool, float]:
+        """The slab with the smallest key is removed first."""
         return self.is_last, -self.mean_age_ns
 
 
 class SlabAllocator:
     def __init__(self, index: Index, lock: threading.Lock) -> None:
         self._index, self._folder, self._lock = index, index.folder, lock
-        self._others = Others(self._folder)
-        # Slot bytes: store time.
-        self._full_until: dict[int, int] = {}
+        self._idle_models = IdleModels(self._folder)
+        self._full_until: dict[int, int] = {}  # store time by slot bytes
         self._stuck_until: dict[int, int] = {}
-        self._told: set[int] = set()  # slot bytes
+        self._warned: set[int] = set()  # slot bytes logged as impossible to store
         self._left_alone: set[int] = set()  # numbers of slabs that are none of ours
 
     def begin(self, call: Call) -> int:
-        """Before the first row is asked for: now and then, make room of what is too old, of what the dead had reserved
-        and of what somebody has removed; answers what time it is."""
+        """Start a put, and now and then sweep: free expired objects, rows reserved by dead processes, and slabs whose
+        files were removed. Returns the store's time."""
         call.low = spare_bytes(self._folder.disk, self._folder.root) < 0
         index = self._index
         with self._lock:
@@ -87,47 +86,47 @@ class SlabAllocator:
             index.publish(self._lock)
         return now_ns
 
-    def seat(self, call: Call, name: str, size_bytes: int) -> RowAddress | None:
-        """A row for a new object, held from now on; None if there is no room for it."""
+    def reserve(self, call: Call, name: str, size_bytes: int) -> RowAddress | None:
+        """Reserve a row for a new object; None if there is no space for it."""
         while True:
             with self._lock:
-                found = self._index.seat(call, name, size_bytes)
-            if isinstance(found, Grow):
+                found = self._index.reserve(call, name, size_bytes)
+            if isinstance(found, NeedSlab):
                 if not self._grow(call, found.slot_bytes):
                     call.grown.add(found.slot_bytes)
-            elif isinstance(found, Rank):
-                self._rank(call, found)
+            elif isinstance(found, NeedVictims):
+                self._choose_victims(call, found)
             else:
                 if found is None:
-                    self._tell_if_never(slot_bytes_for(size_bytes))
+                    self._warn_if_never(slot_bytes_for(size_bytes))
                 return found
 
-    def _rank(self, call: Call, rank: Rank) -> None:
-        """Work out who goes. It takes a tenth of a second where there are a million, so without the lock. And if
-        somebody else's slab had better go, then that."""
+    def _choose_victims(self, call: Call, need: NeedVictims) -> None:
+        """Compute an eviction queue, without the lock as it takes a tenth of a second for a million objects; or, if a
+        slab of another class or of an idle model is much older, replace that."""
         with self._lock:
-            slabs, group = self._index.among(rank)
-        line = coldest(slabs, self._index.limits.eviction, group)
-        slot_bytes = rank.slot_bytes
+            slabs, group = self._index.victim_slabs(need)
+        queue = coldest(slabs, self._index.limits.eviction, group)
+        slot_bytes = need.slot_bytes
         if slot_bytes is not None and slot_bytes not in call.stuck:
-            used_ns = line.first_used_ns()
+            used_ns = queue.first_used_ns()
             age_ns = -1.0 if used_ns is None else max(0.0, self._index.clock.now_ns() - used_ns)
             offers = self._offers(call, slot_bytes)
-            older = min((each for each in offers if each.is_older(age_ns)), key=_Offer.comes, default=None)
+            older = min((each for each in offers if each.is_older(age_ns)), key=_Offer.sort_key, default=None)
             if older is not None:
                 if self._swap(call, slot_bytes, older, sum(each.bytes for each in offers)):
                     return
                 call.stuck.add(slot_bytes)
         with self._lock:
-            self._index.ranked(rank, line)
+            self._index.set_victims(need, queue)
 
-    def _tell_if_never(self, slot_bytes: int) -> None:
-        """Say once that nothing of this size can be stored: there is nothing that could be evicted for it."""
+    def _warn_if_never(self, slot_bytes: int) -> None:
+        """Log once that no object of this size can be stored, as there is none to evict for it."""
         with self._lock:
             mine = [slab.shape for slab in self._index.slabs.values()]
-        if slot_bytes in self._told or any(shape.slot_bytes == slot_bytes for shape in mine):
+        if slot_bytes in self._warned or any(shape.slot_bytes == slot_bytes for shape in mine):
             return
-        self._told.add(slot_bytes)
+        self._warned.add(slot_bytes)
         others_bytes = self._folder.bytes() - sum(shape.bytes for shape in mine)
         log.warning(
             "%s: nothing of %d bytes can be stored: other models that are in use have %d of %d bytes, or the disk is "
@@ -139,14 +138,14 @@ class SlabAllocator:
         )
 
     def _grow(self, call: Call, slot_bytes: int) -> bool:
-        """One more slab of a class, if there is room; what was damaged makes room."""
+        """Add a slab of a class if there is space; quarantined slabs are removed for it."""
         now_ns = self._index.clock.now_ns()
         if self._full_until.get(slot_bytes, 0) > now_ns:
             return False
         self._find_lost()
-        shape = self._shape_for(slot_bytes, self._room_bytes(call))
-        if shape is None and self._others.remove_quarantined("its room is needed"):
-            shape = self._shape_for(slot_bytes, self._room_bytes(call))
+        shape = self._shape_for(slot_bytes, self._space_bytes(call))
+        if shape is None and self._idle_models.remove_quarantined("its space is needed"):
+            shape = self._shape_for(slot_bytes, self._space_bytes(call))
         number, slab = self._new_number(), None
         while slab is None and shape is not None and number is not None:
             try:
@@ -154,10 +153,10 @@ class SlabAllocator:
             except OSError as error:
                 if error.errno not in FULL:
                     raise
-                # The disk is smaller than the capacity: perhaps there is room for a part.
+                # The disk is smaller than the capacity: try a smaller slab.
                 shape = Shape(slot_bytes, shape.slots // 4) if shape.slots >= 4 else None
         if slab is None:
-            self._full_until[slot_bytes] = now_ns + _TRY_AGAIN_NS
+            self._full_until[slot_bytes] = now_ns + _RETRY_NS
             return False
         call.freed_bytes = max(0, call.freed_bytes - slab.shape.bytes)
         with self._lock:
@@ -165,25 +164,25 @@ class SlabAllocator:
         return True
 
     def _swap(self, call: Call, slot_bytes: int, older: _Offer, offered_bytes: int) -> bool:
-        """Empty a slab and make one of this class in its place, unless all that can be had gives too little room.
-        Whether one was made, or could be if the next slab goes as well."""
+        """Remove an older slab and make one of this class in its place, unless all offers together are too small.
+        Returns whether one was made, or could be once the next slab is removed as well."""
         now_ns = self._index.clock.now_ns()
         if self._stuck_until.get(slot_bytes, 0) > now_ns:
             return False
-        if self._shape_for(slot_bytes, self._room_bytes(call, offered_bytes)) is None:
+        if self._shape_for(slot_bytes, self._space_bytes(call, offered_bytes)) is None:
             return False
         self._remove(older, "what is stored now is used more")
         call.freed_bytes += older.bytes
         if self._grow(call, slot_bytes):
             return True
-        if self._shape_for(slot_bytes, self._room_bytes(call)) is None:
+        if self._shape_for(slot_bytes, self._space_bytes(call)) is None:
             return True
-        # Where there is room and still no slab, the disk is full, whatever is removed.
-        self._stuck_until[slot_bytes] = now_ns + _TRY_AGAIN_NS
+        # There is space for a slab, and yet none could be made: the disk is full, whatever is removed.
+        self._stuck_until[slot_bytes] = now_ns + _RETRY_NS
         return False
 
     def _offers(self, call: Call | None, but: int | None = None) -> list[_Offer]:
-        """The slabs that could give way: of other classes (`but`: this one's do not), and of idle models."""
+        """The slabs that could be removed: of all classes but `but`, and of idle models."""
         with self._lock:
             mine = [
                 slab
@@ -197,7 +196,7 @@ class SlabAllocator:
             used = LastUse.of(slab.used[slab.state == STORED])
             ages = (max(0.0, now_ns - each) for each in (used.mean_ns, used.last_ns))
             found.append(_Offer(slab, slab.shape.bytes, classes[slab.shape.slot_bytes] == 1, *ages))
-        idle = self._others.slabs()
+        idle = self._idle_models.slabs()
         kinds = Counter((each.model, each.slot_bytes) for each in idle)
         for each in idle:
             is_last = each.slot_bytes > 0 and kinds[each.model, each.slot_bytes] == 1
@@ -205,83 +204,83 @@ class SlabAllocator:
         return found
 
     def _remove(self, offer: _Offer, why: str) -> None:
-        if isinstance(offer.slab, Idle):
-            self._others.remove(offer.slab, why)
+        if isinstance(offer.slab, IdleSlab):
+            self._idle_models.remove(offer.slab, why)
             self._full_until.clear()
         else:
             self.remove(offer.slab, why)
 
     def remove(self, slab: Slab, why: str) -> None:
-        """Evict all that a slab holds, and the slab."""
+        """Evict all objects of a slab, and remove it."""
         rows = np.flatnonzero(slab.state == STORED)
         for at in range(0, len(rows), AT_ONCE):  # there may be a hundred thousand of them
             with self._lock:
                 self._index.unlist(slab, rows[at : at + AT_ONCE].tolist())
         with self._lock:
             self._index.remove(slab)
-        with suppress(NotOurs):  # it has got a second name: somebody wants to keep it
+        with suppress(NotOurs):  # it has a second hard link: a user wants to keep it
             unlink(slab.disk, slab.folder, slab.number, why)
         self._full_until.clear()
 
     def give_up(self, slabs: Iterable[Slab]) -> None:
-        """These have been removed by somebody else."""
+        """Drop slabs whose files were removed from outside."""
         for slab in slabs:
             with self._lock:
                 if self._index.slabs.get(slab.number) is not slab:
                     continue
                 self._index.lost += int((slab.state == STORED).sum())
                 self._index.remove(slab)
-            log.warning("%s: somebody has removed it, and all that lay in it is lost", slab.path)
+            log.warning("%s: its files were removed from outside, and all its objects are lost", slab.path)
 
     def shrink(self) -> None:
-        """The capacity may be smaller than it was when all this was stored."""
+        """Remove slabs down to the capacity, which may be smaller than it was."""
         excess = self._folder.bytes() - self._index.limits.capacity_bytes
         if excess > 0:
-            excess -= self._others.remove_quarantined("the capacity is smaller than it was")
+            excess -= self._idle_models.remove_quarantined("the capacity is smaller than it was")
         while excess > 0:
-            offer = min(self._offers(None), key=_Offer.comes, default=None)
+            offer = min(self._offers(None), key=_Offer.sort_key, default=None)
             if offer is None:
                 break
             excess -= offer.bytes
             self._remove(offer, "the capacity is smaller than it was")
 
-    def _room_bytes(self, call: Call, more_bytes: int = 0) -> int:
-        """How large a new slab may be, beside what the other processes have to be told of it; if so much more is
-        removed. What this call has removed it may take, however full the disk is."""
+    def _space_bytes(self, call: Call, more_bytes: int = 0) -> int:
+        """How large a new slab may be, if `more_bytes` are removed; less its line in the file of changes. The bytes
+        that this call has freed count, however full the disk is."""
         spare = spare_bytes(self._folder.disk, self._folder.root)
         free_bytes = max(spare, call.freed_bytes) + more_bytes
         return min(self._index.limits.capacity_bytes - self._folder.bytes() - LINE_BYTES + more_bytes, free_bytes)
 
-    def _shape_for(self, slot_bytes: int, room_bytes: int) -> Shape | None:
-        """What a new slab of a class may be like; None if there is no room for one that is worth it."""
+    def _shape_for(self, slot_bytes: int, space_bytes: int) -> Shape | None:
+        """The shape for a new slab of a class; None if there is too little space."""
         with self._lock:
             shapes = [slab.shape for slab in self._index.slabs.values()]
         held_bytes = sum(shape.bytes for shape in shapes)
         usual_bytes = max(min(_SLAB_BYTES, self._index.limits.capacity_bytes // _SHARE), held_bytes // _SHARE)
         usual = Shape(slot_bytes, max(1, Shape.within(slot_bytes, usual_bytes).slots))
-        possible = Shape.within(slot_bytes, room_bytes)
+        possible = Shape.within(slot_bytes, space_bytes)
         slots = min(usual.slots, possible.slots)
         first = all(shape.slot_bytes != slot_bytes for shape in shapes)
         return Shape(slot_bytes, slots) if slots >= (1 if first else (usual.slots + 1) // 2) else None
 
     def _find_lost(self) -> None:
-        """Slabs of which nobody has heard, or not any more: a process died, or could not write, while it made or
-        removed them, or they could not be opened. They are room like others, and what lies in them is what it says."""
+        """Add slabs that are on disk and not in the index: a process died or failed while it made or removed them, or
+        they could not be opened. Their objects are used."""
         disk, folder, known = self._folder.disk, self._folder.model, self._index.sequence_lock.known()
         for number, whole in slab_numbers(disk, folder).items():
             if number in known or number in self._index.slabs:
                 continue
-            with suppress(OSError):  # it stays in the way, and is asked for again the next time
+            with suppress(OSError):  # it keeps its number until the next try
                 try:
                     slab = Slab.open(disk, folder, number, self._index.owner)
                 except Broken as why:
-                    self._index.put_away(number, str(why), whole=whole)
+                    self._index.quarantine(number, str(why), whole=whole)
                 except NotOurs as why:
                     if number not in self._left_alone:
                         log.warning("%s is left alone: %s", folder.path / slab_name(number), why)
                         self._left_alone.add(number)
                 else:
-                    if disk.size(slab.file) == slab.shape.slots_bytes:  # else it would grow, beyond what there is room
+                    if disk.size(slab.file) == slab.shape.slots_bytes:  # else it would grow beyond the capacity
                         with self._lock:
                             self._index.add(slab, empty=False)
 

@@ -1,7 +1,7 @@
-"""A slab: a file of equal slots, one of the table of what is in them, and the way of bytes into and out of both.
+"""A slab: a file of equal slots, a file with the table of their contents, and I/O on both.
 
-Two files, for a write through the page cache waits until no direct I/O is under way in the same file, and whoever
-writes a table has a mutex meanwhile.
+There are two files because a buffered write waits for all direct I/O in its file, and a table is written with the mutex
+held.
 """
 
 import errno
@@ -36,9 +36,9 @@ from kvarve.storage.table import (
 
 log = logging.getLogger(__name__)
 
-# Of a slab's table each stripe is read anew by itself when another process has changed something in it.
+# Parts of a slab's table, each read again by itself when another process has changed it.
 STRIPES = 15
-_RUN_BYTES = 4 << 20  # neighbours are moved together, up to so much
+_RUN_BYTES = 4 << 20  # of adjacent slots moved by one system call, at most
 _BOUNCE_BYTES = 1 << 20
 _READ_TABLE_BYTES = 16 << 20
 
@@ -46,11 +46,11 @@ _here = threading.local()
 
 
 class Broken(Exception):
-    """Files of ours that cannot be used as a slab; it says why."""
+    """Our files cannot be used as a slab; the text says why."""
 
 
 class Slab:
-    """One open slab. Its columns are guarded by whoever owns it; the bytes of slots by the states of their rows."""
+    """One open slab. Its columns are guarded by its index; the bytes of slots by the states of their rows."""
 
     def __init__(
         self,
@@ -69,10 +69,10 @@ class Slab:
         self.table, self.file, self.direct = table, file, -1
         names = ((slab_name(number), file), (slab_name(number) + TABLE, table))
         self._places = [(str(folder.path / name), disk.identity(each)) for name, each in names]
-        with suppress(OSError):  # tmpfs, and others that know no such thing
+        with suppress(OSError):  # tmpfs and others have no direct I/O
             self.direct = disk.open(folder, slab_name(number), direct=True, read_only=read_only)
             self._try_direct()
-        # A read may still be under way when the slab is given up: the last who holds it closes it.
+        # A read may still be in flight when the slab is dropped: the last reference closes the files.
         self._closing = weakref.finalize(self, _close, disk, table, file, self.direct)
         self._closing.atexit = False
         slots = shape.slots
@@ -85,7 +85,7 @@ class Slab:
         self.uses = np.zeros(slots, np.int64)
         self.group = np.zeros(slots, np.int32)
         self.names: list[str] = [""] * slots
-        self.free: list[int] = []  # rows that may be free, the next one last; asked again when one is taken
+        self.free: list[int] = []  # rows that may be free, the next one last; checked again when taken
         self.searched = False  # whether `free` has been filled since rows became free
         self._syncs = threading.Condition()
         self._syncing: set[object] = set()
@@ -93,12 +93,12 @@ class Slab:
 
     @staticmethod
     def create(disk: Disk, folder: Directory, number: int, shape: Shape, owner: int, identity: int) -> "Slab":
-        """A new slab, empty, on the disk for good when this returns. OSError, ENOSPC among them: nothing is left."""
+        """Make an empty slab, durable when this returns. OSError, such as ENOSPC: no file is left."""
         name = slab_name(number)
         files = [disk.open(folder, name, create=True)]
         try:
             disk.allocate(files[0], shape.slots_bytes)
-            # The table comes last and goes first: slots without one are nobody's.
+            # The table is made last and removed first: slots without one belong to no slab.
             files.append(disk.open(folder, name + TABLE, create=True))
             disk.allocate(files[1], shape.table_bytes)
             for at in shape.headers_at:
@@ -120,14 +120,14 @@ class Slab:
         owner: int,
         *,
         alone: bool = False,
-        room_bytes: int = 0,
+        space_bytes: int = 0,
         read_only: bool = False,
     ) -> "Slab":
-        """A slab that is there. `Broken`: neither of its headers is as it should be, its table has another length than
-        they say, or one of its files is missing. NotOurs, or another OSError: nobody can say what it is.
+        """Open an existing slab. `Broken`: neither header is intact, the table has another length than they say, or a
+        file is missing. NotOurs, or another OSError: unknown, as it cannot be read.
 
-        `alone`: nobody else has the store open, so it may be mended; if it was cut it may take `room_bytes` more, which
-        it gets unless the disk is full. `read_only`: only to look at it.
+        `alone`: no other process has the store open, so the slab may be repaired; if it was cut, it is extended by up
+        to `space_bytes`, unless the disk is full. `read_only`: for inspection.
         """
         name, files = slab_name(number), list[int]()
         try:
@@ -151,14 +151,14 @@ class Slab:
                         write_all(disk, table, [pack_header(shape, owner, identity)], at)
                 disk.cut(slots, shape.slots_bytes)
                 missing_bytes = shape.slots_bytes - disk.size(slots)
-                if 0 < missing_bytes > room_bytes:
-                    raise Broken(f"{missing_bytes} bytes of its slots are cut off, and for those there is no room")
-                if 0 < missing_bytes <= spare_bytes(disk, folder):  # what is gone fails its checks
+                if 0 < missing_bytes > space_bytes:
+                    raise Broken(f"{missing_bytes} bytes of its slots are cut off, and there is no space for them")
+                if 0 < missing_bytes <= spare_bytes(disk, folder):  # lost objects fail their own checksums
                     disk.allocate(slots, shape.slots_bytes)
         except FileNotFoundError:
             _close(disk, *files)
             raise Broken("one of its two files is missing") from None
-        except BaseException:  # whatever it is, it goes on to the caller, and no file stays open
+        except BaseException:  # also on an interrupt no file stays open
             _close(disk, *files)
             raise
         return Slab(disk, folder, number, shape, identity, table, slots, read_only=read_only)
@@ -175,7 +175,7 @@ class Slab:
     # --- the table
 
     def stripe(self, rows: Rows) -> Rows:
-        """In which stripe each row is."""
+        """The stripe of each row."""
         return rows * STRIPES // self.shape.slots
 
     def rows_of(self, stripe: int) -> tuple[int, int]:
@@ -184,21 +184,20 @@ class Slab:
         return -(-stripe * slots // STRIPES), -(-(stripe + 1) * slots // STRIPES)
 
     def load(self, first: int, last: int, *, named: bool = True) -> Iterator[tuple[int, Columns]]:
-        """What the table on the disk says of these rows, in pieces, each with its first row; without names if those are
-        not asked for."""
+        """Read these rows of the table from disk, in pieces of (first row, columns); without names unless `named`."""
         step = _READ_TABLE_BYTES // ENTRY_BYTES
         for at in range(first, last, step):
             raw = bytearray((min(last, at + step) - at) * ENTRY_BYTES)
             unreadable: list[int] = []
             try:
                 done = _read_some(self.disk, self.table, memoryview(raw), self.shape.entry_at(at))
-                raw[done:] = b"\xff" * (len(raw) - done)  # the table was cut: what is gone fails its check
+                raw[done:] = b"\xff" * (len(raw) - done)  # the table was cut: missing entries fail their check
             except OSError:
                 unreadable = self._entry_by_entry(memoryview(raw), at)
             yield at, read_entries(raw, self.identity, at, self.shape.slot_bytes, unreadable, named=named)
 
     def _entry_by_entry(self, view: memoryview, first: int) -> list[int]:
-        """After an I/O error: whatever of the table can be had; which entries cannot."""
+        """After an I/O error: read entry by entry; returns which entries cannot be read."""
         unreadable = []
         for i in range(view.nbytes // ENTRY_BYTES):
             entry = view[i * ENTRY_BYTES : (i + 1) * ENTRY_BYTES]
@@ -210,7 +209,7 @@ class Slab:
         return unreadable
 
     def save(self, rows: Sequence[int]) -> None:
-        """Write the entries of these rows as the columns have them. Not on the medium before `sync`."""
+        """Write the entries of these rows from the columns. Not durable before `sync`."""
         at = np.array(sorted(set(rows)), np.int64)
         if not len(at):
             return
@@ -231,16 +230,16 @@ class Slab:
             write_all(self.disk, self.table, [piece], self.shape.entry_at(int(at[begin])))
 
     def stamp(self, row: int, used: int, uses: int) -> None:
-        """Write down that an object was used. Nobody waits for it to reach the medium."""
+        """Write an object's time and number of uses; never synced."""
         self.disk.write(self.table, [STAMP.pack(used, uses)], self.shape.entry_at(row) + USED_AT)
 
     def stamped(self, row: int) -> tuple[int, int]:
-        """When and how often the object in a row was used, by whichever process."""
+        """When and how often the object in a row was used, by any process."""
         raw = self.disk.peek(self.table, STAMP.size, self.shape.entry_at(row) + USED_AT)
         return STAMP.unpack(raw) if len(raw) == STAMP.size else (0, 0)
 
     def take_free(self) -> int | None:
-        """The first free row, if there is one; the caller gives it a state at once."""
+        """The first free row, if any; the caller sets its state at once."""
         while True:
             while self.free:
                 row = self.free.pop()
@@ -252,23 +251,23 @@ class Slab:
             self.searched = True
 
     def is_gone(self) -> bool:
-        """Whether somebody has removed or moved away one of its files: what is written to it is there for nobody."""
+        """Whether one of its files was removed or moved away, so that writes to it are lost."""
         return not all(self.disk.is_there(*place) for place in self._places)
 
     def is_solid(self) -> bool:
-        """Whether all its slots have their room on the disk, also those that were never filled."""
+        """Whether the disk has blocks allocated for all its slots, also those never filled."""
         return self.disk.stat(self.file).st_blocks * 512 >= self.shape.slots_bytes
 
     @property
     def files(self) -> tuple[int, int]:
-        """What has to be synced for an object to stay: its bytes and its entry."""
+        """The files to sync for a durable object: its bytes and its entry."""
         return self.file, self.table
 
     def sync(self, file: int) -> None:
-        """Return when all that was written to one of its files has reached the medium. OSError: something has not.
+        """Return when all writes to one of its files are on the medium. OSError: some are not, maybe not the caller's.
 
-        It need not be the caller's. Nor has the caller's, if this returns: the kernel says so to one only of all who
-        sync through one descriptor. So who writes has to ask `failed_syncs` before, and once more after it.
+        A return proves nothing yet: the kernel reports a failure to only one of all callers that sync one descriptor.
+        So a writer compares `failed_syncs` from before its write with that from after this call.
         """
         this, failed = object(), True
         try:
@@ -283,25 +282,25 @@ class Slab:
                 self._syncs.notify_all()
 
     def failed_syncs(self, *, wait: bool = False) -> int:
-        """How many have failed; `wait`: of those, too, that are under way."""
+        """How many syncs have failed; `wait`: including those in flight now."""
         with self._syncs:
             under_way = set(self._syncing) if wait else set()
             self._syncs.wait_for(lambda: not under_way & self._syncing)
             return self._failed_syncs
 
     def answers(self) -> bool:
-        """Whether its files can be read at all: else it is not one object that is damaged."""
+        """Whether its files can be read at all: else the disk failed, and not one object."""
         try:
             return len(self.disk.peek(self.table, ENTRY_BYTES, 0)) == ENTRY_BYTES and self._reads_direct()
         except OSError:
             return False
 
     def _reads_direct(self) -> bool:
-        """Past the page cache, which would answer for a disk that is gone."""
+        """With direct I/O, as the page cache would answer for a disk that is gone."""
         return self.direct < 0 or self.disk.read(self.direct, [_bounce()[:BLOCK_BYTES]], 0) == BLOCK_BYTES
 
     def can_be_filled(self, row: int) -> bool:
-        """Whether a slot that holds nothing takes bytes and gives them back."""
+        """Whether an empty slot can be written and read back."""
         pattern, back = _bounce()[:BLOCK_BYTES].tobytes(), bytearray(BLOCK_BYTES)
         try:
             for at in range(0, self.shape.slot_bytes, BLOCK_BYTES):
@@ -319,7 +318,7 @@ class Slab:
     # --- the slots
 
     def read(self, run: Sequence["RowSpan"]) -> int:
-        """Fill the views of neighbours; how many bytes there were. OSError: the disk cannot."""
+        """Read adjacent slots into their views; returns the bytes read."""
         at, views = self.shape.slot_at(run[0].row), [piece.view for piece in run]
         if self.direct >= 0 and all(piece.aligned for piece in run):
             total = sum(view.nbytes for view in views)
@@ -342,7 +341,7 @@ class Slab:
         return done
 
     def write(self, run: Sequence["RowSpan"]) -> None:
-        """Write neighbours, of whole slots but for the last. OSError: it is not all written."""
+        """Write adjacent slots, each but the last in full. OSError: not all is written."""
         at, views = self.shape.slot_at(run[0].row), [piece.view for piece in run]
         if self.direct < 0:
             write_all(self.disk, self.file, views, at)
@@ -366,7 +365,7 @@ class Slab:
 
 @dataclass(eq=False)
 class RowSpan:
-    """One object on its way: the `number`-th of a call, a row of a slab, and the caller's memory."""
+    """One object to read or write: the `number`-th of a call, a row of a slab, and the caller's memory."""
 
     number: int
     slab: Slab
@@ -374,11 +373,11 @@ class RowSpan:
     view: memoryview
 
     def __post_init__(self) -> None:
-        self.aligned = is_aligned(self.view)  # asked three times
+        self.aligned = is_aligned(self.view)  # cached, as it is read three times
 
 
 def runs(pieces: Iterable[RowSpan]) -> list[list[RowSpan]]:
-    """The pieces, neighbours together where each but the last fills its slot and direct I/O may use its memory."""
+    """Group adjacent pieces where each but the last fills its slot and direct I/O may use its memory."""
     found: list[list[RowSpan]] = []
     moved = 0
     for piece in sorted(pieces, key=lambda piece: (piece.slab.number, piece.row)):
@@ -421,7 +420,7 @@ def _places(views: Sequence[memoryview], at: int) -> Iterator[tuple[memoryview, 
 
 
 def _each(read: Callable[[memoryview, int], int], views: Sequence[memoryview], at: int) -> Iterator[int]:
-    """What each read answers, up to the first that comes back short."""
+    """The bytes of each read, up to the first short one."""
     for view, place in _places(views, at):
         count = read(view, place)
         yield count
@@ -441,7 +440,7 @@ def _read_some(disk: Disk, file: int, view: memoryview, at: int) -> int:
 
 
 def write_all(disk: Disk, file: int, data: Sequence[memoryview | bytes], at: int) -> None:
-    """Write until all is written. OSError: it is not."""
+    """Write all of it, or raise OSError."""
     for piece in data:
         view = memoryview(piece)
         done = 0
@@ -454,8 +453,8 @@ def write_all(disk: Disk, file: int, data: Sequence[memoryview | bytes], at: int
 
 
 def unlink(disk: Disk, folder: Directory, number: int, why: str) -> None:
-    """Remove a slab's files, or what there is of them. Its table goes first, as slots without one are nobody's. The
-    slots give up their room even if another process, which has yet to hear of it, has them open."""
+    """Remove a slab's files, as far as they exist; the table first, as slots without one belong to no slab. The slots
+    are truncated, to free their blocks even while another process still has them open."""
     name = slab_name(number)
     with suppress(FileNotFoundError):
         disk.unlink(folder, name + TABLE)
@@ -466,7 +465,7 @@ def unlink(disk: Disk, folder: Directory, number: int, why: str) -> None:
 
 
 def quarantine(disk: Disk, folder: Directory, number: int, why: str) -> None:
-    """Give the files of a damaged slab names by which nobody opens them, until their room is needed."""
+    """Rename the files of a damaged slab so that no process opens them, until their space is needed."""
     name = slab_name(number)
     for each in (name + TABLE, name):
         with suppress(FileNotFoundError):
@@ -475,7 +474,7 @@ def quarantine(disk: Disk, folder: Directory, number: int, why: str) -> None:
 
 
 def _opened(disk: Disk, folder: Directory, name: str, *, read_only: bool) -> tuple[int, bool]:
-    """A file, and whether it can be written to."""
+    """An open file, and whether it is writable."""
     if not read_only:
         try:
             return disk.open(folder, name), True

@@ -5,10 +5,10 @@
     entry   check u64; state u8, 0 u8, holder u16, generation u32; length u64; stored u64 (ns); name 200, zeros behind;
             0 u64; used u64 (ns), uses u64
 
-Little-endian. An entry lies within one sector of the disk, so a power cut leaves the old one or the new one; the check,
-which knows the slab and the row, finds out what a damaged disk makes of it. What changes with every use stands outside
-of the check: a wrong time of use costs a miss at most. The sums are made for a whole table at once, by numpy. Whatever
-a table says is believed within bounds only: names that objects can have, lengths that fit, counts that can be added to.
+Little-endian. An entry lies within one sector of the disk, so a power cut leaves the old one or the new one; its check,
+a checksum with the slab and the row in it, detects damage and misplaced writes. Time and number of uses are outside the
+check, as they change with every use: a wrong one costs a miss at most. Checks are computed for a whole table at once,
+by numpy. Values are accepted within bounds only: legal names, lengths that fit, counts that can be added to.
 """
 
 import hashlib
@@ -34,8 +34,8 @@ _CHECKED = slice(1, _USED)
 USED_AT = 8 * _USED  # within the entry; 16 bytes, `STAMP`
 STAMP = struct.Struct("<QQ")
 
-# The states of a row. The last two are never written: they are what a reader says of an entry that fails its check,
-# which somebody may be writing just now, and of one that the disk does not give him.
+# The states of a row. The last two are never written: a reader gives them to an entry that fails its check, which may
+# be half written by another process, and to one that the disk cannot read.
 STATES = ("free", "reserved", "stored", "retired", "broken", "unreadable")
 FREE, RESERVED, STORED, RETIRED, BROKEN, UNREADABLE = range(6)
 
@@ -61,7 +61,7 @@ _WEIGHTS = _odd_numbers(ENTRY_WORDS)
 
 
 def _checks(entries: Words, identity: int, rows: Rows) -> Words:
-    """The check of each entry, as it stands in this row of this slab."""
+    """The check of each entry in its row of this slab."""
     words = entries[:, _CHECKED]
     total = (words ^ words >> np.uint64(31)) @ _WEIGHTS[_CHECKED]  # modulo 2**64, as everything here
     total += rows.astype(np.uint64) * _WEIGHTS[0] + np.uint64(identity)
@@ -72,7 +72,7 @@ def _checks(entries: Words, identity: int, rows: Rows) -> Words:
 
 @dataclass(frozen=True)
 class Shape:
-    """How many slots of which size a slab has, and where in its two files they and their entries lie."""
+    """Number and size of a slab's slots, and the offsets of slots and entries in its two files."""
 
     slot_bytes: int
     slots: int
@@ -101,7 +101,7 @@ class Shape:
 
     @staticmethod
     def within(slot_bytes: int, size_bytes: int) -> "Shape":
-        """As many slots as fit, perhaps none."""
+        """As many slots as fit into `size_bytes`, perhaps none."""
         slots = max(0, min(size_bytes // (slot_bytes + ENTRY_BYTES), SLAB_BYTES // slot_bytes))
         while slots and Shape(slot_bytes, slots).bytes > size_bytes:
             slots -= 1
@@ -109,12 +109,12 @@ class Shape:
 
 
 def slot_bytes_for(size_bytes: int) -> int:
-    """The size of slot that an object of this size takes."""
+    """The size of the slot for an object of this size."""
     return max(1, -(-size_bytes // BLOCK_BYTES)) * BLOCK_BYTES
 
 
 def owner_of(label: bytes) -> int:
-    """What a table's header says of the model whose pages it holds."""
+    """The id of a model in the headers of its tables."""
     return int.from_bytes(hashlib.sha256(label).digest()[:8], "little")
 
 
@@ -124,8 +124,7 @@ def pack_header(shape: Shape, owner: int, identity: int) -> bytes:
 
 
 def unpack_header(raw: bytes, owner: int) -> tuple[Shape, int] | None:
-    """A slab's shape and identity; None if this is no header, or one of another model or format, or of no slab that
-    can be."""
+    """A slab's shape and identity; None if this is no header, or has another model, format or an impossible shape."""
     plain, check = raw[: _HEADER.size], raw[_HEADER.size : _HEADER.size + 8]
     if len(check) < 8 or hashlib.sha256(plain).digest()[:8] != check:
         return None
@@ -160,8 +159,8 @@ def read_entries(
     *,
     named: bool = True,
 ) -> Columns:
-    """What the entries from `first_row` on say; one that fails its check is BROKEN, one never written is FREE, and one
-    of the `unreadable` (counted from the first) is what it is called."""
+    """The entries from `first_row` on. An entry that fails its check is BROKEN, one never written is FREE, and one of
+    the `unreadable` (counted from the first) is UNREADABLE."""
     entries = np.frombuffer(raw, np.uint64).reshape(-1, ENTRY_WORDS)
     rows = np.arange(first_row, first_row + len(entries))
     whole = entries[:, _CHECK] == _checks(entries, identity, rows)
@@ -192,9 +191,9 @@ def read_entries(
 
 
 def times(found: Columns, now_ns: int) -> tuple[Rows, Rows]:
-    """When objects were stored and used, as far as that can be: not after now, nor used before they were stored."""
+    """When objects were stored and used, clipped: not after now, and not used before they were stored."""
     stored = np.where((found.stored < 0) | (found.stored > now_ns), now_ns, found.stored)
-    # A call counts up from now, so that what it uses has an order.
+    # A second of slack: a call counts up from now, so that the objects that it uses have an order.
     return stored, np.where((found.used < stored) | (found.used > now_ns + _SECOND_NS), stored, found.used)
 
 

@@ -1,19 +1,17 @@
-"""Storages in a row, the near and fast one first: one storage to whoever uses it. Names and bytes only.
+"""Several storages, the near and fast one first, as one storage. Names and bytes only.
 
-What is put is answered by the first tier that takes it, and carried to the others behind the caller's back; what a far
-tier had is carried to the nearer ones. Each tier has one thread that carries to it, and two bounds: of the bytes that
-wait, and of the names that it is owed because it was down or behind. What is owed is read from another tier when this
-one is up again. A tier that is down or full takes nothing from the rest.
+The first tier that takes an object answers the put; the object is replicated to the other tiers in the background, and
+promoted from a far tier to the nearer ones. Each tier has one replicator thread and two bounds: on the bytes of its
+pending replications, and on its backlog of names, which it gets while it is down or behind. Objects of the backlog are
+read from another tier once this one is up again. A tier that is down or full does not slow down the others.
 
-Who asks what is there waits a moment for each tier, on threads that are the tier's own. One that is late is passed
-over, and nobody else waits for it, nor reads from it or writes to it, until it has answered: a far tier that hangs
-costs what only that one has.
+`exists` waits up to `patience_s` for each tier, on the tier's own threads. While a late tier has not answered, calls
+skip it: a far tier that hangs costs only the hits that it alone has.
 
     put ──> tier 0 ──(copy)──> tier 1            get <── tier 0 <──(promotion)── tier 1
-            answers            later                     nobody waits for this ^
+            answers            later                     in the background ^
 
-A delete is everywhere at once, also where a copy is on its way: that one is removed when it has arrived, and nobody
-sees it until then.
+A delete takes effect in all tiers at once. A copy in flight is hidden, and removed when it has arrived.
 """
 
 import logging
@@ -28,78 +26,78 @@ from dataclasses import dataclass, field, replace
 from kvarve.errors import StorageError
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names
 from kvarve.storage.breaker import Breaker
-from kvarve.storage.crew import Crew
+from kvarve.storage.worker_pool import WorkerPool
 
 log = logging.getLogger(__name__)
 
-_BATCH_BYTES = 8 << 20  # that one put carries, unless a single object is larger
-_ASKING = 3  # threads of a tier that ask it what is there
+_BATCH_BYTES = 8 << 20  # of one replicated put, unless a single object is larger
+_EXISTS_THREADS = 3  # of each tier
 
 
 @dataclass(frozen=True)
 class Part:
-    """One tier, for people. `owed`: how many objects it is to get when it takes them again."""
+    """One tier, for people. `backlog`: how many objects it will get once it is up and not behind."""
 
     usage: StorageUsage
     up: bool
     last_error: str
     since: float
     waiting_bytes: int
-    owed: int
+    backlog: int
 
 
 @dataclass(frozen=True)
-class _Errand:
-    """An object on its way to a tier."""
+class _Replication:
+    """An object to be written to a tier in the background."""
 
     name: str
     data: memoryview
-    promotion: bool = False  # from a farther tier; else what somebody has put
-    damaged: bool = False  # what the tier has of that name has to go first
-    owed: bool = False  # since the tier was down or behind
+    promotion: bool = False  # from a farther tier; else a copy of a put
+    damaged: bool = False  # the tier's own copy is damaged and has to be deleted first
+    from_backlog: bool = False
 
 
 @dataclass(eq=False)
 class _Replicator:
-    """What waits for one tier, what is on its way to it, and what it has not answered in time."""
+    """One tier with its pending replications, its backlog, and its late answers."""
 
     tier: Breaker
-    asking: Crew
+    exists_pool: WorkerPool
     late: set[Future[list[bool]]] = field(default_factory=set)
-    errands: OrderedDict[str, _Errand] = field(default_factory=OrderedDict)  # by name, the next first
-    waiting_bytes: int = 0  # of the errands, and of those that are being copied
-    owed: OrderedDict[str, int] = field(default_factory=OrderedDict)  # sizes in bytes by name
-    on_the_way: set[str] = field(default_factory=set)
-    doomed: set[str] = field(default_factory=set)  # of those: deleted meanwhile, so not there for anybody
-    hopeful: bool = True  # it has not failed since it was last known to work
-    ups: int = 0  # how often it came up
-    usage: StorageUsage = field(default_factory=lambda: StorageUsage(0, 0, None, 0))  # when it was last asked
+    pending: OrderedDict[str, _Replication] = field(default_factory=OrderedDict)  # by name, the next first
+    waiting_bytes: int = 0  # of `pending`, and of objects being copied into it
+    backlog: OrderedDict[str, int] = field(default_factory=OrderedDict)  # sizes in bytes by name
+    in_flight: set[str] = field(default_factory=set)
+    deleted_in_flight: set[str] = field(default_factory=set)  # of `in_flight`; hidden from all calls
+    healthy: bool = True  # the tier has not failed since it last worked; else the backlog waits
+    recoveries: int = 0  # how often it came up
+    usage: StorageUsage = field(default_factory=lambda: StorageUsage(0, 0, None, 0))  # as the tier last answered
     ask_usage: bool = True
     busy: bool = False
     thread: threading.Thread | None = None
 
     def has_work(self) -> bool:
-        return bool(self.errands or self.ask_usage or (self.owed and self.hopeful))
+        return bool(self.pending or self.ask_usage or (self.backlog and self.healthy))
 
 
 @dataclass(eq=False)
 class _Call:
-    """A put or get that will have something carried, unless it is deleted before."""
+    """A put or get in progress, and the names deleted meanwhile, which it must not replicate."""
 
     deleted: set[str] = field(default_factory=set)
 
 
 class Tiers(Storage):
-    """`tiers`, nearest first, as one storage. They are its own from then on, and their `changed` too.
+    """`tiers`, nearest first, as one storage, which owns them and sets their `changed`.
 
     exists: in any. get: from the first that has it in the buffer's size and whole; if none has, what the first that
     has anything answers. put: True as soon as one tier has it; the others get it later. delete: from all. usage: of the
-    first; `parts` says all. A call raises when every tier raised.
+    first; `parts` has all. A call raises when every tier raised.
 
-    `whole(record)` says whether some bytes can be what was put: what cannot is asked from the next tier, and mended
-    where it lay. Without it nothing is judged, and nothing promoted. `changed` is called when any tier has gone down or
-    up, as a breaker calls it. Each tier may be behind by `waiting_bytes` (or a single object) and by `owed` objects.
-    `patience_s`: for which a tier may think about what it has.
+    `whole(record)` tells whether bytes can be what was put. A copy that fails it is read from the next tier and then
+    repaired; without it copies are not judged, and none is promoted. `changed` is called when any tier has gone down or
+    up, as a breaker calls it. Each tier may be behind by `waiting_bytes` (or a single object) and by a `backlog` of
+    objects. `patience_s`: how long `exists` waits for a tier.
     """
 
     def __init__(
@@ -109,7 +107,7 @@ class Tiers(Storage):
         whole: Callable[[memoryview], bool] | None = None,
         changed: Callable[[], None] = lambda: None,
         waiting_bytes: int = 64 << 20,
-        owed: int = 1 << 16,
+        backlog: int = 1 << 16,
         patience_s: float = 1.0,
         close_s: float = 5.0,
     ) -> None:
@@ -117,28 +115,28 @@ class Tiers(Storage):
         self._patience_s = patience_s
         self.changed = changed
         self.counts: Counter[str] = Counter()
-        self._whole, self._most_bytes, self._most_owed, self._close_s = whole, waiting_bytes, owed, close_s
-        self._lock = threading.Lock()  # never held while a tier is asked anything, `up` neither
+        self._whole, self._max_waiting_bytes, self._max_backlog, self._close_s = whole, waiting_bytes, backlog, close_s
+        self._lock = threading.Lock()  # never held during a call into a tier, nor a read of `up`
         self._moved = threading.Condition(self._lock)
         self._calls: set[_Call] = set()
         self._deleting: Counter[str] = Counter()
         self._closed = False
-        self._replicators = [_Replicator(tier, Crew(_ASKING, "kvarve asks a tier")) for tier in tiers]
+        self._replicators = [_Replicator(tier, WorkerPool(_EXISTS_THREADS, "kvarve asks a tier")) for tier in tiers]
         for number, replicator in enumerate(self._replicators):
-            replicator.tier.changed = self._turned
+            replicator.tier.changed = self._on_tier_changed
             replicator.thread = threading.Thread(
-                target=self._replicate, args=(replicator,), name=f"kvarve carries to tier {number}", daemon=True
+                target=self._replicate, args=(replicator,), name=f"kvarve replicates to tier {number}", daemon=True
             )
         for replicator in self._replicators:
             assert replicator.thread is not None
             replicator.thread.start()
 
-    # --- for people, and for whoever decides whether to ask at all
+    # --- for people, and for callers that skip a storage that is down
 
     @property
     def up(self) -> bool:
-        """Whether any tier is."""
-        ups = [replicator.tier.up for replicator in self._replicators]  # of each, since that is how a hang is noticed
+        """Whether any tier is up."""
+        ups = [replicator.tier.up for replicator in self._replicators]  # of all: reading `up` notices a hang
         return any(ups)
 
     def look(self) -> None:
@@ -148,8 +146,8 @@ class Tiers(Storage):
 
     @property
     def last_error(self) -> str:
-        told = ((number, replicator.tier.last_error) for number, replicator in enumerate(self._replicators))
-        return "; ".join(f"tier {number}: {error}" for number, error in told if error)
+        errors = ((number, replicator.tier.last_error) for number, replicator in enumerate(self._replicators))
+        return "; ".join(f"tier {number}: {error}" for number, error in errors if error)
 
     @property
     def since(self) -> float:
@@ -157,7 +155,7 @@ class Tiers(Storage):
         return max(replicator.tier.since for replicator in self._replicators)
 
     def parts(self) -> list[Part]:
-        """Each tier, nearest first. What it holds is of the last time this was asked: a tier that hangs cannot tell."""
+        """Each tier, nearest first. Its usage is as of the previous call, since a tier that hangs cannot answer."""
         parts = []
         for replicator in self._replicators:
             tier = replicator.tier
@@ -169,7 +167,7 @@ class Tiers(Storage):
                     tier.last_error,
                     tier.since,
                     replicator.waiting_bytes,
-                    len(replicator.owed),
+                    len(replicator.backlog),
                 )
                 parts.append(Part(*known))
                 replicator.ask_usage = not self._closed
@@ -177,7 +175,7 @@ class Tiers(Storage):
         return parts
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until everything that can be carried has been; False if that takes longer."""
+        """Wait until no tier has work that it can do; False if that takes longer."""
         with self._lock:
             return self._moved.wait_for(
                 lambda: not any(replicator.has_work() or replicator.busy for replicator in self._replicators), timeout_s
@@ -200,9 +198,9 @@ class Tiers(Storage):
         return found
 
     def _ask(self, replicator: _Replicator, names: Sequence[str]) -> list[bool]:
-        """What a tier has of these; nothing, if it does not say so in time."""
+        """Which of these a tier has; none of them if it is late."""
         if not replicator.late:
-            answer = replicator.asking.submit(replicator.tier.exists, names)
+            answer = replicator.exists_pool.submit(replicator.tier.exists, names)
             if wait([answer], self._patience_s).done:
                 return answer.result()
             with self._lock:
@@ -213,7 +211,7 @@ class Tiers(Storage):
         return [False] * len(names)
 
     def _passed_over(self, replicator: _Replicator) -> bool:
-        """Whether a tier is late, and not all of them are."""
+        """Whether calls skip a tier: it is late, and another is not."""
         return bool(replicator.late) and not all(each.late for each in self._replicators)
 
     def _answered(self, replicator: _Replicator, answer: Future[list[bool]]) -> None:
@@ -224,7 +222,7 @@ class Tiers(Storage):
         check_batch(names, into)
         sizes: list[int | None] = [None] * len(names)
         good = [False] * len(names)
-        bad: list[list[int]] = [[] for _ in self._replicators]  # what each tier has and should not
+        bad: list[list[int]] = [[] for _ in self._replicators]  # damaged or of another size
         missed: list[list[int]] = [[] for _ in self._replicators]
         errors: list[StorageError] = []
         with self._ongoing() as call:
@@ -232,7 +230,7 @@ class Tiers(Storage):
                 asked = self._visible(replicator, names, [i for i, well in enumerate(good) if not well])
                 if not asked or self._passed_over(replicator):
                     continue
-                # What a nearer tier had stays the answer unless this one has better, so it is read beside it.
+                # The answer of a nearer tier stands unless this one has a good copy, so that is read into other memory.
                 views = [into[i] if sizes[i] is None else memoryview(bytearray(into[i].nbytes)) for i in asked]
                 with _collected(errors):
                     answers = replicator.tier.get([names[i] for i in asked], views)
@@ -258,7 +256,7 @@ class Tiers(Storage):
         check_batch(names, data)
         stored = [False] * len(names)
         taken: list[list[int]] = [[] for _ in self._replicators]
-        no_room: list[list[int]] = [[] for _ in self._replicators]
+        rejected: list[list[int]] = [[] for _ in self._replicators]
         errors: list[StorageError] = []
         with self._ongoing() as call:
             for number, replicator in enumerate(self._replicators):
@@ -268,18 +266,18 @@ class Tiers(Storage):
                 up = replicator.tier.up
                 with _collected(errors):
                     answers = replicator.tier.put([names[i] for i in asked], [data[i] for i in asked])
-                    up = up and replicator.tier.up  # else it did not even look for room
+                    up = up and replicator.tier.up  # else it may not have looked for space
                     for i, done in zip(asked, answers, strict=True):
                         stored[i] = done
                         if done:
                             taken[number].append(i)
                         elif up:
-                            no_room[number].append(i)
+                            rejected[number].append(i)
             self._raise_if_all(errors)
-            for replicator, has, full in zip(self._replicators, taken, no_room, strict=True):
-                told = {*has, *full}
+            for replicator, has, full in zip(self._replicators, taken, rejected, strict=True):
+                ended = {*has, *full}
                 self._copy(
-                    call, replicator, [(names[i], data[i]) for i in range(len(names)) if stored[i] and i not in told]
+                    call, replicator, [(names[i], data[i]) for i in range(len(names)) if stored[i] and i not in ended]
                 )
         return stored
 
@@ -302,7 +300,7 @@ class Tiers(Storage):
                     for i, was in zip(visible, replicator.tier.delete([names[i] for i in visible]), strict=True):
                         removed[i] |= was
         finally:
-            with self._lock:  # what a put has stored in one tier before we came there is not carried to the others
+            with self._lock:  # a put that stored in one tier before this delete must not replicate it
                 self._deleting -= Counter({*names})
                 for call in self._calls:
                     call.deleted.update(names)
@@ -310,7 +308,7 @@ class Tiers(Storage):
         return removed
 
     def usage(self) -> StorageUsage:
-        """Of the first tier: what is elsewhere is partly the same. `parts` tells all."""
+        """Of the first tier, as the others hold partly the same objects; `parts` has all."""
         self._check_open()
         return self._replicators[0].tier.usage()
 
@@ -319,7 +317,7 @@ class Tiers(Storage):
             replicator.tier.register(memory)
 
     def close(self) -> None:
-        """Carry what waits, within `close_s`, then close every tier. What is still owed is owed no more."""
+        """Write what is pending, within `close_s`, then close every tier. Backlogs are dropped."""
         with self._lock:
             self._closed = True
             self._moved.notify_all()
@@ -329,16 +327,16 @@ class Tiers(Storage):
             replicator.thread.join(max(0.0, end - time.monotonic()))
         with self._lock:
             for number, replicator in enumerate(self._replicators):
-                lost = len(replicator.errands) + len(replicator.owed)
-                replicator.errands.clear()
-                replicator.owed.clear()
+                lost = len(replicator.pending) + len(replicator.backlog)
+                replicator.pending.clear()
+                replicator.backlog.clear()
                 replicator.waiting_bytes = 0
                 if lost:
                     self.counts["dropped: closed"] += lost
                     log.warning("tier %d never got %d objects", number, lost)
         errors: list[StorageError] = []
         for replicator in self._replicators:
-            replicator.asking.leave()
+            replicator.exists_pool.shutdown()
             with _collected(errors):
                 replicator.tier.close()
         for error in errors:
@@ -370,106 +368,108 @@ class Tiers(Storage):
                 self._calls.remove(call)
 
     def _visible(self, replicator: _Replicator, names: Sequence[str], wanted: list[int]) -> list[int]:
-        """Those of the wanted whose copies in this tier are not about to go."""
-        if not replicator.doomed:
+        """The wanted without those deleted while in flight to this tier."""
+        if not replicator.deleted_in_flight:
             return wanted
         with self._lock:
-            return [i for i in wanted if names[i] not in replicator.doomed]
+            return [i for i in wanted if names[i] not in replicator.deleted_in_flight]
 
     def _copy(self, call: _Call, replicator: _Replicator, objects: Sequence[tuple[str, memoryview]]) -> None:
-        """Have what was put carried to a tier too; where too much waits already, it is owed."""
+        """Replicate what was put to another tier; it joins the backlog if that tier is down or too much is pending."""
         if not objects:
             return
-        ups = replicator.ups
+        recoveries = replicator.recoveries
         up = replicator.tier.up
         for name, view in objects:
-            if up and self._send(call, replicator, _Errand(name, view)):
+            if up and self._send(call, replicator, _Replication(name, view)):
                 continue
             with self._lock:
                 if self._wanted(call, name):
                     self.counts["owed: too much waits" if up else "owed: down"] += 1
-                    replicator.hopeful &= up or replicator.ups != ups
-                    self._owe(replicator, name, view.nbytes)
+                    replicator.healthy &= up or replicator.recoveries != recoveries
+                    self._add_to_backlog(replicator, name, view.nbytes)
 
     def _promote(
         self, call: _Call, replicator: _Replicator, objects: Sequence[tuple[str, memoryview]], *, damaged: bool
     ) -> None:
-        """Have what came from a farther tier carried to this one, if it is up and not behind."""
+        """Replicate what came from a farther tier to this one, if it is up and not behind."""
         if not objects:
             return
         up = replicator.tier.up
         for name, view in objects:
-            if not up or not self._send(call, replicator, _Errand(name, view, promotion=True, damaged=damaged)):
+            if not up or not self._send(call, replicator, _Replication(name, view, promotion=True, damaged=damaged)):
                 with self._lock:
                     self.counts[f"promotion dropped: {'too much waits' if up else 'down'}"] += 1
 
-    def _send(self, call: _Call, replicator: _Replicator, errand: _Errand) -> bool:
-        """Put an errand in line, with bytes of its own since the buffer is the caller's; False if too much waits."""
-        size_bytes = errand.data.nbytes
+    def _send(self, call: _Call, replicator: _Replicator, replication: _Replication) -> bool:
+        """Add to the pending, with a copy of the bytes as the buffer is the caller's; False if too much is pending."""
+        size_bytes = replication.data.nbytes
         with self._lock:
-            if not self._wanted(call, errand.name):
+            if not self._wanted(call, replication.name):
                 return True
-            before = replicator.errands.get(errand.name)
+            before = replicator.pending.get(replication.name)
             if before is not None:
-                replicator.errands[errand.name] = replace(before, damaged=before.damaged or errand.damaged)
+                replicator.pending[replication.name] = replace(before, damaged=before.damaged or replication.damaged)
                 return True
-            if replicator.waiting_bytes and replicator.waiting_bytes + size_bytes > self._most_bytes:
+            if replicator.waiting_bytes and replicator.waiting_bytes + size_bytes > self._max_waiting_bytes:
                 return False
             replicator.waiting_bytes += size_bytes
-        errand = replace(errand, data=memoryview(bytes(errand.data)))  # not under the lock: others have calls to make
+        # Without the lock, so that other calls go on.
+        replication = replace(replication, data=memoryview(bytes(replication.data)))
         with self._lock:
-            if self._wanted(call, errand.name) and errand.name not in replicator.errands:
-                replicator.errands[errand.name] = errand
+            if self._wanted(call, replication.name) and replication.name not in replicator.pending:
+                replicator.pending[replication.name] = replication
                 self._moved.notify_all()
             else:
                 replicator.waiting_bytes -= size_bytes
         return True
 
-    # --- all of it under the lock
+    # --- with the lock held
 
     def _wanted(self, call: _Call, name: str) -> bool:
         return name not in call.deleted and name not in self._deleting and not self._closed
 
-    def _owe(self, replicator: _Replicator, name: str, size_bytes: int) -> None:
-        replicator.owed[name] = size_bytes
-        while len(replicator.owed) > self._most_owed:
-            replicator.owed.popitem(last=False)
+    def _add_to_backlog(self, replicator: _Replicator, name: str, size_bytes: int) -> None:
+        replicator.backlog[name] = size_bytes
+        while len(replicator.backlog) > self._max_backlog:
+            replicator.backlog.popitem(last=False)
             self.counts["owed no more: too many"] += 1
         self._moved.notify_all()
 
     def _forget(self, replicator: _Replicator, names: set[str]) -> None:
-        """Nothing of these goes to the tier any more, and what is on its way is there for nobody."""
+        """Drop these from pending and backlog, and hide those in flight."""
         for name in names:
-            errand = replicator.errands.pop(name, None)
-            replicator.waiting_bytes -= errand.data.nbytes if errand else 0
-            replicator.owed.pop(name, None)
-        replicator.doomed |= names & replicator.on_the_way
+            replication = replicator.pending.pop(name, None)
+            replicator.waiting_bytes -= replication.data.nbytes if replication else 0
+            replicator.backlog.pop(name, None)
+        replicator.deleted_in_flight |= names & replicator.in_flight
 
-    def _take(self, replicator: _Replicator) -> tuple[list[_Errand], list[tuple[str, int]]]:
-        """The next that go to a tier together: what waits, or if nothing does what is owed."""
-        errands: list[_Errand] = []
-        owed: list[tuple[str, int]] = []
-        room = _BATCH_BYTES
-        while replicator.errands and (not errands or room >= next(iter(replicator.errands.values())).data.nbytes):
-            errands.append(replicator.errands.popitem(last=False)[1])
-            room -= errands[-1].data.nbytes
-        while not errands and replicator.owed and (not owed or room >= next(iter(replicator.owed.values()))):
-            owed.append(replicator.owed.popitem(last=False))
-            room -= owed[-1][1]
-        replicator.on_the_way = {errand.name for errand in errands} | {name for name, _ in owed}
-        replicator.waiting_bytes -= sum(errand.data.nbytes for errand in errands)
-        return errands, owed
+    def _take(self, replicator: _Replicator) -> tuple[list[_Replication], list[tuple[str, int]]]:
+        """The next batch for a tier: pending replications, or if there are none, names of the backlog."""
+        batch: list[_Replication] = []
+        wanted: list[tuple[str, int]] = []
+        left_bytes = _BATCH_BYTES
+        while replicator.pending and (not batch or left_bytes >= next(iter(replicator.pending.values())).data.nbytes):
+            batch.append(replicator.pending.popitem(last=False)[1])
+            left_bytes -= batch[-1].data.nbytes
+        backlog = replicator.backlog
+        while not batch and backlog and (not wanted or left_bytes >= next(iter(backlog.values()))):
+            wanted.append(backlog.popitem(last=False))
+            left_bytes -= wanted[-1][1]
+        replicator.in_flight = {replication.name for replication in batch} | {name for name, _ in wanted}
+        replicator.waiting_bytes -= sum(replication.data.nbytes for replication in batch)
+        return batch, wanted
 
-    # --- the threads that carry
+    # --- the replicator threads
 
-    def _turned(self) -> None:
-        """A tier has gone down or up, says its breaker. That one went down is for whoever tries it to find out."""
+    def _on_tier_changed(self) -> None:
+        """A tier has gone down or up, says its breaker. A tier that is down becomes unhealthy with the next put."""
         ups = [replicator.tier.up for replicator in self._replicators]
         with self._lock:
             for replicator, up in zip(self._replicators, ups, strict=True):
                 if up:
-                    replicator.ups += 1
-                    replicator.hopeful = True
+                    replicator.recoveries += 1
+                    replicator.healthy = True
             self._moved.notify_all()
         self.changed()
 
@@ -477,89 +477,89 @@ class Tiers(Storage):
         while True:
             with self._lock:
                 self._moved.wait_for(lambda: replicator.has_work() or self._closed)
-                if self._closed and not replicator.errands:  # what is owed may be a whole disk's worth
+                if self._closed and not replicator.pending:  # a backlog may be a whole disk
                     return
-                errands, owed = self._take(replicator)
-                ups, ask_usage = replicator.ups, replicator.ask_usage
+                replications, backlog = self._take(replicator)
+                recoveries, ask_usage = replicator.recoveries, replicator.ask_usage
                 replicator.busy, replicator.ask_usage = True, False
             try:
-                errands += self._fetched(replicator, owed)
-                if errands:
-                    self._deliver(replicator, errands, ups)
+                replications += self._read_backlog(replicator, backlog)
+                if replications:
+                    self._deliver(replicator, replications, recoveries)
                 if ask_usage:
                     with _collected([]):
                         replicator.usage = replicator.tier.usage()
-            except Exception:  # or this tier would get nothing any more
-                log.exception("a bug on the way to a tier")
-            self._remove_doomed(replicator)
+            except Exception:  # else this tier would get nothing any more
+                log.exception("a bug in the replication to a tier")
+            self._remove_deleted_in_flight(replicator)
 
-    def _fetched(self, replicator: _Replicator, owed: Sequence[tuple[str, int]]) -> list[_Errand]:
-        """What a tier is owed, read from the nearest other that has it."""
-        found: list[_Errand] = []
-        for name, size_bytes in owed:
+    def _read_backlog(self, replicator: _Replicator, backlog: Sequence[tuple[str, int]]) -> list[_Replication]:
+        """Objects of the backlog, each read from the nearest other tier that has it."""
+        found: list[_Replication] = []
+        for name, size_bytes in backlog:
             buffer = memoryview(bytearray(size_bytes))
             for other in self._replicators:
                 if other is replicator or not self._visible(other, [name], [0]):
                     continue
                 with _collected([]):
                     if other.tier.get([name], [buffer]) == [size_bytes] and self._can_be(buffer):
-                        found.append(_Errand(name, buffer, owed=True))
+                        found.append(_Replication(name, buffer, from_backlog=True))
                         break
         with self._lock:
-            self.counts["owed no more: gone"] += len(owed) - len(found)
+            self.counts["owed no more: gone"] += len(backlog) - len(found)
         return found
 
-    def _deliver(self, replicator: _Replicator, errands: Sequence[_Errand], ups: int) -> None:
-        names = [errand.name for errand in errands]
-        damaged = [errand.name for errand in errands if errand.damaged]
+    def _deliver(self, replicator: _Replicator, replications: Sequence[_Replication], recoveries: int) -> None:
+        names = [replication.name for replication in replications]
+        damaged = [replication.name for replication in replications if replication.damaged]
         well = replicator.tier.up
         try:
             if damaged:
                 replicator.tier.delete(damaged)
-            stored = replicator.tier.put(names, [errand.data for errand in errands])
-        except StorageError:  # the breaker has written it down
+            stored = replicator.tier.put(names, [replication.data for replication in replications])
+        except StorageError:  # the breaker counts and logs it
             well, stored = False, [False] * len(names)
-        lost = not well or not replicator.tier.up  # else it has looked for room
+        lost = not well or not replicator.tier.up  # else the tier has looked for space
         with self._lock:
-            for errand, done in zip(errands, stored, strict=True):
+            for replication, done in zip(replications, stored, strict=True):
                 if done:
-                    self.counts["promoted" if errand.promotion else "copied"] += 1
+                    self.counts["promoted" if replication.promotion else "copied"] += 1
                 elif not lost:
                     self.counts["dropped: no room"] += 1
-                elif errand.promotion:
+                elif replication.promotion:
                     self.counts["promotion dropped: down"] += 1
                 elif self._closed:
                     self.counts["dropped: closed"] += 1
-                elif errand.name not in replicator.doomed:
-                    self.counts["owed: down"] += not errand.owed
-                    self._owe(replicator, errand.name, errand.data.nbytes)
+                elif replication.name not in replicator.deleted_in_flight:
+                    self.counts["owed: down"] += not replication.from_backlog
+                    self._add_to_backlog(replicator, replication.name, replication.data.nbytes)
             if any(stored):
-                replicator.hopeful = True
+                replicator.healthy = True
             elif lost:
-                replicator.hopeful &= replicator.ups != ups  # it may have come up since we tried
+                replicator.healthy &= replicator.recoveries != recoveries  # it may have come up since the put
 
-    def _remove_doomed(self, replicator: _Replicator) -> None:
-        """What was deleted while it was on its way has arrived: now it goes, and only then others are carried."""
+    def _remove_deleted_in_flight(self, replicator: _Replicator) -> None:
+        """Remove the copies deleted while in flight, before the next batch."""
         while True:
             with self._lock:
-                doomed = sorted(replicator.doomed)
-                if not doomed:
-                    replicator.on_the_way, replicator.busy = set(), False
+                deleted_in_flight = sorted(replicator.deleted_in_flight)
+                if not deleted_in_flight:
+                    replicator.in_flight, replicator.busy = set(), False
                     self._moved.notify_all()
                     return
             try:
-                replicator.tier.delete(doomed)
-            except StorageError:  # it is found again, then; whoever takes offence deletes it again
+                replicator.tier.delete(deleted_in_flight)
+            except StorageError:  # then the copy stays visible until it is deleted again
                 pass
             except Exception:  # as above
                 log.exception("a bug in a tier")
             with self._lock:
-                replicator.doomed.difference_update(doomed)
+                replicator.deleted_in_flight.difference_update(deleted_in_flight)
 
 
 @contextmanager
 def _collected(errors: list[StorageError]) -> Iterator[None]:
-    """Trouble of one tier is no trouble yet."""
+    """Collect a tier's error: a call fails only if every tier fails."""
     try:
         yield
     except StorageError as e:

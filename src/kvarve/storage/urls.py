@@ -38,11 +38,11 @@ def parse_time(written: str) -> float:
 
 @dataclass(frozen=True)
 class StorageUrl:
-    """A setting taken apart. `text` is how it was written, for messages."""
+    """A parsed setting. `text` is how it was written, for messages."""
 
     text: str
     scheme: str
-    place: str  # what stands between "//" and the path
+    place: str  # between "//" and the path
     path: str
     parameters: dict[str, str]
 
@@ -73,8 +73,8 @@ class StorageUrl:
 class Scheme:
     """One kind of storage URL. To add a backend, put one of these into `SCHEMES`.
 
-    `prepare(url, label, description)` finds whatever is wrong with them without touching anything (ConfigError,
-    StorageError) and answers a call that opens the storage: nothing can be opened without having been checked.
+    `prepare(url, label, description)` checks them without touching anything (ConfigError, StorageError) and returns a
+    call that opens the storage, so that none is opened unchecked.
     """
 
     example: str
@@ -84,7 +84,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class FileSettings:
-    """What a file URL says. `capacity_bytes`: None if it does not."""
+    """The settings of a file URL. `capacity_bytes`: None if it has none."""
 
     folder: Path
     capacity_bytes: int | None
@@ -95,7 +95,7 @@ class FileSettings:
 
 
 def file_settings(url: StorageUrl) -> FileSettings:
-    """Raise ConfigError for what cannot work, wherever the folder lies; the disk is not asked."""
+    """Raise ConfigError for invalid settings; the disk is not accessed."""
     if url.place or not url.path.startswith("/"):
         raise ConfigError(
             f"{url.text}: a file URL has three slashes and an absolute path, as in {SCHEMES['file'].example}"
@@ -139,7 +139,7 @@ def _memory(url: StorageUrl, label: bytes, description: str) -> Callable[[], Sto
 def _mooncake(url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
     check_settings(1, label)
     settings = read_settings(url.text, url.place, url.path, url.parameters)
-    load()  # or who starts before the master does would hear of it late
+    load()  # else a missing library would be noticed late if the master is not up yet
     return lambda: MooncakeStorage(settings, label, description)
 
 
@@ -153,7 +153,7 @@ SCHEMES: dict[str, Scheme] = {
 
 
 def parse_url(text: str) -> StorageUrl:
-    """Take a setting apart by what it says alone; the disk is not asked. ConfigError when it is no storage's."""
+    """Parse a setting; the disk is not accessed. ConfigError if it names no storage."""
     if not text.isprintable() or not text:
         raise ConfigError(f"{text!r} is not a storage: {_known_schemes()}")
     if "://" not in text:
@@ -186,7 +186,7 @@ def parse_url(text: str) -> StorageUrl:
 
 
 def state_folder() -> Path:
-    """The folder of a file URL that names none: where programs keep what is this user's, and nobody else's to write."""
+    """The folder of a file URL that names none: in the user's state directory, which no other user may write."""
     place = Path(os.environ.get("XDG_STATE_HOME", ""))
     if place.is_absolute():
         return place / "kvarve"
@@ -197,7 +197,7 @@ def state_folder() -> Path:
 
 
 def parse_urls(setting: str | Sequence[str]) -> tuple[StorageUrl, ...]:
-    """Take one setting or several apart; ConfigError also when two of them are one place."""
+    """Parse one setting or several; ConfigError also if two of them are one place."""
     urls = tuple(map(parse_url, [setting] if isinstance(setting, str) else setting))
     if not urls:
         raise ConfigError(f"no storage is named: {_known_schemes()}")
@@ -219,12 +219,12 @@ def open_storage(
     whole: Callable[[memoryview], bool] | None = None,
     answers: bool = True,
 ) -> Storage:
-    """Open what a URL names for pages of `label` (1 to 64 bytes; `description` says the same to people).
+    """Open the storage that a URL names, for pages of `label` (1 to 64 bytes; `description` is for people).
 
     Several URLs are tiers, nearest first, each behind a `guard` of its own; see `Tiers` for `whole`. ConfigError: the
-    setting cannot work. StorageError: what is there cannot be used, or (unless `answers` is false) does not answer now,
-    as one on another machine may not. In both cases nothing is touched, unless one of several can be used and another,
-    which looked well, turns out not to be.
+    setting is invalid. StorageError: the storage cannot be used, or (unless `answers` is false) does not answer now, as
+    one on another machine may not. Nothing is touched in either case, unless one of several was opened and another,
+    which passed its checks, then fails.
     """
     with ExitStack() as undo:
         storages = []
@@ -238,7 +238,7 @@ def open_storage(
 
 
 def check_storage(setting: str | Sequence[str], *, label: bytes, description: str) -> None:
-    """Raise what `open_storage` would raise, as far as that can be known without touching or creating anything."""
+    """Raise what `open_storage` would raise, as far as can be known without touching or creating anything."""
     _prepare(setting, label, description)
 
 

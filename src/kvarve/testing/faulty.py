@@ -17,13 +17,13 @@ from kvarve.storage.base import Storage, StorageUsage, check_batch
 Call = Literal["exists", "get", "put", "delete", "usage"]
 Fault = Literal["raise", "lose", "truncate", "flip", "swap", "short"]
 
-# Where the faults of single objects happen; "raise" is of a whole call, whichever.
+# The call of each fault of a single object; "raise" fails any whole call.
 _CALL_OF: dict[Fault, Call] = {"lose": "put", "truncate": "put", "flip": "put", "swap": "put", "short": "get"}
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One thing that goes wrong.
+    """One kind of fault.
 
     raise: StorageError after a part of the batch is done. lose: a put answers True and stores nothing. truncate, flip,
     swap: a put stores less, or one byte changed, or exchanges the object with another. short: a get reads less than is
@@ -40,7 +40,7 @@ class Rule:
 
 
 class FaultyStorage(Storage):
-    """`inner`, where what `rules` say goes wrong. `counts`: how often each call came, and each fault was done."""
+    """`inner` with the faults of `rules`. `counts`: of calls, and of faults injected."""
 
     def __init__(self, inner: Storage, rules: Iterable[Rule] = (), *, seed: int = 0, stall_limit_s: float = 30) -> None:
         self.inner = inner
@@ -49,13 +49,13 @@ class FaultyStorage(Storage):
         self.counts: Counter[str] = Counter()
         self._calls = 0
         self._random = random.Random(seed)
-        self._lock = threading.Lock()  # of everything above and of `_stored_names`
-        self._stored_names: dict[str, None] = {}  # in order of their first put: those whom a swap may hit
+        self._lock = threading.Lock()  # guards everything above and `_stored_names`
+        self._stored_names: dict[str, None] = {}  # in order of their first put: a swap may hit these
         self._stall_limit_s = stall_limit_s
         self._running, self._arrivals = threading.Event(), threading.Semaphore(0)
         self._running.set()
 
-    # What a test does to it. Damage is done to what is stored now, so the object must be there.
+    # For the test. Damage is done to stored objects, so they must exist.
 
     def stall(self) -> None:
         """From now on calls wait for `release`; one that waits longer than `stall_limit_s` raises StorageError."""
@@ -84,7 +84,7 @@ class FaultyStorage(Storage):
         """Exchange what is stored under the two names."""
         self._overwrite("swap", {one: self._stored(other), other: self._stored(one)})
 
-    # What its user calls.
+    # The storage.
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         self._begin("exists", len(names), lambda done: self.inner.exists(names[:done]))
@@ -93,7 +93,7 @@ class FaultyStorage(Storage):
     def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
         check_batch(names, into)
         nth = self._begin("get", len(names), lambda done: self.inner.get(names[:done], into[:done]))
-        # What is read short goes through other memory, so that the rest of the caller's buffer stays as it was.
+        # A short read goes through other memory, so that the rest of the caller's buffer stays as it was.
         read = [memoryview(bytearray(view.nbytes)) if self._strikes("short", nth) else view for view in into]
         sizes = self.inner.get(names, read)
         for i, (size_bytes, view) in enumerate(zip(sizes, into, strict=True)):
@@ -131,10 +131,10 @@ class FaultyStorage(Storage):
     def close(self) -> None:
         self.inner.close()
 
-    # How it goes wrong.
+    # Faults.
 
     def _begin(self, call: Call, batch: int, do_part: Callable[[int], object]) -> int:
-        """Count the call, stall, fail; otherwise answer which call of its kind it is."""
+        """Count the call, stall, fail; otherwise return its number among calls of its kind."""
         with self._lock:
             self.counts[call] += 1
             self._calls += 1
@@ -164,7 +164,7 @@ class FaultyStorage(Storage):
             )
 
     def _worn(self, data: memoryview, nth: int) -> memoryview:
-        """What is stored instead of `data`."""
+        """`data`, perhaps truncated or with a flipped bit."""
         if data.nbytes and self._strikes("truncate", nth):
             data = data[: self._below(data.nbytes)]
             self._count("truncate")

@@ -1,12 +1,11 @@
-"""A disk that loses power. It does what its user says on a real file system, and keeps a log of all that was done.
+"""A disk that loses power. It works on a real file system, and keeps a log of all changes.
 
-What a disk holds after a power cut is less than what its user saw: a write that was not synced may be there, be missing
-or be torn between two sectors; a file that was made, renamed or removed may not have been, until its folder was synced
-(in the order in which these were done, as journaling file systems keep it). `after(n, ...)` makes such a disk, in a
-fresh folder, as it would be had the power failed just before the n-th event. So one run of a workload gives every point
-at which it could have been cut, and each as often as there are seeds.
+After a power cut a disk holds less than its user saw: a write that was not synced may be there, be missing or be torn
+between two sectors; a file's creation, renaming or removal may be lost until its folder was synced (in order, as in
+journaling file systems). `after(n, ...)` makes, in a fresh folder, the disk as it would be had the power failed just
+before the n-th event. So one run of a workload gives every point at which it could have been cut, for any seed.
 
-A process that is killed loses nothing that it has written: `after(n, folder, "killed")`. To let one die while others go
+A process that is killed loses no write: `after(n, folder, "killed")`. To let one die while others go
 on, set `dies_at`: from that event on every call raises `Died`, and its files are closed, so that its locks are free.
 """
 
@@ -37,12 +36,12 @@ Fate = Literal["killed", "kept", "dropped", "torn"]
 
 
 class Died(BaseException):
-    """The process is dead; nothing of it that handles trouble may run."""
+    """The process is dead; no error handler of it may run (hence a BaseException)."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """One thing done to the disk. `file` numbers files as they were made; a name is another matter."""
+    """One change of the disk. `file` numbers files in the order of their creation, whatever their names."""
 
     kind: Kind
     file: int = -1
@@ -54,7 +53,7 @@ class Event:
 
 @dataclass
 class _File:
-    """What a file holds for good, and what was written since it was synced last."""
+    """A file's durable data, and the writes since its last sync."""
 
     data: bytearray = field(default_factory=bytearray)
     pending: list[Event] = field(default_factory=list)
@@ -66,7 +65,7 @@ class _File:
 
 
 class FaultyDisk(Disk):
-    """Everything below `root`, which is empty when it begins. `events`: all that was done to it, in order."""
+    """Everything below `root`, which is empty when it begins. `events`: all changes, in order."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -77,14 +76,14 @@ class FaultyDisk(Disk):
         self._open: set[int] = set()
         self._dead = False
 
-    # --- what a test asks
+    # --- for the test
 
     def after(self, count: int, folder: Path, fate: Fate, seed: int = 0) -> None:
-        """Make in `folder` what the disk holds, had the power failed (or the process died) after so many events."""
+        """Make in `folder` the disk as it is if the power fails (or the process dies) after `count` events."""
         rng = random.Random(f"{seed} {count}")
         files: dict[int, _File] = {}
-        names: list[Event] = []  # of what was done to folders, all of it
-        settled = 0  # so many of them are on the disk for good
+        names: list[Event] = []  # all changes of folders
+        settled = 0  # how many of them are durable
         for event in self.events[:count]:
             if event.kind in ("write", "allocate", "truncate"):
                 files[event.file].pending.append(event)
@@ -103,7 +102,7 @@ class FaultyDisk(Disk):
         done = {"killed": len(names), "kept": len(names), "dropped": settled, "torn": rng.randint(settled, len(names))}
         _make(folder, names[: done[fate]], files)
 
-    # --- what its user does
+    # --- the disk
 
     def enter(self, path: Path, *, for_maintenance: bool = False) -> Directory:
         self._live()
@@ -203,8 +202,8 @@ class FaultyDisk(Disk):
     def sync_folder(self, folder: Directory) -> None:
         self._happens("sync_folder", path=folder.path)
 
-    def room(self, folder: Directory) -> tuple[int, int]:
-        """As much as anybody wants, wherever the test runs."""
+    def space(self, folder: Directory) -> tuple[int, int]:
+        """Plenty, on whatever disk the test runs."""
         return 1 << 50, 1 << 50
 
     def lock(self, file: int, *, wait: bool = True, shared: bool = False) -> bool:
@@ -249,7 +248,7 @@ class FaultyDisk(Disk):
 
 
 def _apply(data: bytearray, event: Event, rng: random.Random | None = None) -> None:
-    """Do to a file what was written; with `rng`, each sector as luck has it, or all, or nothing."""
+    """Apply a write to a file; with `rng`, all of it, none of it, or some sectors by chance."""
     if event.kind == "allocate":
         data.extend(bytes(max(0, event.at - len(data))))
         return
@@ -274,7 +273,7 @@ def _apply(data: bytearray, event: Event, rng: random.Random | None = None) -> N
 
 
 def _make(root: Path, names: Sequence[Event], files: dict[int, _File]) -> None:
-    """The files under the names that they had in the end."""
+    """Make the files under their last names."""
     root.mkdir(0o700, parents=True, exist_ok=True)
     tree: dict[str, int] = {}
     folders: dict[str, None] = {}

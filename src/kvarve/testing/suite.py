@@ -4,10 +4,10 @@
         @pytest.fixture
         def make_storage(self) -> Iterator[MakeStorage]: ...
 
-`make_storage` opens a storage at a `place` (any short name); opening a place again finds what was there, and what the
-test leaves open or behind goes away with the fixture. `CapacitySuite` is for backends that evict exactly while all
-objects are small and of one size; one that rounds sizes up says in `capacity_for` what room so many of them take.
-`ByteCapacitySuite` is for those that count the bytes of objects of any size.
+`make_storage` opens a storage at a `place` (any short name); opening a place again finds its objects, and the fixture
+closes and removes everything. `CapacitySuite` is for backends that evict exactly while all objects are small and of one
+size; one that rounds sizes up overrides `capacity_for`. `ByteCapacitySuite` is for those that count the bytes of
+objects of any size.
 """
 
 import itertools
@@ -262,15 +262,15 @@ class StorageSuite:
 
 
 class CapacitySuite:
-    """So much room and no more: what was used longest ago makes room. All objects are of 10 bytes."""
+    """A bounded storage evicts the least recently used object. All objects are of 10 bytes."""
 
     def capacity_for(self, objects: int) -> int:
-        """The capacity that holds so many objects of 1 to 10 bytes, and not one more."""
+        """The capacity for exactly this many objects of 1 to 10 bytes."""
         return 10 * objects
 
     @pytest.fixture
     def make_small(self, make_storage: MakeStorage) -> Callable[..., Storage]:
-        """Opens a storage for so many objects."""
+        """Opens a storage for a number of objects."""
         return lambda objects: make_storage(capacity_bytes=self.capacity_for(objects))
 
     def test_what_was_used_longest_ago_is_evicted_first(self, make_small: Callable[..., Storage]) -> None:
@@ -337,7 +337,7 @@ class CapacitySuite:
         put(storage, d=bytes(10))
         assert there(storage, *"abcd") == "a c d"
 
-    def test_threads_that_compete_for_room_leave_the_books_right(self, make_small: Callable[..., Storage]) -> None:
+    def test_threads_that_compete_for_space_leave_the_index_right(self, make_small: Callable[..., Storage]) -> None:
         storage = make_small(6)
         start = threading.Barrier(4, timeout=60)
 
@@ -364,7 +364,7 @@ class CapacitySuite:
 
 
 class ByteCapacitySuite(CapacitySuite):
-    """So many bytes and no more, of objects of any size."""
+    """The capacity bounds the bytes of objects of any size."""
 
     def test_one_large_object_pushes_out_several(self, make_storage: MakeStorage) -> None:
         storage = make_storage(capacity_bytes=30)
@@ -401,7 +401,7 @@ _names = st.sampled_from([f"page-{i}" for i in range(8)])
 def run_against_a_dict(make_storage: MakeStorage, capacity_bytes: int, most: int | None = None) -> None:
     """Let hypothesis look for a history of calls after which the storage and a plain model of it disagree.
 
-    The model holds `capacity_bytes`, or at `most` so many objects, of 10 bytes each.
+    The model holds `capacity_bytes`, or at most `most` objects of 10 bytes each.
     """
     limit = capacity_bytes if most is None else most
     sizes = st.integers(0, 60) if most is None else st.just(10)
@@ -464,7 +464,7 @@ def run_against_a_dict(make_storage: MakeStorage, capacity_bytes: int, most: int
             self.storage = self.opened()
 
         @invariant()
-        def the_books_agree(self) -> None:
+        def the_index_agrees(self) -> None:
             usage = self.storage.usage()
             assert (usage.objects, usage.bytes) == (len(self.model), sum(map(len, self.model.values())))
             names = [f"page-{i}" for i in range(8)]

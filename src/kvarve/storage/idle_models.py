@@ -1,7 +1,7 @@
-"""What the models that nobody has open keep in a folder, and when it was used last: that their slabs give way to ours
-by age, one by one, and not all of them because nobody has them open at this moment.
+"""The slabs of models that no process has open, and when they were used last, so that they are evicted by age, one by
+one, and not all at once because their model is closed just now.
 
-All of it with the folder's mutex held, so that nobody opens one of these models meanwhile.
+Every call holds the folder's mutex, so that no process opens one of these models meanwhile.
 """
 
 import os
@@ -30,8 +30,8 @@ from kvarve.storage.table import STORED, owner_of, times
 
 
 @dataclass(frozen=True)
-class Idle:
-    """A slab of a model that nobody has open. Ages are in ns: of its objects on average, and of the youngest."""
+class IdleSlab:
+    """A slab of a model that no process has open. Ages are in ns: of its objects on average, and of the youngest."""
 
     model: str
     number: int
@@ -41,14 +41,14 @@ class Idle:
     least_age_ns: float
 
 
-class Others:
+class IdleModels:
     def __init__(self, folder: Folder) -> None:
         self._folder, self._disk = folder, folder.disk
-        # By model and number: the table's inode and time of change, then what was found in it.
+        # By model and number: the table's inode and mtime, the size of its slots, and their last use.
         self._seen: dict[tuple[str, int], tuple[tuple[int, int], int, LastUse]] = {}
 
-    def slabs(self) -> list[Idle]:
-        """All slabs of all models that nobody has open."""
+    def slabs(self) -> list[IdleSlab]:
+        """All slabs of all models that no process has open."""
         found, models = [], self._folder.models
         for model in known_models(self._disk, models)[0]:
             if model.name != self._folder.model.path.name:
@@ -59,7 +59,7 @@ class Others:
         self._seen = {key: it for key, it in self._seen.items() if key in there}
         return found
 
-    def _slabs_of(self, model: str, folder: Directory, owner: int) -> list[Idle]:
+    def _slabs_of(self, model: str, folder: Directory, owner: int) -> list[IdleSlab]:
         files = files_of_model(self._disk, folder)
         now_ns, found = self._now_ns(folder), []
         for number in slab_numbers(self._disk, folder):
@@ -68,11 +68,11 @@ class Others:
                 table = files.get(slab_name(number) + TABLE)
                 slot_bytes, used = self._last_use(model, folder, number, owner, table, now_ns)
                 ages = (max(0.0, now_ns - each) for each in (used.mean_ns, used.last_ns))
-                found.append(Idle(model, number, slot_bytes, sum(sizes), *ages))
+                found.append(IdleSlab(model, number, slot_bytes, sum(sizes), *ages))
         return found
 
     def _now_ns(self, folder: Directory) -> int:
-        """What time it is by the clock of another model."""
+        """The time by the clock of another model."""
         try:
             file = self._disk.open(folder, CLOCK, read_only=True)
         except OSError:
@@ -85,8 +85,8 @@ class Others:
     def _last_use(
         self, model: str, folder: Directory, number: int, owner: int, table: os.stat_result | None, now_ns: int
     ) -> tuple[int, LastUse]:
-        """The size of a slab's slots, and when they were used. It is read once, as nobody changes it: a million objects
-        take a moment. What is damaged was never used."""
+        """The size of a slab's slots, and when they were used. Cached until the table changes, as a million objects
+        take a moment. A damaged slab counts as never used."""
         key = (table.st_ino, table.st_mtime_ns) if table is not None else (0, 0)
         seen = self._seen.get((model, number))
         if seen is None or seen[0] != key:
@@ -101,8 +101,8 @@ class Others:
             self._seen[model, number] = seen
         return seen[1:]
 
-    def remove(self, slab: Idle, why: str) -> None:
-        """Remove one, and the model with its last one."""
+    def remove(self, slab: IdleSlab, why: str) -> None:
+        """Remove a slab, and with its last slab the model."""
         with self._disk.closing(self._disk.enter_below(self._folder.models, slab.model)) as folder:
             unlink(self._disk, folder, slab.number, why)
             left = slab_numbers(self._disk, folder)
@@ -110,7 +110,7 @@ class Others:
             remove_model(self._disk, self._folder.models, slab.model, f"nothing is left of it: {why}")
 
     def remove_quarantined(self, why: str) -> int:
-        """Remove all slabs of these models and of our own that were damaged; how many bytes they had."""
+        """Remove the quarantined slabs of these models and of our own; returns their bytes."""
         size_bytes = remove_quarantined(self._disk, self._folder.model, why)
         for name in self._folder.others():
             with self._disk.closing(self._disk.enter_below(self._folder.models, name)) as folder:

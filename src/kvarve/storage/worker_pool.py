@@ -1,7 +1,7 @@
-"""A few threads that do what they are given, several calls at once.
+"""A pool of daemon threads.
 
-Not the executor of the standard library: a program that ends waits for that one's threads, and so for ever if a call to
-a disk hangs in one of them.
+Not the standard library's executor: the interpreter waits for its threads at exit, and so for ever if a call to a disk
+hangs in one of them.
 """
 
 import threading
@@ -17,44 +17,44 @@ T = TypeVar("T")
 _Calls = SimpleQueue[Callable[[], None] | None]
 
 
-class Crew:
-    """`threads` of them. A crew that nobody knows any more ends by itself."""
+class WorkerPool:
+    """`threads` daemon threads, which end when the pool is garbage collected."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._calls: _Calls = SimpleQueue()
-        self._leave = weakref.finalize(self, _dismiss, self._calls, threads)
-        self._leave.atexit = False
+        self._end = weakref.finalize(self, _dismiss, self._calls, threads)
+        self._end.atexit = False
         started = 0
         try:
             for i in range(threads):
                 threading.Thread(target=_serve, args=(self._calls,), name=f"{name} {i}", daemon=True).start()
                 started += 1
-        except RuntimeError as error:  # no more threads are to be had
+        except RuntimeError as error:  # the system has no more threads
             if not started:
                 raise StorageError(f"no threads for a storage: {error}") from None
 
     def submit(self, do: Callable[[Any], T], what: Any, answer: "Future[T] | None" = None) -> "Future[T]":
-        """Have it done; what comes of it is in the answer, which the caller may have made before."""
+        """Call `do(what)` on a thread; its result or exception goes to `answer`, which the caller may supply."""
         answer = Future() if answer is None else answer
 
         def call() -> None:
             try:
                 answer.set_result(do(what))
-            except BaseException as error:  # noqa: BLE001  it belongs to the caller, who gets it from the future
+            except BaseException as error:  # noqa: BLE001  the caller gets it from the future
                 answer.set_exception(error)
 
         self._calls.put(call)
         return answer
 
-    def leave(self) -> None:
-        """End when all that was given is done; nobody waits for that."""
-        self._leave()
+    def shutdown(self) -> None:
+        """Let the threads end once all submitted calls are done, without waiting for them."""
+        self._end()
 
 
 def _serve(calls: _Calls) -> None:
     while (call := calls.get()) is not None:
         call()
-        del call  # what it has moved is not to live on in a thread that waits
+        del call  # else its buffers would live on while the thread waits
 
 
 def _dismiss(calls: _Calls, threads: int) -> None:
