@@ -7,7 +7,7 @@ from engines import CHUNK, LONG_S, MIB, PAGE, Make, a_model, a_prompt, a_request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarve.engine.admission import OVERTAKEN, Running, Waiting, begins, gives_way, turns_until
+from kvarve.engine.admission import OVERTAKEN, Running, Waiting, begins, turns_until, youngest
 from kvarve.engine.engine import Engine
 from kvarve.engine.requests import Finish
 from kvarve.errors import ConfigError
@@ -19,8 +19,8 @@ def waiting(need: int, turns: int = 10, **more: Any) -> Waiting:
     return Waiting([need], turns, **more)
 
 
-def begin(places: int, loose: int, line: list[Waiting], running: list[Running] | None = None) -> list[int]:
-    return [each.at for each in begins(places, [loose], line, range(len(line)), running or [])]
+def begin(places: int, available: int, line: list[Waiting], running: list[Running] | None = None) -> list[int]:
+    return [each.at for each in begins(places, [available], line, range(len(line)), running or [])]
 
 
 # --- decisions
@@ -53,7 +53,7 @@ def test_in_one_turn_too_a_request_is_passed_by_eight_at_most() -> None:
     line = [waiting(90), *[waiting(1, turns=30)] * 20, *[waiting(1, turns=3)] * 4]
     found = begins(30, [50], line, range(len(line)), running)
     assert [each.at for each in found] == [*range(1, 9), *range(21, 25)]
-    assert [each.freely for each in found] == [frozenset()] * 8 + [frozenset({0})] * 4
+    assert [each.not_delayed for each in found] == [frozenset()] * 8 + [frozenset({0})] * 4
 
 
 def test_what_waits_for_a_copy_holds_nobody_up_and_counts_who_passes() -> None:
@@ -76,12 +76,12 @@ def test_room_comes_when_those_that_run_end_as_their_max_tokens_say() -> None:
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=9, unique=True))
 def test_the_one_that_began_last_gives_way(began: list[int]) -> None:
-    assert began[gives_way(began)] == max(began)
+    assert began[youngest(began)] == max(began)
 
 
 @given(st.data())
 def test_no_decision_takes_more_than_there_is(data: st.DataObject) -> None:
-    loose, places = data.draw(st.integers(0, 60)), data.draw(st.integers(0, 6))
+    available, places = data.draw(st.integers(0, 60)), data.draw(st.integers(0, 6))
     line = [
         waiting(need, turns, passed=passed, grows=grows, waits=waits)
         for need, turns, passed, grows, waits in data.draw(
@@ -96,14 +96,14 @@ def test_no_decision_takes_more_than_there_is(data: st.DataObject) -> None:
         for each in data.draw(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 40), st.booleans()), max_size=6))
     ]
     order = data.draw(st.permutations(range(len(line))))
-    found = begins(places, [loose], line, order, running)
+    found = begins(places, [available], line, order, running)
     growth = sum(each.grows for each in running)
     assert len(found) <= places
     for each in found:
         assert not line[each.at].waits
-        assert line[each.at].needs[0] + growth <= loose
-        loose, growth = loose - line[each.at].needs[0], growth + line[each.at].grows
-        assert all(other < each.at and line[other].needs[0] > 0 for other in each.freely)
+        assert line[each.at].needs[0] + growth <= available
+        available, growth = available - line[each.at].needs[0], growth + line[each.at].grows
+        assert all(other < each.at and line[other].needs[0] > 0 for other in each.not_delayed)
 
 
 # --- a prompt of all the room there is

@@ -841,7 +841,7 @@ def test_all_of_several_are_taken_or_none(make: Make) -> None:
 
     with pytest.raises(ConfigError, match="more than the 1024"):
         engine.submit(*three(most=2000))
-    with pytest.raises(ConfigError, match="5 requests at once are more than the 4 for which there are places"):
+    with pytest.raises(ConfigError, match="5 requests at once are more than the 4 that the engine takes"):
         engine.submit(*three(), *three()[:2])
     engine.submit(*(first := three()))
     with pytest.raises(Busy, match="4 requests are being served or wait already"):

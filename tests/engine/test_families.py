@@ -17,7 +17,7 @@ from kvarve.core.lease import Lease
 from kvarve.engine.model import forward
 from kvarve.engine.prefill import keep, resumed
 from kvarve.engine.state import StateLayout, Workspace
-from kvarve.engine.stepwise import teach
+from kvarve.engine.stepwise import make_resumable
 from kvarve.errors import ConfigError, ModelError
 from kvarve.model import ModelIdentity, Tier
 from kvarve.runtime import PrefixCache
@@ -254,7 +254,7 @@ def test_a_model_that_forgets_between_chunks_is_refused_until_it_has_been_taught
         model = AutoModelForCausalLM.from_config(tiny_config("jamba")).eval()
     with pytest.raises(ModelError, match="layer 0 forgets its state when several tokens are computed at once"):
         StateLayout.of(model, PAGE, CHUNK)
-    teach(model)
+    make_resumable(model)
     layout = StateLayout.of(model, PAGE, CHUNK)
     prompt = a_prompt(layout)
     workspace = Workspace(layout, 1000)

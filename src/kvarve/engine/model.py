@@ -22,7 +22,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from kvarve.engine.identity import Marks, identity_of
 from kvarve.engine.layers import plan_layers
 from kvarve.engine.state import StateLayout, Workspace, check_pages
-from kvarve.engine.stepwise import teach
+from kvarve.engine.stepwise import make_resumable
 from kvarve.errors import ConfigError, ModelError
 from kvarve.model import ModelIdentity, check_grid
 
@@ -185,7 +185,7 @@ def load_model(
     model = found.model(attention)
     try:
         model = model.to(device)
-        teach(model)
+        make_resumable(model)
         layout = StateLayout.of(model, page_tokens, chunk_tokens)
     except (RuntimeError, LookupError, ArithmeticError, AssertionError) as e:  # no room for it there, or it is broken
         raise ModelError(f"{found.folder}: the model does not compute on {device}: {_line(e)}") from e

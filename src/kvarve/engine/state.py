@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvarve import boundaries
 from kvarve.engine.layers import LayerPlan, Tape, new_cache, page_multiple, plan_layers, probe
-from kvarve.engine.stepwise import begin_anew
+from kvarve.engine.stepwise import layers_ignoring_state
 from kvarve.errors import ConfigError, ModelError
 from kvarve.model import BufferSpec, PoolSpec, window_lookback
 
@@ -39,10 +39,10 @@ class StateLayout:
         plans = plan_layers(model.config, name)
         check_pages(plans, page_tokens, name)
         probed = probe(model, plans)
-        if model.device.type != "meta" and (anew := begin_anew(model, plans, probed.cache_class)):
+        if model.device.type != "meta" and (anew := layers_ignoring_state(model, plans, probed.cache_class)):
             raise ModelError(
                 f"{name}: layer {min(anew)} forgets its state when several tokens are computed at once, so a prompt "
-                f"cannot be resumed: call kvarve.engine.stepwise.teach(model) first"
+                f"cannot be resumed: call kvarve.engine.stepwise.make_resumable(model) first"
             )
         # By what one entry is of: so many tokens, within a window of so many or None.
         entries: dict[tuple[int, int | None], list[BufferSpec]] = {}

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from kvarve.engine.layers import LayerPlan, new_cache, plan_layers, probe
 
 
-def begin_anew(model: Any, plans: Sequence[LayerPlan], cache_class: type) -> dict[int, Any]:
+def layers_ignoring_state(model: Any, plans: Sequence[LayerPlan], cache_class: type) -> dict[int, Any]:
     """The layers that never look at their recurrent state when they get several tokens, and the modules they are."""
     if not any(hasattr(plan.fresh, "recurrent_states") for plan in plans):
         return {}
@@ -32,10 +32,10 @@ def begin_anew(model: Any, plans: Sequence[LayerPlan], cache_class: type) -> dic
     return {number: module for number, module in writers.items() if type(module) in anew}
 
 
-def teach(model: Any) -> None:
+def make_resumable(model: Any) -> None:
     """Let the layers that begin anew go on instead, one token at a time. Does nothing to any other layer."""
     plans = plan_layers(model.config, type(model).__name__)
-    for number, module in begin_anew(model, plans, probe(model, plans).cache_class).items():
+    for number, module in layers_ignoring_state(model, plans, probe(model, plans).cache_class).items():
         module.forward = _one_by_one(module.forward, number)
 
 

@@ -17,12 +17,12 @@ from transformers.cache_utils import Cache
 
 from kvarve.config import CacheConfig
 from kvarve.core.lease import Lease
+from kvarve.engine.fatal_errors import fatal_assertions, fatal_errors
 from kvarve.engine.identity import Marks, identity_of
 from kvarve.engine.model import forward, token_limit
 from kvarve.engine.prefill import keep, resumed, wait_for_room
 from kvarve.engine.state import StateLayout, Workspace
-from kvarve.engine.stepwise import teach
-from kvarve.engine.vital import laws, vital
+from kvarve.engine.stepwise import make_resumable
 from kvarve.errors import Broken, ConfigError
 from kvarve.runtime import PrefixCache
 
@@ -44,13 +44,13 @@ class PrefixCachedModel:
         Layers of the model that would forget what came before a chunk (Jamba's) are taught to go on from it.
         Raises ConfigError, ModelError or StorageError as `PrefixCache`, `StateLayout` and `identity_of` do.
         """
-        teach(model)
+        make_resumable(model)
         self.model = model
         self.layout = StateLayout.of(model, page_tokens, chunk_tokens)
         self.identity = identity_of(model, self.layout)
         self._marks = Marks.of(model)
         self.cache = PrefixCache(self.identity, config, device=str(model.device))
-        self._cache = vital(self.cache)
+        self._cache = fatal_errors(self.cache)
         self.cached_tokens = 0  # of the last prompt
         self.broken = ""  # why it cannot be used any more: nobody knows whose a page is
 
@@ -94,7 +94,7 @@ class PrefixCachedModel:
             forward(self.model, workspace, input_ids[:, workspace.tokens : stop])
             self._marks.require_same(self.model)
             wait_for_room(self._cache, lease, workspace)
-            with laws():
+            with fatal_assertions():
                 keep(self._cache, lease, workspace)
         return workspace
 

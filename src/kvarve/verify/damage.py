@@ -17,11 +17,11 @@ from kvarve.model import MEMORY_TIERS, PoolSpec, Tier
 from kvarve.runtime import PrefixCache
 from kvarve.verify.prover import Prover
 from kvarve.verify.report import Damage
-from kvarve.verify.requests import Request, differences
+from kvarve.verify.requests import ProofRequest, differences
 from kvarve.verify.veil import Veil
 
 SALT = "damage"
-Before = Callable[[Request], None]
+Before = Callable[[ProofRequest], None]
 ADVICE = (
     "try prompts of another length with --tokens (longer than what a sparse indexer picks, or shorter than what a "
     "model forgets), or another --seed"
@@ -71,10 +71,10 @@ class _Patient:
     def name(self, pool: PoolSpec) -> str:
         return object_name(self.lease.root, self.key, pool.name)
 
-    def ask(self, before: Before | None = None, longer: bool = False) -> Request:
+    def ask(self, before: Before | None = None, longer: bool = False) -> ProofRequest:
         return self.prover.run(self.cache, self.longer if longer else self.prompt, SALT, before=before)
 
-    def healthy(self, empty: tuple[Tier, ...] = ()) -> Request:
+    def healthy(self, empty: tuple[Tier, ...] = ()) -> ProofRequest:
         """Asked again it resumes in full and says what it has to."""
         if empty:
             self.prover.empty(self.cache, empty)
@@ -94,7 +94,7 @@ class _Patient:
         except Exception as e:  # noqa: BLE001  whatever a broken cache does is what we look for
             row.troubles.append(f"{type(e).__name__}: {e}")
 
-    def noticed(self, row: Damage, request: Request, alone: bool = False) -> None:
+    def noticed(self, row: Damage, request: ProofRequest, alone: bool = False) -> None:
         """The comparison has to say that something is wrong, while the damage is still there; one kind of numbers
         `alone` may be idle."""
         if not self._wrong(row, request) and not row.troubles and not self._wrong(row, self.ask(longer=True)):
@@ -103,18 +103,18 @@ class _Patient:
                 row.troubles.append(f"no answer depends on it, so the proof says nothing about it: {ADVICE}")
         self.prover.tick(self.prover.row)
 
-    def _wrong(self, row: Damage, request: Request) -> bool:
+    def _wrong(self, row: Damage, request: ProofRequest) -> bool:
         self.prover.row.requests += 1
         if sum(request.from_tiers()) != self.whole:
             row.troubles.append(f"it was not used: resumed after {sum(request.from_tiers())} of {self.whole} tokens")
-        return bool(differences(request.said, self.prover.uncached(request.prompt)))
+        return bool(differences(request.transcript, self.prover.uncached(request.prompt)))
 
-    def caught(self, row: Damage, counter: str, before: float, request: Request) -> None:
+    def caught(self, row: Damage, counter: str, before: float, request: ProofRequest) -> None:
         """The check has to have counted it, and the answer is right all the same."""
         self.prover.check(request)
         if self.cache.stats()[counter] <= before:
             row.troubles.append("the check did not catch it")
-        elif differences(request.said, self.prover.uncached(self.prompt)):
+        elif differences(request.transcript, self.prover.uncached(self.prompt)):
             row.troubles.append("it was caught, and the logits are wrong all the same")
         elif sum(request.from_tiers()) >= self.whole:
             row.troubles.append("it was caught, and used all the same")
@@ -134,7 +134,7 @@ def on_the_device(patient: _Patient) -> None:
 def _spoils(cache: PrefixCache, pool: PoolSpec, kind: str, undo: list[tuple[Tensor, Tensor]]) -> Before:
     """What spoils a page of a request before it is read, all of it or one kind of numbers in it."""
 
-    def spoil_it(request: Request) -> None:
+    def spoil_it(request: ProofRequest) -> None:
         slot = cache.pages(request.lease)[pool.name][1][-1]
         for name, slots in cache.arena(pool.name).items():
             if kind in ("a page", name.split(".", 2)[2]):

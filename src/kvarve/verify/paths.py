@@ -13,7 +13,7 @@ from kvarve.model import MEMORY_TIERS, PoolSpec, Tier
 from kvarve.runtime import PrefixCache
 from kvarve.verify.plan import TURNS
 from kvarve.verify.prover import Prover
-from kvarve.verify.requests import Request, differences
+from kvarve.verify.requests import ProofRequest, differences
 
 Have = dict[str, set[int]]  # positions by pool
 PagePosition = tuple[str, int]  # a page by its pool and position
@@ -211,7 +211,7 @@ def conversation(prover: Prover) -> None:
         for turn in range(TURNS):
             request = prover.check(prover.run(cache, history), known, Tier.DEVICE, f"turn {turn + 1}")
             known = len(history) // chunk * chunk
-            history = [*history, *request.said.tokens, *plan.prompt(max(1, chunk // 2 - 1), 201 + turn)]
+            history = [*history, *request.transcript.tokens, *plan.prompt(max(1, chunk // 2 - 1), 201 + turn)]
             if len(history) + plan.decode > plan.longest + TURNS * plan.decode:
                 break
 
@@ -235,7 +235,7 @@ def eviction(prover: Prover) -> None:
                         request = prover.check(prover.run(cache, history, policy), known, None, policy)
                         if stored:
                             prover.settle(cache)
-                        rest = [*request.said.tokens, *plan.prompt(max(1, chunk // 2 - 1), 320 + i)]
+                        rest = [*request.transcript.tokens, *plan.prompt(max(1, chunk // 2 - 1), 320 + i)]
                         histories[i] = [*history, *rest][: plan.longest]
                 prover.settle(cache)
                 stats = cache.stats()
@@ -284,7 +284,7 @@ def interleaved(prover: Prover) -> None:
         prover.cache(store, 2 * plan.longest, 3 * plan.longest) as cache,
         prover.path("interleaved", "many requests side by side, some given up") as row,
     ):
-        asked, running = 0, list[Request]()
+        asked, running = 0, list[ProofRequest]()
         try:
             while asked < count or running:
                 cache.step()

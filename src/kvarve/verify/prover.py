@@ -13,7 +13,7 @@ from kvarve.runtime import PrefixCache
 from kvarve.storage import open_storage
 from kvarve.verify.plan import Plan
 from kvarve.verify.report import TIERS, Path, ProofReport
-from kvarve.verify.requests import Request, Said, Stuck, Uncached, differences, largest
+from kvarve.verify.requests import ProofRequest, Stuck, Transcript, Uncached, differences, largest
 from kvarve.verify.veil import Veil
 
 SETTLE_S = 60.0
@@ -131,8 +131,8 @@ class Prover:
 
     # --- requests
 
-    def request(self, cache: PrefixCache, prompt: Sequence[int], salt: str = "", read: bool = True) -> Request:
-        return Request(self.model, cache, prompt, self.plan.decode, f"{self.salt} {salt}", read)
+    def request(self, cache: PrefixCache, prompt: Sequence[int], salt: str = "", read: bool = True) -> ProofRequest:
+        return ProofRequest(self.model, cache, prompt, self.plan.decode, f"{self.salt} {salt}", read)
 
     def run(
         self,
@@ -140,8 +140,8 @@ class Prover:
         prompt: Sequence[int],
         salt: str = "",
         read: bool = True,
-        before: Callable[[Request], None] | None = None,
-    ) -> Request:
+        before: Callable[[ProofRequest], None] | None = None,
+    ) -> ProofRequest:
         """A whole request; `before` is called when its pages are on the device and have not been read."""
         with self.request(cache, prompt, salt, read) as request:
             request.wait()
@@ -153,14 +153,16 @@ class Prover:
         audit(cache.core)
         return request
 
-    def check(self, request: Request, resumed: int | None = None, tier: Tier | None = None, about: str = "") -> Request:
+    def check(
+        self, request: ProofRequest, resumed: int | None = None, tier: Tier | None = None, about: str = ""
+    ) -> ProofRequest:
         """Compare all that a request said with the uncached run; it has `resumed` so far, all from one tier if told."""
         tiers, prompt = request.from_tiers(), request.prompt
         if request.waited_s >= 0.9 * STORAGE_S:
             self.row.troubles.append(
                 f"{named(prompt, about)} waited until its patience ran out, {request.waited_s:.1f} s"
             )
-        right = self.compare(prompt, request.said, self.uncached(prompt), tiers, resumed, about)
+        right = self.compare(prompt, request.transcript, self.uncached(prompt), tiers, resumed, about)
         if right and tier is not None and tiers[tier] != resumed:
             places = ", ".join(f"{tokens} {name}" for name, tokens in zip(TIERS, tiers, strict=True) if tokens)
             self.row.troubles.append(
@@ -180,8 +182,8 @@ class Prover:
     def compare(
         self,
         prompt: Sequence[int],
-        said: Said,
-        expected: Said,
+        said: Transcript,
+        expected: Transcript,
         tiers: Sequence[int],
         resumed: int | None = None,
         about: str = "",

@@ -23,7 +23,7 @@ class Stuck(Exception):
 
 
 @dataclass
-class Said:
+class Transcript:
     """What a run said: the logits by the number of tokens before them, and the greedy answer."""
 
     logits: dict[int, Tensor] = field(default_factory=dict)
@@ -42,7 +42,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (one, other)))
 
 
-def differences(found: Said, expected: Said) -> list[int]:
+def differences(found: Transcript, expected: Transcript) -> list[int]:
     """Where a run said something else, by the number of tokens before; a token that nobody expected counts."""
     return [
         at
@@ -51,7 +51,7 @@ def differences(found: Said, expected: Said) -> list[int]:
     ]
 
 
-def largest(found: Said, expected: Said, positions: Sequence[int]) -> float:
+def largest(found: Transcript, expected: Transcript, positions: Sequence[int]) -> float:
     """The largest difference of two logits at some positions."""
     pairs = [(found.logits[at], expected.logits[at]) for at in positions if at in expected.logits]
     return max((float((a.double() - b.double()).abs().max()) for a, b in pairs), default=float("nan"))
@@ -62,16 +62,16 @@ class Uncached:
 
     def __init__(self, model: LoadedModel, decode: int) -> None:
         self.model, self.decode = model, decode
-        self._known: dict[tuple[int, ...], Said] = {}
+        self._known: dict[tuple[int, ...], Transcript] = {}
 
-    def __call__(self, prompt: Sequence[int]) -> Said:
+    def __call__(self, prompt: Sequence[int]) -> Transcript:
         key = tuple(prompt)
         if key not in self._known:
             workspace = Workspace(self.model.layout, len(prompt) + self.decode, self.model.model.device)
             self._known[key] = self._compute(prompt, lambda ids: forward(self.model.model, workspace, ids))
         return self._known[key]
 
-    def by_transformers(self, prompt: Sequence[int]) -> tuple[Said, Any]:
+    def by_transformers(self, prompt: Sequence[int]) -> tuple[Transcript, Any]:
         """The same with transformers' own cache, and nothing of ours; and that cache."""
         model = self.model.model
         cache: Any = None  # the model makes the one that it wants
@@ -91,8 +91,8 @@ class Uncached:
 
         return self._compute(prompt, step), cache
 
-    def _compute(self, prompt: Sequence[int], step: Step) -> Said:
-        device, chunk, whole, said = self.model.model.device, self.model.layout.chunk_tokens, len(prompt), Said()
+    def _compute(self, prompt: Sequence[int], step: Step) -> Transcript:
+        device, chunk, whole, said = self.model.model.device, self.model.layout.chunk_tokens, len(prompt), Transcript()
         ids = torch.tensor([[*prompt]], device=device)
         for start in range(0, whole, chunk):
             stop = min(start + chunk, whole)
@@ -102,7 +102,7 @@ class Uncached:
         return said
 
 
-class Request:
+class ProofRequest:
     """One prompt on its way through a cache; who leaves the `with` in the middle has given it up."""
 
     def __init__(
@@ -115,13 +115,13 @@ class Request:
         read: bool = True,
     ) -> None:
         self.model, self.cache, self.prompt, self.decode = model, cache, prompt, decode
-        self.said = Said()
+        self.transcript = Transcript()
         self._ids = torch.tensor([[*prompt]], device=model.model.device)
         self.waited_s = 0.0
         self._workspace: Workspace | None = None
         self.lease = cache.open(prompt, salt, read)
 
-    def __enter__(self) -> "Request":
+    def __enter__(self) -> "ProofRequest":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None) -> None:
@@ -155,13 +155,13 @@ class Request:
         if at < whole:
             ids = self._ids[:, at : min(whole, (at // chunk + 1) * chunk)]
         else:
-            ids = torch.tensor([self.said.tokens[-1:]], device=self._ids.device)
+            ids = torch.tensor([self.transcript.tokens[-1:]], device=self._ids.device)
         logits = forward(self.model.model, self._workspace, ids)
         if at < whole:
             wait_for_room(self.cache, self.lease, self._workspace)
             keep(self.cache, self.lease, self._workspace)
-        self.said.take(self._workspace.tokens, logits, whole, self.decode)
-        return len(self.said.tokens) < self.decode
+        self.transcript.take(self._workspace.tokens, logits, whole, self.decode)
+        return len(self.transcript.tokens) < self.decode
 
     def from_tiers(self) -> tuple[int, int, int]:
         """Tokens of the prompt that came from device, host and storage."""

@@ -16,7 +16,7 @@ from kvarve.engine.requests import Finish, Request, Sampling, TokenUsage
 from kvarve.verify.plan import TURNS
 from kvarve.verify.prover import Prover
 from kvarve.verify.report import Rounding
-from kvarve.verify.requests import Said, Stuck, Uncached, largest
+from kvarve.verify.requests import Stuck, Transcript, Uncached, largest
 
 ANSWER_S = 600.0  # between two tokens of one request, with all the others before it
 LEAVES_AFTER = 2  # tokens
@@ -29,13 +29,13 @@ Question = tuple[Sequence[int], int]  # a prompt, and how many tokens to say
 @contextmanager
 def _engine(
     prover: Prover, model: LoadedModel, deterministic: bool, device: int = 0
-) -> Iterator[Callable[[Sequence[Question], Question | None], list[tuple[Said, TokenUsage]]]]:
+) -> Iterator[Callable[[Sequence[Question], Question | None], list[tuple[Transcript, TokenUsage]]]]:
     """What asks a running engine all questions at once, and gives what was said; who `leaves` does in the middle."""
     with prover.cache(device=device, identity=model.identity) as cache:
         # With one chunk a turn, prompts and answers are computed side by side for as long as can be.
         engine = Engine(model, cache, turn_tokens=prover.plan.chunk, deterministic=deterministic)
 
-        def ask(questions: Sequence[Question], leaves: Question | None = None) -> list[tuple[Said, TokenUsage]]:
+        def ask(questions: Sequence[Question], leaves: Question | None = None) -> list[tuple[Transcript, TokenUsage]]:
             asked = [_ask(engine, prover.salt, question, question is leaves) for question in questions]
             if not engine.counts.finished:
                 engine.start()  # not before all have come
@@ -49,9 +49,9 @@ def _engine(
         audit(cache.core)
 
 
-def _ask(engine: Engine, salt: str, question: Question, leaves: bool) -> tuple[Request, Said]:
+def _ask(engine: Engine, salt: str, question: Question, leaves: bool) -> tuple[Request, Transcript]:
     prompt, most = question
-    said = Said()
+    said = Transcript()
 
     def watch(logits: Tensor) -> None:
         said.take(len(prompt) + len(said.tokens), logits, len(prompt), most)
@@ -62,7 +62,7 @@ def _ask(engine: Engine, salt: str, question: Question, leaves: bool) -> tuple[R
     return engine.submit(request), said
 
 
-def _answer(request: Request, said: Said, leaves: bool) -> tuple[Said, TokenUsage]:
+def _answer(request: Request, said: Transcript, leaves: bool) -> tuple[Transcript, TokenUsage]:
     try:
         _, tokens, last = request.result(ANSWER_S)
     except queue.Empty:

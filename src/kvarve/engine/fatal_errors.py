@@ -8,7 +8,7 @@ from kvarve.errors import Broken
 from kvarve.runtime import PrefixCache
 
 
-class _Vital:
+class _FatalErrors:
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
 
@@ -26,13 +26,13 @@ class _Vital:
         return call
 
 
-def vital(cache: PrefixCache) -> PrefixCache:
+def fatal_errors(cache: PrefixCache) -> PrefixCache:
     """The same cache; any exception of a call to it is `Broken`."""
-    return cast(PrefixCache, _Vital(cache))
+    return cast(PrefixCache, _FatalErrors(cache))
 
 
 @contextmanager
-def laws() -> Iterator[None]:
+def fatal_assertions() -> Iterator[None]:
     """What is asserted here is asserted of the cache."""
     try:
         yield
