@@ -1,4 +1,4 @@
-"""The cache as an engine or a connector calls it: trouble that it did not foresee ends all of it, not one request."""
+"""Errors of the cache are fatal to the engine or connector that calls it: none is one request's error."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ def fatal_errors(cache: PrefixCache) -> PrefixCache:
 
 @contextmanager
 def fatal_assertions() -> Iterator[None]:
-    """What is asserted here is asserted of the cache."""
+    """An assertion that fails inside is about the cache, so it is `Broken` too."""
     try:
         yield
     except AssertionError as e:
