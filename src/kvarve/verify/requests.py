@@ -1,4 +1,4 @@
-"""One prompt, computed twice: alone and without any cache, and on its way through a cache as an engine takes it."""
+"""One prompt, computed alone without any cache, and through a cache as an engine does."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,16 +15,16 @@ from kvarve.engine.state import Workspace
 from kvarve.runtime import PrefixCache
 
 Step = Callable[[Tensor], Tensor]
-READY_S = 120.0  # every wait in a cache has an end well before this
+READY_S = 120.0  # every deadline in a cache is well below this
 
 
 class Stuck(Exception):
-    """A cache that does not come back."""
+    """A cache or an engine did not answer in time, or not as it has to."""
 
 
 @dataclass
 class Transcript:
-    """What a run said: the logits by the number of tokens before them, and the greedy answer."""
+    """The output of a run: the logits by the number of tokens before them, and the greedy answer."""
 
     logits: dict[int, Tensor] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
@@ -43,7 +43,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def differences(found: Transcript, expected: Transcript) -> list[int]:
-    """Where a run said something else, by the number of tokens before; a token that nobody expected counts."""
+    """Where the logits differ, by the number of tokens before; logits that were not expected count."""
     return [
         at
         for at, logits in found.logits.items()
@@ -58,7 +58,7 @@ def largest(found: Transcript, expected: Transcript, positions: Sequence[int]) -
 
 
 class Uncached:
-    """What a model says without a cache, on the same grid of chunks; each prompt is computed once."""
+    """A model's transcripts without a cache, on the same grid of chunks; each prompt is computed once."""
 
     def __init__(self, model: LoadedModel, decode: int) -> None:
         self.model, self.decode = model, decode
@@ -72,14 +72,14 @@ class Uncached:
         return self._known[key]
 
     def by_transformers(self, prompt: Sequence[int]) -> tuple[Transcript, Any]:
-        """The same with transformers' own cache, and nothing of ours; and that cache."""
+        """The transcript of transformers alone with its own cache; and that cache."""
         model = self.model.model
-        cache: Any = None  # the model makes the one that it wants
+        cache: Any = None  # the model makes its own
         at = 0
 
         def step(ids: Tensor) -> Tensor:
             nonlocal cache, at
-            # As `generate` does: a model that is not told its positions may begin to count at 0 with every chunk.
+            # As `generate` does: without positions, some models count from 0 in every chunk.
             positions = torch.arange(at, at + ids.shape[1], device=ids.device)[None]
             with torch.no_grad():
                 output = model(
@@ -92,18 +92,19 @@ class Uncached:
         return self._compute(prompt, step), cache
 
     def _compute(self, prompt: Sequence[int], step: Step) -> Transcript:
-        device, chunk, whole, said = self.model.model.device, self.model.layout.chunk_tokens, len(prompt), Transcript()
+        device, chunk, whole = self.model.model.device, self.model.layout.chunk_tokens, len(prompt)
+        found = Transcript()
         ids = torch.tensor([[*prompt]], device=device)
         for start in range(0, whole, chunk):
             stop = min(start + chunk, whole)
-            said.take(stop, step(ids[:, start:stop]), whole, self.decode)
+            found.take(stop, step(ids[:, start:stop]), whole, self.decode)
         for at in range(whole + 1, whole + self.decode):
-            said.take(at, step(torch.tensor([said.tokens[-1:]], device=device)), whole, self.decode)
-        return said
+            found.take(at, step(torch.tensor([found.tokens[-1:]], device=device)), whole, self.decode)
+        return found
 
 
 class ProofRequest:
-    """One prompt on its way through a cache; who leaves the `with` in the middle has given it up."""
+    """One prompt through a cache; leaving the `with` early aborts it."""
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class ProofRequest:
         self.cache.close(self.lease)
 
     def wait(self) -> None:
-        """Claim a place and step until the pages are on the device."""
+        """Claim the lease and step until its pages are on the device."""
         start = time.monotonic()
         while True:
             self.cache.step()
@@ -140,7 +141,7 @@ class ProofRequest:
             self.cache.wait(0.05)
 
     def resume(self) -> None:
-        """Copy the pages that the lease found into a state of the request's own."""
+        """Copy the lease's pages into the request's private workspace."""
         room, layout, device = len(self.prompt) + self.decode, self.model.layout, self.model.model.device
         self._workspace = resumed(self.cache, self.lease, layout, room, device)
 
@@ -149,7 +150,7 @@ class ProofRequest:
         return self._workspace is not None
 
     def advance(self) -> bool:
-        """Compute the next chunk or token; False when all has been said."""
+        """Compute the next chunk or token; False when the answer is complete."""
         assert self._workspace is not None
         at, whole, chunk = self._workspace.tokens, len(self.prompt), self.model.layout.chunk_tokens
         if at < whole:
