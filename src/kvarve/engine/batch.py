@@ -93,7 +93,7 @@ class _InRows(Layer):
     cumulative_length: int  # of the longest row; a sliding layer makes its mask by it
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Take [rows, heads, 1, width] and give back [rows, heads, columns, width]."""
+        """Take [rows, heads, 1, width]; returns [rows, heads, columns, width]."""
         keys = self.columns["keys"].push(key_states[:, :, 0]).transpose(1, 2)
         values = keys  # where one tape is both
         if "values" in self.columns:

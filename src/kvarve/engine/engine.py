@@ -135,7 +135,7 @@ class Engine:
     def _checked(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> NDArray[np.int64]:
         """The prompt's ids [tokens], if it can be answered with each of these samplings."""
         vocabulary = self.model.model.get_input_embeddings().num_embeddings
-        ids, room = check_prompt(prompt, vocabulary), self.cache.room_tokens()
+        ids, capacity = check_prompt(prompt, vocabulary), self.cache.room_tokens()
         for sampling in samplings:
             check_tokens(sampling, vocabulary)
             if len(ids) + sampling.max_tokens > self.model.max_tokens:
@@ -143,10 +143,10 @@ class Engine:
                     f"the prompt's {len(ids)} tokens and max_tokens {sampling.max_tokens} together are more than "
                     f"the {self.model.max_tokens} that {self.model.name} can attend to"
                 )
-            if len(ids) + sampling.max_tokens - 1 > room:  # the last token is never computed
+            if len(ids) + sampling.max_tokens - 1 > capacity:  # the last token is never computed
                 raise ConfigError(
                     f"the prompt's {len(ids)} tokens and max_tokens {sampling.max_tokens} together are more than "
-                    f"the {room} for which there is device memory"
+                    f"the {capacity} for which there is device memory"
                 )
         return ids
 
@@ -160,7 +160,7 @@ class Engine:
         A long prompt is checked and hashed here, on the caller's thread, once for requests that share it.
         ConfigError if one can never be served, Busy if too many wait or the engine has stopped.
         """
-        requests, places = (request, *more), self._max_running + self._max_waiting
+        requests, limit = (request, *more), self._max_running + self._max_waiting
         checked: dict[int, NDArray[np.int64]] = {}
         known: dict[tuple[int, str], Prompt] = {}
         for one in requests:
@@ -171,12 +171,12 @@ class Engine:
                 checked[same] = self._checked(one.prompt, ways)
             if (same, one.salt) not in known:
                 known[same, one.salt] = self.cache.prompt(checked[same], one.salt)
-        if len(requests) > places:
-            raise ConfigError(f"{len(requests)} requests at once are more than the {places} that the engine takes")
+        if len(requests) > limit:
+            raise ConfigError(f"{len(requests)} requests at once are more than the {limit} that the engine takes")
         with self._lock:
             if self._stopping.is_set() or self._ended:
                 raise Busy(self.broken or "the engine is shutting down")
-            if self._pending + len(requests) > places:
+            if self._pending + len(requests) > limit:
                 raise Busy(f"{self._pending} requests are being served or wait already: try again later")
             numbers = {one.number for one in requests}
             if len(numbers) < len(requests) or numbers & self._accepted.keys():
@@ -635,7 +635,7 @@ class Engine:
         try:
             request.give(piece)
         except Exception:  # the listener is gone or broken (a closed event loop, say), which is not our error
-            log.exception("request %d: nobody takes its answer", request.number)
+            log.exception("request %d: its listener failed", request.number)
 
     def _abort(self, request: Request) -> None:
         job = self._jobs.get(request.number)

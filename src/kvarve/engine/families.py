@@ -207,10 +207,10 @@ def survey(
             yield Facts(family.name, model_type, supported=False, why=" ".join(str(e).split()))
 
 
-def _grid(config: Any, whose: str, page_tokens: int | None, chunk_tokens: int | None) -> tuple[int, int]:
+def _grid(config: Any, name: str, page_tokens: int | None, chunk_tokens: int | None) -> tuple[int, int]:
     """The given sizes, or else pages of 64 tokens and chunks of 256, or the next larger that this model can have."""
     if page_tokens is None:
-        page_tokens = math.lcm(64, page_multiple(plan_layers(config, whose)))
+        page_tokens = math.lcm(64, page_multiple(plan_layers(config, name)))
     if chunk_tokens is None:
         chunk_tokens = math.lcm(256, page_tokens)
     if chunk_tokens % page_tokens:
@@ -242,8 +242,8 @@ def lines(fact: Facts) -> str:
     for pool in fact.pools:
         size = f"{format_size(pool.page_bytes)} a page in {pool.buffers} buffers"
         words.append((f"pool {pool.name}", f"reads {reads(pool.lookback)}, {size}"))
-    room = takes(fact.bytes_per_token, fact.bytes_per_snapshot)
-    words.append(("hits", f"prompts of {fact.shortest_hit} tokens and more; {room}"))
+    sizes = takes(fact.bytes_per_token, fact.bytes_per_snapshot)
+    words.append(("hits", f"prompts of {fact.shortest_hit} tokens and more; {sizes}"))
     if fact.unloadable:
         words.append(("serve", f"not from this folder: {fact.unloadable}"))
     width = max(len(word) for word, _ in words)

@@ -103,7 +103,7 @@ def _plain(value: Any, where: str) -> Any:
         return value
     if isinstance(value, torch.dtype):
         return str(value)
-    raise ModelError(f"{where} is a {type(value).__name__}, which cannot be told from another one")
+    raise ModelError(f"{where} is a {type(value).__name__}, which cannot be compared")
 
 
 def _quantisation(config: Any) -> str:
@@ -132,7 +132,7 @@ def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
         if isinstance(value, Tensor):
             found[name] = value
         elif value is not None:
-            raise ModelError(f"{name} is a {type(value).__name__}, of which it cannot be said when it is another one")
+            raise ModelError(f"{name} is a {type(value).__name__}, which cannot be compared")
     yield from sorted(found.items())
 
 

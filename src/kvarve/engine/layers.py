@@ -19,7 +19,7 @@ from kvarve.errors import ModelError
 
 
 class Tape:
-    """The entries of one buffer, one after the other in one tensor [room, *shape], from `front` up to `end`.
+    """The entries of one buffer, one after the other in one tensor [capacity, *shape], from `front` up to `end`.
 
     An entry belongs to one token, or to several compressed into one. A page is a slice and a run of pages is a longer
     slice, so both are copied without a loop. `keep` says how many entries before a chunk are still read: None all of
@@ -27,15 +27,15 @@ class Tape:
     between `front` and `end` is complete.
     """
 
-    def __init__(self, room: Tensor, per_page: int, limit: int, keep: int | None) -> None:
-        """Begin with `room` [entries, *shape], of any content; without a `keep` it is doubled, up to the limit."""
-        self._data, self.per_page, self.limit, self.keep = room, per_page, limit, keep
+    def __init__(self, data: Tensor, per_page: int, limit: int, keep: int | None) -> None:
+        """Begin with `data` [entries, *shape], of any content; without a `keep` it is doubled, up to `limit`."""
+        self._data, self.per_page, self.limit, self.keep = data, per_page, limit, keep
         self.front = self.end = 0
 
     def append(self, entries: Tensor) -> None:
         """Write [n, *shape] behind the last entry."""
         stop = self.end + len(entries)
-        self._make_room(stop)
+        self._reserve(stop)
         self._data[self.end - self.front : stop - self.front].copy_(entries)
         self.end = stop
 
@@ -55,7 +55,7 @@ class Tape:
             if not self.end:
                 self.front = self.end = start
             assert start == self.end, f"the pages of a window come in order: token {start} after {self.end}"
-        self._make_room(stop)
+        self._reserve(stop)
         self.end = max(self.end, stop)
         return self.pages(pages.start, pages.stop)
 
@@ -69,17 +69,17 @@ class Tape:
         if self._data.untyped_storage().nbytes() > self._data.nbytes:
             self._data = self._data.clone()
 
-    def _make_room(self, stop: int) -> None:
-        room = len(self._data)
-        if stop - self.front <= room:
+    def _reserve(self, stop: int) -> None:
+        capacity = len(self._data)
+        if stop - self.front <= capacity:
             return
         front = self.front
         if self.keep is not None:
             front = max(front, (self.end - self.keep) // self.per_page * self.per_page)
         else:
-            room = min(2 * room, self.limit)
+            capacity = min(2 * capacity, self.limit)
         kept = self.read(front, self.end)
-        self._data = kept.new_empty((max(room, stop - front), *kept.shape[1:]))
+        self._data = kept.new_empty((max(capacity, stop - front), *kept.shape[1:]))
         self._data[: len(kept)] = kept
         self.front = front
 
@@ -264,7 +264,7 @@ class _Recurrent(Layer):
 
     def resume_at(self, tokens: int) -> None:
         super().resume_at(tokens)
-        for number in range(self.number_of_states):  # a layer may have room for more states than it uses
+        for number in range(self.number_of_states):  # a layer may have slots for more states than it uses
             used = self.is_conv_states_initialized[number] or self.is_recurrent_states_initialized[number]
             self.has_previous_state[number] = tokens > 0 and used
 
@@ -351,19 +351,17 @@ class LayerPlan:
         return layer
 
 
-def plan_layers(config: Any, whose: str) -> tuple[LayerPlan, ...]:
+def plan_layers(config: Any, name: str) -> tuple[LayerPlan, ...]:
     """The cache layers for a model of this config; ModelError if the kind of one is unknown here."""
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # some layers are registered only when their model is imported
     try:
         fresh = DynamicCache(config=config).layers
     except KeyError as e:
-        raise ModelError(f"{whose}: transformers has no cache layer for {e}") from e
+        raise ModelError(f"{name}: transformers has no cache layer for {e}") from e
     for number, layer in enumerate(fresh):
         if type(layer).__name__ not in LAYERS:
-            raise ModelError(
-                f"{whose}: layer {number} keeps its state in a {layer}, which this version cannot keep yet"
-            )
+            raise ModelError(f"{name}: layer {number} keeps its state in a {layer}, which this version cannot keep yet")
     return tuple(LayerPlan(layer, LAYERS[type(layer).__name__]) for layer in fresh)
 
 

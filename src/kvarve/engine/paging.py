@@ -15,7 +15,7 @@ from kvarve import boundaries
 from kvarve.core.lease import Lease
 from kvarve.engine.layers import Tape
 from kvarve.engine.prefill import keep
-from kvarve.engine.state import StateLayout, Workspace, window_room
+from kvarve.engine.state import StateLayout, Workspace, window_capacity
 from kvarve.model import BufferSpec, PoolSpec
 from kvarve.runtime import PrefixCache
 
@@ -92,7 +92,7 @@ class PagedTape(Tape):
 class RollingTape(Tape):
     """A window's tokens in a tensor that is never reallocated."""
 
-    def _make_room(self, stop: int) -> None:
+    def _reserve(self, stop: int) -> None:
         if stop - self.front <= len(self._data):
             return
         assert self.keep is not None
@@ -104,7 +104,7 @@ class RollingTape(Tape):
 
 
 class PagedWorkspace(Workspace):
-    """The state of one request whose chains lie in the pages that a lease has on the device."""
+    """The state of one request whose chains are in the pages that a lease has on the device."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class PagedWorkspace(Workspace):
         """Let a window take one more token."""
         for buffer in self.layout.pool(pool_name).buffers:
             tape = self._tapes[buffer.name]
-            tape._make_room(tape.end + 1)
+            tape._reserve(tape.end + 1)
 
     def advance(self) -> None:
         """Count the token that a batch has written to every tape."""
@@ -179,6 +179,6 @@ class PagedWorkspace(Workspace):
             return PagedTape(self._arenas[pool.name][buffer.name], self.tables[pool.name])
         per_page, *shape = buffer.shape
         assert per_page == self.layout.page_tokens, "a window is of tokens"
-        room = window_room(pool.lookback, per_page, self.layout.chunk_tokens)
-        data = torch.empty(room, *shape, dtype=getattr(torch, buffer.dtype), device=self.device)
+        capacity = window_capacity(pool.lookback, per_page, self.layout.chunk_tokens)
+        data = torch.empty(capacity, *shape, dtype=getattr(torch, buffer.dtype), device=self.device)
         return RollingTape(data, per_page, self.max_tokens, pool.lookback * per_page)

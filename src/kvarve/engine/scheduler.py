@@ -81,30 +81,30 @@ class Line(Generic[T]):
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def overtaken(self, who: T) -> int:
-        return self._overtaken.get(id(who), 0)
+    def overtaken(self, request: T) -> int:
+        return self._overtaken.get(id(request), 0)
 
-    def join(self, who: T) -> None:
-        self._waiting.append(who)
+    def join(self, request: T) -> None:
+        self._waiting.append(request)
 
-    def rejoin(self, who: T) -> None:
+    def rejoin(self, request: T) -> None:
         """A request that lost its turn goes to the front, behind others that have been overtaken as often as may be."""
         at = next((at for at, each in enumerate(self._waiting) if not self._due(each)), len(self._waiting))
-        self._waiting.insert(at, who)
-        self._overtaken[id(who)] = OVERTAKEN
+        self._waiting.insert(at, request)
+        self._overtaken[id(request)] = OVERTAKEN
 
-    def leave(self, who: T) -> None:
+    def leave(self, request: T) -> None:
         """A request leaves without having been admitted."""
-        self._waiting.remove(who)
-        self._overtaken.pop(id(who), None)
+        self._waiting.remove(request)
+        self._overtaken.pop(id(request), None)
 
-    def go(self, who: T, not_delayed: Iterable[T] = ()) -> None:
+    def go(self, request: T, not_delayed: Iterable[T] = ()) -> None:
         """A request is admitted, which overtakes those before it, except those of `not_delayed`."""
         spared = {*map(id, not_delayed)}
-        for each in self._waiting[: self._waiting.index(who)]:
+        for each in self._waiting[: self._waiting.index(request)]:
             if id(each) not in spared:
                 self._overtaken[id(each)] = self.overtaken(each) + 1
-        self.leave(who)
+        self.leave(request)
 
     def order(self, found: Callable[[T], int]) -> list[T]:
         """All requests, first those overtaken as often as may be, then those with most pages in memory."""
@@ -113,8 +113,8 @@ class Line(Generic[T]):
         near = sorted(rest[:LOOK_AHEAD], key=found, reverse=True) if len(rest) > 1 else rest[:LOOK_AHEAD]
         return due + near + rest[LOOK_AHEAD:]
 
-    def _due(self, who: T) -> bool:
-        return self.overtaken(who) >= OVERTAKEN
+    def _due(self, request: T) -> bool:
+        return self.overtaken(request) >= OVERTAKEN
 
 
 Each = TypeVar("Each", bound=Task)

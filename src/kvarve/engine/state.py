@@ -95,8 +95,8 @@ class StateLayout:
         total = 0
         for pool in self.pools:
             if pool.lookback is not None:
-                room = window_room(pool.lookback, self.page_tokens, self.chunk_tokens) // self.page_tokens
-                total += sum(buffer.nbytes for buffer in pool.buffers) * (1 if pool.in_place else room)
+                capacity = window_capacity(pool.lookback, self.page_tokens, self.chunk_tokens) // self.page_tokens
+                total += sum(buffer.nbytes for buffer in pool.buffers) * (1 if pool.in_place else capacity)
         return total
 
     @property
@@ -108,18 +108,18 @@ class StateLayout:
         return next(pool for pool in self.pools if pool.name == name)
 
 
-def window_room(lookback: int, page_tokens: int, chunk_tokens: int) -> int:
+def window_capacity(lookback: int, page_tokens: int, chunk_tokens: int) -> int:
     """Capacity of a window in tokens: twice what is kept, so that its front moves seldom, not at each token."""
     return 2 * (lookback * page_tokens + chunk_tokens)
 
 
-def check_pages(plans: Sequence[LayerPlan], page_tokens: int, whose: str) -> None:
+def check_pages(plans: Sequence[LayerPlan], page_tokens: int, name: str) -> None:
     """ConfigError if a page would cut an entry of one of the layers in two."""
     multiple = page_multiple(plans)
     if page_tokens % multiple:
         fits = -(-page_tokens // multiple) * multiple
         raise ConfigError(
-            f"{whose} compresses {multiple} tokens into one entry, which a page of {page_tokens} tokens would cut in "
+            f"{name} compresses {multiple} tokens into one entry, which a page of {page_tokens} tokens would cut in "
             f"two: give page tokens {fits}, and chunk tokens that are a multiple of it"
         )
 
@@ -157,8 +157,10 @@ class Workspace:
         """The entries of one buffer: here, in memory of the workspace's own."""
         per_page, *shape = buffer.shape
         tokens = self.layout.page_tokens // per_page  # of one entry
-        room = min(self.max_tokens, window_room(pool.lookback or 0, self.layout.page_tokens, self.layout.chunk_tokens))
-        data = torch.empty(room // tokens, *shape, dtype=getattr(torch, buffer.dtype), device=self.device)
+        capacity = min(
+            self.max_tokens, window_capacity(pool.lookback or 0, self.layout.page_tokens, self.layout.chunk_tokens)
+        )
+        data = torch.empty(capacity // tokens, *shape, dtype=getattr(torch, buffer.dtype), device=self.device)
         return Tape(data, per_page, self.max_tokens // tokens, pool.lookback and pool.lookback * per_page)
 
     @property

@@ -36,7 +36,7 @@ class _InTails(Layer):
     cumulative_length: int  # tokens before the new ones, of the longest row
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Take [rows, heads, n, width] and give back [rows, heads, columns, width]."""
+        """Take [rows, heads, n, width]; returns [rows, heads, columns, width]."""
         new = key_states.shape[2]
         columns = new + (self.cumulative_length if self.past is None else min(self.past, self.cumulative_length))
         keys = values = self._push("keys", key_states, columns)

@@ -82,14 +82,14 @@ class PrefixCachedModel:
                     self._cache.close(lease)
                     self._cache.step()
 
-    def _computed(self, lease: Lease, input_ids: Tensor, room: int) -> Workspace:
+    def _computed(self, lease: Lease, input_ids: Tensor, max_tokens: int) -> Workspace:
         """A workspace with all of a prompt's whole chunks; those that were computed are kept."""
         while not self._cache.claim(lease):
             self._cache.wait(0.05)
             self._cache.step()
-        workspace = resumed(self._cache, lease, self.layout, room, self.model.device)
+        workspace = resumed(self._cache, lease, self.layout, max_tokens, self.model.device)
         self.cached_tokens = workspace.tokens
-        # The last token is left to `generate`, which wants one to begin with.
+        # The last token is left to `generate`, which needs one to start from.
         while (stop := workspace.tokens + self.layout.chunk_tokens) < input_ids.shape[1]:
             forward(self.model, workspace, input_ids[:, workspace.tokens : stop])
             self._marks.require_same(self.model)

@@ -122,18 +122,18 @@ def partial(prover: Prover) -> None:
             for at in range(pages)
         }
         there = dict(zip(names, store.exists([*names.values()]), strict=True))
-        stored = [place for place, here in there.items() if here]
+        stored = [page for page, here in there.items() if here]
 
-        def reachable(places: Iterable[PagePosition]) -> int:
-            have = {pool.name: {at for name, at in places if name == pool.name} for pool in layout.pools}
+        def reachable(present: Iterable[PagePosition]) -> int:
+            have = {pool.name: {at for name, at in present if name == pool.name} for pool in layout.pools}
             return deepest(layout.pools, have, grid, limit) * plan.page
 
         def case(about: str, hidden: set[PagePosition], lost: set[PagePosition]) -> None:
             prover.empty(cache)
             gone = hidden | lost
-            boundary = reachable([place for place in stored if place not in gone])
-            store.hidden = frozenset(names[place] for place in hidden)
-            store.lost = frozenset(names[place] for place in lost)
+            boundary = reachable([page for page in stored if page not in gone])
+            store.hidden = frozenset(names[page] for page in hidden)
+            store.lost = frozenset(names[page] for page in lost)
             prover.check(prover.run(cache, prompt, "partial"), boundary, Tier.STORAGE, about)
             store.lift()
             prover.settle(cache)
@@ -157,18 +157,18 @@ def _cases(
     rng, quick, everything = random.Random(prover.plan.seed), prover.plan.quick, set(stored)
     for boundary in range(pages + 1):
         if not quick or boundary % grid in (0, grid - 1):
-            yield f"only the first {boundary} pages", {place for place in stored if place[1] >= boundary}, set()
+            yield f"only the first {boundary} pages", {page for page in stored if page[1] >= boundary}, set()
     chains = {pool.name for pool in prover.model.layout.pools if pool.lookback is None}
     for line in range(grid, pages + 1, grid):
         # Each pool alone could resume, and all together cannot: a hit is a set of pages, not a length.
         cut = {(pool, at) for pool, at in stored if (at >= line if pool in chains else at < line)}
         yield f"the first {line} pages of the chains, the rest of the other pools", cut, set()
-    for place in stored:
-        if not quick or place[1] in (0, pages - 1) or rng.random() < 0.3:
-            yield f"{place[0]} page {place[1]} is lost", set(), {place}
+    for page in stored:
+        if not quick or page[1] in (0, pages - 1) or rng.random() < 0.3:
+            yield f"{page[0]} page {page[1]} is lost", set(), {page}
     for _ in range(4 if quick else 16):
         chance = rng.choice([0.1, 0.3])
-        hidden, lost = ({place for place in sorted(everything) if rng.random() < chance} for _ in range(2))
+        hidden, lost = ({page for page in sorted(everything) if rng.random() < chance} for _ in range(2))
         yield "pages are missing and lost at random", hidden, lost
 
 

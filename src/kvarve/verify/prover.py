@@ -87,7 +87,7 @@ class Prover:
 
     @contextmanager
     def store(self) -> Iterator[Veil]:
-        """The storage, opened anew, behind a veil."""
+        """The storage, reopened, in a Veil."""
         identity = self.model.identity
         veil = Veil(open_storage(self.storage, label=identity.fingerprint(), description=str(identity)))
         try:

@@ -142,8 +142,8 @@ class ProofRequest:
 
     def resume(self) -> None:
         """Copy the lease's pages into the request's private workspace."""
-        room, layout, device = len(self.prompt) + self.decode, self.model.layout, self.model.model.device
-        self._workspace = resumed(self.cache, self.lease, layout, room, device)
+        tokens, layout, device = len(self.prompt) + self.decode, self.model.layout, self.model.model.device
+        self._workspace = resumed(self.cache, self.lease, layout, tokens, device)
 
     @property
     def resumed(self) -> bool:
