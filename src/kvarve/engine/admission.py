@@ -41,7 +41,7 @@ class Begin(NamedTuple):
 
 
 def begins(
-    free_running_slots: int,
+    free_places: int,
     available: Sequence[int],
     line: Sequence[Waiting],
     order: Iterable[int],
@@ -49,8 +49,8 @@ def begins(
 ) -> list[Begin]:
     """Which requests of `line` are admitted now, if they are tried in this order (indices of `line`).
 
-    `available`: per chain, the slots that are free or evictable, less what running requests still have to take for
-    their prompts. Sharing among the admitted is not counted, so call again until none is admitted.
+    `free_places`: running slots; `available`: per chain, the slots that are free or evictable, less those that admitted
+    prompts have still to take. Sharing among the admitted is not counted, so call again until none is admitted.
     """
     available, running = [*available], [*running]
     growth = sum(each.grows for each in running)
@@ -66,7 +66,7 @@ def begins(
         return fit_after[at]
 
     for at in order:
-        if free_running_slots <= len(found):
+        if free_places <= len(found):
             break
         each = line[at]
         tried.add(at)

@@ -194,7 +194,7 @@ class Engine:
         return len(self._accepted)
 
     def abort(self, request: Request) -> None:
-        """End a request, whose last output has Finish.ABORT."""
+        """End a request; its last output has Finish.ABORT."""
         with self._lock:
             self._calls.put(lambda: self._abort(request))
         self.cache.wake()
@@ -214,7 +214,7 @@ class Engine:
                 return gone
 
     def settle(self, timeout_s: float = 60.0) -> bool:
-        """Wait until every backup has been written; False if there are dirty pages after that."""
+        """Wait until all backups are written; False if there are dirty pages after that."""
         core, end = self.cache.core, time.monotonic() + timeout_s
         while True:
             idle, dirty = self.ask(lambda: (core.idle(), core.idle() and core.dirty()), max(timeout_s, 1.0))
@@ -223,9 +223,7 @@ class Engine:
             time.sleep(POLL_S)
 
     def shutdown(self, timeout_s: float = 30.0) -> None:
-        """Refuse new requests, abort the others, finish the backups and close the storage, in `timeout_s`.
-
-        A broken engine stores nothing more."""
+        """Refuse new requests, abort all, finish the backups (none if broken) and close the storage, in `timeout_s`."""
         end = time.monotonic() + timeout_s
         with self._lock:
             self._stopping.set()

@@ -180,7 +180,7 @@ class Request:
         (self.deliver or self.pieces.put)(piece)
 
     def result(self, timeout_s: float = 300.0) -> tuple[str, list[int], OutputChunk]:
-        """Wait for the whole answer: its text, tokens and last chunk. `queue.Empty` after `timeout_s` without any."""
+        """Wait for the whole answer: its text, tokens and last chunk. `queue.Empty` after `timeout_s` without one."""
         text = ""
         tokens: list[int] = []
         while True:

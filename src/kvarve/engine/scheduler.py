@@ -172,7 +172,7 @@ class Scheduler(Generic[Each]):
                 task.stalled_s = None
         reclaimed = False
         while True:
-            while self._free_running_slots() > 0 and self._admit_some():
+            while self._free_places() > 0 and self._admit_some():
                 pass
             if not reclaimed and not self.running and not self.coming:  # once a turn: it may be fetched again
                 reclaimed = True
@@ -184,7 +184,7 @@ class Scheduler(Generic[Each]):
             for task in late:  # its pages came from storage, but it does not fit: it gives its slots to others
                 self._wait_again(task)
 
-    def _free_running_slots(self) -> int:
+    def _free_places(self) -> int:
         return self.max_running - len(self.running) - len(self.coming)
 
     def _admit_some(self) -> bool:
@@ -228,7 +228,7 @@ class Scheduler(Generic[Each]):
         ]
         numbers = {id(task): at for at, task in enumerate(line)}
         order = [numbers[id(task)] for task in self.waiting.order(self._found)]
-        turns = begins(self._free_running_slots(), available, waiting, order, running)
+        turns = begins(self._free_places(), available, waiting, order, running)
         self._refused = None if turns else seen
         for number, (at, not_delayed) in enumerate(turns):
             task = line[at]
@@ -288,8 +288,7 @@ class Scheduler(Generic[Each]):
         return self.cache.seat(task.lease, pages)
 
     def _reclaim(self) -> bool:
-        """Nothing runs, and the first request does not fit: other waiting requests release what they hold. Whether
-        there is something new to decide."""
+        """Nothing runs: release the slots of other waiting requests for the first. Whether to decide again."""
         line = [task for task in self.waiting.order(self._found) if task.lease.phase not in FROM_STORAGE]
         if not line:
             return False
@@ -304,8 +303,8 @@ class Scheduler(Generic[Each]):
         return stalled
 
     def _release_others(self, task: Each) -> bool:
-        """Other waiting requests release what they hold; whether there were any. An admitted request loses nothing to
-        one admitted later, or two of them would take slots from each other for ever."""
+        """Release the slots of other waiting requests; whether there were any. An admitted request loses none to one
+        admitted later, or two of them would take slots from each other for ever."""
         earlier = self.coming.index(task) + 1 if task in self.coming else 0
         coming = self.coming[earlier:]
         for other in coming:
