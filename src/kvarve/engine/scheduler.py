@@ -142,7 +142,7 @@ class Scheduler(Generic[Each]):
         self._page, self._chunk = page_tokens, chunk_tokens
         self._again, self._begin, self._stop, self._fail, self._clock = again, begin, stop, fail, clock
         self.waiting: Line[Each] = Line()
-        self.coming: list[Each] = []  # admitted with slots for all pages, waiting only for their own copies
+        self.coming: list[Each] = []  # admitted, waiting only for their own copies
         self.running: deque[Each] = deque()  # the first is prefilled first
         self.preempted = 0
         self._admitted = 0
