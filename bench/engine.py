@@ -144,13 +144,13 @@ class TakingTurns(Engine):
 
     before: Callable[[], object] | None = None
 
-    def _chunk(self, job: Job) -> None:
+    def _prefill_chunk(self, job: Job) -> None:
         if self.before is not None:
             self.cache.settle(PATIENCE_S)
             self.chunk_s.append(time.perf_counter() - self._went_on)
             self.before()
             self._went_on = time.perf_counter()
-        super()._chunk(job)
+        super()._prefill_chunk(job)
 
     def cold(self, prompt: Sequence[int], bare: Bare, most: int) -> tuple[Timed, list[float]]:
         """Answer in turns with the bare model; the seconds before the first chunk, and of each chunk."""
@@ -260,9 +260,9 @@ class Sampled(Engine):
     given: torch.Tensor
     sampling_s = 0.0
 
-    def _speak(self, jobs: list[Job], logits: torch.Tensor) -> None:
+    def _sample(self, jobs: list[Job], logits: torch.Tensor) -> None:
         began = time.perf_counter()
-        super()._speak(jobs, self.given[: len(jobs)])
+        super()._sample(jobs, self.given[: len(jobs)])
         self.sampling_s += time.perf_counter() - began
 
 

@@ -233,23 +233,23 @@ def a_bad_page_stays_in_storage(patch: pytest.MonkeyPatch) -> None:
 
 def answers_change_each_others_rounding(patch: pytest.MonkeyPatch) -> None:
     """As they do side by side, and many times more."""
-    say = Engine._say
+    say = Engine._emit
 
     def noisy(self: Engine, job: Any, logits: Tensor) -> None:
         answering = sum(not other.prefilling for other in self._running)
         say(self, job, torch.nextafter(logits, logits + 1) if answering > 1 else logits)
 
-    patch.setattr(Engine, "_say", noisy)
+    patch.setattr(Engine, "_emit", noisy)
 
 
 def what_answers_computed_is_kept_whoever_asks(patch: pytest.MonkeyPatch) -> None:
-    computed = Engine._computed
+    computed = Engine._decoded
 
     def keeping(self: Engine, job: Any, logits: Tensor) -> None:
         self.deterministic = False
         computed(self, job, logits)
 
-    patch.setattr(Engine, "_computed", keeping)
+    patch.setattr(Engine, "_decoded", keeping)
 
 
 def answers_are_not_kept(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Who begins and who waits: decisions on plain numbers, and the law that no request waits in vain."""
+"""Admission on plain numbers, and the law that no request waits in vain."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from engines import CHUNK, LONG_S, MIB, PAGE, Make, a_model, a_prompt, a_request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarve.engine.admission import OVERTAKEN, Running, Waiting, begins, gives_way, turns_until
+from kvarve.engine.admission import OVERTAKEN, Running, Waiting, begins, turns_until, youngest
 from kvarve.engine.engine import Engine
 from kvarve.engine.requests import Finish
 from kvarve.errors import ConfigError
@@ -19,14 +19,14 @@ def waiting(need: int, turns: int = 10, **more: Any) -> Waiting:
     return Waiting([need], turns, **more)
 
 
-def begin(places: int, loose: int, line: list[Waiting], running: list[Running] | None = None) -> list[int]:
-    return [each.at for each in begins(places, [loose], line, range(len(line)), running or [])]
+def begin(places: int, available: int, line: list[Waiting], running: list[Running] | None = None) -> list[int]:
+    return [each.at for each in begins(places, [available], line, range(len(line)), running or [])]
 
 
 # --- decisions
 
 
-def test_as_many_begin_as_have_a_place_and_room() -> None:
+def test_requests_are_admitted_while_running_slots_and_pages_last() -> None:
     assert begin(2, 100, [waiting(10)] * 4) == [0, 1]
     assert begin(9, 30, [waiting(10)] * 4) == [0, 1, 2]
     assert begin(9, 0, [waiting(0)]) == [0]
@@ -53,10 +53,10 @@ def test_in_one_turn_too_a_request_is_passed_by_eight_at_most() -> None:
     line = [waiting(90), *[waiting(1, turns=30)] * 20, *[waiting(1, turns=3)] * 4]
     found = begins(30, [50], line, range(len(line)), running)
     assert [each.at for each in found] == [*range(1, 9), *range(21, 25)]
-    assert [each.freely for each in found] == [frozenset()] * 8 + [frozenset({0})] * 4
+    assert [each.not_delayed for each in found] == [frozenset()] * 8 + [frozenset({0})] * 4
 
 
-def test_what_waits_for_a_copy_holds_nobody_up_and_counts_who_passes() -> None:
+def test_a_request_that_waits_for_a_copy_delays_no_other_and_counts_those_that_overtake_it() -> None:
     assert begin(9, 10, [waiting(90, waits=True, passed=99), waiting(5, turns=99)]) == [1]
 
 
@@ -66,7 +66,7 @@ def test_a_request_that_could_begin_is_not_overtaken_more_often_in_one_round() -
     assert [each.at for each in begins(9, [100], line, [1, 2, 0], [])] == [1]
 
 
-def test_room_comes_when_those_that_run_end_as_their_max_tokens_say() -> None:
+def test_slots_come_free_when_running_requests_end_by_their_max_tokens() -> None:
     running = [Running(10, 30, True), Running(20, 5, True)]
     assert turns_until([5], [10], 2, running) == 0
     assert turns_until([20], [10], 2, running) == 5
@@ -75,13 +75,13 @@ def test_room_comes_when_those_that_run_end_as_their_max_tokens_say() -> None:
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=9, unique=True))
-def test_the_one_that_began_last_gives_way(began: list[int]) -> None:
-    assert began[gives_way(began)] == max(began)
+def test_the_youngest_is_the_one_that_was_admitted_last(began: list[int]) -> None:
+    assert began[youngest(began)] == max(began)
 
 
 @given(st.data())
 def test_no_decision_takes_more_than_there_is(data: st.DataObject) -> None:
-    loose, places = data.draw(st.integers(0, 60)), data.draw(st.integers(0, 6))
+    available, places = data.draw(st.integers(0, 60)), data.draw(st.integers(0, 6))
     line = [
         waiting(need, turns, passed=passed, grows=grows, waits=waits)
         for need, turns, passed, grows, waits in data.draw(
@@ -96,17 +96,17 @@ def test_no_decision_takes_more_than_there_is(data: st.DataObject) -> None:
         for each in data.draw(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 40), st.booleans()), max_size=6))
     ]
     order = data.draw(st.permutations(range(len(line))))
-    found = begins(places, [loose], line, order, running)
+    found = begins(places, [available], line, order, running)
     growth = sum(each.grows for each in running)
     assert len(found) <= places
     for each in found:
         assert not line[each.at].waits
-        assert line[each.at].needs[0] + growth <= loose
-        loose, growth = loose - line[each.at].needs[0], growth + line[each.at].grows
-        assert all(other < each.at and line[other].needs[0] > 0 for other in each.freely)
+        assert line[each.at].needs[0] + growth <= available
+        available, growth = available - line[each.at].needs[0], growth + line[each.at].grows
+        assert all(other < each.at and line[other].needs[0] > 0 for other in each.not_delayed)
 
 
-# --- a prompt of all the room there is
+# --- a prompt that fills the device
 
 
 def exact(family: str, make: Make, pages: int, **settings: Any) -> tuple[Engine, int]:
@@ -119,7 +119,7 @@ def exact(family: str, make: Make, pages: int, **settings: Any) -> tuple[Engine,
     ("family", "deterministic"),
     [*((family, False) for family in FAMILIES), *((family, True) for family in ("qwen3", "qwen3_5", "deepseek_v4"))],
 )
-def test_a_prompt_of_exactly_the_devices_room_is_answered(family: str, deterministic: bool, make: Make) -> None:
+def test_a_prompt_that_exactly_fills_the_device_is_answered(family: str, deterministic: bool, make: Make) -> None:
     engine, room = exact(family, make, 7, deterministic=deterministic)
     for seed, most in enumerate((1, 2, engine.model.layout.page_tokens + 1)):
         request = engine.submit(a_request(a_prompt(room - most + 1, seed), most))
@@ -129,7 +129,7 @@ def test_a_prompt_of_exactly_the_devices_room_is_answered(family: str, determini
         engine.submit(a_request(a_prompt(room), 2))
 
 
-def test_a_prompt_of_all_the_room_waits_only_until_it_is_alone(make: Make) -> None:
+def test_a_prompt_that_fills_the_device_waits_only_until_it_is_alone(make: Make) -> None:
     engine, room = exact("qwen3_5", make, 9)
     short = [engine.submit(a_request(a_prompt(20, seed), 12)) for seed in range(3)]
     large = engine.submit(a_request(a_prompt(room, 9), 1))
@@ -144,7 +144,7 @@ def test_an_answer_may_grow_into_the_last_page_that_there_is(make: Make) -> None
     assert (last.finish, len(tokens)) == (Finish.LENGTH, room - 4)
 
 
-# --- nobody waits in vain
+# --- no request waits in vain
 
 
 def watched(engine: Engine) -> Engine:
@@ -227,7 +227,7 @@ def test_in_a_crowd_no_request_waits_in_vain(family: str, write: str, make: Make
 
 
 def test_what_waits_for_its_turn_leaves_its_pages_to_those_before_it(make: Make) -> None:
-    """Pages of both short prompts were brought to the device again; the large one gets their room when they end."""
+    """Pages of both short prompts were brought to the device again; the large one gets their slots when they end."""
     model = a_model()
     engine = watched(make(model, start=False, device=room_for(model, 34 * PAGE)))
     short = [a_prompt(4 * CHUNK + 1, seed) for seed in (1, 2)]
@@ -242,7 +242,7 @@ def test_what_waits_for_its_turn_leaves_its_pages_to_those_before_it(make: Make)
     assert first.result(0.1)[1] == alone("qwen3_5", 31 * PAGE, 3, 1)
 
 
-def test_a_running_engine_answers_a_prompt_of_all_its_room(make: Make) -> None:
+def test_a_running_engine_answers_a_prompt_that_fills_the_device(make: Make) -> None:
     model = a_model()
     engine = make(model, device=room_for(model, 9 * PAGE))
     request = engine.submit(a_request(a_prompt(engine.cache.room_tokens()), 1))

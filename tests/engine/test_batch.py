@@ -1,4 +1,4 @@
-"""Many at once: each is answered as if it were alone, whoever comes, goes or gives way meanwhile."""
+"""Many at once: each is answered as if it were alone, whichever requests start, end or are preempted."""
 
 import random
 from typing import Any
@@ -106,7 +106,7 @@ def test_answers_take_one_forward_a_turn(make: Make, monkeypatch: pytest.MonkeyP
 real = engine_module.forward
 
 
-def test_who_leaves_in_the_middle_takes_nobody_along(make: Make) -> None:
+def test_a_request_that_is_aborted_harms_no_other_in_its_batch(make: Make) -> None:
     engine = make(start=False)
     requests = [engine.submit(a_request(a_prompt(tokens, seed), most)) for tokens, seed, most in ASKED]
     turns(
@@ -161,7 +161,7 @@ def test_what_a_running_request_has_beside_its_pages_is_known_beforehand(family:
 
 
 @every_family
-def test_who_gives_way_in_the_middle_goes_on_with_the_same_words(family: str, make: Make) -> None:
+def test_a_preempted_request_resumes_with_the_same_answer(family: str, make: Make) -> None:
     """Room for two of them at most; each wants more the longer it talks."""
     model = a_model(family)
     engine = make(model, start=False, device=room_for(model, 200), host=4 * MIB)
@@ -177,7 +177,7 @@ def test_who_gives_way_in_the_middle_goes_on_with_the_same_words(family: str, ma
     assert engine.load() == (0, 0)
 
 
-def test_a_deterministic_answer_is_the_same_to_the_last_bit_whoever_is_served_and_gives_way(
+def test_a_deterministic_answer_is_the_same_to_the_last_bit_whichever_requests_run_or_are_preempted(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = a_model("qwen3_5", torch.bfloat16)
@@ -217,7 +217,7 @@ def test_a_shared_prefix_lies_on_the_device_once(make: Make) -> None:
     assert all(request.result(0.1)[2].finish is Finish.LENGTH for request in requests)
 
 
-def test_a_batch_that_fails_fails_none_but_who_fails_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_fails_ends_only_the_requests_that_fail_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     forward, failures = Batch.forward, [RuntimeError("out of memory")]
 
     def failing(self: Batch, model: Any, tokens: list[int]) -> Tensor:
@@ -282,21 +282,21 @@ def first_token_turns(engine: Engine, arrivals: dict[int, list[Request]]) -> dic
     """By a request's number the turns between its coming and its first token."""
     came: dict[int, int] = {}
     waits: dict[int, int] = {}
-    everybody = [request for requests in arrivals.values() for request in requests]
+    all_requests = [request for requests in arrivals.values() for request in requests]
     for turn in range(5000):
         for request in arrivals.get(turn, ()):
             engine.submit(request)
             came[request.number] = turn
         engine._turn()
-        for request in everybody:
+        for request in all_requests:
             if request.number not in waits and not request.pieces.empty():
                 waits[request.number] = turn - came[request.number]
-        if len(waits) == len(everybody):
+        if len(waits) == len(all_requests):
             return waits
-    raise AssertionError("somebody starves")
+    raise AssertionError("a request starves")
 
 
-def test_nobody_waits_longer_for_a_first_token_than_all_prompts_take(make: Make) -> None:
+def test_no_request_waits_longer_for_a_first_token_than_all_prompts_take(make: Make) -> None:
     rng = random.Random(5)
     requests = [a_request(a_prompt(rng.randrange(1, 8 * CHUNK), seed), 12) for seed in range(16)]
     engine = make(start=False, max_running=16, turn_tokens=2 * CHUNK + 16)
@@ -336,7 +336,7 @@ def test_prompts_that_share_a_prefix_and_come_together_compute_it_once(make: Mak
     assert [last.usage and last.usage.cached for *_, last in answers] == [0] + [5 * CHUNK] * 4
 
 
-def test_who_waits_for_a_prefix_goes_on_when_nobody_computes_it_any_more(make: Make) -> None:
+def test_a_request_that_waits_for_a_prefix_goes_on_when_no_other_computes_it_any_more(make: Make) -> None:
     engine, stem = make(start=False, turn_tokens=CHUNK), a_prompt(8 * CHUNK)
     first, second = (engine.submit(a_request([*stem, seed], 3)) for seed in range(2))
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""A server with README's sizes finds the conversations that its memory has room for, and so does the replayer."""
+"""A server with README's sizes finds the conversations that its memory has slots for, and so does the replayer."""
 
 import json
 import random

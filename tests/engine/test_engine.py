@@ -1,4 +1,4 @@
-"""The engine answers as if there were no cache, nobody else and no trouble; only sooner."""
+"""The engine answers as if there were no cache, no other request and no error; only sooner."""
 
 import queue
 import threading
@@ -168,8 +168,8 @@ def test_a_prompt_that_branches_off_another_is_answered_as_if_it_were_alone(make
 
 
 @every_family
-def test_what_was_computed_in_half_a_chunk_is_nobody_elses(family: str, make: Make, recorder: Recorder) -> None:
-    """A page has other last bits if its chunk was shorter, so who goes on from there computes that chunk anew."""
+def test_pages_computed_in_half_a_chunk_are_not_shared(family: str, make: Make, recorder: Recorder) -> None:
+    """A page has other last bits if its chunk was shorter, so a request that resumes there recomputes that chunk."""
     engine, prompt = make(a_model(family), start=False), a_prompt(5 * CHUNK)
     for tokens in (2 * CHUNK + 2 * PAGE, 3 * CHUNK + PAGE, 4 * CHUNK):
         by_hand(engine, a_request(prompt[:tokens], 1))
@@ -343,8 +343,8 @@ def test_a_crowd_that_comes_at_once_hits_as_if_it_came_one_by_one(make: Make) ->
     assert [usage and usage.host for usage in hits] == [(PROMPT - 1) // CHUNK * CHUNK] * 12
 
 
-def test_what_storage_sent_for_those_behind_keeps_no_room_from_the_first_in_line(make: Make) -> None:
-    """A page that somebody waits for stays, on the device too; where nobody runs that would be for ever."""
+def test_pages_fetched_for_later_requests_keep_no_slots_from_the_first_in_line(make: Make) -> None:
+    """A page that a request waits for is pinned, on the device too; if no request runs, that would be for ever."""
     model = a_model()
     storage = MemoryStorage(64 * MIB, model.identity.fingerprint(), "test")
     engine = make(model, start=False, device=room_for(model, 34 * PAGE), storage=storage, max_running=1)
@@ -471,7 +471,7 @@ def test_a_listener_that_fails_harms_no_other(make: Make) -> None:
 
 
 @pytest.mark.parametrize("leases_close", [True, False])
-def test_when_the_engine_dies_everybody_is_told(
+def test_when_the_engine_dies_every_request_gets_its_last_piece(
     leases_close: bool, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, steps = make(start=False, max_running=2), iter(range(1000))
@@ -500,7 +500,9 @@ def test_when_the_engine_dies_everybody_is_told(
         engine.submit(a_request())
 
 
-def test_when_the_cache_cannot_open_a_request_everybody_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_the_cache_cannot_open_a_request_every_request_gets_its_last_piece(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make(start=False)
 
     def broken(*args: object) -> None:
@@ -514,11 +516,11 @@ def test_when_the_cache_cannot_open_a_request_everybody_is_told(make: Make, monk
         engine._thread.join(LONG_S)
     assert not engine._thread.is_alive() or not engine.broken
     told = [request.pieces.qsize() for request in requests]
-    assert told == [1, 1, 1], "somebody waits for ever"
+    assert told == [1, 1, 1], "a request waits for ever"
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_request_that_comes_while_the_engine_stops_is_told(
+def test_a_request_that_comes_while_the_engine_stops_gets_its_last_piece(
     broken: bool, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whenever it comes: before the last look at what has come, or after it."""
@@ -562,7 +564,7 @@ def test_a_request_that_comes_while_the_engine_stops_is_told(
     assert told[-1] == "busy"
 
 
-def test_when_every_place_is_taken_the_next_is_told_to_come_again(make: Make) -> None:
+def test_a_full_engine_tells_the_next_request_to_try_again(make: Make) -> None:
     engine = make(start=False, max_running=1, max_waiting=2)
     requests = [a_request(a_prompt(10, seed), 2) for seed in range(3)]
     for request in requests:
@@ -672,7 +674,7 @@ def test_sampling_that_cannot_be_is_refused(settings: dict[str, Any]) -> None:
         Sampling(**settings)
 
 
-# --- what is said
+# --- the text of an answer
 
 
 def say(recorder: Recorder, script: Sequence[int], prompt_tokens: int = 5) -> None:
@@ -735,7 +737,7 @@ def test_the_end_token_can_be_ignored(make: Make, recorder: Recorder) -> None:
         ("héllo", ("h",), ""),
     ],
 )
-def test_a_stop_text_ends_an_answer_and_nothing_of_it_is_ever_said(
+def test_a_stop_text_ends_an_answer_and_none_of_it_is_delivered(
     text: str, stop: tuple[str, ...], expected: str, make: Make, recorder: Recorder
 ) -> None:
     pieces = scripted(make, recorder, text, stop)
@@ -757,12 +759,12 @@ def test_an_answer_cut_off_by_its_length_says_what_was_held_back(make: Make, rec
     assert pieces[-1].finish is Finish.LENGTH
 
 
-def test_a_character_is_said_when_it_is_whole(make: Make, recorder: Recorder) -> None:
+def test_a_character_is_delivered_when_it_is_whole(make: Make, recorder: Recorder) -> None:
     pieces = scripted(make, recorder, "é😀!", ())
     assert [piece.text for piece in pieces] == ["", "é", "", "", "", "😀", "!", ""]
 
 
-def test_a_seed_repeats_an_answer_whoever_else_is_served(make: Make) -> None:
+def test_a_seed_repeats_an_answer_whichever_other_requests_run(make: Make) -> None:
     engine = make(start=False)
 
     def ask(seed: int | None) -> Request:
@@ -790,7 +792,7 @@ def test_a_stop_text_is_heeded_if_it_begins_after_min_tokens(
     assert pieces[-1].finish is (Finish.STOP if expected else Finish.LENGTH)
 
 
-def test_an_end_token_gives_way_to_the_next_best_within_min_tokens(make: Make, recorder: Recorder) -> None:
+def test_the_next_best_token_replaces_an_end_token_within_min_tokens(make: Make, recorder: Recorder) -> None:
     say(recorder, [256])
     engine = make(start=False)
     ((_, tokens, last),) = by_hand(engine, a_request(a_prompt(5), 9, ignore_eos=False, min_tokens=3))
@@ -801,7 +803,7 @@ def test_an_end_token_gives_way_to_the_next_best_within_min_tokens(make: Make, r
     assert (tokens, last.finish) == ([256], Finish.STOP)
 
 
-def test_penalties_reach_over_prompt_and_answer_even_of_who_gave_way(make: Make) -> None:
+def test_penalties_count_prompt_and_answer_even_after_a_preemption(make: Make) -> None:
     wide, narrow = make(start=False), make(start=False, device=room_for(a_model(), 200))
 
     def ask(seed: int) -> Request:
@@ -819,7 +821,7 @@ def test_penalties_reach_over_prompt_and_answer_even_of_who_gave_way(make: Make)
 # --- how likely it was
 
 
-def test_every_token_comes_with_its_likelihood_for_who_asks(make: Make, recorder: Recorder) -> None:
+def test_every_token_comes_with_its_likelihood_if_asked_for(make: Make, recorder: Recorder) -> None:
     engine = make(start=False)
     engine.submit(request := a_request(a_prompt(70), 5, temperature=1.0, seed=3, logprobs=2))
     turns(engine, lambda: engine.counts.finished == 1)
@@ -865,7 +867,7 @@ def test_all_of_several_are_taken_or_none(make: Make) -> None:
 
     with pytest.raises(ConfigError, match="more than the 1024"):
         engine.submit(*three(most=2000))
-    with pytest.raises(ConfigError, match="5 requests at once are more than the 4 for which there are places"):
+    with pytest.raises(ConfigError, match="5 requests at once are more than the 4 that the engine takes"):
         engine.submit(*three(), *three()[:2])
     engine.submit(*(first := three()))
     with pytest.raises(Busy, match="4 requests are being served or wait already"):

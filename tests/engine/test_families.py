@@ -17,7 +17,7 @@ from kvarve.core.lease import Lease
 from kvarve.engine.model import forward
 from kvarve.engine.prefill import keep, resumed
 from kvarve.engine.state import StateLayout, Workspace
-from kvarve.engine.stepwise import teach
+from kvarve.engine.stepwise import make_resumable
 from kvarve.errors import ConfigError, ModelError
 from kvarve.model import ModelIdentity, Tier
 from kvarve.runtime import PrefixCache
@@ -45,7 +45,7 @@ def a_prompt(layout: StateLayout, seed: int = 7) -> Tensor:
 
 @dataclass
 class Run:
-    """What a run said: the logits after every chunk of the prompt and every decoded token, and the tokens it chose."""
+    """The output of a run: the logits after every chunk of the prompt and every decoded token, and its tokens."""
 
     logits: dict[int, Tensor] = field(default_factory=dict)  # by the number of tokens before them
     tokens: list[int] = field(default_factory=list)
@@ -147,7 +147,7 @@ def test_from_any_boundary_out_of_storage_the_logits_are_those_of_the_cold_run(f
 
 
 @every_family
-def test_no_buffer_of_any_page_can_be_wrong_and_nobody_notice(family: str) -> None:
+def test_a_wrong_buffer_of_any_page_is_noticed(family: str) -> None:
     """A comparison that cannot fail would show nothing."""
     model, layout = a_model(family, torch.float32)
     prompt = a_prompt(layout)
@@ -234,7 +234,7 @@ def test_an_entry_of_many_tokens_takes_its_share_of_a_page() -> None:
     assert layout.bytes_per_token == layout.pool("compressed").payload_bytes / 128
 
 
-def test_a_layer_that_reads_what_another_keeps_is_given_no_room() -> None:
+def test_a_layer_that_reads_the_buffers_of_another_has_none_of_its_own() -> None:
     layers = [
         {buffer.name.split(".")[1] for buffer in pool.buffers} for pool in a_model("gemma4", torch.float32)[1].pools
     ]
@@ -254,7 +254,7 @@ def test_a_model_that_forgets_between_chunks_is_refused_until_it_has_been_taught
         model = AutoModelForCausalLM.from_config(tiny_config("jamba")).eval()
     with pytest.raises(ModelError, match="layer 0 forgets its state when several tokens are computed at once"):
         StateLayout.of(model, PAGE, CHUNK)
-    teach(model)
+    make_resumable(model)
     layout = StateLayout.of(model, PAGE, CHUNK)
     prompt = a_prompt(layout)
     workspace = Workspace(layout, 1000)

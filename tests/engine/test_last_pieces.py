@@ -80,7 +80,7 @@ CACHE_CALLS = [
 @pytest.mark.parametrize(
     ("name", "at"), [(name, at) for name in CACHE_CALLS for at in (0, 1) if (name, at) != ("extend", 1)]
 )
-def test_a_call_of_the_cache_that_fails_stops_the_engine_and_all_are_told_once(
+def test_a_call_of_the_cache_that_fails_stops_the_engine_and_each_request_gets_one_last_piece(
     name: str, at: int, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = crowded(make)
@@ -173,7 +173,7 @@ def test_a_tokenizer_that_fails_whenever_it_is_asked_ends_each_request_and_not_t
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_who_comes_before_the_start_is_told_at_the_end(started: bool, make: Make) -> None:
+def test_a_request_submitted_before_the_start_gets_its_last_piece_at_shutdown(started: bool, make: Make) -> None:
     engine = make(start=False)
     requests = [engine.submit(a_request(a_prompt(20, seed), 5)) for seed in range(3)]
     engine.abort(requests[0])
@@ -187,7 +187,7 @@ def test_who_comes_before_the_start_is_told_at_the_end(started: bool, make: Make
         engine.submit(a_request())
 
 
-def test_when_the_engine_hangs_all_are_told_at_shutdown_and_nothing_comes_after(
+def test_when_the_engine_hangs_shutdown_ends_every_request_and_no_piece_comes_after(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, going, begun = make(start=False), threading.Event(), threading.Event()
@@ -211,7 +211,7 @@ def test_when_the_engine_hangs_all_are_told_at_shutdown_and_nothing_comes_after(
     assert not engine.broken
 
 
-def test_a_broken_law_that_somebody_asked_for_stops_the_engine_too(make: Make) -> None:
+def test_a_failed_assertion_in_a_call_from_another_thread_stops_the_engine_too(make: Make) -> None:
     engine = make()
 
     def broken() -> None:
@@ -271,4 +271,4 @@ def test_a_broken_cache_writes_nothing_more_to_storage_and_shuts_down(
     engine.start()
     assert request.result(LONG_S)[2].finish is Finish.ERROR
     engine.shutdown(LONG_S)
-    assert store.closed == [0], "what a broken law has left in memory is kept for nobody"
+    assert store.closed == [0], "after a failed assertion no page in memory is stored"

@@ -123,7 +123,7 @@ def test_a_bias_is_added_to_a_tokens_logit() -> None:
     assert weighed(logit_bias=((1, 3.5), (4, -100.0))) == [2.0, 2.5, 1.5, 0.5, -100.0]
 
 
-def test_frequency_counts_how_often_a_token_was_said_and_presence_whether() -> None:
+def test_frequency_penalty_counts_output_tokens_and_presence_penalty_only_whether_they_occur() -> None:
     output_ids = [0, 0, 0, 2]
     assert weighed([4, 4], output_ids, frequency_penalty=0.5) == [0.5, -1.0, 1.0, 0.5, 0.0]
     assert weighed([4, 4], output_ids, presence_penalty=0.5) == [1.5, -1.0, 1.0, 0.5, 0.0]
@@ -131,7 +131,7 @@ def test_frequency_counts_how_often_a_token_was_said_and_presence_whether() -> N
     assert weighed([4, 4], [], presence_penalty=1.0, frequency_penalty=1.0) == [*GIVEN]
 
 
-def test_repetition_makes_what_was_heard_or_said_less_likely_whatever_its_sign() -> None:
+def test_repetition_penalty_makes_prompt_and_output_tokens_less_likely_whatever_the_logits_sign() -> None:
     assert weighed([1, 1, 2], [0], repetition_penalty=2.0) == [1.0, -2.0, 0.75, 0.5, 0.0]
     assert weighed([1, 1, 2], [0], repetition_penalty=0.5) == [4.0, -0.5, 3.0, 0.5, 0.0]
 
@@ -175,7 +175,7 @@ ASKED = [
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 6.0], ids=["equal", "flat", "normal", "peaked"])
-def test_a_row_draws_what_it_draws_alone_whoever_else_is_asked(spread: float) -> None:
+def test_a_row_draws_the_same_token_in_a_batch_as_alone(spread: float) -> None:
     given = spread * torch.randn(3 * BLOCK + 1, 500, generator=torch.Generator().manual_seed(3))
 
     def draws() -> list[Draw]:

@@ -1,4 +1,4 @@
-"""Who goes next is a matter of order alone: no model, no cache."""
+"""The order of the queue: no model, no cache."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +22,7 @@ def test_who_finds_more_goes_first() -> None:
     assert a_line("a", "b", "c", "d").order(found.__getitem__) == ["c", "b", "d", "a"]
 
 
-def test_nobody_is_overtaken_for_ever() -> None:
+def test_no_request_is_overtaken_for_ever() -> None:
     line = a_line("cold")
     for number in range(OVERTAKEN):
         line.join(f"warm {number}")
@@ -43,7 +43,7 @@ def test_who_lost_its_turn_comes_first_and_among_those_the_first_to_lose_it() ->
     assert len(line) == 2
 
 
-def test_only_who_waits_longest_is_looked_at() -> None:
+def test_only_the_requests_that_wait_longest_are_sorted_by_their_pages() -> None:
     line, asked = a_line(*map(str, range(3 * LOOK_AHEAD))), list[str]()
 
     def found(name: str) -> int:

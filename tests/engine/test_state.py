@@ -59,7 +59,7 @@ def arenas(layout: StateLayout, slots: int) -> dict[str, dict[str, Tensor]]:
 
 @dataclass
 class Run:
-    """What a run said: the logits after every chunk and every decoded token, and the tokens it chose."""
+    """The output of a run: the logits after every chunk and every decoded token, and the tokens it chose."""
 
     logits: list[Tensor] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -161,7 +161,7 @@ def test_nothing_but_the_pages_that_a_boundary_needs_decides_the_bits(family: st
 
 
 @every_kind
-def test_the_room_of_a_workspace_does_not_show_in_the_bits(family: str) -> None:
+def test_the_capacity_of_a_workspace_changes_no_bit(family: str) -> None:
     model, layout = a_model(family)
     exact, roomy = Workspace(layout, PROMPT + DECODED), Workspace(layout, 1000)
     assert equal(compute(model, exact, a_prompt()), compute(model, roomy, a_prompt()))

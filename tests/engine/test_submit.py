@@ -57,7 +57,7 @@ def test_a_request_of_another_form_is_refused_and_takes_no_place(wrong: dict[str
 
 
 class Watched(Sequence[int]):
-    """A prompt that counts how often somebody goes through it."""
+    """A prompt that counts how often it is iterated over."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens, self.looks = tokens, 0

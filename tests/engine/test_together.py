@@ -1,4 +1,4 @@
-"""What is computed in one forward and what is not: answers by their lengths, ends of prompts, and what they leave."""
+"""Which work shares a forward: answers by their lengths, tails of prompts, and the state after them."""
 
 from typing import Any
 
@@ -91,7 +91,7 @@ def test_who_is_left_of_a_batch_keeps_its_own_state_and_no_other(family: str, ma
     assert requests[0].result(0.1)[1] == alone(family, 30, 0, 40)
 
 
-# --- ends of prompts
+# --- tails of prompts
 
 
 @every_family
@@ -116,7 +116,7 @@ LENGTHS = [(20, 0), (17, 1), (20, 2), (2 * CHUNK + 20, 3), (3 * CHUNK + 20, 4), 
 
 
 @every_family
-def test_ends_of_prompts_computed_together_say_what_each_says_alone(
+def test_tails_of_prompts_computed_together_answer_as_each_alone(
     family: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefixes of some are cached, lengths differ, and what comes then goes on from the states that are left."""
@@ -183,7 +183,7 @@ def test_code_that_confuses_rows_computes_ends_one_by_one(make: Make, monkeypatc
 # --- the engine's thread does not sleep while there is something to compute
 
 
-def test_a_prompt_whose_pages_have_no_room_yet_lets_others_go_on(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_waits_for_slots_lets_others_go_on(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Engine = make(start=False, turn_tokens=4 * CHUNK, write_policy="write_back")
     slow = engine.submit(a_request(a_prompt(2 * CHUNK, 1), 2))
     quick = engine.submit(a_request(a_prompt(3 * CHUNK, 2), 2))
@@ -201,9 +201,7 @@ def test_a_prompt_whose_pages_have_no_room_yet_lets_others_go_on(make: Make, mon
     assert slow.result(0.1)[1] == alone("qwen3_5", 2 * CHUNK, 1, 2)
 
 
-def test_a_prompt_waits_for_room_to_keep_its_pages_for_a_moment_only(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_waits_only_a_moment_for_slots_to_keep_its_pages(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(start=False, write_policy="write_back")
     monkeypatch.setattr(engine.cache, "short", lambda lease, upto: True)
     monkeypatch.setattr("kvarve.engine.engine.GROW_WAIT_S", 0.0)

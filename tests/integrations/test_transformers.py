@@ -136,7 +136,7 @@ def test_an_adapter_that_is_switched_while_a_prompt_is_computed_is_noticed_befor
         assert cold == model.generate(PROMPT, max_new_tokens=8, do_sample=False)[0].tolist()
 
 
-def test_a_cache_that_has_failed_serves_nobody_any_more_and_stores_nothing(
+def test_a_cache_that_has_failed_serves_no_prompt_any_more_and_stores_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
@@ -154,5 +154,5 @@ def test_a_cache_that_has_failed_serves_nobody_any_more_and_stores_nothing(
     cached.close()
     again = prefixes("qwen3", tmp_path)
     generate(again, PROMPT)
-    assert again.cached_tokens == 0, "what a broken law has left in memory is kept for nobody"
+    assert again.cached_tokens == 0, "after a failed assertion no page in memory is stored"
     again.close()

@@ -1,9 +1,9 @@
 """One token for many sequences in one forward: rows of different lengths, aligned at their ends.
 
-To the model's code a batch is what its own `generate` makes of prompts padded on the left: a mask says which columns
-are a row's own, and positions are each row's. Behind that, every attention layer gathers its rows' tokens from where
-they lie, and recurrent states are views of one tensor, so that nothing is copied in or out while a batch stays the
-same. Rounding differs from a row computed alone. Whether a model's code can do it at all is tried, not known by name.
+The model's code sees what its own `generate` makes of prompts padded on the left: a mask of each row's columns, and
+each row's positions. Every attention layer gathers its rows' tokens from the pages, and recurrent states are views of
+one tensor, so that nothing is copied in or out while a batch stays the same. Rounding differs from a row computed
+alone. Whether a model's code supports this is tried on a few tokens, not known by name.
 """
 
 import logging
@@ -24,12 +24,12 @@ from kvarve.engine.state import StateLayout
 log = logging.getLogger(__name__)
 
 TRIED_LENGTHS = (5, 12, 3)  # tokens of the prompts with which batching is tried
-# What another forward costs beside reading the weights, and how often the keys and values of a padded column are read
+# The cost of another forward beside reading the weights, and how often the keys and values of a padded column are read
 # or written, by gathering and attention; measured with `bench/engine.py`.
 FORWARD_BYTES = 16 << 20
 PADDED = 4
-# How far logits may be from those of a row computed alone, as a share of the largest: a wrong mask or position is far
-# beyond it, and rounding far below.
+# The allowed difference from the logits of a row computed alone, as a share of the largest: a wrong mask or position is
+# far above it, and rounding far below.
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
@@ -39,12 +39,12 @@ def by_length(lengths: Sequence[int], spare: int) -> list[list[int]]:
     In a group all rows are padded to the longest. `spare` columns of padding cost what another forward costs. All
     lengths grow alike, so the best groups stay the best for as long as the rows are the same.
     """
-    best: list[tuple[int, int]] = [(0, 0)]  # of the first rows: the least cost, and where the last group begins
+    best: list[tuple[int, int]] = [(0, 0)]  # for the first rows: the least cost, and where the last group begins
     for stop in range(1, len(lengths) + 1):
         longest, padding, least = lengths[stop - 1], 0, (best[stop - 1][0] + spare, stop - 1)
         for start in range(stop - 2, -1, -1):
             padding += longest - lengths[start]
-            if padding >= least[0]:  # a wider group only has more of it
+            if padding >= least[0]:  # a wider group only has more padding
                 break
             least = min(least, (best[start][0] + spare + padding, start))
         best.append(least)
@@ -57,24 +57,24 @@ def by_length(lengths: Sequence[int], spare: int) -> list[list[int]]:
 
 
 def spare_tokens(model: Any, layout: StateLayout) -> int:
-    """How many columns of padding cost as much as another forward: that reads all weights again."""
+    """How many columns of padding cost as much as another forward, which reads all weights again."""
     weights_bytes = sum(weight.nbytes for weight in model.parameters())
     return int((weights_bytes + FORWARD_BYTES) / (PADDED * layout.bytes_per_token))
 
 
 class _Gather:
-    """Where the tokens of one pool lie in this forward: as rows of a flat tensor, the same in all of its layers."""
+    """Where the tokens of one pool are in this forward: rows of a flat tensor, the same in all of its layers."""
 
     def __init__(self) -> None:
         self.written = self.read = torch.empty(0)
 
     def aim(self, written: Tensor, read: Tensor) -> None:
-        """`written` [rows]: where the new tokens go; `read` [rows, columns]: what is attended to, them included."""
+        """`written` [rows]: where the new tokens go; `read` [rows, columns]: all that are attended to."""
         self.written, self.read = written, read
 
 
 class _Column:
-    """One buffer of all rows: a flat tensor [places, *shape] and the places of its pool."""
+    """One buffer of all rows: a flat tensor [tokens, *shape] and the gather of its pool."""
 
     def __init__(self, flat: Tensor, gather: _Gather) -> None:
         self.flat, self.gather = flat, gather
@@ -90,10 +90,10 @@ class _InRows(Layer):
     """Attention: a batch of sequences that have been padded on the left."""
 
     columns: dict[str, _Column]
-    cumulative_length: int  # of the longest row; a sliding layer looks here when it makes its mask
+    cumulative_length: int  # of the longest row; a sliding layer makes its mask by it
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Take [rows, heads, 1, width] and give back [rows, heads, columns, width]."""
+        """Take [rows, heads, 1, width]; returns [rows, heads, columns, width]."""
         keys = self.columns["keys"].push(key_states[:, :, 0]).transpose(1, 2)
         values = keys  # where one tape is both
         if "values" in self.columns:
@@ -124,10 +124,10 @@ class _InRowsWithStates(_InRows, _StatesInRows):
     """Attention and a recurrent state side by side in one layer."""
 
 
-# What stands in for each class of transformers. A model with a layer that is not here is computed row by row: one that
-# is not known, or `DynamicIndexedLayer`, which attends to the best tokens only. Which of two equally good ones it takes
-# depends on how many columns there are, so padding can change an answer; scores that end in a ReLU are often equal.
-# Layers that compress several tokens into one entry close theirs at different times.
+# Our replacement for each class of transformers. A model with any other layer is computed row by row.
+# `DynamicIndexedLayer` attends to the best tokens only: which of two equal scores it takes depends on the number of
+# columns, so padding can change an answer, and scores that end in a ReLU are often equal. In layers that compress
+# several tokens into one entry, the entries of different rows are complete at different times.
 IN_ROWS: dict[str, type[Layer]] = {
     "DynamicLayer": _InRows,
     "DynamicSlidingWindowLayer": _InRows,
@@ -149,7 +149,7 @@ def _build(plan: LayerPlan) -> Any:
 
 
 class Batch:
-    """Sequences that say their next token together. Another set of sequences is another batch."""
+    """Sequences that are decoded together. Another set of sequences is another batch."""
 
     def __init__(self, workspaces: Sequence[PagedWorkspace]) -> None:
         self.workspaces = tuple(workspaces)
@@ -171,14 +171,14 @@ class Batch:
                     layer.columns[what] = _Column(self._stack_tokens(buffer.name), self._gathers[pool.name])
 
     def _stack_states(self, layer: Any, name: str) -> None:
-        """One tensor of all rows' states, of which theirs are views from now on."""
+        """One tensor of all rows' states; each workspace's state is a view of it from now on."""
         stack = torch.cat([workspace._states[name] for workspace in self.workspaces])
         layer.hold(name.split(".", 2)[2], stack)
         for row, workspace in enumerate(self.workspaces):
             workspace._put_state(name, stack[row : row + 1])
 
     def _stack_tokens(self, name: str) -> Tensor:
-        """A flat tensor in which the tokens of all rows lie."""
+        """A flat tensor that holds the tokens of all rows."""
         tapes = [workspace._tapes[name] for workspace in self.workspaces]
         if isinstance(tapes[0], PagedTape):
             return tapes[0]._data
@@ -189,7 +189,7 @@ class Batch:
         return stack.flatten(0, 1)
 
     def forward(self, model: Any, tokens: Sequence[int]) -> Tensor:
-        """Compute one token for each row; the logits [rows, vocabulary]. If it fails the rows' states are lost."""
+        """Compute one token for each row; the logits [rows, vocabulary]. If it fails, the rows' states are lost."""
         lengths = torch.tensor([workspace.tokens for workspace in self.workspaces], device=self.device)
         longest = max(workspace.tokens for workspace in self.workspaces)
         self._aim(lengths, longest)
@@ -222,7 +222,7 @@ class Batch:
             if pool.lookback is None:
                 table = pad_sequence([workspace.tables[pool.name].index for workspace in self.workspaces], True)
                 at = torch.arange(longest + 1, device=self.device) - (longest - lengths)[:, None]
-                at.clamp_(min=0)  # in the padding: any token of the row, for the mask hides it
+                at.clamp_(min=0)  # in the padding: any token of the row, as the mask hides it
                 read = table.gather(1, at // size) * size + at % size
             else:
                 past = min(self._past(name), longest)
@@ -248,7 +248,7 @@ _tried: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDictionary()
 
 
 def batches(model: Any, layout: StateLayout) -> bool:
-    """Whether a model computes sequences side by side as it does each alone. It is asked once, on a few tokens."""
+    """Whether a model computes sequences in a batch as it does each alone. It is tried once, on a few tokens."""
     if model not in _tried:
         _tried[model] = _try(model, layout)
         log.debug("%s decodes %s", type(model).__name__, "in batches" if _tried[model] else "one by one")
@@ -263,7 +263,7 @@ def _try(model: Any, layout: StateLayout) -> bool:
     try:
         rows, alone = computed(model, layout, prompts, 2), computed(model, layout, prompts, 2)
         batch = Batch(rows)
-        for token in (1 % tokens, 2 % tokens):  # the second reads what the first has written
+        for token in (1 % tokens, 2 % tokens):  # the second reads the state that the first wrote
             together = batch.forward(model, [token] * len(rows)).float()
             ids = torch.tensor([[token]], device=model.device)
             each = torch.stack([forward(model, workspace, ids) for workspace in alone]).float()
@@ -271,13 +271,13 @@ def _try(model: Any, layout: StateLayout) -> bool:
             if not torch.allclose(together, each, rtol=0, atol=allowed):
                 return False
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as e:
-        log.debug("%s in a batch: %s", type(model).__name__, e)  # its code was not written for it
+        log.debug("%s in a batch: %s", type(model).__name__, e)  # its code does not support it
         return False
     return True
 
 
 def computed(model: Any, layout: StateLayout, prompts: Sequence[Sequence[int]], more: int) -> list[PagedWorkspace]:
-    """Sequences that have computed their prompts, in an arena of their own, with room for some tokens more."""
+    """Sequences that have computed their prompts, in an arena of their own, with slots for `more` tokens."""
     pages = 1 + (max(map(len, prompts)) + more) // layout.page_tokens
     arenas = _arenas(layout, pages * len(prompts), model.device)
     found = []

@@ -1,13 +1,13 @@
 """The reference engine: one thread that computes prompts on a fixed grid of chunks and answers many at once.
 
-A turn is: take in what has ended and who has come or gone, let those begin that may (`scheduler.py`), a token for every
-answer, in as few forwards as their lengths allow, then a piece each for as many prompts as a budget of tokens allows:
-whole chunks alone, what follows the last of them together with others. Prompts take turns, so a long one delays no
-answer by more than a chunk. A deterministic engine computes everything alone and keeps only what prompts have computed,
-so that an answer depends, to the last bit, on its prompt alone.
+A turn: take in ended copies, new and aborted requests, admit requests (`scheduler.py`), decode one token for each
+answer, in as few forwards as their lengths allow, then prefill as many prompts as a budget of tokens allows: whole
+chunks alone, the tails after them together. Prompts take turns, so a long one delays no answer by more than a chunk. A
+deterministic engine computes every request alone and keeps only pages from prefill, so that an answer depends, to the
+last bit, on its prompt alone.
 
-What goes wrong in a request (its model, its text, whoever listens) ends that request. What goes wrong in the cache ends
-the engine, since no page can be trusted to its owner then. Either way every accepted request gets one last piece.
+An error in a request (its model, its text, its listener) ends that request. An error in the cache ends the engine, as
+no page can be trusted then. Either way every accepted request gets one last chunk of output.
 """
 
 import logging
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kvarve.core.lease import Lease
 from kvarve.engine.batch import Batch, batches, by_length, spare_tokens
+from kvarve.engine.fatal_errors import fatal_assertions, fatal_errors
 from kvarve.engine.job import Job, find_stop, held_back
 from kvarve.engine.model import LoadedModel, forward
 from kvarve.engine.paging import PagedWorkspace
@@ -43,7 +44,6 @@ from kvarve.engine.requests import (
 from kvarve.engine.sampling import choose_all, likelihood
 from kvarve.engine.scheduler import Scheduler, within
 from kvarve.engine.tails import Tails, tails
-from kvarve.engine.vital import laws, vital
 from kvarve.errors import Broken, Busy, ConfigError
 from kvarve.metrics import Histogram
 from kvarve.model import MEMORY_TIERS, Tier
@@ -53,9 +53,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-POLL_S = 0.005  # between two looks at whether backups have been written
-IDLE_S = 0.2  # how long a turn without work sleeps at most; whatever happens wakes it
-TURN_TOKENS = 512  # of answers and prompts together
+POLL_S = 0.005  # between two checks whether backups have been written
+IDLE_S = 0.2  # how long a turn without work sleeps at most; a call or a finished copy wakes it
+TURN_TOKENS = 512  # answers and prompts together
 
 
 @dataclass
@@ -76,7 +76,7 @@ class EngineCounts:
 
 
 class Engine:
-    """Serves requests from any thread on one of its own. `start` it, `submit`, and `shutdown` at the end."""
+    """Serves requests from any thread on its own thread. `start` it, `submit`, and `shutdown` at the end."""
 
     def __init__(
         self,
@@ -88,13 +88,13 @@ class Engine:
         turn_tokens: int = TURN_TOKENS,
         deterministic: bool = False,
     ) -> None:
-        """`turn_tokens`: what a turn computes at most, answers first, but at least one chunk of a prompt that waits."""
+        """`turn_tokens`: computed by a turn at most, answers first, but at least one chunk of a prompt in prefill."""
         if max_running < 1 or max_waiting < 1:
-            raise ConfigError("an engine needs at least one place for running and one for waiting requests")
+            raise ConfigError("max_running and max_waiting must be at least 1")
         if turn_tokens < 1:
             raise ConfigError(f"a turn computes at least one token, not {turn_tokens}")
         self.model, self.cache, self.deterministic = model, cache, deterministic
-        self._cache = vital(cache)
+        self._cache = fatal_errors(cache)
         self.counts = EngineCounts()
         self._turn_tokens = turn_tokens
         self.batches = not deterministic and batches(model.model, model.layout)
@@ -106,7 +106,7 @@ class Engine:
             max_running=max_running,
             page_tokens=model.layout.page_tokens,
             chunk_tokens=model.layout.chunk_tokens,
-            again=self._open_again,
+            again=self._reopen_lease,
             begin=self._begin,
             stop=self._stop,
             fail=self._fail,
@@ -115,11 +115,11 @@ class Engine:
         self._max_running, self._max_waiting = max_running, max_waiting
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
-        self._accepted: dict[int, Request] = {}  # by number: they have not had their last piece
-        self._jobs: dict[int, Job] = {}  # by number: those of them that the engine's thread knows
+        self._accepted: dict[int, Request] = {}  # by number, until its last output
+        self._jobs: dict[int, Job] = {}  # by number: the accepted requests that the engine's thread has seen
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="kvarve engine", daemon=True)
-        self._ended = False  # the thread takes no calls any more
+        self._ended = False  # the thread runs no more calls
         self.broken = ""  # why the engine cannot serve any more
 
     # --- from any thread
@@ -129,13 +129,13 @@ class Engine:
         return self
 
     def check(self, prompt: Sequence[int], *samplings: Sampling) -> None:
-        """ConfigError if this model can never answer a prompt in one of these ways."""
+        """ConfigError if this model can never answer a prompt with one of these samplings."""
         self._checked(prompt, samplings)
 
     def _checked(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> NDArray[np.int64]:
-        """The prompt's ids [tokens], if it can be answered in each of these ways."""
+        """The prompt's ids [tokens], if it can be answered with each of these samplings."""
         vocabulary = self.model.model.get_input_embeddings().num_embeddings
-        ids, room = check_prompt(prompt, vocabulary), self.cache.room_tokens()
+        ids, capacity = check_prompt(prompt, vocabulary), self.cache.room_tokens()
         for sampling in samplings:
             check_tokens(sampling, vocabulary)
             if len(ids) + sampling.max_tokens > self.model.max_tokens:
@@ -143,10 +143,10 @@ class Engine:
                     f"the prompt's {len(ids)} tokens and max_tokens {sampling.max_tokens} together are more than "
                     f"the {self.model.max_tokens} that {self.model.name} can attend to"
                 )
-            if len(ids) + sampling.max_tokens - 1 > room:  # of the last token nothing is computed
+            if len(ids) + sampling.max_tokens - 1 > capacity:  # the last token is never computed
                 raise ConfigError(
                     f"the prompt's {len(ids)} tokens and max_tokens {sampling.max_tokens} together are more than "
-                    f"the {room} for which there is device memory"
+                    f"the {capacity} for which there is device memory"
                 )
         return ids
 
@@ -157,10 +157,10 @@ class Engine:
     def submit(self, request: Request, *more: Request) -> Request:
         """Queue a request, or several: all of them or none. Returns the first.
 
-        What takes time with a long prompt is done here, on the caller's thread, once for requests that share a prompt.
+        A long prompt is checked and hashed here, on the caller's thread, once for requests that share it.
         ConfigError if one can never be served, Busy if too many wait or the engine has stopped.
         """
-        requests, places = (request, *more), self._max_running + self._max_waiting
+        requests, limit = (request, *more), self._max_running + self._max_waiting
         checked: dict[int, NDArray[np.int64]] = {}
         known: dict[tuple[int, str], Prompt] = {}
         for one in requests:
@@ -171,12 +171,12 @@ class Engine:
                 checked[same] = self._checked(one.prompt, ways)
             if (same, one.salt) not in known:
                 known[same, one.salt] = self.cache.prompt(checked[same], one.salt)
-        if len(requests) > places:
-            raise ConfigError(f"{len(requests)} requests at once are more than the {places} for which there are places")
+        if len(requests) > limit:
+            raise ConfigError(f"{len(requests)} requests at once are more than the {limit} that the engine takes")
         with self._lock:
             if self._stopping.is_set() or self._ended:
                 raise Busy(self.broken or "the engine is shutting down")
-            if self._pending + len(requests) > places:
+            if self._pending + len(requests) > limit:
                 raise Busy(f"{self._pending} requests are being served or wait already: try again later")
             numbers = {one.number for one in requests}
             if len(numbers) < len(requests) or numbers & self._accepted.keys():
@@ -194,15 +194,15 @@ class Engine:
         return len(self._accepted)
 
     def abort(self, request: Request) -> None:
-        """Nobody waits for this request any more; its last piece says so."""
+        """End a request; its last output has Finish.ABORT."""
         with self._lock:
             self._calls.put(lambda: self._abort(request))
         self.cache.wake()
 
     def flush(self, tiers: Sequence[Tier] = MEMORY_TIERS, timeout_s: float = 60.0) -> int:
-        """Empty memory tiers of what no request holds, after the backups under way; storage stays.
+        """Evict all unpinned pages from memory tiers, after the backups under way; storage stays.
 
-        Returns how many pages went. Answers go on meanwhile; after `timeout_s` it goes ahead without the backups.
+        Returns how many pages were evicted. Answers go on meanwhile; after `timeout_s` it does not wait for backups.
         """
         end = time.monotonic() + timeout_s
         gone = 0
@@ -210,12 +210,11 @@ class Engine:
             self.settle(end - time.monotonic())
             pages, idle = self.ask(lambda: (self._cache.evict(tiers), self.cache.core.idle()), timeout_s)
             gone += int(pages)
-            if idle or time.monotonic() >= end:  # write-back copies pages down before they go
+            if idle or time.monotonic() >= end:  # write-back copies pages down before it evicts them
                 return gone
 
     def settle(self, timeout_s: float = 60.0) -> bool:
-        """Wait until every backup has been written; False if pages that the write policy wants in storage are not there
-        after that."""
+        """Wait until all backups are written; False if there are dirty pages after that."""
         core, end = self.cache.core, time.monotonic() + timeout_s
         while True:
             idle, dirty = self.ask(lambda: (core.idle(), core.idle() and core.dirty()), max(timeout_s, 1.0))
@@ -224,20 +223,18 @@ class Engine:
             time.sleep(POLL_S)
 
     def shutdown(self, timeout_s: float = 30.0) -> None:
-        """Stop taking requests, end those that run, finish the backups and leave the storage whole, in `timeout_s`.
-
-        An engine that is broken stores nothing more."""
+        """Refuse new requests, abort all, finish the backups (none if broken) and close the storage, in `timeout_s`."""
         end = time.monotonic() + timeout_s
         with self._lock:
             self._stopping.set()
         self.cache.wake()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
-        if self._thread.is_alive():  # the cache is that thread's; what is in storage is whole at any time
-            log.warning("the engine is still computing after %.0f s: left behind", timeout_s)
-            self._tell_all()
+        if self._thread.is_alive():  # only that thread may use the cache; the storage is consistent at any time
+            log.warning("the engine is still computing after %.0f s: its thread is abandoned", timeout_s)
+            self._notify_all()
             return
-        self._close_up()  # if it was never started, it is done here
+        self._close_up()  # here too, for an engine that was never started
         self.cache.shutdown(max(0.0, end - time.monotonic()), store=not self.broken)
 
     def load(self) -> tuple[int, int]:
@@ -246,7 +243,7 @@ class Engine:
         return running, self._pending - running
 
     def ask(self, what: Callable[[], T], timeout_s: float) -> T:
-        """Have the engine's thread do something and wait for its answer. Busy: it was not done, and will not be."""
+        """Call `what` on the engine's thread and wait for its result. Busy if it was not called, and will not be."""
         answer: Future[T] = Future()
 
         def call() -> None:
@@ -257,10 +254,10 @@ class Engine:
                 return
             try:
                 answer.set_result(what())
-            except (AssertionError, Broken) as e:  # a broken law is more than the caller's trouble
+            except (AssertionError, Broken) as e:  # the cache is broken, so the engine ends too
                 answer.set_exception(e)
                 raise
-            except Exception as e:  # noqa: BLE001  it belongs to the caller, who gets it from the future
+            except Exception as e:  # noqa: BLE001  the caller gets it from the future
                 answer.set_exception(e)
 
         with self._lock:
@@ -271,7 +268,7 @@ class Engine:
         try:
             return answer.result(timeout_s)
         except TimeoutError:
-            if not answer.cancel():  # it is being done at this moment
+            if not answer.cancel():  # it is being called at this moment
                 return answer.result()
             raise Busy(f"the engine did not get round to it within {timeout_s:.0f} s") from None
 
@@ -282,7 +279,7 @@ class Engine:
             while not self._stopping.is_set():
                 if not self._turn():
                     self._cache.wait(IDLE_S)
-        except BaseException as e:  # noqa: BLE001  whatever it is: say so to all that wait, rather than let them hang
+        except BaseException as e:  # noqa: BLE001  every waiting caller is told, rather than left to hang
             self._break(e)
         self._close_up()
 
@@ -293,74 +290,74 @@ class Engine:
             self.broken = self.broken or f"the engine has stopped: {what}"
 
     def _close_up(self) -> None:
-        """The end of the thread, or of an engine that had none: what is left is told, once."""
+        """End the thread, or an engine that had none: every remaining request gets its last output."""
         with self._lock:
-            self._ended = True  # nothing is put on the list of calls any more
+            self._ended = True  # no call is added to the queue from now on
         while not self._calls.empty():
             try:
                 self._calls.get()()
-            except Exception as e:  # noqa: BLE001  one failing call must not keep the others from their last pieces
+            except Exception as e:  # noqa: BLE001  one failing call must not keep other requests from their last output
                 self._break(e)
         try:
             for job in [*self._jobs.values()] if not self.broken else ():
                 self._end(job, Finish.ABORT)
-        except Exception as e:  # noqa: BLE001  the engine is broken then, and `_tell_all` says so to all that wait
+        except Exception as e:  # noqa: BLE001  the engine is broken then, and `_notify_all` tells every request
             self._break(e)
-        self._tell_all()
+        self._notify_all()
 
-    def _tell_all(self) -> None:
+    def _notify_all(self) -> None:
         finish, error = (Finish.ERROR, self.broken) if self.broken else (Finish.ABORT, "")
         for request in [*self._accepted.values()]:
             job = self._jobs.get(request.number)
             usage = TokenUsage(len(request.prompt), 0 if job is None else job.output_tokens, 0, 0, 0)
             self._finish(request, OutputChunk("", (), finish, usage, error))
 
-    def _take_calls(self) -> None:
+    def _run_calls(self) -> None:
         while not self._calls.empty():
             self._calls.get()()
 
     def _turn(self) -> bool:
         """One turn; False if there was nothing to compute."""
-        self._cache.step()  # first: it clears the alarm that a call rings, so a call after it is never slept through
-        self._take_calls()
+        self._cache.step()  # first: it clears the wake-up flag, so a call that sets it later is not slept through
+        self._run_calls()
         self.scheduler.admit()
-        answers = self._seated()
-        groups = self._groups([job for job in answers if self.batches and not job.alone])
+        answers = self._decodable()
+        groups = self._group([job for job in answers if self.batches and not job.alone])
         grouped = {id(job) for group in groups for job in group}
         alone = [job for job in answers if id(job) not in grouped]
         for group in groups:
-            self._tokens(group)
+            self._decode_batch(group)
         for job in alone:
-            self._guarded(job, self._token)
+            self._guarded(job, self._decode_one)
         prompts = [job for job in self.scheduler.running if job.prefilling and not self._is_short(job)]
         left = self._turn_tokens - len(answers)
-        pieces = [*within(left, [(job, self._next_line(job) - job.computed) for job in prompts])]
+        pieces = [*within(left, [(job, self._chunk_end(job) - job.computed) for job in prompts])]
         ends = [job for job in pieces if self._is_tail(job)]
         together = [[ends[at] for at in group] for group in self._tails.groups([self._shape(job) for job in ends])]
         grouped = {id(job) for group in together for job in group}
         for job in pieces:
             if id(job) not in grouped:
-                self._guarded(job, self._chunk)
+                self._guarded(job, self._prefill_chunk)
         for group in together:
-            self._ends(group)
+            self._prefill_tails(group)
         return bool(answers or pieces)
 
     def _guarded(self, job: Job, compute: Callable[[Job], None]) -> None:
         if job.workspace is None and compute != self._resume:
-            return  # it has ended, or has given way, in this very turn
+            return  # it has ended or was preempted in this very turn
         try:
             compute(job)
         except Broken:
             raise
-        except Exception as e:  # one request's trouble (memory, a broken kernel) is not the others'
+        except Exception as e:  # one request's error (memory, a broken kernel) is not the others'
             log.exception("request %d", job.request.number)
             self._end(job, Finish.ERROR, f"{type(e).__name__}: {e}")
 
-    # --- beginning and ending to run
+    # --- starting and stopping requests
 
     def _enqueue(self, request: Request, prompt: Prompt) -> None:
         if self._ended:
-            return  # it is told with all others
+            return  # `_notify_all` tells it
         lease = self._cache.open(prompt, read=request.read_cache, priority=request.priority)
         try:
             job = Job(request, prompt, lease, self.model)
@@ -373,9 +370,9 @@ class Engine:
         self._jobs[request.number] = job
         self.scheduler.join(job)
 
-    def _open_again(self, job: Job) -> Lease:
-        """Begin to wait again. What has been said is part of the prompt then, unless every bit counts, or the model's
-        code wants every token as it was: then it is said to it again, token by token."""
+    def _reopen_lease(self, job: Job) -> Lease:
+        """A new lease for a request that waits again. The answer so far is prefilled like the prompt, except in an
+        engine that computes rows alone: there it is replayed token by token, which gives the same bits."""
         request = job.request
         if self.batches:
             job.prefill_until = job.length
@@ -390,8 +387,10 @@ class Engine:
 
     def _resume(self, job: Job) -> None:
         self.model.require_same()
-        with laws():
-            job.workspace = PagedWorkspace.resumed(self._cache, job.lease, self.model.layout, job.prompt + job.most)
+        with fatal_assertions():
+            job.workspace = PagedWorkspace.resumed(
+                self._cache, job.lease, self.model.layout, job.prompt + job.max_new_tokens
+            )
         if job.cached is None:
             job.cached = job.lease.from_tiers()
 
@@ -402,40 +401,40 @@ class Engine:
     def _fail(self, job: Job, why: str) -> None:
         self._end(job, Finish.ERROR, why)
 
-    def _seated(self) -> list[Job]:
-        """Those that answer and have room for one more token, after others have given way."""
+    def _decodable(self) -> list[Job]:
+        """The decoding requests with slots for one more token, after younger ones were preempted if need be."""
         answers = [job for job in self.scheduler.running if not job.prefilling]
         found = []
         for job in sorted(answers, key=lambda job: job.admitted_seq):
             if job.workspace is not None and self.scheduler.seated(job):
                 found.append(job)
         for job in found:
-            if job.workspace is not None:  # else it has given way to one after it
+            if job.workspace is not None:  # else it was preempted for another
                 self._guarded(job, self._take_seats)
         return [job for job in found if job.workspace is not None]
 
     def _take_seats(self, job: Job) -> None:
         if not job.state.seated(job.computed + 1):
-            with laws():
+            with fatal_assertions():
                 job.state.take_seats(self._cache, job.lease, job.computed // self.model.layout.page_tokens)
 
     # --- computing
 
-    def _next_line(self, job: Job) -> int:
+    def _chunk_end(self, job: Job) -> int:
         """Where the next chunk of a prompt ends."""
         chunk = self.model.layout.chunk_tokens
         return min(job.prefill_until, (job.computed // chunk + 1) * chunk)
 
     def _is_tail(self, job: Job) -> bool:
-        """Whether its next chunk is not a whole one, so that nothing of it will be published."""
-        return not job.alone and self._next_line(job) % self.model.layout.chunk_tokens != 0
+        """Whether its next chunk is not a whole one, so that none of it will be published."""
+        return not job.alone and self._chunk_end(job) % self.model.layout.chunk_tokens != 0
 
     def _shape(self, job: Job) -> tuple[int, int]:
-        return job.computed, self._next_line(job) - job.computed
+        return job.computed, self._chunk_end(job) - job.computed
 
     def _is_short(self, job: Job) -> bool:
-        """Whether its next chunk had better wait a moment, for room to keep its pages is on its way."""
-        if not room_comes(self._cache, job.lease, self.model.layout, self._next_line(job)):
+        """Whether its next chunk should wait a moment for evictions that free slots for its pages."""
+        if not room_comes(self._cache, job.lease, self.model.layout, self._chunk_end(job)):
             job.short_s = None
             return False
         now = time.monotonic()
@@ -443,56 +442,56 @@ class Engine:
         return now - job.short_s < GROW_WAIT_S
 
     def _keep(self, job: Job) -> None:
-        """Publish what was computed, as far as it is whole chunks; ModelError if the model is another one by now."""
+        """Publish pages at the end of a whole chunk; ModelError if the model was changed."""
         if job.computed % self.model.layout.chunk_tokens == 0:
             self.model.require_same()
-            with laws():
+            with fatal_assertions():
                 job.state.keep(self._cache, job.lease)
 
-    def _chunk(self, job: Job) -> None:
-        """Compute up to the next line of the grid, and keep the pages if the chunk was a whole one."""
-        state, start, stop = job.state, job.computed, self._next_line(job)
+    def _prefill_chunk(self, job: Job) -> None:
+        """Compute up to the next chunk boundary, and keep the pages if the chunk was a whole one."""
+        state, start, stop = job.state, job.computed, self._chunk_end(job)
         ids = torch.tensor([job.sequence(start, stop)], device=state.device)
         logits = forward(self.model.model, state, ids)
-        self._further(job, stop - start)
+        self._prefilled(job, stop - start)
         self._keep(job)
         if stop == job.length:
-            self._speak([job], logits[None])
+            self._sample([job], logits[None])
 
-    def _further(self, job: Job, tokens: int) -> None:
+    def _prefilled(self, job: Job, tokens: int) -> None:
         self.counts.computed_tokens += tokens
         self.scheduler.running.remove(job)
         self.scheduler.running.append(job)
 
-    def _ends(self, jobs: list[Job]) -> None:
-        """Compute the ends of several prompts, of which nothing is published."""
-        ids = [job.sequence(job.computed, self._next_line(job)) for job in jobs]
+    def _prefill_tails(self, jobs: list[Job]) -> None:
+        """Compute the tails of several prompts, of which nothing is published."""
+        ids = [job.sequence(job.computed, self._chunk_end(job)) for job in jobs]
         try:
             logits = self._tails.forward(self.model.model, [job.state for job in jobs], ids)
         except Exception:
             log.exception("the ends of %d prompts", len(jobs))
-            self._one_by_one(jobs)
+            self._retry_alone(jobs)
             return
         for job, tokens in zip(jobs, ids, strict=True):
-            self._further(job, len(tokens))
-        self._speak(jobs, logits)
+            self._prefilled(job, len(tokens))
+        self._sample(jobs, logits)
 
-    def _one_by_one(self, jobs: list[Job]) -> None:
-        """Computed together they failed. Whose trouble it is shows when each is computed alone, from what is kept."""
+    def _retry_alone(self, jobs: list[Job]) -> None:
+        """A forward of several requests failed: compute each alone, from its cached pages, to find the one at fault."""
         for job in sorted(jobs, key=lambda job: job.admitted_seq):
             job.alone = True
             self.scheduler.preempt(job)
 
-    def _token(self, job: Job) -> None:
-        """Compute one token that was said, and say the next."""
+    def _decode_one(self, job: Job) -> None:
+        """Compute the last token of a request, and sample the next."""
         at = job.computed
         logits = forward(self.model.model, job.state, torch.tensor([job.sequence(at, at + 1)], device=job.state.device))
-        self._computed(job)
-        if job.computed == job.length:  # else it says again what it had said before it gave way
-            self._speak([job], logits[None])
+        self._decoded(job)
+        if job.computed == job.length:  # else it replays its answer after a preemption
+            self._sample([job], logits[None])
 
-    def _groups(self, jobs: list[Job]) -> list[list[Job]]:
-        """Answers that are computed together; a job that is in none is computed alone."""
+    def _group(self, jobs: list[Job]) -> list[list[Job]]:
+        """Requests that are decoded together; a job that is in no group is decoded alone."""
         jobs = sorted(jobs, key=lambda job: (job.computed, job.admitted_seq))
         groups = [[jobs[at] for at in group] for group in by_length([job.computed for job in jobs], self._spare)]
         batches, self._batches = self._batches, {}
@@ -500,14 +499,14 @@ class Engine:
             states = tuple(job.state for job in group)
             if len(group) > 1 and states in batches:
                 self._batches[states] = batches.pop(states)
-        batches.clear()  # before new ones are made, or their tensors would be there twice
+        batches.clear()  # before new ones are made, or both would take memory
         for group in groups:
             for job in group if len(group) == 1 else ():
                 self._guarded(job, lambda job: job.state.own())
         return [group for group in groups if len(group) > 1]
 
-    def _tokens(self, jobs: list[Job]) -> None:
-        """A token for many at once."""
+    def _decode_batch(self, jobs: list[Job]) -> None:
+        """Decode one token for each of several requests in one forward."""
         states = tuple(job.state for job in jobs)
         ids = [job.sequence(job.computed, job.computed + 1)[0] for job in jobs]
         try:
@@ -517,26 +516,26 @@ class Engine:
         except Exception:
             log.exception("a batch of %d requests", len(jobs))
             self._batches.pop(states, None)
-            self._one_by_one(jobs)
+            self._retry_alone(jobs)
             return
         for job in jobs:
-            self._guarded(job, self._computed)
-        speak = [row for row, job in enumerate(jobs) if job.workspace is not None and job.computed == job.length]
-        if speak:
-            rows = logits if len(speak) == len(jobs) else logits[torch.tensor(speak, device=logits.device)]
-            self._speak([jobs[row] for row in speak], rows)
+            self._guarded(job, self._decoded)
+        ready = [row for row, job in enumerate(jobs) if job.workspace is not None and job.computed == job.length]
+        if ready:
+            rows = logits if len(ready) == len(jobs) else logits[torch.tensor(ready, device=logits.device)]
+            self._sample([jobs[row] for row in ready], rows)
 
-    def _computed(self, job: Job) -> None:
+    def _decoded(self, job: Job) -> None:
         state = job.state
         if not self.deterministic and state.tokens % self.model.layout.chunk_tokens == 0:
             self._cache.extend(job.lease, job.sequence(job.leased_tokens, state.tokens))
             job.leased_tokens = state.tokens
             self._keep(job)
 
-    # --- saying
+    # --- sampling and output
 
-    def _speak(self, jobs: list[Job], logits: Tensor) -> None:
-        """Choose a token for each from logits [jobs, vocabulary], and say it."""
+    def _sample(self, jobs: list[Job], logits: Tensor) -> None:
+        """Sample a token for each job from logits [jobs, vocabulary], and emit it."""
         for job, row in zip(jobs, logits, strict=True):
             if job.request.watch is not None:
                 self._guarded(job, lambda job, row=row: job.request.watch(row))  # type: ignore[misc]
@@ -545,20 +544,20 @@ class Engine:
             jobs, logits = [jobs[row] for row in rows], logits[torch.tensor(rows, device=logits.device)]
         try:
             chosen = choose_all(logits, [job.draw for job in jobs])
-        except Exception:  # one of them is at fault, and is found when each is asked alone
-            log.exception("choosing for %d requests", len(jobs))
+        except Exception:  # to find the one at fault, each is sampled alone
+            log.exception("sampling for %d requests", len(jobs))
             for job, row in zip(jobs, logits, strict=True):
-                self._guarded(job, lambda job, row=row: self._choose(job, row))  # type: ignore[misc]
+                self._guarded(job, lambda job, row=row: self._sample_one(job, row))  # type: ignore[misc]
             return
         for job, token, row in zip(jobs, chosen, logits, strict=True):
-            self._guarded(job, lambda job, token=token, row=row: self._say(job, token, row))  # type: ignore[misc]
+            self._guarded(job, lambda job, token=token, row=row: self._emit(job, token, row))  # type: ignore[misc]
 
-    def _choose(self, job: Job, logits: Tensor) -> None:
+    def _sample_one(self, job: Job, logits: Tensor) -> None:
         (token,) = choose_all(logits[None], [job.draw])
-        self._say(job, token, logits)
+        self._emit(job, token, logits)
 
-    def _say(self, job: Job, token: int | None, logits: Tensor) -> None:
-        """Say a token, and deliver what is certain of the text."""
+    def _emit(self, job: Job, token: int | None, logits: Tensor) -> None:
+        """Append a token, and deliver the text that no later token can change."""
         if token is None:
             raise ValueError("the model's logits are not numbers")
         if not job.output_ids:
@@ -584,7 +583,7 @@ class Engine:
             held = held_back(job.text, job.stops)
             text, job.text = job.text[: len(job.text) - held], job.text[len(job.text) - held :]
             if job.request.number in self._accepted:
-                self._give(job.request, OutputChunk(text, (token,), likelihoods=likely))
+                self._deliver(job.request, OutputChunk(text, (token,), likelihoods=likely))
 
     def _end(
         self,
@@ -602,7 +601,7 @@ class Engine:
                 job.text += job.detokenizer.flush()
                 if (cut := find_stop(job.text, job.stops)) is not None:
                     job.text = job.text[:cut]
-            except Exception as e:  # the tokenizer's trouble; what is held back of the text is lost
+            except Exception as e:  # the tokenizer failed; the text that was held back is lost
                 log.exception("request %d", job.request.number)
                 finish, error = Finish.ERROR, error or f"{type(e).__name__}: {e}"
         self.scheduler.leave(job)
@@ -620,7 +619,7 @@ class Engine:
         self._finish(job.request, OutputChunk(job.text, last, finish, usage, error, likely))
 
     def _finish(self, request: Request, piece: OutputChunk) -> None:
-        """Give a request its last piece, if it has not had one."""
+        """Deliver the last output of a request, if it has had none."""
         with self._lock:
             if self._accepted.pop(request.number, None) is None:
                 return
@@ -628,13 +627,13 @@ class Engine:
             self.counts.finished += 1
             self.counts.failed += piece.finish is Finish.ERROR
             self.counts.aborted += piece.finish is Finish.ABORT
-        self._give(request, piece)
+        self._deliver(request, piece)
 
-    def _give(self, request: Request, piece: OutputChunk) -> None:
+    def _deliver(self, request: Request, piece: OutputChunk) -> None:
         try:
             request.give(piece)
-        except Exception:  # whoever listens is gone or broken (a closed event loop, say): that is no trouble of ours
-            log.exception("request %d: nobody takes its answer", request.number)
+        except Exception:  # the listener is gone or broken (a closed event loop, say), which is not our error
+            log.exception("request %d: its listener failed", request.number)
 
     def _abort(self, request: Request) -> None:
         job = self._jobs.get(request.number)

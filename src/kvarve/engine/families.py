@@ -1,4 +1,4 @@
-"""Which models can be cached, what is kept of each, and why some cannot be: asked of the code, never written down.
+"""Which models can be cached, their pools, and why others cannot be: found by building them, not written down.
 
 A model is built from its config on torch's meta device, where tensors have shapes and no bytes: 600 billion parameters
 are described in seconds, and no weight is read.
@@ -23,20 +23,20 @@ from kvarve.engine.state import StateLayout
 from kvarve.errors import ConfigError, KvarveError, ModelError
 from kvarve.sizes import format_size
 
-# Where a shape depends on how many values are not zero, torch may be told that all of them are.
+# Where a shape depends on the number of nonzero values, torch can be told to assume that all are.
 NOTHING_IS_ZERO: Any = importlib.import_module("torch.fx.experimental._config")
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models: its name, transformers' class of config, and what that class leaves open."""
+    """A family of models: its name, transformers' config class, and settings without a useful default."""
 
     name: str
     config_class: str
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self) -> Any:
-        """The config with the sizes that transformers gives it by default; ModelError if it cannot be had."""
+        """The config with transformers' default sizes; ModelError if this version of transformers has none."""
         known = getattr(transformers, self.config_class, None)
         if known is None:
             raise ModelError(f"transformers {transformers.__version__} has no {self.config_class}")
@@ -99,7 +99,7 @@ FAMILIES = (
 
 @dataclass(frozen=True)
 class Pool:
-    """A pool in figures: how many pages before a boundary are read (None: all), and what a page takes."""
+    """A pool in figures: how many pages before a boundary are read (None: all), and the bytes of a page."""
 
     name: str
     lookback: int | None
@@ -109,13 +109,13 @@ class Pool:
 
 @dataclass(frozen=True)
 class Facts:
-    """What there is to know of a family or a model. Where it is not supported, `why` says why, and there is no more."""
+    """The facts of a family or a model. If it is not supported, `why` says why and the rest is empty."""
 
     name: str
     model_type: str
     supported: bool
     why: str = ""
-    unloadable: str = ""  # why it cannot be loaded from where its config was read: there are no weights yet
+    unloadable: str = ""  # why it cannot be loaded from its folder, such as for lack of weights
     dtype: str = ""
     parameters: int = 0
     page_tokens: int = 0
@@ -157,7 +157,7 @@ def describe(name: str, config: Any, dtype: torch.dtype, page_tokens: int, chunk
             layout = StateLayout.of(model, page_tokens, chunk_tokens)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError) as e:
         raise ModelError(f"{name}: no model can be built of this config: {' '.join(str(e).split())}") from e
-    except (RuntimeError, NotImplementedError) as e:  # an operation that wants to see a value
+    except (RuntimeError, NotImplementedError) as e:  # an operation that reads a value
         text = config.get_text_config(decoder=True)
         if text is config:
             raise _Opaque(str(e)) from e
@@ -167,13 +167,13 @@ def describe(name: str, config: Any, dtype: torch.dtype, page_tokens: int, chunk
 
 
 class _Opaque(Exception):
-    """A model whose shapes cannot be found out without values."""
+    """The shapes of a model depend on values, so they are unknown on the meta device."""
 
 
 def describe_model(name: str, dtype: str, page_tokens: int | None, chunk_tokens: int | None) -> Facts:
-    """The facts of `builtin:...` or of a folder with a config.json; weights are read only if there is no other way.
+    """The facts of `builtin:...` or of a folder with a config.json; weights are read only if shapes depend on values.
 
-    What is in the folder besides has to be what `load_model` takes, or this raises what that would raise.
+    Other files in the folder have to be valid for `load_model`, or this raises its error.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
@@ -184,8 +184,8 @@ def describe_model(name: str, dtype: str, page_tokens: int | None, chunk_tokens:
     if not bare:
         check_model(name, page_tokens=page, chunk_tokens=chunk, dtype=dtype)
     try:
-        told = describe(name, config, torch_dtype, page, chunk)
-        return replace(told, unloadable="it has no weights and no tokenizer yet") if bare else told
+        found = describe(name, config, torch_dtype, page, chunk)
+        return replace(found, unloadable="it has no weights and no tokenizer yet") if bare else found
     except _Opaque:
         loaded = load_model(name, dtype=dtype, page_tokens=page, chunk_tokens=chunk)
         parameters = sum(tensor.numel() for tensor in loaded.model.parameters())
@@ -207,10 +207,10 @@ def survey(
             yield Facts(family.name, model_type, supported=False, why=" ".join(str(e).split()))
 
 
-def _grid(config: Any, whose: str, page_tokens: int | None, chunk_tokens: int | None) -> tuple[int, int]:
-    """What was asked for, or else pages of 64 tokens and chunks of 256, or the next that this model can have."""
+def _grid(config: Any, name: str, page_tokens: int | None, chunk_tokens: int | None) -> tuple[int, int]:
+    """The given sizes, or else pages of 64 tokens and chunks of 256, or the next larger that this model can have."""
     if page_tokens is None:
-        page_tokens = math.lcm(64, page_multiple(plan_layers(config, whose)))
+        page_tokens = math.lcm(64, page_multiple(plan_layers(config, name)))
     if chunk_tokens is None:
         chunk_tokens = math.lcm(256, page_tokens)
     if chunk_tokens % page_tokens:
@@ -227,7 +227,7 @@ def reads(lookback: int | None) -> str:
 
 
 def takes(bytes_per_token: float, bytes_per_snapshot: int) -> str:
-    """What a token and a snapshot take, in words."""
+    """The size of a token and a snapshot, in words."""
     snapshot = f", a snapshot {format_size(bytes_per_snapshot)}" if bytes_per_snapshot else ""
     return f"a token takes {format_size(round(bytes_per_token))}{snapshot}"
 
@@ -242,8 +242,8 @@ def lines(fact: Facts) -> str:
     for pool in fact.pools:
         size = f"{format_size(pool.page_bytes)} a page in {pool.buffers} buffers"
         words.append((f"pool {pool.name}", f"reads {reads(pool.lookback)}, {size}"))
-    room = takes(fact.bytes_per_token, fact.bytes_per_snapshot)
-    words.append(("hits", f"prompts of {fact.shortest_hit} tokens and more; {room}"))
+    sizes = takes(fact.bytes_per_token, fact.bytes_per_snapshot)
+    words.append(("hits", f"prompts of {fact.shortest_hit} tokens and more; {sizes}"))
     if fact.unloadable:
         words.append(("serve", f"not from this folder: {fact.unloadable}"))
     width = max(len(word) for word, _ in words)

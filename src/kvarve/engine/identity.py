@@ -1,8 +1,8 @@
-"""Whose pages are these, down to the last bit? The one place where the identity of a model is made, for every guest.
+"""Which model computed a page, to the last bit? The one place that makes a model's identity, for every integration.
 
-Whatever may change a bit of a page belongs in it, and what it cannot see it refuses: a difference too many costs
-misses, one too few wrong tokens. What a model is, is taken from the model in memory, after everything that was done to
-it (merged, cast, adapted), and not from the files that it came from.
+The identity has everything that may change a bit of a page, and a model that hides some of it is refused: a needless
+difference costs misses, a missing one wrong tokens. It is taken from the model in memory, after all changes (merged,
+cast, adapted), and not from the files that it was loaded from.
 """
 
 import hashlib
@@ -26,12 +26,11 @@ from kvarve.engine.state import StateLayout
 from kvarve.errors import ModelError
 from kvarve.model import ModelIdentity
 
-PIECE_BYTES = 1 << 26  # of weights that are brought to the processor at once
-SAMPLED, SAMPLED_VALUES = 8, 16  # tensors of which a few values are looked at again and again
-# Of a config: what it is called, where it lay and by what it was written. The type that weights were computed in is a
-# field of the identity.
+PIECE_BYTES = 1 << 26  # of weights that are copied to the CPU at once
+SAMPLED, SAMPLED_VALUES = 8, 16  # tensors, and values of each, that are compared before each use
+# Fields of a config for its name, its path and its writer. The dtype of the weights is a field of the identity.
 NOT_OWN = frozenset({"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"})
-# Packages whose kernels torch and transformers take in place of their own, where they are found.
+# Packages whose kernels torch and transformers use in place of their own, where installed.
 KERNELS = (
     *("flash-linear-attention", "fla-core", "causal-conv1d", "mamba-ssm", "mambapy", "xlstm", "kernels", "tilelang"),
     *("flash-attn", "flash-attn-3", "flash-attn-4", "flashinfer-python", "xformers", "triton", "triton-windows"),
@@ -39,7 +38,7 @@ KERNELS = (
     *("torchao", "bitsandbytes", "gptqmodel", "autoawq", "compressed-tensors", "optimum-quanto", "fbgemm-gpu", "hqq"),
 )
 WHOLE_PROMPT = frozenset({"XLORA", "PeftType.XLORA"})  # adapters that weigh each other by all of a prompt
-# Settings of the libraries below torch that choose other kernels, or let them round otherwise.
+# Settings of the libraries below torch that choose other kernels or change their rounding.
 CHOICES = (
     *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS"),
     *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT", "USE_HUB_KERNELS"),
@@ -49,8 +48,8 @@ CHOICES = (
 def identity_of(model: Any, layout: StateLayout) -> ModelIdentity:
     """The identity of a causal language model of transformers as it is in memory now, adapters included.
 
-    Reads all weights once. ModelError for a model of which it cannot be said: weights that are not in memory, or that
-    are more than their bytes, a model in training mode, adapters that put tokens before the prompt.
+    Reads all weights once. ModelError if it cannot be told: weights that are not in memory, or that are more than their
+    bytes, a model in training mode, adapters that put tokens before the prompt.
     """
     name, config = type(model).__name__, model.config
     if model.training:
@@ -81,9 +80,9 @@ def identity_of(model: Any, layout: StateLayout) -> ModelIdentity:
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
-    """A digest of all of a config that is the model's own; the order of its fields does not matter.
+    """A digest of all fields of a config but `NOT_OWN`; their order does not matter.
 
-    ModelError for a field that is no number, text, list or dictionary: nobody could tell two of them apart.
+    ModelError for a field that is no number, text, list or dictionary: two of them could not be told apart.
     """
     text = json.dumps(_plain(config, "config"), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -92,7 +91,7 @@ def config_digest(config: Mapping[str, Any]) -> str:
 def _plain(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         skipped = NOT_OWN if "model_type" in value else frozenset()
-        # As JSON knows no other names than texts: 1 and "1" are one, as they are in a config that was saved.
+        # JSON knows only text as names: 1 and "1" are equal, as in a saved config.
         return {str(key): _plain(each, f"{where}.{key}") for key, each in value.items() if key not in skipped}
     if isinstance(value, list | tuple):
         return [_plain(each, where) for each in value]
@@ -104,11 +103,11 @@ def _plain(value: Any, where: str) -> Any:
         return value
     if isinstance(value, torch.dtype):
         return str(value)
-    raise ModelError(f"{where} is a {type(value).__name__}, which cannot be told from another one")
+    raise ModelError(f"{where} is a {type(value).__name__}, which cannot be compared")
 
 
 def _quantisation(config: Any) -> str:
-    """What the weights are packed by, for people; the config's digest has all of it."""
+    """The quantization of the weights, for people; the config's digest has all of it."""
     found = config.to_dict().get("quantization_config") or {}
     return str(found.get("quant_method", "unknown")) if found else ""
 
@@ -117,8 +116,7 @@ def _quantisation(config: Any) -> str:
 
 
 def _weights(model: Any) -> str:
-    """A hash of all tensors of a model: their names, types, shapes and bytes. For telling weights apart, not for
-    security."""
+    """A hash of all tensors of a model: their names, dtypes, shapes and bytes. It is not for security."""
     digest = xxhash.xxh3_128()
     for name, tensor in _tensors(model):
         digest.update(f"{name} {tensor.dtype} {[*tensor.shape]}\n".encode())
@@ -128,18 +126,18 @@ def _weights(model: Any) -> str:
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """What a model computes with, by name: its state, and buffers that are in no checkpoint, such as frequencies."""
+    """The tensors of a model by name: its state, and buffers that are in no checkpoint, such as frequencies."""
     found: dict[str, Tensor] = {}
     for name, value in (*model.state_dict().items(), *model.named_buffers()):
         if isinstance(value, Tensor):
             found[name] = value
         elif value is not None:
-            raise ModelError(f"{name} is a {type(value).__name__}, of which it cannot be said when it is another one")
+            raise ModelError(f"{name} is a {type(value).__name__}, which cannot be compared")
     yield from sorted(found.items())
 
 
 def _pieces(name: str, tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, piece by piece, wherever it lies."""
+    """The bytes of a tensor, piece by piece, from any device."""
     if tensor.device.type == "meta":
         raise ModelError(f"{name} is not in memory: load all of the model's weights")
     if type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
@@ -149,17 +147,17 @@ def _pieces(name: str, tensor: Tensor) -> Iterator[memoryview]:
         yield flat[at : at + PIECE_BYTES].cpu().numpy().data
 
 
-# --- what was put on top of them
+# --- its adapters
 
 
 Switch = tuple[list[str], list[str], bool, list[tuple[str, str]]]
 
 
 def _switch(module: Any) -> Switch | None:
-    """How a layer of PEFT is switched: adapters at work, those merged into the weights, whether all are off, scales.
+    """The switches of a PEFT layer: active adapters, those merged into the weights, whether all are off, scales.
 
-    None for any other module. Such layers are known by what they have, since PEFT need not be installed; modules that
-    were saved whole with an adapter are switched alike. A model has adapters as well, but merges none by itself.
+    None for any other module. Such layers are known by their attributes, since PEFT need not be installed; modules that
+    were saved whole with an adapter have the same ones. A model has adapters as well, but merges none by itself.
     """
     merged = getattr(module, "merged_adapters", None) if hasattr(type(module), "active_adapters") else None
     if not isinstance(merged, list):
@@ -170,7 +168,7 @@ def _switch(module: Any) -> Switch | None:
 
 
 def _adapters(switches: Sequence[Switch]) -> str:
-    """Which adapters are at work, and how; what they hold counts among the weights. Empty if there are none."""
+    """The active adapters and a digest of their switches; their tensors count among the weights. Empty if none."""
     if not switches:
         return ""
     names = sorted({name for active, merged, _, _ in switches for name in (*active, *merged)})
@@ -178,11 +176,11 @@ def _adapters(switches: Sequence[Switch]) -> str:
     return f"{'+'.join(names) or 'none'} ({digest})"
 
 
-# --- what it is computed by
+# --- its kernels
 
 
 def _choices(model: Any) -> list[str]:
-    """How attention and experts are computed, and the like: what transformers keeps out of a config's own words."""
+    """The implementations of attention, experts and the like, which transformers does not write into a config."""
     found = set()
     for config in _configs(model.config):
         for what, name in (("attention", "_attn_implementation"), ("experts", "_experts_implementation")):
@@ -204,7 +202,7 @@ def _configs(config: Any) -> Iterator[Any]:
 
 
 def numerics(devices: Iterable[torch.device], choices: Iterable[str] = ()) -> str:
-    """By what a model is computed on these devices, as far as it may change the last bit; `choices` are the model's.
+    """All software and hardware that may change the last bit on these devices; `choices` are the model's.
 
     Threads count: torch's own products of [17, 8192] by [8192, 128] in float32 differ between 8 threads and 16, as
     partial sums are added in another order.
@@ -213,7 +211,7 @@ def numerics(devices: Iterable[torch.device], choices: Iterable[str] = ()) -> st
     if torch.are_deterministic_algorithms_enabled():
         parts.append("deterministic")
     parts += [f"{name}={os.environ[name]}" for name in CHOICES if name in os.environ]
-    parts += _processor()  # it computes a part of everything
+    parts += _processor()  # some operations run on it whatever the device
     for device in sorted({str(device) for device in devices} - {"cpu"}):
         parts += _accelerator(torch.device(device))
     return ", ".join(parts)
@@ -221,7 +219,7 @@ def numerics(devices: Iterable[torch.device], choices: Iterable[str] = ()) -> st
 
 @cache
 def _libraries() -> tuple[str, ...]:
-    """What was installed when this process began; the build says which libraries torch itself was made with."""
+    """Versions when this process began; the build digest covers the libraries that torch was built with."""
     build = hashlib.sha256(f"{torch.version.git_version} {torch.__config__.show()}".encode()).hexdigest()[:8]
     kernels = []
     for package in KERNELS:
@@ -248,7 +246,7 @@ def _processor() -> list[str]:
 
 @cache
 def _features() -> str:
-    """The processor: libraries choose their kernels and blocks by its name, its instructions and its caches."""
+    """The CPU: libraries choose their kernels and block sizes by its name, instructions and caches."""
     features = torch.cpu.get_capabilities()
     digest = hashlib.sha256(json.dumps(features, sort_keys=True, default=str).encode()).hexdigest()[:8]
     return f"{features.get('cpu_name', sys.platform)} ({digest})"
@@ -276,7 +274,7 @@ def _accelerator(device: torch.device) -> list[str]:
         "reduced math attention": cuda.fp16_bf16_reduction_math_sdp_allowed(),
     }
     return [
-        # A part of a GPU has its name and fewer multiprocessors.
+        # A slice of a GPU has the GPU's name and fewer multiprocessors.
         f"{about.name} {about.major}.{about.minor} with {about.multi_processor_count} multiprocessors",
         f"CUDA {torch.version.cuda} HIP {torch.version.hip} cuDNN {cudnn.version()}",
         f"BLAS {cuda.preferred_blas_library()}",
@@ -284,19 +282,19 @@ def _accelerator(device: torch.device) -> list[str]:
     ]
 
 
-# --- is it still that one?
+# --- has it changed since?
 
 
 @dataclass(frozen=True)
 class Marks:
-    """What shows, without reading the weights, whether a model is still the one that was identified.
+    """A model's marks, which show without reading the weights whether it is still the one that was identified.
 
-    It sees weights that were replaced, moved or written to in place, adapters that were added, switched, scaled or
-    merged, another config, and other choices of how to compute. Of bytes that were changed behind torch's back (through
-    `.data`) it sees the first of `SAMPLED` tensors, so that it notices when all weights are exchanged in this way.
+    They show weights that were replaced, moved or written in place, adapters that were added, switched, scaled or
+    merged, another config, and other kernels. Of bytes that were changed unseen by torch (through `.data`) they show
+    the first of `SAMPLED` tensors, which is enough when all weights are exchanged in this way.
     """
 
-    weights: tuple[tuple[int, int], ...]  # of each tensor its address, and how often it was written to
+    weights: tuple[tuple[int, int], ...]  # per tensor, its address and version
     sample: bytes
     config: str
     adapters: str
@@ -313,7 +311,7 @@ class Marks:
             if (switch := _switch(module)) is not None:
                 switches.append(switch)
             tensors += [tensor for tensor in module._parameters.values() if tensor is not None]
-            # Some models write buffers that no checkpoint has anew as they compute: frequencies, by the length.
+            # Some models rewrite buffers that no checkpoint has as they compute: frequencies, by the length.
             passing = module._non_persistent_buffers_set
             tensors += [each for name, each in module._buffers.items() if each is not None and name not in passing]
             for inner in module._modules.values():
@@ -327,7 +325,7 @@ class Marks:
         return cls(weights, sample, config, _adapters(switches), by, model.training)
 
     def require_same(self, model: Any) -> None:
-        """ModelError, with what has changed, unless the model is as it was."""
+        """ModelError, which names the change, unless the model is unchanged."""
         now = Marks.of(model)
         if now == self:
             return

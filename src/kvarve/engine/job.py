@@ -1,4 +1,4 @@
-"""A request in the engine: what it has computed and said so far, and where its text ends. It decides nothing."""
+"""A request in the engine: its computed and output tokens so far, and where its text ends. It decides nothing."""
 
 import torch
 
@@ -12,23 +12,23 @@ from kvarve.runtime import Prompt
 
 
 class Job(Task):
-    """A request from its first turn to its last: its lease, what it has said, and while it runs its private state."""
+    """A request from its first turn to its last: its lease, its answer, and while it runs its private state."""
 
     def __init__(self, request: Request, prompt: Prompt, lease: Lease, model: LoadedModel) -> None:
         super().__init__(lease, len(request.prompt), request.sampling.max_tokens)
         self.request, self.packed = request, prompt
         self.workspace: PagedWorkspace | None = None
         self.detokenizer = Detokenizer(model.tokenizer)
-        self.text = ""  # not yet delivered: it could be the beginning of a stop text
-        self.characters = 0  # of text that its tokens have made, delivered or not
-        self.output_ids: list[int] = []  # said, all but the last of them computed
-        self.cached: tuple[int, int, int] | None = None  # pages when it first began, by tier
-        self.leased_tokens = self.prefill_until  # so many tokens its lease knows
+        self.text = ""  # not delivered yet, as it could be the beginning of a stop text
+        self.characters = 0  # of the answer's text, delivered or not
+        self.output_ids: list[int] = []  # all but the last of them computed
+        self.cached: tuple[int, int, int] | None = None  # pages by tier, when it was first admitted
+        self.leased_tokens = self.prefill_until  # tokens that its lease covers
         sampling = request.sampling
         self.prompt_ids = frozenset(request.prompt if sampling.repetition_penalty != 1 else ())
         self.ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else model.eos_ids)
-        self.alone = False  # it is computed alone: a batch with it has failed
-        self.short_s: float | None = None  # since when room for what it keeps is on its way
+        self.alone = False  # computed alone, as a batch with it has failed
+        self.short_s: float | None = None  # since when it waits for slots for its next pages
         seed = sampling.seed
         self.random = torch.Generator().manual_seed(seed) if seed is not None else None
 
@@ -51,12 +51,12 @@ class Job(Task):
 
     @property
     def state(self) -> PagedWorkspace:
-        assert self.workspace is not None, "it is not running"
+        assert self.workspace is not None, "the request is not running"
         return self.workspace
 
     @property
     def draw(self) -> Draw:
-        """What its next token is chosen by."""
+        """The input of its next token's sampling."""
         return Draw(self.request.sampling, self.random, self.prompt_ids, self.output_ids, self.ends)
 
 

@@ -1,7 +1,7 @@
-"""What each cache layer of transformers keeps, and the layer of ours that stands in for it.
+"""The buffers that each cache layer of transformers keeps, and the layer of ours that replaces it.
 
-This is the one module that knows the cache classes of transformers, and it knows them by their names, never by a
-model's. It knows no page and no pool: a layer is read token by token or whole, and gets tapes and tensors to write to.
+Only this module knows the cache classes of transformers, by their names, never by a model's. It knows no page and no
+pool: a layer is read token by token or whole, and gets tapes and tensors to write to.
 """
 
 import copy
@@ -19,28 +19,28 @@ from kvarve.errors import ModelError
 
 
 class Tape:
-    """The entries of one buffer, one after the other in one tensor [room, *shape], from `front` up to `end`.
+    """The entries of one buffer, one after the other in one tensor [capacity, *shape], from `front` up to `end`.
 
-    An entry is a token's, or that of several tokens compressed into one. A page is a slice and a run of pages is a
-    longer slice, so both are copied without a loop. `keep` says how many entries before a chunk are still of use: None
-    all of them, or a sliding window's, whose older pages are dropped, always whole ones, when the room is used up. So
-    every page between `front` and `end` is complete.
+    An entry belongs to one token, or to several compressed into one. A page is a slice and a run of pages is a longer
+    slice, so both are copied without a loop. `keep` says how many entries before a chunk are still read: None all of
+    them, or those of a sliding window, whose older pages are dropped whole when the tensor is full. So every page
+    between `front` and `end` is complete.
     """
 
-    def __init__(self, room: Tensor, per_page: int, limit: int, keep: int | None) -> None:
-        """Begin with `room` [entries, *shape], of any content; without a `keep` it is doubled, up to the limit."""
-        self._data, self.per_page, self.limit, self.keep = room, per_page, limit, keep
+    def __init__(self, data: Tensor, per_page: int, limit: int, keep: int | None) -> None:
+        """Begin with `data` [entries, *shape], of any content; without a `keep` it is doubled, up to `limit`."""
+        self._data, self.per_page, self.limit, self.keep = data, per_page, limit, keep
         self.front = self.end = 0
 
     def append(self, entries: Tensor) -> None:
         """Write [n, *shape] behind the last entry."""
         stop = self.end + len(entries)
-        self._make_room(stop)
+        self._reserve(stop)
         self._data[self.end - self.front : stop - self.front].copy_(entries)
         self.end = stop
 
     def read(self, start: int, stop: int) -> Tensor:
-        """The entries [stop - start, *shape] as a view, whose strides say nothing about the room behind them."""
+        """The entries [stop - start, *shape] as a view, whose strides do not depend on the tensor's capacity."""
         return self._data[start - self.front : stop - self.front]
 
     def pages(self, start: int, stop: int) -> Tensor:
@@ -55,75 +55,75 @@ class Tape:
             if not self.end:
                 self.front = self.end = start
             assert start == self.end, f"the pages of a window come in order: token {start} after {self.end}"
-        self._make_room(stop)
+        self._reserve(stop)
         self.end = max(self.end, stop)
         return self.pages(pages.start, pages.stop)
 
     def rewind(self, end: int) -> None:
-        """Forget what is behind entry `end`; nothing at all is left at 0."""
+        """Drop the entries from `end` on; at 0 all of them."""
         assert end == 0 or self.front <= end <= self.end
         self.end, self.front = end, self.front if end else 0
 
     def own(self) -> None:
-        """Lie in a tensor of its own, and not in a part of one."""
+        """Copy the entries to a tensor of their own, if they are a part of a larger one."""
         if self._data.untyped_storage().nbytes() > self._data.nbytes:
             self._data = self._data.clone()
 
-    def _make_room(self, stop: int) -> None:
-        room = len(self._data)
-        if stop - self.front <= room:
+    def _reserve(self, stop: int) -> None:
+        capacity = len(self._data)
+        if stop - self.front <= capacity:
             return
         front = self.front
         if self.keep is not None:
             front = max(front, (self.end - self.keep) // self.per_page * self.per_page)
         else:
-            room = min(2 * room, self.limit)
+            capacity = min(2 * capacity, self.limit)
         kept = self.read(front, self.end)
-        self._data = kept.new_empty((max(room, stop - front), *kept.shape[1:]))
+        self._data = kept.new_empty((max(capacity, stop - front), *kept.shape[1:]))
         self._data[: len(kept)] = kept
         self.front = front
 
 
-# What a layer keeps is named by where it is found in transformers' layer, and by the key if that is a dictionary:
+# A buffer is named by the attribute of transformers' layer that holds it, and by the key if that is a dictionary:
 # "keys", "recurrent.0", "compressed_kv.indexer".
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a layer of transformers has kept of a few tokens: entries [n, *shape], each for so many tokens."""
+    """A buffer of a layer of transformers after a few tokens: entries [n, *shape], each for `tokens` tokens."""
 
     entries: Tensor
     tokens: int = 1
 
 
 class Layer:
-    """Mixed into a layer of transformers, whose types and masks stay its own; this one keeps nothing."""
+    """Mixed into a layer of transformers, which keeps its types and masks; this one keeps no buffers."""
 
     tapes: dict[str, Tape]
     past: int | None  # how many tokens before the new ones the layer reads: None all of them
 
     @staticmethod
     def per_token(layer: Any) -> dict[str, Kept]:
-        """What a layer of transformers keeps for each token."""
+        """The buffers that a layer of transformers keeps for each token."""
         return {}
 
     @staticmethod
     def per_sequence(layer: Any) -> dict[str, Tensor]:
-        """What a layer of transformers keeps once for all tokens, as [1, *shape]."""
+        """The states that a layer of transformers keeps once for all tokens, as [1, *shape]."""
         return {}
 
     def hold(self, name: str, state: Tensor) -> Tensor:
-        """Keep what `per_sequence` names in a tensor like `state`; from here on it is only ever written in place."""
+        """Keep the state `name` of `per_sequence` in a tensor like `state`, from here on only written in place."""
         raise NotImplementedError
 
     def resume_at(self, tokens: int) -> None:
-        """What comes next is the token behind so many; tapes and states hold what belongs to those before it."""
+        """The next token comes after `tokens`, to which the tapes and states belong."""
 
 
 class _OnTape(Layer):
-    """Attention: keys and values of every token, or of a window's. Where the values are the keys, one tape is both."""
+    """Attention: keys and values of all tokens or a window's. Where the values are the keys, one tape is both."""
 
-    cumulative_length: int  # where a sliding layer looks when it makes its mask
+    cumulative_length: int  # a sliding layer makes its mask by it
 
     @staticmethod
     def per_token(layer: Any) -> dict[str, Kept]:
@@ -136,7 +136,7 @@ class _OnTape(Layer):
         self.cumulative_length = tokens
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Take [1, heads, n, width] and give back what the layer attends to, new tokens included."""
+        """Take [1, heads, n, width]; returns all that the layer attends to, new tokens included."""
         keys = values = self._push("keys", key_states[0].transpose(0, 1)).transpose(0, 1)[None]
         if "values" in self.tapes:
             values = self._push("values", value_states[0].transpose(0, 1)).transpose(0, 1)[None]
@@ -166,7 +166,7 @@ class _Indexed(_OnTape):
         return kept
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Take [1, n, width] and give back the index keys of all tokens."""
+        """Take [1, n, width]; returns the index keys of all tokens."""
         return self._push("indexer_keys", indexer_key_states[0])[None]
 
     @property
@@ -185,8 +185,8 @@ class _Indexed(_OnTape):
 class _Compressing(_OnTape):
     """DeepSeek-V4: a window, and the tokens before it compressed, 4 or 128 into one entry.
 
-    Tokens that do not fill an entry yet are buffered, so a page has to end where an entry does: then nothing is in the
-    buffers. Overlapping entries also need the last tokens of the entry before, which is a state.
+    Tokens that do not fill an entry yet are buffered, so a page has to end where an entry does: then the buffers are
+    empty. Overlapping entries also need the last tokens of the entry before, which are a state.
     """
 
     compress_rate: int
@@ -222,7 +222,7 @@ class _Compressing(_OnTape):
             self.buffer_kv[name] = self.buffer_gate[name] = None
 
     def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
-        """Take new entries [1, n, width], n may be 0, and give back all."""
+        """Take new entries [1, n, width], n may be 0; returns all entries."""
         tape = self.tapes[f"compressed_kv.{name}"]
         tape.append(compressed[0])
         self.entry_count[name] = tape.end
@@ -231,7 +231,7 @@ class _Compressing(_OnTape):
     def update_overlap_state(
         self, name: str, chunk_kv: Tensor, chunk_gate: Tensor, head_dim: int
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Keep the last window of [1, windows, rate, width], and give back the one before, or None at the beginning."""
+        """Keep the last window of [1, windows, rate, width]; returns the one before, or None at the beginning."""
         before: list[Tensor | None] = []
         for state, windows in ((self.overlap_kv[name], chunk_kv), (self.overlap_gate[name], chunk_gate)):
             before.append(state.clone() if self.entry_count[name] else None)
@@ -240,7 +240,7 @@ class _Compressing(_OnTape):
 
 
 class _Recurrent(Layer):
-    """Linear attention and state spaces: what all tokens so far have left behind, overwritten by each."""
+    """Linear attention and state spaces: one state for all tokens so far, overwritten by each."""
 
     number_of_states: int
     conv_states: dict[int, Tensor]
@@ -264,7 +264,7 @@ class _Recurrent(Layer):
 
     def resume_at(self, tokens: int) -> None:
         super().resume_at(tokens)
-        for number in range(self.number_of_states):  # a layer may have room for more states than it uses
+        for number in range(self.number_of_states):  # a layer may have slots for more states than it uses
             used = self.is_conv_states_initialized[number] or self.is_recurrent_states_initialized[number]
             self.has_previous_state[number] = tokens > 0 and used
 
@@ -282,7 +282,7 @@ class _LinearInLayers(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def __init__(self, layers: list[Any]) -> None:
         Cache.__init__(self, layers=layers)
-        self.linear_cache: list[Tensor] = []  # by which MiniMax's cache tells its length
+        self.linear_cache: list[Tensor] = []  # MiniMax's cache takes its length from it
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
         state: Tensor | None = self.get_recurrent_state(layer_idx)
@@ -294,7 +294,6 @@ class _LinearInLayers(Cache):  # type: ignore[misc]  # transformers is untyped
 
 
 # By the names of transformers' classes, some of which are defined beside a model that need not be imported for this.
-# A layer that is not here keeps something that we do not know.
 LAYERS: dict[str, type[Layer]] = {
     "DynamicLayer": _OnTape,
     "DynamicSlidingWindowLayer": _OnTape,
@@ -314,7 +313,7 @@ _MIXED: dict[tuple[type, type], type] = {}
 
 def _mixed(mixin: type, base: type) -> Any:
     if (mixin, base) not in _MIXED:
-        # A layer type of its own would make transformers take ours for everybody's.
+        # With a `_layer_type`, transformers would register our class and use it for every cache.
         _MIXED[mixin, base] = type(f"{base.__name__}OnTape", (mixin, base), {"_layer_type": None})
     return _MIXED[mixin, base]
 
@@ -328,18 +327,18 @@ class LayerPlan:
 
     @property
     def window(self) -> int | None:
-        """Tokens of the sliding window, the one that is being computed included."""
+        """Tokens of the sliding window, including the one that is being computed."""
         window: int | None = getattr(self.fresh, "sliding_window", None)
         return window
 
     @property
     def keeps(self) -> bool:
-        """Whether it keeps anything; a layer without attention does not, nor one that reads what another keeps."""
+        """Whether it keeps buffers: not without attention, nor if it reads another layer's."""
         return self.mixin is not Layer
 
     @property
     def rate(self) -> int:
-        """Tokens that are compressed into one entry; 1 if they are not."""
+        """Tokens that are compressed into one entry; 1 without compression."""
         rate: int = getattr(self.fresh, "compress_rate", 1)
         return rate
 
@@ -352,46 +351,44 @@ class LayerPlan:
         return layer
 
 
-def plan_layers(config: Any, whose: str) -> tuple[LayerPlan, ...]:
-    """The cache layers for a model of this config; ModelError if one of them is of a kind that is not known here."""
+def plan_layers(config: Any, name: str) -> tuple[LayerPlan, ...]:
+    """The cache layers for a model of this config; ModelError if the kind of one is unknown here."""
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # some layers are known only once their model has been imported
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # some layers are registered only when their model is imported
     try:
         fresh = DynamicCache(config=config).layers
     except KeyError as e:
-        raise ModelError(f"{whose}: transformers has no cache layer for {e}") from e
+        raise ModelError(f"{name}: transformers has no cache layer for {e}") from e
     for number, layer in enumerate(fresh):
         if type(layer).__name__ not in LAYERS:
-            raise ModelError(
-                f"{whose}: layer {number} keeps its state in a {layer}, which this version cannot keep yet"
-            )
+            raise ModelError(f"{name}: layer {number} keeps its state in a {layer}, which this version cannot keep yet")
     return tuple(LayerPlan(layer, LAYERS[type(layer).__name__]) for layer in fresh)
 
 
 def page_multiple(plans: Sequence[LayerPlan]) -> int:
-    """What a page has to be a multiple of, so that no entry of any layer is cut in two."""
+    """Tokens of which a page has to be a multiple, so that no entry of any layer is cut in two."""
     return math.lcm(*(plan.rate for plan in plans))
 
 
 def new_cache(cache_class: type, layers: Sequence[Any]) -> Any:
-    """A cache of the class that a model asks for, over these layers."""
+    """A cache of the class that a model requires, over these layers."""
     mixin = CACHES[cache_class.__name__]
     return Cache(layers=[*layers]) if mixin is None else _mixed(mixin, cache_class)([*layers])
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a model did with a few tokens."""
+    """How a model computed a few tokens."""
 
-    cache_class: type  # of transformers, which the model insists on
-    layers: list[Any]  # transformers' own, with what they have kept
-    one_for_both: frozenset[int]  # those that were given one tensor as keys and as values
+    cache_class: type  # of transformers, which the model requires
+    layers: list[Any]  # transformers' own, with their buffers
+    one_for_both: frozenset[int]  # layers that got one tensor as keys and as values
 
 
 def probe(model: Any, plans: Sequence[LayerPlan]) -> Probe:
-    """Have a model compute a few tokens; ModelError if it does so with no cache that is known here."""
+    """Have a model compute a few tokens; ModelError if it works with no cache that is known here."""
     name = type(model).__name__
-    # Enough for what appears only when an entry is full.
+    # Enough to fill an entry, as some buffers are made only then.
     tokens = max([4, *(plan.rate for plan in plans if hasattr(plan.fresh, "overlap_kv"))])
     ids = torch.zeros((1, tokens), dtype=torch.long, device=model.device)
     cache_class: type = DynamicCache
@@ -400,7 +397,7 @@ def probe(model: Any, plans: Sequence[LayerPlan]) -> Probe:
             try:
                 cache, one_for_both = _watched(cache_class, plans)
                 model(input_ids=ids, past_key_values=cache, use_cache=True)
-            except ValueError:  # it insists on a cache of its own
+            except ValueError:  # it requires a cache class of its own
                 cache_class = type(model(input_ids=ids, use_cache=True).past_key_values)
                 if CACHES.get(cache_class.__name__) is None:
                     raise
@@ -412,7 +409,7 @@ def probe(model: Any, plans: Sequence[LayerPlan]) -> Probe:
 
 
 def _watched(cache_class: type, plans: Sequence[LayerPlan]) -> tuple[Any, set[int]]:
-    """A fresh cache, and the layers that have been given one tensor as keys and as values."""
+    """A fresh cache, and the layers that get one tensor as keys and as values, filled in as it is used."""
     cache, one_for_both = new_cache(cache_class, [copy.deepcopy(plan.fresh) for plan in plans]), set()
     update = cache.update
 

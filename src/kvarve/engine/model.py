@@ -1,7 +1,7 @@
 """From a name to a model that computes: checkpoint, tokenizer, identity, one forward, text in and text out.
 
-Local files only; no model hub is ever asked and no code of a checkpoint's is ever run. Whatever is wrong with a
-checkpoint is said in one line, and as much of it as possible before any weight is read.
+Local files only; no model hub is ever asked and no code of a checkpoint is ever run. An error in a checkpoint is one
+line, raised before any weight is read if possible.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from kvarve.engine.identity import Marks, identity_of
 from kvarve.engine.layers import plan_layers
 from kvarve.engine.state import StateLayout, Workspace, check_pages
-from kvarve.engine.stepwise import teach
+from kvarve.engine.stepwise import make_resumable
 from kvarve.errors import ConfigError, ModelError
 from kvarve.model import ModelIdentity, check_grid
 
@@ -31,18 +31,18 @@ BUILTIN = Path(__file__).parent / "builtin"
 UNKNOWN_LIMIT = 32768  # tokens, for a model whose config names no limit, such as one without positions
 HEADER_LIMIT_BYTES = 100_000_000  # of a safetensors file, by its format
 CONFIG, TOKENIZER, INDEX = "config.json", "tokenizer.json", "model.safetensors.index.json"
-NAMES = {"kimi_k2": "Kimi-K2"}  # what people call a type that transformers does not know
-# What shows that weights are packed: in a config, and in a file of weights by types and by names.
+NAMES = {"kimi_k2": "Kimi-K2"}  # common names of types that transformers does not know
+# Signs of quantized weights: keys of a config, and dtypes and names in a file of weights.
 QUANTIZED = frozenset({"quantization_config", "compression_config"})
 PACKED_TYPES = ("F8_", "F6_", "F4")
 PACKED_NAMES = ("qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv", "_blocks", "absmax", "SCB")
 WHOLE_NUMBERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
-UNDECODED = "\ufffd"  # what stands for bytes that are not, or not yet, a character
+UNDECODED = "\ufffd"  # in place of bytes that are not, or not yet, a character
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A causal language model with all that the engine needs to know about it."""
+    """A causal language model with its tokenizer, layout, identity and limits."""
 
     name: str
     model: Any  # a transformers PreTrainedModel, in eval mode
@@ -51,7 +51,7 @@ class LoadedModel:
     identity: ModelIdentity
     max_tokens: int
     eos_ids: frozenset[int]
-    marks: Marks | None = field(default=None, repr=False)  # of the model when its identity was made, if anybody asks
+    marks: Marks | None = field(default=None, repr=False)  # of the model when its identity was made
 
     def require_same(self) -> None:
         """ModelError if the model is no longer the one that its identity was made of."""
@@ -66,7 +66,7 @@ class LoadedModel:
     ) -> str:
         """The prompt for the next answer, as the model's own chat template writes it, with tools and other variables.
 
-        Raises ModelError if there is no template, or if it cannot make anything of these messages; ConfigError for a
+        Raises ModelError if there is no template, or if it refuses these messages; ConfigError for a
         variable that would be a setting of the tokenizer's instead, such as another template.
         """
         if self.tokenizer.chat_template is None:
@@ -86,30 +86,30 @@ class LoadedModel:
 class Detokenizer:
     """Tokens in one by one, text out as soon as it is certain: never half a character.
 
-    What has been said is decoded again together with what follows it, since some tokenizers write the first token
-    of a text without its leading space.
+    The last tokens that gave text are decoded again together with those after them, since some tokenizers write the
+    first token of a text without its leading space.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._ids: list[int] = []  # those said in the last piece of text, then the ones still held back
-        self._said = 0  # how many of them belong to that last piece
+        self._ids: list[int] = []  # those of the last text that was returned, then the ones still held back
+        self._returned = 0  # how many of them belong to that text
 
     def push(self, token_id: int) -> str:
         """The text that this token completes, often empty in the middle of a character."""
         self._ids.append(token_id)
-        # A character has 4 bytes at most; what is still undecodable after many tokens will stay so.
-        return self._say(final=len(self._ids) - self._said > 16)
+        # A character has 4 bytes at most; bytes still undecodable after many tokens will stay so.
+        return self._decoded(final=len(self._ids) - self._returned > 16)
 
     def flush(self) -> str:
-        """What was held back, for the end of the text."""
-        return self._say(final=True)
+        """The text that was held back, at the end."""
+        return self._decoded(final=True)
 
-    def _say(self, final: bool) -> str:
-        known, text = self._decode(self._ids[: self._said]), self._decode(self._ids)
+    def _decoded(self, final: bool) -> str:
+        known, text = self._decode(self._ids[: self._returned]), self._decode(self._ids)
         if len(text) <= len(known) or (text.endswith(UNDECODED) and not final):
             return ""
-        self._ids, self._said = self._ids[self._said :], len(self._ids) - self._said
+        self._ids, self._returned = self._ids[self._returned :], len(self._ids) - self._returned
         return text[len(known) :]
 
     def _decode(self, ids: list[int]) -> str:
@@ -117,7 +117,7 @@ class Detokenizer:
 
 
 def forward(model: Any, workspace: Workspace, ids: Tensor) -> Tensor:
-    """Compute the tokens ids [1, n] that follow those in the workspace; the logits [vocabulary] after the last."""
+    """Compute the tokens ids [1, n] after those in the workspace; the logits [vocabulary] after the last."""
     start, stop = workspace.tokens, workspace.tokens + ids.shape[1]
     assert stop <= workspace.max_tokens, f"token {stop} is beyond the {workspace.max_tokens} of this workspace"
     positions = torch.arange(start, stop, device=ids.device)[None]
@@ -130,9 +130,9 @@ def forward(model: Any, workspace: Workspace, ids: Tensor) -> Tensor:
 
 
 def build_model(config: Any, dtype: torch.dtype) -> Any:
-    """A model with random weights, or none on the meta device, in the types in which a checkpoint would be loaded.
+    """A model with random weights, or none on the meta device, in the dtypes in which a checkpoint would be loaded.
 
-    transformers keeps some weights in float32 whatever the others are, but only where it loads them.
+    transformers keeps some weights in float32 whatever the others' dtype, but only when it loads them.
     """
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     precise = {*(model._keep_in_fp32_modules_strict or ())} if dtype in (torch.float16, torch.bfloat16) else set()
@@ -160,7 +160,7 @@ def is_bare(name: str) -> bool:
 
 
 def check_model(name: str, *, page_tokens: int = 64, chunk_tokens: int = 256, dtype: str = "auto") -> None:
-    """Everything about a model that can be refused without reading a weight: raises what `load_model` would raise."""
+    """Check a model as far as possible without reading weights: raises what `load_model` would raise."""
     _Checkpoint.find(name, page_tokens, chunk_tokens, dtype)
 
 
@@ -176,7 +176,7 @@ def load_model(
     """Load `builtin:...` or a folder with config.json, *.safetensors and tokenizer.json.
 
     Prompts are computed in chunks of `chunk_tokens`. A model that has no scaled-dot-product attention gets "eager".
-    Raises ModelError for what is wrong with the checkpoint, ConfigError for settings that do not fit together.
+    Raises ModelError for an unusable checkpoint, ConfigError for settings that do not fit together.
     """
     found = _Checkpoint.find(name, page_tokens, chunk_tokens, dtype)
     tokenizer = found.tokenizer()
@@ -185,9 +185,9 @@ def load_model(
     model = found.model(attention)
     try:
         model = model.to(device)
-        teach(model)
+        make_resumable(model)
         layout = StateLayout.of(model, page_tokens, chunk_tokens)
-    except (RuntimeError, LookupError, ArithmeticError, AssertionError) as e:  # no room for it there, or it is broken
+    except (RuntimeError, LookupError, ArithmeticError, AssertionError) as e:  # out of memory, or a broken model
         raise ModelError(f"{found.folder}: the model does not compute on {device}: {_line(e)}") from e
     return LoadedModel(
         name=name,
@@ -202,16 +202,16 @@ def load_model(
 
 
 def keeping_answers(model: LoadedModel) -> LoadedModel:
-    """The same model for a cache that also keeps what answers computed.
+    """The same model for a cache that also keeps pages computed by decoding.
 
-    Those pages differ in their last bits from what a prompt would compute, so nobody who wants these finds them.
+    Those pages differ in their last bits from prefilled ones, so they get other keys.
     """
     return replace(model, identity=replace(model.identity, numerics=f"{model.identity.numerics}, answers kept"))
 
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """A folder that looks as if it could be loaded."""
+    """A folder that has passed the checks before loading."""
 
     name: str
     folder: Path
@@ -261,7 +261,7 @@ class _Checkpoint:
             )
         except Exception as e:  # models check their configs, and libraries their files, with exceptions of their own
             raise ModelError(f"{self.folder}: the weights cannot be loaded: {_line(e)}") from e
-        # transformers would leave these at random, and the model would babble.
+        # transformers would leave these weights random.
         if missing := sorted(info["missing_keys"]):
             raise ModelError(f"{self.folder}: {len(missing)} weights are not in the checkpoint, such as {missing[0]}")
         return model.eval()
@@ -313,7 +313,7 @@ def _read_config(folder: Path) -> Any:
 
 
 def _quantization(config: Mapping[str, Any]) -> str:
-    """By what the weights of a config are packed, wherever in it that stands; empty if they are not."""
+    """The quantization named anywhere in a config; empty if there is none."""
     for key, value in config.items():
         if key in QUANTIZED and value is not None:
             return (
@@ -325,13 +325,13 @@ def _quantization(config: Mapping[str, Any]) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """What may be weights, of any format."""
+    """Files of weights in any format."""
     kinds = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
     return [path for path in sorted(folder.iterdir()) if path.suffix in kinds or path.name == INDEX]
 
 
 def _check_weights(folder: Path) -> None:
-    """The files that transformers will read are there, whole, and hold weights as a model computes with them."""
+    """ModelError unless the files that transformers will read exist, are whole, and hold unquantized weights."""
     single, files = folder / "model.safetensors", {path.name: path for path in _weight_files(folder)}
     if single.name in files:
         _check_safetensors(single)
@@ -387,10 +387,10 @@ def _check_safetensors(path: Path) -> set[str]:
 
 
 def token_limit(config: Any) -> int:
-    """The tokens that a model can attend to, as its config says, as long as what was computed of them stays true.
+    """The tokens that a model can attend to by its config, as far as their cached pages stay valid.
 
-    Some frequencies of position ("longrope", "dynamic") are others once a sequence is longer than what the model was
-    first trained for: what was kept of its first chunks would not be what the same code computes for them then.
+    Some position encodings ("longrope", "dynamic") change their frequencies once a sequence is longer than the original
+    context: pages of its first chunks would differ from those that the same code computes then.
     """
     config = config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None)
@@ -412,5 +412,5 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def _line(error: Exception) -> str:
-    """What an exception says, on one line and not too long."""
+    """The message of an exception, on one line and not too long."""
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,8 +1,8 @@
-"""A request's state where the pages are: chains lie in the device arena itself, by block tables, and are never copied.
+"""A request's paged state: chains are read and written in the device arena by block tables, and never copied.
 
-What a sequence resumes from is read in place, by all who share it; what it computes goes into slots of its own, which
-the tree takes over as they are when they are published. Windows and recurrent states do not grow with a sequence: it
-has working copies of its own, in tensors that stay where they are, so that rows of a batch can be views of one tensor.
+Cached pages are read in place by all requests that share them; computed tokens go into slots of the request's own,
+which the tree takes over when they are published. Windows and recurrent states do not grow with a sequence, so each
+request has working copies, in tensors that never move, so that rows of a batch can be views of one tensor.
 """
 
 import math
@@ -15,7 +15,7 @@ from kvarve import boundaries
 from kvarve.core.lease import Lease
 from kvarve.engine.layers import Tape
 from kvarve.engine.prefill import keep
-from kvarve.engine.state import StateLayout, Workspace, window_room
+from kvarve.engine.state import StateLayout, Workspace, window_capacity
 from kvarve.model import BufferSpec, PoolSpec
 from kvarve.runtime import PrefixCache
 
@@ -27,12 +27,12 @@ class Table:
         self.page_tokens = page_tokens
         self.slots: list[int] = []
         self.index = torch.empty(0, dtype=torch.long, device=device)  # the same, for torch
-        self.straight = 0  # so many of the first pages lie one behind the other
-        self._foreign = 0  # pages that are somebody else's though we compute them too
+        self.straight = 0  # so many of the first pages are in consecutive slots
+        self._foreign = 0  # pages of other requests that this one computes too, as a set of bits
         self._rows: dict[int, tuple[int, int, Tensor, Tensor | None]] = {}  # the last answers of `rows`, by `per_page`
 
     def put(self, start: int, slots: Sequence[int], foreign: int) -> None:
-        """The slots from page `start` on are these; those of the set `foreign` are only read."""
+        """Set the slots from page `start` on; the pages of the set `foreign` are only read."""
         self.slots[start:] = slots
         self._foreign, self._rows = foreign, {}
         self.index = torch.tensor(self.slots, dtype=torch.long, device=self.index.device)
@@ -42,15 +42,15 @@ class Table:
         self.straight = at
 
     def rows(self, start: int, stop: int, per_page: int) -> tuple[Tensor, Tensor | None]:
-        """Where the entries [start, stop) go, as rows of the arena, and which of them are written (None: all)."""
+        """The rows of the arena for the entries [start, stop), and which of these are written (None: all)."""
         last = self._rows.get(per_page)  # each layer asks the same
         if last is not None and last[:2] == (start, stop):
             return last[2], last[3]
         entries = torch.arange(start, stop, device=self.index.device)
         pages, written = entries // per_page, None
-        theirs = [page for page in boundaries.members(self._foreign) if page * per_page < stop]
-        if theirs and (theirs[-1] + 1) * per_page > start:
-            written = (~torch.isin(pages, torch.tensor(theirs, device=pages.device))).nonzero()[:, 0]
+        shared = [page for page in boundaries.members(self._foreign) if page * per_page < stop]
+        if shared and (shared[-1] + 1) * per_page > start:
+            written = (~torch.isin(pages, torch.tensor(shared, device=pages.device))).nonzero()[:, 0]
             entries, pages = entries[written], pages[written]
         rows = self.index[pages] * per_page + entries % per_page
         self._rows[per_page] = start, stop, rows, written
@@ -73,7 +73,7 @@ class PagedTape(Tape):
         self.end = stop
 
     def read(self, start: int, stop: int) -> Tensor:
-        """The entries [stop - start, *shape], as a view where they lie one behind the other."""
+        """The entries [stop - start, *shape], as a view where their slots are consecutive."""
         size = self.per_page
         first, last = start // size, math.ceil(stop / size)
         if last <= self.table.straight:
@@ -86,13 +86,13 @@ class PagedTape(Tape):
         self.end = end
 
     def own(self) -> None:
-        """It lies in the arena, as it should."""
+        """Nothing to do: the entries stay in the arena."""
 
 
 class RollingTape(Tape):
-    """A window's tokens in a tensor that is never exchanged for another."""
+    """A window's tokens in a tensor that is never reallocated."""
 
-    def _make_room(self, stop: int) -> None:
+    def _reserve(self, stop: int) -> None:
         if stop - self.front <= len(self._data):
             return
         assert self.keep is not None
@@ -104,7 +104,7 @@ class RollingTape(Tape):
 
 
 class PagedWorkspace(Workspace):
-    """The state of one request whose chains lie in the pages that a lease has on the device."""
+    """The state of one request whose chains are in the pages that a lease has on the device."""
 
     def __init__(
         self,
@@ -113,14 +113,14 @@ class PagedWorkspace(Workspace):
         device: torch.device | str,
         arenas: Mapping[str, Mapping[str, Tensor]],
     ) -> None:
-        """`arenas`: of each chain the tensors of the device arena by buffer name."""
+        """`arenas`: by chain, the tensors of the device arena by buffer name."""
         self._arenas = arenas
         self.tables = {name: Table(layout.page_tokens, torch.device(device)) for name in arenas}
         super().__init__(layout, max_tokens, device)
 
     @classmethod
     def resumed(cls, cache: PrefixCache, lease: Lease, layout: StateLayout, max_tokens: int) -> "PagedWorkspace":
-        """A workspace that goes on where a ready lease's pages end, with the room that the lease has."""
+        """A workspace that resumes where a ready lease's pages end, in the slots that the lease has."""
         arenas = {pool.name: cache.arena(pool.name) for pool in layout.pools if pool.lookback is None}
         device = next(iter(cache.arena(layout.pools[0].name).values())).device
         workspace = cls(layout, max_tokens, device, arenas)
@@ -135,31 +135,31 @@ class PagedWorkspace(Workspace):
         return workspace
 
     def take_seats(self, cache: PrefixCache, lease: Lease, start: int) -> None:
-        """Learn where the lease's pages from `start` on lie now."""
+        """Read the slots of the lease's pages from `start` on into the tables."""
         for number, pool in enumerate(self.layout.pools):
             if table := self.tables.get(pool.name):
                 foreign = lease.seen[number] & ~boundaries.ones(lease.boundary)
                 table.put(start, cache.seats(lease, pool.name, start), foreign)
 
     def keep(self, cache: PrefixCache, lease: Lease) -> None:
-        """Publish what was computed, if it ends at a line of the grid. From then on its pages are the tree's."""
+        """Publish the computed pages, if they end at a chunk boundary. The tree owns them then."""
         done = lease.done
         keep(cache, lease, self)
-        if lease.done > done:  # where somebody else was sooner the tree has other slots
+        if lease.done > done:  # where another request published first, the tree has other slots
             self.take_seats(cache, lease, done)
 
     def seated(self, stop: int) -> bool:
-        """Whether there is a place for every token before `stop`."""
+        """Whether there is a slot for every token before `stop`."""
         return all(stop <= len(table.slots) * table.page_tokens for table in self.tables.values())
 
     def make_room(self, pool_name: str) -> None:
         """Let a window take one more token."""
         for buffer in self.layout.pool(pool_name).buffers:
             tape = self._tapes[buffer.name]
-            tape._make_room(tape.end + 1)
+            tape._reserve(tape.end + 1)
 
     def advance(self) -> None:
-        """A batch has written one more token everywhere."""
+        """Count the token that a batch has written to every tape."""
         for tape in self._tapes.values():
             tape.end += 1
         for layer in self.cache.layers:
@@ -167,7 +167,7 @@ class PagedWorkspace(Workspace):
                 layer.cumulative_length += 1
 
     def save(self, pool_name: str, positions: Sequence[int], arena: Mapping[str, Tensor], slots: Sequence[int]) -> None:
-        """Copy windows and states out; chains are where they should be."""
+        """Copy windows and states out; chains are in the arena already."""
         if pool_name in self.tables:
             here = self.tables[pool_name].slots
             assert all(here[at] == slot for at, slot in zip(positions, slots, strict=True)), "a page moved"
@@ -179,6 +179,6 @@ class PagedWorkspace(Workspace):
             return PagedTape(self._arenas[pool.name][buffer.name], self.tables[pool.name])
         per_page, *shape = buffer.shape
         assert per_page == self.layout.page_tokens, "a window is of tokens"
-        room = window_room(pool.lookback, per_page, self.layout.chunk_tokens)
-        data = torch.empty(room, *shape, dtype=getattr(torch, buffer.dtype), device=self.device)
+        capacity = window_capacity(pool.lookback, per_page, self.layout.chunk_tokens)
+        data = torch.empty(capacity, *shape, dtype=getattr(torch, buffer.dtype), device=self.device)
         return RollingTape(data, per_page, self.max_tokens, pool.lookback * per_page)

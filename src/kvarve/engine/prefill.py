@@ -1,4 +1,4 @@
-"""Where a request's private workspace and the cache meet: pages in before prefill, pages out after each whole chunk."""
+"""Between a request's private workspace and the cache: pages in before prefill, out after each whole chunk."""
 
 import torch
 
@@ -10,7 +10,7 @@ from kvarve.runtime import PrefixCache
 def resumed(
     cache: PrefixCache, lease: Lease, layout: StateLayout, max_tokens: int, device: torch.device | str
 ) -> Workspace:
-    """A workspace for `max_tokens` that goes on where a ready lease's pages end."""
+    """A workspace for `max_tokens` that resumes where a ready lease's pages end."""
     workspace = Workspace(layout, max_tokens, device)
     for pool, (positions, slots) in cache.pages(lease).items():
         if positions:
@@ -20,17 +20,17 @@ def resumed(
     return workspace
 
 
-GROW_WAIT_S = 0.5  # for evictions under way; then a request goes on without keeping its pages
+GROW_WAIT_S = 0.5  # for evictions in flight; then a request goes on without keeping its pages
 
 
 def room_comes(cache: PrefixCache, lease: Lease, layout: StateLayout, tokens: int) -> bool:
-    """Whether there will be more room in a moment to keep what is computed up to a line of the grid."""
+    """Whether evictions in flight will free slots for the pages up to a chunk boundary at `tokens`."""
     upto = min(tokens // layout.page_tokens, cache.core.keepable(lease))
     return tokens % layout.chunk_tokens == 0 and upto > lease.room and cache.short(lease, upto)
 
 
 def wait_for_room(cache: PrefixCache, lease: Lease, workspace: Workspace) -> None:
-    """Wait a moment for room to `keep` pages, on a thread that has nothing else to do."""
+    """Wait a moment for slots to `keep` pages in, on a thread that has nothing else to do."""
     end = cache.now() + GROW_WAIT_S
     while room_comes(cache, lease, workspace.layout, workspace.tokens) and cache.now() < end:
         cache.wait(0.01)
@@ -38,7 +38,7 @@ def wait_for_room(cache: PrefixCache, lease: Lease, workspace: Workspace) -> Non
 
 
 def keep(cache: PrefixCache, lease: Lease, workspace: Workspace) -> None:
-    """Publish what was computed, if it ends at a line of the grid: only pages of whole chunks are everybody's."""
+    """Publish the computed pages, if they end at a chunk boundary: only pages of whole chunks are shared."""
     layout = workspace.layout
     upto = min(workspace.tokens // layout.page_tokens, cache.core.keepable(lease))
     if workspace.tokens % layout.chunk_tokens or upto <= lease.room:

@@ -75,7 +75,7 @@ class RecallTask:
     """A text with facts in it, and questions about some of them.
 
     `context` ends with a newline. Both forms of a conversation over it only ever grow at the end, so each turn's
-    prompt begins with the whole of the turn before: what a prefix cache lives on.
+    prompt begins with all of the turn before, as prefix caching needs.
     """
 
     seed: int
@@ -146,7 +146,7 @@ def _filler(rng: random.Random, chars: int) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _manual() -> tuple[str, ...]:
-    """Every line of the manual that has something on it, but for those that use one of our words."""
+    """Every line of the manual that is not empty and uses none of our words."""
     ours = set(KEYS) | set(VALUES)
     lines = (line.rstrip() for name in sorted(topics) for line in topics[name].splitlines())
     return tuple(line + "\n" for line in lines if line and ours.isdisjoint(line.lower().split()))

@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what it answers: plain data and a channel between two threads."""
+"""Requests to the engine and its output: plain data and a channel between two threads."""
 
 import itertools
 import queue
@@ -14,16 +14,16 @@ from torch import Tensor
 
 from kvarve.errors import ConfigError
 
-MOST_LOGPROBS = 20  # alternatives to a token that can be asked for, as OpenAI
+MOST_LOGPROBS = 20  # alternatives that a request may ask for, as OpenAI's
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen. Temperature 0 is greedy; a seed makes everything else repeatable.
 
-    `top_k` of 0 or -1 is no limit; `min_p` is a share of the best token's chance. The penalties are OpenAI's and
-    vLLM's: frequency and presence count an answer's tokens, repetition the prompt's too. No end token and no stop text
-    is heeded in the first `min_tokens`. With `logprobs` every token comes with its likelihood and so many alternatives.
+    `top_k` of 0 or -1 is no limit; `min_p` is a share of the best token's probability. The penalties are OpenAI's and
+    vLLM's: frequency and presence count an answer's tokens, repetition the prompt's too. No end token or stop text ends
+    an answer in its first `min_tokens`. `logprobs`: how many alternatives come with each token and its likelihood.
     """
 
     max_tokens: int = 16
@@ -32,7 +32,7 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()  # what is added to the logit of a token
+    logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logit of a token
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -71,7 +71,7 @@ class Sampling:
 
 
 def check_prompt(prompt: Sequence[int], vocabulary: int) -> NDArray[np.int64]:
-    """The ids [tokens]; ConfigError unless they are at least one, all of a vocabulary of this size."""
+    """The ids [tokens]; ConfigError if there are none, or one is outside a vocabulary of this size."""
     if not len(prompt):
         raise ConfigError("the prompt is empty")
     try:
@@ -80,14 +80,14 @@ def check_prompt(prompt: Sequence[int], vocabulary: int) -> NDArray[np.int64]:
         ids = np.zeros((0, 0))
     if ids.ndim != 1 or ids.dtype.kind not in "iuO":
         raise ConfigError("the prompt must be a row of token ids, which are whole numbers")
-    # What numpy can only keep as objects has a number that is larger than any vocabulary, or none.
+    # numpy makes objects of numbers that are larger than any vocabulary, and of anything that is no number.
     if ids.dtype.kind == "O" or int(ids.max()) >= vocabulary or int(ids.min()) < 0:
         raise ConfigError(f"the prompt has a token id outside the model's vocabulary of {vocabulary}")
     return ids.astype(np.int64, copy=False)
 
 
 def check_tokens(sampling: Sampling, vocabulary: int) -> None:
-    """ConfigError if a token is named that a vocabulary of so many does not have."""
+    """ConfigError if a sampling names a token outside a vocabulary of this size."""
     for name, tokens in (
         ("logit_bias", [token for token, _ in sampling.logit_bias]),
         ("stop_token_ids", sampling.stop_token_ids),
@@ -106,7 +106,7 @@ class Finish(Enum):
 
 
 class TokenUsage(NamedTuple):
-    """Tokens of one request; `device + host + storage` is what was cached of the prompt, by where it came from."""
+    """Tokens of one request; `device + host + storage` are those of the prompt that were cached, by tier."""
 
     prompt: int
     completion: int
@@ -120,20 +120,20 @@ class TokenUsage(NamedTuple):
 
 
 class Likelihood(NamedTuple):
-    """The natural logarithm of a token's chance by the model alone, and of the chances of the likeliest tokens."""
+    """The natural logarithm of a token's probability by the model alone, and those of the likeliest tokens."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]  # the likeliest first
-    offset: int  # so many characters had the answer's tokens made before this one
+    offset: int  # characters of the answer before this token
 
 
 @dataclass(frozen=True)
 class OutputChunk:
-    """A piece of an answer: some text (perhaps none), and with the last piece why it ended.
+    """A part of an answer: some text (perhaps none), and in the last one why it ended.
 
-    Text that could become a stop text, or half a character, comes in a later piece than its tokens. `likelihoods` are
-    those of this piece's tokens, for a request that asked for them.
+    Text that could become a stop text, or half a character, comes in a later chunk than its tokens. `likelihoods` are
+    those of this chunk's tokens, for a request that asked for them.
     """
 
     text: str
@@ -149,9 +149,9 @@ _numbers = itertools.count(1)
 
 @dataclass(eq=False)
 class Request:
-    """One prompt to be answered. Its pieces go to `deliver`, on the engine's thread; by default into `pieces`.
+    """One prompt to be answered. Its output goes to `deliver`, on the engine's thread; by default into `pieces`.
 
-    `watch` is shown the logits [vocabulary] of which each token is chosen, just before that, on the same thread.
+    `watch` gets the logits [vocabulary] of each token, just before it is sampled, on the same thread.
     """
 
     prompt: Sequence[int]
@@ -166,7 +166,7 @@ class Request:
     pieces: "queue.SimpleQueue[OutputChunk]" = field(default_factory=queue.SimpleQueue)
 
     def check(self) -> None:
-        """ConfigError for what the cache could not make a key or an order of; the prompt is the engine's to check."""
+        """ConfigError for a salt or priority that the cache could not use; the engine checks the prompt."""
         if not isinstance(self.salt, str):
             raise ConfigError(f"the salt must be text, not {self.salt!r}")
         try:
@@ -180,7 +180,7 @@ class Request:
         (self.deliver or self.pieces.put)(piece)
 
     def result(self, timeout_s: float = 300.0) -> tuple[str, list[int], OutputChunk]:
-        """Wait for the whole answer: its text, its tokens and the last piece. `queue.Empty` after `timeout_s`."""
+        """Wait for the whole answer: its text, tokens and last chunk. `queue.Empty` after `timeout_s` without one."""
         text = ""
         tokens: list[int] = []
         while True:

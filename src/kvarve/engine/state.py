@@ -1,7 +1,7 @@
-"""What a model keeps while it computes: which pools it has, and one request's private workspace of tensors.
+"""The state of a model while it computes: its pools, and one request's private workspace of tensors.
 
-Pools are rows that follow from what the cache layers of a model keep (`layers.py`); no model is known here. It knows no
-tree, no tier and no thread: pages are copied in, tokens are computed, pages are copied out.
+Pools follow from the buffers that the cache layers of a model keep (`layers.py`); no model is known here, no tree, tier
+or thread: pages are copied in, tokens are computed, pages are copied out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvarve import boundaries
 from kvarve.engine.layers import LayerPlan, Tape, new_cache, page_multiple, plan_layers, probe
-from kvarve.engine.stepwise import begin_anew
+from kvarve.engine.stepwise import layers_ignoring_state
 from kvarve.errors import ConfigError, ModelError
 from kvarve.model import BufferSpec, PoolSpec, window_lookback
 
@@ -26,25 +26,25 @@ class StateLayout:
     chunk_tokens: int
     pools: tuple[PoolSpec, ...]
     layers: tuple[LayerPlan, ...]
-    cache_class: type  # of transformers, which the model insists on
+    cache_class: type  # of transformers, which the model requires
 
     @classmethod
     def of(cls, model: Any, page_tokens: int, chunk_tokens: int) -> "StateLayout":
-        """Compute a few tokens with a causal language model of transformers and see what its layers kept.
+        """Compute a few tokens with a causal language model of transformers and read the buffers that its layers kept.
 
         Raises ModelError if a layer keeps its state in a way that is not known here, or keeps none at all, ConfigError
-        if pages of this size cannot be. On torch's meta device nothing is computed, only shapes are found out.
+        if pages cannot have this size. On torch's meta device nothing is computed, only shapes.
         """
         name = type(model).__name__
         plans = plan_layers(model.config, name)
         check_pages(plans, page_tokens, name)
         probed = probe(model, plans)
-        if model.device.type != "meta" and (anew := begin_anew(model, plans, probed.cache_class)):
+        if model.device.type != "meta" and (lost := layers_ignoring_state(model, plans, probed.cache_class)):
             raise ModelError(
-                f"{name}: layer {min(anew)} forgets its state when several tokens are computed at once, so a prompt "
-                f"cannot be resumed: call kvarve.engine.stepwise.teach(model) first"
+                f"{name}: layer {min(lost)} forgets its state when several tokens are computed at once, so a prompt "
+                f"cannot be resumed: call kvarve.engine.stepwise.make_resumable(model) first"
             )
-        # By what one entry is of: so many tokens, within a window of so many or None.
+        # By the tokens of one entry, and those of its window or None.
         entries: dict[tuple[int, int | None], list[BufferSpec]] = {}
         states: list[BufferSpec] = []
         for number, (plan, layer) in enumerate(zip(plans, probed.layers, strict=True)):
@@ -76,50 +76,50 @@ class StateLayout:
 
     @property
     def page_multiple(self) -> int:
-        """What a page, and so a chunk, has to be a multiple of, in tokens."""
+        """Tokens of which a page, and so a chunk, has to be a multiple."""
         return page_multiple(self.layers)
 
     @property
     def bytes_per_token(self) -> float:
-        """What a token takes for good: its share of the pages of every chain."""
+        """Bytes of a token in the pages of all chains."""
         return sum(pool.payload_bytes for pool in self.pools if pool.lookback is None) / self.page_tokens
 
     @property
     def bytes_per_snapshot(self) -> int:
-        """What it takes, beside the chains, to resume at one boundary: windows and states."""
+        """Bytes needed, beside the chains, to resume at one boundary: windows and states."""
         return sum(pool.payload_bytes * pool.lookback for pool in self.pools if pool.lookback is not None)
 
     @property
     def bytes_in_use(self) -> int:
-        """What a running request has for itself beside the pages of chains: windows and states to compute in."""
+        """Bytes of a running request's workspace, beside the pages of chains: windows and states."""
         total = 0
         for pool in self.pools:
             if pool.lookback is not None:
-                room = window_room(pool.lookback, self.page_tokens, self.chunk_tokens) // self.page_tokens
-                total += sum(buffer.nbytes for buffer in pool.buffers) * (1 if pool.in_place else room)
+                capacity = window_capacity(pool.lookback, self.page_tokens, self.chunk_tokens) // self.page_tokens
+                total += sum(buffer.nbytes for buffer in pool.buffers) * (1 if pool.in_place else capacity)
         return total
 
     @property
     def shortest_hit(self) -> int:
-        """Tokens of the shortest prompt of which anything can be found: a whole chunk, and a token left to compute."""
+        """Tokens of the shortest prompt that can hit: a whole chunk, and a token left to compute."""
         return self.chunk_tokens + 1
 
     def pool(self, name: str) -> PoolSpec:
         return next(pool for pool in self.pools if pool.name == name)
 
 
-def window_room(lookback: int, page_tokens: int, chunk_tokens: int) -> int:
-    """Tokens for which a window has room: twice what is kept, so that it moves its front seldom and not at each."""
+def window_capacity(lookback: int, page_tokens: int, chunk_tokens: int) -> int:
+    """Capacity of a window in tokens: twice what is kept, so that its front moves seldom, not at each token."""
     return 2 * (lookback * page_tokens + chunk_tokens)
 
 
-def check_pages(plans: Sequence[LayerPlan], page_tokens: int, whose: str) -> None:
+def check_pages(plans: Sequence[LayerPlan], page_tokens: int, name: str) -> None:
     """ConfigError if a page would cut an entry of one of the layers in two."""
     multiple = page_multiple(plans)
     if page_tokens % multiple:
         fits = -(-page_tokens // multiple) * multiple
         raise ConfigError(
-            f"{whose} compresses {multiple} tokens into one entry, which a page of {page_tokens} tokens would cut in "
+            f"{name} compresses {multiple} tokens into one entry, which a page of {page_tokens} tokens would cut in "
             f"two: give page tokens {fits}, and chunk tokens that are a multiple of it"
         )
 
@@ -129,7 +129,7 @@ def _buffer(layer: int, what: str, shape: Sequence[int], dtype: torch.dtype) -> 
 
 
 class Workspace:
-    """The state of one request while it computes: load what is known, `resume`, compute, save what is new.
+    """The state of one request while it computes: load cached pages, `resume`, compute, save new pages.
 
     `cache` goes into the model's forward as `past_key_values`. It is private: `load` copies pages in and `save`
     copies them out, so no later token can change a page that others share. Arenas are mappings from the buffer's
@@ -154,11 +154,13 @@ class Workspace:
         self._clock = next(tape for tape in self._tapes.values() if tape.per_page == layout.page_tokens)
 
     def _tape(self, pool: PoolSpec, buffer: BufferSpec) -> Tape:
-        """Where the entries of one buffer lie: here, in memory of the workspace's own."""
+        """The entries of one buffer: here, in memory of the workspace's own."""
         per_page, *shape = buffer.shape
         tokens = self.layout.page_tokens // per_page  # of one entry
-        room = min(self.max_tokens, window_room(pool.lookback or 0, self.layout.page_tokens, self.layout.chunk_tokens))
-        data = torch.empty(room // tokens, *shape, dtype=getattr(torch, buffer.dtype), device=self.device)
+        capacity = min(
+            self.max_tokens, window_capacity(pool.lookback or 0, self.layout.page_tokens, self.layout.chunk_tokens)
+        )
+        data = torch.empty(capacity // tokens, *shape, dtype=getattr(torch, buffer.dtype), device=self.device)
         return Tape(data, per_page, self.max_tokens // tokens, pool.lookback and pool.lookback * per_page)
 
     @property
@@ -220,7 +222,7 @@ class Workspace:
             arena[buffer.name].index_copy_(0, index, pages)
 
     def own(self) -> None:
-        """Have windows and states in tensors of its own, if they are parts of a batch's: those would stay with it."""
+        """Copy windows and states that are views of a batch's tensors into its own, or it would keep those alive."""
         for name, state in self._states.items():
             if state.untyped_storage().nbytes() > state.nbytes:
                 self._put_state(name, state.clone())

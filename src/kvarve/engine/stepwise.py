@@ -1,9 +1,9 @@
-"""Layers that begin anew whenever several tokens are computed at once, taught to go on from where they were.
+"""Layers that ignore their recurrent state when they get several tokens, made to resume from it token by token.
 
 Mamba's scan in transformers (Jamba's layers) takes no initial state: a call of several tokens starts from nothing and
-overwrites the state of those before, so a prompt that is computed in chunks would be forgotten chunk by chunk. The same
-code does go on when it gets one token, so that is how such a layer gets what follows its first chunk; the rest of the
-model still computes whole chunks.
+overwrites the state of those before, so a prompt computed in chunks would lose each chunk but the last. The same code
+does continue from the state when it gets one token, so such a layer gets one token at a time after its first chunk; the
+rest of the model still computes whole chunks.
 """
 
 import copy
@@ -19,8 +19,8 @@ from transformers.cache_utils import Cache
 from kvarve.engine.layers import LayerPlan, new_cache, plan_layers, probe
 
 
-def begin_anew(model: Any, plans: Sequence[LayerPlan], cache_class: type) -> dict[int, Any]:
-    """The layers that never look at their recurrent state when they get several tokens, and the modules they are."""
+def layers_ignoring_state(model: Any, plans: Sequence[LayerPlan], cache_class: type) -> dict[int, Any]:
+    """By layer, the modules that do not read their recurrent state when they get several tokens."""
     if not any(hasattr(plan.fresh, "recurrent_states") for plan in plans):
         return {}
     primed = new_cache(cache_class, [copy.deepcopy(plan.fresh) for plan in plans])
@@ -28,19 +28,19 @@ def begin_anew(model: Any, plans: Sequence[LayerPlan], cache_class: type) -> dic
     firsts: dict[type, int] = {}
     for number in sorted(writers):
         firsts.setdefault(type(writers[number]), number)
-    anew = {kind for kind, number in firsts.items() if not _looks_at_its_state(model, primed, number)}
-    return {number: module for number, module in writers.items() if type(module) in anew}
+    ignoring = {kind for kind, number in firsts.items() if not _reads_its_state(model, primed, number)}
+    return {number: module for number, module in writers.items() if type(module) in ignoring}
 
 
-def teach(model: Any) -> None:
-    """Let the layers that begin anew go on instead, one token at a time. Does nothing to any other layer."""
+def make_resumable(model: Any) -> None:
+    """Make the layers that ignore their state continue from it, one token at a time. Changes no other layer."""
     plans = plan_layers(model.config, type(model).__name__)
-    for number, module in begin_anew(model, plans, probe(model, plans).cache_class).items():
+    for number, module in layers_ignoring_state(model, plans, probe(model, plans).cache_class).items():
         module.forward = _one_by_one(module.forward, number)
 
 
-def _looks_at_its_state(model: Any, primed: Any, number: int) -> bool:
-    """Whether what is not a number in the state before two tokens is still none after them."""
+def _reads_its_state(model: Any, primed: Any, number: int) -> bool:
+    """Whether NaNs in the state before two tokens are still there after them."""
     cache = copy.deepcopy(primed)
     for state in _recurrent(cache, number):
         state.fill_(torch.nan)
@@ -57,7 +57,7 @@ def _one_by_one(forward: Callable[..., Tensor], number: int) -> Callable[..., Te
         hidden = given["hidden_states"]
         if cache is None or hidden.shape[1] == 1 or not cache.has_previous_state(number):
             return forward(*args, **kwargs)
-        assert given.get("attention_mask") is None, "a sequence of its own has no padding"
+        assert given.get("attention_mask") is None, "a single sequence has no padding"
         steps = []
         for token in hidden.split(1, dim=1):
             bound = signature.bind(*args, **kwargs)
@@ -69,8 +69,8 @@ def _one_by_one(forward: Callable[..., Tensor], number: int) -> Callable[..., Te
 
 
 def _writers(model: Any, cache: Any) -> dict[int, Any]:
-    """By layer, the module that writes a recurrent state when the first tokens are computed into the cache."""
-    inside: list[Any] = []  # the modules that are being computed, the innermost last
+    """By layer, the module that writes its recurrent state in the first forward."""
+    inside: list[Any] = []  # the modules whose forward is running, the innermost last
     writers: dict[int, Any] = {}
     update = cache.update_recurrent_state
 
@@ -103,6 +103,6 @@ def _compute(model: Any, cache: Any, start: int, stop: int) -> None:
 
 
 def _recurrent(cache: Any, number: int) -> list[Tensor]:
-    """The recurrent states of a layer, without those that merely repeat the last few tokens' ids."""
+    """The recurrent states of a layer, without those that only hold the last few tokens' ids."""
     states = getattr(cache.layers[number], "recurrent_states", {})
     return [state for state in states.values() if state is not None and state.is_floating_point()]

@@ -1,9 +1,9 @@
-"""The ends of many prompts in one forward: what follows a prompt's last whole chunk, of which nothing is published.
+"""The tails of many prompts in one forward: the tokens after a prompt's last whole chunk, which are not published.
 
-Rows are padded on the left, as in a batch of answers, and each goes on where its own pages end. What a model's code
-makes of padding differs by the layer: attention hides it, whatever comes before it; a recurrent state is not touched by
-it if the row has no past, and is spoilt if it has one. So three ways are tried when an engine starts, on a few tokens
-each; what fails is computed row by row.
+Rows are padded on the left, as in a batch of answers, and each resumes where its own pages end. The effect of padding
+depends on the layer: attention masks it; a recurrent state ignores it if the row has no past, and is corrupted by it if
+there is one. So three kinds of batch are tried when an engine starts, on a few tokens each; a kind that fails is
+computed row by row.
 """
 
 import logging
@@ -23,9 +23,9 @@ from kvarve.engine.state import StateLayout
 
 log = logging.getLogger(__name__)
 
-# Tokens before and in each row with which the ways are tried: rows without a past, rows of one length, any rows.
+# Tokens before and in each row of the trials: rows without a past, rows of one length, any rows.
 FRESH, EQUAL, ANY = ((0, 5), (0, 12), (0, 3)), ((5, 4), (0, 4), (12, 4)), ((5, 4), (0, 7), (12, 3))
-PADDING = 2  # a row is padded to so many times its own length at most
+PADDING = 2  # a row is padded to at most this many times its own length
 
 
 class _InTails(Layer):
@@ -36,7 +36,7 @@ class _InTails(Layer):
     cumulative_length: int  # tokens before the new ones, of the longest row
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Take [rows, heads, n, width] and give back [rows, heads, columns, width]."""
+        """Take [rows, heads, n, width]; returns [rows, heads, columns, width]."""
         new = key_states.shape[2]
         columns = new + (self.cumulative_length if self.past is None else min(self.past, self.cumulative_length))
         keys = values = self._push("keys", key_states, columns)
@@ -49,7 +49,7 @@ class _InTails(Layer):
         return self.cumulative_length
 
     def _push(self, name: str, states: Tensor, columns: int) -> Tensor:
-        """Write the last tokens of each row to its tape, and read so many columns; zeros where it has none."""
+        """Write the last tokens of each row to its tape, and read the last `columns`; zeros where it has fewer."""
         read = states.new_zeros(len(self.rows), columns, states.shape[1], states.shape[3])
         for row, (tapes, length) in enumerate(zip(self.rows, self.lengths, strict=True)):
             tape = tapes[name]
@@ -61,7 +61,7 @@ class _InTails(Layer):
 
 
 def _in_tails(plan: LayerPlan) -> type[Layer]:
-    """What stands in for a layer: with attention of this kind where it has any, and states in rows as in a batch."""
+    """Our replacement for a layer: this kind of attention where it has any, and states in rows as in a batch."""
     in_batch = IN_ROWS[type(plan.fresh).__name__]
     kinds = [each for each in in_batch.__mro__ if each.__module__ == in_batch.__module__]
     names = [kind.__name__ for kind in kinds]
@@ -76,7 +76,7 @@ _MIXINS: dict[tuple[type, ...], type[Layer]] = {}
 
 @dataclass(frozen=True)
 class Tails:
-    """How a model computes the ends of prompts together; unless it was tried, not at all."""
+    """Which tails a model computes together; none by default."""
 
     fresh: bool = False  # rows of any lengths that have no past
     equal: bool = False  # rows of one length
@@ -102,8 +102,8 @@ class Tails:
         return [group for group in found if len(group) > 1]
 
     def forward(self, model: Any, workspaces: Sequence[PagedWorkspace], ids: Sequence[Sequence[int]]) -> Tensor:
-        """Compute tokens in each workspace; the logits [rows, vocabulary] after the last of each. If it fails the rows'
-        states are lost."""
+        """Compute tokens in each workspace; the logits [rows, vocabulary] after the last of each. If it fails, the
+        rows' states are lost."""
         layout, device = workspaces[0].layout, workspaces[0].device
         past, lengths = [workspace.tokens for workspace in workspaces], [len(row) for row in ids]
         new, before = max(lengths), 0
@@ -155,17 +155,17 @@ _tried: "weakref.WeakKeyDictionary[Any, Tails]" = weakref.WeakKeyDictionary()
 
 
 def tails(model: Any, layout: StateLayout) -> Tails:
-    """How a model can compute the ends of prompts together. It is tried once, on a few tokens."""
+    """Which tails of prompts a model can compute together. It is tried once, on a few tokens."""
     if model not in _tried:
         possible = all(type(plan.fresh).__name__ in IN_ROWS for plan in layout.layers)
         ways = [possible and _agrees(model, layout, rows) for rows in (FRESH, EQUAL, ANY)]
         _tried[model] = Tails(*ways)
-        log.debug("%s computes ends of prompts together: %s", type(model).__name__, _tried[model])
+        log.debug("%s computes tails of prompts together: %s", type(model).__name__, _tried[model])
     return _tried[model]
 
 
 def _agrees(model: Any, layout: StateLayout, rows: Sequence[tuple[int, int]]) -> bool:
-    """Whether rows say together what each says alone, then and after one more token."""
+    """Whether rows computed together have the logits of each alone, then and after one more token."""
     vocabulary = model.get_input_embeddings().num_embeddings
     prompts = [[(7 * at + before) % vocabulary for at in range(before)] for before, _ in rows]
     ids = [[(5 * at + tokens) % vocabulary for at in range(tokens)] for _, tokens in rows]
@@ -174,15 +174,15 @@ def _agrees(model: Any, layout: StateLayout, rows: Sequence[tuple[int, int]]) ->
         together, alone = (computed(model, layout, prompts, most) for _ in range(2))
         found = [Tails().forward(model, together, ids)]
         each = [torch.stack([_alone(model, workspace, row) for workspace, row in zip(alone, ids, strict=True)])]
-        for workspaces, said in ((together, found), (alone, each)):
-            said.append(torch.stack([_alone(model, workspace, [1 % vocabulary]) for workspace in workspaces]))
+        for workspaces, logits in ((together, found), (alone, each)):
+            logits.append(torch.stack([_alone(model, workspace, [1 % vocabulary]) for workspace in workspaces]))
         allowed = ROUNDING.get(model.dtype, 0.1)
         return all(
             torch.allclose(ours.float(), theirs.float(), rtol=0, atol=allowed * float(theirs.float().abs().max()))
             for ours, theirs in zip(found, each, strict=True)
         )
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as e:
-        log.debug("ends of prompts in %s: %s", type(model).__name__, e)  # its code was not written for it
+        log.debug("tails of prompts in %s: %s", type(model).__name__, e)  # its code does not support it
         return False
 
 

@@ -4,8 +4,8 @@
     with prefixes.resume(input_ids) as past:
         output = model.generate(input_ids, past_key_values=past, max_new_tokens=64)
 
-What the prompt shares with earlier ones is brought back, the rest of its whole chunks is computed and kept, and
-`generate` goes on from there with the tokens that are left.
+Cached pages of the prompt are loaded, the rest of its whole chunks is computed and cached, and `generate` goes on from
+there with the tokens that are left.
 """
 
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ from transformers.cache_utils import Cache
 
 from kvarve.config import CacheConfig
 from kvarve.core.lease import Lease
+from kvarve.engine.fatal_errors import fatal_assertions, fatal_errors
 from kvarve.engine.identity import Marks, identity_of
 from kvarve.engine.model import forward, token_limit
 from kvarve.engine.prefill import keep, resumed, wait_for_room
 from kvarve.engine.state import StateLayout, Workspace
-from kvarve.engine.stepwise import teach
-from kvarve.engine.vital import laws, vital
+from kvarve.engine.stepwise import make_resumable
 from kvarve.errors import Broken, ConfigError
 from kvarve.runtime import PrefixCache
 
@@ -38,29 +38,29 @@ class PrefixCachedModel:
         page_tokens: int = 64,
         chunk_tokens: int = 256,
     ) -> None:
-        """Pages are those of the model as it is now, whose weights are all read once. A model that is changed later
-        (other weights, another adapter, another precision) is refused until it is changed back or gets another cache.
+        """Pages belong to the model as it is now, whose weights are all read once. A model that is changed later (other
+        weights, another adapter, another precision) is refused until it is changed back or gets another cache.
 
-        Layers of the model that would forget what came before a chunk (Jamba's) are taught to go on from it.
+        Layers of the model that would lose their state at a chunk (Jamba's) are changed to resume from it.
         Raises ConfigError, ModelError or StorageError as `PrefixCache`, `StateLayout` and `identity_of` do.
         """
-        teach(model)
+        make_resumable(model)
         self.model = model
         self.layout = StateLayout.of(model, page_tokens, chunk_tokens)
         self.identity = identity_of(model, self.layout)
         self._marks = Marks.of(model)
         self.cache = PrefixCache(self.identity, config, device=str(model.device))
-        self._cache = vital(self.cache)
+        self._cache = fatal_errors(self.cache)
         self.cached_tokens = 0  # of the last prompt
-        self.broken = ""  # why it cannot be used any more: nobody knows whose a page is
+        self.broken = ""  # why it cannot be used any more: no page can be trusted
 
     @contextmanager
     def resume(self, input_ids: Tensor, *, salt: str = "", max_new_tokens: int = 4096) -> Iterator[Cache]:
         """The past of a prompt [1, n] up to its last whole chunk, as `generate` takes it.
 
         Only prompts with the same salt share. The cache object is the caller's own and may be changed freely.
-        ModelError if the model is no longer the one that it was: nothing has been read or kept then. Broken if the
-        cache has failed, now or before: there is nothing to be had from it any more.
+        ModelError if the model has changed: no page has been read or kept then. Broken if the cache has failed, now or
+        before: it can no longer be used.
         """
         if self.broken:
             raise Broken(self.broken)
@@ -82,19 +82,19 @@ class PrefixCachedModel:
                     self._cache.close(lease)
                     self._cache.step()
 
-    def _computed(self, lease: Lease, input_ids: Tensor, room: int) -> Workspace:
-        """A workspace with all of a prompt's whole chunks; what was computed of them is kept."""
+    def _computed(self, lease: Lease, input_ids: Tensor, max_tokens: int) -> Workspace:
+        """A workspace with all of a prompt's whole chunks; those that were computed are kept."""
         while not self._cache.claim(lease):
             self._cache.wait(0.05)
             self._cache.step()
-        workspace = resumed(self._cache, lease, self.layout, room, self.model.device)
+        workspace = resumed(self._cache, lease, self.layout, max_tokens, self.model.device)
         self.cached_tokens = workspace.tokens
-        # The last token is left to `generate`, which wants one to begin with.
+        # The last token is left to `generate`, which needs one to start from.
         while (stop := workspace.tokens + self.layout.chunk_tokens) < input_ids.shape[1]:
             forward(self.model, workspace, input_ids[:, workspace.tokens : stop])
             self._marks.require_same(self.model)
             wait_for_room(self._cache, lease, workspace)
-            with laws():
+            with fatal_assertions():
                 keep(self._cache, lease, workspace)
         return workspace
 
@@ -107,5 +107,5 @@ class PrefixCachedModel:
             raise
 
     def close(self) -> None:
-        """Finish the backups and leave the storage whole; nothing more is stored if the cache has failed."""
+        """Finish the backups and close the storage; nothing more is stored if the cache has failed."""
         self.cache.shutdown(store=not self.broken)

@@ -27,7 +27,7 @@ def waits_in_vain(scheduler: Scheduler[Any]) -> str:
         return ""
     page = core.config.page_tokens
     too_large: list[tuple[int, int]] = []  # how often it has been passed, and when its room could be there
-    for task, wants, loose, room in _asked(scheduler):
+    for task, wants, available, room in _asked(scheduler):
         if room is not None:
             too_large.append((scheduler.waiting.overtaken(task), room))
             continue
@@ -36,11 +36,11 @@ def waits_in_vain(scheduler: Scheduler[Any]) -> str:
         turns = _turns(task, core.config.chunk_tokens)
         if any(passed >= PASSED and turns > room for passed, room in too_large) or _is_behind(scheduler, task):
             continue
-        if task.denied is not None and not _could_have(core, task, page):
+        if task.rejected_at is not None and not _could_have(core, task, page):
             continue  # what seemed evictable is not: only the host has what rests on it, and no room to take more
         return (
             f"{len(here)} of {scheduler.max_running} run, and a request of {task.length} tokens waits: it wants "
-            f"{wants} with growth, and {loose} could be had"
+            f"{wants} with growth, and {available} could be had"
         )
     return ""
 
@@ -67,7 +67,7 @@ class Passes:
                 for task, _, _, room in _asked(scheduler)
                 if room is not None
                 and task.lease.phase is Phase.QUEUED
-                and task.denied is None
+                and task.rejected_at is None
                 and not _is_behind(scheduler, task)
             ]
 
@@ -97,22 +97,23 @@ def _asked(scheduler: Scheduler[Any]) -> Iterator[tuple[Any, dict[int, int], dic
     if not len(scheduler.waiting):
         return
     stuck = _stuck(core)
-    loose = _loose(core, stuck)
+    available = _available(core, stuck)
     for task in scheduler.coming:
-        for pool in loose:
-            loose[pool] -= _wants(core, task, pool, stuck)
+        for pool in available:
+            available[pool] -= _wants(core, task, pool, stuck)
     growth = sum(_grows(other, page) for other in here)
     for task in scheduler.waiting:
         if task.lease.phase in (Phase.QUEUED, Phase.LOADING, Phase.READY):
-            wants = {pool: _wants(core, task, pool, stuck) + growth for pool in loose}
-            fits = all(wants[pool] <= loose[pool] for pool in loose)
-            yield task, wants, loose, None if fits else _room_after(core, wants, loose, here, page, chunk)
+            wants = {pool: _wants(core, task, pool, stuck) + growth for pool in available}
+            fits = all(wants[pool] <= available[pool] for pool in available)
+            yield task, wants, available, None if fits else _room_after(core, wants, available, here, page, chunk)
 
 
 def _turns(task: Task, chunk: int) -> int:
     """After how many turns it has ended, if it says all that it may."""
     chunks = -(-max(0, task.prefill_until - task.computed) // chunk)
-    return chunks + max(0, task.length - max(task.prefill_until, task.computed)) + task.most - task.output_tokens
+    replayed = max(0, task.length - max(task.prefill_until, task.computed))
+    return chunks + replayed + task.max_new_tokens - task.output_tokens
 
 
 def _makes_room(core: Core) -> bool:
@@ -159,7 +160,7 @@ def _stuck(core: Core) -> dict[int, dict[int, int]]:
     return found
 
 
-def _loose(core: Core, stuck: dict[int, dict[int, int]]) -> dict[int, int]:
+def _available(core: Core, stuck: dict[int, dict[int, int]]) -> dict[int, int]:
     """By chain, the slots on the device that are free or could be evicted."""
     runs: list[Run] = [*core.slot_pools.roots.values()]
     for run in runs:
@@ -200,13 +201,13 @@ def _wants(core: Core, task: Task, pool: int, stuck: dict[int, dict[int, int]]) 
 
 
 def _room_after(
-    core: Core, wants: dict[int, int], loose: dict[int, int], here: list[Task], page: int, chunk: int
+    core: Core, wants: dict[int, int], available: dict[int, int], here: list[Task], page: int, chunk: int
 ) -> int:
     """When there could be room: after so many turns, in which those that run end as their max_tokens say."""
     ends = []
     for task in here:
         ends.append((_turns(task, chunk), task.seats or -(-task.length // page), _grows(task, page)))
-    free, turns, less = dict(loose), 0, 0
+    free, turns, less = dict(available), 0, 0
     for turn, pages, grows in sorted(ends, key=lambda end: end[0]):
         if all(wants[pool] - less <= free[pool] for pool in free):
             break
@@ -216,7 +217,7 @@ def _room_after(
 
 def _grows(task: Task, page: int) -> bool:
     """Whether it may come to need another page than it has room for."""
-    last = task.prompt + task.most - 1  # of the last token that it says nothing is computed
+    last = task.prompt + task.max_new_tokens - 1  # of the last token that it says nothing is computed
     return max(task.seats * page, -(-task.length // page) * page) < last
 
 

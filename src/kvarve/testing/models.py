@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvarve.engine.layers import page_multiple, plan_layers
 from kvarve.engine.model import build_model
-from kvarve.engine.stepwise import teach
+from kvarve.engine.stepwise import make_resumable
 
 VOCAB = 300
 EOS, PAD = 256, 257  # behind the 256 bytes
@@ -219,7 +219,7 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, *
         for weight in model.parameters():
             if weight.ndim > 1 and not weight.any():  # it begins at zero, where it would decide nothing
                 torch.nn.init.normal_(weight, std=INITIALIZER_RANGE)
-    teach(model)
+    make_resumable(model)
     return model
 
 

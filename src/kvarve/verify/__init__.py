@@ -1,7 +1,7 @@
-"""`kvarve verify`: proves on a user's own model that the cache never changes a logit, and that it would notice that.
+"""`kvarve verify`: proves on a user's own model that the cache changes no logit, and that the proof would notice it.
 
-It computes random prompts without any cache, then brings them through caches of its own in every way that there is,
-and compares all logits bit for bit; then it breaks pages of every pool on purpose.
+It computes random prompts without any cache, then sends them through caches of its own by every path (`PATHS`), and
+compares all logits bit for bit; then it damages pages of every pool on purpose.
 """
 
 import argparse
@@ -37,7 +37,7 @@ STEPS = (*PATHS, together, answers, damages)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prove it; 0 if everything is equal and every damage was noticed, 1 if not. Writes `args.json` if told."""
+    """Run the proof; 0 if all logits are equal and every damage was noticed, 1 if not. Writes `args.json` if given."""
     console = Console()
     start = time.perf_counter()
     if args.json is not None and not args.json.absolute().parent.is_dir():
@@ -81,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def prove(model: LoadedModel, plan: Plan, storage: str | None, console: Console) -> ProofReport:
-    """Every path and every damage. ConfigError or StorageError for a storage or a size that cannot be."""
+    """Run every path and every damage. ConfigError or StorageError for a storage or a size that cannot be used."""
     report = ProofReport(_about(model, plan))
     if not plan.leaves_windows:
         report.notes.append(
@@ -166,7 +166,7 @@ def _verdict(report: ProofReport) -> str:
 
 @contextmanager
 def _progress(console: Console, steps: int) -> Iterator[tuple[Callable[[Path], None], Callable[[], None]]]:
-    """A bar over the steps: what says that a request is done, and what says that a step is."""
+    """A progress bar over the steps, as two functions: a request is done, a step is done."""
     columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[last]}"), console=console, transient=True) as progress:
         bar = progress.add_task("", total=steps, last="")
@@ -179,7 +179,7 @@ def _progress(console: Console, steps: int) -> Iterator[tuple[Callable[[Path], N
 
 
 def _check_room(model: LoadedModel, plan: Plan, url: str, capacity: int | None, used: int) -> None:
-    """Refuse a storage that would have to evict, be it our pages or those of others."""
+    """ConfigError for a storage that would have to evict pages, ours or another user's."""
     shape = (model.layout.pools, plan.page, plan.chunk)
     need = room_for(plan.stored_tokens, *shape, records=True, per_snapshot=plan.chunk)
     if capacity is not None and capacity - used < need:
@@ -190,7 +190,7 @@ def _check_room(model: LoadedModel, plan: Plan, url: str, capacity: int | None, 
 
 
 def _clear(model: LoadedModel, url: str, names: set[str]) -> None:
-    """Leave a storage of the user's own as it was."""
+    """Delete the proof's pages from the user's own storage."""
     storage = open_storage(url, label=model.identity.fingerprint(), description=str(model.identity))
     try:
         storage.delete(sorted(names))
@@ -200,7 +200,7 @@ def _clear(model: LoadedModel, url: str, names: set[str]) -> None:
 
 @contextmanager
 def _listening(prover: Prover) -> Iterator[None]:
-    """What kvarve logs goes to the path that it belongs to."""
+    """Collect kvarve's log lines for the path during which they were written."""
     LOG.addHandler(prover.notes)
     try:
         yield

@@ -1,7 +1,7 @@
-"""Every way from a prompt to an answer, each compared with the run that had no cache.
+"""Every path from a prompt to an answer, each compared with the run without a cache.
 
-A path says where each request has to resume, by arithmetic of its own (`deepest`): a cache that never hits would
-otherwise pass.
+A path also says where each request has to resume, by its own arithmetic (`deepest`), as a cache that never hits would
+pass otherwise.
 """
 
 import random
@@ -13,7 +13,7 @@ from kvarve.model import MEMORY_TIERS, PoolSpec, Tier
 from kvarve.runtime import PrefixCache
 from kvarve.verify.plan import TURNS
 from kvarve.verify.prover import Prover
-from kvarve.verify.requests import Request, differences
+from kvarve.verify.requests import ProofRequest, differences
 
 Have = dict[str, set[int]]  # positions by pool
 PagePosition = tuple[str, int]  # a page by its pool and position
@@ -22,7 +22,7 @@ PagePosition = tuple[str, int]  # a page by its pool and position
 def deepest(pools: Sequence[PoolSpec], have: Have, grid: int, limit: int) -> int:
     """The deepest boundary, in pages, up to a limit and on the grid, for which every pool has what it needs.
 
-    By trying them one by one: it shares no code with what decides it in the cache.
+    It tries them one by one, and shares no code with the cache.
     """
     for boundary in range(limit // grid * grid, 0, -grid):
         needs = ((pool, boundary if pool.lookback is None else min(pool.lookback, boundary)) for pool in pools)
@@ -32,7 +32,7 @@ def deepest(pools: Sequence[PoolSpec], have: Have, grid: int, limit: int) -> int
 
 
 def alone(prover: Prover) -> None:
-    """Nothing of kvarve at all against kvarve without a cache."""
+    """Transformers alone against kvarve without a cache."""
     plan = prover.plan
     with prover.path("transformers", "transformers' own cache, nothing of kvarve") as row:
         for tokens in (plan.longest, plan.whole):
@@ -41,7 +41,7 @@ def alone(prover: Prover) -> None:
             if differences(found, prover.uncached(prompt)) and cache.get_seq_length() < tokens:
                 row.notes.append(
                     f"transformers' own cache of this model loses count of its tokens and gives a prompt of {tokens} "
-                    f"tokens in chunks the wrong mask; so its first {plan.chunk} tokens were compared"
+                    f"tokens in chunks the wrong mask; so only its first {plan.chunk} tokens were compared"
                 )
                 prompt = prompt[: plan.chunk]
                 found, _ = prover.uncached.by_transformers(prompt)
@@ -49,7 +49,7 @@ def alone(prover: Prover) -> None:
 
 
 def tiers(prover: Prover) -> None:
-    """Prompts of every kind of length: computed, and then found on the device, in the host and in storage."""
+    """Prompts of every kind of length: computed, then resumed from the device, the host and storage."""
     plan, salt = prover.plan, "tiers"
     prompts = [plan.prompt(tokens, number) for number, tokens in enumerate(plan.lengths())]
 
@@ -65,9 +65,9 @@ def tiers(prover: Prover) -> None:
                 prover.check(prover.run(cache, prompt, salt), 0)
         with prover.path("device", "the same prompts again"):
             again(cache, Tier.DEVICE)
-        with prover.path("salt", "the same prompts in another name, and by who does not want to read"):
+        with prover.path("salt", "the same prompts with another salt, and without reading the cache"):
             for prompt in prompts[-2:]:
-                prover.check(prover.run(cache, prompt, "somebody else"), 0)
+                prover.check(prover.run(cache, prompt, "another"), 0)
                 prover.check(prover.run(cache, prompt, salt, read=False), 0)
         with prover.path("host", "the device is emptied before each request"):
             prover.settle(cache)
@@ -84,7 +84,7 @@ def tiers(prover: Prover) -> None:
 
 
 def mixed(prover: Prover) -> None:
-    """A prompt of which the device has the beginning, the host some more and storage the rest."""
+    """A prompt whose beginning is on the device, more of it in the host, and the rest in storage."""
     plan, chunk, whole = prover.plan, prover.plan.chunk, prover.plan.whole
     prompt = plan.prompt(whole + 1)
     with (
@@ -105,7 +105,7 @@ def mixed(prover: Prover) -> None:
 
 
 def partial(prover: Prover) -> None:
-    """Storage that has, or that delivers, only a part of a prompt's pages: every boundary, every page of every pool."""
+    """Storage that has, or delivers, only some of a prompt's pages: every boundary, every page of every pool."""
     plan, layout = prover.plan, prover.model.layout
     prompt = plan.prompt(plan.whole + 1)
     pages, grid, limit = len(prompt) // plan.page, plan.chunk // plan.page, (len(prompt) - 1) // plan.page
@@ -122,18 +122,18 @@ def partial(prover: Prover) -> None:
             for at in range(pages)
         }
         there = dict(zip(names, store.exists([*names.values()]), strict=True))
-        stored = [place for place, here in there.items() if here]
+        stored = [page for page, here in there.items() if here]
 
-        def reachable(places: Iterable[PagePosition]) -> int:
-            have = {pool.name: {at for name, at in places if name == pool.name} for pool in layout.pools}
+        def reachable(present: Iterable[PagePosition]) -> int:
+            have = {pool.name: {at for name, at in present if name == pool.name} for pool in layout.pools}
             return deepest(layout.pools, have, grid, limit) * plan.page
 
         def case(about: str, hidden: set[PagePosition], lost: set[PagePosition]) -> None:
             prover.empty(cache)
             gone = hidden | lost
-            boundary = reachable([place for place in stored if place not in gone])
-            store.hidden = frozenset(names[place] for place in hidden)
-            store.lost = frozenset(names[place] for place in lost)
+            boundary = reachable([page for page in stored if page not in gone])
+            store.hidden = frozenset(names[page] for page in hidden)
+            store.lost = frozenset(names[page] for page in lost)
             prover.check(prover.run(cache, prompt, "partial"), boundary, Tier.STORAGE, about)
             store.lift()
             prover.settle(cache)
@@ -153,27 +153,27 @@ def partial(prover: Prover) -> None:
 def _cases(
     prover: Prover, stored: list[PagePosition], pages: int, grid: int
 ) -> Iterator[tuple[str, set[PagePosition], set[PagePosition]]]:
-    """What storage does not have, and what it does not deliver, with a word about it."""
+    """Cases: a description, pages that storage does not have, and pages that it does not deliver."""
     rng, quick, everything = random.Random(prover.plan.seed), prover.plan.quick, set(stored)
     for boundary in range(pages + 1):
         if not quick or boundary % grid in (0, grid - 1):
-            yield f"only the first {boundary} pages", {place for place in stored if place[1] >= boundary}, set()
+            yield f"only the first {boundary} pages", {page for page in stored if page[1] >= boundary}, set()
     chains = {pool.name for pool in prover.model.layout.pools if pool.lookback is None}
     for line in range(grid, pages + 1, grid):
-        # Each pool alone would resume somewhere, and together they cannot: a hit is a set, not a length.
+        # Each pool alone could resume, and all together cannot: a hit is a set of pages, not a length.
         cut = {(pool, at) for pool, at in stored if (at >= line if pool in chains else at < line)}
-        yield f"the first {line} pages of what needs all, the rest of what does not", cut, set()
-    for place in stored:
-        if not quick or place[1] in (0, pages - 1) or rng.random() < 0.3:
-            yield f"{place[0]} page {place[1]} is lost", set(), {place}
+        yield f"the first {line} pages of the chains, the rest of the other pools", cut, set()
+    for page in stored:
+        if not quick or page[1] in (0, pages - 1) or rng.random() < 0.3:
+            yield f"{page[0]} page {page[1]} is lost", set(), {page}
     for _ in range(4 if quick else 16):
         chance = rng.choice([0.1, 0.3])
-        hidden, lost = ({place for place in sorted(everything) if rng.random() < chance} for _ in range(2))
+        hidden, lost = ({page for page in sorted(everything) if rng.random() < chance} for _ in range(2))
         yield "pages are missing and lost at random", hidden, lost
 
 
 def branches(prover: Prover) -> None:
-    """Prompts that begin alike and part before, on and behind the lines of pages and chunks."""
+    """Prompts that share a prefix and differ from before, at and after a page or chunk boundary."""
     plan, chunk = prover.plan, prover.plan.chunk
     parts = [plan.whole - 1, plan.whole]
     if not plan.quick:
@@ -181,14 +181,14 @@ def branches(prover: Prover) -> None:
     with (
         prover.store() as store,
         prover.cache(store) as cache,
-        prover.path("branches", "prompts that begin alike and then part, or begin otherwise and go on alike"),
+        prover.path("branches", "prompts that share a beginning, or only what comes after it"),
     ):
         for number, common in enumerate(parts):
             for tail in range(3):
                 rest = plan.prompt(max(1, chunk // 2 - tail), 100 + 10 * number + tail)
-                rest[0] = tail  # not by chance the token of another tail
+                rest[0] = tail  # so that no two tails share a first token
                 prompt = plan.prompt(common) + rest
-                # The first knows nothing; the second leaves a snapshot where it parts, if the model needs one.
+                # The first finds nothing; the second leaves a snapshot where they differ, if the model needs one.
                 prover.check(
                     prover.run(cache, prompt, f"branch {number}"),
                     (0, None, common // chunk * chunk)[tail],
@@ -204,23 +204,23 @@ def branches(prover: Prover) -> None:
 
 
 def conversation(prover: Prover) -> None:
-    """What was decoded comes back as a part of the next turn's prompt."""
+    """Each turn's prompt contains the answer of the turn before."""
     plan, chunk = prover.plan, prover.plan.chunk
     with prover.cache() as cache, prover.path("conversation", "the next turn's prompt holds the last one's answer"):
         history, known = plan.prompt(max(1, plan.longest - chunk - plan.decode), 200), 0
         for turn in range(TURNS):
             request = prover.check(prover.run(cache, history), known, Tier.DEVICE, f"turn {turn + 1}")
             known = len(history) // chunk * chunk
-            history = [*history, *request.said.tokens, *plan.prompt(max(1, chunk // 2 - 1), 201 + turn)]
+            history = [*history, *request.transcript.tokens, *plan.prompt(max(1, chunk // 2 - 1), 201 + turn)]
             if len(history) + plan.decode > plan.longest + TURNS * plan.decode:
                 break
 
 
 def eviction(prover: Prover) -> None:
-    """Conversations that take turns in less memory than they need, with and without a storage to fall back on."""
+    """Conversations that take turns in less memory than they need, with and without a storage."""
     plan, chunk = prover.plan, prover.plan.chunk
     count = 4 if plan.quick and plan.chunks > 1 else 8
-    with prover.path("eviction", "tiers too small for what is going on, by each write policy") as row:
+    with prover.path("eviction", "tiers too small for the conversations, by each write policy") as row:
         for policy, device, host in (("write_through", plan.whole, 2 * plan.whole), ("write_back", 1, chunk)):
             stored = policy == "write_through"
             with (
@@ -230,28 +230,28 @@ def eviction(prover: Prover) -> None:
                 histories = [plan.prompt(plan.whole + 1 - plan.decode, 300 + i) for i in range(count)]
                 for turn in range(2):
                     for i, history in enumerate(histories):
-                        # What storage keeps is found again; under write-back nothing is promised.
+                        # Pages in storage are found again; write-back promises nothing.
                         known = turn * ((plan.whole + 1 - plan.decode) // chunk * chunk) if stored else None
                         request = prover.check(prover.run(cache, history, policy), known, None, policy)
                         if stored:
                             prover.settle(cache)
-                        rest = [*request.said.tokens, *plan.prompt(max(1, chunk // 2 - 1), 320 + i)]
+                        rest = [*request.transcript.tokens, *plan.prompt(max(1, chunk // 2 - 1), 320 + i)]
                         histories[i] = [*history, *rest][: plan.longest]
                 prover.settle(cache)
                 stats = cache.stats()
                 for tier in ("device",) if stored else ("device", "host"):
                     if not sum(gone for name, gone in stats.items() if name.startswith(f"evicted.{tier}.")):
-                        row.troubles.append(f"nothing left the {tier} under {policy}: this proved nothing")
+                        row.troubles.append(f"no page was evicted from the {tier} under {policy}: this proved nothing")
 
 
 def abort(prover: Prover) -> None:
-    """Requests that are given up: after each chunk, before they have begun, and while their pages are on the way."""
+    """Aborted requests: after each chunk, before they begin, and while their pages are copied."""
     plan, chunk = prover.plan, prover.plan.chunk
     prompt = plan.prompt(plan.whole + 1)
     with (
         prover.store() as store,
         prover.cache(store, snapshot_every=chunk) as cache,
-        prover.path("abort", "given up in the middle, then asked again"),
+        prover.path("abort", "aborted in the middle, then asked again"),
     ):
         for done in range(plan.chunks + 1):
             with prover.request(cache, prompt, f"abort {done}") as request:
@@ -259,7 +259,7 @@ def abort(prover: Prover) -> None:
                 request.resume()
                 for _ in range(done):
                     request.advance()
-            prover.check(request, 0, None, f"given up after {done} chunks")
+            prover.check(request, 0, None, f"aborted after {done} chunks")
             prover.check(prover.run(cache, prompt, f"abort {done}"), done * chunk, Tier.DEVICE, "asked again")
         for emptied in ([], [Tier.DEVICE], MEMORY_TIERS):
             for claimed in (False, True):
@@ -267,13 +267,13 @@ def abort(prover: Prover) -> None:
                 with prover.request(cache, prompt, "abort 0") as request:
                     if claimed:
                         cache.claim(request.lease)
-                prover.check(prover.run(cache, prompt, "abort 0"), plan.whole, None, "given up while it waited")
+                prover.check(prover.run(cache, prompt, "abort 0"), plan.whole, None, "aborted while it waited")
 
 
 def interleaved(prover: Prover) -> None:
-    """Many requests side by side in random order, in little memory, some of them given up."""
+    """Many requests at once in random order, in little memory, some of them aborted."""
     plan, rng = prover.plan, random.Random(prover.plan.seed)
-    count, places = (8, 3) if plan.quick else (24, 5)
+    count, at_once = (8, 3) if plan.quick else (24, 5)
     stems = [
         plan.prompt(plan.longest),
         plan.prompt(plan.whole + 1, 400),
@@ -282,13 +282,13 @@ def interleaved(prover: Prover) -> None:
     with (
         prover.store() as store,
         prover.cache(store, 2 * plan.longest, 3 * plan.longest) as cache,
-        prover.path("interleaved", "many requests side by side, some given up") as row,
+        prover.path("interleaved", "many requests at once, some aborted") as row,
     ):
-        asked, running = 0, list[Request]()
+        asked, running = 0, list[ProofRequest]()
         try:
             while asked < count or running:
                 cache.step()
-                if asked < count and len(running) < places and rng.random() < 0.4:
+                if asked < count and len(running) < at_once and rng.random() < 0.4:
                     running.append(prover.request(cache, rng.choice(stems), rng.choice(["one", "two"])))
                     asked += 1
                 if not running:

@@ -1,4 +1,4 @@
-"""Which prompts the prover asks: lengths on, before and behind every kind of line, tokens at random. No tensors."""
+"""The prover's prompts: lengths at, before and after every kind of boundary, random tokens. No tensors."""
 
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ class Plan:
         seed: int,
         quick: bool,
     ) -> "Plan":
-        """As long as the windows need, but at most `tokens`; ConfigError if then no prompt could ever hit."""
+        """Prompts as long as the windows need, but at most `tokens`; ConfigError if none that short could hit."""
         decode = 2 if quick else 4
         wanted = max(2, -(-reach // chunk) + 1) if quick else max(3, -(-reach // chunk) + 2)
         most = max_tokens if tokens is None else min(tokens, max_tokens)
@@ -51,21 +51,21 @@ class Plan:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt: half a chunk and a token more than whole ones."""
+        """Tokens of the longest prompt: its whole chunks, half a chunk and a token."""
         return self.whole + self.chunk // 2 + 1
 
     @property
     def whole(self) -> int:
-        """Tokens of its whole chunks: with one token behind them, nothing stands between a page and the logits."""
+        """Tokens of its whole chunks: with one token after them, the logits depend on the pages directly."""
         return self.chunks * self.chunk
 
     @property
     def leaves_windows(self) -> bool:
-        """Whether the longest prompt resumes where the widest window has forgotten its beginning."""
+        """Whether the longest prompt resumes where the widest window no longer reaches its beginning."""
         return self.whole >= self.reach
 
     def lengths(self) -> list[int]:
-        """On each kind of line, one before it and one behind it."""
+        """Lengths at each kind of boundary, one before it and one after it."""
         page, chunk, last = self.page, self.chunk, self.whole
         lines = [chunk, last] if self.quick else [page, chunk, last, last + page]
         some = {page + 1, self.longest} if self.quick else {1, self.longest}
@@ -78,10 +78,10 @@ class Plan:
         return sum(self.lengths()) + self.longest * (self.chunks + 20)
 
     def prompt(self, tokens: int, number: int = 0) -> list[int]:
-        """Tokens drawn from the whole vocabulary: two prompts of one number begin alike, others share nothing."""
+        """Tokens drawn from the whole vocabulary: prompts of one number share a prefix, others share nothing."""
         random = np.random.default_rng((self.seed, number))
         return list(map(int, random.integers(0, self.vocabulary, 2 * self.longest)[:tokens]))
 
     def full(self, tokens: int) -> int:
-        """Where a prompt of so many tokens resumes if all of it is known: a chunk's line, with a token left to do."""
+        """Where a prompt of `tokens` resumes if all of it is cached: at a chunk boundary, with a token left."""
         return (tokens - 1) // self.chunk * self.chunk

@@ -1,4 +1,4 @@
-"""Drives requests through caches of its own and compares every logit with the run that had none."""
+"""Drives requests through caches of its own and compares every logit with the uncached run."""
 
 import logging
 import time
@@ -13,15 +13,15 @@ from kvarve.runtime import PrefixCache
 from kvarve.storage import open_storage
 from kvarve.verify.plan import Plan
 from kvarve.verify.report import TIERS, Path, ProofReport
-from kvarve.verify.requests import Request, Said, Stuck, Uncached, differences, largest
+from kvarve.verify.requests import ProofRequest, Stuck, Transcript, Uncached, differences, largest
 from kvarve.verify.veil import Veil
 
 SETTLE_S = 60.0
-STORAGE_S = 30.0  # who waits that long for a storage waits for something that never comes
+STORAGE_S = 30.0  # a storage that takes longer never answers
 
 
 class Notes(logging.Handler):
-    """Keeps what kvarve logs: it belongs to the path that went wrong, not between two lines of progress."""
+    """Keeps kvarve's log lines, for the path that failed rather than for the progress bar."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -32,7 +32,7 @@ class Notes(logging.Handler):
 
 
 class Prover:
-    """`salt` keeps this run's pages apart from all others in a storage of the user's own; what it wrote is `written`.
+    """`salt` keeps this run's pages apart from all others in the user's storage; `written`: the names of its pages.
 
     `tick(path)` is called after each request.
     """
@@ -57,7 +57,7 @@ class Prover:
 
     @contextmanager
     def path(self, name: str, says: str) -> Iterator[Path]:
-        """A row of the report; whatever goes wrong inside is a finding of it."""
+        """A row of the report; any exception inside is a finding of it."""
         self.row = row = Path(name, says)
         self.report.paths.append(row)
         self.notes.lines.clear()
@@ -65,7 +65,7 @@ class Prover:
         start = time.perf_counter()
         try:
             yield row
-        except Exception as e:  # noqa: BLE001  whatever a broken cache does is what we look for
+        except Exception as e:  # noqa: BLE001  any failure of a broken cache is a finding
             row.troubles.append(f"{type(e).__name__}: {e}")
         row.seconds = time.perf_counter() - start
         if row.troubles:
@@ -74,7 +74,7 @@ class Prover:
     # --- caches
 
     def config(self, device: int = 0, host: int = 0, **settings: object) -> CacheConfig:
-        """Memory for so many tokens in each tier; 0: all that any path asks for."""
+        """Memory for `device` and `host` tokens; 0: enough for any path."""
         layout, chunk = self.model.layout, self.plan.chunk
         shape = (layout.pools, layout.page_tokens, chunk)
         most = sum(self.plan.lengths()) + 4 * self.plan.longest
@@ -87,7 +87,7 @@ class Prover:
 
     @contextmanager
     def store(self) -> Iterator[Veil]:
-        """The storage, opened anew, behind a veil."""
+        """The storage, reopened, in a Veil."""
         identity = self.model.identity
         veil = Veil(open_storage(self.storage, label=identity.fingerprint(), description=str(identity)))
         try:
@@ -122,7 +122,7 @@ class Prover:
         audit(cache.core)
 
     def empty(self, cache: PrefixCache, tiers: Sequence[Tier] = MEMORY_TIERS) -> None:
-        """Empty memory tiers after the backups, and see that they are."""
+        """Empty memory tiers after the backups; Stuck if pages are left."""
         cache.flush(tiers, SETTLE_S)
         names = tuple(f"used.{tier.name.lower()}." for tier in tiers)
         left = [name for name, count in cache.stats().items() if count and name.startswith(names)]
@@ -131,8 +131,8 @@ class Prover:
 
     # --- requests
 
-    def request(self, cache: PrefixCache, prompt: Sequence[int], salt: str = "", read: bool = True) -> Request:
-        return Request(self.model, cache, prompt, self.plan.decode, f"{self.salt} {salt}", read)
+    def request(self, cache: PrefixCache, prompt: Sequence[int], salt: str = "", read: bool = True) -> ProofRequest:
+        return ProofRequest(self.model, cache, prompt, self.plan.decode, f"{self.salt} {salt}", read)
 
     def run(
         self,
@@ -140,9 +140,9 @@ class Prover:
         prompt: Sequence[int],
         salt: str = "",
         read: bool = True,
-        before: Callable[[Request], None] | None = None,
-    ) -> Request:
-        """A whole request; `before` is called when its pages are on the device and have not been read."""
+        before: Callable[[ProofRequest], None] | None = None,
+    ) -> ProofRequest:
+        """A whole request; `before` is called when its pages are on the device and not yet read."""
         with self.request(cache, prompt, salt, read) as request:
             request.wait()
             if before is not None:
@@ -153,23 +153,25 @@ class Prover:
         audit(cache.core)
         return request
 
-    def check(self, request: Request, resumed: int | None = None, tier: Tier | None = None, about: str = "") -> Request:
-        """Compare all that a request said with the uncached run; it has `resumed` so far, all from one tier if told."""
+    def check(
+        self, request: ProofRequest, resumed: int | None = None, tier: Tier | None = None, about: str = ""
+    ) -> ProofRequest:
+        """Compare a request's logits with the uncached run; it has to resume after `resumed` tokens, from `tier`."""
         tiers, prompt = request.from_tiers(), request.prompt
         if request.waited_s >= 0.9 * STORAGE_S:
             self.row.troubles.append(
-                f"{named(prompt, about)} waited until its patience ran out, {request.waited_s:.1f} s"
+                f"{named(prompt, about)} waited for storage until the deadline, {request.waited_s:.1f} s"
             )
-        right = self.compare(prompt, request.said, self.uncached(prompt), tiers, resumed, about)
+        right = self.compare(prompt, request.transcript, self.uncached(prompt), tiers, resumed, about)
         if right and tier is not None and tiers[tier] != resumed:
-            places = ", ".join(f"{tokens} {name}" for name, tokens in zip(TIERS, tiers, strict=True) if tokens)
+            sources = ", ".join(f"{tokens} {name}" for name, tokens in zip(TIERS, tiers, strict=True) if tokens)
             self.row.troubles.append(
-                f"{named(prompt, about)} was to resume from the {tier.name.lower()}, and had {places or 'nothing'}"
+                f"{named(prompt, about)} was to resume from the {tier.name.lower()}, and had {sources or 'nothing'}"
             )
         return request
 
     def count(self, prompt: Sequence[int], tiers: Sequence[int]) -> None:
-        """A request is done that had so many tokens of its prompt from each tier."""
+        """Count a finished request by the tokens of its prompt that each tier had."""
         row = self.row
         row.requests += 1
         row.prompt_tokens += len(prompt)
@@ -180,23 +182,23 @@ class Prover:
     def compare(
         self,
         prompt: Sequence[int],
-        said: Said,
-        expected: Said,
+        found: Transcript,
+        expected: Transcript,
         tiers: Sequence[int],
         resumed: int | None = None,
         about: str = "",
     ) -> bool:
-        """Compare what was said with what is expected, and count it; False if it did not resume where it has to."""
-        row, who, wrong = self.row, named(prompt, about), differences(said, expected)
-        row.compared += len(said.logits)
+        """Compare two transcripts and count the request; False if it did not resume where it has to."""
+        row, name, wrong = self.row, named(prompt, about), differences(found, expected)
+        row.compared += len(found.logits)
         row.differ += len(wrong)
         if wrong:
             row.troubles.append(
-                f"{who}, resumed after {sum(tiers)}: logits differ at {len(wrong)} of {len(said.logits)} "
-                f"places, first after {wrong[0]} tokens, by {largest(said, expected, wrong):.3g} at most"
+                f"{name}, resumed after {sum(tiers)}: logits differ at {len(wrong)} of {len(found.logits)} "
+                f"positions, first after {wrong[0]} tokens, by {largest(found, expected, wrong):.3g} at most"
             )
         if misses := resumed is not None and sum(tiers) != resumed:
-            row.troubles.append(f"{who} resumed after {sum(tiers)} tokens instead of {resumed}")
+            row.troubles.append(f"{name} resumed after {sum(tiers)} tokens instead of {resumed}")
         self.count(prompt, tiers)
         return not misses
 

@@ -1,4 +1,4 @@
-"""What the prover found: rows of two tables, for people and as JSON. Plain data: no tensor, no cache."""
+"""The prover's findings: rows of two tables, for people and as JSON. Plain data: no tensor, no cache."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,16 +37,16 @@ class Path:
 
 @dataclass
 class Damage:
-    """Something that was broken on purpose. `expected`: "caught" by a check that is on, or "noticed" in the logits.
+    """A page damaged on purpose. `expected`: "caught" by a check that is on, or "noticed" in the logits.
 
-    `idle`: it changed nothing, as one kind of numbers among others in a pool may; so the proof says nothing about it.
+    `idle`: it changed no logit, as damage to one of several kinds of buffers may; so it is not covered by the proof.
     """
 
     pool: str
     what: str
     where: str
     expected: str
-    check: str  # on, off, or none where nothing could check
+    check: str  # on, off, or none where there is no check
     idle: bool = False
     troubles: list[str] = field(default_factory=list)
 
@@ -60,7 +60,7 @@ class Damage:
 
 @dataclass
 class Rounding:
-    """What it changes to go on from pages that answers computed: the largest difference of two logits, no fault."""
+    """The effect of resuming from decoded pages: the largest difference of two logits, which is no fault."""
 
     decoded_tokens: int
     difference: float = 0.0
@@ -76,7 +76,7 @@ class Rounding:
 
 @dataclass
 class ProofReport:
-    """All of it. `about`: the model and the plan, for people to see what the proof is worth."""
+    """The whole report. `about`: the model and the plan, which bound the proof."""
 
     about: dict[str, Any]
     notes: list[str] = field(default_factory=list)
@@ -92,7 +92,7 @@ class ProofReport:
 
     @property
     def uncovered(self) -> list[str]:
-        """What a page holds and what no answer depended on."""
+        """The kinds of buffers on which no answer depended."""
         return [f"{row.what} ({row.pool})" for row in self.damages if row.idle]
 
     def as_json(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class ProofReport:
         return [paths, kept, damages]
 
     def troubles(self) -> list[str]:
-        """What is wrong, a line each, the first few of each row."""
+        """The troubles, a line each, the first few of each row."""
         lines = []
         named = [(path.name, path.troubles) for path in self.paths]
         named += [(f"{row.what}, {row.pool}, {row.where}", row.troubles) for row in self.damages]

@@ -1,4 +1,4 @@
-"""One prompt, computed twice: alone and without any cache, and on its way through a cache as an engine takes it."""
+"""One prompt, computed alone without any cache, and through a cache as an engine does."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,16 +15,16 @@ from kvarve.engine.state import Workspace
 from kvarve.runtime import PrefixCache
 
 Step = Callable[[Tensor], Tensor]
-READY_S = 120.0  # every wait in a cache has an end well before this
+READY_S = 120.0  # every deadline in a cache is well below this
 
 
 class Stuck(Exception):
-    """A cache that does not come back."""
+    """A cache or an engine did not answer in time, or not as it has to."""
 
 
 @dataclass
-class Said:
-    """What a run said: the logits by the number of tokens before them, and the greedy answer."""
+class Transcript:
+    """The output of a run: the logits by the number of tokens before them, and the greedy answer."""
 
     logits: dict[int, Tensor] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
@@ -42,8 +42,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (one, other)))
 
 
-def differences(found: Said, expected: Said) -> list[int]:
-    """Where a run said something else, by the number of tokens before; a token that nobody expected counts."""
+def differences(found: Transcript, expected: Transcript) -> list[int]:
+    """Where the logits differ, by the number of tokens before; logits that were not expected count."""
     return [
         at
         for at, logits in found.logits.items()
@@ -51,35 +51,35 @@ def differences(found: Said, expected: Said) -> list[int]:
     ]
 
 
-def largest(found: Said, expected: Said, positions: Sequence[int]) -> float:
+def largest(found: Transcript, expected: Transcript, positions: Sequence[int]) -> float:
     """The largest difference of two logits at some positions."""
     pairs = [(found.logits[at], expected.logits[at]) for at in positions if at in expected.logits]
     return max((float((a.double() - b.double()).abs().max()) for a, b in pairs), default=float("nan"))
 
 
 class Uncached:
-    """What a model says without a cache, on the same grid of chunks; each prompt is computed once."""
+    """A model's transcripts without a cache, on the same grid of chunks; each prompt is computed once."""
 
     def __init__(self, model: LoadedModel, decode: int) -> None:
         self.model, self.decode = model, decode
-        self._known: dict[tuple[int, ...], Said] = {}
+        self._known: dict[tuple[int, ...], Transcript] = {}
 
-    def __call__(self, prompt: Sequence[int]) -> Said:
+    def __call__(self, prompt: Sequence[int]) -> Transcript:
         key = tuple(prompt)
         if key not in self._known:
             workspace = Workspace(self.model.layout, len(prompt) + self.decode, self.model.model.device)
             self._known[key] = self._compute(prompt, lambda ids: forward(self.model.model, workspace, ids))
         return self._known[key]
 
-    def by_transformers(self, prompt: Sequence[int]) -> tuple[Said, Any]:
-        """The same with transformers' own cache, and nothing of ours; and that cache."""
+    def by_transformers(self, prompt: Sequence[int]) -> tuple[Transcript, Any]:
+        """The transcript of transformers alone with its own cache; and that cache."""
         model = self.model.model
-        cache: Any = None  # the model makes the one that it wants
+        cache: Any = None  # the model makes its own
         at = 0
 
         def step(ids: Tensor) -> Tensor:
             nonlocal cache, at
-            # As `generate` does: a model that is not told its positions may begin to count at 0 with every chunk.
+            # As `generate` does: without positions, some models count from 0 in every chunk.
             positions = torch.arange(at, at + ids.shape[1], device=ids.device)[None]
             with torch.no_grad():
                 output = model(
@@ -91,19 +91,20 @@ class Uncached:
 
         return self._compute(prompt, step), cache
 
-    def _compute(self, prompt: Sequence[int], step: Step) -> Said:
-        device, chunk, whole, said = self.model.model.device, self.model.layout.chunk_tokens, len(prompt), Said()
+    def _compute(self, prompt: Sequence[int], step: Step) -> Transcript:
+        device, chunk, whole = self.model.model.device, self.model.layout.chunk_tokens, len(prompt)
+        found = Transcript()
         ids = torch.tensor([[*prompt]], device=device)
         for start in range(0, whole, chunk):
             stop = min(start + chunk, whole)
-            said.take(stop, step(ids[:, start:stop]), whole, self.decode)
+            found.take(stop, step(ids[:, start:stop]), whole, self.decode)
         for at in range(whole + 1, whole + self.decode):
-            said.take(at, step(torch.tensor([said.tokens[-1:]], device=device)), whole, self.decode)
-        return said
+            found.take(at, step(torch.tensor([found.tokens[-1:]], device=device)), whole, self.decode)
+        return found
 
 
-class Request:
-    """One prompt on its way through a cache; who leaves the `with` in the middle has given it up."""
+class ProofRequest:
+    """One prompt through a cache; leaving the `with` early aborts it."""
 
     def __init__(
         self,
@@ -115,20 +116,20 @@ class Request:
         read: bool = True,
     ) -> None:
         self.model, self.cache, self.prompt, self.decode = model, cache, prompt, decode
-        self.said = Said()
+        self.transcript = Transcript()
         self._ids = torch.tensor([[*prompt]], device=model.model.device)
         self.waited_s = 0.0
         self._workspace: Workspace | None = None
         self.lease = cache.open(prompt, salt, read)
 
-    def __enter__(self) -> "Request":
+    def __enter__(self) -> "ProofRequest":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None) -> None:
         self.cache.close(self.lease)
 
     def wait(self) -> None:
-        """Claim a place and step until the pages are on the device."""
+        """Claim the lease and step until its pages are on the device."""
         start = time.monotonic()
         while True:
             self.cache.step()
@@ -140,28 +141,28 @@ class Request:
             self.cache.wait(0.05)
 
     def resume(self) -> None:
-        """Copy the pages that the lease found into a state of the request's own."""
-        room, layout, device = len(self.prompt) + self.decode, self.model.layout, self.model.model.device
-        self._workspace = resumed(self.cache, self.lease, layout, room, device)
+        """Copy the lease's pages into the request's private workspace."""
+        tokens, layout, device = len(self.prompt) + self.decode, self.model.layout, self.model.model.device
+        self._workspace = resumed(self.cache, self.lease, layout, tokens, device)
 
     @property
     def resumed(self) -> bool:
         return self._workspace is not None
 
     def advance(self) -> bool:
-        """Compute the next chunk or token; False when all has been said."""
+        """Compute the next chunk or token; False when the answer is complete."""
         assert self._workspace is not None
         at, whole, chunk = self._workspace.tokens, len(self.prompt), self.model.layout.chunk_tokens
         if at < whole:
             ids = self._ids[:, at : min(whole, (at // chunk + 1) * chunk)]
         else:
-            ids = torch.tensor([self.said.tokens[-1:]], device=self._ids.device)
+            ids = torch.tensor([self.transcript.tokens[-1:]], device=self._ids.device)
         logits = forward(self.model.model, self._workspace, ids)
         if at < whole:
             wait_for_room(self.cache, self.lease, self._workspace)
             keep(self.cache, self.lease, self._workspace)
-        self.said.take(self._workspace.tokens, logits, whole, self.decode)
-        return len(self.said.tokens) < self.decode
+        self.transcript.take(self._workspace.tokens, logits, whole, self.decode)
+        return len(self.transcript.tokens) < self.decode
 
     def from_tiers(self) -> tuple[int, int, int]:
         """Tokens of the prompt that came from device, host and storage."""

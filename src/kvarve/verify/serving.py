@@ -1,6 +1,6 @@
 """The engine itself, many requests at once: bit for bit with `--deterministic`, and without it a difference to report.
 
-Everything else here is about one sequence at a time; this is about whoever is served beside it.
+The other paths compute one sequence at a time; here requests are served together.
 """
 
 import queue
@@ -16,31 +16,31 @@ from kvarve.engine.requests import Finish, Request, Sampling, TokenUsage
 from kvarve.verify.plan import TURNS
 from kvarve.verify.prover import Prover
 from kvarve.verify.report import Rounding
-from kvarve.verify.requests import Said, Stuck, Uncached, largest
+from kvarve.verify.requests import Stuck, Transcript, Uncached, largest
 
-ANSWER_S = 600.0  # between two tokens of one request, with all the others before it
+ANSWER_S = 600.0  # between two tokens of one request, while others are computed
 LEAVES_AFTER = 2  # tokens
 TALKS = 3  # conversations side by side
-MOST_KEPT = 32  # tokens of an answer up to a line of the grid; each takes a forward
+MOST_KEPT = 32  # tokens of an answer up to a chunk boundary; each takes a forward
 
-Question = tuple[Sequence[int], int]  # a prompt, and how many tokens to say
+Question = tuple[Sequence[int], int]  # a prompt, and how many tokens to answer
 
 
 @contextmanager
 def _engine(
     prover: Prover, model: LoadedModel, deterministic: bool, device: int = 0
-) -> Iterator[Callable[[Sequence[Question], Question | None], list[tuple[Said, TokenUsage]]]]:
-    """What asks a running engine all questions at once, and gives what was said; who `leaves` does in the middle."""
+) -> Iterator[Callable[[Sequence[Question], Question | None], list[tuple[Transcript, TokenUsage]]]]:
+    """A function that asks an engine all questions at once and returns the answers; `leaves` is aborted on its way."""
     with prover.cache(device=device, identity=model.identity) as cache:
-        # With one chunk a turn, prompts and answers are computed side by side for as long as can be.
+        # With one chunk a turn, prefill and decoding overlap for as long as possible.
         engine = Engine(model, cache, turn_tokens=prover.plan.chunk, deterministic=deterministic)
 
-        def ask(questions: Sequence[Question], leaves: Question | None = None) -> list[tuple[Said, TokenUsage]]:
+        def ask(questions: Sequence[Question], leaves: Question | None = None) -> list[tuple[Transcript, TokenUsage]]:
             asked = [_ask(engine, prover.salt, question, question is leaves) for question in questions]
             if not engine.counts.finished:
-                engine.start()  # not before all have come
+                engine.start()  # not before all are submitted
             both = zip(questions, asked, strict=True)
-            return [_answer(request, said, question is leaves) for question, (request, said) in both]
+            return [_answer(request, found, question is leaves) for question, (request, found) in both]
 
         try:
             yield ask
@@ -49,33 +49,33 @@ def _engine(
         audit(cache.core)
 
 
-def _ask(engine: Engine, salt: str, question: Question, leaves: bool) -> tuple[Request, Said]:
+def _ask(engine: Engine, salt: str, question: Question, leaves: bool) -> tuple[Request, Transcript]:
     prompt, most = question
-    said = Said()
+    found = Transcript()
 
     def watch(logits: Tensor) -> None:
-        said.take(len(prompt) + len(said.tokens), logits, len(prompt), most)
-        if leaves and len(said.tokens) == LEAVES_AFTER:
+        found.take(len(prompt) + len(found.tokens), logits, len(prompt), most)
+        if leaves and len(found.tokens) == LEAVES_AFTER:
             engine.abort(request)
 
     request = Request(prompt, Sampling(most, ignore_eos=True), salt, watch=watch)
-    return engine.submit(request), said
+    return engine.submit(request), found
 
 
-def _answer(request: Request, said: Said, leaves: bool) -> tuple[Said, TokenUsage]:
+def _answer(request: Request, found: Transcript, leaves: bool) -> tuple[Transcript, TokenUsage]:
     try:
         _, tokens, last = request.result(ANSWER_S)
     except queue.Empty:
-        raise Stuck(f"the engine said nothing for {ANSWER_S:.0f} s") from None
+        raise Stuck(f"the engine sent nothing for {ANSWER_S:.0f} s") from None
     if last.finish is not (Finish.ABORT if leaves else Finish.LENGTH) or last.usage is None:
         raise Stuck(f"a prompt of {len(request.prompt)} tokens ended with {last.finish}: {last.error}")
-    if tokens != said.tokens:
+    if tokens != found.tokens:
         raise Stuck(f"a prompt of {len(request.prompt)} tokens was not answered with the likeliest tokens")
-    return said, last.usage
+    return found, last.usage
 
 
 def together(prover: Prover) -> None:
-    """Requests of many lengths at once in little memory, one given up: each says what it says alone and uncached."""
+    """Requests of many lengths at once in little memory, one aborted: each answers as alone and uncached."""
     plan, most = prover.plan, TURNS * prover.plan.decode
     uncached = Uncached(prover.model, most)
     crossing = (plan.prompt(max(1, plan.whole - 1), 502), most)
@@ -88,50 +88,50 @@ def together(prover: Prover) -> None:
         (plan.prompt(1, 504), most),
     ]
     with (
-        prover.path("together", "the engine with --deterministic: many at once, one given up"),
-        _engine(prover, prover.model, True, plan.longest + most) as ask,  # so little that somebody has to give way
+        prover.path("together", "the engine with --deterministic: many at once, one aborted"),
+        _engine(prover, prover.model, True, plan.longest + most) as ask,  # so little that a request is preempted
     ):
         for leaves in (leaving, None):
-            for (prompt, _), (said, usage) in zip(questions, ask(questions, leaves), strict=True):
-                # Who comes first computes what the others share, so only the second time it is certain who finds what.
+            for (prompt, _), (found, usage) in zip(questions, ask(questions, leaves), strict=True):
+                # The first request computes the shared prefix for the others, so hits are certain only the second time.
                 known = plan.full(len(prompt)) if leaves is None else None
-                prover.compare(prompt, said, uncached(prompt), usage[2:], known)
+                prover.compare(prompt, found, uncached(prompt), usage[2:], known)
         prompt = [*crossing[0], *uncached(crossing[0]).tokens]
-        ((said, usage),) = ask([(prompt, plan.decode)], None)
+        ((found, usage),) = ask([(prompt, plan.decode)], None)
         known = len(crossing[0]) // plan.chunk * plan.chunk  # of the prompt alone
-        prover.compare(prompt, said, prover.uncached(prompt), usage[2:], known, "the next turn")
-        # What the first computes in a whole chunk is not the other's, who has half of that chunk.
+        prover.compare(prompt, found, prover.uncached(prompt), usage[2:], known, "the next turn")
+        # Pages that the first computes in a whole chunk are not shared with the second, which has half of that chunk.
         for tokens in (plan.whole + 1, plan.whole - plan.chunk // 2 + 1):
             prompt = plan.prompt(tokens, 506)
-            ((said, usage),) = ask([(prompt, plan.decode)], None)
-            prover.compare(prompt, said, prover.uncached(prompt), usage[2:], None, "half of another's chunk")
+            ((found, usage),) = ask([(prompt, plan.decode)], None)
+            prover.compare(prompt, found, prover.uncached(prompt), usage[2:], None, "half of another's chunk")
 
 
 def answers(prover: Prover) -> None:
-    """Conversations side by side that go on from pages which answers computed: how far that is from prefill."""
+    """Conversations at once that resume from decoded pages: how much their logits differ from prefill."""
     plan, model = prover.plan, keeping_answers(prover.model)
     # Each answer computes the last tokens of a page, a few less than the one before it.
     decoded = max(1, min(plan.page, plan.whole, MOST_KEPT) - 1)
     prompts = [plan.prompt(plan.whole - max(1, decoded - number), 600 + number) for number in range(TALKS)]
     with (
         prover.path(
-            "answers", "the engine by default: the next turn goes on from what the last answer computed"
+            "answers", "the engine by default: the next turn resumes from pages that the last answer decoded"
         ) as row,
         _engine(prover, model, False) as ask,
     ):
-        said = ask([(prompt, plan.whole + 1 - len(prompt)) for prompt in prompts], None)
-        for prompt, (_, usage) in zip(prompts, said, strict=True):
+        first = ask([(prompt, plan.whole + 1 - len(prompt)) for prompt in prompts], None)
+        for prompt, (_, usage) in zip(prompts, first, strict=True):
             prover.count(prompt, usage[2:])
         tails = [plan.prompt(plan.longest - plan.whole - 1, 610 + number) for number in range(TALKS)]
-        turns = [[*prompt, *first.tokens, *tail] for prompt, (first, _), tail in zip(prompts, said, tails, strict=True)]
+        turns = [[*prompt, *said.tokens, *tail] for prompt, (said, _), tail in zip(prompts, first, tails, strict=True)]
         found = Rounding(decoded_tokens=sum(plan.whole - len(prompt) for prompt in prompts))
         for prompt, (second, usage) in zip(turns, ask([(turn, 1) for turn in turns], None), strict=True):
             expected, at = prover.uncached(prompt), len(prompt)
             prover.count(prompt, usage[2:])
             if usage.cached != plan.whole:
                 row.troubles.append(
-                    f"the second turn resumed after {usage.cached} tokens instead of {plan.whole}: what the first "
-                    f"answer had computed was not found"
+                    f"the second turn resumed after {usage.cached} tokens instead of {plan.whole}: the pages "
+                    f"that the first answer decoded were not found"
                 )
             found.difference = max(found.difference, largest(second, expected, [at]))
             found.largest_logit = max(found.largest_logit, float(expected.logits[at].abs().max()))

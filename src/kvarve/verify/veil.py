@@ -1,4 +1,4 @@
-"""A storage behind a veil: what is there can be hidden, lost on the way or damaged. Names and bytes only."""
+"""A storage whose objects can be hidden, lost on reading or damaged. Names and bytes only."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from kvarve.storage import Storage, StorageUsage
 
 
 class Veil(Storage):
-    """`inner`, without what is `hidden`, which it denies to have, and without what is `lost`, which it cannot deliver.
+    """`inner`, except that `hidden` objects do not exist and `lost` ones exist but cannot be read.
 
     `broken`: the calls that fail altogether. `written`: every name that was ever put here.
     """
@@ -20,7 +20,7 @@ class Veil(Storage):
         self.written: set[str] = set()
 
     def lift(self) -> None:
-        """All that is there can be seen and had again."""
+        """Make all objects exist and readable again."""
         self.hidden = self.lost = self.broken = frozenset()
 
     def read(self, name: str) -> bytes | None:
@@ -33,12 +33,12 @@ class Veil(Storage):
         return bytes(data)
 
     def write(self, name: str, data: bytes) -> None:
-        """Store an object in place of what is there."""
+        """Store an object in place of the one there."""
         self.inner.delete([name])
         if self.inner.put([name], [memoryview(data)]) != [True]:
-            raise StorageError(f"no room for {len(data)} bytes in the storage: give it more capacity")
+            raise StorageError(f"no space for {len(data)} bytes in the storage: give it more capacity")
 
-    # What the cache calls.
+    # The calls of the cache.
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         self._fail("exists")

@@ -31,7 +31,7 @@ class Order(Task):
         super().__init__(lease, len(prompt) // TOKEN_BYTES, len(answer) // TOKEN_BYTES)
         self.number, self.text, self.answer, self.salt = number, prompt, answer, salt
         self.patience, self.reads = patience, reads
-        self.ends = self.most  # tokens after which it ends
+        self.ends = self.max_new_tokens  # tokens after which it ends
         self.spoken = self.done = 0
         self.leased_tokens = self.prefill_until
 

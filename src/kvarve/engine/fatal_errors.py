@@ -1,4 +1,4 @@
-"""The cache as an engine or a connector calls it: trouble that it did not foresee ends all of it, not one request."""
+"""Errors of the cache are fatal to the engine or connector that calls it: none is one request's error."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from kvarve.errors import Broken
 from kvarve.runtime import PrefixCache
 
 
-class _Vital:
+class _FatalErrors:
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
 
@@ -26,14 +26,14 @@ class _Vital:
         return call
 
 
-def vital(cache: PrefixCache) -> PrefixCache:
+def fatal_errors(cache: PrefixCache) -> PrefixCache:
     """The same cache; any exception of a call to it is `Broken`."""
-    return cast(PrefixCache, _Vital(cache))
+    return cast(PrefixCache, _FatalErrors(cache))
 
 
 @contextmanager
-def laws() -> Iterator[None]:
-    """What is asserted here is asserted of the cache."""
+def fatal_assertions() -> Iterator[None]:
+    """An assertion that fails inside is about the cache, so it is `Broken` too."""
     try:
         yield
     except AssertionError as e:
