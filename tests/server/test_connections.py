@@ -96,7 +96,7 @@ def is_closed(connection: socket.socket) -> bool:
 def look(client: httpx.Client, server: Server) -> None:
     """Wait until the server has looked after its connections twice from now on."""
     looks: list[None] = []
-    done = server.connections.look
+    done = server.connections.close_stalled
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server.connections, "look", lambda: (done(), looks.append(None)))
         until(client, lambda _: len(looks) >= 2)
@@ -353,7 +353,7 @@ def test_a_thousand_half_open_connections_leave_no_trace(own_server: Server, con
     with httpx.Client(base_url=own_server.url, timeout=LONG_S) as client:
         now = until(client, lambda now: now["kvarve_connections"] <= 11)  # with the ten above
     kept = own_server.connections
-    assert len(kept._open) <= 11 and not kept._ending and len(kept._asking) <= 11
+    assert len(kept._open) <= 11 and not kept._closing and len(kept._incomplete) <= 11
     assert now["kvarve_requests_running"] == 0
 
 

@@ -14,7 +14,7 @@ from talk import CHAT, COMPLETIONS, LONG_S, Body, complete, metrics, refused, te
 
 from kvarve.engine import engine as engine_module
 from kvarve.server import app
-from kvarve.server.api import MOST_NAMED, MOST_OBJECTS, MOST_VALUES, SMALL_BYTES, ChatAsked, Refused, parse
+from kvarve.server.api import MOST_NAMED, MOST_OBJECTS, MOST_VALUES, SMALL_BYTES, ChatRequest, Refused, parse
 from kvarve.server.encoder import Encoder
 from kvarve.server.lanes import LANES
 from kvarve.server.serve import Server
@@ -264,10 +264,10 @@ def test_signs_within_a_text_are_no_values(client: httpx.Client) -> None:
     assert len(signs) > SMALL_BYTES
     for ascii_only in (False, True):
         body = json.dumps(in_a_chat("hei") | {"user": signs}, ensure_ascii=ascii_only).encode()
-        assert parse(ChatAsked, body).messages[0].content == "hei"
+        assert parse(ChatRequest, body).messages[0].content == "hei"
         nested = json.dumps(in_a_chat("hei") | {"user": signs, "x": [{}] * (MOST_OBJECTS + 1)}).encode()
         with pytest.raises(Refused, match="JSON objects"):
-            parse(ChatAsked, nested)
+            parse(ChatRequest, nested)
 
 
 @pytest.mark.parametrize(
