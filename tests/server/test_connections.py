@@ -1,4 +1,4 @@
-"""A connection that gets nowhere ends, however it does that, and keeps nobody out until then."""
+"""A connection without progress is closed, and locks out no other until then."""
 
 import logging
 import re
@@ -167,7 +167,7 @@ def test_a_body_without_end_after_its_answer_ends(
             endless.sendall(b"x" * 1000)
 
 
-def test_who_brings_a_body_or_gets_an_answer_has_all_the_time_that_takes(
+def test_the_time_limit_of_headers_does_not_apply_to_bodies_and_answers(
     own_server: Server, client: httpx.Client, connect: Connect, clock: Clock
 ) -> None:
     slow = connect(post(BODY[:5], len(BODY)))
@@ -333,7 +333,7 @@ def test_where_there_are_too_many_the_oldest_without_a_whole_request_goes(
     assert now["kvarve_connections"] <= 4
 
 
-def test_where_all_have_a_whole_request_the_newest_is_told_to_come_again(own_server: Server, connect: Connect) -> None:
+def test_if_all_connections_have_a_complete_request_the_newest_gets_503(own_server: Server, connect: Connect) -> None:
     streaming = connect(post(b'{"prompt": "hei", "max_tokens": 900, "ignore_eos": true, "stream": true}'))
     assert answer(streaming).startswith(b"HTTP/1.1 200")
     own_server.connections.most = 1

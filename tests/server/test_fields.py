@@ -85,7 +85,7 @@ def test_what_would_change_an_answer_is_refused_by_its_name_unless_it_asks_for_n
     ],
     ids=str,
 )
-def test_a_client_is_told_what_to_say_instead(client: httpx.Client, given: Body, told: str) -> None:
+def test_an_error_names_the_supported_field(client: httpx.Client, given: Body, told: str) -> None:
     response = client.post(COMPLETIONS, json={"prompt": "hei", "max_tokens": 1} | given)
     assert told in refused(response, 400)
     assert response.json()["error"]["param"] == [*given][-1]
@@ -142,7 +142,7 @@ def test_a_field_of_a_message_that_the_template_would_not_see_is_refused(client:
 # --- whose pages
 
 
-def test_who_has_another_extra_key_finds_nothing(client: httpx.Client, song: str, salt: str) -> None:
+def test_a_request_with_another_extra_key_hits_nothing(client: httpx.Client, song: str, salt: str) -> None:
     def found(**who: str) -> int:
         return sum(cached(complete(client, song * 3, max_tokens=1, **who)).values())
 

@@ -111,7 +111,7 @@ class _Front:
         self._started = int(time.time())
         self._metrics = Metrics(self._snapshot)
         self._preparer = RequestPreparer(engine.model, name)
-        self._lanes = Lanes("kvarve words")
+        self._lanes = Lanes("kvarve prepare")
         self._preparing: set[Future[RequestBody]] = set()  # requests queued or running on a lane
         self._bodies_bytes = 0  # held by bodies being read or prepared
         self._flushing = asyncio.Lock()
