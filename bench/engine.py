@@ -7,14 +7,14 @@ The reference engine on a model of 0.1 billion parameters with random weights (`
 grid, no engine, no cache) and cold by the engine with its cache on, then again from the host alone and from the storage
 alone. Times are to the first token. The two cold ones are computed in turns, chunk by chunk
 and then token by token, so that whatever else a machine does slows both alike. Copies that the engine's chunk has begun
-count as its own time, all of it, though where nobody takes turns they would go on beside the next chunk. At the end 16
+count as its own time, all of it, though without turns they would overlap with the next chunk. At the end 16
 conversations of two turns run side by side, and some of them one after the other.
 
 Each figure is the best of several rounds (of a cold prompt: each chunk's; of further tokens: each token's, and then the
 median), because other work on a machine only ever makes a round slower. Ratios:
 `warm_host_ttft`, `warm_storage_ttft` warm over cold; `cold_ttft_on_over_off` engine with cache over bare model;
 `decode_on_over_off` tokens per second of the same; `throughput_16_over_1` tokens said per second, and
-`ttft_p99_over_mean` of those sixteen: that nobody starves. Then what many do to each other:
+`ttft_p99_over_mean` of those sixteen, for starvation. Then interference between requests:
 `mixed_lengths` tokens per second of 31 answers at 20 to 100 tokens beside one at 6,000, over the same 31 alone;
 `sampling_share` seconds of sampling over seconds of the whole turn, of 64 answers of a model with 152K tokens at
 temperature 1 and top-p 0.9, where 1,000 tokens have 99% of the chances (`sampling_share_flat`: all have the same);

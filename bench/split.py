@@ -194,7 +194,7 @@ def by_share(share: float) -> Rule:
 
 
 def between(tokens: int) -> Rule:
-    """The geometric mean of so many tokens and the spacing that divides the bytes evenly."""
+    """The geometric mean of `tokens` and the spacing that divides the bytes evenly."""
     return lambda shape: math.sqrt(tokens * shape.snapshot_bytes / shape.kv_bytes_per_token)
 
 

@@ -3,7 +3,7 @@
     .venv/bin/python bench/storage.py [--quick] [--json FILE] [--dir FOLDER]
 
 The limits of this run: `pwrite` and `preadv` of pages into one file that has been written before, past the page cache
-(direct) and through it (buffered; reads after the kernel has been told to forget), by one thread and by eight. The
+(direct) and through it (buffered; reads after the page cache is dropped), by one thread and by eight. The
 usual way: a file for each page, written beside and renamed, one after the other, without a sync and with one of the
 file and the folder. And this store: what its lanes do, so each page's checksum is computed before it is written and
 after it is read, by one of several workers while others write or read, and a put answers when it is durable.

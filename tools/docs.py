@@ -57,7 +57,7 @@ RESIDENCY = "residency"  # takes half a minute of simulated lives
 
 def rendered(page: str, parts: dict[str, Callable[[], str]], left_out: set[str]) -> str:
     """The page with each block generated anew, except those in `left_out`."""
-    assert [name for _, name, _ in PART.findall(page)] == [*parts], "each part stands in the page once, in order"
+    assert [name for _, name, _ in PART.findall(page)] == [*parts], "each block is in the page once, in order"
     return PART.sub(lambda part: part[0] if part[2] in left_out else part[1] + parts[part[2]]() + part[3], page)
 
 

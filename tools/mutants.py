@@ -195,7 +195,7 @@ def judge(mutant: Mutant, suite: Sequence[str]) -> Outcome:
                 raise Trouble(f"{found.failed} fails without any mutant")
         return outcome("killed", found)
     except Trouble as e:
-        return outcome(f"nobody can say: {e}")
+        return outcome(f"unknown: {e}")
 
 
 def check(mutants: Sequence[Mutant], jobs: int) -> None:

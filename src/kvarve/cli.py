@@ -176,7 +176,7 @@ def _storage_commands(parser: _Parser) -> None:
     texts = {
         "ls": "list the pages in a folder, most recently used first",
         "stat": "summarize the pages in a folder by model, group and pool",
-        "verify": "read all that a folder holds and drop what is damaged; exits with 1 if anything was",
+        "verify": "read every page in a folder and report damaged ones; exits with 1 if there are any",
         "gc": "free pages past the URL's ttl and leftovers of dead processes in a folder",
         "drop": "remove a group's pages, a model's, or all, from a folder",
     }
@@ -223,17 +223,12 @@ def _serve_options(parser: _Parser) -> None:
     option("--prefetch-per-ki-token-s", "and per 1,024 tokens", type=_seconds, default=0.25, metavar="S")
     hangs = "seconds after which a call to storage counts as hanging"
     option("--storage-deadline-s", hangs, type=_seconds, default=30.0, metavar="S")
-    option("--snapshot-every", "keep windows and states every so many tokens too", type=_whole, default=0, metavar="N")
+    option("--snapshot-every", "also keep windows and states every N tokens", type=_whole, default=0, metavar="N")
     least = "the fewest tokens that a kept window or state has to save"
     option("--snapshot-gap", least, type=_whole, default=0, metavar="N")
-    apart = "divide memory as if windows and states were kept every so many tokens; by the model unless given"
+    apart = "divide memory as if windows and states were kept every N tokens; by the model unless given"
     option("--tokens-per-snapshot", apart, type=_count, metavar="N")
-    option(
-        "--eviction",
-        "which pages are evicted first: lru, lfu, s3fifo, priority or flops",
-        default="lru",
-        metavar="ORDER",
-    )
+    option("--eviction", "eviction order: lru, lfu, s3fifo, priority or flops", default="lru", metavar="ORDER")
     doubles = "tokens after which attention costs as much as all else, for --eviction flops; 0: never"
     option("--cost-doubles-at", doubles, type=_whole, default=0, metavar="N")
     least = "the fewest tokens that a copy from the host to the device has to save"

@@ -30,15 +30,12 @@ def admin_routes(
 
     async def attach(http: Http) -> Response:
         async with read(http) as body:
-            request = await apart(lambda: parse(AttachRequest, body))
+            given = await apart(lambda: parse(AttachRequest, body))
 
         def change() -> Response:
             return JSONResponse(
                 admin.attach(
-                    request.url,
-                    prefetch=request.prefetch_policy,
-                    write=request.write_policy,
-                    back_up=bool(request.back_up),
+                    given.url, prefetch=given.prefetch_policy, write=given.write_policy, back_up=bool(given.back_up)
                 )
             )
 

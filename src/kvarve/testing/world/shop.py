@@ -155,7 +155,7 @@ class Shop:
         free = not copying(world.core)  # else it may be preempted while it waits for a copy
         seated = [order for order in sorted(answers, key=lambda order: order.admitted_seq) if self._seated(order)]
         if oldest in answers and len(holders) > 1 and free:
-            assert oldest in self.scheduler.running, "the oldest gives way to nobody"
+            assert oldest in self.scheduler.running, "the oldest is never preempted"
         for order in seated:
             if order not in self.scheduler.running:  # preempted by a later one's growth
                 continue

@@ -81,7 +81,7 @@ class SimulatedTransfers:
                     content = self._read(effect, page, decayed)
                 arrived, spoiled = content == page.key and not away, content == ROTTEN and not away
                 arena = self.arena(effect.target, page.pool)
-                assert arena[page.target] == flying(effect.op), "a copy's target is nobody else's until it has ended"
+                assert arena[page.target] == flying(effect.op), "a copy's target is its own until it has ended"
                 arena[page.target] = page.key if arrived else BROKEN
             good |= arrived << i
             bad |= spoiled << i

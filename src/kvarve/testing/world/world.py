@@ -114,7 +114,9 @@ class World:
         self._check()
         if waited and ready and lease.reads:
             hit = self._expected_hit(self._prompts[lease.number], len(lease.tokens) // TOKEN_BYTES)
-            assert lease.boundary == hit[0], "who is ready at once resumes from all that the device has"
+            assert lease.boundary == hit[0], (
+                "a lease that is ready at once resumes from the deepest boundary on the device"
+            )
         return ready
 
     def ready(self, lease: Lease) -> bool:
@@ -385,7 +387,7 @@ class World:
         assert not waiting, f"lease {waiting[0].number} is still {waiting[0].phase.value}"
         self.step([self.give_up(op) for op in [*self.lost]])
         self.settle()
-        assert all(lease.ready for lease in self.leases), "when all copies have ended, everybody is ready"
+        assert all(lease.ready for lease in self.leases), "when all copies have ended, every lease is ready"
 
     def drain(self) -> None:
         """The end of a life: close all leases, end everything in flight; nothing may be left behind."""
@@ -394,7 +396,7 @@ class World:
         self.step([self.give_up(op) for op in [*self.lost]])
         self.settle()
         assert not self.core.copies.ops and not self.core.leases and self.core.idle()
-        assert not any(run.pinned() for run in runs(self.core)), "nobody is here, so nothing is pinned"
+        assert not any(run.pinned() for run in runs(self.core)), "without leases and copies nothing is pinned"
         for _ in range(10 + 8 * sum(self.core.slot_pools.capacity)):  # a small tier takes few at a time
             self.flush(Tier.DEVICE, Tier.HOST)
             self.settle()
