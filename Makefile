@@ -1,6 +1,6 @@
 # make run: set up and watch the main job.  make test: set up and pass the tests.  Everything lives in .venv.
 PYTHON ?= python3
-# On a machine without a GPU any CPU build of this version will do; set TORCH to choose another wheel.
+# Without a GPU any CPU build of this version will do; set TORCH to choose another wheel.
 TORCH ?= torch==2.13.0
 PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet
 
@@ -26,8 +26,8 @@ test: setup
 	.venv/bin/mypy
 	.venv/bin/python -m pytest --numprocesses 3 --dist loadfile
 
-# The same with what takes long: every family, every place to cut the power, ...; test-NAME does it for what is in
-# tests/NAME or tests/test_NAME*.py, for example test-storage.
+# With the long tests: every family, every place to cut the power, ...; test-NAME runs all tests in tests/NAME and
+# tests/test_NAME*.py, for example test-storage.
 test-all: setup
 	.venv/bin/python -m pytest -m '' --numprocesses 3 --dist loadfile
 
@@ -39,22 +39,22 @@ lint: setup
 	.venv/bin/ruff format
 	.venv/bin/mypy
 
-# Ten million steps of the core in random lives with random trouble, on all cores; SEED=8 lives others.
+# Ten million steps of the core in random lives under random faults, on all cores; another SEED gives other lives.
 SEED ?= 7
 soak: setup
 	.venv/bin/python -m kvarve.testing.world --seed $(SEED) --steps 10000000 --jobs $$(getconf _NPROCESSORS_ONLN) --all
 	.venv/bin/python -m kvarve.testing.world --engine --seed $(SEED) --steps 1000000 --jobs $$(getconf _NPROCESSORS_ONLN) --all
 
-# Hours of conversations with a real engine on a device that holds a twentieth of them; every answer is compared.
+# Hours of conversations with a real engine whose device holds a twentieth of them; every answer is compared.
 MINUTES ?= 120
 soak-engine: setup
 	.venv/bin/python -m kvarve.testing.traffic --minutes $(MINUTES) --seed $(SEED) --json out/traffic.json --png out/traffic.png
 
-# Every mistake that we could think of has to make a test fail; some minutes.
+# Each wrong variant of the code in tools/mutants.toml has to make a test fail; some minutes.
 mutants: setup
 	.venv/bin/python tools/mutants.py
 
-# What the pages in docs/ take from the code.
+# Rewrites the generated blocks of the pages in docs/.
 docs: setup
 	.venv/bin/python tools/docs.py
 
@@ -64,7 +64,7 @@ bench: setup
 train: setup
 	.venv/bin/python tools/train_tiny_hybrid.py
 
-# torch comes first and by itself (see TORCH), so the lock is of everything else; hashes are in it, addresses are not.
+# torch is installed first and by itself (see TORCH), so the lock leaves it out; it has hashes and no URLs.
 lock: setup
 	mkdir -p .venv/lock && grep -v '"torch' pyproject.toml > .venv/lock/pyproject.toml
 	.venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --extra dev --extra mooncake --no-header \

@@ -1,6 +1,6 @@
-"""What all benchmarks share: their words, their table, their JSON, and what they ran on.
+"""Shared by all benchmarks: arguments, table, JSON, and the description of the machine.
 
-Figures of one run are made to be compared with each other, not with another machine's: every benchmark measures its
+Figures are comparable within one run, not between machines: every benchmark measures its
 own limits (a memcpy, a raw write) in the same run, between its own rounds, and reports the ratio.
 """
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """The words that every benchmark understands."""
+    """The arguments of every benchmark."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="a small run, to see that it works")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
@@ -30,7 +30,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on, as far as it can be read without asking anybody."""
+    """The machine and versions that the figures depend on, as far as they can be read."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -40,7 +40,7 @@ def machine() -> dict[str, Any]:
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "load_before": round(os.getloadavg()[0], 2),  # others may be at work here
+        "load_before": round(os.getloadavg()[0], 2),  # other work may run here
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": version("torch"),
@@ -61,7 +61,7 @@ def watched(work: Iterable[T], title: str, total: int) -> Iterator[T]:
 
 
 def show(title: str, rows: Sequence[Mapping[str, object]], caption: str = "") -> None:
-    """A table of rows that have the same names; what is not a text stands on the right."""
+    """A table of rows with the same keys; numbers are aligned to the right."""
     table = Table(title=title, caption=caption or None)
     for name, value in rows[0].items():
         table.add_column(name.replace("_", " "), justify="left" if isinstance(value, str) else "right")
@@ -71,6 +71,6 @@ def show(title: str, rows: Sequence[Mapping[str, object]], caption: str = "") ->
 
 
 def write_json(path: Path | None, figures: Mapping[str, object]) -> None:
-    """Leave the figures where they were asked for."""
+    """Write the figures where --json asks for them."""
     if path is not None:
         path.write_text(json.dumps(figures, indent=1) + "\n")

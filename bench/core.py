@@ -3,10 +3,10 @@
     .venv/bin/python bench/core.py [--quick] [--json FILE] [--pages 64,16]
 
 Times are of the calling thread's CPU as well as of the wall, since the machine may be shared. `match` is `lookup`, with
-the packing of the prompt's tokens left out (an engine packs a prompt once); `insert` is room on the device for the new
-pages of a prompt, and into the tree with them; `open_close` finds, names and pins a prompt's pages and lets them go;
-`turn` is all of a request's life in the core. In `runs_256` another prompt branches off after every 256 tokens, so
-that the path really consists of so many runs.
+the packing of the prompt's tokens left out (an engine packs a prompt once); `insert` takes device slots for the new
+pages of a prompt and adds them to the tree; `open_close` finds, names, pins and unpins a prompt's pages;
+`turn` is a request's whole life in the core. In `runs_256` another prompt branches off after every 256 tokens, so
+that each 256 tokens of the path are a run of their own.
 """
 
 import gc
@@ -37,14 +37,14 @@ def tokens(rng: random.Random, count: int) -> bytes:
 
 
 def begin(cache: Core, prompt: bytes, read: bool = True) -> Lease:
-    """A request whose turn comes at once; nothing has to be copied, so it is ready."""
+    """A request that is claimed at once; nothing has to be copied, so it is ready."""
     lease = cache.open(ROOT, prompt, 0.0, read=read)
     assert cache.claim(lease, 0.0)
     return lease
 
 
 def keep(cache: Core, lease: Lease) -> None:
-    """Room for all of a prompt's new pages, and into the tree with them: what the peer's alloc and insert do."""
+    """Take slots for all of a prompt's new pages and publish them: what the peer's alloc and insert do."""
     pages = cache.keepable(lease)
     cache.grow(lease, pages)
     cache.publish(lease, pages)
@@ -110,7 +110,7 @@ def match_rows(page: int, pools: int, tree: int, quick: bool) -> list[dict[str, 
             asked = prompt + tokens(rng, 1)
             rows.append(row | timed(lambda asked=asked: cache.lookup(ROOT, asked), 100 if length > 20_000 else 300))
             times = 40 if length > 20_000 else 100
-            strangers = [bytes(bytearray(asked)) for _ in range(times)]  # equal, but nobody can know that
+            strangers = [bytes(bytearray(asked)) for _ in range(times)]  # equal, but not the same object
 
             def life(strangers: list[bytes] = strangers) -> None:
                 cache.close(begin(cache, strangers.pop()))
@@ -155,7 +155,7 @@ def insert_rows(page: int, pools: int, tree: int, quick: bool) -> list[dict[str,
 
 
 def turn_rows(page: int, pools: int, quick: bool) -> list[dict[str, Any]]:
-    """Conversations that grow by 512 tokens a turn, in half the memory that they would need."""
+    """Conversations that grow by 512 tokens a turn, in half the memory that they need."""
     rng = random.Random(3)
     count, turns, step = (40, 6, 512) if quick else (160, 12, 512)
     room = count * turns * step // 2

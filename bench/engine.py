@@ -3,18 +3,18 @@
     .venv/bin/python bench/engine.py [--quick] [--json FILE] [--dir FOLDER] [--model FOLDER]
 
 The reference engine on a model of 0.1 billion parameters with random weights (`tools/random_qwen3_5.py`), on prompts of
-4,096 tokens that end in a question of 16. Each round takes a prompt that nobody has seen: computed by the bare model
-(chunks of the same grid, no engine, no cache) and cold by the engine with its cache on, then again with only the host
-and only the storage knowing it. Times are to the first token. The two cold ones are computed in turns, chunk by chunk
+4,096 tokens that end in a question of 16. Each round takes a new prompt: computed by the bare model (chunks of the same
+grid, no engine, no cache) and cold by the engine with its cache on, then again from the host alone and from the storage
+alone. Times are to the first token. The two cold ones are computed in turns, chunk by chunk
 and then token by token, so that whatever else a machine does slows both alike. Copies that the engine's chunk has begun
-count as its own time, all of it, though where nobody takes turns they would go on beside the next chunk. At the end 16
+count as its own time, all of it, though without turns they would overlap with the next chunk. At the end 16
 conversations of two turns run side by side, and some of them one after the other.
 
 Each figure is the best of several rounds (of a cold prompt: each chunk's; of further tokens: each token's, and then the
 median), because other work on a machine only ever makes a round slower. Ratios:
 `warm_host_ttft`, `warm_storage_ttft` warm over cold; `cold_ttft_on_over_off` engine with cache over bare model;
 `decode_on_over_off` tokens per second of the same; `throughput_16_over_1` tokens said per second, and
-`ttft_p99_over_mean` of those sixteen: that nobody starves. Then what many do to each other:
+`ttft_p99_over_mean` of those sixteen, for starvation. Then interference between requests:
 `mixed_lengths` tokens per second of 31 answers at 20 to 100 tokens beside one at 6,000, over the same 31 alone;
 `sampling_share` seconds of sampling over seconds of the whole turn, of 64 answers of a model with 152K tokens at
 temperature 1 and top-p 0.9, where 1,000 tokens have 99% of the chances (`sampling_share_flat`: all have the same);
@@ -74,7 +74,7 @@ QUICK = replace(QUICK, long=1000, said=6, vocabulary=4096, clients=8, short_prom
 
 
 class Timed:
-    """A request whose pieces say when they came. Between two of them, `between` has the engine's thread."""
+    """A request that notes the time of each chunk. Between two of them, `between` runs on the engine's thread."""
 
     def __init__(self, prompt: Sequence[int], most: int, between: Callable[[], object] = lambda: None) -> None:
         self.tokens: list[int] = []
@@ -226,7 +226,7 @@ def measure(model: LoadedModel, size: Size, folder: Path) -> tuple[dict[str, lis
     }
 
 
-# --- what many do to each other
+# --- concurrent requests
 
 
 def mixed(model: LoadedModel, size: Size) -> tuple[float, float]:
@@ -309,7 +309,7 @@ def short_prompts(model: LoadedModel, size: Size) -> tuple[float, float]:
                 under_way.append(Timed(prompt, 1).start(engine))
             for timed in under_way:
                 timed.wait()
-            if number:  # the first only warms up
+            if number:  # the first is a warm-up
                 best[many] = max(best[many], len(prompts) / (time.perf_counter() - began))
     engine.shutdown()
     return best[0], best[1]

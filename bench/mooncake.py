@@ -136,7 +136,7 @@ def moves(ways: dict[str, Raw | Lane], pages: Pages, size: Size, number: int) ->
     for batch in range(size.batches):
         some = names(number * size.batches + batch)
         for way, what in [*ways.items()][:: 1 if batch % 2 else -1]:
-            pages.check()  # so that both find the processor's caches alike
+            pages.check()  # so that both start with the same CPU caches
             yield f"{way} put", timed(lambda what=what, some=some: what.put(some))  # type: ignore[misc]
             pages.blank()
             yield f"{way} get", timed(lambda what=what, some=some: what.get(some))  # type: ignore[misc]
@@ -223,9 +223,7 @@ def main() -> int:
             pages, storage = Pages(), cluster.storage()
             ways: dict[str, Raw | Lane] = {"kvarve": Lane(pages, storage), "raw": Raw(pages, storage)}
             restore = Restore(f"mooncake://{MASTER}?metrics={METRICS}")
-            for batch in range(
-                (1 << 30) // BATCH // MIB - 1
-            ):  # the owner's memory is taken from the system by a first use
+            for batch in range((1 << 30) // BATCH // MIB - 1):  # the owner's memory is faulted in by a first use
                 ways["raw"].put(names((1 << 21) + batch))
             assert storage._client.remove_all_of(".*")
             for number in watched(range(size.rounds + 1), "round", size.rounds + 1):

@@ -1,4 +1,4 @@
-"""A model that is only a shape, and a cache whose engine only pretends to compute: for what moves pages."""
+"""A model that is only a shape, and a cache with a fake engine, for benchmarks of page transfers."""
 
 import time
 from collections.abc import Callable
@@ -25,7 +25,7 @@ PROMPT_BYTES = PAGES * KV.payload_bytes + STATE.payload_bytes
 
 
 def until(cache: PrefixCache, done: Callable[[], bool]) -> None:
-    """Step until something is so."""
+    """Step until a condition holds."""
     end = time.monotonic() + PATIENCE_S
     cache.step()
     while not done():

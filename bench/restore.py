@@ -39,7 +39,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Size:
-    """How much is moved in a round: each prompt has its pages and one state."""
+    """The amount moved in a round: each prompt has its pages and one state."""
 
     prompts: int = 4
     pages: int = 60  # of each prompt; all of them fit within what backups may have in flight at once
@@ -58,7 +58,7 @@ QUICK = Size(prompts=2, pages=12, rounds=2)
 
 
 class Gate(Storage):
-    """A storage whose writes wait until the gate is open, so that what comes before them can be timed alone."""
+    """A storage whose writes wait until the gate is open, so that the steps before them can be timed alone."""
 
     def __init__(self, inner: Storage) -> None:
         self._inner, self._open = inner, threading.Event()
@@ -97,7 +97,7 @@ class Gate(Storage):
 
 
 class Bench:
-    """A cache, and the engine that pretends."""
+    """A cache with a fake engine."""
 
     def __init__(self, size: Size, storage: Gate | None, verify_host: bool) -> None:
         self.size, self.storage = size, storage
@@ -107,7 +107,7 @@ class Bench:
         self._round = 0
 
     def round(self) -> dict[str, float]:
-        """Seconds of every edge, for prompts that nobody has seen before."""
+        """Seconds of every edge, for new prompts."""
         self._round += 1
         cache, seconds = self.cache, dict[str, float]()
         prompts = [self._prompt(number) for number in range(self.size.prompts)]

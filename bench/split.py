@@ -1,7 +1,7 @@
 """How far apart should memory expect windows and states to be? Measured over traffic and models of many shapes.
 
-Until pools share their memory it is divided once: so many slots for states beside so many of attention. A division that
-suits one traffic wastes memory with another, so the default is chosen by what it loses. For each drawn shape (a model's
+Pools do not share memory: it is divided once between slots for states and slots for attention. A division that suits
+one traffic wastes memory with another, so the default is chosen by what it loses. For each drawn shape (a model's
 bytes, a traffic, a memory) the same requests are replayed through the product's own core (`kvarve.simulate`) with every
 spacing from 256 to 65,536 tokens, and with those that rules suggest. What a rule loses is the part of the best fixed
 spacing's hits that it does not get: 0 is as good as the best one for this very shape, 1 is no hit at all.
@@ -62,7 +62,7 @@ class Shape:
 
 
 class Ids:
-    """TransferEngine out ids, and makes prompts longer by so many tokens."""
+    """Hands out ids, and extends prompts by a number of tokens."""
 
     def __init__(self, dice: random.Random) -> None:
         self.dice, self._next = dice, count()
@@ -194,7 +194,7 @@ def by_share(share: float) -> Rule:
 
 
 def between(tokens: int) -> Rule:
-    """The geometric mean of so many tokens and the spacing that divides the bytes evenly."""
+    """The geometric mean of `tokens` and the spacing that divides the bytes evenly."""
     return lambda shape: math.sqrt(tokens * shape.snapshot_bytes / shape.kv_bytes_per_token)
 
 

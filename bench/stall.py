@@ -1,4 +1,4 @@
-"""What does a storage that hangs cost those who do not need it, and those who wait for it?
+"""What does a hanging storage cost requests that do not need it, and requests that wait for it?
 
     .venv/bin/python bench/stall.py [--quick] [--json FILE] [--dir FOLDER]
 
@@ -73,7 +73,7 @@ class Waits:
 
 
 class Spell:
-    """Some seconds of one request that decodes, unless it is idle, and of others that want what storage has."""
+    """Some seconds of one request that decodes, unless it is idle, and of others whose pages only storage has."""
 
     def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], seconds: float, idle: bool) -> None:
         self.came: list[float] = []

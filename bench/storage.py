@@ -3,7 +3,7 @@
     .venv/bin/python bench/storage.py [--quick] [--json FILE] [--dir FOLDER]
 
 The limits of this run: `pwrite` and `preadv` of pages into one file that has been written before, past the page cache
-(direct) and through it (buffered; reads after the kernel has been told to forget), by one thread and by eight. The
+(direct) and through it (buffered; reads after the page cache is dropped), by one thread and by eight. The
 usual way: a file for each page, written beside and renamed, one after the other, without a sync and with one of the
 file and the folder. And this store: what its lanes do, so each page's checksum is computed before it is written and
 after it is read, by one of several workers while others write or read, and a put answers when it is durable.
@@ -50,7 +50,7 @@ LABEL, NAMESPACE = b"bench", b"n" * 32
 @dataclass(frozen=True)
 class Size:
     moved_bytes: int = 256 * MIB  # by each way of writing or reading, in each round
-    compared_bytes: int = GIB  # the same at the page size of the ratios: long enough for a lane to be in full swing
+    compared_bytes: int = GIB  # the same at the page size of the ratios: long enough for steady state
     rounds: int = 6
 
     objects: int = 1_000_000
@@ -172,7 +172,7 @@ def files_read(folder: Path, records: Records) -> None:
 
 
 def forget(*paths: Path) -> None:
-    """Have the kernel drop what it holds of these files, once it is on the disk."""
+    """Sync these files and drop them from the page cache."""
     for path in paths:
         file = os.open(path, os.O_RDWR)
         try:
@@ -187,7 +187,7 @@ def forget(*paths: Path) -> None:
 
 def moves(folder: Path, records: Records, of_round: int) -> Iterator[tuple[str, Taken]]:
     # What goes past the page cache comes first, and all of ours: what is dirty there keeps the disk busy for a while.
-    # Some disks are fast until they have moved so much: now the limit comes first, now the store.
+    # Some disks are fast for a first amount of data only: the limit and the store take turns in going first.
     direct = [raw_moves(folder / "raw", records, direct=True), store_moves(folder / "store", records, of_round)]
     for each in direct if of_round % 2 else reversed(direct):
         yield from each

@@ -1,6 +1,6 @@
-"""Writes the parts of the pages in docs/ that are the code's own words: python tools/docs.py [--check] [--quick]
+"""Writes the generated blocks of the pages in docs/: python tools/docs.py [--check] [--quick]
 
-A part stands between `<!-- from the code: NAME -->` and `<!-- end -->`. With --check nothing is written, and the exit
+A block stands between `<!-- from the code: NAME -->` and `<!-- end -->`. With --check nothing is written, and the exit
 code says whether everything is up to date.
 """
 
@@ -24,7 +24,7 @@ PART = re.compile(r"(<!-- from the code: (\w+) -->\n).*?(<!-- end -->)", re.DOTA
 
 
 def edges() -> str:
-    """The four edges between tiers, by the names that the code gives them."""
+    """The four edges between tiers, by their names in the code."""
     named = {
         edge: name.lower()
         for name, edge in vars(copies).items()
@@ -40,24 +40,24 @@ def edges() -> str:
 
 
 def facts() -> str:
-    """What a run knows of its positions."""
+    """The facts that a run holds about its positions."""
     rows = [f"| `{name}` | {meaning} |" for name, meaning in Run.__slots__.items()]
     return "\n".join(["| fact | meaning |", "|---|---|", *rows]) + "\n"
 
 
-# By page, its parts in order.
+# By page: its blocks in order.
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "architecture.md": {"edges": edges, "facts": facts, "residency": residency.table},
     "families.md": {"families": families.markdown},
 }
 
-FAMILIES = "families"  # half a minute of describing models: tests/engine/test_families_table.py checks it by samples
-RESIDENCY = "residency"  # half a minute of lives of the core
+FAMILIES = "families"  # takes half a minute; tests/engine/test_families_table.py checks samples
+RESIDENCY = "residency"  # takes half a minute of simulated lives
 
 
 def rendered(page: str, parts: dict[str, Callable[[], str]], left_out: set[str]) -> str:
-    """The page with each part as the code says it now, but for those that are left out."""
-    assert [name for _, name, _ in PART.findall(page)] == [*parts], "each part stands in the page once, in order"
+    """The page with each block generated anew, except those in `left_out`."""
+    assert [name for _, name, _ in PART.findall(page)] == [*parts], "each block is in the page once, in order"
     return PART.sub(lambda part: part[0] if part[2] in left_out else part[1] + parts[part[2]]() + part[3], page)
 
 

@@ -1,7 +1,7 @@
-"""Loaded by pytest in every run of mutants.py: the run is repeatable, tells what failed, and tests the right copy.
+"""A pytest plugin for each run of mutants.py: makes it repeatable, reports failures, and checks the sources under test.
 
 The package is installed from a checkout, so a test that starts a process without PYTHONPATH would test that checkout
-instead of the mutant, and find nothing wrong with it. Such a process is written down, and the run does not count.
+instead of the mutant. Such a process is reported, and the run does not count.
 """
 
 import json
@@ -15,12 +15,12 @@ from hypothesis import Phase, settings
 
 import kvarve
 
-SOURCE = Path(os.environ["KVARVE_MUTANT"])  # the sources that are to be tested
-REPORT = Path(os.environ["KVARVE_MUTANT_REPORT"])  # what mutants.py reads afterwards
+SOURCE = Path(os.environ["KVARVE_MUTANT"])  # the sources under test
+REPORT = Path(os.environ["KVARVE_MUTANT_REPORT"])  # for mutants.py
 
 found: dict[str, str] = {}
 
-# The same examples each time, whatever was found before; smaller ones are of no use here.
+# The same examples each time; no database, no shrinking.
 settings.register_profile(
     "mutant", derandomize=True, database=None, deadline=None, phases=[Phase.explicit, Phase.generate]
 )
@@ -33,7 +33,7 @@ def note(what: str, said: str) -> None:
 
 
 def started(event: str, args: tuple[Any, ...]) -> None:
-    """An audit hook: a process that does not look into our sources first would test something else."""
+    """An audit hook: a process without our sources first on its path would test something else."""
     if event == "subprocess.Popen":
         program, _, _, environment = args
         path = (os.environ if environment is None else environment).get("PYTHONPATH", "")
@@ -63,7 +63,7 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 
 def reason(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """The first line of what went wrong."""
+    """The first line of the failure."""
     crash = getattr(report.longrepr, "reprcrash", None)
     lines = (crash.message if crash else report.longreprtext).strip().splitlines()
     return lines[0] if crash else lines[-1]

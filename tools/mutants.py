@@ -1,12 +1,12 @@
 """Does the test suite notice when the code is wrong? Each mutant is one realistic mistake, which a test has to kill.
 
-The mistakes are data: mutants.toml says for each what is wrong, which text of which file becomes which other text, and
-which tests are likely to notice, so that a kill comes quickly. If those notice nothing the whole suite of the core and
-its transfers runs, and what nothing notices has survived: a test is missing. A mutant whose text does not occur exactly
-once in its file any more is a failure too: the code has moved on, and nobody knows whether its test has.
+The mistakes are data: each entry of mutants.toml has a description, a file, a text and its replacement, and the tests
+that are likely to fail, for a quick kill. If these pass, the whole suite of the core and its transfers runs; a mutant
+that it does not kill has survived: a test is missing. A mutant whose text does not occur exactly once in its file is a
+failure too, since the code has changed and the mutant's test may no longer cover it.
 
     python tools/mutants.py                            # all of them; exit code 1 unless every one is killed
-    python tools/mutants.py --list                     # only look whether they fit the code
+    python tools/mutants.py --list                     # only check that they match the code
     python tools/mutants.py --only salt-ignored --json out/mutants.json
 
 Every mutant lives in a copy of sources and tests, so nothing is written into the checkout. The runs are repeatable (see
@@ -37,17 +37,17 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parent.parent
 LIST = Path(__file__).with_name("mutants.toml")
 COPIED = ("src", "tests", "tools", "bench", "pyproject.toml")
-TEST_S, QUICK_S, SUITE_S = 60, 300, 1800  # a test, a mutant's own tests and the whole suite hang if they take longer
+TEST_S, QUICK_S, SUITE_S = 60, 300, 1800  # time limits of a test, a mutant's own tests and the whole suite
 
 
 class Trouble(Exception):
-    """The tool cannot say anything: the list is wrong, or the suite fails without any mutant."""
+    """The run has no result: the list is wrong, or the suite fails without any mutant."""
 
 
 @dataclass(frozen=True)
 class Mutant:
     name: str
-    wrong: str  # a sentence on what is wrong
+    wrong: str  # one sentence
     file: str
     old: str  # occurs exactly once in the file
     new: str
@@ -56,7 +56,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of pytest said."""
+    """The result of one run of pytest."""
 
     failed: str = ""  # the first test that failed, or that hung
     why: str = ""
@@ -67,7 +67,7 @@ class Outcome:
     name: str
     wrong: str
     file: str
-    verdict: str  # killed, survived, or why nobody can say
+    verdict: str  # killed, survived, or why it is unknown
     by: str = ""
     why: str = ""
     seconds: float = 0.0
@@ -88,7 +88,7 @@ def load(path: Path) -> tuple[list[Mutant], list[str]]:
 
 
 def misfit(mutant: Mutant) -> str:
-    """Why a mutant does not fit the code; empty if it does."""
+    """Why a mutant does not match the code; empty if it does."""
     if not (ROOT / mutant.file).is_file():
         return f"there is no {mutant.file}"
     text = (ROOT / mutant.file).read_text()
@@ -124,7 +124,7 @@ def copied(mutant: Mutant | None) -> Iterator[Path]:
 
 
 def run(copy: Path, tests: Sequence[str], limit_s: float) -> Run:
-    """Run tests until the first failure. Trouble if what they said has no meaning."""
+    """Run tests until the first failure. Trouble if the run has no meaningful result."""
     handle, name = mkstemp(dir=copy, suffix=".report")
     os.close(handle)
     report = Path(name)
@@ -152,7 +152,7 @@ def run(copy: Path, tests: Sequence[str], limit_s: float) -> Run:
         said, hung = "", True
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # with whatever its tests have started
+            os.killpg(process.pid, signal.SIGKILL)  # with all processes that its tests have started
             process.wait()
     found = json.loads(report.read_text() or "{}")
     if "astray" in found:
@@ -173,7 +173,7 @@ def run(copy: Path, tests: Sequence[str], limit_s: float) -> Run:
 
 
 def judge(mutant: Mutant, suite: Sequence[str]) -> Outcome:
-    """Let a mutant live until a test kills it."""
+    """Run the tests against a mutant until one fails."""
     start = time.monotonic()
 
     def outcome(verdict: str, found: Run | None = None) -> Outcome:
@@ -190,16 +190,16 @@ def judge(mutant: Mutant, suite: Sequence[str]) -> Outcome:
             found = run(copy, suite, SUITE_S)
         if not found.failed:
             return outcome("survived")
-        with copied(None) as copy:  # that one has not been seen to pass yet
+        with copied(None) as copy:  # that test has not passed without a mutant yet
             if run(copy, [found.failed], QUICK_S).failed:
                 raise Trouble(f"{found.failed} fails without any mutant")
         return outcome("killed", found)
     except Trouble as e:
-        return outcome(f"nobody can say: {e}")
+        return outcome(f"unknown: {e}")
 
 
 def check(mutants: Sequence[Mutant], jobs: int) -> None:
-    """Trouble unless the tests that are to kill these mutants pass where nothing is wrong."""
+    """Trouble unless the tests of these mutants pass on unchanged code."""
     files: dict[str, set[str]] = {}
     for test in (test for mutant in mutants for test in mutant.tests if not misfit(mutant)):
         files.setdefault(test.split("::")[0], set()).add(test)

@@ -2,7 +2,7 @@
 
     python tools/random_qwen3_5.py FOLDER [--small]
 
-It says nothing sensible, but it costs what such a model costs: nine Gated DeltaNet layers and three of full attention,
+Its output is noise, but it costs what such a model costs: nine Gated DeltaNet layers and three of full attention,
 6,144 bytes of KV for each token and about 2.6 MB of recurrent state. Benchmarks measure on it; nothing is downloaded.
 """
 

@@ -1,7 +1,7 @@
 """Where pages are found in random lives of the core, and what happens to them there: the residency table of the docs.
 
-Every change of a page's residency is caught where it is made, together with what was going on at that moment, so the
-table says what the code does, not what it was meant to do.
+Every change of a page's residency is recorded where it is made, with the operation under way, so the table shows what
+the code does, not what it was meant to do.
 """
 
 from collections import defaultdict
@@ -19,14 +19,14 @@ from kvarve.core.prefetch import Prefetch
 from kvarve.core.tree import Run
 from kvarve.testing.world import born, live
 
-LIVES, STEPS = [*range(120), 952], 250  # of the last one: what is rare
+LIVES, STEPS = [*range(120), 952], 250  # the last one has rare transitions
 EVENTS = ("publish", "load", "backup", "store", "fetch", "leaves device", "leaves host")
 
 Where = tuple[bool, bool, bool]  # on the device, in the host, known to be in storage
 
 
 class Watch:
-    """What happened to pages of chains, and to pages of windows and states."""
+    """The events of pages of chains, and of windows and states."""
 
     def __init__(self) -> None:
         self.seen: dict[tuple[bool, Where], set[str]] = defaultdict(set)
@@ -35,7 +35,7 @@ class Watch:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """While this is open, everything that any core does is watched."""
+        """Record what every core does in this context."""
         changes = {
             (Run, "put"): lambda run, place, position, slot: (run, place, 1 << position - run.first, True),
             (Run, "put_row"): lambda run, place, position, slots: (

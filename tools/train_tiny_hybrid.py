@@ -6,7 +6,7 @@ pages of the prompt; what the recurrent state adds is local, so that a wrong sta
 answer (`ablate` below measures both). Figures: docs/tiny-hybrid.md.
 
     python tools/train_tiny_hybrid.py                # train, write the checkpoint, measure it
-    python tools/train_tiny_hybrid.py --quick        # a minute, to see that the script works
+    python tools/train_tiny_hybrid.py --quick        # a minute, to check that the script works
     python tools/train_tiny_hybrid.py --evaluate     # measure the checkpoint that is there
 
 The seed fixes the weights that it starts from and every sample that it sees. Sums in float32 depend on the number of
@@ -63,7 +63,7 @@ CHAT_TEMPLATE = """\
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of the manual, so any text survives it, in which each word of the task is one token."""
+    """A byte-level BPE of the manual, lossless for any text, in which each word of the task is one token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -136,8 +136,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3_5ForCausalLM:
                 linear.A_log.copy_(torch.tensor([0.5, 1.0, 2.0, 6.0]).log())
                 linear.dt_bias.fill_(1.0)
             else:
-                # What attention looks at, it says: the way from a token seen to the same token predicted is there from
-                # the start, and what is left to learn is where to look.
+                # Attention starts as a copy: the path from an attended token to predicting the same token exists from
+                # the start, so only where to attend is left to learn.
                 torch.nn.init.orthogonal_(layer.self_attn.v_proj.weight, gain=0.3)
                 layer.self_attn.o_proj.weight.copy_(layer.self_attn.v_proj.weight.T)
     return model
@@ -179,7 +179,7 @@ def conversation(task: RecallTask, rng: random.Random) -> tuple[str, list[int]]:
     """A task with all its questions answered as one string, and the places in it of the answers' first letters.
 
     Three of seven are plain text. The chats have the context before the first question, in a message before it, or
-    in a system message, and ask in either form: what a client does is not ours to say.
+    in a system message, and ask in either form, as clients may do any of these.
     """
     kind = rng.choice(("plain", "plain", "plain", "with", "with", "before", "system"))
     opening = {"plain": "", "with": "<|user|>", "before": "<|user|>", "system": "<|system|>"}[kind]
@@ -320,7 +320,7 @@ class Session:
 
     def answer(self, ids: list[int], stop: set[int], *, chunk: int = 256, most: int = 3) -> list[int]:
         """Prefill what `ids` add to the turns before, `chunk` tokens at a time, and decode greedily."""
-        if ids[: len(self.seen)] != self.seen:  # an answer of the turn before was not what it should be: begin anew
+        if ids[: len(self.seen)] != self.seen:  # a previous answer was wrong, so the history differs: start over
             self.cache, self.seen = DynamicCache(config=self.model.config), []
         said: list[int] = []
         while True:
@@ -385,7 +385,7 @@ def evaluate(checkpoint: Path, *, count: int, facts: int, first_seed: int = 1_00
 
 @torch.inference_mode()
 def ablate(checkpoint: Path, *, count: int, facts: int) -> None:
-    """Print what an answer rests on: wipe a part of the cache between the context and the question, and ask."""
+    """Print which state an answer depends on: wipe one kind of state between the context and the question, then ask."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     stop = set(model.generation_config.eos_token_id)

@@ -1,7 +1,7 @@
-"""The command line: words to settings. Whatever is wrong with them is said in one line that begins with "kvarve: ".
+"""The command line: parses arguments into settings. An error is one line that begins with "kvarve: ".
 
-Exit codes: 0 done, 1 what was to be proved or verified is not so, 2 a setting that cannot work or something that cannot
-be used (nothing has been touched then), 130 interrupted. Nothing heavy is imported before the words are understood.
+Exit codes: 0 done, 1 a proof or verification failed, 2 a setting or resource cannot be used (nothing has been changed
+then), 130 interrupted. Heavy modules are imported only after the arguments are parsed.
 """
 
 import argparse
@@ -29,13 +29,13 @@ example:
 """
 
 _VERIFY = """\
-It computes random prompts without a cache, brings them through caches of its own in every way that there is, and
-compares all logits bit for bit; then it breaks pages of every kind on purpose and sees whether that is noticed.
-Exit codes: 0 proved, 1 something differs or a damage went unnoticed, 2 it cannot run.
+It computes random prompts without a cache, then through caches of its own on every path, and compares all logits bit
+for bit; then it damages pages of every pool on purpose and checks that the damage is noticed.
+Exit codes: 0 proved, 1 logits differ or damage went unnoticed, 2 it cannot run.
 """
 
 _STORAGE = """\
-attach, detach and status ask a server; the others look after a folder, also while servers use it.
+attach, detach and status talk to a server; the others maintain a folder, also while servers use it.
 
 example:
   export KVARVE_ADMIN_KEY=...
@@ -45,11 +45,11 @@ example:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are one line for us to print, not a page of usage."""
+    """An argument parser that raises ConfigError with one line instead of printing the usage."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
-        self.commands: dict[str, _Parser] = {}  # that stand below this one
+        self.commands: dict[str, _Parser] = {}  # its subcommands
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # who read our output has left, as `head` does
+    except BrokenPipeError:  # the reader of our output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -108,7 +108,7 @@ def _parsers(words: Sequence[str]) -> _Parser:
     text = "an OpenAI-compatible server with the cache inside"
     serve = commands.add_parser("serve", help=text, description=f"Run {text}.", epilog=_EXAMPLE)
     _serve_options(serve)
-    text = "show what the cache does, on this machine, in figures"
+    text = "measure what the cache does on this machine"
     demo = commands.add_parser("demo", help=text, description=f"{text[0].upper()}{text[1:]}.")
     demo.set_defaults(command=_demo)
     demo.option("--out", "folder for what it writes", type=Path, default=Path("out"), metavar="DIR")
@@ -128,7 +128,7 @@ def _parsers(words: Sequence[str]) -> _Parser:
         from kvarve.simulate import add_arguments  # the core comes with it
 
         add_arguments(simulate)
-    text = "say which models can be cached, and what is kept of each"
+    text = "list which models can be cached, and what is cached of each"
     models = commands.add_parser("models", help=text, description=f"{text[0].upper()}{text[1:]}.")
     models.set_defaults(command=_models)
     models.option("--model", "builtin:... or a folder with config.json; its weights are not read", metavar="NAME")
@@ -139,7 +139,7 @@ def _parsers(words: Sequence[str]) -> _Parser:
     chunk = "tokens of a prompt that are computed at once; 256, or what a model needs, unless given"
     models.option("--chunk-tokens", chunk, type=_count, metavar="N")
     models.option("--dtype", "for --model: auto, float32, bfloat16 or float16", default="auto")
-    text = "attach a storage to a server that runs, detach it, or look after what is stored in a folder"
+    text = "attach a storage to a running server, detach it, or maintain a storage folder"
     storage = commands.add_parser("storage", help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_STORAGE)
     _storage_commands(storage)
     parser.commands = {
@@ -154,9 +154,9 @@ def _parsers(words: Sequence[str]) -> _Parser:
 
 
 def _storage_commands(parser: _Parser) -> None:
-    """What can be done with storages: each command has a parser of its own, and is named in `commands`."""
+    """The subcommands of `kvarve storage`."""
     kinds = parser.add_subparsers(title="commands", parser_class=_Parser)
-    text = "attach a storage to a server that runs, in place of the one that it has"
+    text = "attach a storage to a running server, in place of the one that it has"
     attach = kinds.add_parser("attach", help=text, description=f"{text[0].upper()}{text[1:]}.")
     attach.set_defaults(command=_storage_attach)
     where = "such as file:///var/kvarve?capacity=100GiB, as the server sees it; several are tiers, the fast one first"
@@ -164,20 +164,20 @@ def _storage_commands(parser: _Parser) -> None:
     attach.add_argument("--back-up", action="store_true", help="store what the server has in memory already")
     attach.option("--prefetch-policy", "from then on; as it is unless given", metavar="POLICY")
     attach.option("--write-policy", "from then on; as it is unless given", metavar="POLICY")
-    text = "detach the storage of a server that runs; what it holds stays"
+    text = "detach the storage of a running server; its pages stay"
     detach = kinds.add_parser("detach", help=text, description=f"{text[0].upper()}{text[1:]}.")
     detach.set_defaults(command=_storage_detach)
-    text = "say what is attached to a server that runs, and how it does"
+    text = "show the storage attached to a running server, and its state"
     status = kinds.add_parser("status", help=text, description=f"{text[0].upper()}{text[1:]}.")
     status.set_defaults(command=_storage_status)
     for command in (attach, detach, status):
         command.option("--server", "where it listens", default="http://127.0.0.1:8000", metavar="URL")
         command.option("--admin-key", f"its admin key; ${ADMIN_KEY_VARIABLE} says it unseen by `ps`", metavar="KEY")
     texts = {
-        "ls": "list what a folder holds, what was used last first",
-        "stat": "say whose pages a folder holds, and how much of what",
-        "verify": "read all that a folder holds and drop what is damaged; exits with 1 if anything was",
-        "gc": "give back what is too old (the URL's ttl) and what dead processes left in a folder",
+        "ls": "list the pages in a folder, most recently used first",
+        "stat": "summarize the pages in a folder by model, group and pool",
+        "verify": "read every page in a folder and report damaged ones; exits with 1 if there are any",
+        "gc": "free pages past the URL's ttl and leftovers of dead processes in a folder",
         "drop": "remove a group's pages, a model's, or all, from a folder",
     }
     folders = {}
@@ -191,7 +191,7 @@ def _storage_commands(parser: _Parser) -> None:
     folders["ls"].option("--group", "of this group alone; its first digits will do", metavar="GROUP")
     folders["ls"].option("--limit", "how many to list, 0 for all", type=_whole, default=20, metavar="N")
     folders["ls"].option("--by", "used or stored, the newest first, or size", default="used", metavar="ORDER")
-    text = "remove models, too, that nobody has open and that were not used for so long, such as 30d"
+    text = "also remove models that no process has open and that were not used for this long, such as 30d"
     folders["gc"].option("--unused-for", text, metavar="TIME")
     what = folders["drop"].add_mutually_exclusive_group(required=True)
     what.add_argument("--group", help="this group's pages; its first digits will do", metavar="GROUP")
@@ -221,14 +221,14 @@ def _serve_options(parser: _Parser) -> None:
     option("--prefetch-policy", "how to wait for storage: best_effort, timeout or wait_complete", default="timeout")
     option("--prefetch-base-s", "seconds to wait for storage", type=_seconds, default=2.0, metavar="S")
     option("--prefetch-per-ki-token-s", "and per 1,024 tokens", type=_seconds, default=0.25, metavar="S")
-    hangs = "seconds after which a call to storage counts as hanging, and others go on without it"
+    hangs = "seconds after which a call to storage counts as hanging"
     option("--storage-deadline-s", hangs, type=_seconds, default=30.0, metavar="S")
-    option("--snapshot-every", "keep windows and states every so many tokens too", type=_whole, default=0, metavar="N")
+    option("--snapshot-every", "also keep windows and states every N tokens", type=_whole, default=0, metavar="N")
     least = "the fewest tokens that a kept window or state has to save"
     option("--snapshot-gap", least, type=_whole, default=0, metavar="N")
-    apart = "divide memory as if windows and states were kept every so many tokens; by the model unless given"
+    apart = "divide memory as if windows and states were kept every N tokens; by the model unless given"
     option("--tokens-per-snapshot", apart, type=_count, metavar="N")
-    option("--eviction", "which pages go first: lru, lfu, s3fifo, priority or flops", default="lru", metavar="ORDER")
+    option("--eviction", "eviction order: lru, lfu, s3fifo, priority or flops", default="lru", metavar="ORDER")
     doubles = "tokens after which attention costs as much as all else, for --eviction flops; 0: never"
     option("--cost-doubles-at", doubles, type=_whole, default=0, metavar="N")
     least = "the fewest tokens that a copy from the host to the device has to save"
@@ -239,8 +239,8 @@ def _serve_options(parser: _Parser) -> None:
     option("--offload-pays-at", pays, type=_share, default=0.01, metavar="X")
     parser.add_argument("--no-verify-host", action="store_true", help="trust host memory: do not check its pages")
     option("--max-running", "requests side by side, if memory allows", type=_count, default=64, metavar="N")
-    option("--max-waiting", "requests that may wait; more are told to come back", type=_count, default=256, metavar="N")
-    most = "tokens that one turn computes, answers first; a chunk of a prompt at least"
+    option("--max-waiting", "requests that may wait; more get 503", type=_count, default=256, metavar="N")
+    most = "tokens computed in one step, answers first; at least a chunk of a prompt"
     option("--turn-tokens", most, type=_count, default=512, metavar="N")
     parser.add_argument("--deterministic", action="store_true", help="answers depend on their prompt to the last bit")
     option("--threads", "of torch; its own choice unless given", type=_count, metavar="N")
@@ -378,7 +378,7 @@ def _models(args: argparse.Namespace) -> int:
     return families.main(args)
 
 
-# --- what an option's text means; argparse puts the option's name before the complaint
+# --- types of options; argparse puts the option's name before the error
 
 
 def _size(text: str) -> int:

@@ -1,8 +1,8 @@
-"""The main job, to be watched: real conversations with a real model, cold and then warm from every tier.
+"""The demo: real conversations with a real model, cold and then warm from every tier.
 
 It starts `kvarve serve` as a user would and talks to it over HTTP only. The same requests run four times: `cold`
 (nothing is read from the cache), `device`, `host` (the device is emptied before each request) and `storage` (the
-server was restarted, and memory is emptied before each request). The answers have to be the same four times.
+server was restarted, and memory is emptied before each request). All rounds have to give the same answers.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from kvarve.engine.recall import CHARS_PER_TOKEN, RecallTask, recall_task, score
 from kvarve.errors import KvarveError
 
 ROUNDS = ("cold", "device", "host", "storage")
-FLUSH = {"host": "device", "storage": "device,host"}  # what is emptied before each request of a round
+FLUSH = {"host": "device", "storage": "device,host"}  # tiers emptied before each request of a round
 READY_S = 300.0
 FOLLOW_UPS = (
     "Say in one sentence what the section above is about.",
@@ -43,7 +43,7 @@ FOLLOW_UPS = (
 
 @dataclass(frozen=True)
 class Size:
-    """How much work the demo does."""
+    """The amount of work."""
 
     conversations: int = 6
     tasks: int = 8
@@ -58,7 +58,7 @@ QUICK = Size(conversations=1, tasks=2, turns=2, answer_tokens=8)
 
 @dataclass
 class Answer:
-    """What one request gave: the text, the times that the client saw, and what the server says was cached."""
+    """One answer: its text, the client's latencies, and the cached tokens by tier as the server reports them."""
 
     text: str
     ttft_ms: float
@@ -144,7 +144,7 @@ class Client:
         self._http.post("/flush_cache", params={"tiers": tiers}).raise_for_status()
 
     def metrics(self) -> dict[str, float]:
-        """The unlabelled and labelled samples of /metrics, by their text up to the value."""
+        """The samples of /metrics by name and labels."""
         lines = self._http.get("/metrics").raise_for_status().text.splitlines()
         return {
             name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
@@ -191,7 +191,7 @@ def server(args: argparse.Namespace, folder: Path, log: Path) -> Iterator[Client
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "its log is empty"
 
 
 def conversations(size: Size) -> list[list[dict[str, str]]]:
@@ -211,7 +211,7 @@ def conversations(size: Size) -> list[list[dict[str, str]]]:
 def run_round(
     result: Round, client: Client, size: Size, topics_: list[list[dict[str, str]]], tasks: list[RecallTask], tick: Any
 ) -> None:
-    """All requests of one round, one after the other."""
+    """All requests of one round, one at a time."""
     flush, read = FLUSH.get(result.name), result.name != "cold"
 
     def ask(messages: list[dict[str, str]]) -> str:
@@ -247,7 +247,7 @@ def memcpy_bytes_per_s() -> float:
 
 
 def bound(metrics: dict[str, float], rounds: list[Round]) -> dict[str, float]:
-    """What TTFT would be if a warm request only had to copy its pages once: the floor under every warm round."""
+    """The lower bound of a warm TTFT: copying the request's pages once at this machine's memcpy speed."""
     size = {name.split('"')[1]: value for name, value in metrics.items() if name.startswith("kvarve_page_bytes{")}
     lookback = {
         name.split('"')[1]: value for name, value in metrics.items() if name.startswith("kvarve_page_lookback{")
@@ -300,7 +300,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def chart(report: dict[str, Any], path: Path) -> None:
-    """TTFT and where the tokens came from, by round, as a picture."""
+    """Draw TTFT and the source of the tokens by round."""
     import matplotlib as mpl
 
     mpl.use("Agg")

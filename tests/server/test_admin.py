@@ -1,4 +1,4 @@
-"""The operator's side: storages are attached to a server that serves and detached from it, by who has the key."""
+"""/admin/storage: storages are attached to a running server and detached from it, with the admin key."""
 
 import json
 import threading
@@ -140,7 +140,7 @@ def test_what_cannot_be_attached_is_refused_and_nothing_has_changed(
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
-def test_a_folder_of_somebody_else_is_refused_and_the_storage_that_is_there_goes_on(
+def test_a_folder_of_another_user_is_refused_and_the_attached_storage_stays(
     client: httpx.Client, operated: Server, tmp_path: Path, song: str, salt: str
 ) -> None:
     attach(client, tmp_path / "old")
@@ -175,7 +175,7 @@ def test_a_bug_in_a_backend_is_one_line_and_changes_nothing(
     assert done(client.get(STORAGE))["up"] is True
 
 
-def test_while_a_storage_takes_its_time_to_open_everybody_is_served_and_no_second_change_begins(
+def test_while_a_storage_is_slow_to_open_requests_are_served_and_no_second_change_begins(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch, song: str
 ) -> None:
     opening, may_open = threading.Event(), threading.Event()
@@ -198,7 +198,7 @@ def test_while_a_storage_takes_its_time_to_open_everybody_is_served_and_no_secon
         assert done(first.result())["url"] == "odd://x?capacity=64MiB"
 
 
-def test_a_storage_that_does_not_open_is_given_up_and_stands_in_nobodys_way(
+def test_a_storage_that_does_not_open_is_given_up_and_blocks_no_other(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     may_open, closed = threading.Event(), threading.Event()
@@ -319,6 +319,6 @@ def test_a_server_that_is_not_there_is_named(say: Say, server: str, complaint: s
     assert error.startswith("kvarve: ") and error.count("\n") == 1 and complaint in error
 
 
-def test_a_server_of_another_kind_is_told_apart(operated: Server, say: Say) -> None:
+def test_a_server_that_is_not_kvarve_is_reported(operated: Server, say: Say) -> None:
     code, _, error = say("status", server=operated.url + "/v1")
     assert code == 2 and error.count("\n") == 1 and "/v1/admin/storage" in error

@@ -85,7 +85,7 @@ def ends(client: httpx.Client, before: dict[str, float], requests: int) -> dict[
     return grown(after)
 
 
-def test_a_reader_who_leaves_ends_all_n_answers(client: httpx.Client, song: str) -> None:
+def test_a_client_that_disconnects_ends_all_n_answers(client: httpx.Client, song: str) -> None:
     before = metrics(client)
     body = {"prompt": song, "stream": True, "max_tokens": 900, "ignore_eos": True, "n": 3}
     with client.stream("POST", COMPLETIONS, json=body) as response:

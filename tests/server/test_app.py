@@ -223,7 +223,7 @@ def test_salts_share_nothing(client: httpx.Client, song: str, salt: str) -> None
     assert cached(complete(client, song * 3, cache_salt=salt)) == {"device": 128}
 
 
-def test_who_does_not_read_the_cache_still_fills_it(client: httpx.Client, song: str, salt: str) -> None:
+def test_a_request_that_does_not_read_the_cache_still_fills_it(client: httpx.Client, song: str, salt: str) -> None:
     body = {"prompt": song * 3, "cache_salt": salt}
     assert cached(complete(client, **body, skip_reading_prefix_cache=True)) == {}
     assert cached(complete(client, **body, skip_reading_prefix_cache=True)) == {}
@@ -404,7 +404,7 @@ def test_a_chat_that_cannot_be_is_refused_in_one_clear_line(client: httpx.Client
     assert complaint in refused(response, 400)
 
 
-def test_a_prompt_longer_than_the_context_is_told_the_numbers(client: httpx.Client) -> None:
+def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers(client: httpx.Client) -> None:
     response = client.post(COMPLETIONS, json={"prompt": "x" * 5000})
     message = refused(response, 400)
     assert "5000 tokens" in message
@@ -443,7 +443,7 @@ def test_a_body_over_the_limit_is_refused_by_its_real_bytes(client: httpx.Client
     ("method", "path", "status"),
     [("GET", "/nope", 404), ("POST", "/v1/embeddings", 404), ("GET", COMPLETIONS, 405), ("DELETE", "/health", 405)],
 )
-def test_a_wrong_address_is_told_in_the_same_form(client: httpx.Client, method: str, path: str, status: int) -> None:
+def test_a_wrong_path_gets_an_error_in_the_same_form(client: httpx.Client, method: str, path: str, status: int) -> None:
     assert path in refused(client.request(method, path), status)
 
 

@@ -1,4 +1,4 @@
-"""A connection that gets nowhere ends, however it does that, and keeps nobody out until then."""
+"""A connection without progress is closed, and locks out no other until then."""
 
 import logging
 import re
@@ -93,13 +93,13 @@ def is_closed(connection: socket.socket) -> bool:
         return True
 
 
-def look(client: httpx.Client, server: Server) -> None:
-    """Wait until the server has looked after its connections twice from now on."""
-    looks: list[None] = []
-    done = server.connections.look
+def sweep(client: httpx.Client, server: Server) -> None:
+    """Wait until the server has checked its connections twice from now on."""
+    sweeps: list[None] = []
+    done = server.connections.close_stalled
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server.connections, "look", lambda: (done(), looks.append(None)))
-        until(client, lambda _: len(looks) >= 2)
+        patch.setattr(server.connections, "close_stalled", lambda: (done(), sweeps.append(None)))
+        until(client, lambda _: len(sweeps) >= 2)
 
 
 # --- headers
@@ -115,7 +115,7 @@ def test_a_connection_whose_headers_do_not_come_ends(
 ) -> None:
     half = connect(sent)
     until(client, lambda now: now["kvarve_connections"] == 2)
-    look(client, own_server)
+    sweep(client, own_server)
     clock.ahead_s = HEADERS_S + 1
     assert is_closed(half)
     now = until(client, lambda now: now[f"{CLOSED}.headers"] >= 1)
@@ -130,7 +130,7 @@ def test_dribbling_does_not_put_the_end_off(
     for i in range(3):
         clock.ahead_s += HEADERS_S / 3 - 1
         half.sendall(f"X-{i}: 1\r\n".encode())
-        look(client, own_server)
+        sweep(client, own_server)
     clock.ahead_s += 4
     assert is_closed(half)
 
@@ -144,11 +144,11 @@ def test_the_time_for_headers_begins_again_after_each_answer(
         kept.sendall(HEALTH)
         assert answer(kept).startswith(b"HTTP/1.1 200")
     kept.sendall(HEALTH[:20])
-    look(client, own_server)
+    sweep(client, own_server)
     kept.sendall(HEALTH[20:])
     assert answer(kept).startswith(b"HTTP/1.1 200")
     kept.sendall(HEALTH[:20])
-    look(client, own_server)
+    sweep(client, own_server)
     clock.ahead_s += HEADERS_S + 1
     assert is_closed(kept)
 
@@ -159,22 +159,22 @@ def test_a_body_without_end_after_its_answer_ends(
     endless = connect(b"POST /nope HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n")
     assert answer(endless).startswith(b"HTTP/1.1 404")
     endless.sendall(b"x" * 1000)
-    look(client, own_server)
+    sweep(client, own_server)
     clock.ahead_s = HEADERS_S + 1
-    look(client, own_server)
+    sweep(client, own_server)
     with pytest.raises(OSError):  # the first that is sent after the end may be taken by the system
         while True:
             endless.sendall(b"x" * 1000)
 
 
-def test_who_brings_a_body_or_gets_an_answer_has_all_the_time_that_takes(
+def test_the_time_limit_of_headers_does_not_apply_to_bodies_and_answers(
     own_server: Server, client: httpx.Client, connect: Connect, clock: Clock
 ) -> None:
     slow = connect(post(BODY[:5], len(BODY)))
     streaming = connect(post(b'{"prompt": "hei", "max_tokens": 200, "ignore_eos": true, "stream": true}'))
     assert answer(streaming).startswith(b"HTTP/1.1 200")
     clock.ahead_s = 10 * HEADERS_S
-    look(client, own_server)
+    sweep(client, own_server)
     slow.sendall(BODY[5:])
     assert answer(slow).startswith(b"HTTP/1.1 200")
     got = b""
@@ -333,7 +333,7 @@ def test_where_there_are_too_many_the_oldest_without_a_whole_request_goes(
     assert now["kvarve_connections"] <= 4
 
 
-def test_where_all_have_a_whole_request_the_newest_is_told_to_come_again(own_server: Server, connect: Connect) -> None:
+def test_if_all_connections_have_a_complete_request_the_newest_gets_503(own_server: Server, connect: Connect) -> None:
     streaming = connect(post(b'{"prompt": "hei", "max_tokens": 900, "ignore_eos": true, "stream": true}'))
     assert answer(streaming).startswith(b"HTTP/1.1 200")
     own_server.connections.most = 1
@@ -353,7 +353,7 @@ def test_a_thousand_half_open_connections_leave_no_trace(own_server: Server, con
     with httpx.Client(base_url=own_server.url, timeout=LONG_S) as client:
         now = until(client, lambda now: now["kvarve_connections"] <= 11)  # with the ten above
     kept = own_server.connections
-    assert len(kept._open) <= 11 and not kept._ending and len(kept._asking) <= 11
+    assert len(kept._open) <= 11 and not kept._closing and len(kept._incomplete) <= 11
     assert now["kvarve_requests_running"] == 0
 
 

@@ -162,7 +162,7 @@ def test_the_tokens_are_those_of_transformers(make: Any, special: bool) -> None:
         assert encoder.at_least(text) <= len(found)
 
 
-def test_a_tokenizer_that_was_told_to_cut_or_fill_does_neither() -> None:
+def test_a_tokenizer_that_was_set_to_truncate_or_pad_does_neither() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.backend_tokenizer.enable_truncation(3)
     tokenizer.backend_tokenizer.enable_padding(length=10)

@@ -10,7 +10,7 @@ from fields_of_others import OTHERS
 from talk import CHAT, COMPLETIONS, Body, cached, complete, metrics, refused
 
 from kvarve.server import fields
-from kvarve.server.api import Asked, ChatAsked, CompletionAsked, Message, Refused, parse
+from kvarve.server.api import ChatRequest, CompletionRequest, Message, Refused, RequestBody, parse
 from kvarve.server.fields import HARMLESS, INSTEAD, Ignored
 
 EVERYWHERE = ("vllm_guided", "sglang_generate")
@@ -20,22 +20,22 @@ def named(*models: str) -> list[str]:
     return sorted({name for model in (*models, *EVERYWHERE) for name in OTHERS[model]})
 
 
-BOTH = [(ChatAsked, name) for name in named("vllm_chat", "sglang_chat", "openai")]
-BOTH += [(CompletionAsked, name) for name in named("vllm_completion", "sglang_completion")]
+BOTH = [(ChatRequest, name) for name in named("vllm_chat", "sglang_chat", "openai")]
+BOTH += [(CompletionRequest, name) for name in named("vllm_completion", "sglang_completion")]
 
 
-def ask(kind: type[Asked], **given: Any) -> Asked:
-    least: Body = {"messages": [{"role": "user", "content": "hei"}]} if kind is ChatAsked else {"prompt": "hei"}
+def ask(kind: type[RequestBody], **given: Any) -> RequestBody:
+    least: Body = {"messages": [{"role": "user", "content": "hei"}]} if kind is ChatRequest else {"prompt": "hei"}
     return parse(kind, json.dumps(least | given).encode())
 
 
 @pytest.mark.parametrize(("kind", "name"), BOTH)
-def test_every_known_field_has_one_fate(kind: type[Asked], name: str) -> None:
+def test_every_known_field_has_one_fate(kind: type[RequestBody], name: str) -> None:
     fates = [name in kind.model_fields, name in kind.refused, name in HARMLESS]
     assert sum(fates) == 1, dict(zip(("obeyed", "refused", "harmless"), fates, strict=True))
 
 
-@pytest.mark.parametrize("kind", [ChatAsked, CompletionAsked, Message])
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest, Message])
 def test_no_list_contradicts_another(kind: Any) -> None:
     obeyed, refused_ = {*kind.model_fields}, {*kind.refused}
     assert not obeyed & refused_ and not obeyed & HARMLESS and not refused_ & HARMLESS
@@ -44,12 +44,12 @@ def test_no_list_contradicts_another(kind: Any) -> None:
 
 # A value that asks for something, where the default below would not.
 ASKS: dict[str, Any] = {"function_call": {"name": "f"}, "tool_choice": "required", "modalities": ["audio"]}
-REFUSED = [(kind, name) for kind in (ChatAsked, CompletionAsked) for name in kind.refused]
+REFUSED = [(kind, name) for kind in (ChatRequest, CompletionRequest) for name in kind.refused]
 
 
 @pytest.mark.parametrize(("kind", "name"), REFUSED)
 def test_what_would_change_an_answer_is_refused_by_its_name_unless_it_asks_for_nothing(
-    kind: type[Asked], name: str
+    kind: type[RequestBody], name: str
 ) -> None:
     with pytest.raises(Refused, match=f"^{name} is not supported: ") as caught:
         ask(kind, **{name: ASKS.get(name, {"asks": "for something"})})
@@ -85,7 +85,7 @@ def test_what_would_change_an_answer_is_refused_by_its_name_unless_it_asks_for_n
     ],
     ids=str,
 )
-def test_a_client_is_told_what_to_say_instead(client: httpx.Client, given: Body, told: str) -> None:
+def test_an_error_names_the_supported_field(client: httpx.Client, given: Body, told: str) -> None:
     response = client.post(COMPLETIONS, json={"prompt": "hei", "max_tokens": 1} | given)
     assert told in refused(response, 400)
     assert response.json()["error"]["param"] == [*given][-1]
@@ -122,10 +122,10 @@ TOOLS = [{"type": "function", "function": {"name": "depth", "description": "", "
 )
 def test_one_tool_call_at_a_time_is_promised_only_where_no_tool_is_offered(more: Body, accepted: bool) -> None:
     if accepted:
-        assert ask(ChatAsked, **more)
+        assert ask(ChatRequest, **more)
         return
     with pytest.raises(Refused) as caught:
-        ask(ChatAsked, **more)
+        ask(ChatRequest, **more)
     assert (caught.value.param, caught.value.code) == ("parallel_tool_calls", "unsupported_parameter")
 
 
@@ -142,7 +142,7 @@ def test_a_field_of_a_message_that_the_template_would_not_see_is_refused(client:
 # --- whose pages
 
 
-def test_who_has_another_extra_key_finds_nothing(client: httpx.Client, song: str, salt: str) -> None:
+def test_a_request_with_another_extra_key_hits_nothing(client: httpx.Client, song: str, salt: str) -> None:
     def found(**who: str) -> int:
         return sum(cached(complete(client, song * 3, max_tokens=1, **who)).values())
 
@@ -169,9 +169,9 @@ def test_two_parts_of_a_salt_never_read_as_others() -> None:
     seen: dict[str, tuple[Any, Any]] = {}
     for one in parts:
         for other in parts:
-            salt = ask(CompletionAsked, cache_salt=one, extra_key=other).salt
+            salt = ask(CompletionRequest, cache_salt=one, extra_key=other).salt
             assert seen.setdefault(salt, (one, other)) == (one, other)
-    assert ask(CompletionAsked).salt == ""
+    assert ask(CompletionRequest).salt == ""
 
 
 @pytest.mark.parametrize("name", ["cache_salt", "extra_key"])

@@ -1,4 +1,4 @@
-"""Trouble that comes a thousand times a second is told once a second."""
+"""A warning repeated a thousand times a second is logged once a second."""
 
 import logging
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def bench() -> Iterator[Bench]:
     yield Bench()
 
 
-def test_a_kind_is_told_once_a_second_with_how_many_were_left_out(bench: Bench) -> None:
+def test_a_kind_is_logged_once_a_second_with_the_number_suppressed(bench: Bench) -> None:
     for i in range(1000):
         bench.log.warning("request %d: nobody takes its answer", i)
         bench.now += 1 / 128
@@ -46,7 +46,7 @@ def test_a_kind_is_told_once_a_second_with_how_many_were_left_out(bench: Bench) 
     ]
 
 
-def test_kinds_are_told_apart_by_place_text_and_error(bench: Bench) -> None:
+def test_kinds_differ_by_place_text_and_error(bench: Bench) -> None:
     for number in range(3):
         for text in ("one %d", "another %d", "one\nof several lines %d"):
             bench.log.warning(text, number)
@@ -61,13 +61,13 @@ def test_kinds_are_told_apart_by_place_text_and_error(bench: Bench) -> None:
     ]
 
 
-def test_what_is_no_trouble_is_always_told(bench: Bench) -> None:
+def test_levels_below_warning_are_always_logged(bench: Bench) -> None:
     for _ in range(5):
         bench.log.info("a storage is up")
     assert len(bench.lines) == 5
 
 
-def test_a_text_that_is_none_is_told_too(bench: Bench) -> None:
+def test_a_message_that_is_no_text_is_logged_too(bench: Bench) -> None:
     for text in (ValueError("100%"), "100% of it", 7):
         bench.log.warning(text)
         bench.log.warning(text)

@@ -14,7 +14,7 @@ from kvarve.engine import engine as engine_module
 from kvarve.server.serve import Server
 
 
-def test_a_reader_who_leaves_a_stream_ends_the_request(client: httpx.Client, song: str) -> None:
+def test_a_client_that_disconnects_from_a_stream_ends_the_request(client: httpx.Client, song: str) -> None:
     before = metrics(client)
     body = {"prompt": song, "stream": True, "max_tokens": 900, "ignore_eos": True}
     with client.stream("POST", COMPLETIONS, json=body) as response:
@@ -27,7 +27,7 @@ def test_a_reader_who_leaves_a_stream_ends_the_request(client: httpx.Client, son
     assert after["kvarve_output_tokens_total"] - before["kvarve_output_tokens_total"] < 900
 
 
-def test_a_client_who_hangs_up_ends_the_request_that_it_waits_for(
+def test_a_client_that_hangs_up_ends_the_request_that_it_waits_for(
     server: Server, client: httpx.Client, song: str
 ) -> None:
     before = metrics(client)
@@ -42,7 +42,7 @@ def test_a_client_who_hangs_up_ends_the_request_that_it_waits_for(
     assert after["kvarve_requests_running"] == after["kvarve_leases"] == 0
 
 
-def test_a_client_who_leaves_in_the_middle_of_its_question_troubles_nobody(
+def test_a_client_that_disconnects_inside_its_request_affects_no_other(
     server: Server, client: httpx.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = httpx.URL(server.url)
@@ -54,7 +54,7 @@ def test_a_client_who_leaves_in_the_middle_of_its_question_troubles_nobody(
 
 
 @pytest.mark.parametrize("own_server", [{"max_running": 1, "max_waiting": 1}], indirect=True)
-def test_one_too_many_is_told_to_come_back(own_client: httpx.Client, song: str) -> None:
+def test_one_request_too_many_gets_503(own_client: httpx.Client, song: str) -> None:
     body = {"prompt": song, "max_tokens": 900, "ignore_eos": True, "stream": True}
     with ThreadPoolExecutor(1) as pool, own_client.stream("POST", COMPLETIONS, json=body) as first:
         lines = first.iter_lines()  # whoever lets go of it closes the connection
@@ -104,7 +104,7 @@ def test_a_broken_engine_is_not_healthy_and_says_why(
     assert metrics(own_client)["kvarve_up"] == 0
 
 
-def test_stopping_ends_those_who_are_being_served(own_server: Server, own_client: httpx.Client, song: str) -> None:
+def test_stopping_ends_running_requests(own_server: Server, own_client: httpx.Client, song: str) -> None:
     body = {"prompt": song, "max_tokens": 900, "ignore_eos": True, "temperature": 0}
     with (
         ThreadPoolExecutor(1) as pool,

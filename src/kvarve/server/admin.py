@@ -1,4 +1,4 @@
-"""The operator's side of the server: /admin/storage, for who has the admin key. No key, no admin."""
+"""The operator's endpoint, /admin/storage. It needs the admin key and is off without one."""
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -9,33 +9,33 @@ from fastapi.responses import JSONResponse, Response
 
 from kvarve.admin import Admin
 from kvarve.runtime import UnderWay
-from kvarve.server.api import AttachAsked, Refused, parse
-from kvarve.server.doors import Door, no_pages
+from kvarve.server.access import AccessControl, no_pages
+from kvarve.server.api import AttachRequest, Refused, parse
 from kvarve.server.lanes import apart
 
 
 def admin_routes(
-    admin: Admin, door: Door | None, read: Callable[[Http], AbstractAsyncContextManager[bytes]]
+    admin: Admin, access: AccessControl | None, read: Callable[[Http], AbstractAsyncContextManager[bytes]]
 ) -> APIRouter:
-    """GET, PUT and DELETE of /admin/storage; `read` answers a body, as far as it may go."""
+    """GET, PUT and DELETE of /admin/storage; `read` yields a request's body within the server's limits."""
 
     async def admit(http: Http) -> None:
-        if door is None:
+        if access is None:
             message = "the server has no admin key, so this is off: start it with --admin-key or $KVARVE_ADMIN_KEY"
             raise Refused(403, message, code="no_admin_key")
-        await door.admit(http)
+        await access.admit(http)
 
     async def status() -> Response:
         return JSONResponse(await apart(admin.status))
 
     async def attach(http: Http) -> Response:
         async with read(http) as body:
-            asked = await apart(lambda: parse(AttachAsked, body))
+            given = await apart(lambda: parse(AttachRequest, body))
 
         def change() -> Response:
             return JSONResponse(
                 admin.attach(
-                    asked.url, prefetch=asked.prefetch_policy, write=asked.write_policy, back_up=bool(asked.back_up)
+                    given.url, prefetch=given.prefetch_policy, write=given.write_policy, back_up=bool(given.back_up)
                 )
             )
 

@@ -1,7 +1,7 @@
-"""What may be asked over HTTP and how it is answered: OpenAI's words, as plain data. No engine, no socket.
+"""The OpenAI API's requests and responses as plain data. No engine, no socket.
 
-A field that would change the answer is either obeyed or refused, never ignored (`fields` has the lists); a field that
-nothing here knows is ignored and counted.
+A field that would change the answer is either obeyed or refused, never ignored (`fields` has the lists); an unknown
+field is ignored and counted.
 """
 
 import json
@@ -21,12 +21,12 @@ from kvarve.server.fields import Neutral
 
 MOST_ANSWERS = 16  # to one prompt
 MOST_LETTERS = 1024  # of a salt, as vLLM, and of a stop text
-MOST_NAMED = 1024  # tokens that are biased or end an answer: each token of the answer looks through them
+MOST_NAMED = 1024  # tokens in logit_bias or stop_token_ids: each token of the answer is compared with all of them
 MOST_OBJECTS = 1 << 14  # of JSON: messages, their parts, tools
 MOST_VALUES = 1 << 16  # of any kind, beside the tokens of a prompt; and names of them
-SMALL_BYTES = 1 << 16  # JSON that cannot hold up anybody, whatever is in it
+SMALL_BYTES = 1 << 16  # JSON up to this size is parsed fast enough, whatever is in it
 _TOKEN = re.compile(r"-?[0-9]{1,10}", re.ASCII)
-LEAST_LOGPROB = -9999.0  # stands for the logarithm of nothing, which JSON cannot say; as OpenAI
+LEAST_LOGPROB = -9999.0  # stands for -inf, which JSON cannot express; as OpenAI
 
 
 class Refused(KvarveError):
@@ -49,35 +49,35 @@ class Refused(KvarveError):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-class _Words(BaseModel):
-    # Strict: a number written as a string is a mistake that should be heard of.
+class _Body(BaseModel):
+    # Strict: a number written as a string is an error of the client's.
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     refused: ClassVar[Neutral] = {}
 
     def check(self) -> None:
-        """Refuse what is well written and cannot be done."""
+        """Refuse a well-formed request that cannot be served."""
 
     def refuse(self, place: str = "", param: str | None = None) -> None:
-        """Refuse fields that ask for what is not done here; `place` stands before their names."""
+        """Refuse fields that ask for an unsupported feature; `place` is a prefix of their names in the message."""
         if name := fields.unmet(self.model_extra or {}, self.refused):
             instead = f"{fields.INSTEAD[name]} is its name here" if name in fields.INSTEAD else "leave it out"
-            told = f"{place}{name} is not supported: {instead}"
-            raise Refused(400, told, param=param or name, code="unsupported_parameter")
+            message = f"{place}{name} is not supported: {instead}"
+            raise Refused(400, message, param=param or name, code="unsupported_parameter")
 
     def unread(self) -> Iterator[str]:
         """The names of fields that are ignored."""
         return fields.unread(self.model_extra or {}, self.refused)
 
 
-class StreamOptions(_Words):
+class StreamOptions(_Body):
     refused = fields.STREAM_OPTIONS
 
     include_usage: bool | None = None
 
 
-class Asked(_Words):
-    """What both kinds of request may say; null means that nothing was said."""
+class RequestBody(_Body):
+    """The fields that both kinds of request share; null means unset."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
@@ -107,7 +107,7 @@ class Asked(_Words):
 
     @property
     def salt(self) -> str:
-        """Who may share: requests that differ in `cache_salt` or in `extra_key` find nothing of each other's."""
+        """The cache's salt: requests that differ in `cache_salt` or in `extra_key` share no pages."""
         if self.cache_salt is None and not self.extra_key:
             return ""
         return json.dumps([self.cache_salt, self.extra_key or None])
@@ -118,12 +118,12 @@ class Asked(_Words):
 
     @property
     def alternatives(self) -> int | None:
-        """How many likely tokens to name beside each; None if nobody wants to know how likely anything was."""
+        """How many top logprobs to return for each token; None if the request wants no logprobs."""
         raise NotImplementedError
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """What is added to the logit of a token. Read here, as pydantic would write a complaint about every token."""
+        """(token, bias) pairs. Checked here, as pydantic would build one error for every token."""
         if (given := len(self.logit_bias or ())) > MOST_NAMED:
             raise Refused(400, f"logit_bias can name {MOST_NAMED} tokens at most, not {given}", param="logit_bias")
         found = []
@@ -157,8 +157,8 @@ class Asked(_Words):
         if self.stream_options is not None:
             self.stream_options.refuse("stream_options.", "stream_options")
         if self.best_of not in (None, self.answers):
-            told = "best_of is not supported: leave it out, all n answers are given"
-            raise Refused(400, told, param="best_of", code="unsupported_parameter")
+            message = "best_of is not supported: leave it out, all n answers are given"
+            raise Refused(400, message, param="best_of", code="unsupported_parameter")
         _ = self.biases
         if len(self.stops) > 4:
             raise Refused(400, f"at most 4 stop texts, not {len(self.stops)}", param="stop")
@@ -168,7 +168,7 @@ class Asked(_Words):
             raise Refused(400, "stream_options need stream to be true", param="stream_options")
 
 
-class CompletionAsked(Asked):
+class CompletionRequest(RequestBody):
     refused = fields.COMPLETION
 
     prompt: str | list[Any]
@@ -192,12 +192,12 @@ class CompletionAsked(Asked):
         raise Refused(400, "the prompt must be a text or a list of token ids", param="prompt")
 
 
-class Part(_Words):
+class Part(_Body):
     type: str
     text: str | None = None
 
 
-class Message(_Words):
+class Message(_Body):
     refused = fields.MESSAGE
 
     role: str
@@ -207,7 +207,7 @@ class Message(_Words):
     tool_call_id: str | None = None
 
     def rendered(self, place: str) -> dict[str, Any]:
-        """What a chat template reads. Parts are joined by line ends, as vLLM does."""
+        """The message as the chat template reads it. Text parts are joined by line ends, as in vLLM."""
         self.refuse(f"{place}.", "messages")
         content = self.content
         if isinstance(content, list):
@@ -227,7 +227,7 @@ class Message(_Words):
 
 
 def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call whose arguments are an object, as templates expect them, if the text that they came in is one."""
+    """The tool call with its arguments parsed, as templates expect; unchanged if they are not a JSON object."""
     function = call.get("function")
     if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
         _check_values(text.encode(), MOST_VALUES)
@@ -240,7 +240,7 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return call
 
 
-class ChatAsked(Asked):
+class ChatRequest(RequestBody):
     refused = fields.CHAT
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -256,7 +256,7 @@ class ChatAsked(Asked):
 
     @property
     def tools_offered(self) -> list[dict[str, Any]] | None:
-        """The tools that the template is to write of."""
+        """The tools that the template renders."""
         return None if self.tool_choice == "none" else self.tools or None
 
     def check(self) -> None:
@@ -264,11 +264,11 @@ class ChatAsked(Asked):
         if self.top_logprobs and not self.logprobs:
             raise Refused(400, "top_logprobs need logprobs to be true", param="top_logprobs")
         if self.tool_choice not in (None, "none", "auto"):
-            told = 'tool_choice can be "none" or "auto": nothing here can make a model call a tool'
-            raise Refused(400, told, param="tool_choice", code="unsupported_parameter")
+            message = 'tool_choice can be "none" or "auto": nothing here can make a model call a tool'
+            raise Refused(400, message, param="tool_choice", code="unsupported_parameter")
         if self.parallel_tool_calls is False and self.tools_offered:
-            told = "parallel_tool_calls can be true: nothing here can keep a model from calling two tools at once"
-            raise Refused(400, told, param="parallel_tool_calls", code="unsupported_parameter")
+            message = "parallel_tool_calls can be true: nothing here can keep a model from calling two tools at once"
+            raise Refused(400, message, param="parallel_tool_calls", code="unsupported_parameter")
 
     def unread(self) -> Iterator[str]:
         yield from super().unread()
@@ -281,16 +281,16 @@ class ChatAsked(Asked):
         return [message.rendered(f"messages[{i}]") for i, message in enumerate(self.messages)]
 
 
-class FlushAsked(_Words):
-    """Nothing but this: a word that nothing here knows may be a tier misspelt, and what is flushed is gone."""
+class FlushRequest(_Body):
+    """Strict: an unknown field may be a misspelt `tiers`, and a flush cannot be undone."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     tiers: str | Annotated[list[str], Field(fail_fast=True)] | None = None
 
 
-class AttachAsked(_Words):
-    """Nothing but this: a word that nobody knows may be a policy misspelt."""
+class AttachRequest(_Body):
+    """Strict: an unknown field may be a misspelt policy."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -300,14 +300,14 @@ class AttachAsked(_Words):
     back_up: bool | None = None
 
 
-WordsT = TypeVar("WordsT", bound=_Words)
+BodyT = TypeVar("BodyT", bound=_Body)
 
 
-def parse(kind: type[WordsT], body: bytes, most_values: int = MOST_VALUES) -> WordsT:
-    """The request in a body of JSON, whatever its content type; Refused if it is none, or has too many values."""
+def parse(kind: type[BodyT], body: bytes, most_values: int = MOST_VALUES) -> BodyT:
+    """Parse a JSON body, whatever its content type. Refused if it is not JSON or has too many values."""
     _check_values(body, most_values)
     try:
-        asked = kind.model_validate_json(body)
+        request = kind.model_validate_json(body)
     except ValidationError as e:
         first = e.errors(include_url=False, include_input=False, include_context=False)[0]
         if first["type"] == "json_invalid":
@@ -315,32 +315,31 @@ def parse(kind: type[WordsT], body: bytes, most_values: int = MOST_VALUES) -> Wo
         place = ".".join(str(step) for step in first["loc"]) or "the body"
         param = str(first["loc"][0]) if first["loc"] else None
         raise Refused(400, f"{place}: {first['msg']}", param=param) from None
-    asked.check()
-    return asked
+    request.check()
+    return request
 
 
 def _check_values(body: bytes, most: int) -> None:
-    """Refuse JSON of so many values that making them holds up everybody: nothing else runs until all are made.
+    """Refuse JSON of too many values: the parser holds the GIL until it has made all of them.
 
-    A text may be as long as the body may; what takes time is each object and each name (some microseconds), and each
-    other value.
+    Strings may be as long as the body: the cost is per object and per name (some microseconds), and per other value.
     """
     if len(body) <= SMALL_BYTES:
         return
     plain = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
-    outside = np.cumsum(plain == ord('"'), dtype=np.uint8) & 1 == 0  # not within a text
+    outside = np.cumsum(plain == ord('"'), dtype=np.uint8) & 1 == 0  # not within a string
     objects, names, lists, commas = (int(np.count_nonzero(outside & (plain == ord(sign)))) for sign in "{:[,")
     for count, bound, what in ((objects, MOST_OBJECTS, "objects"), (names, MOST_VALUES, "names")):
         if count > bound:
             raise Refused(400, f"the body has {count} JSON {what}, more than {bound}", code="body_too_large")
     if objects + lists + commas > most:
-        told = f"the body has about {objects + lists + commas} JSON values, more than {most}"
-        raise Refused(400, told, code="context_length_exceeded")
+        message = f"the body has about {objects + lists + commas} JSON values, more than {most}"
+        raise Refused(400, message, code="context_length_exceeded")
 
 
 @dataclass(frozen=True)
-class Told:
-    """The numbers of an answer: tokens, those cached by tier, and milliseconds as the server saw them."""
+class ResponseUsage:
+    """The `usage` of a response: tokens, cached tokens by tier, and latencies in ms as the server measured them."""
 
     prompt: int
     completion: int
@@ -348,7 +347,7 @@ class Told:
     ttft_ms: float | None
     total_ms: float
 
-    def usage(self) -> dict[str, Any]:
+    def json(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -360,7 +359,7 @@ class Told:
 
 @dataclass
 class Choice:
-    """One whole answer."""
+    """One complete answer."""
 
     text: str = ""
     finish: str = ""
@@ -369,7 +368,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Form:
-    """How answers are written: as completions or as a chat, whole or in chunks."""
+    """Writes responses as completions or chat completions, whole or as stream chunks."""
 
     chat: bool
     id: str
@@ -377,23 +376,23 @@ class Form:
     model: str
     spell: Callable[[int], str] | None = None  # a token's own text, if likelihoods are to be written
 
-    def whole(self, answers: Sequence[Choice], told: Told) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Choice], usage: ResponseUsage) -> dict[str, Any]:
         choices = []
         for index, one in enumerate(answers):
             message = {"role": "assistant", "content": one.text, "refusal": None}
-            said = {"message": message} if self.chat else {"text": one.text}
-            choices.append(self._choice(index, said, one.finish, one.likelihoods))
-        return self._head(self._kind) | {"choices": choices, "usage": told.usage()}
+            content = {"message": message} if self.chat else {"text": one.text}
+            choices.append(self._choice(index, content, one.finish, one.likelihoods))
+        return self._head(self._kind) | {"choices": choices, "usage": usage.json()}
 
     def opening(self, index: int) -> Iterator[dict[str, Any]]:
-        """The first chunk of an answer, which says who speaks; a completion has none."""
+        """The first chunk of a chat answer, which names the role; a completion has none."""
         if self.chat:
             yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None)
 
     def chunks(
         self, index: int, text: str, finish: str | None, likelihoods: Sequence[Likelihood]
     ) -> Iterator[dict[str, Any]]:
-        """What is written of a piece: nothing, if it says nothing; the last of a chat has a chunk to itself."""
+        """The stream chunks of one output chunk, none if it is empty; a chat's finish reason has a chunk of its own."""
         if self.chat:
             if text or (self.spell and likelihoods):
                 yield self._chunk(index, {"delta": {"content": text}}, None, likelihoods)
@@ -402,19 +401,19 @@ class Form:
         elif text or finish is not None or (self.spell and likelihoods):
             yield self._chunk(index, {"text": text}, finish, likelihoods)
 
-    def closing(self, told: Told) -> dict[str, Any]:
-        """The chunk after the last, for those who asked for the usage."""
-        return self._head(self._kind_of_chunk) | {"choices": [], "usage": told.usage()}
+    def closing(self, usage: ResponseUsage) -> dict[str, Any]:
+        """The final chunk, sent if the request has `include_usage`."""
+        return self._head(self._kind_of_chunk) | {"choices": [], "usage": usage.json()}
 
     def _chunk(
-        self, index: int, said: dict[str, Any], finish: str | None, likelihoods: Sequence[Likelihood] = ()
+        self, index: int, content: dict[str, Any], finish: str | None, likelihoods: Sequence[Likelihood] = ()
     ) -> dict[str, Any]:
-        return self._head(self._kind_of_chunk) | {"choices": [self._choice(index, said, finish, likelihoods)]}
+        return self._head(self._kind_of_chunk) | {"choices": [self._choice(index, content, finish, likelihoods)]}
 
     def _choice(
-        self, index: int, said: dict[str, Any], finish: str | None, likelihoods: Sequence[Likelihood]
+        self, index: int, content: dict[str, Any], finish: str | None, likelihoods: Sequence[Likelihood]
     ) -> dict[str, Any]:
-        return {"index": index, **said, "logprobs": self._logprobs(likelihoods), "finish_reason": finish}
+        return {"index": index, **content, "logprobs": self._logprobs(likelihoods), "finish_reason": finish}
 
     def _logprobs(self, likelihoods: Sequence[Likelihood]) -> dict[str, Any] | None:
         if self.spell is None or not likelihoods:
@@ -446,7 +445,8 @@ def _finite(logprob: float) -> float:
 
 
 def _top_logprobs(one: Likelihood, spell: Callable[[int], str]) -> dict[str, float]:
-    """By text, as completions have it; of tokens that read alike the likeliest. The token itself is always there."""
+    """Logprobs by text, as in OpenAI's completions; tokens of equal text keep the highest. The sampled token is always
+    included."""
     found: dict[str, float] = {}
     for token, logprob in (*one.top, (one.token, one.logprob)):
         found.setdefault(spell(token), _finite(logprob))

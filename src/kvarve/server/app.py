@@ -1,7 +1,7 @@
-"""The HTTP side: OpenAI's endpoints over one engine. It reads, hands over and writes; nothing slow runs on its loop.
+"""The HTTP server: OpenAI's endpoints over one engine. Nothing slow runs on its event loop.
 
-A request lives on three threads: its bytes on the event loop, its words (JSON, tokens) on a pool, its answer on the
-engine's. Whoever goes away is aborted.
+A request uses three threads: I/O on the event loop, preparation (JSON, tokens) on a lane, generation on the engine's.
+A request whose client disconnects is aborted.
 """
 
 import asyncio
@@ -29,29 +29,29 @@ from kvarve.engine.requests import Finish, OutputChunk, Request, TokenUsage
 from kvarve.errors import Busy, ConfigError, KvarveError, ModelError, StorageError
 from kvarve.metrics import Metrics, Snapshot
 from kvarve.model import MEMORY_TIERS, Tier
+from kvarve.server.access import AccessControl, no_forms, no_pages, no_simple_requests
 from kvarve.server.admin import admin_routes
 from kvarve.server.api import (
     SMALL_BYTES,
-    Asked,
-    ChatAsked,
+    ChatRequest,
     Choice,
-    CompletionAsked,
-    FlushAsked,
+    CompletionRequest,
+    FlushRequest,
     Form,
     Refused,
-    Told,
+    RequestBody,
+    ResponseUsage,
     event,
     parse,
 )
 from kvarve.server.connections import Connections
-from kvarve.server.doors import Door, no_forms, no_pages, no_simple_requests
 from kvarve.server.lanes import Lanes, apart
-from kvarve.server.words import Gone, Prepared, Words
+from kvarve.server.prepare import ClientGone, Prepared, RequestPreparer
 
 MAX_BODY_BYTES = 8 << 20
 BODY_TIMEOUT_S = 60.0
-BODIES = 32  # of the largest size, or more smaller ones, are held at a time
-LIKELIHOOD_BYTES = 256  # of an answer's token with its likelihood, written
+BODIES = 32  # of the largest size held at a time, or the same bytes of smaller ones
+LIKELIHOOD_BYTES = 256  # of one token with its logprobs in the response
 RETRY_AFTER = {"Retry-After": "1"}
 
 T = TypeVar("T")
@@ -68,15 +68,15 @@ def create_app(
 ) -> FastAPI:
     """The application around a started engine, which stays the caller's to shut down.
 
-    The model answers to `name` (its own unless given). With an `api_key`, /v1 wants it. /admin wants the `admin_key`,
-    and is off without one; /flush_cache wants it where there is one, and else what /v1 wants. /metrics tells of the
+    `name`: the served model name (the model's own unless given). /v1 needs the `api_key` if there is one. /admin needs
+    the `admin_key` and is off without one; /flush_cache needs the admin key, else the API key. /metrics reports the
     `connections`.
     """
     app = FastAPI(title="kvarve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     front = _Front(engine, name or engine.model.name, max_body_bytes, connections)
-    api, operator = _door(api_key, "API"), _door(admin_key, "admin")
-    open_to_all, guarded = APIRouter(), APIRouter(dependencies=[Depends(no_simple_requests), *_admission(api)])
-    flushing = APIRouter(dependencies=[Depends(no_pages), Depends(no_forms), *_admission(operator or api)])
+    api, operator = _access_control(api_key, "API"), _access_control(admin_key, "admin")
+    open_to_all, guarded = APIRouter(), APIRouter(dependencies=[Depends(no_simple_requests), *_guards(api)])
+    flushing = APIRouter(dependencies=[Depends(no_pages), Depends(no_forms), *_guards(operator or api)])
     open_to_all.get("/health")(front.health)
     open_to_all.get("/metrics")(front.metrics)
     guarded.get("/v1/models")(front.models)
@@ -87,19 +87,19 @@ def create_app(
     for router in (open_to_all, guarded, flushing):
         app.include_router(router)
     app.include_router(admin_routes(Admin(engine.cache, engine.ask), operator, front.body))
-    app.add_exception_handler(KvarveError, _trouble)
-    app.add_exception_handler(HTTPException, _no_such_place)
-    app.add_exception_handler(ClientDisconnect, _nobody)
+    app.add_exception_handler(KvarveError, _error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientDisconnect, _client_gone)
     app.add_exception_handler(Exception, _bug)
     return app
 
 
-def _door(key: str | None, name: str) -> Door | None:
-    return None if key is None else Door(key, name)
+def _access_control(key: str | None, name: str) -> AccessControl | None:
+    return None if key is None else AccessControl(key, name)
 
 
-def _admission(door: Door | None) -> list[Any]:
-    return [] if door is None else [Depends(door.admit)]
+def _guards(access: AccessControl | None) -> list[Any]:
+    return [] if access is None else [Depends(access.admit)]
 
 
 class _Front:
@@ -110,10 +110,10 @@ class _Front:
         self._connections = connections
         self._started = int(time.time())
         self._metrics = Metrics(self._snapshot)
-        self._words = Words(engine.model, name)
-        self._lanes = Lanes("kvarve words")
-        self._preparing: set[Future[Asked]] = set()  # requests whose words wait for a lane or are on one
-        self._bodies_bytes = 0  # of bodies that are being read, or that a lane has not done with
+        self._preparer = RequestPreparer(engine.model, name)
+        self._lanes = Lanes("kvarve prepare")
+        self._preparing: set[Future[RequestBody]] = set()  # requests queued or running on a lane
+        self._bodies_bytes = 0  # held by bodies being read or prepared
         self._flushing = asyncio.Lock()
 
     async def health(self) -> Response:
@@ -128,61 +128,61 @@ class _Front:
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def one_model(self, model: str) -> Response:
-        self._words.check_model(model)
+        self._preparer.check_model(model)
         return JSONResponse(self._card())
 
     async def completions(self, http: Http) -> Response:
-        return await self._answer(http, CompletionAsked)
+        return await self._answer(http, CompletionRequest)
 
     async def chat(self, http: Http) -> Response:
-        return await self._answer(http, ChatAsked)
+        return await self._answer(http, ChatRequest)
 
     async def flush_cache(self, http: Http) -> Response:
-        """Empty `tiers` (in the query or the body: "device", "device,host"; both unless told) of what nobody holds."""
+        """Evict all unpinned pages of `tiers` (in the query or the body: "device", "device,host"; default both)."""
         async with self.body(http) as body:
             tiers = await apart(lambda: _tiers(http.query_params.get("tiers"), body))
         if self._engine.broken:
             raise Refused(500, self._engine.broken)
-        async with self._flushing:  # one after the other: each may wait for a storage
+        async with self._flushing:  # one at a time: each may wait for a storage
             pages = await apart(lambda: self._engine.flush(tiers))
         return JSONResponse({"flushed_pages": pages, "tiers": [tier.name.lower() for tier in tiers]})
 
     # --- the life of one request
 
-    async def _answer(self, http: Http, kind: type[Asked]) -> Response:
+    async def _answer(self, http: Http, kind: type[RequestBody]) -> Response:
         answer: _Answer | None = None
         try:
             async with self.body(http) as body:
                 answer = _Answer(self._engine, http.receive)
-                asked = await answer.when(self._prepare(answer, kind, body))
-            chat = isinstance(asked, ChatAsked)
+                request = await answer.when(self._prepare(answer, kind, body))
+            chat = isinstance(request, ChatRequest)
             number = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-            spell = None if asked.alternatives is None else self._words.spell
-            form = Form(chat, number, int(time.time()), asked.model or self._name, spell)
-            # An answer that fails at once is an error with a status of its own, streaming or not.
+            spell = None if request.alternatives is None else self._preparer.spell
+            form = Form(chat, number, int(time.time()), request.model or self._name, spell)
+            # A request that fails before its first token gets an HTTP error, streaming or not.
             first = await answer.next()
-            _raise_trouble(first[1])
-            if asked.stream:
-                return _Stream(form, asked.include_usage, answer, first)
+            _raise_if_failed(first[1])
+            if request.stream:
+                return _Stream(form, request.include_usage, answer, first)
             return await self._whole(form, answer, first)
-        except BaseException as e:  # whatever it is, nobody waits for the answer any more
+        except BaseException as e:  # on any error, cancellation included, the answer is no longer wanted
             if answer is not None:
                 answer.close()
-            if isinstance(e, Gone):
-                return await _nobody(http, e)
+            if isinstance(e, ClientGone):
+                return await _client_gone(http, e)
             raise
 
-    def _prepare(self, answer: "_Answer", kind: type[Asked], body: bytes) -> "Future[Asked]":
-        """Have a lane make of a body what the engine is asked, and ask it."""
+    def _prepare(self, answer: "_Answer", kind: type[RequestBody], body: bytes) -> "Future[RequestBody]":
+        """Prepare a body on a lane, and submit it to the engine."""
         if self._engine.broken:
             raise Refused(500, self._engine.broken)
         if (before := len(self._preparing)) >= self._engine.places_left():
             raise Busy(f"every place is taken, {before} by requests that are being tokenized: try again later")
 
-        def work() -> Asked:
-            prepared = self._words.prepare(kind, body, lambda: answer.left)
+        def work() -> RequestBody:
+            prepared = self._preparer.prepare(kind, body, lambda: answer.left)
             answer.submit(prepared)
-            return prepared.asked
+            return prepared.request
 
         future = self._lanes.run(len(body), work)
         self._preparing.add(future)
@@ -191,32 +191,32 @@ class _Front:
 
     async def _whole(self, form: Form, answer: "_Answer", first: tuple[int, OutputChunk]) -> Response:
         choices = [Choice() for _ in range(answer.count)]
-        index, piece = first
+        index, chunk = first
         while True:
             choice = choices[index]
-            choice.text += piece.text
-            choice.likelihoods.extend(piece.likelihoods)
-            if piece.finish is not None:
-                _raise_trouble(piece)
-                choice.finish = piece.finish.value
+            choice.text += chunk.text
+            choice.likelihoods.extend(chunk.likelihoods)
+            if chunk.finish is not None:
+                _raise_if_failed(chunk)
+                choice.finish = chunk.finish.value
             if not answer.open:
                 break
-            index, piece = await answer.next()
+            index, chunk = await answer.next()
         answer.close()
 
         def written() -> Response:
-            return JSONResponse(form.whole(choices, answer.told()))
+            return JSONResponse(form.whole(choices, answer.usage()))
 
         size = sum(len(choice.text) + LIKELIHOOD_BYTES * len(choice.likelihoods) for choice in choices)
         if size <= SMALL_BYTES and form.spell is None:
             return written()
-        return await asyncio.wrap_future(self._lanes.run(size, written))  # spelling a book takes its time
+        return await asyncio.wrap_future(self._lanes.run(size, written))  # rendering a long answer is slow
 
     @asynccontextmanager
     async def body(self, http: Http) -> AsyncIterator[bytes]:
-        """The body, as far as it may go; what its headers say of its length is not asked.
+        """The body, within the size limits; its Content-Length is not trusted.
 
-        Small ones always find room. Large ones find it until all that are held together take a set number of bytes.
+        Small bodies are always accepted; large ones while all bodies together are within a byte budget.
         """
         parts: list[bytes] = []
         size = held = 0
@@ -234,7 +234,7 @@ class _Front:
                             parts.append(part)
                             held += len(part)
                             self._bodies_bytes += len(part)
-                        # A little more is read and thrown away, since a client that is still writing would not see
+                        # Some of the excess is read and discarded: a client that is still writing would not see
                         # the answer.
                         if size > 4 * self._max_body_bytes:
                             break
@@ -260,8 +260,8 @@ class _Front:
     def _snapshot(self) -> Snapshot:
         engine = self._engine
         try:
-            storage = engine.cache.usage()  # first: it may take a moment, and the rest is of one moment
-        except StorageError:  # closed, or the medium is gone: a scrape tells the rest
+            storage = engine.cache.usage()  # first: it may be slow, and the rest is one consistent snapshot
+        except StorageError:  # closed, or the medium is gone: the scrape has the rest
             storage = None
         counts, (running, waiting) = engine.counts, engine.load()
         connections = self._connections
@@ -289,7 +289,7 @@ class _Front:
             tokenizing=len(self._preparing),
             connections=None if connections is None else len(connections),
             closed_connections={} if connections is None else dict(connections.closed),
-            ignored_fields=self._words.ignored.counts(),
+            ignored_fields=self._preparer.ignored.counts(),
             cache=engine.cache.stats(),
             storage=storage,
             storage_up=engine.cache.up if engine.cache.attached is not None else None,
@@ -297,18 +297,18 @@ class _Front:
 
 
 class _Answer:
-    """The answers to one prompt as the event loop sees them: pieces arrive in order, and the client may leave."""
+    """The answers to one prompt on the event loop: chunks arrive in order, and the client may disconnect."""
 
     def __init__(self, engine: Engine, receive: Receive) -> None:
-        """The body has been read; from now on it watches whether the client is still there."""
+        """To be made after the body has been read; from then on it watches for a disconnect."""
         self._engine, self._loop = engine, asyncio.get_running_loop()
-        self._pieces: asyncio.Queue[tuple[int, OutputChunk] | None] = asyncio.Queue()  # None: the client has gone
+        self._chunks: asyncio.Queue[tuple[int, OutputChunk] | None] = asyncio.Queue()  # None: the client has gone
         self._arrived_s = time.monotonic()
         self._first_s: float | None = None
         self._usages: dict[int, TokenUsage] = {}
         self._requests: list[Request] = []
-        self.open: set[int] = set()  # those that run or wait
-        self.left = False  # the client has gone before the engine was asked; any thread reads it
+        self.open: set[int] = set()  # indices of answers that run or wait
+        self.left = False  # the client disconnected before submission; read by any thread
         self._watch = self._loop.create_task(self._listen(receive))
 
     @property
@@ -316,8 +316,8 @@ class _Answer:
         return len(self._requests)
 
     async def when(self, work: "Future[T]") -> T:
-        """What comes of work on a lane, which asks the engine at its end. Gone: the client left first; then work that
-        has not begun never does, and what the engine is asked nevertheless is given up."""
+        """The result of work on a lane, which ends with `submit`. ClientGone: the client left first. Then queued work
+        is cancelled, and a request that running work still submits is aborted."""
         done = asyncio.wrap_future(work)
         either: set[asyncio.Future[Any]] = {done, self._watch}
         try:
@@ -328,19 +328,19 @@ class _Answer:
                 done.cancel()
                 work.add_done_callback(lambda _: self._give_up())
         if self.left:
-            raise Gone
+            raise ClientGone
         return done.result()
 
     def submit(self, prepared: Prepared) -> None:
-        """Ask the engine, on a lane's thread."""
-        asked = prepared.asked
+        """Submit to the engine; runs on a lane's thread."""
+        request = prepared.request
         self._requests = [
             Request(
                 prepared.prompt,
                 sampling,
-                salt=asked.salt,
-                priority=asked.cache_priority or 0,
-                read_cache=not asked.skip_reading_prefix_cache,
+                salt=request.salt,
+                priority=request.cache_priority or 0,
+                read_cache=not request.skip_reading_prefix_cache,
                 deliver=partial(self._deliver, index),
                 submitted_s=self._arrived_s,
             )
@@ -353,18 +353,18 @@ class _Answer:
         self.open = set(range(self.count))
 
     async def next(self) -> tuple[int, OutputChunk]:
-        """The next piece, and the index of the answer to which it belongs."""
-        if (found := await self._pieces.get()) is None:
-            raise Gone
-        index, piece = found
-        if piece.finish is not None:
-            assert piece.usage is not None
+        """The next chunk, and the index of its answer."""
+        if (found := await self._chunks.get()) is None:
+            raise ClientGone
+        index, chunk = found
+        if chunk.finish is not None:
+            assert chunk.usage is not None
             self.open.remove(index)
-            self._usages[index] = piece.usage
+            self._usages[index] = chunk.usage
         return found
 
     def close(self) -> None:
-        """No more pieces are wanted."""
+        """Stop watching, and abort all answers that have not ended."""
         self._watch.cancel()
         if not self.left:
             self._give_up()
@@ -374,30 +374,30 @@ class _Answer:
             self._engine.abort(self._requests[index])
         self.open.clear()
 
-    def told(self) -> Told:
-        """The numbers when all have ended. The prompt is counted once, as the first answer found it."""
+    def usage(self) -> ResponseUsage:
+        """The usage when all answers have ended. The prompt is counted once, as the first answer found it."""
         now = time.monotonic()
         first, start = self._usages[0], self._arrived_s
         ttft_ms = None if self._first_s is None else round(1000 * (self._first_s - start), 3)
         cached = {"device": first.device, "host": first.host, "storage": first.storage}
         completion = sum(usage.completion for usage in self._usages.values())
-        return Told(first.prompt, completion, cached, ttft_ms, round(1000 * (now - start), 3))
+        return ResponseUsage(first.prompt, completion, cached, ttft_ms, round(1000 * (now - start), 3))
 
-    def _deliver(self, index: int, piece: OutputChunk) -> None:
-        """On the engine's thread."""
-        if self._first_s is None and piece.tokens:
+    def _deliver(self, index: int, chunk: OutputChunk) -> None:
+        """Runs on the engine's thread."""
+        if self._first_s is None and chunk.tokens:
             self._first_s = time.monotonic()
-        with suppress(RuntimeError):  # the loop has closed, so there is nobody to tell
-            self._loop.call_soon_threadsafe(self._pieces.put_nowait, (index, piece))
+        with suppress(RuntimeError):  # the loop has closed, so no client is left
+            self._loop.call_soon_threadsafe(self._chunks.put_nowait, (index, chunk))
 
     async def _listen(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._pieces.put_nowait(None)
+        self._chunks.put_nowait(None)
 
 
 class _Stream(Response):
-    """Answers as server-sent events, each written as soon as its text is certain."""
+    """Answers as server-sent events, each written as soon as its text is final."""
 
     def __init__(self, form: Form, include_usage: bool, answer: _Answer, first: tuple[int, OutputChunk]) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
@@ -408,8 +408,8 @@ class _Stream(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await self._write(send)
-        except (Gone, OSError):
-            pass  # the client left: nobody is there to be told
+        except (ClientGone, OSError):
+            pass  # the client has disconnected
         finally:
             self._answer.close()
 
@@ -421,31 +421,31 @@ class _Stream(Response):
         form, answer = self._form, self._answer
         for chunk in (chunk for index in range(answer.count) for chunk in form.opening(index)):
             await say(chunk | nothing)
-        index, piece = self._first
-        while piece.finish is not Finish.ERROR:
-            finish = None if piece.finish is None else piece.finish.value
-            for chunk in form.chunks(index, piece.text, finish, piece.likelihoods):
+        index, output = self._first
+        while output.finish is not Finish.ERROR:
+            finish = None if output.finish is None else output.finish.value
+            for chunk in form.chunks(index, output.text, finish, output.likelihoods):
                 await say(chunk | nothing)
             if not answer.open:
                 break
-            index, piece = await answer.next()
-        if piece.finish is Finish.ERROR:
+            index, output = await answer.next()
+        if output.finish is Finish.ERROR:
             answer.close()
-            await say(Refused(500, piece.error).body())
+            await say(Refused(500, output.error).body())
         elif self._include_usage:
-            await say(form.closing(answer.told()))
+            await say(form.closing(answer.usage()))
         await say("[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _tiers(query: str | None, body: bytes) -> list[Tier]:
     """The tiers to flush, nearest first."""
-    asked: str | list[str] | None = query
-    if asked is None and body.strip():
-        asked = parse(FlushAsked, body).tiers
-    if asked is None:
+    given: str | list[str] | None = query
+    if given is None and body.strip():
+        given = parse(FlushRequest, body).tiers
+    if given is None:
         return list(MEMORY_TIERS)
-    names = asked.split(",") if isinstance(asked, str) else asked
+    names = given.split(",") if isinstance(given, str) else given
     known = {tier.name.lower(): tier for tier in MEMORY_TIERS}
     for name in names:
         if name not in known:
@@ -455,15 +455,15 @@ def _tiers(query: str | None, body: bytes) -> list[Tier]:
     return sorted({known[name] for name in names})
 
 
-def _raise_trouble(piece: OutputChunk) -> None:
-    """An answer that nobody should take for a whole one is an error."""
-    if piece.finish is Finish.ERROR:
-        raise Refused(500, piece.error)
-    if piece.finish is Finish.ABORT:
+def _raise_if_failed(chunk: OutputChunk) -> None:
+    """An incomplete answer becomes an HTTP error."""
+    if chunk.finish is Finish.ERROR:
+        raise Refused(500, chunk.error)
+    if chunk.finish is Finish.ABORT:
         raise Refused(503, "the server is shutting down: try again", headers=RETRY_AFTER)
 
 
-async def _trouble(http: Http, e: Exception) -> Response:
+async def _error(http: Http, e: Exception) -> Response:
     if isinstance(e, Refused):
         refused = e
     elif isinstance(e, ConfigError | ModelError):
@@ -475,14 +475,14 @@ async def _trouble(http: Http, e: Exception) -> Response:
     return JSONResponse(refused.body(), refused.status, refused.headers)
 
 
-async def _no_such_place(http: Http, e: Exception) -> Response:
+async def _http_error(http: Http, e: Exception) -> Response:
     assert isinstance(e, HTTPException)
     message = f"{http.method} {http.url.path}: {e.detail}"
     return JSONResponse(Refused(e.status_code, message).body(), e.status_code, e.headers)
 
 
-async def _nobody(http: Http, e: Exception) -> Response:
-    return Response(status_code=499)  # the client left before its question was whole: nobody reads this
+async def _client_gone(http: Http, e: Exception) -> Response:
+    return Response(status_code=499)  # the client disconnected before the request was complete, so this is never read
 
 
 async def _bug(http: Http, e: Exception) -> Response:

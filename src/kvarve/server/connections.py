@@ -1,9 +1,9 @@
-"""Connections: how many there may be at a time, and an end for each that gets nowhere.
+"""Connection limits: how many may be open, and time limits for headers and for clients that do not read.
 
-uvicorn closes a connection that is silent between two requests (`KEEP_ALIVE_S`), and leaves the rest to a proxy in
-front of it. Here a connection ends that does not bring the headers of a request to an end, and one whose client reads
-nothing of its answer. (A body has a time limit of its own, in `app`.) Where there are too many, the connection that has
-been longest without a whole request goes, so that half-open ones keep nobody out.
+uvicorn closes a connection that is idle between two requests (`KEEP_ALIVE_S`), and leaves the rest to a proxy. This
+module also closes a connection whose request headers do not complete, and one whose client does not read its answer. (A
+body has a time limit of its own, in `app`.) Beyond the limit, the connection that has been longest without a complete
+request is closed, so that idle connections cannot lock out new clients.
 """
 
 import logging
@@ -19,13 +19,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 log = logging.getLogger(__name__)
 
-HEADERS_S = 30.0  # from a connection's beginning, or the end of the answer before, until a request's headers are whole
+HEADERS_S = 30.0  # from accept, or the end of the previous answer, until a request's headers are complete
 KEEP_ALIVE_S = (
     20  # between two requests: clients keep a connection for less (httpx 5, aiohttp 15), so they close it first
 )
-STALLED_S = 30.0  # without a byte of an answer being taken
-SEND_BYTES = 1 << 16  # of an answer that the system holds at a time: how slowly a client reads shows no earlier
-READ_BYTES = 4096  # of a connection before others have their turn: each byte can be a chunk, which takes 20 us to parse
+STALLED_S = 30.0  # in which the client reads no byte of an answer
+SEND_BYTES = 1 << 16  # the socket's send buffer: a slow reader shows only when it is full
+READ_BYTES = 4096  # per read before other connections' turn: each byte can be an HTTP chunk, which takes 20 us to parse
 MOST = 4096  # connections; half of the descriptors if that is less
 LEAST = 16
 FULL = b"""\
@@ -38,75 +38,75 @@ content-length: 0\r
 
 
 class Connections:
-    """Those of one server. All but the counts belongs to the thread of its event loop."""
+    """The connections of one server. All state but the counts belongs to the event loop's thread."""
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.most, self.clock = most, clock
-        self.closed: Counter[str] = Counter()  # by reason, since the beginning
-        self._told: Counter[str] = Counter()  # of these, in the log
+        self.closed: Counter[str] = Counter()  # by reason, since the start
+        self._logged: Counter[str] = Counter()  # those that have been logged
         self._open: set[Connection] = set()
-        self._ending: set[Connection] = set()  # of these, those that have been closed and still write
-        self.read = memoryview(bytearray(READ_BYTES))  # what has just come, over whichever connection
-        self._asking: dict[Connection, float] = {}  # those without a whole request: since when, the oldest first
+        self._closing: set[Connection] = set()  # closed, with unsent bytes left
+        self.read = memoryview(bytearray(READ_BYTES))  # the read buffer of all connections
+        self._incomplete: dict[Connection, float] = {}  # no complete request yet: since when, oldest first
 
     def __len__(self) -> int:
         return len(self._open)
 
     def protocol(self, *args: Any, **kwargs: Any) -> "Connection":
-        """What uvicorn makes for a connection that has come."""
+        """The protocol factory that uvicorn calls for each accepted connection."""
         return Connection(self, *args, **kwargs)
 
-    def look(self) -> None:
-        """End what gets nowhere; once a second, say."""
+    def close_stalled(self) -> None:
+        """Close connections past a time limit; to be called about once a second."""
         now = self.clock()
-        late = [one for one, since in self._asking.items() if one.waits_for_headers and now - since > HEADERS_S]
+        late = [one for one, since in self._incomplete.items() if one.waits_for_headers and now - since > HEADERS_S]
         for one in late:
             self._end(one, "headers")
         for one in [one for one in self._open if one.stalled_s(now) > STALLED_S]:
             self.closed["stalled"] += 1
             one.transport.abort()
-        for reason, count in (self.closed - self._told).items():
+        for reason, count in (self.closed - self._logged).items():
             log.warning("%d connections closed: %s", count, _WHY[reason])
-        self._told = self.closed.copy()
+        self._logged = self.closed.copy()
 
-    # --- what connections tell
+    # --- called by connections
 
-    def came(self, one: "Connection") -> None:
+    def opened(self, one: "Connection") -> None:
         self._open.add(one)
-        if len(self._open) - len(self._ending) > self.most:
-            if self._asking:
-                self._end(next(iter(self._asking)), "crowded")
+        if len(self._open) - len(self._closing) > self.most:
+            if self._incomplete:
+                self._end(next(iter(self._incomplete)), "crowded")
             else:
                 one.transport.write(FULL)
                 self._end(one, "crowded")
                 return
-        self._asking[one] = self.clock()
+        self._incomplete[one] = self.clock()
 
-    def heard(self, one: "Connection") -> None:
-        """Something has come, or an answer is complete."""
-        if one in self._ending or one.has_whole_request:
-            self._asking.pop(one, None)
+    def received(self, one: "Connection") -> None:
+        """Data has arrived, or an answer is complete."""
+        if one in self._closing or one.has_whole_request:
+            self._incomplete.pop(one, None)
         else:
-            self._asking.setdefault(one, self.clock())
+            self._incomplete.setdefault(one, self.clock())
 
-    def answered(self, one: "Connection") -> None:
-        self._asking.pop(one, None)  # from now on it waits for the next request
-        self.heard(one)
+    def response_complete(self, one: "Connection") -> None:
+        self._incomplete.pop(one, None)  # from now on it waits for the next request
+        self.received(one)
 
-    def lost(self, one: "Connection") -> None:
+    def forget(self, one: "Connection") -> None:
         self._open.discard(one)
-        self._ending.discard(one)
-        self._asking.pop(one, None)
+        self._closing.discard(one)
+        self._incomplete.pop(one, None)
 
     def _end(self, one: "Connection", reason: str) -> None:
         self.closed[reason] += 1
-        self._asking.pop(one, None)
-        self._ending.add(one)
+        self._incomplete.pop(one, None)
+        self._closing.add(one)
         one.transport.close()
 
 
 class Connection(H11Protocol, BufferedProtocol):
-    """One that says when it comes, when something has come over it, and when it goes."""
+    """A connection that reports its opening, incoming data and closing to `Connections`."""
 
     def __init__(self, connections: Connections, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -116,10 +116,10 @@ class Connection(H11Protocol, BufferedProtocol):
     def connection_made(self, transport: BaseTransport) -> None:
         assert isinstance(transport, Transport)
         super().connection_made(transport)
-        self._connections.came(self)
+        self._connections.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._connections.lost(self)
+        self._connections.forget(self)
         super().connection_lost(exc)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -130,12 +130,12 @@ class Connection(H11Protocol, BufferedProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._connections.heard(self)
+        self._connections.received(self)
 
     def on_response_complete(self) -> None:
-        self._connections.answered(self)
-        super().on_response_complete()  # it may find the next request in what has come already
-        self._connections.heard(self)
+        self._connections.response_complete(self)
+        super().on_response_complete()  # it may find the next request in data received earlier
+        self._connections.received(self)
 
     def resume_writing(self) -> None:
         self._moved_s = self._connections.clock()
@@ -143,7 +143,7 @@ class Connection(H11Protocol, BufferedProtocol):
 
     @property
     def waits_for_headers(self) -> bool:
-        """Nothing is being answered on it."""
+        """No request on it is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
@@ -151,10 +151,10 @@ class Connection(H11Protocol, BufferedProtocol):
         return not self.waits_for_headers and not self.cycle.more_body
 
     def stalled_s(self, now: float) -> float:
-        """For how long its client has not read what there is for it; asked now and then.
+        """For how long the client has not read any of the unsent bytes; to be called periodically.
 
-        While an answer is being written new pieces hide what has been read; but writing pauses where too much waits,
-        and goes on when the client has read most of that.
+        While an answer is being written, new chunks hide how much the client has read; but writing pauses above the
+        transport's high watermark and resumes when the client has read most of the buffer.
         """
         unsent, writing = self.transport.get_write_buffer_size(), not self.waits_for_headers
         if not unsent or unsent < self._unsent_bytes or (writing and not self.flow.write_paused):
@@ -166,19 +166,19 @@ class Connection(H11Protocol, BufferedProtocol):
 _WHY = {
     "headers": f"no headers of a request within {HEADERS_S:.0f} s",
     "stalled": f"nothing of an answer was read for {STALLED_S:.0f} s",
-    "crowded": "there were too many, and these had no whole request",
+    "crowded": "there were too many, and these had no complete request",
 }
 
 
 def raise_descriptors() -> None:
-    """Let this process open as many files and sockets as the system allows it."""
+    """Raise this process's limit of file descriptors to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with suppress(ValueError, OSError):  # some systems name a limit that they do not grant
+        with suppress(ValueError, OSError):  # some systems report a hard limit that they do not grant
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def most_connections() -> int:
-    """How many connections may be open at a time: half of the descriptors is for storage and all else."""
+    """How many connections may be open: half of the descriptors; the rest is for storage and other files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST if soft == resource.RLIM_INFINITY else max(LEAST, min(MOST, soft // 2))

@@ -1,35 +1,35 @@
-"""Text to tokens, without holding up other threads; and how many characters a token can stand for at most."""
+"""Tokenization that releases the GIL, and a bound on the characters that one token can stand for."""
 
 import json
 from typing import Any
 
 from tokenizers import models, pre_tokenizers
 
-# What may stand before the model without taking any character away: what each makes of so many characters is at least
-# as many. Composing (NFC, NFKC) makes one character of at most four: no decomposition is longer (Unicode, annex 15).
+# Normalizers that remove no character, with the most input characters that one output character can stand for. NFC and
+# NFKC compose one character of at most four: no decomposition is longer (Unicode, annex 15).
 _KEPT_BY_NORMALIZERS = {"NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1, "ByteLevel": 1, "NFC": 4, "NFKC": 4}
 _KEEPING_PRE_TOKENIZERS = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts")
-_CUTTING_PRE_TOKENIZERS = ("Split", "Punctuation")  # they keep all unless they are told to remove what they cut at
+_CUTTING_PRE_TOKENIZERS = ("Split", "Punctuation")  # they keep all text unless their behavior is "Removed"
 
 
 class Encoder:
-    """The tokenizer of a model for many threads at once."""
+    """A model's tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer`: a PreTrainedTokenizerFast, whose backend nobody else may set to truncate or pad."""
+        """`tokenizer`: a PreTrainedTokenizerFast, whose backend no other code may set to truncate or pad."""
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
         self._longest = longest_token(self._backend)
 
     def at_least(self, text: str) -> int:
-        """So many tokens at least, by its length alone; 0 if nobody can say."""
+        """A lower bound of the text's tokens by its length alone; 0 if there is none."""
         return 0 if self._longest is None else -(-len(text) // self._longest)
 
     def encode(self, text: str, *, special: bool) -> "Encoded":
-        """`special`: with the tokens that the tokenizer puts around a text. UnicodeEncodeError for half a character."""
+        """`special`: add the tokenizer's special tokens. UnicodeEncodeError for a lone surrogate."""
         text.encode()
-        # A batch of one: `encode` holds the interpreter for as long as it takes, `encode_batch` lets other threads run.
+        # A batch of one: `encode` holds the GIL throughout, `encode_batch` releases it.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
         return Encoded(encoding)
 
@@ -48,10 +48,10 @@ class Encoded:
 
 
 def longest_token(backend: Any) -> int | None:
-    """How many characters of a text a token stands for at most; None if some of them can leave no trace.
+    """How many characters of a text one token stands for at most; None if there is no bound.
 
-    That can be where spaces are cut away, where what is unknown is dropped or becomes one token however long it is, or
-    where we do not know what a part of the tokenizer (a tokenizers.Tokenizer) does.
+    There is none if the tokenizer (a tokenizers.Tokenizer) strips spaces, drops unknown text or maps it to one token
+    whatever its length, or has a part that is not listed here.
     """
     if not isinstance(backend.model, models.BPE):
         return None
@@ -72,7 +72,7 @@ def longest_token(backend: Any) -> int | None:
 
 
 def _parts(whole: Any, within: str) -> list[dict[str, Any]]:
-    """The parts of a normalizer or pre-tokenizer, as its JSON names them, sequences opened."""
+    """The parts of a normalizer or pre-tokenizer as JSON, with sequences flattened."""
     if whole is None:
         return []
     opened, closed = [json.loads(whole.__getstate__())], list[dict[str, Any]]()
@@ -86,11 +86,11 @@ def _parts(whole: Any, within: str) -> list[dict[str, Any]]:
 
 
 def _kept(normalizers: list[dict[str, Any]]) -> int | None:
-    """One character after these stands for so many before them at most."""
+    """The most input characters that one output character of these stands for; None if there is no bound."""
     most = 1
     for part in normalizers:
         if part["type"] == "Replace":
-            found = part["pattern"].get("String")  # or an expression, which may find more than it is long
+            found = part["pattern"].get("String")  # or a regex, which may match more than it is long
             if found is None or len(found) > len(part["content"]):
                 return None
         elif part["type"] in _KEPT_BY_NORMALIZERS:

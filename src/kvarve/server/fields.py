@@ -1,14 +1,13 @@
-"""The fate of each field that a request may have and that `api` does not obey: refused, or ignored as harmless.
+"""Request fields that `api` does not implement: each is refused, or ignored as harmless.
 
-The question to each is: does a client that sent it get another answer than it asked for, or one of another form, if it
-is ignored? Then it is refused unless its value asks for nothing; null never asks for anything. What only says who asks,
-where and when a request is to be computed, or what its log line looks like, is ignored. So is a name that is in no list
-here; `Ignored` counts and logs it.
+A field is refused if ignoring it would change the content or form of the answer, unless its value is a no-op; null
+always is. A field is ignored if it only identifies the client, says where or when to compute, or concerns logging. A
+name in no list here is ignored too; `Ignored` counts and logs it.
 
 The names are those of the request models of vLLM 0.32.0 (`ChatCompletionRequest` and `CompletionRequest` below
 `vllm/entrypoints/openai`) and SGLang 0.5.23 (the same two in `sglang/srt/entrypoints/openai/protocol.py`, then
 `GenerateReqInput` and `SamplingParams`, whose fields its users send here by mistake), of OpenAI's API reference, and of
-sampling fields of other servers. `tests/server/test_fields.py` has copies of the lists; each name has one fate.
+sampling fields of other servers. `tests/server/test_fields.py` has copies of the lists; each name is in one list.
 """
 
 import logging
@@ -19,11 +18,11 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-Neutral = dict[str, tuple[Any, ...]]  # by name: the values that ask for nothing, beside null
+Neutral = dict[str, tuple[Any, ...]]  # by name: the no-op values, beside null
 
 # --- refused, unless the value is one of these
 
-_CONSTRAINED: Neutral = {  # what an answer has to look like
+_CONSTRAINED: Neutral = {  # constrained output
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
     "guided_json": (),
@@ -40,7 +39,7 @@ _CONSTRAINED: Neutral = {  # what an answer has to look like
     "thinking_token_budget": (),
     "max_thinking_tokens": (),
 }
-_CHOSEN: Neutral = {  # how its tokens are chosen
+_SAMPLED: Neutral = {  # sampling
     "use_beam_search": (False,),
     "beam_width": (1,),
     "num_beams": (1,),
@@ -69,7 +68,7 @@ _CHOSEN: Neutral = {  # how its tokens are chosen
     "sampling_params": ({},),
     "extra_body": ({},),
 }
-_ENDED: Neutral = {  # where it ends, and what is left of its end
+_ENDED: Neutral = {  # stop conditions and trimming
     "max_new_tokens": (),
     "max_length": (),
     "n_predict": (),
@@ -81,7 +80,7 @@ _ENDED: Neutral = {  # where it ends, and what is left of its end
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
 }
-_PROMPTED: Neutral = {  # what the model reads
+_PROMPTED: Neutral = {  # the prompt
     "suffix": ("",),
     "echo": (False,),
     "truncate_prompt_tokens": (),
@@ -107,7 +106,7 @@ _PROMPTED: Neutral = {  # what the model reads
     "video_data": ([],),
     "audio_data": ([],),
 }
-_SAID: Neutral = {  # what an answer is made of beside its text
+_RETURNED: Neutral = {  # further content of the answer
     "include_reasoning": (True,),
     "verbosity": (),
     "modalities": (["text"],),
@@ -139,7 +138,7 @@ _SAID: Neutral = {  # what an answer is made of beside its text
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
 }
-_ANY = _CONSTRAINED | _CHOSEN | _ENDED | _PROMPTED | _SAID | {"sampling_seed": ()}
+_ANY = _CONSTRAINED | _SAMPLED | _ENDED | _PROMPTED | _RETURNED | {"sampling_seed": ()}
 
 CHAT: Neutral = _ANY | {
     "prompt": (),
@@ -163,7 +162,7 @@ MESSAGE: Neutral = {  # of a chat
 }
 STREAM_OPTIONS: Neutral = {"continuous_usage_stats": (False,)}
 
-INSTEAD = {  # what is asked for by another name here
+INSTEAD = {  # the supported name of the same feature
     "max_new_tokens": "max_tokens",
     "max_length": "max_tokens",
     "n_predict": "max_tokens",
@@ -175,22 +174,22 @@ INSTEAD = {  # what is asked for by another name here
     "sampling_params": "the fields in it",
 }
 
-# --- ignored: it changes nothing that a client could read
+# --- ignored: they change nothing that a client could read
 
 HARMLESS = frozenset(
     {
-        # who asks, and what it is called
+        # identity of the client and the request
         *("user", "metadata", "store", "safety_identifier", "request_id", "rid", "session_id", "conversation_id"),
         *("custom_labels", "routing_key", "external_trace_header", "log_metrics", "no_logs", "received_time"),
         # when and where it is computed
         *("priority", "service_tier", "prediction", "prompt_cache_key", "prompt_cache_retention", "background"),
         *("data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank", "decode_tp_size", "kv_hints"),
         *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
-        # in how many pieces it is streamed
+        # granularity of streaming
         *("stream_interval", "stream_reasoning"),
-        # of reasoning, which nothing here tells from the rest of an answer
+        # of reasoning, which is not parsed out of an answer here
         *("separate_reasoning", "require_reasoning"),
-        # of pictures and sounds, which are refused where they come
+        # of images and audio, which are refused as message parts
         *("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "return_mm_kwargs", "images_config", "video_config"),
         *("max_dynamic_patch", "min_dynamic_patch", "image_max_dynamic_patch", "video_max_dynamic_patch"),
         *("use_audio_in_video", "mm_hashes", "mm_content_hashes"),
@@ -206,12 +205,12 @@ HARMLESS = frozenset(
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal, and not as 0 equals false."""
+    """Equal, where 0 and false differ."""
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
 def unmet(given: dict[str, Any], refused: Neutral) -> str | None:
-    """The first of the given fields that asks for something that is not done here."""
+    """The first given field that asks for an unsupported feature."""
     for name, value in given.items():
         if name in refused and value is not None and not any(same(value, ok) for ok in refused[name]):
             return name
@@ -219,12 +218,12 @@ def unmet(given: dict[str, Any], refused: Neutral) -> str | None:
 
 
 def unread(given: dict[str, Any], refused: Neutral) -> Iterator[str]:
-    """The names of the given fields that nothing here reads."""
+    """The names of the given fields that are ignored."""
     return (name for name, value in given.items() if name not in refused and value is not None)
 
 
 class Ignored:
-    """In how many requests which field was ignored. The first time of each is logged; only so many names are kept."""
+    """Counts the requests in which each field was ignored and logs its first time. The number of names is bounded."""
 
     MOST_NAMES = 64  # that are in no list here
     MOST_LETTERS = 64  # of such a name
@@ -236,7 +235,7 @@ class Ignored:
         self._lock = threading.Lock()
 
     def note(self, names: set[str]) -> None:
-        """One request had these."""
+        """Count the ignored fields of one request."""
         with self._lock:
             kept = {self._kept(name) for name in names}
             new = [name for name in kept if name not in self._counts]

@@ -1,7 +1,7 @@
-"""Threads for what would hold up the event loop: the short apart from the long, so that nobody waits for a book.
+"""Worker threads for slow work off the event loop, by size, so that a short request never waits behind a long one.
 
-Not the executor of the standard library: a program that ends waits for that one's threads, and what was cancelled stays
-in its queue, with all that it holds, until a thread comes to it.
+Not the standard library's executor: the interpreter waits for its threads at exit, and a cancelled item stays in its
+queue, with everything it references, until a thread takes it.
 """
 
 import asyncio
@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# Up to how many bytes of text a piece of work may have for a lane, and the lane's threads; the last takes all.
+# (most bytes of text of a work item, threads) of each lane; the last takes any size.
 LANES = ((64 << 10, 2), (1 << 20, 1), (None, 1))
 
 
 class Lane:
-    """A few threads that do one thing after the other, in the order in which it was given. They end with the lane."""
+    """Worker threads over one FIFO queue. They end when the lane is collected."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._queue = _Queue()
@@ -27,7 +27,7 @@ class Lane:
         weakref.finalize(self, self._queue.close).atexit = False
 
     def run(self, work: Callable[[], T]) -> "Future[T]":
-        """Have it done. Cancelled before it has begun it is gone at once, and so is what it holds."""
+        """Queue work. Cancelled before it starts, it leaves the queue at once with everything it references."""
         future: Future[T] = Future()
         self._queue.put(future, work)
         future.add_done_callback(self._queue.drop)
@@ -41,19 +41,19 @@ class Lanes:
         self._lanes = [(most, Lane(threads, f"{name} {i}")) for i, (most, threads) in enumerate(LANES)]
 
     def run(self, size: int, work: Callable[[], T]) -> "Future[T]":
-        """Have work done on a text of so many bytes."""
+        """Queue work on a text of `size` bytes."""
         return next(lane for most, lane in self._lanes if most is None or size <= most).run(work)
 
 
 async def apart(work: Callable[[], T]) -> T:
-    """Wait for something that may take long, on a thread of its own. A program that ends does not wait for it."""
+    """Run slow work on a daemon thread of its own, for which the interpreter does not wait at exit."""
     answer: Future[T] = Future()
     threading.Thread(target=_answer, args=(answer, work), name="kvarve apart", daemon=True).start()
     return await asyncio.wrap_future(answer)
 
 
 class _Queue:
-    """What waits for a lane's threads, oldest first."""
+    """A lane's pending work, oldest first."""
 
     def __init__(self) -> None:
         self._work: dict[Future[Any], Callable[[], Any]] = {}
@@ -66,7 +66,7 @@ class _Queue:
             self._change.notify()
 
     def take(self) -> "tuple[Future[Any], Callable[[], Any]] | None":
-        """The next; None if there will never be one."""
+        """The next item, blocking; None once the queue is closed and empty."""
         with self._change:
             self._change.wait_for(lambda: self._work or self._closed)
             for future, work in self._work.items():
@@ -87,7 +87,7 @@ class _Queue:
 def _serve(queue: _Queue) -> None:
     while (found := queue.take()) is not None:
         _answer(*found)
-        del found  # what it held is not to live on in a thread that waits
+        del found  # an idle thread must not keep it alive
 
 
 def _answer(future: "Future[T]", work: Callable[[], T]) -> None:
@@ -95,7 +95,7 @@ def _answer(future: "Future[T]", work: Callable[[], T]) -> None:
         return
     try:
         result = work()
-    except BaseException as e:  # noqa: BLE001  it belongs to whoever asked, who gets it from the future
+    except BaseException as e:  # noqa: BLE001  the caller gets it from the future
         future.set_exception(e)
     else:
         future.set_result(result)

@@ -1,4 +1,4 @@
-"""A log that trouble cannot flood: of each kind of warning one a second is written, and how many were left out."""
+"""Rate limit for logs: one warning of each kind a second, with the number of those suppressed."""
 
 import logging
 import threading
@@ -6,18 +6,18 @@ import time
 from collections.abc import Callable
 
 EACH_S = 1.0
-MOST_KINDS = 256  # that are remembered
+MOST_KINDS = 256  # remembered; the least recently seen is dropped first
 
 Kind = tuple[str, int, str, str]
 
 
 class OncePerSecond(logging.Filter):
-    """For a handler. A kind of trouble is where it is logged, its text without the arguments, and the error's type."""
+    """A handler's filter. A kind of warning is its place in the code, its format string and the exception's type."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._kinds: dict[Kind, tuple[float, int]] = {}  # when it was written last, and how many were left out since
+        self._kinds: dict[Kind, tuple[float, int]] = {}  # last written, and how many suppressed since
         self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:

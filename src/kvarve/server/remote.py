@@ -1,4 +1,4 @@
-"""What `kvarve storage` says to a server that runs, and how it tells people what that answers."""
+"""The client of a running server's /admin/storage, for `kvarve storage`, and the text of its answers."""
 
 from typing import Any
 
@@ -8,16 +8,16 @@ from kvarve.errors import ConfigError, StorageError
 from kvarve.sizes import format_size
 
 CONNECT_S = 10.0
-ANSWER_S = 600.0  # a large storage may take its time to open
+ANSWER_S = 600.0  # a large storage may be slow to open
 
 
 def storage(method: str, server: str, key: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Ask a server's /admin/storage. ConfigError: no such server, or it refuses; StorageError: it could not."""
+    """Call a server's /admin/storage. ConfigError: no such server, or it refuses; StorageError: the change failed."""
     if not server.startswith(("http://", "https://")):
         raise ConfigError(f"--server: {server!r} is not the URL of a server, such as http://127.0.0.1:8000")
     headers = {b"Authorization": b"Bearer " + key.encode()}
     try:
-        # Not through a proxy of the environment: the key is for this server alone.
+        # No proxy from the environment: the key is for this server alone.
         with httpx.Client(timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S), trust_env=False) as client:
             response = client.request(method, server.rstrip("/") + "/admin/storage", headers=headers, json=body)
     except (httpx.HTTPError, httpx.InvalidURL) as e:
@@ -33,7 +33,7 @@ def storage(method: str, server: str, key: str, body: dict[str, Any] | None = No
 
 
 def describe(status: dict[str, Any]) -> str:
-    """A storage's status, for people."""
+    """A storage's status as text."""
     lines = [("storage", "none")]
     if status["attached"]:
         state = f"{'up' if status['up'] else 'down'} for {status['for_s']:.0f} s"

@@ -1,4 +1,4 @@
-"""A model, its cache, its engine and an HTTP server as one thing that starts whole or not at all, and ends whole."""
+"""A model, its cache, its engine and an HTTP server as one unit that starts completely or not at all."""
 
 import asyncio
 import errno
@@ -34,8 +34,8 @@ from kvarve.storage.urls import parse_urls
 log = logging.getLogger(__name__)
 
 BACKLOG = 128
-MOST_THREADS = 1024  # of torch, which ends the process rather than say that it cannot have more
-TICKS_PER_LOOK = 10  # of uvicorn's, each a tenth of a second
+MOST_THREADS = 1024  # of torch, which aborts the process if it cannot start more
+TICKS_PER_SWEEP = 10  # uvicorn's ticks, each a tenth of a second
 LEAVE_S = 5.0  # how long clients may take to read the end of their answers at shutdown
 
 
@@ -64,10 +64,10 @@ class Settings:
 
 
 class Server:
-    """Serves from construction to `stop`. Raises a KvarveError if it cannot, and nothing has been touched then.
+    """Serves from construction to `stop`. Raises a KvarveError if it cannot start, and has changed nothing then.
 
-    What can be refused is refused in the order of its price: settings, the checkpoint's form, the port, the weights,
-    memory and storage; and only then is anything opened.
+    Cheap checks come first: settings, the checkpoint's form, the port, the weights, memory and storage; only then is
+    storage opened.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -116,7 +116,7 @@ class Server:
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                backlog=min(BACKLOG, self.connections.most // 2),  # so many are accepted before any is looked at
+                backlog=min(BACKLOG, self.connections.most // 2),  # accepted before the limit is checked
             )
             self._http = _Uvicorn(config, self.connections)
             self._thread = threading.Thread(target=self._serve, args=(listener,), name="kvarve http", daemon=True)
@@ -131,13 +131,13 @@ class Server:
             _announce(settings.ready_file, self.url)
 
     def stop(self) -> None:
-        """Take no more requests, end those that run, finish the backups and close the storage. May be called twice."""
+        """Refuse new requests, end running ones, finish the backups and close the storage. Idempotent."""
         if self.settings.ready_file is not None:
             self.settings.ready_file.unlink(missing_ok=True)
         self._http.should_exit = True
         self.engine.shutdown()
         self._thread.join(LEAVE_S)
-        self._http.force_exit = True  # whoever does not read, or not finish asking, is left behind
+        self._http.force_exit = True  # drop clients that have not read their answer or finished their request
         self._thread.join(LEAVE_S)
 
     def __enter__(self) -> "Server":
@@ -147,7 +147,7 @@ class Server:
         self.stop()
 
     def describe(self) -> str:
-        """What runs here, for people."""
+        """The server's configuration as text for the operator."""
         settings, model = self.settings, self.engine.model
         weights = sum(tensor.nbytes for tensor in model.model.parameters())
         lines = [
@@ -163,7 +163,7 @@ class Server:
         room = takes(layout.bytes_per_token, layout.bytes_per_snapshot)
         lines.append(("hits", f"prompts of {layout.shortest_hit} tokens and more; {room}"))
         held = ""
-        with suppress(StorageError):  # it may be slow to say
+        with suppress(StorageError):  # it may be slow to answer
             usage = self.engine.cache.usage()
             held = f", {usage.objects} objects, {format_size(usage.bytes)}" if usage else ""
         if not self.engine.cache.up:
@@ -171,7 +171,7 @@ class Server:
         lines.append(("answers", self._answers()))
         lines.append(("storage", f"{', then '.join(settings.cache.storages) or 'none'}{held}"))
         if settings.admin_key is not None:
-            lines.append(("admin", f"{self.url}/admin/storage, for who has the admin key"))
+            lines.append(("admin", f"{self.url}/admin/storage, with the admin key"))
         lines.append(("connections", f"{self.connections.most} at most"))
         lines.append(("url", self.url))
         width = max(len(word) for word, _ in lines)
@@ -197,7 +197,7 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Says when it listens, and looks after its connections. Signals are not its business: it does not run on the main
+    """Reports when it listens, and closes stalled connections. It handles no signals, as it does not run on the main
     thread."""
 
     def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
@@ -206,8 +206,8 @@ class _Uvicorn(uvicorn.Server):
         self.listening = threading.Event()
 
     async def on_tick(self, counter: int) -> bool:
-        if counter % TICKS_PER_LOOK == 0:
-            self._connections.look()
+        if counter % TICKS_PER_SWEEP == 0:
+            self._connections.close_stalled()
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -216,7 +216,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def run(settings: Settings, say: Callable[[str], None] = print) -> None:
-    """Serve until SIGINT or SIGTERM, then end whole; a second signal ends at once, with exit code 130."""
+    """Serve until SIGINT or SIGTERM, then shut down in order; a second signal exits at once with code 130."""
     bound_heaps()
     raise_descriptors()
     quiet_libraries()
@@ -241,7 +241,7 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
 
 
 def quiet_libraries() -> None:
-    """What libraries tell of a checkpoint's loading, or of clients left behind at the end, is not for operators."""
+    """Silence the libraries' messages about checkpoint loading and about connections dropped at shutdown."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     logging.getLogger("uvicorn.error").addFilter(_not_cancelled)
@@ -252,7 +252,7 @@ def _not_cancelled(record: logging.LogRecord) -> bool:
 
 
 def check_settings(settings: Settings) -> None:
-    """ConfigError for what can be known to be wrong without reading, binding or loading anything."""
+    """ConfigError for settings that are wrong before anything is read, bound or loaded."""
     counts = ("page_tokens", "chunk_tokens", "max_running", "max_waiting", "turn_tokens", "max_body_bytes", "threads")
     for name in counts:
         value = getattr(settings, name)
@@ -266,7 +266,7 @@ def check_settings(settings: Settings) -> None:
     for what, text in (*names, *(("storage", url) for url in settings.cache.storages)):
         try:
             (text or "").encode()
-        except UnicodeEncodeError:  # no answer, no metric and no line of ours could say it
+        except UnicodeEncodeError:  # it could not be written to an answer, a metric or the log
             raise ConfigError(f"the {what} {text!r} is no UTF-8: give it another name") from None
     if settings.served_model_name == "":
         raise ConfigError("the model's name cannot be empty")
@@ -274,7 +274,7 @@ def check_settings(settings: Settings) -> None:
         if key is not None and not key.strip():
             raise ConfigError(f"an {name} key cannot be empty")
     if settings.admin_key is not None and settings.admin_key == settings.api_key:
-        raise ConfigError("the admin key must not be the API key: whoever may ask could change the storage")
+        raise ConfigError("the admin key must not be the API key: every client could change the storage")
     if settings.cache.storages:
         parse_urls(settings.cache.storages)
     if settings.ready_file is not None and not settings.ready_file.absolute().parent.is_dir():
@@ -285,13 +285,13 @@ def check_settings(settings: Settings) -> None:
 def check_device(device: str) -> None:
     """ConfigError unless torch can compute there."""
     try:
-        torch.ones(1, device=device).item()  # "meta" has names for things and no things
+        torch.ones(1, device=device).item()  # the "meta" device holds no data
     except (RuntimeError, AssertionError, NotImplementedError) as e:
         raise ConfigError(f"device {device!r} cannot be used: {str(e).splitlines()[0]}") from None
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that has the address but does not listen yet, so nobody waits for a model that may never load."""
+    """A socket bound to the address that does not listen yet, so no client waits for a model that may never load."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as e:
@@ -299,7 +299,7 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # of what it accepts, too
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # accepted sockets inherit it
         listener.bind(address)
     except OSError as e:
         listener.close()
@@ -311,7 +311,7 @@ def bind(host: str, port: int) -> socket.socket:
 def _listen(listener: socket.socket, url: str) -> None:
     try:
         listener.listen(BACKLOG)
-    except OSError as e:  # two that bound the address at the same moment: the first to listen has it
+    except OSError as e:  # another process bound the address too and was the first to listen
         raise ConfigError(f"cannot listen on {url}: {e.strerror}; give another --port, or 0") from None
 
 
@@ -321,7 +321,7 @@ def _url(listener: socket.socket) -> str:
 
 
 def _announce(path: Path, url: str) -> None:
-    """Write the URL in one piece: who sees the file can read it."""
+    """Write the URL atomically: a reader that sees the file finds it complete."""
     unfinished = path.with_name(path.name + "~")
     unfinished.write_text(url + "\n")
     unfinished.replace(path)

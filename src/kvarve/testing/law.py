@@ -1,9 +1,9 @@
-"""The law of admission, looked at from outside: it shares no code with what decides.
+"""An independent check of the law of admission: it shares no code with the scheduler.
 
 No request waits if (a) there is a place for it, (b) its prompt's pages and one page of growth for each running request
 that may still grow fit into free or evictable device slots, (c) it waits for no copy and for no page that a running
-prompt is about to publish, and (d) it would not hold up the head of the line: a request that does not fit is passed by
-those that end before its room could be there, and by eight others at most. Asked right after requests were let in.
+prompt is about to publish, and (d) it would not delay the head of the line: a request that does not fit may be passed
+by those that end before its slots could be free, and by eight others. To be called right after admission.
 """
 
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ PASSED = 8
 
 
 def waits_in_vain(scheduler: Scheduler[Any]) -> str:
-    """Which request should not have to wait, and why not; empty if none."""
+    """Describes a request that waits although it could be admitted; empty if there is none."""
     core: Core = scheduler.cache.core
     here = [*scheduler.running, *scheduler.coming]
     if len(here) >= scheduler.max_running or _makes_room(core):
         return ""
     page = core.config.page_tokens
-    too_large: list[tuple[int, int]] = []  # how often it has been passed, and when its room could be there
+    too_large: list[tuple[int, int]] = []  # times passed, and steps until its slots could be free
     for task, wants, available, room in _asked(scheduler):
         if room is not None:
             too_large.append((scheduler.waiting.overtaken(task), room))
@@ -37,7 +37,7 @@ def waits_in_vain(scheduler: Scheduler[Any]) -> str:
         if any(passed >= PASSED and turns > room for passed, room in too_large) or _is_behind(scheduler, task):
             continue
         if task.rejected_at is not None and not _could_have(core, task, page):
-            continue  # what seemed evictable is not: only the host has what rests on it, and no room to take more
+            continue  # not evictable after all: its children are in the host only, and the host is full
         return (
             f"{len(here)} of {scheduler.max_running} run, and a request of {task.length} tokens waits: it wants "
             f"{wants} with growth, and {available} could be had"
@@ -46,19 +46,19 @@ def waits_in_vain(scheduler: Scheduler[Any]) -> str:
 
 
 class Passes:
-    """Counts by how many a request that does not fit is passed which end after its room could be there.
+    """Counts the requests that pass a request that does not fit and that end after its slots could be free.
 
-    Only what is certain is counted: one that began by itself, beside all that were there before.
+    Only certain cases count: exactly one request was admitted, and all that ran before still run.
     """
 
     def __init__(self) -> None:
-        self.passed: dict[int, int] = {}  # by the id of a task that waits
+        self.passed: dict[int, int] = {}  # by the id of a waiting task
         self._here: list[Task] = []
         self._line: list[Task] = []
         self._rooms: list[tuple[Task, int]] = []
 
     def before(self, scheduler: Scheduler[Any]) -> None:
-        """Requests are about to be let in."""
+        """To be called just before admission."""
         self._here, self._line = [*scheduler.running, *scheduler.coming], [*scheduler.waiting]
         self._rooms = []
         if not _makes_room(scheduler.cache.core):
@@ -72,7 +72,7 @@ class Passes:
             ]
 
     def after(self, scheduler: Scheduler[Any]) -> str:
-        """Which request has been passed too often now; empty if none."""
+        """Describes a request that has been passed too often; empty if there is none."""
         here, line = [*scheduler.running, *scheduler.coming], [*scheduler.waiting]
         self.passed = {id(task): self.passed.get(id(task), 0) for task in line}
         begun = [task for task in here if task not in self._here]
@@ -89,8 +89,8 @@ class Passes:
 
 
 def _asked(scheduler: Scheduler[Any]) -> Iterator[tuple[Any, dict[int, int], dict[int, int], int | None]]:
-    """Of the line, those that do not wait for storage: what each wants by chain, with growth; what could be had; and if
-    that is too little, after how many turns there could be room for it."""
+    """For each waiting request that does not wait for storage: the slots it needs by chain, with growth; the slots that
+    are free or evictable; and if these are too few, after how many steps there could be enough."""
     core: Core = scheduler.cache.core
     here = [*scheduler.running, *scheduler.coming]
     page, chunk = core.config.page_tokens, core.config.chunk_tokens
@@ -110,19 +110,19 @@ def _asked(scheduler: Scheduler[Any]) -> Iterator[tuple[Any, dict[int, int], dic
 
 
 def _turns(task: Task, chunk: int) -> int:
-    """After how many turns it has ended, if it says all that it may."""
+    """Steps until it ends, if it uses all of its max_tokens."""
     chunks = -(-max(0, task.prefill_until - task.computed) // chunk)
     replayed = max(0, task.length - max(task.prefill_until, task.computed))
     return chunks + replayed + task.max_new_tokens - task.output_tokens
 
 
 def _makes_room(core: Core) -> bool:
-    """Evictions that have begun and wait for copies: who seems to fit may wait for those."""
+    """Whether evictions wait for copies: a request that seems to fit may wait for them."""
     return any(op.leaving and op.edge[0] is Tier.DEVICE for op in core.copies.ops.values())
 
 
 def _is_behind(scheduler: Scheduler[Any], task: Task) -> bool:
-    """Whether a running prompt is about to publish more of its prefix than it would find now."""
+    """Whether a running prompt is about to publish more of the task's prefix than is cached now."""
     core, lease = scheduler.cache.core, task.lease
     found = core.lookup(lease.root, lease.tokens).memory if lease.reads else 0
     width, grid = core.width, core.grid
@@ -142,7 +142,7 @@ def _is_behind(scheduler: Scheduler[Any], task: Task) -> bool:
 
 
 def _stuck(core: Core) -> dict[int, dict[int, int]]:
-    """By run and chain, how many of its device pages cannot be evicted."""
+    """By run and chain: how many device pages cannot be evicted."""
     runs: list[Run] = [*core.slot_pools.roots.values()]
     for run in runs:
         runs.extend(run.children.values())
@@ -153,7 +153,7 @@ def _stuck(core: Core) -> dict[int, dict[int, int]]:
             resident = run.here[pool].bit_length()
             rests = any(found[id(child)][pool] for child in run.children.values())
             far = len(core.pools) + pool
-            only_here = run.here[pool] & ~(run.here[far] & ~run.bad[far])  # what a held position in the host rests on
+            only_here = run.here[pool] & ~(run.here[far] & ~run.bad[far])  # a pinned position in the host depends on it
             only_here &= (1 << run.held(Tier.HOST).bit_length()) - 1
             held = max(run.held(Tier.DEVICE).bit_length(), only_here.bit_length())
             found[id(run)][pool] = resident if rests else min(resident, held)
@@ -161,7 +161,7 @@ def _stuck(core: Core) -> dict[int, dict[int, int]]:
 
 
 def _available(core: Core, stuck: dict[int, dict[int, int]]) -> dict[int, int]:
-    """By chain, the slots on the device that are free or could be evicted."""
+    """By chain: device slots that are free or evictable."""
     runs: list[Run] = [*core.slot_pools.roots.values()]
     for run in runs:
         runs.extend(run.children.values())
@@ -172,7 +172,7 @@ def _available(core: Core, stuck: dict[int, dict[int, int]]) -> dict[int, int]:
 
 
 def _wants(core: Core, task: Task, pool: int, stuck: dict[int, dict[int, int]]) -> int:
-    """Slots of a chain that it would take of those that are free or evictable, for all that it has heard and said."""
+    """Free or evictable slots of a chain that the task would take for its prompt and output so far."""
     lease, pages = task.lease, -(-task.length // core.config.page_tokens)
     if lease.ready:
         return sum(
@@ -203,7 +203,7 @@ def _wants(core: Core, task: Task, pool: int, stuck: dict[int, dict[int, int]]) 
 def _room_after(
     core: Core, wants: dict[int, int], available: dict[int, int], here: list[Task], page: int, chunk: int
 ) -> int:
-    """When there could be room: after so many turns, in which those that run end as their max_tokens say."""
+    """Steps until there could be enough slots, if running requests use all of their max_tokens."""
     ends = []
     for task in here:
         ends.append((_turns(task, chunk), task.seats or -(-task.length // page), _grows(task, page)))
@@ -216,13 +216,13 @@ def _room_after(
 
 
 def _grows(task: Task, page: int) -> bool:
-    """Whether it may come to need another page than it has room for."""
-    last = task.prompt + task.max_new_tokens - 1  # of the last token that it says nothing is computed
+    """Whether it may need more pages than it has slots for."""
+    last = task.prompt + task.max_new_tokens - 1  # no KV is computed for the last output token
     return max(task.seats * page, -(-task.length // page) * page) < last
 
 
 def _could_have(core: Core, task: Task, page: int) -> bool:
-    """Whether the room is really there, tried on a copy of everything."""
+    """Whether it would really get its slots, tried on a deep copy of the core."""
     twin = deepcopy(core)
     lease = twin.leases[task.lease.number]
     twin.claim(lease, twin.now)

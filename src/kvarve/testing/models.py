@@ -1,7 +1,7 @@
 """Tiny models with random weights, one for each way in which a family keeps state, and their checkpoints on disk.
 
-Each is made so that its own kind of state decides what it says: windows smaller than the prompt, sparse attention
-that picks few tokens, experts that a rounding error could switch.
+Each is made so that its output depends on its own kind of state: windows smaller than the prompt, sparse attention over
+few tokens, experts that a rounding error could switch.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from kvarve.engine.stepwise import make_resumable
 
 VOCAB = 300
 EOS, PAD = 256, 257  # behind the 256 bytes
-INITIALIZER_RANGE = 0.15  # so wide that a wrong state shows
+INITIALIZER_RANGE = 0.15  # wide enough that a wrong state changes the output
 COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -75,7 +75,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOssConfig", COMMON | ALTERNATING | LOCAL_EXPERTS | {"sliding_window": 24}),
     "gpt_oss_wide": ("GptOssConfig", COMMON | ALTERNATING | LOCAL_EXPERTS | {"sliding_window": 100}),
     "gemma3": ("Gemma3TextConfig", COMMON | ALTERNATING | {"sliding_window": 9, "query_pre_attn_scalar": 16}),
-    # Layers that read the keys and values of earlier ones, and keep none.
+    # Some layers read the keys and values of earlier ones, and cache none.
     "gemma4": (
         "Gemma4TextConfig",
         _but(
@@ -91,7 +91,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": ("DeepseekV3Config", _deepseek(num_hidden_layers=3)),
     "deepseek_v32": ("DeepseekV32Config", _deepseek(num_hidden_layers=3, **INDEX)),
-    # Every other layer picks what the one before it has picked, and keeps no index keys.
+    # Every other layer reuses the selection of the one before it, and caches no index keys.
     "glm_moe_dsa": ("GlmMoeDsaConfig", _deepseek(num_hidden_layers=4, index_topk_freq=2, **INDEX)),
     "deepseek_v4": (
         "DeepseekV4Config",
@@ -155,7 +155,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoeHybridConfig",
         _but(COMMON, "head_dim", shared_intermediate_size=16) | HYBRID | LOCAL_EXPERTS | MAMBA2,
     ),
-    # Layers with attention and a state; the weights of their attention are the same in all.
+    # Layers with attention and a state; they share the weights of their attention.
     "zamba2": (
         "Zamba2Config",
         _but(
@@ -177,7 +177,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo_hybrid": ("OlmoHybridConfig", _but(COMMON, "head_dim") | HYBRID | DELTA_NET),
     "minimax": ("MiniMaxConfig", COMMON | HYBRID | LOCAL_EXPERTS | {"block_size": 32}),
-    # Three states in a layer, one of them of token ids, and positions kept beside the keys of the indexer.
+    # Three states in a layer, one of them of token ids, and positions cached beside the indexer's keys.
     "qwen4_exp": (
         "Qwen4ExpTextConfig",
         _but(COMMON, "intermediate_size")
@@ -217,7 +217,7 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, *
         torch.manual_seed(seed)
         model = build_model(tiny_config(family, **changed), dtype)
         for weight in model.parameters():
-            if weight.ndim > 1 and not weight.any():  # it begins at zero, where it would decide nothing
+            if weight.ndim > 1 and not weight.any():  # initialized to zero, so it would have no effect
                 torch.nn.init.normal_(weight, std=INITIALIZER_RANGE)
     make_resumable(model)
     return model

@@ -1,12 +1,11 @@
-"""Mixed traffic for the real engine, on a device that holds little of it: every answer is compared, memory is watched.
+"""Mixed traffic for the real engine on a device that holds little of it; answers are compared and memory is watched.
 
     python -m kvarve.testing.traffic --minutes 120 [--seed 7] [--model builtin:tiny-hybrid] [--json FILE] [--png FILE]
 
-Conversations with a few system prompts come back again and again, many at once, some are given up in the middle, some
-must not read the cache, some have a salt; tiers are emptied, and now and then the server is another one that finds only
-what is in storage. What the model says to each prompt without any cache is computed first. A deterministic engine has
-to say that to the last bit of every logit; one that batches has to choose the same tokens, and may choose another only
-where the two best were as good as equal.
+Many concurrent conversations with a few system prompts repeat. Some requests are aborted, some do not read the cache,
+some have a salt; tiers are flushed, and the server is restarted with only its storage. Reference answers are computed
+first, without a cache. A deterministic engine has to reproduce every logit to the last bit; a batching one has to
+choose the same tokens, except where the two best logits are equal up to rounding.
 """
 
 import argparse
@@ -47,21 +46,21 @@ from kvarve.server.serve import quiet_libraries
 from kvarve.testing.law import waits_in_vain
 
 AT_ONCE = 16
-STUCK_S = 120.0  # when nobody has said a word for so long, something waits for ever
+STUCK_S = 120.0  # without a token from any request: a deadlock
 GIVEN_UP, UNREAD, SALTED, EMPTIED = 0.06, 0.03, 0.1, 0.01  # shares of the requests
-FLAT_FROM_S = 600.0  # a shorter run has not seen enough to judge memory by
-FLAT = 1.1  # the last quarter of a run may hold so much more than the second
+FLAT_FROM_S = 600.0  # a shorter run is not judged by its memory
+FLAT = 1.1  # the most by which memory in the last quarter of a run may exceed that in the second
 
 
 @dataclass(frozen=True)
 class Size:
-    """What is talked about, in tokens."""
+    """Sizes of the conversations, in tokens."""
 
     talks: int = 64
     turns: int = 4
     system: int = 300
     context: int = 900
-    more: int = 300  # that each turn adds
+    more: int = 300  # added by each turn
     answer: int = 24
     page: int = 64
     chunk: int = 256
@@ -71,12 +70,12 @@ SHORT = Size(talks=32, turns=3, system=48, context=96, more=60, answer=8, page=1
 
 
 class Wrong(KvarveError):
-    """What must never happen."""
+    """The engine violated what this run checks."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model says without a cache, and by how much each token was better than the next best."""
+    """A reference answer computed without a cache, and by how much each token led the next best."""
 
     tokens: list[int]
     leads: list[float]  # as a share of the largest logit
@@ -84,20 +83,20 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One request under way."""
+class ActiveRequest:
+    """A request in flight."""
 
     request: Request
     talk: int
     turn: int
-    gives_up_after: int | None  # tokens
-    said: list[int] = field(default_factory=list)
+    abort_after: int | None  # tokens
+    tokens: list[int] = field(default_factory=list)
     logits: list[int] = field(default_factory=list)
 
 
 @dataclass
-class Told:
-    """What became of the requests to one kind of engine."""
+class Results:
+    """Results of the requests to one kind of engine."""
 
     requests: int = 0
     given_up: int = 0
@@ -119,36 +118,36 @@ class Told:
 
 
 class Traffic:
-    """Conversations, what has to be said in them, and what has been seen so far."""
+    """The conversations, their reference answers, and the results so far."""
 
     def __init__(self, model: LoadedModel, size: Size, share: float, seed: int, folder: Path) -> None:
-        """`share`: of all tokens that are talked about, how many have room on the device."""
+        """`share`: of all tokens of the conversations, the part that fits on the device."""
         self.model, self.size, self.share, self.folder = model, size, share, folder
         self.dice = random.Random(seed)
         self.answers: dict[tuple[int, int], Answer] = {}
         self.prompts: dict[tuple[int, int], list[int]] = {}
-        self.told = {"deterministic": Told(), "batched": Told()}
+        self.results = {"deterministic": Results(), "batched": Results()}
         self.memory: list[tuple[float, int]] = []  # seconds, bytes
         self.working_set = 0  # tokens
         self._near = ROUNDING.get(model.model.dtype, 0.1)
         self._text = model.tokenizer.encode("\n".join(topics.values()), add_special_tokens=False, verbose=False)
 
     def prepare(self) -> Iterator[int]:
-        """Compute every prompt and its answer without a cache; yields after each conversation."""
+        """Compute the reference answers; yields after each conversation."""
         size = self.size
-        systems = [self._words(size.system) for _ in range(4)]
+        systems = [self._tokens(size.system) for _ in range(4)]
         self.working_set = 4 * size.system
         for talk in range(size.talks):
-            prompt = systems[talk % 4] + self._words(size.context)
+            prompt = systems[talk % 4] + self._tokens(size.context)
             for turn in range(size.turns):
-                prompt = prompt + self._words(size.more)
+                prompt = prompt + self._tokens(size.more)
                 self.prompts[talk, turn] = prompt
                 self.answers[talk, turn] = answer = self._uncached(prompt)
                 prompt = prompt + answer.tokens
             self.working_set += len(prompt) - size.system
             yield talk
 
-    def _words(self, count: int) -> list[int]:
+    def _tokens(self, count: int) -> list[int]:
         start = self.dice.randrange(len(self._text) - count)
         return list(self._text[start : start + count])
 
@@ -171,8 +170,8 @@ class Traffic:
     # --- one server's life
 
     def serve(self, kind: str, seconds: float, least: int = 0) -> None:
-        """Start an engine, keep it busy for some time and at least so many requests, and look at what it leaves."""
-        deterministic, told = kind == "deterministic", self.told[kind]
+        """Start an engine, keep it busy for `seconds` and at least `least` requests, and check that nothing leaks."""
+        deterministic, results = kind == "deterministic", self.results[kind]
         model = self.model if deterministic else keeping_answers(self.model)
         engine = Engine(
             model, PrefixCache(model.identity, self._config(kind)), max_running=AT_ONCE, deterministic=deterministic
@@ -180,46 +179,46 @@ class Traffic:
         engine.scheduler.admit = partial(_admit, engine, engine.scheduler.admit)  # type: ignore[method-assign]
         engine.start()
         try:
-            self._busy(engine, told, deterministic, time.monotonic() + seconds, least)
-            told.preempted += engine.counts.preempted
-            told.servers += 1
+            self._keep_busy(engine, results, deterministic, time.monotonic() + seconds, least)
+            results.preempted += engine.counts.preempted
+            results.servers += 1
             engine.settle(STUCK_S)
             engine.flush(MEMORY_TIERS, STUCK_S)
         finally:
             engine.shutdown(STUCK_S)
-        self._left(engine)
+        self._check_leaks(engine)
 
-    def _busy(self, engine: Engine, told: Told, deterministic: bool, end: float, least: int) -> None:
-        """Keep an engine busy until a time and for at least so many requests, and hear its last answers."""
+    def _keep_busy(self, engine: Engine, results: Results, deterministic: bool, end: float, least: int) -> None:
+        """Keep an engine busy until `end` and for at least `least` requests, then wait for the last answers."""
         news: queue.SimpleQueue[tuple[int, float, OutputChunk]] = queue.SimpleQueue()
-        under_way: dict[int, Asked] = {}
+        in_flight: dict[int, ActiveRequest] = {}
         while True:
-            while len(under_way) < AT_ONCE and (least > 0 or time.monotonic() < end):
-                asked, least = self._ask(news), least - 1
-                under_way[asked.request.number] = asked
-                engine.submit(asked.request)
-                if asked.gives_up_after == 0:
-                    engine.abort(asked.request)
-            if not under_way:
+            while len(in_flight) < AT_ONCE and (least > 0 or time.monotonic() < end):
+                active, least = self._ask(news), least - 1
+                in_flight[active.request.number] = active
+                engine.submit(active.request)
+                if active.abort_after == 0:
+                    engine.abort(active.request)
+            if not in_flight:
                 return
             try:
                 number, when, piece = news.get(timeout=STUCK_S)
             except queue.Empty:
-                raise Wrong(f"nobody has said a word for {STUCK_S:.0f} s, {len(under_way)} wait") from None
-            asked = under_way[number]
-            if not asked.said and piece.tokens:
-                told.ttft_s.append(when - asked.request.submitted_s)
-            asked.said.extend(piece.tokens)
+                raise Wrong(f"no request has had a token for {STUCK_S:.0f} s, {len(in_flight)} wait") from None
+            active = in_flight[number]
+            if not active.tokens and piece.tokens:
+                results.ttft_s.append(when - active.request.submitted_s)
+            active.tokens.extend(piece.tokens)
             if piece.finish is not None:
-                self._ended(under_way.pop(number), piece, told, deterministic)
+                self._check_answer(in_flight.pop(number), piece, results, deterministic)
                 self._watch()
-            elif asked.gives_up_after == len(asked.said):
-                engine.abort(asked.request)
+            elif active.abort_after == len(active.tokens):
+                engine.abort(active.request)
             if self.dice.random() < EMPTIED / self.size.answer:
                 engine.flush(self.dice.choice(([Tier.DEVICE], list(MEMORY_TIERS))))
 
     def _config(self, kind: str) -> CacheConfig:
-        """The device has its share, the host four times as much, storage three quarters of all."""
+        """The device holds its share of all tokens, the host four times as much, storage three quarters of all."""
         layout, size = self.model.layout, self.size
         shape = (layout.pools, size.page, size.chunk)
         every = size.context
@@ -234,7 +233,7 @@ class Traffic:
             tokens_per_snapshot=every,
         )
 
-    def _ask(self, news: "queue.SimpleQueue[tuple[int, float, OutputChunk]]") -> Asked:
+    def _ask(self, news: "queue.SimpleQueue[tuple[int, float, OutputChunk]]") -> ActiveRequest:
         dice, most = self.dice, self.size.answer
         talk, turn = dice.randrange(self.size.talks), dice.randrange(self.size.turns)
         request = Request(
@@ -243,41 +242,41 @@ class Traffic:
             salt="somebody else's" if dice.random() < SALTED else "",
             read_cache=dice.random() >= UNREAD,
         )
-        request.deliver = partial(_tell, news, request.number)
-        gives_up = dice.random() < GIVEN_UP
-        asked = Asked(request, talk, turn, dice.randrange(most) if gives_up else None)
-        request.watch = lambda logits: asked.logits.append(digest(logits))
-        return asked
+        request.deliver = partial(_report, news, request.number)
+        aborts = dice.random() < GIVEN_UP
+        active = ActiveRequest(request, talk, turn, dice.randrange(most) if aborts else None)
+        request.watch = lambda logits: active.logits.append(digest(logits))
+        return active
 
-    def _ended(self, asked: Asked, last: OutputChunk, told: Told, deterministic: bool) -> None:
-        expected, said = self.answers[asked.talk, asked.turn], asked.said
-        where = f"turn {asked.turn} of conversation {asked.talk}"
+    def _check_answer(self, active: ActiveRequest, last: OutputChunk, results: Results, deterministic: bool) -> None:
+        expected, tokens = self.answers[active.talk, active.turn], active.tokens
+        where = f"turn {active.turn} of conversation {active.talk}"
         if last.finish is Finish.ERROR:
             raise Wrong(f"{where}: {last.error}")
         assert last.usage is not None
-        told.requests += 1
-        told.given_up += last.finish is Finish.ABORT
-        told.prompt_tokens += last.usage.prompt
+        results.requests += 1
+        results.given_up += last.finish is Finish.ABORT
+        results.prompt_tokens += last.usage.prompt
         for tier, cached in enumerate((last.usage.device, last.usage.host, last.usage.storage)):
-            told.cached[tier] += cached
-        if last.finish is Finish.ABORT and asked.gives_up_after is None:
-            raise Wrong(f"{where}: given up, though nobody asked for it")
-        if last.finish is Finish.LENGTH and len(said) != asked.request.sampling.max_tokens:
-            raise Wrong(f"{where}: {len(said)} tokens instead of {asked.request.sampling.max_tokens}")
-        if deterministic and (odd := [*map(int.__ne__, asked.logits, expected.logits)]) and any(odd):
+            results.cached[tier] += cached
+        if last.finish is Finish.ABORT and active.abort_after is None:
+            raise Wrong(f"{where}: aborted without a call to abort")
+        if last.finish is Finish.LENGTH and len(tokens) != active.request.sampling.max_tokens:
+            raise Wrong(f"{where}: {len(tokens)} tokens instead of {active.request.sampling.max_tokens}")
+        if deterministic and (odd := [*map(int.__ne__, active.logits, expected.logits)]) and any(odd):
             raise Wrong(f"{where}: the logits of token {odd.index(True)} of the answer differ; cached: {last.usage}")
-        for at, (token, right) in enumerate(zip(said, expected.tokens, strict=False)):
+        for at, (token, right) in enumerate(zip(tokens, expected.tokens, strict=False)):
             if token != right:
                 if deterministic or expected.leads[at] > self._near:
                     raise Wrong(
                         f"{where}: token {at} of the answer is {token}, not {right}, which led by "
                         f"{expected.leads[at]:.1e} of the largest logit; cached: {last.usage}"
                     )
-                told.near_ties += 1
+                results.near_ties += 1
                 return
 
-    def _left(self, engine: Engine) -> None:
-        """Nothing may be left of the requests: no hold on a page, no slot."""
+    def _check_leaks(self, engine: Engine) -> None:
+        """No request may leave a pin or a slot behind."""
         core = engine.cache.core
         audit(core)
         if engine.broken or core.leases or core.copies.ops:
@@ -294,20 +293,20 @@ class Traffic:
             self.memory.append((now, resident_bytes()))
 
     def growth(self) -> float:
-        """Memory in the last quarter of the run over that in the second."""
+        """Median memory in the last quarter of the run divided by that in the second."""
         sizes = [size for _, size in self.memory]
         quarter = max(1, len(sizes) // 4)
         return median(sizes[-quarter:]) / median(sizes[quarter : 2 * quarter] or sizes)
 
 
 def _admit(engine: Engine, admit: Callable[[], None]) -> None:
-    """The law of admission holds after every turn's."""
+    """Check the law of admission after every admission."""
     admit()
     if why := waits_in_vain(engine.scheduler):
-        raise Wrong(f"a request waits in vain: {why}")
+        raise Wrong(f"a request that could be admitted waits: {why}")
 
 
-def _tell(news: "queue.SimpleQueue[tuple[int, float, OutputChunk]]", number: int, piece: OutputChunk) -> None:
+def _report(news: "queue.SimpleQueue[tuple[int, float, OutputChunk]]", number: int, piece: OutputChunk) -> None:
     news.put((number, time.monotonic(), piece))
 
 
@@ -317,17 +316,17 @@ def digest(logits: Tensor) -> int:
 
 
 def resident_bytes() -> int:
-    """The memory that this process has now (Linux)."""
+    """The resident memory of this process (Linux)."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def run(traffic: Traffic, seconds: float, lives: int) -> None:
-    """Serve for some time in so many lives, by turns deterministic and batched. Raises Wrong."""
+    """Serve for `seconds` with `lives` servers in turn, alternately deterministic and batched. Raises Wrong."""
     kinds = ("deterministic", "batched")
     for life in range(lives):
         traffic.serve(kinds[life % 2], seconds / lives)
         if lives > 2:
-            done = sum(told.requests for told in traffic.told.values())
+            done = sum(results.requests for results in traffic.results.values())
             print(f"life {life + 1} of {lives}: {done:,} requests, {resident_bytes() >> 20} MiB", file=sys.stderr)
 
 
@@ -337,7 +336,7 @@ def figures(traffic: Traffic) -> dict[str, Any]:
         "model": traffic.model.name,
         "working_set_tokens": traffic.working_set,
         "device_share": traffic.share,
-        "engines": {kind: told.row() for kind, told in traffic.told.items()},
+        "engines": {kind: results.row() for kind, results in traffic.results.items()},
         "memory_growth": traffic.growth(),
         "memory": [(round(at - start, 1), size) for at, size in traffic.memory],
     }
@@ -365,7 +364,7 @@ def show(found: dict[str, Any]) -> None:
 
 def draw(found: dict[str, Any], path: Path) -> None:
     """Memory over time."""
-    import matplotlib.pyplot as plt  # takes a second, for one picture
+    import matplotlib.pyplot as plt  # slow to import
 
     figure, axes = plt.subplots(figsize=(8, 3))
     axes.plot([at / 60 for at, _ in found["memory"]], [size / (1 << 20) for _, size in found["memory"]])

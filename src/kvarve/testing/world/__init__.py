@@ -1,7 +1,7 @@
-"""A world to hunt in: the real core against simulated ranks, lanes, storage and clock, driven by a test or by a seed.
+"""A simulator: the real core with simulated ranks, lanes, storage and clock, driven by a test or by a seed.
 
-`World` is the world; `config`, `prompt` and `fork` set small scenes by hand; `born` and `live` draw whole lives from a
-seed, `play` repeats one, `shrink` makes one that breaks short. `python -m kvarve.testing.world` hunts.
+`World` is the simulator; `config`, `prompt` and `fork` set up small scenes by hand; `born` and `live` draw whole lives
+from a seed, `play` replays one, `shrink` minimizes a failing one. `python -m kvarve.testing.world` searches failures.
 """
 
 from kvarve.testing.world.life import Life, born, live, play

@@ -1,6 +1,6 @@
-"""Hunt for trouble in the core, many short lives at a time: python -m kvarve.testing.world --seed 7 --steps 100000
+"""Search for failures of the core in many short lives: python -m kvarve.testing.world --seed 7 --steps 100000
 
-A life that breaks is shrunk to the fewest actions that break in the same way, printed, and kept in a file.
+A failing life is shrunk to the fewest actions that fail in the same way, printed, and saved to a file.
 """
 
 import argparse
@@ -19,7 +19,7 @@ REPORT_S = 10.0
 
 
 def run(options: argparse.Namespace) -> int:
-    """Go through lives until enough steps have been made, or one has broken."""
+    """Run lives until enough steps have been made, or one has failed."""
     tally, told = Tally(), time.monotonic()
     seeds = iter(options.seeds) if options.seeds else count(options.seed * LIVES_PER_SEED)
     for story in hunt(seeds, options.jobs, options.engine):
@@ -51,7 +51,7 @@ def report(life: Life, trouble: Trouble, options: argparse.Namespace) -> None:
 
 
 def show(life: Life) -> int:
-    """Play a life and print what happens; 1 if it breaks."""
+    """Replay a life and print it; 1 if it fails."""
     trouble, done = attempt(life)
     print(f"\nlife {life.seed}: {life.ranks} ranks, {life.config}")
     for action in life.actions[:done]:

@@ -1,6 +1,6 @@
-"""What the write policy wants in storage, by an account of our own: a page is stored, waits, or is counted as it goes.
+"""An independent account of dirty pages: each is stored, waits for its store, or is counted when it leaves memory.
 
-The account knows which pages are in memory from looking at the tree, and what a policy wants from when they came there.
+The account reads from the tree which pages are in memory, and derives what the policy wants from when they came there.
 """
 
 from collections.abc import Iterable
@@ -9,8 +9,8 @@ from kvarve.core.cache import Core
 from kvarve.core.policies import WritePolicy
 from kvarve.core.tree import Run
 
-Name = tuple[int, int, int]  # of a page: a number for its root and tokens, its position, its pool
-# Pages that left memory unstored, by reason; a page of which the host's only copy turned out bad is lost as well.
+Name = tuple[int, int, int]  # a page: a number for its root and tokens, its position, its pool
+# Counters of pages that left memory unstored; a page whose only copy, in the host, was bad is lost as well.
 REASONS = ("dropped_failed", "dropped_evicted", "dropped_unpaying", "dropped_down", "bad_host")
 
 
@@ -19,19 +19,19 @@ class Dirty:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._spared: set[Name] = set()  # in memory since before this storage came, which nobody asked to back up
+        self._spared: set[Name] = set()  # in memory since before this storage, and not to be backed up
         self._memory: set[Name] = set()
-        self._unstored: set[Name] = set()  # at the last look; each of them has to be counted if it goes
+        self._unstored: set[Name] = set()  # at the last check; each has to be counted if it leaves memory
         self._counted = 0
-        self._numbers: dict[tuple[int, bytes], int] = {}  # of a page: by the number above it, and its tokens
+        self._numbers: dict[tuple[int, bytes], int] = {}  # by the number of the page above, and the page's tokens
 
     def begin_anew(self, back_up: bool) -> None:
-        """Another storage has come, or the one that there was has gone; what is in memory is to be backed up or not."""
+        """A storage was attached or detached; `back_up`: pages in memory are to be stored."""
         self._spared = set() if back_up else {*self._memory}
         self._unstored = set()
 
     def look(self, runs: Iterable[Run], stored: int) -> None:
-        """After an input in which storage confirmed `stored` pages."""
+        """Check after an input in which storage confirmed `stored` pages."""
         core, memory, unstored = self._core, set[Name](), set[Name]()
         expects = core.copies.storage or core.backups.down
         for run in runs:
@@ -78,7 +78,7 @@ class Dirty:
                     assert not can or waits or on_its_way >> local & 1, "what is dirty waits to be stored"
 
     def _healing(self, run: Run, place: int) -> int:
-        """Positions of bad pages in the host that a copy still reads: they are copied down anew when it has ended."""
+        """Positions of bad host pages that a copy still reads: they are copied down again when it has ended."""
         bits, table = run.bad[place], run.slots[place]
         assert not bits or table is not None
         return sum(
@@ -88,7 +88,7 @@ class Dirty:
         )
 
     def _numbers_of(self, run: Run) -> list[int]:
-        """A number for each page of a run, the same whenever the same tokens stand below the same root."""
+        """A number for each page of a run, equal for equal tokens under the same root."""
         above = 0
         if run.parent is not None:
             above = self._numbers_of(run.parent)[-1] if run.parent.pages else self._number(0, run.parent.named)

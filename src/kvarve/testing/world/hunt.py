@@ -1,4 +1,4 @@
-"""Many short lives, one after another or in several processes, until one breaks or enough has happened."""
+"""Many short lives, sequential or in several processes, until one fails or enough steps are done."""
 
 import multiprocessing
 import time
@@ -14,7 +14,7 @@ from kvarve.testing.world.shrink import Trouble, bounded
 
 @dataclass
 class Story:
-    """What became of one life: the life itself only if it broke."""
+    """The result of one life; it holds the life only if that failed."""
 
     steps: int
     seen: Counter[str]
@@ -23,7 +23,7 @@ class Story:
 
 @dataclass
 class Tally:
-    """What became of all lives so far."""
+    """The results of all lives so far."""
 
     lives: int = 0
     steps: int = 0
@@ -45,18 +45,18 @@ class Tally:
 
 
 def tell(seed: int, engine: bool = False) -> Story:
-    """Live one life, of the core or of an engine over it."""
+    """Run one life, of the core or of an engine over it."""
     life, dice = born(seed, engine)
     try:
         with bounded():
             world = live(life, dice)
-    except Exception as error:  # noqa: BLE001 - whatever a core in trouble raises is what we are looking for
+    except Exception as error:  # noqa: BLE001 - any exception is a failure to report
         return Story(len(life.actions), Counter(), (life, Trouble.of(error)))
     return Story(world.steps, world.seen + world.happened())
 
 
 def hunt(seeds: Iterator[int], jobs: int = 1, engine: bool = False) -> Iterator[Story]:
-    """Lives with these seeds, each as soon as it has ended."""
+    """Run lives with these seeds; yields each as soon as it has ended."""
     if jobs == 1:
         yield from (tell(seed, engine) for seed in seeds)
         return

@@ -1,8 +1,8 @@
-"""Lives: lists of plain actions, drawn from a seed, kept in a file, played to a world.
+"""Lives: lists of plain actions, drawn from a seed, saved to a file, replayed in a world.
 
-An action is a name and a few numbers. Who or what it is about is a number modulo how many there are at that moment,
-so an action still means something when others before it are left out, which is what shrinking needs; one that means
-nothing (to close a lease where there is none) does nothing.
+An action is a name and a few numbers. It refers to its object by an index modulo the number of objects at that moment,
+so it stays meaningful when shrinking removes actions before it; an action without an object (to close a lease where
+there is none) does nothing.
 """
 
 import json
@@ -28,12 +28,12 @@ T = TypeVar("T")
 Action = list[Any]
 
 FORMAT = "kvarve-life/1"
-LONGEST = 32  # tokens that a session may grow to
+LONGEST = 32  # tokens of a session
 
 
 @dataclass
 class Life:
-    """All that happens to one world: how it is set up, and the actions in their order."""
+    """The settings of one world and its actions in order."""
 
     seed: int
     ranks: int
@@ -41,7 +41,7 @@ class Life:
     actions: list[Action] = field(default_factory=list)
 
     def world(self) -> World | Shop:
-        """Where it happens: the core alone, or an engine's scheduler over it."""
+        """A fresh world for it: the core alone, or an engine's scheduler over it."""
         return Shop.of(self.config) if "core" in self.config else World(config=configure(self.config), ranks=self.ranks)
 
     def write(self, path: Path) -> None:
@@ -76,7 +76,7 @@ class Life:
 
 
 def play(life: Life) -> World | Shop:
-    """A life from beginning to end."""
+    """Replay a life from beginning to end."""
     world = life.world()
     for action in life.actions:
         act(world, action)
@@ -93,12 +93,12 @@ def finish(world: World | Shop) -> None:
 
 
 def act(world: World | Shop, action: Action) -> bool:
-    """Let one action happen; whether it meant anything."""
+    """Apply one action; False if it had no object."""
     known = shop.ACTIONS if isinstance(world, Shop) else ACTIONS
     return known[action[0]](world, *action[1:])
 
 
-# --- what may happen
+# --- the actions
 
 
 def _open(world: World, text: str, salt: str, patience: int, read: int, priority: int) -> bool:
@@ -107,7 +107,7 @@ def _open(world: World, text: str, salt: str, patience: int, read: int, priority
 
 
 def _request(world: World, text: str, salt: str, chunks: int, rest: int) -> bool:
-    """From beginning to end, with nothing going wrong; patient, but not for ever, for others' copies may be lost."""
+    """A request from open to close without faults; its patience is finite, since others' copies may be lost."""
     world.compute(world.open_packed(words(text), salt, PATIENCES[2]), chunks, bool(rest))
     return True
 
@@ -127,7 +127,7 @@ def _resumed(world: World, pick: int) -> bool:
 
 
 def _extend(world: World, pick: int, text: str) -> bool:
-    """A session goes on while its lease stays open."""
+    """A session continues under its open lease."""
     lease = _one(pick, _ready(world))
     if lease is None or len(lease.tokens) // TOKEN_BYTES + len(text) > LONGEST:
         return False
@@ -161,7 +161,7 @@ def _grow(world: World, pick: int, more: int) -> bool:
 
 
 def _short(world: World, pick: int, more: int) -> bool:
-    """Somebody asks whether there is room, and under write-back some is made."""
+    """Ask whether slots will be short; under write-back this starts evictions."""
     lease, upto = _further(world, pick, more)
     if lease is not None:
         world.short(lease, upto)
@@ -189,7 +189,7 @@ def _flush(world: World, tiers: int) -> bool:
 
 
 def _attach(world: World, empty: int, back_up: int) -> bool:
-    """The storage that was here last comes back, or an empty one comes."""
+    """Attach the last storage again, or an empty one."""
     if world.attached or not world.core.has_host:
         return False
     world.seen["attached an empty storage" if empty else "attached again"] += 1
@@ -208,7 +208,7 @@ def _detach(world: World, down: int) -> bool:
 
 
 def _step(world: World, later_s: float, ends: Sequence[Sequence[int]]) -> bool:
-    """Time passes, and some of what is in flight ends: [pick, lost pages, rotten pages, on which rank (-1: all)]."""
+    """Time passes and some effects in flight end: [pick, lost pages, rotten pages, on which rank (-1: all)]."""
     ended = []
     for pick, lost, rotten, rank in ends:
         op = _one(pick, [*world.flying])
@@ -219,7 +219,7 @@ def _step(world: World, later_s: float, ends: Sequence[Sequence[int]]) -> bool:
 
 
 def _began(world: World, pick: int) -> bool:
-    """Workers begin with something that is in flight; the core may hear of it more than once."""
+    """A worker begins with an effect in flight; the core may receive that event more than once."""
     op = _one(pick, [*world.flying])
     if op is not None:
         world.step([Began(op)])
@@ -227,7 +227,7 @@ def _began(world: World, pick: int) -> bool:
 
 
 def _half(world: World, pick: int, rank: int, lost: int, rotten: int) -> bool:
-    """One rank is done with an effect; the others take their time."""
+    """One rank completes an effect before the others."""
     op = _one(pick, [*world.flying])
     if op is not None:
         world.carry(op, rank % len(world.cores), lost, rotten)
@@ -242,7 +242,7 @@ def _lose(world: World, pick: int) -> bool:
 
 
 def _again(world: World, pick: int) -> bool:
-    """What has ended ends once more."""
+    """An effect that has ended ends again."""
     ended = _one(pick, world.ended)
     if ended is not None:
         world.seen["duplicated"] += 1
@@ -251,14 +251,14 @@ def _again(world: World, pick: int) -> bool:
 
 
 def _unheard(world: World, ahead: int, good: int) -> bool:
-    """The end of something that has not begun."""
+    """The end of an effect that was never sent."""
     world.seen["ended before it began"] += 1
     world.step([Ended(max((effect.op for effect in world.log[-1:]), default=0) + ahead, good)])
     return True
 
 
 def _rot(world: World, pick: int, rank: int, storage: int) -> bool:
-    """A page decays on one rank where nobody looks: in the host, or in storage."""
+    """A page is corrupted silently, in the host on one rank or in storage."""
     if storage:
         name = _one(pick, [*world.storage.objects])
         if name is not None:
@@ -276,7 +276,7 @@ def _rot(world: World, pick: int, rank: int, storage: int) -> bool:
 
 
 def _elsewhere(world: World, text: str, salt: str, missing: int) -> bool:
-    """Another server stores a prompt in the storage that we share, but for some pages (bits)."""
+    """Another server stores a prompt in the shared storage, without some pages (bits)."""
     world.stock(words(text), salt, missing)
     return True
 
@@ -291,7 +291,7 @@ def _forget(world: World, pick: int, many: int) -> bool:
 
 
 def _mute(world: World, ranks: int) -> bool:
-    """From now on storage answers nothing to some ranks (bits)."""
+    """From now on storage answers misses to some ranks (bits)."""
     world.storage.mute = ranks
     world.seen["storage answers nothing"] += bool(ranks)
     return True
@@ -336,7 +336,7 @@ def _one(pick: int, those: Sequence[T]) -> T | None:
 
 
 def _further(world: World, pick: int, more: int) -> tuple[Lease | None, int]:
-    """A ready lease, if it has more to keep, and a page on the prefill grid up to which it could."""
+    """A ready lease that can keep more pages, and a page on the prefill grid up to which it can."""
     lease, grid = _one(pick, _ready(world)), world.core.grid
     upto = min(world.core.keepable(lease), lease.room + grid * more) // grid * grid if lease is not None else 0
     return (lease, upto) if lease is not None and upto > lease.room else (None, 0)
@@ -350,15 +350,15 @@ def _ready(world: World) -> list[Lease]:
 
 
 class Director:
-    """Draws the actions of one life; how much of each kind there is, and how much goes wrong, is drawn first."""
+    """Draws the actions of one life; the frequency of each kind and of faults is drawn first."""
 
     def __init__(self, dice: random.Random) -> None:
         self.dice = dice
         self.trouble = dice.choice([0.0, 0.05, 0.3])  # chance that a page of a copy does not arrive
-        self.told = dice.choice([0.2, 0.6, 1.0])  # share of what is in flight that ends in a step
+        self.told = dice.choice([0.2, 0.6, 1.0])  # share of the effects in flight that end in a step
         self.crowd = dice.choice([1, 2, 4, 8])
-        self.newest = dice.random() < 0.3  # what was sent last ends first, so some of it is very late
-        # Kinds of calls to storage that hang for the whole of this life, but for those of a `request`.
+        self.newest = dice.random() < 0.3  # the newest effect ends first, so old ones are very late
+        # Storage calls that hang throughout this life, except those of a `request`.
         self.hanging = dice.choice([(), (), (), ("put",), ("get",), ("exists",), ("put", "get", "exists")])
         self.salts = dice.choice(["aaab", "aaab", "abcdefghijkl"])
         self.known: list[str] = []
@@ -390,7 +390,7 @@ class Director:
             "mute": 0.5 * faults,
             "retry": dice.choice([0, 0, 1]),
         }
-        # Lives that are all alike find the same things: what is rare in one is common in another.
+        # Weights vary between lives, so that an action that is rare in one is common in another.
         self.kinds, self.weights = [*weights], [weight * dice.choice([0.3, 1, 1, 3]) for weight in weights.values()]
 
     def action(self, world: World) -> Action:
@@ -465,14 +465,14 @@ class Director:
 
 
 def _call(effect: Effect) -> str:
-    """The call to storage that an effect is, if it is one."""
+    """The storage call of an effect; empty if it is none."""
     if isinstance(effect, Probe):
         return "exists"
     return {Tier.STORAGE: "put"}.get(effect.target) or {Tier.STORAGE: "get"}.get(effect.source, "")
 
 
 def born(seed: int, engine: bool = False) -> tuple[Life, random.Random]:
-    """A life that has not happened yet, of the core or of an engine over it, and the dice that will draw it."""
+    """A life without actions, of the core or of an engine over it, and the random generator that will draw them."""
     dice = random.Random(seed)
     if engine:
         return Life(seed, 1, shop.setting(dice)), dice
@@ -481,7 +481,7 @@ def born(seed: int, engine: bool = False) -> tuple[Life, random.Random]:
 
 
 def live(life: Life, dice: random.Random, steps: int | None = None) -> World:
-    """Draw the actions of a life while it happens, so that `life` holds them if it breaks. Same seed, same life."""
+    """Draw and apply the actions of a life; `life` holds them if it fails. Same seed, same life."""
     here = life.world()
     world = here.world if isinstance(here, Shop) else here
     director = shop.Director(dice, here.room) if isinstance(here, Shop) else Director(dice)

@@ -1,6 +1,6 @@
-"""What can be seen of a core from outside: its runs, all that it knows as plain values, whether two know the same.
+"""Views of a core for checks and tests: its runs, its whole state as plain values, and whether two cores are equal.
 
-Nothing here is a law; `audit` has those. These are the eyes of the world's own checks and of tests.
+The invariants are in `core/audit.py`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,7 +36,7 @@ def _run_facts(run: Run) -> tuple[Any, list[list[int]]]:
 
 
 def differ(one: Core, two: Core) -> str:
-    """The first thing in which two cores differ, or an empty string. As strict as comparing dumps, and much faster."""
+    """The first difference between two cores; empty if equal. As strict as comparing dumps, and much faster."""
     twin: dict[int, Run | None] = {id(None): None}
     if [*one.slot_pools.roots] != [*two.slot_pools.roots]:
         return "roots"
@@ -71,7 +71,7 @@ def differ(one: Core, two: Core) -> str:
     lines = [(core.backups.pending_backup, core.backups.pending_store, core.backups.quarantined) for core in (one, two)]
     for our_line, their_line in zip(*lines, strict=True):
         if len(our_line) != len(their_line) or not all(map(same, our_line, their_line)):
-            return "what is owed"
+            return "pending stores"
     if (
         _weather(one) != _weather(two)
         or vars(one.governor) != vars(two.governor)
@@ -94,7 +94,7 @@ def _weather(core: Core) -> tuple[Any, ...]:
 
 
 def dump(core: Core) -> Mapping[str, Any]:
-    """All that a core knows, as plain values: equal dumps, equal cores."""
+    """The whole state of a core as plain values: equal dumps, equal cores."""
     places = range(2 * len(core.pools))
     names: dict[int, tuple[bytes, bytes]] = {}
 

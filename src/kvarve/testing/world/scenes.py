@@ -1,7 +1,7 @@
-"""Small cores and small prompts, written by hand for a test or drawn from a seed for a hunt.
+"""Small cores and small prompts, written by hand for a test or drawn from a seed.
 
-A drawn setting is plain data (`draw`), so that a failing life can be kept in a file and read by people; `configure`
-turns it into what the core takes.
+A drawn setting is plain data (`draw`), so that a failing life can be saved to a readable file; `configure` makes a
+CoreConfig of it.
 """
 
 import random
@@ -29,7 +29,7 @@ ATTENTION, INDEX, WINDOW, STATE = pool("attention", None), pool("index", None), 
 def config(
     *pools: PoolSpec, device: int | Sequence[int] = 64, host: int | Sequence[int] = 0, grid: int = 1, **rest: Any
 ) -> CoreConfig:
-    """A small core: slots for every pool, or one number for each; no host tier unless it is asked for."""
+    """A small core: slots of each pool, or one number for all; no host tier by default."""
     slots = {Tier.DEVICE: (device,) * len(pools) if isinstance(device, int) else tuple(device)}
     if host:
         slots[Tier.HOST] = (host,) * len(pools) if isinstance(host, int) else tuple(host)
@@ -37,17 +37,17 @@ def config(
 
 
 def prompt(pages: int, seed: int = 0, extra: int = 1) -> list[int]:
-    """Tokens that fill so many pages and begin another; prompts of one seed are prefixes of each other."""
+    """Tokens that fill `pages` pages and begin another; prompts of one seed are prefixes of each other."""
     return [1000 * seed + at for at in range(pages * PAGE_TOKENS + extra)]
 
 
 def fork(pages: int, word: int, more: int = 6) -> list[int]:
-    """A prompt that shares so many pages with `prompt` and goes on with other words."""
+    """A prompt that shares `pages` pages with `prompt` and continues with other tokens."""
     return prompt(pages, extra=0) + [10**6 + word] * more
 
 
 def words(text: str) -> bytes:
-    """The packed tokens of a drawn prompt, which is written as one digit for each token."""
+    """The packed tokens of a drawn prompt, which has one digit per token."""
     return pack([int(digit) for digit in text])
 
 
@@ -55,7 +55,7 @@ def words(text: str) -> bytes:
 
 
 def draw(dice: random.Random) -> dict[str, Any]:
-    """The settings of some core, as plain data."""
+    """Draw the settings of a core, as plain data."""
     names = dice.sample(["attention", "index", "window", "state"], dice.randint(1, 4))
     lookbacks: dict[str, list[int | None]] = {
         "attention": [None],
@@ -112,7 +112,7 @@ def configure(plain: Mapping[str, Any]) -> CoreConfig:
 
 
 def draw_prompt(dice: random.Random) -> str:
-    """A prompt that shares a beginning with others, or several: few tokens, few places to branch."""
+    """Draw a prompt that is likely to share a prefix with others: few token values, few branch points."""
     text = "0" * dice.choice([0, 4, 8, 8, 13, 20])
     text += dice.choice("01") * dice.choice([0, 1, 4, 6])
     return text + "".join(dice.choice("01") for _ in range(dice.choice([0, 0, 1, 3])))

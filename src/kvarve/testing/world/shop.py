@@ -1,7 +1,7 @@
-"""Lives of an engine of plain numbers: the real scheduler over the real core, in the world's storage, lanes and clock.
+"""Simulated engines: the real scheduler over the real core, with the world's storage, lanes and clock.
 
-No tensor and no thread: an answer is a count of tokens, a chunk is a grow and a publish. After each turn's admission
-the law of admission is looked at (`testing/law.py`), and at the end every accepted request has had one last piece.
+No tensor and no thread: an answer is a count of tokens, a chunk is a grow and a publish. After each admission the law
+of admission is checked (`testing/law.py`), and at the end every accepted request has had exactly one last chunk.
 """
 
 import random
@@ -20,14 +20,14 @@ from kvarve.testing.law import Passes, waits_in_vain
 from kvarve.testing.world.scenes import PATIENCES, configure, draw, draw_prompt, words
 from kvarve.testing.world.world import World
 
-TURNS = 4000  # in which all that wait have ended once nothing new comes
+TURNS = 4000  # in which all waiting requests have ended once no new ones arrive
 
 
 class Order(Task):
-    """A request of the shop: what it says are tokens drawn beforehand."""
+    """A request of the simulated engine; its output tokens are drawn beforehand."""
 
     def __init__(self, number: int, prompt: bytes, answer: bytes, salt: str, patience: int, reads: bool, lease: Lease):
-        """`answer`: the tokens that it will say at most; what it says in truth may be less."""
+        """`answer`: its output tokens at most; it may end earlier."""
         super().__init__(lease, len(prompt) // TOKEN_BYTES, len(answer) // TOKEN_BYTES)
         self.number, self.text, self.answer, self.salt = number, prompt, answer, salt
         self.patience, self.reads = patience, reads
@@ -48,7 +48,7 @@ class Order(Task):
 
 
 class Pages:
-    """The world as the scheduler's cache."""
+    """The world behind the scheduler's Cache protocol."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -71,10 +71,10 @@ class Pages:
 
 
 class Shop:
-    """An engine's turns, in a world."""
+    """A simulated engine: its steps in a world."""
 
     def __init__(self, config: Mapping[str, Any], places: int, turn_tokens: int, again: bool) -> None:
-        """`again`: who was preempted says token by token what it had said; else that is part of its prompt."""
+        """`again`: a preempted request decodes its output again token by token; else the output joins its prompt."""
         self.world = World(config=configure(config))
         core = self.world.core
         self.again, self.turn_tokens = again, turn_tokens
@@ -90,8 +90,8 @@ class Shop:
             fail=self._fail,
             clock=lambda: self.world.now,
         )
-        self.orders: dict[int, Order] = {}  # that have not had their last piece
-        self.last: Counter[int] = Counter()  # by number: last pieces
+        self.orders: dict[int, Order] = {}  # without their last chunk
+        self.last: Counter[int] = Counter()  # last chunks by request
         self.accepted = 0
         self.passes = Passes()
 
@@ -101,7 +101,7 @@ class Shop:
 
     @property
     def room(self) -> int:
-        """Tokens of the longest sequence for which there is room."""
+        """Tokens of the longest sequence that fits on the device."""
         capacity = self.world.core.slot_pools.capacity
         return min((capacity[pool] for pool in self.world.core.slot_pools.chains), default=1 << 20) * self.page
 
@@ -120,7 +120,7 @@ class Shop:
         return True
 
     def leave(self, pick: int) -> bool:
-        """A client goes away."""
+        """A client disconnects."""
         if not self.orders:
             return False
         order = [*self.orders.values()][pick % len(self.orders)]
@@ -152,12 +152,12 @@ class Shop:
         answers = [order for order in self.scheduler.running if not order.prefilling]
         holders = [*self.scheduler.running, *self.scheduler.coming]
         oldest = min(holders, key=lambda order: order.admitted_seq, default=None)
-        free = not copying(world.core)  # else it may wait for a copy in vain, and give way to that
+        free = not copying(world.core)  # else it may be preempted while it waits for a copy
         seated = [order for order in sorted(answers, key=lambda order: order.admitted_seq) if self._seated(order)]
         if oldest in answers and len(holders) > 1 and free:
-            assert oldest in self.scheduler.running, "the oldest gives way to nobody"
+            assert oldest in self.scheduler.running, "the oldest is never preempted"
         for order in seated:
-            if order not in self.scheduler.running:  # it gave way to one after it
+            if order not in self.scheduler.running:  # preempted by a later one's growth
                 continue
             order.done += 1
             if not self.again and order.done % self.chunk == 0:
@@ -196,7 +196,7 @@ class Shop:
                 self.world.seen["answered"] += 1
                 self._end(order)
 
-    # --- what the scheduler asks
+    # --- called by the scheduler
 
     def _open(self, tokens: bytes, salt: str, patience: int, reads: bool) -> Lease:
         return self.world.open_packed(tokens, salt, PATIENCES[patience], reads)
@@ -231,7 +231,7 @@ class Shop:
     # --- the end
 
     def finish(self) -> None:
-        """Nothing new comes and all copies end: everybody is answered. Then nothing is left behind."""
+        """No new requests, and all copies end: every request is answered, and nothing is left behind."""
         world = self.world
         world.storage.mute = 0
         world.step([world.give_up(op) for op in [*world.lost]])
@@ -269,7 +269,7 @@ def _lose(shop: Shop, pick: int) -> bool:
 
 
 def _give_up(shop: Shop) -> bool:
-    """What will never be heard of is given up by the lanes."""
+    """The lanes end lost effects as failed."""
     lost = [*shop.world.lost]
     shop.world.step([shop.world.give_up(op) for op in lost])
     return bool(lost)
@@ -305,7 +305,7 @@ ACTIONS: Mapping[str, Callable[..., bool]] = {
 
 
 class Director:
-    """Draws who comes, how long answers are and what goes wrong."""
+    """Draws arrivals, answer lengths and faults."""
 
     def __init__(self, dice: random.Random, room: int) -> None:
         self.dice, self.room = dice, room
@@ -345,7 +345,7 @@ class Director:
                 return [kind, dice.randrange(60)]
 
     def _prompt(self, most: int) -> str:
-        """One that is known, or new; now and then of exactly the room there is."""
+        """A known prompt or a new one; sometimes one that exactly fills the device."""
         dice = self.dice
         if dice.random() < 0.1:
             return "0" * max(1, self.room - most + 1) if self.room < 100 else "01"
@@ -359,7 +359,7 @@ class Director:
 
 
 def setting(dice: random.Random) -> dict[str, Any]:
-    """A core with a chain, as every model of the engine's has, and how its engine is set up."""
+    """Draw a core with a chain, as every engine's model has, and the engine's settings."""
     config = draw(dice)
     while not any(pool["lookback"] is None for pool in config["pools"]):
         config = draw(dice)

@@ -1,4 +1,4 @@
-"""From a life that breaks to the shortest list of actions that still breaks in the same place: delta debugging."""
+"""Delta debugging: shrink a failing life to the shortest list of actions that fails in the same place."""
 
 import re
 import signal
@@ -12,16 +12,16 @@ from typing import Any
 
 from kvarve.testing.world.life import Action, Life, act, finish
 
-HANG_S = 20.0  # of the processor's time: no life is that long
+HANG_S = 20.0  # CPU seconds; no life takes that long
 
 
 class Hung(AssertionError):
-    """A life that does not come to an end."""
+    """A life that does not end."""
 
 
 @contextmanager
 def bounded(seconds: float = HANG_S) -> Iterator[None]:
-    """Raise `Hung` after so much of the processor's time. In the main thread only, for that is where signals arrive."""
+    """Raise `Hung` after `seconds` of CPU time. In the main thread only, where signals arrive."""
 
     def ring(number: int, frame: FrameType | None) -> None:
         raise Hung(f"still busy after {seconds:g} s")
@@ -37,7 +37,7 @@ def bounded(seconds: float = HANG_S) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Trouble:
-    """How a life broke: `place` tells one kind of trouble from another, `text` is for people."""
+    """How a life failed: equal `place`, equal kind of failure; `text` is the traceback."""
 
     place: str
     text: str
@@ -51,7 +51,7 @@ class Trouble:
 
 
 def attempt(life: Life) -> tuple[Trouble | None, int]:
-    """Play a life; how it broke, if it did, and how many actions that took."""
+    """Replay a life; its failure, if any, and the number of actions until then."""
     done = 0
     try:
         with bounded():
@@ -60,13 +60,13 @@ def attempt(life: Life) -> tuple[Trouble | None, int]:
                 done += 1
                 act(world, action)
             finish(world)
-    except Exception as error:  # noqa: BLE001 - whatever a core in trouble raises is what we are looking for
+    except Exception as error:  # noqa: BLE001 - any exception is a failure to report
         return Trouble.of(error), done
     return None, done
 
 
 def shrink(life: Life, trouble: Trouble, seconds: float = 60.0) -> Life:
-    """The shortest life found within so many seconds of the processor's time that has the same trouble."""
+    """The shortest life with the same failure found within `seconds` of CPU time."""
     end = time.process_time() + seconds
 
     def breaks(actions: list[Action], **changes: Any) -> Life | None:
@@ -87,12 +87,12 @@ def shrink(life: Life, trouble: Trouble, seconds: float = 60.0) -> Life:
 
 
 def _drop(life: Life, breaks: Callable[[list[Action]], Life | None]) -> Life:
-    """Leave out all actions of a kind, then half of all, a quarter, ... one, wherever the rest still breaks."""
+    """Remove all actions of a kind, then halves, quarters, ... single actions, wherever the rest still fails."""
     for kind in sorted({action[0] for action in life.actions}):
         life = breaks([action for action in life.actions if action[0] != kind]) or life
     size = max(1, len(life.actions) // 2)
     while True:
-        start = len(life.actions) - size  # from the end, where most of what matters is
+        start = len(life.actions) - size  # from the end, where most relevant actions are
         while start > -size:
             shorter = breaks(life.actions[: max(0, start)] + life.actions[start + size :])
             life = shorter or life
@@ -103,7 +103,7 @@ def _drop(life: Life, breaks: Callable[[list[Action]], Life | None]) -> Life:
 
 
 def _simplify(life: Life, breaks: Callable[[list[Action]], Life | None]) -> Life:
-    """Leave out parts of what ends in a step, and parts of prompts; a number that does not matter is 0."""
+    """Remove ends from steps, shorten prompts, and set irrelevant numbers to 0."""
     at = 0
     while at < len(life.actions):
         for simpler in _simpler(life.actions[at]):

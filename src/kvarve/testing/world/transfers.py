@@ -1,8 +1,7 @@
-"""Simulated transfers of one rank: arenas made of lists and a storage made of a dict; every page says what it is.
+"""Simulated transfers of one rank: arenas are lists, storage is a dict, and the content of a page is its key.
 
-What stands in a slot is the key of the page that was computed or copied there, so a core that mixes up two slots,
-frees one that is still read, or resumes a prompt from another prompt's page is found out at once. What is not a page
-says so too: a slot that is free, room that nobody has filled, the target of a copy that is still in flight.
+So a core that mixes up two slots, frees one that is still read, or resumes a prompt from another prompt's page is
+caught at once. Other slots have distinct contents too: free, reserved and not filled, target of a copy in flight.
 """
 
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ def empty(lease: int) -> bytes:
 
 @dataclass
 class Store:
-    """A storage for all ranks: what it has, what it ever had, and the ranks to which it answers nothing (bits)."""
+    """A storage for all ranks: its objects, all names it ever had, and the ranks to which it answers misses (bits)."""
 
     objects: dict[Name, bytes] = field(default_factory=dict)
     ever: set[Name] = field(default_factory=set)
@@ -35,7 +34,7 @@ class Store:
 
 
 class SimulatedTransfers:
-    """The arenas of one rank, by place (tier * pools + pool), and what its lanes do to them."""
+    """The arenas of one rank, by place (tier * pools + pool), and its lanes' copies."""
 
     def __init__(self, pools: Sequence[PoolSpec], capacity: Sequence[int], rank: int, ranks: int) -> None:
         self.pools, self.rank, self.ranks = pools, rank, ranks
@@ -45,11 +44,11 @@ class SimulatedTransfers:
         return self.arenas[int(tier) * len(self.pools) + pool]
 
     def name(self, key: bytes, pool: int) -> Name:
-        """What a page is called in storage; of pages that are the same on every rank there is one for all."""
+        """A page's name in storage; a replicated page has one name for all ranks."""
         return key, pool, 0 if self.pools[pool].replicated else self.rank
 
     def start(self, effect: Effect) -> None:
-        """Look at both ends of a copy that begins, and mark its targets."""
+        """Check both ends of a copy that begins, and mark its targets."""
         if isinstance(effect, Probe):
             return
         mark = flying(effect.op)
@@ -57,13 +56,13 @@ class SimulatedTransfers:
             if effect.source is not Tier.STORAGE:
                 self._source(effect, page)
             if effect.target is not Tier.STORAGE:
-                # Slots that came free in this very call may be taken again in it; what they held is gone.
+                # A slot freed by this call may be taken again in it.
                 self.arena(effect.target, page.pool)[page.target] = mark
 
     def carry(self, effect: Effect, store: Store, lost: int, rotten: int) -> tuple[int, int]:
-        """Carry out an effect on this rank and say which pages are good and which are bad.
+        """Perform an effect on this rank; returns the good and the bad pages as bits.
 
-        Bit i of `lost`: page i does not arrive; of `rotten`: its source has decayed before it was read.
+        Bit i of `lost`: page i does not arrive; of `rotten`: its source is corrupted before it is read.
         """
         good = bad = 0
         for i, page in enumerate(effect.pages):
@@ -82,7 +81,7 @@ class SimulatedTransfers:
                     content = self._read(effect, page, decayed)
                 arrived, spoiled = content == page.key and not away, content == ROTTEN and not away
                 arena = self.arena(effect.target, page.pool)
-                assert arena[page.target] == flying(effect.op), "a copy's target is nobody else's until it has ended"
+                assert arena[page.target] == flying(effect.op), "a copy's target is its own until it has ended"
                 arena[page.target] = page.key if arrived else BROKEN
             good |= arrived << i
             bad |= spoiled << i
@@ -106,7 +105,7 @@ class SimulatedTransfers:
         return not store.mute >> self.rank & 1 and self.name(page.key, page.pool) in store.objects
 
     def _fetched(self, page: Page, store: Store, decayed: bool) -> bytes | None:
-        """What storage gives for a page; what is bad is deleted there, so that the page computed anew is written."""
+        """A page's content in storage; a bad one is deleted there, so that a later store writes it again."""
         name = self.name(page.key, page.pool)
         if not self._has(store, page):
             return None

@@ -1,8 +1,8 @@
-"""A world for the core: ranks, arenas, lanes, a storage and a clock that a test or a seed drives, and that watches.
+"""The simulator of the core: ranks, arenas, lanes, a storage and a clock, driven by a test or by a seed.
 
-After every input the laws are audited, slots are counted, all ranks must know the same, and a shadow model that knows
-the true bytes of every page looks at whatever stands in a slot, goes over a lane or is handed to a request. The shadow
-keeps names from the tokens alone; what it knows of the core it sees from outside.
+After every input it audits the invariants, counts slots and compares ranks. A shadow model that knows the true bytes of
+every page checks the content of every slot, copy and page that a request reads. It derives keys from the tokens alone,
+and reads the core only from outside.
 """
 
 import random
@@ -34,7 +34,7 @@ TURNS = (
 
 
 class World:
-    """Cores, one for each rank, and everything that they talk to. Every method checks everything afterwards."""
+    """One core per rank, and everything that they talk to. Every method checks everything afterwards."""
 
     def __init__(self, seed: int = 0, config: CoreConfig | None = None, ranks: int = 1) -> None:
         """Without a `config` the settings are drawn from the seed."""
@@ -46,33 +46,33 @@ class World:
         ]
         self.storage = Store()
         self.attached = self.core.copies.storage
-        self.flying: dict[int, Effect] = {}  # under way, on some rank at least
-        self.lost: dict[int, Effect] = {}  # will never be heard of again
-        self.ended: list[Ended] = []  # what the core has been told, the last of it
+        self.flying: dict[int, Effect] = {}  # in flight, on at least one rank
+        self.lost: dict[int, Effect] = {}  # will never end by themselves
+        self.ended: list[Ended] = []  # the latest ends given to the core
         self.leases: list[Lease] = []  # those of the first rank
         self.log: list[Effect] = []
         self.now = 0.0
         self.steps = 0  # inputs, each followed by all checks
-        self.hits = [0, 0, 0]  # pages that leases resumed from, by the farthest tier that they came from
-        self.seen: Counter[str] = Counter()  # kinds of trouble
+        self.hits = [0, 0, 0]  # pages that leases resumed from, by the farthest tier they came from
+        self.seen: Counter[str] = Counter()  # counts by kind of event
         self._twins: dict[int, list[Lease]] = {}  # by lease: the same on all ranks
         self._stores: dict[int, Store] = {}  # by copy: the storage that it was sent to
-        self._carried: dict[int, list[tuple[int, int] | None]] = {}  # by copy: what it came to on each rank
+        self._carried: dict[int, list[tuple[int, int] | None]] = {}  # by copy: its outcome on each rank
         self._truth: dict[bytes, tuple[bytes, bytes]] = {}  # by key: the key before it, and the page's tokens
         self._names: dict[int, tuple[Run, bytes, bytes, bytes]] = {}  # by run: its tokens, its keys and those above
         self._stored: dict[int, tuple[Run, bytes, list[int], Store]] = {}  # runs whose pages have been in storage
         self._prompts: dict[int, list[bytes]] = {}  # by lease: the keys of its pages
         self._handed: dict[int, list[tuple[list[int], list[bytes]]]] = {}  # by lease and pool: slots, what is in them
         self._grown: dict[int, list[dict[int, int]]] = {}  # by lease and pool: room that is not published yet
-        self._stalled: Counter[int] = Counter()  # by lease: steps in which it had nothing to wait for
-        self._failures, self._rest_until = 0, 0.0  # stores that failed in a row, and until when nothing is stored
-        self._void_until = 0  # copies up to this one were for a storage that has gone since, or was down
+        self._stalled: Counter[int] = Counter()  # by lease: steps in which no copy was in flight
+        self._failures, self._rest_until = 0, 0.0  # stores that failed in a row, and the end of the back-off
+        self._void_until = 0  # copies up to this one were for a detached storage, or one that was down
         self._paused = False
         self._swept = [slots[:0] for slots in self.core.slot_pools.free]
         self._dirty, self._confirmed = Dirty(self.core), 0
         self._check()
 
-    # --- what the house does
+    # --- calls of the runtime
 
     def open(
         self,
@@ -89,7 +89,7 @@ class World:
     ) -> Lease:
         root = root_key(b"world", salt)
         keys = self._learn(root, tokens)
-        hit = self.core.lookup(root, tokens)  # on one rank only: if it changed anything, the ranks would differ
+        hit = self.core.lookup(root, tokens)  # on one rank only: if it changed state, the ranks would differ
         assert (hit.device, hit.memory, hit.by_pool) == self._expected_hit(keys, len(tokens) // TOKEN_BYTES), (
             "a hit is what a brute force finds"
         )
@@ -103,7 +103,7 @@ class World:
         return lease
 
     def start(self, tokens: Sequence[int], salt: str = "", read: bool = True) -> Lease:
-        """A request whose turn comes at once."""
+        """A request that is claimed at once."""
         lease = self.open(tokens, salt, read=read)
         self.claim(lease)
         return lease
@@ -114,11 +114,13 @@ class World:
         self._check()
         if waited and ready and lease.reads:
             hit = self._expected_hit(self._prompts[lease.number], len(lease.tokens) // TOKEN_BYTES)
-            assert lease.boundary == hit[0], "who is ready at once resumes from all that the device has"
+            assert lease.boundary == hit[0], (
+                "a lease that is ready at once resumes from the deepest boundary on the device"
+            )
         return ready
 
     def ready(self, lease: Lease) -> bool:
-        """Its turn has come, and everything in flight ends."""
+        """Claim it, and end everything in flight."""
         self.claim(lease)
         self.settle()
         return self.claim(lease)
@@ -136,7 +138,7 @@ class World:
         self._check()
 
     def seat(self, lease: Lease, upto: int) -> bool:
-        """Room to compute in, for pages that may not be whole; where a lease's pages lie is what they should be."""
+        """Slots to compute in, for partial pages too; checks the content of the lease's pages."""
         seated = self._all(lease, lambda core, twin: core.seat(twin, upto))
         for pool in self.core.slot_pools.chains:
             for position, slot in lease.own[pool].items():
@@ -205,7 +207,7 @@ class World:
         return gone
 
     def attach(self, store: Store | None = None, back_up: bool = False) -> None:
-        """A storage comes: one that we know, or a new and empty one; or the one that was down answers again."""
+        """Attach a known storage or an empty one; or the one that was down is up again."""
         again = self.core.backups.down and store is self.storage
         self.storage, self.attached, self._void_until = store or Store(), True, self.core.copies.sent
         self._failures, self._rest_until = 0, self.now
@@ -215,7 +217,7 @@ class World:
         self._check()
 
     def detach(self, down: bool = False) -> None:
-        """The storage goes, whatever is under way to it or from it, or (`down`) does not answer any more."""
+        """Detach the storage, whatever is in flight; or (`down`) it stops answering."""
         self.attached, self._void_until = False, self.core.copies.sent
         self._failures, self._rest_until = 0, self.now
         for core in self.cores:
@@ -225,7 +227,7 @@ class World:
         self._check()
 
     def retry(self) -> None:
-        """Somebody does not want to wait for stores that rest."""
+        """End the back-off of stores."""
         self.seen["tried at once"] += self._failures > 0
         self._rest_until = self.now
         for core in self.cores:
@@ -252,7 +254,7 @@ class World:
             self.seen["storing paused" if self._paused else "storing went on"] += 1
 
     def _note_failure(self, end: Ended) -> None:
-        """By our own account: after a store of which something got lost stores rest, twice as long each time."""
+        """The shadow's back-off: after a store that lost pages, doubling each time."""
         op = self.core.copies.ops.get(end.op)
         if op is None or op.edge != (Tier.HOST, Tier.STORAGE) or op.void:
             return
@@ -265,12 +267,12 @@ class World:
         elif end.good:
             self._failures, self._rest_until = 0, self.now
 
-    # --- what the lanes and the storage do
+    # --- lanes and storage
 
     def end(self, op: int, lost: int = 0, rotten: int = 0, rank: int = -1) -> Ended:
-        """Carry out one effect wherever it has not been yet, and let the ranks agree on how it went.
+        """Perform one effect on all ranks that have not done so, and agree on the outcome.
 
-        Bit i of `lost`: page i does not arrive; of `rotten`: its source has decayed; on one rank, or on all.
+        Bit i of `lost`: page i does not arrive; of `rotten`: its source is corrupted; on one rank, or on all.
         """
         for each in range(len(self.transfers)):
             if self._carried[op][each] is None:
@@ -282,18 +284,18 @@ class World:
         return end
 
     def carry(self, op: int, rank: int, lost: int = 0, rotten: int = 0) -> None:
-        """Carry out one effect on one rank; the others have not come to it yet, so nobody hears of it."""
+        """Perform one effect on one rank only, so it does not end yet."""
         if self._carried[op][rank] is None:
             effect = self.flying[op]
             self._carried[op][rank] = self.transfers[rank].carry(effect, self._stores[op], lost, rotten)
 
     def lose(self, op: int) -> None:
-        """Nobody will hear of this effect, however far it got, until whoever owns the lane gives it up."""
+        """This effect does not end until the lane gives it up, however far it got."""
         self.lost[op] = self.flying.pop(op)
         self.seen["lost"] += 1
 
     def give_up(self, op: int) -> Ended:
-        """The owner of a lane declares that a lost effect has failed."""
+        """The lane ends a lost effect as failed."""
         effect = self.lost.pop(op)
         del self._stores[op], self._carried[op]
         if isinstance(effect, Copy) and effect.target is not Tier.STORAGE:
@@ -303,7 +305,7 @@ class World:
         return Ended(op, 0)
 
     def rot(self, tier: Tier, position: int, tokens: Sequence[int], pool: int = 0, salt: str = "") -> None:
-        """Let one resident page of a prompt decay in the host or in storage, before anybody has noticed."""
+        """Corrupt one resident page of a prompt silently, in the host or in storage."""
         key = self._key(tokens, position, salt)
         if tier is Tier.STORAGE:
             assert (key, pool, 0) in self.storage.objects
@@ -317,7 +319,7 @@ class World:
         del self.storage.objects[self._key(tokens, position, salt), pool, 0]
 
     def stock(self, tokens: bytes, salt: str = "", missing: int = 0) -> None:
-        """Storage has got a prompt's pages from another server, but for some of them (bits)."""
+        """Another server stores a prompt's pages, without some of them (bits)."""
         for position, key in enumerate(self._learn(root_key(b"world", salt), tokens)):
             for pool in range(len(self.core.pools) if not missing >> position & 1 else 0):
                 for transfers in self.transfers:
@@ -326,9 +328,9 @@ class World:
                     self.storage.ever.add(name)
 
     def settle(self, lost: bool = False) -> None:
-        """Let everything in flight end, well or badly, until nothing new comes up."""
+        """End everything in flight, well or badly, until nothing new is sent."""
         for _ in range(400):
-            later_s = 0.0 if self.flying else 0.25  # stores may rest
+            later_s = 0.0 if self.flying else 0.25  # stores may back off
             self.step([self.end(op, lost=-1 if lost else 0) for op in [*self.flying]], later_s)
             if not self.flying and (self.core.idle() or self.lost):
                 return
@@ -339,18 +341,18 @@ class World:
     def request(
         self, tokens: Sequence[int], salt: str = "", read: bool = True, chunks: int = 1, rest: bool = True
     ) -> Lease:
-        """A prompt from beginning to end, with nothing going wrong; computed and published in so many parts."""
+        """A request from open to close without faults, computed and published in `chunks` parts."""
         lease = self.open(tokens, salt, read=read)
         self.compute(lease, chunks, rest)
         return lease
 
     def compute(self, lease: Lease, chunks: int = 1, rest: bool = True) -> None:
-        """The rest of a request's life; with `rest`, everything that is in flight ends before and after it."""
+        """The rest of a request's life; with `rest`, everything in flight ends before and after it."""
         if rest:
             self.settle()
         self.claim(lease)
         for _ in range(TURNS):
-            if not lease.ready:  # its own copies end; if it waits for room, those of others do
+            if not lease.ready:  # its own copies end; if it waits for slots, those of others
                 mine = [op for op in sorted(lease.ops) if op in self.flying]
                 self.step([self.end(op) for op in mine or [*self.flying]], later_s=1.0 if self.lost else 0.0)
                 self.claim(lease)
@@ -375,7 +377,7 @@ class World:
         return sum(run.here[place].bit_count() for run in runs(self.core))
 
     def everybody(self) -> None:
-        """All who wait get their turn and all copies that are not lost end; then nobody waits for ever."""
+        """Claim all leases and end all copies that are not lost; then every lease becomes ready in bounded time."""
         for lease in self.leases:
             self.claim(lease)
         self.settle()
@@ -385,17 +387,17 @@ class World:
         assert not waiting, f"lease {waiting[0].number} is still {waiting[0].phase.value}"
         self.step([self.give_up(op) for op in [*self.lost]])
         self.settle()
-        assert all(lease.ready for lease in self.leases), "when all copies have ended, everybody is ready"
+        assert all(lease.ready for lease in self.leases), "when all copies have ended, every lease is ready"
 
     def drain(self) -> None:
-        """The end of a life: everybody leaves, everything in flight ends, and nothing must be left behind."""
+        """The end of a life: close all leases, end everything in flight; nothing may be left behind."""
         for lease in [*self.leases]:
             self.close(lease)
         self.step([self.give_up(op) for op in [*self.lost]])
         self.settle()
         assert not self.core.copies.ops and not self.core.leases and self.core.idle()
-        assert not any(run.pinned() for run in runs(self.core)), "nobody is here, so nothing is pinned"
-        for _ in range(10 + 8 * sum(self.core.slot_pools.capacity)):  # a small tier passes few at a time
+        assert not any(run.pinned() for run in runs(self.core)), "without leases and copies nothing is pinned"
+        for _ in range(10 + 8 * sum(self.core.slot_pools.capacity)):  # a small tier takes few at a time
             self.flush(Tier.DEVICE, Tier.HOST)
             self.settle()
             if not self.core.slot_pools.roots:
@@ -405,7 +407,7 @@ class World:
         assert not self.core.slot_pools.roots, "after a flush nothing is remembered"
 
     def happened(self) -> Counter[str]:
-        """What the core counted, and from where hits came."""
+        """The core's counters, and hit pages by tier."""
         counted = Counter({f"counted {what}": times for what, times in vars(self.core.counters).items()})
         counted.update({f"hit pages from {tier.name.lower()}": self.hits[tier] for tier in Tier})
         return counted
@@ -425,10 +427,10 @@ class World:
         for transfers in self.transfers:
             transfers.arenas[pool][slot] = content
 
-    # --- what the shadow knows
+    # --- the shadow model
 
     def _learn(self, root: bytes, tokens: bytes) -> list[bytes]:
-        """The keys of a prompt's pages, and from now on what stands behind each."""
+        """The keys of a prompt's pages; records the tokens of each."""
         page_tokens = self.core.config.page_tokens
         keys = extend(root, tokens, page_tokens)
         width = page_tokens * TOKEN_BYTES
@@ -440,7 +442,7 @@ class World:
         return extend(root_key(b"world", salt), pack(tokens), self.core.config.page_tokens)[position]
 
     def _expected_hit(self, keys: list[bytes], tokens: int) -> tuple[int, int, tuple[int, ...]]:
-        """The deepest boundary from the device, from memory, and in memory for each pool, as the definition reads."""
+        """By brute force: the deepest boundary from the device, from memory, and in memory for each pool."""
         pools = range(len(self.core.pools))
         wanted = {key: position for position, key in enumerate(keys)}
         near: list[set[int]] = [set() for _ in pools]
@@ -471,11 +473,11 @@ class World:
         return deepest(near, pools), deepest(memory, pools), tuple(deepest(memory, [pool]) for pool in pools)
 
     def _reads(self, pool: int, boundary: int) -> range:
-        """The positions that a pool has to have for a boundary."""
+        """The positions that a boundary needs of a pool."""
         lookback = self.core.pools[pool].lookback
         return range(0 if lookback is None else max(0, boundary - lookback), boundary)
 
-    # --- what must hold after every input
+    # --- checks after every input
 
     def _check(self) -> None:
         self.steps += 1
@@ -526,7 +528,7 @@ class World:
         self.log += effects
 
     def _sweep(self) -> None:
-        """What is free holds nothing."""
+        """Mark the contents of free slots."""
         for place, slots in enumerate(self.core.slot_pools.free):
             if slots != self._swept[place]:
                 self._swept[place] = slots[:]
@@ -536,7 +538,7 @@ class World:
                         arena[slot] = FREE
 
     def _count(self, here: list[Run]) -> None:
-        """Slots are neither made nor lost: free, in the tree, a request's, or a copy's target."""
+        """Slots are conserved: free, in the tree, a request's, or a copy's target."""
         pools, slot_pools = len(self.core.pools), self.core.slot_pools
         counts = [len(slots) for slots in slot_pools.free]
         for run in here:
@@ -554,7 +556,7 @@ class World:
         assert counts == slot_pools.capacity, f"slots are conserved: {counts} of {slot_pools.capacity}"
 
     def _keys_of(self, run: Run) -> bytes:
-        """A run's keys by our own account, whether the core has named its pages yet or not."""
+        """A run's keys as the shadow derives them, whether the core has computed them or not."""
         if run.parent is None:
             return next(name for name, root in self.core.slot_pools.roots.items() if root is run)
         above, seen = self._keys_of(run.parent), self._names.get(id(run))
@@ -570,11 +572,11 @@ class World:
         return self._names[id(run)][2]
 
     def _check_names(self, run: Run) -> None:
-        """What the core has named of a run has its right name: that of its tokens and all before them."""
+        """The keys that the core has computed of a run are those of its tokens and all before them."""
         assert run.parent is None or self._keys_of(run).startswith(run.named), "a page's key is that of its tokens"
 
     def _check_stored(self, run: Run) -> None:
-        """What the core takes to be in storage has been there, in the storage that is there now."""
+        """Pages that the core believes stored have been in the storage that is attached now."""
         if not any(run.stored) or not self.attached:
             return
         seen, names = self._stored.get(id(run)), self._keys_of(run)
@@ -605,7 +607,7 @@ class World:
                     assert content == right or (host and content == ROTTEN), f"a page is what it says, not {content!r}"
 
     def _hand(self, lease: Lease) -> None:
-        """A lease has become ready: it resumes from exactly its own prompt's pages."""
+        """A lease has become ready: check that it resumes from exactly its own prompt's pages."""
         keys = self._prompts[lease.number]
         assert lease.boundary % self.core.grid == 0
         assert lease.boundary * self.core.config.page_tokens < max(1, len(lease.tokens) // TOKEN_BYTES)
@@ -617,7 +619,7 @@ class World:
         self._handed[lease.number] = handed
 
     def _check_handed(self, lease: Lease, transfers: SimulatedTransfers) -> None:
-        """What a request was handed stays as long as it may read it: windows and states until it has copies of them."""
+        """Pages that a request reads stay: windows and states until `resumed`, chains until `close`."""
         for pool, (slots, contents) in enumerate(self._handed[lease.number]):
             if not lease.resumed or self.core.pools[pool].lookback is None:
                 arena = transfers.arenas[pool]
@@ -625,7 +627,7 @@ class World:
                 assert found == contents, f"lease {lease.number} reads {found} in pool {pool}, not its own pages"
 
     def _check_waiting(self) -> None:
-        """Who has its turn waits until a deadline, and not for nothing."""
+        """A claimed lease waits until its deadline at most, and only while a copy is in flight."""
         for lease in self.leases:
             if lease.claimed and not lease.ready:
                 assert self.now < lease.deadline, f"lease {lease.number} waits longer than it should"

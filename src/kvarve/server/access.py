@@ -1,4 +1,4 @@
-"""Who may ask for what: by key, and never from a page of another site that somebody's browser shows."""
+"""Access control: bearer keys, and no requests that a browser sends on behalf of another site's page."""
 
 import hashlib
 import hmac
@@ -8,16 +8,16 @@ from fastapi import Request as Http
 from kvarve.server.api import Refused
 
 JSON = "application/json"
-# A browser sends these to any site without asking it first, whatever page it shows.
+# Media types that a browser sends to any site without a CORS preflight.
 SIMPLE = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
 
 
-class Door:
-    """Lets in whoever has the key. How long that takes says nothing about the key, not even its length."""
+class AccessControl:
+    """Admits requests that carry the key. The comparison's time says nothing about the key, not even its length."""
 
     def __init__(self, key: str, name: str) -> None:
-        """`name`: of the key, as messages and error codes say it, such as "API"."""
-        # What is no UTF-8 in an environment variable reads as surrogates; these are its bytes again.
+        """`name`: of the key in messages and error codes, such as "API"."""
+        # Bytes of an environment variable that are not UTF-8 read as surrogates; this restores them.
         self._digest = _digest(b"Bearer " + key.encode("utf-8", "surrogateescape"))
         self._name = name
 
@@ -31,26 +31,26 @@ class Door:
 
 
 async def no_pages(http: Http) -> None:
-    """Refuse whatever a browser sends on behalf of a page: nothing of ours is one."""
+    """Refuse a request that a browser sends on behalf of any page: the server has no pages of its own."""
     if _of_a_page(http):
         raise Refused(403, "no page in a browser may ask for this", code="from_a_page")
 
 
 async def no_simple_requests(http: Http) -> None:
-    """Refuse what a browser sends on behalf of a page of another site without asking us first, whether it may."""
+    """Refuse a request that a browser sends on behalf of a page without a CORS preflight."""
     if http.method not in ("GET", "HEAD") and _of_a_page(http) and _media_type(http) != JSON:
         message = f"no page in a browser may ask for this without Content-Type: {JSON}"
         raise Refused(403, message, code="from_a_page")
 
 
 async def no_forms(http: Http) -> None:
-    """Refuse bodies in a form that older browsers send from any page without saying so."""
+    """Refuse form bodies: older browsers send them from any page without `Origin` or `Sec-Fetch-Site`."""
     if (kind := _media_type(http)) in SIMPLE:
         raise Refused(415, f"this is not read as {kind}: send no body, or Content-Type: {JSON}")
 
 
 def _of_a_page(http: Http) -> bool:
-    """Browsers name the page's site in all that can change something, and what is asked by hand has none."""
+    """Browsers send one of these headers with any request that can change state; other clients send neither."""
     return "origin" in http.headers or http.headers.get("sec-fetch-site", "none") != "none"
 
 

@@ -1,4 +1,4 @@
-"""Who may ask the server for what: by key, and never a page of another site in somebody's browser."""
+"""Access control: by key, and never for a page of another site in a browser."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_neither_key_is_the_other(guarded: httpx.Client) -> None:
     assert "API key" in refused(guarded.post(COMPLETIONS, json=ASK, headers=bearer(ADMIN)), 401)
 
 
-def test_where_there_is_an_admin_key_a_flush_wants_it(guarded: httpx.Client) -> None:
+def test_a_flush_needs_the_admin_key_if_there_is_one(guarded: httpx.Client) -> None:
     complete_it = {"prompt": "x" * 100, "max_tokens": 1}
     guarded.post(COMPLETIONS, json=complete_it, headers=bearer(API))
     assert "wrong admin key" in refused(guarded.post(FLUSH, headers=bearer(API)), 401)
@@ -70,7 +70,7 @@ def test_an_admin_key_alone_guards_the_flush_and_not_the_answers(own_client: htt
 
 
 @pytest.mark.parametrize("own_server", [{"api_key": API}], indirect=True)
-def test_without_an_admin_key_a_flush_wants_the_key_of_everybody(own_client: httpx.Client) -> None:
+def test_without_an_admin_key_a_flush_needs_the_api_key(own_client: httpx.Client) -> None:
     assert "API key" in refused(own_client.post(FLUSH), 401)
     assert own_client.post(FLUSH, headers=bearer(API)).status_code == 200
 
@@ -78,7 +78,7 @@ def test_without_an_admin_key_a_flush_wants_the_key_of_everybody(own_client: htt
 WRONG = [b"Bearer kex", ADMIN.encode(), b"Bearer", b"bearer " + ADMIN.encode(), b"Basic x", b"Bearer \xff"]
 
 
-def test_however_many_wrong_keys_come_each_is_told_and_the_right_one_passes(guarded: httpx.Client) -> None:
+def test_each_wrong_key_is_refused_and_the_right_one_passes(guarded: httpx.Client) -> None:
     for _ in range(5):
         for wrong in WRONG:
             response = guarded.put(STORAGE, headers={b"Authorization": wrong})
@@ -115,7 +115,7 @@ def test_a_flush_in_a_form_that_a_page_could_send_is_refused(client: httpx.Clien
 
 @pytest.mark.parametrize("kind", [*SIMPLE, None])  # a body of no type at all is sent without asking, too
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_no_page_makes_the_model_compute_by_a_form_that_needs_nobodys_leave(
+def test_no_page_makes_the_model_compute_by_a_form_without_preflight(
     client: httpx.Client, path: str, kind: str | None
 ) -> None:
     asked = b'{"prompt": "hei", "max_tokens": 1, "messages": [{"role": "user", "content": "hei"}]}'
@@ -133,14 +133,14 @@ def test_a_page_may_ask_what_costs_nothing_and_says_so(client: httpx.Client, hea
 
 
 @pytest.mark.parametrize("headers", [{}, {"Sec-Fetch-Site": "none"}], ids=str)
-def test_who_is_no_page_flushes_as_ever(client: httpx.Client, headers: Body) -> None:
+def test_a_client_that_is_no_page_may_flush(client: httpx.Client, headers: Body) -> None:
     for body in ({}, {"json": {"tiers": ["device"]}}, {"content": b""}, {"content": b'{"tiers": "host"}'}):
         assert client.post(FLUSH, headers=headers, **body).status_code == 200, body
     kind = {"Content-Type": "application/json; charset=utf-8"}
     assert client.post(FLUSH, headers=headers | kind, content=b'{"tiers": "host"}').status_code == 200
 
 
-def test_json_from_who_is_no_page_is_json_whatever_its_content_type(client: httpx.Client) -> None:
+def test_json_from_a_client_that_is_no_page_may_have_any_content_type(client: httpx.Client) -> None:
     for kind in SIMPLE:  # `curl -d` says that it sends a form
         asked = {"content": b'{"prompt": "hei", "max_tokens": 1}', "headers": {"Content-Type": kind}}
         assert client.post(COMPLETIONS, **asked).status_code == 200  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The way from a body to tokens: what is too large is refused before it costs anything, and nobody waits for a book."""
+"""Request preparation: too large a request is refused at no cost, and short requests never wait for long ones."""
 
 import json
 import socket
@@ -14,7 +14,7 @@ from talk import CHAT, COMPLETIONS, LONG_S, Body, complete, metrics, refused, te
 
 from kvarve.engine import engine as engine_module
 from kvarve.server import app
-from kvarve.server.api import MOST_NAMED, MOST_OBJECTS, MOST_VALUES, SMALL_BYTES, ChatAsked, Refused, parse
+from kvarve.server.api import MOST_NAMED, MOST_OBJECTS, MOST_VALUES, SMALL_BYTES, ChatRequest, Refused, parse
 from kvarve.server.encoder import Encoder
 from kvarve.server.lanes import LANES
 from kvarve.server.serve import Server
@@ -99,7 +99,7 @@ def ended(now: dict[str, float]) -> float:
 # --- nobody waits for another's book
 
 
-def test_five_huge_prompts_hold_up_nobody(client: httpx.Client, gate: Gate, song: str) -> None:
+def test_five_huge_prompts_do_not_delay_others(client: httpx.Client, gate: Gate, song: str) -> None:
     with ThreadPoolExecutor(5) as pool:
         books = [pool.submit(complete, client, **huge(str(i))) for i in range(5)]
         gate.until_one_stands_here()
@@ -118,7 +118,7 @@ def test_five_huge_prompts_hold_up_nobody(client: httpx.Client, gate: Gate, song
 
 
 @pytest.mark.parametrize("own_server", [{"max_running": 1, "max_waiting": 2}], indirect=True)
-def test_who_is_being_tokenized_counts_as_waiting(own_client: httpx.Client, gate: Gate) -> None:
+def test_a_request_being_tokenized_counts_as_waiting(own_client: httpx.Client, gate: Gate) -> None:
     with ThreadPoolExecutor(3) as pool:
         books = [pool.submit(complete, own_client, **huge(str(i))) for i in range(3)]
         until(own_client, lambda now: now[TOKENIZING] == 3)
@@ -132,7 +132,7 @@ def test_who_is_being_tokenized_counts_as_waiting(own_client: httpx.Client, gate
     assert complete(own_client, "hei", max_tokens=1)
 
 
-def test_what_a_client_asked_who_left_is_never_begun(
+def test_a_queued_request_of_a_disconnected_client_never_starts(
     client: httpx.Client, gate: Gate, answers: list[app._Answer], leaver: Leaver
 ) -> None:
     before = metrics(client)
@@ -152,7 +152,7 @@ def test_what_a_client_asked_who_left_is_never_begun(
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_who_leaves_while_the_engine_is_asked_is_aborted(
+def test_a_client_that_disconnects_during_submission_is_aborted(
     client: httpx.Client,
     song: str,
     n: int,
@@ -193,7 +193,7 @@ def test_a_prompt_is_checked_once_for_all_its_answers_and_not_on_the_event_loop(
     body = {"prompt": song, "n": 16, "max_tokens": 1, "stream": streaming}
     assert client.post(COMPLETIONS, json=body).status_code == 200
     assert len(threads) == 1
-    assert threads[0].startswith("kvarve words")
+    assert threads[0].startswith("kvarve prepare")
 
 
 # --- what is refused by its size
@@ -264,10 +264,10 @@ def test_signs_within_a_text_are_no_values(client: httpx.Client) -> None:
     assert len(signs) > SMALL_BYTES
     for ascii_only in (False, True):
         body = json.dumps(in_a_chat("hei") | {"user": signs}, ensure_ascii=ascii_only).encode()
-        assert parse(ChatAsked, body).messages[0].content == "hei"
+        assert parse(ChatRequest, body).messages[0].content == "hei"
         nested = json.dumps(in_a_chat("hei") | {"user": signs, "x": [{}] * (MOST_OBJECTS + 1)}).encode()
         with pytest.raises(Refused, match="JSON objects"):
-            parse(ChatAsked, nested)
+            parse(ChatRequest, nested)
 
 
 @pytest.mark.parametrize(
