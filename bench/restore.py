@@ -31,7 +31,7 @@ from kvarve.core.lease import Lease, Phase
 from kvarve.memory.record import record_bytes
 from kvarve.model import Tier
 from kvarve.runtime import PrefixCache
-from kvarve.storage import FileStorage, Storage, TokenUsage
+from kvarve.storage import FileStorage, Storage, StorageUsage
 from pretend import IDENTITY, KV, PAGE_TOKENS, PATIENCE_S, STATE, until
 
 MIB = 1 << 20
@@ -89,7 +89,7 @@ class Gate(Storage):
     def delete(self, names: Sequence[str]) -> list[bool]:
         return self._inner.delete(names)
 
-    def usage(self) -> TokenUsage:
+    def usage(self) -> StorageUsage:
         return self._inner.usage()
 
     def close(self) -> None:

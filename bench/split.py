@@ -17,7 +17,7 @@ from pathlib import Path
 import common
 from kvarve.config import spacing
 from kvarve.errors import ConfigError
-from kvarve.simulate import Report, Request, SimulationConfig, read_trace, replayed
+from kvarve.simulate import SimulationConfig, SimulationReport, TraceRequest, read_trace, replayed
 
 BLOCK = 64  # tokens of an id, and of a page
 CHUNK = 256
@@ -143,10 +143,10 @@ TRAFFIC: dict[str, Callable[[Ids], Prompts]] = {
 }
 
 
-def requests(traffic: str, seed: int) -> list[Request]:
+def requests(traffic: str, seed: int) -> list[TraceRequest]:
     found = []
     for at, ids in enumerate(TRAFFIC[traffic](Ids(random.Random(f"{traffic} {seed}")))):
-        found.append(Request(at * 1000.0, len(ids) * BLOCK + 1, 1, ids))
+        found.append(TraceRequest(at * 1000.0, len(ids) * BLOCK + 1, 1, ids))
     return found
 
 
@@ -171,7 +171,7 @@ def drawn(seed: int) -> Shape:
     )
 
 
-def fills(shape: Shape, asked: Sequence[Request]) -> int:
+def fills(shape: Shape, asked: Sequence[TraceRequest]) -> int:
     """Bytes of all that the traffic would keep: each block once, a snapshot where each prompt ends."""
     blocks = {id_ for each in asked for id_ in each.ids}
     ends = {each.ids[-1] for each in asked}
@@ -223,13 +223,13 @@ class Lost:
         return 1 - self.hit_rate / self.best
 
 
-def measured(shape: Shape, asked: Sequence[Request]) -> list[Lost]:
+def measured(shape: Shape, asked: Sequence[TraceRequest]) -> list[Lost]:
     """Every rule with one shape; nothing where not even the best spacing finds anything."""
     memory, found = round(shape.share * fills(shape, asked)), dict[int, float]()
     apart = {name: max(CHUNK, int(rule(shape))) for name, rule in rules().items()}
     for tokens in {*SPACINGS, *apart.values()}:
         try:
-            report: Report = replayed(asked, shape.config(memory, tokens))
+            report: SimulationReport = replayed(asked, shape.config(memory, tokens))
         except ConfigError:  # not even two chunks have room
             return []
         found[tokens] = report.hit_rate

@@ -14,7 +14,7 @@ import kvarve.engine.engine as engine_module
 from kvarve.config import CacheConfig
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import LoadedModel
-from kvarve.engine.requests import Request, Sampling, StorageUsage
+from kvarve.engine.requests import Request, Sampling, TokenUsage
 from kvarve.engine.state import StateLayout, Workspace
 from kvarve.keys import bind_to_chunk, extend, object_name, pack, root_key
 from kvarve.memory.record import HEADER_BYTES, Stamp
@@ -101,7 +101,7 @@ class Folder:
         meanwhile()
         self.engine = self.opened()
 
-    def ask(self, seed: int) -> tuple[list[int], dict[int, Tensor], StorageUsage]:
+    def ask(self, seed: int) -> tuple[list[int], dict[int, Tensor], TokenUsage]:
         self._logits = {}
         request = Request(a_prompt(seed), Sampling(DECODED, ignore_eos=True))
         _, tokens, last = self.engine.submit(request).result(LONG_S)
@@ -200,7 +200,7 @@ def test_a_damaged_file_costs_time_and_nothing_else_and_is_made_good(
         assert folder.is_good(*other)
         fault(folder.file(*victim), folder.file(*other))
 
-    def same(seed: int) -> StorageUsage:
+    def same(seed: int) -> TokenUsage:
         tokens, logits, usage = folder.ask(seed)
         expected, cold_logits, _ = cold[seed]
         assert tokens == expected
@@ -215,14 +215,14 @@ def test_a_damaged_file_costs_time_and_nothing_else_and_is_made_good(
         if any(of == seed for _, of, _ in hurt):
             assert usage.cached < HIT
         else:
-            assert usage == StorageUsage(PROMPT, DECODED, 0, 0, HIT)
+            assert usage == TokenUsage(PROMPT, DECODED, 0, 0, HIT)
     assert folder.counters.bad_storage == (0 if fault is delete else len(hurt))
 
     assert folder.engine.settle(LONG_S)
     assert all(folder.is_good(*page) for page in hurt), "not there again"
     folder.restart()
     for seed in (1, 2):
-        assert same(seed) == StorageUsage(PROMPT, DECODED, 0, 0, HIT)
+        assert same(seed) == TokenUsage(PROMPT, DECODED, 0, 0, HIT)
     assert folder.counters.bad_storage == 0
 
 
@@ -239,9 +239,9 @@ def test_a_folder_of_nothing_but_damage_is_an_empty_one(folder: Folder) -> None:
         tokens, logits, usage = folder.ask(1)
         assert tokens == cold[0]
         assert all(torch.equal(found, cold[1][position]) for position, found in logits.items())
-    assert usage == StorageUsage(PROMPT, DECODED, HIT, 0, 0)
+    assert usage == TokenUsage(PROMPT, DECODED, HIT, 0, 0)
     folder.restart()
-    assert folder.ask(1)[2] == StorageUsage(PROMPT, DECODED, 0, 0, HIT)
+    assert folder.ask(1)[2] == TokenUsage(PROMPT, DECODED, 0, 0, HIT)
 
 
 @pytest.mark.parametrize("folder", ["qwen3_5"], indirect=True)

@@ -116,7 +116,8 @@ class Server:
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                backlog=min(BACKLOG, self.connections.most // 2),  # accepted before the limit is checked
+                # asyncio accepts this many in each turn of its loop, and closes the excess some four turns later.
+                backlog=max(1, min(BACKLOG, self.connections.most // 8)),
             )
             self._http = _Uvicorn(config, self.connections)
             self._thread = threading.Thread(target=self._serve, args=(listener,), name="kvarve http", daemon=True)
