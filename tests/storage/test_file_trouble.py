@@ -56,6 +56,28 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
     assert intact_anew(folder, some) == set(some)
 
 
+@pytest.mark.parametrize("nth", range(1, 4))
+def test_a_foreign_folder_that_cannot_be_listed_is_refused_and_left_alone(
+    tmp_path: Path, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir(mode=0o700)
+    (folder / "thesis.txt").write_text("42")
+    scan, calls = os.scandir, 0
+
+    def scandir(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == nth:
+            raise trouble(errno.EMFILE)
+        return scan(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(StorageError):
+        patch.setattr(os, "scandir", scandir)
+        opened(folder, capacity=MIB)
+    assert [each.name for each in folder.iterdir()] == ["thesis.txt"]
+
+
 def test_a_disk_that_takes_a_few_bytes_at_a_time_hears_of_all_slabs(tmp_path: Path) -> None:
     class Stingy(Quick):
         def write(self, file: int, data: Any, at: int) -> int:
