@@ -179,7 +179,7 @@ def test_a_store_that_goes_first_ends_what_was_sent_to_it(make: Make) -> None:
     assert before.closed.wait(LONG_S) and store.closed.is_set()
     assert store.usage().objects > 0
     settle(cache)
-    assert nothing_is_left(cache)
+    until(cache, lambda: nothing_is_left(cache))  # a call that hung may still be on its way back
 
 
 def test_without_a_store_nobody_is_asked_and_it_can_come_back(make: Make, tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_who_waits_for_a_store_that_goes_is_computed_at_once(make: Make) -> None
     request.compute().close()
     store.release()
     settle(cache)
-    assert nothing_is_left(cache)
+    until(cache, lambda: nothing_is_left(cache))  # a call that hung may still be on its way back
 
 
 def test_policies_come_with_a_store_and_stay(make: Make) -> None:
@@ -264,7 +264,7 @@ def test_a_store_that_hangs_hurts_nobody_after_it_was_detached(make: Make) -> No
     cache.flush()
     assert run(cache, OTHER) == (0, 0, ALL)
     settle(cache)
-    assert nothing_is_left(cache)
+    until(cache, lambda: nothing_is_left(cache))  # a call that hung may still be on its way back
     cache.shutdown()
     gone(threads() - before)
 
@@ -289,7 +289,7 @@ def test_what_waited_behind_a_call_that_hangs_ends_when_the_store_is_given_up(ma
     assert cache.core.copies.ops, "what has begun hangs"
     store.release()
     until(cache, lambda: not cache.core.copies.ops)
-    assert nothing_is_left(cache)
+    until(cache, lambda: nothing_is_left(cache))  # a call that hung may still be on its way back
 
 
 def test_figures_of_a_store_that_hangs_are_those_it_gave_last(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +352,7 @@ def test_when_a_store_has_hung_for_too_long_those_who_wait_go_on_and_others_neve
     settle(cache)
     cache.flush()
     assert run(cache, OTHER) == (0, 0, ALL)
-    assert nothing_is_left(cache)
+    until(cache, lambda: nothing_is_left(cache))  # a call that hung may still be on its way back
 
 
 def test_a_store_that_is_down_can_be_detached_and_another_attached(make: Make) -> None:
@@ -384,7 +384,7 @@ def goes_on(cache: PrefixCache) -> None:
     cache.flush()
     assert run(cache, OTHER) == (0, 0, ALL)
     settle(cache)
-    assert nothing_is_left(cache)
+    until(cache, lambda: nothing_is_left(cache))  # a call that hung may still be on its way back
 
 
 @pytest.fixture
