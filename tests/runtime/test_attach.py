@@ -293,13 +293,14 @@ def test_what_waited_behind_a_call_that_hangs_ends_when_the_store_is_given_up(ma
 
 
 def test_figures_of_a_store_that_hangs_are_those_it_gave_last(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_connection, "USAGE_S", 0.01)
     store = a_store()
     cache = make(store)
     run(cache, LONG)
     settle(cache)
-    while (usage := cache.usage()) is None or not usage.objects:
-        pass
+    monkeypatch.setattr(storage_connection, "USAGE_S", LONG_S)
+    usage = cache.usage()
+    assert usage is not None and usage.objects > 0
+    monkeypatch.setattr(storage_connection, "USAGE_S", 0.01)
     store.stall()
     stalled = threads()
     assert [cache.usage() for _ in range(5)] == [usage] * 5
