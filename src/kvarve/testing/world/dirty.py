@@ -31,7 +31,7 @@ class Dirty:
         self._unstored = set()
 
     def look(self, runs: Iterable[Run], stored: int) -> None:
-        """Check after an input in which storage confirmed `stored` pages."""
+        """Check after an input in which stores and fetches have shown `stored` pages to be in storage."""
         core, memory, unstored = self._core, set[Name](), set[Name]()
         expects = core.copies.storage or core.backups.down
         for run in runs:

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from kvarve.core.audit import audit
 from kvarve.core.cache import Core
+from kvarve.core.copies import FETCH, STORE
 from kvarve.core.effects import Copy, Effect, Ended, Event, agreed
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import WAIT_COMPLETE, Patience
@@ -243,7 +244,7 @@ class World:
         for end in ended:
             self._note_failure(end)
             op = self.core.copies.ops.get(end.op)
-            if op is not None and op.edge == (Tier.HOST, Tier.STORAGE):
+            if op is not None and op.edge in (STORE, FETCH):  # what was fetched is in storage too
                 self._confirmed += end.good.bit_count()
         for core in self.cores:
             core.step(events, self.now)
