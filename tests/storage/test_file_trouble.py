@@ -4,7 +4,9 @@ import contextlib
 import errno
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,18 @@ HEAD = range(1)
 # --- at the opening
 
 
+def a_listing_that_fails(nth: int) -> Callable[..., Any]:
+    """os.scandir, of which the n-th call finds no descriptor."""
+    scan, calls = os.scandir, count(1)
+
+    def scandir(*args: Any) -> Any:
+        if next(calls) == nth:
+            raise trouble(errno.EMFILE)
+        return scan(*args)
+
+    return scandir
+
+
 @pytest.mark.parametrize("nth", range(1, 8))
 def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
     tmp_path: Path, nth: int, monkeypatch: pytest.MonkeyPatch
@@ -35,16 +49,7 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
     storage = opened(folder, capacity=MIB)
     assert all(store(storage, some))
     storage.close()
-    scan, calls = os.scandir, 0
-
-    def scandir(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == nth:
-            raise trouble(errno.EMFILE)
-        return scan(*args)
-
-    monkeypatch.setattr(os, "scandir", scandir)
+    monkeypatch.setattr(os, "scandir", a_listing_that_fails(nth))
     try:
         storage = opened(folder, capacity=MIB)
         assert intact(storage, some) == set(some)
@@ -63,17 +68,8 @@ def test_a_foreign_folder_that_cannot_be_listed_is_refused_and_left_alone(
     folder = tmp_path / "theirs"
     folder.mkdir(mode=0o700)
     (folder / "thesis.txt").write_text("42")
-    scan, calls = os.scandir, 0
-
-    def scandir(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == nth:
-            raise trouble(errno.EMFILE)
-        return scan(*args)
-
     with monkeypatch.context() as patch, pytest.raises(StorageError):
-        patch.setattr(os, "scandir", scandir)
+        patch.setattr(os, "scandir", a_listing_that_fails(nth))
         opened(folder, capacity=MIB)
     assert [each.name for each in folder.iterdir()] == ["thesis.txt"]
 
