@@ -26,8 +26,8 @@ class CacheConfig:
     `snapshot_gap`, `load_at_least` and `fetch_at_least`: the fewest tokens that a kept window or state, a copy to the
     device, or one from storage has to save. `host_share`: of each host pool, the share that copies to and from storage
     may hold. `offload_pays_at`: of the bytes stored, the share that has to be used, or storing pauses until it would
-    pay again (0: never). `tokens_per_snapshot`: memory is divided among the pools for a window or state every so many
-    tokens (0: by the model, see `spacing`).
+    pay again (0: never). `tokens_per_snapshot`: the tokens between two windows or states for which the pools
+    divide their memory (0: by the model, see `spacing`).
     """
 
     device_memory: int

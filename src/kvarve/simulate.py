@@ -416,7 +416,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--selective-uses", default=preset.selective_uses, help="uses before write_through_selective writes", **count)
     add("--snapshot-every", default=0, help="keep windows and states every so many tokens too", **count)
     add("--snapshot-gap", default=0, help="the fewest tokens that a kept window or state has to save", **count)
-    apart = "divide memory for a window or state every so many tokens; by the model unless given"
+    apart = "tokens between two windows or states for which memory is divided (default: by the model)"
     add("--tokens-per-snapshot", default=0, help=apart, **count)
     orders = f"which page is evicted first: {', '.join(ORDERS)} (default %(default)s)"
     add("--eviction", default=preset.eviction, metavar="ORDER", help=orders)

@@ -12,7 +12,7 @@ from zlib import crc32
 from kvarve.core.tree import Run
 
 PROVEN_USES = 2
-SAMPLE = 16  # of the unproven runs, one in so many is stored in a pause
+SAMPLE = 16  # in a pause, one of this many unproven runs is stored
 SAMPLED_PAGES = 1 << 14  # pages of the sample whose keys are remembered
 
 

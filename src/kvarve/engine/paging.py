@@ -27,7 +27,7 @@ class Table:
         self.page_tokens = page_tokens
         self.slots: list[int] = []
         self.index = torch.empty(0, dtype=torch.long, device=device)  # the same, for torch
-        self.straight = 0  # so many of the first pages are in consecutive slots
+        self.straight = 0  # the number of first pages that lie in consecutive slots
         self._foreign = 0  # pages of other requests that this one computes too, as a set of bits
         self._rows: dict[int, tuple[int, int, Tensor, Tensor | None]] = {}  # the last answers of `rows`, by `per_page`
 

@@ -14,13 +14,13 @@ from typing import TypeVar
 
 from kvarve.core.audit import audit
 from kvarve.core.cache import Core
-from kvarve.core.copies import FETCH, STORE
+from kvarve.core.copies import FETCH, STORE, Moving, Op
 from kvarve.core.effects import Copy, Effect, Ended, Event, agreed
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import WAIT_COMPLETE, Patience
 from kvarve.core.prefetch import ROOM_RETRIES
 from kvarve.core.settings import CoreConfig
-from kvarve.core.tree import Run
+from kvarve.core.tree import Run, covering, walk
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES, extend, pack, root_key
 from kvarve.model import Tier
 from kvarve.testing.world.dirty import Dirty
@@ -244,8 +244,10 @@ class World:
         for end in ended:
             self._note_failure(end)
             op = self.core.copies.ops.get(end.op)
-            if op is not None and op.edge in (STORE, FETCH):  # what was fetched is in storage too
+            if op is not None and op.edge == STORE:
                 self._confirmed += end.good.bit_count()
+            elif op is not None and op.edge == FETCH:  # shows that a page in memory is in storage too
+                self._confirmed += sum(end.good >> i & self._resident(op, page) for i, page in enumerate(op.pages))
         for core in self.cores:
             core.step(events, self.now)
         self._check()
@@ -253,6 +255,16 @@ class World:
         if self._paused != self.core.governor.paused:
             self._paused = not self._paused
             self.seen["storing paused" if self._paused else "storing went on"] += 1
+
+    def _resident(self, op: Op, page: Moving) -> bool:
+        """Whether the tree has a page of a fetch in memory."""
+        assert op.lease is not None
+        root = self.core.slot_pools.roots.get(op.lease.root)
+        passed, known = walk(root, op.lease.tokens) if root is not None else ([], 0)
+        if page.position >= known:
+            return False
+        run = covering(passed[-1], page.position)
+        return bool((run.here[page.pool] | run.here[len(self.core.pools) + page.pool]) >> page.position - run.first & 1)
 
     def _note_failure(self, end: Ended) -> None:
         """The shadow's back-off: after a store that lost pages, doubling each time."""
