@@ -98,8 +98,9 @@ def _audit_slots(core: Core, runs: list[Run]) -> None:
             owned[place].extend(slots.values())
     for op in core.copies.ops.values():
         if op.edge[1] < 2 and op.edge[0] != op.edge[1]:
-            for page in op.pages:
-                owned[op.edge[1] * pools + page.pool].append(page.target)
+            for i, page in enumerate(op.pages):
+                if not op.given >> i & 1:
+                    owned[op.edge[1] * pools + page.pool].append(page.target)
     for run in runs:
         for place, (here, table) in enumerate(zip(run.here, run.slots, strict=True)):
             if table is None:
@@ -176,6 +177,7 @@ def audit(core: Core) -> None:
     for tier in range(2):
         holds = [(lease.run, lease.held, lease.prefix_pins) for lease in core.leases.values() if tier in lease.tiers]
         reads = [(op.run, op.pinned) for op in core.copies.ops.values() if op.run is not None and op.edge[0] == tier]
+        reads += [(op.run, op.filling) for op in core.copies.ops.values() if op.run is not None and op.edge[1] == tier]
         pins.append(_shares(runs, [(run, held) for run, held, _ in holds] + reads))
         prefix_pins.append(_shares(runs, [(run, chains) for run, _, chains in holds]))
     _audit_leases(core)

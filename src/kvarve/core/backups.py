@@ -181,11 +181,16 @@ class Backups:
         """Drop bad host pages of which the device has good copies, and mark them for a new backup."""
         for pool in self.pools:
             place = self._host(pool)
-            for local in members(run.bad[place] & run.here[pool]):
-                if not self.copies.reads(place, run.slot(place, run.first + local)):
-                    self.slot_pools.leave(run, place, run.first + local)
-                    run.backed_up_since_use[pool] &= ~(1 << local)
-                    self.mark_dirty(run)
+            for local in members(run.bad[place] & run.here[pool] & ~self._bad_in_use(run, pool)):
+                self.slot_pools.leave(run, place, run.first + local)
+                run.backed_up_since_use[pool] &= ~(1 << local)
+                self.mark_dirty(run)
+
+    def _bad_in_use(self, run: Run, pool: int) -> int:
+        """Local positions of bad host pages that a copy in flight still reads, so that they cannot be replaced yet."""
+        place = self._host(pool)
+        bad = members(run.bad[place])
+        return of(local for local in bad if self.copies.reads(place, run.slot(place, run.first + local)))
 
     def _on(self, run: Run, place: int, position: int) -> bool:
         run = covering(run, position)
@@ -453,7 +458,8 @@ class Backups:
             return self._rescue_from_host(run, pool, want) if write_back and stores else 0
         if not self.slot_pools.capacity[self._host(pool)]:
             return 0
-        wanted = [want & ~run.coming[self._host(pool)] if each == pool else 0 for each in self.pools]
+        taken = run.coming[self._host(pool)] | self._bad_in_use(run, pool)  # no second copy to the host would be kept
+        wanted = [want & ~taken if each == pool else 0 for each in self.pools]
         moving = _positions(run, self._send(run, BACKUP, wanted, leaving=True))
         # While the host frees slots, pages that found none yet stay rather than being lost.
         return want if self.leaving() else moving

@@ -16,7 +16,7 @@ from kvarve import boundaries
 from kvarve.boundaries import deepest, members, needed, ones, span
 from kvarve.core.backups import Backups
 from kvarve.core.copies import FETCH, LOAD, PROBE, STORE, Copies, CopyOutcome, Moving, Op
-from kvarve.core.effects import Began, Effect, Ended, Event
+from kvarve.core.effects import Began, Effect, Ended, Event, Verified
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.paths import Paths
 from kvarve.core.policies import BEST_EFFORT, Patience, WritePolicy
@@ -321,6 +321,9 @@ class Core:
         self.now = self.backups.now = now
         moved = False
         for event in events:
+            if isinstance(event, Verified):
+                self._verified(event)
+                continue
             op = self._began(event) if isinstance(event, Began) else self._apply(event)
             moved = moved or (op is not None and op.edge in (PROBE, FETCH) and not op.void)
         if moved:
@@ -595,9 +598,7 @@ class Core:
             lease.ops.discard(end.op)
             if waited and op.edge in (PROBE, FETCH):
                 self.prefetch.began(lease)  # at the latest
-        outcomes = [
-            CopyOutcome(page, bool(end.good >> i & 1), bool(end.bad >> i & 1)) for i, page in enumerate(op.pages)
-        ]
+        outcomes = _outcomes(op, end)
         if op.edge == PROBE:
             if lease is not None and waited:
                 self.prefetch.answered(lease, outcomes)
@@ -609,26 +610,70 @@ class Core:
                 self.prefetch.land(lease)
                 self._fetch(lease)  # if pages were lost, a shallower boundary may still be fetched
         elif op.edge == LOAD:
-            assert op.run is not None
-            self._loaded(op.run, outcomes)
-            if waited and lease is not None:
-                lease.torn = lease.torn or not all(good for _, good, _ in outcomes)
-                if not lease.ops:
-                    self._arrived(lease)
+            if op.verified is None:
+                self._loaded(op, outcomes)
+                self._waited(op, waited, outcomes)
+            else:
+                self._copied(op, end)
         else:
             assert op.run is not None
             self.backups.ended(op, op.run, outcomes)
         return op
 
-    def _loaded(self, tail: Run, outcomes: list[CopyOutcome]) -> None:
-        for page, good, bad in outcomes:
-            run = covering(tail, page.position)
+    def _verified(self, event: Verified) -> None:
+        """A load's pages are being copied after their check: its lease need not wait for the copy."""
+        op = self.copies.ops.get(event.op)
+        if op is None or op.edge != LOAD or op.verified is not None:
+            self.counters.strays += 1
+            return
+        op.verified = event.good
+        outcomes = _outcomes(op, event)
+        self._loaded(op, outcomes)
+        waited = op.lease is not None and event.op in op.lease.ops
+        if op.lease is not None:
+            op.lease.ops.discard(event.op)
+        self._waited(op, waited, outcomes)
+
+    def _copied(self, op: Op, end: Ended) -> None:
+        """The copy of a verified load has ended."""
+        assert op.verified is not None and op.run is not None and op.lease is not None
+        assert not op.verified & ~end.good, "a request resumed from a page whose copy has failed"
+        for i, page in enumerate(op.pages):
+            if not op.given >> i & 1:
+                self.slot_pools.give_back(page.pool, page.target)
+            if any((run := covering(op.run, page.position)).bad):
+                self.backups.heal(run)
+        self._drop_loaded(op.lease, op.run)
+
+    def _waited(self, op: Op, waited: bool, outcomes: list[CopyOutcome]) -> None:
+        """A lease that waited for a load goes on."""
+        if waited and op.lease is not None:
+            op.lease.torn = op.lease.torn or not all(good for _, good, _ in outcomes)
+            if not op.lease.ops:
+                self._arrived(op.lease)
+
+    def _loaded(self, op: Op, outcomes: list[CopyOutcome]) -> None:
+        """Pages of a load are on the device, or are being copied there after their check."""
+        assert op.run is not None
+        for i, (page, good, bad) in enumerate(outcomes):
+            run = covering(op.run, page.position)
             self.counters.loaded += good
             self.counters.bad_host += bad
             self.counters.failed += not good and not bad
             if bad:
                 self.slot_pools.mark_bad(run, self.slot_pools.place(Tier.HOST, page.pool), page.position)
-            if not good or not self.backups.make_resident(run, page.pool, page.position, page.target):
+            resident = good and self.backups.make_resident(run, page.pool, page.position, page.target)
+            if op.verified is not None and good:
+                op.given |= resident << i
+                if resident and not op.filling >> page.position & 1:
+                    self.slot_pools.pin(op.run, 1 << page.position, tiers=op.edge[1:])
+                    op.filling |= 1 << page.position
+            elif not resident:
                 self.slot_pools.give_back(page.pool, page.target)
+                op.given |= 1 << i
             if any(run.bad):
                 self.backups.heal(run)
+
+
+def _outcomes(op: Op, event: Verified | Ended) -> list[CopyOutcome]:
+    return [CopyOutcome(page, bool(event.good >> i & 1), bool(event.bad >> i & 1)) for i, page in enumerate(op.pages)]

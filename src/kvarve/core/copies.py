@@ -39,13 +39,19 @@ class CopyOutcome(NamedTuple):
 
 @dataclass
 class Op:
-    """A copy or probe in flight. Until it has ended it owns its target slots and pins its sources in their tier."""
+    """A copy or probe in flight. Until it has ended it owns its target slots and pins its sources in their tier.
+
+    A load that has been `verified` gives target slots to the tree before it has ended, and pins their pages meanwhile.
+    """
 
     edge: Edge
     pages: list[Moving]
     lease: Lease | None = None
     run: Run | None = None
     pinned: int = 0
+    verified: int | None = None  # of a load: the pages (bits) that are being copied after their check
+    given: int = 0  # pages (bits) whose target slots it does not own any more
+    filling: int = 0  # positions that it pins on the device until they have been copied
     wait_s: float = 0.0  # how long its lease waits for it to begin
     leaving: bool = False  # an eviction that waits for its copy
     onward: bool = False  # a copy to the host of pages that go on to storage
@@ -91,6 +97,7 @@ class Copies:
         op = self.ops.pop(number, None)
         if op is not None and op.run is not None:
             self._slot_pools.unpin(op.run, op.pinned, tiers=op.edge[:1])
+            self._slot_pools.unpin(op.run, op.filling, tiers=op.edge[1:])
         return op
 
     def reads(self, place: int, slot: int) -> bool:

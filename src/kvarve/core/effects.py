@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvarve.model import Tier
 
@@ -51,6 +51,16 @@ class Began:
 
 
 @dataclass(frozen=True)
+class Verified:
+    """The pages of a load have passed their check (`good`), or failed it (`bad`), and the good ones are being copied
+    layer by layer. The request may resume: the engine waits for each layer. `Ended` follows, with the same bits."""
+
+    op: int
+    good: int
+    bad: int = 0
+
+
+@dataclass(frozen=True)
 class Ended:
     """The end of an effect: bit i of `good` says page i arrived (or is there), bit i of `bad` that it failed its
     check: its bytes are not those that its key names."""
@@ -60,13 +70,15 @@ class Ended:
     bad: int = 0
 
 
-Event = Began | Ended
+Event = Began | Verified | Ended
+Outcome = TypeVar("Outcome", Verified, Ended)
 
 
-def agreed(ends: Sequence[Ended]) -> Ended:
-    """How one effect ended on all ranks: a page is good if it is good on all of them, bad if it is bad on any."""
+def agreed(ends: Sequence[Outcome]) -> Outcome:
+    """How one effect was verified, or ended, on all ranks: a page is good if it is good on all of them, bad if it is
+    bad on any."""
     good, bad = ends[0].good, 0
     for end in ends:
         good &= end.good
         bad |= end.bad
-    return Ended(ends[0].op, good & ~bad, bad)
+    return type(ends[0])(ends[0].op, good & ~bad, bad)

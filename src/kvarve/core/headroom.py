@@ -25,8 +25,8 @@ class Headroom:
             if op.run is not None:
                 self._hold(op.run)
             if op.edge == LOAD:
-                for page in op.pages:
-                    if page.pool in self._chains:
+                for i, page in enumerate(op.pages):
+                    if page.pool in self._chains and not op.given >> i & 1:
                         self.loose[self._chains.index(page.pool)] -= 1
         for stuck in self._stuck.values():
             for i, pages in enumerate(stuck):

@@ -226,6 +226,14 @@ def _began(world: World, pick: int) -> bool:
     return op is not None
 
 
+def _verify(world: World, pick: int, rotten: int, rank: int) -> bool:
+    """The check of a load ends before its copy."""
+    op = _one(pick, world.loads())
+    if op is not None:
+        world.step([world.verify(op, rotten, rank % len(world.cores) if rank >= 0 else -1)])
+    return op is not None
+
+
 def _half(world: World, pick: int, rank: int, lost: int, rotten: int) -> bool:
     """One rank completes an effect before the others."""
     op = _one(pick, [*world.flying])
@@ -319,6 +327,7 @@ ACTIONS: Mapping[str, Callable[..., bool]] = {
     "detach": _detach,
     "step": _step,
     "began": _began,
+    "verify": _verify,
     "half": _half,
     "lose": _lose,
     "again": _again,
@@ -382,13 +391,14 @@ class Director:
             "again": 1,
             "unheard": 0.5,
             "began": dice.choice([0, 6]),
+            "verify": dice.choice([0, 10, 40]),
             "half": 6,
             "lose": 1.5 * faults,
             "elsewhere": dice.choice([0, 3, 6]),
             "rot": 4 * faults,
             "forget": 2 * faults,
             "mute": 0.5 * faults,
-            "retry": dice.choice([0, 0, 1]),
+            "retry": dice.choice([0, 1, 3]),
         }
         # Weights vary between lives, so that an action that is rare in one is common in another.
         self.kinds, self.weights = [*weights], [weight * dice.choice([0.3, 1, 1, 3]) for weight in weights.values()]
@@ -429,6 +439,8 @@ class Director:
                 return ["unheard", dice.choice([1, 2, 1000]), dice.choice([0, 1, 2**70 - 1])]
             case "half":
                 return ["half", pick, dice.randrange(4), self._some(self.trouble), self._some(self.trouble / 3)]
+            case "verify":
+                return ["verify", pick, self._some(self.trouble / 3), dice.choice([-1, 0, 1])]
             case "rot":
                 return ["rot", pick, dice.randrange(4), dice.randrange(2)]
             case "elsewhere":

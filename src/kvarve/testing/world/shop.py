@@ -268,6 +268,14 @@ def _lose(shop: Shop, pick: int) -> bool:
     return bool(flying)
 
 
+def _verify(shop: Shop, pick: int) -> bool:
+    """The check of a load ends before its copy."""
+    loads = shop.world.loads()
+    if loads:
+        shop.world.step([shop.world.verify(loads[pick % len(loads)])])
+    return bool(loads)
+
+
 def _give_up(shop: Shop) -> bool:
     """The lanes end lost effects as failed."""
     lost = [*shop.world.lost]
@@ -297,6 +305,7 @@ ACTIONS: Mapping[str, Callable[..., bool]] = {
     "leave": _leave,
     "turn": _turn,
     "lose": _lose,
+    "verify": _verify,
     "give up": _give_up,
     "flush": _flush,
     "mute": _mute,
@@ -317,7 +326,17 @@ class Director:
         faults = dice.choice([0.0, 0.0, 1.0])
         self.kinds = [*ACTIONS]
         come = dice.choice([5, 15, 40])
-        self.weights = [come, dice.choice([0, 2]), 60, 0.5 * faults, 2, dice.choice([0, 1]), 0.3 * faults, faults]
+        self.weights = [
+            come,
+            dice.choice([0, 2]),
+            60,
+            0.5 * faults,
+            dice.choice([0, 8]),
+            2,
+            dice.choice([0, 1]),
+            0.3 * faults,
+            faults,
+        ]
 
     def action(self, shop: Shop) -> list[Any]:
         dice = self.dice

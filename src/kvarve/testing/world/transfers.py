@@ -39,6 +39,7 @@ class SimulatedTransfers:
     def __init__(self, pools: Sequence[PoolSpec], capacity: Sequence[int], rank: int, ranks: int) -> None:
         self.pools, self.rank, self.ranks = pools, rank, ranks
         self.arenas = [[FREE] * slots for slots in capacity]
+        self.filling: dict[tuple[int, int, int], int] = {}  # by tier, pool and slot: the load that still copies to it
 
     def arena(self, tier: Tier, pool: int) -> list[bytes]:
         return self.arenas[int(tier) * len(self.pools) + pool]
@@ -55,9 +56,34 @@ class SimulatedTransfers:
         for page in effect.pages:
             if effect.source is not Tier.STORAGE:
                 self._source(effect, page)
+                busy = (int(effect.source), page.pool, page.source) in self.filling
+                assert not busy, "no copy reads a page that is not there yet"
             if effect.target is not Tier.STORAGE:
                 # A slot freed by this call may be taken again in it.
                 self.arena(effect.target, page.pool)[page.target] = mark
+
+    def verify(self, copy: Copy, rotten: int) -> tuple[int, int]:
+        """Check the pages of a load, whose copy begins then; the engine sees a good page as if it had arrived."""
+        good = bad = 0
+        for i, page in enumerate(copy.pages):
+            content = self._read(copy, page, bool(rotten >> i & 1))
+            arena = self.arena(copy.target, page.pool)
+            assert arena[page.target] == flying(copy.op), "a copy's target is its own until it has ended"
+            arena[page.target] = page.key if content == page.key else BROKEN
+            if content == page.key:
+                self.filling[int(copy.target), page.pool, page.target] = copy.op
+            good |= (content == page.key) << i
+            bad |= (content == ROTTEN) << i
+        return good, bad
+
+    def copied(self, copy: Copy, good: int) -> None:
+        """The copy of a load that was verified has ended: neither end may have changed hands meanwhile."""
+        for i, page in enumerate(copy.pages):
+            if good >> i & 1:
+                self._source(copy, page)
+                content = self.arena(copy.target, page.pool)[page.target]
+                assert content == page.key, f"a page that is being copied keeps its slot, now with {content!r}"
+        self.filling = {slot: op for slot, op in self.filling.items() if op != copy.op}
 
     def carry(self, effect: Effect, store: Store, lost: int, rotten: int) -> tuple[int, int]:
         """Perform an effect on this rank; returns the good and the bad pages as bits.

@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from kvarve.core.audit import audit
 from kvarve.core.cache import Core
-from kvarve.core.copies import FETCH, STORE, Moving, Op
-from kvarve.core.effects import Copy, Effect, Ended, Event, agreed
+from kvarve.core.copies import FETCH, LOAD, STORE, Moving, Op
+from kvarve.core.effects import Copy, Effect, Ended, Event, Verified, agreed
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import WAIT_COMPLETE, Patience
 from kvarve.core.prefetch import ROOM_RETRIES
@@ -49,6 +49,7 @@ class World:
         self.attached = self.core.copies.storage
         self.flying: dict[int, Effect] = {}  # in flight, on at least one rank
         self.lost: dict[int, Effect] = {}  # will never end by themselves
+        self.verified: dict[int, Verified] = {}  # loads whose pages are being copied after their check
         self.ended: list[Ended] = []  # the latest ends given to the core
         self.leases: list[Lease] = []  # those of the first rank
         self.log: list[Effect] = []
@@ -238,7 +239,8 @@ class World:
     def step(self, events: Sequence[Event] = (), later_s: float = 0.0) -> None:
         self.now += later_s
         if len(self.cores) > 1:  # as ranks/agreement.py has it
-            events = sorted({event.op: event for event in events}.values(), key=lambda event: event.op)
+            unique = {(event.op, type(event)): event for event in events}.values()
+            events = sorted(unique, key=lambda event: (event.op, isinstance(event, Ended)))
         ended = [event for event in events if isinstance(event, Ended)]
         self.ended = [*self.ended, *[end for end in ended if end.op in self.core.copies.ops]][-40:]
         for end in ended:
@@ -287,6 +289,8 @@ class World:
 
         Bit i of `lost`: page i does not arrive; of `rotten`: its source is corrupted; on one rank, or on all.
         """
+        if op in self.verified:
+            return self._copied(op, self.flying.pop(op))
         for each in range(len(self.transfers)):
             if self._carried[op][each] is None:
                 self.carry(op, each, lost if rank in (-1, each) else 0, rotten if rank in (-1, each) else 0)
@@ -296,9 +300,39 @@ class World:
         self.seen["torn"] += isinstance(effect, Copy) and end.good not in (0, (1 << len(effect.pages)) - 1)
         return end
 
+    def loads(self) -> list[int]:
+        """The loads in flight that no rank has begun with."""
+        return [
+            op
+            for op, effect in self.flying.items()
+            if isinstance(effect, Copy)
+            and (effect.source, effect.target) == LOAD
+            and op not in self.verified
+            and not any(self._carried[op])
+        ]
+
+    def verify(self, op: int, rotten: int = 0, rank: int = -1) -> Verified:
+        """Check the pages of one of the `loads` on all ranks, and begin to copy them."""
+        effect = self.flying[op]
+        assert isinstance(effect, Copy)
+        decays = [rotten if rank in (-1, each) else 0 for each in range(len(self.transfers))]
+        told = [transfers.verify(effect, decay) for transfers, decay in zip(self.transfers, decays, strict=True)]
+        self.verified[op] = agreed([Verified(op, *each) for each in told])
+        self.seen["verified"] += 1
+        return self.verified[op]
+
+    def _copied(self, op: int, effect: Effect) -> Ended:
+        """A verified load has been copied."""
+        told = self.verified.pop(op)
+        assert isinstance(effect, Copy)
+        for transfers in self.transfers:
+            transfers.copied(effect, told.good)
+        del self._stores[op], self._carried[op]
+        return Ended(op, told.good, told.bad)
+
     def carry(self, op: int, rank: int, lost: int = 0, rotten: int = 0) -> None:
         """Perform one effect on one rank only, so it does not end yet."""
-        if self._carried[op][rank] is None:
+        if self._carried[op][rank] is None and op not in self.verified:
             effect = self.flying[op]
             self._carried[op][rank] = self.transfers[rank].carry(effect, self._stores[op], lost, rotten)
 
@@ -310,6 +344,8 @@ class World:
     def give_up(self, op: int) -> Ended:
         """The lane ends a lost effect as failed."""
         effect = self.lost.pop(op)
+        if op in self.verified:  # a copy to the device that has begun cannot be given up
+            return self._copied(op, effect)
         del self._stores[op], self._carried[op]
         if isinstance(effect, Copy) and effect.target is not Tier.STORAGE:
             for page in effect.pages:
@@ -367,6 +403,9 @@ class World:
         for _ in range(TURNS):
             if not lease.ready:  # its own copies end; if it waits for slots, those of others
                 mine = [op for op in sorted(lease.ops) if op in self.flying]
+                if mine and mine[0] % 2 and mine[0] in self.loads():
+                    self.step([self.verify(mine[0])])
+                    continue
                 self.step([self.end(op) for op in mine or [*self.flying]], later_s=1.0 if self.lost else 0.0)
                 self.claim(lease)
         assert lease.ready, "probe, fetch, room, load: no request waits for more"
@@ -564,8 +603,9 @@ class World:
         for effects in (self.flying, self.lost):
             for effect in effects.values():
                 if isinstance(effect, Copy) and effect.target is not Tier.STORAGE:
-                    for page in effect.pages:
-                        counts[int(effect.target) * pools + page.pool] += 1
+                    given = self.core.copies.ops[effect.op].given
+                    for i, page in enumerate(effect.pages):
+                        counts[int(effect.target) * pools + page.pool] += not given >> i & 1
         assert counts == slot_pools.capacity, f"slots are conserved: {counts} of {slot_pools.capacity}"
 
     def _keys_of(self, run: Run) -> bytes:
