@@ -18,7 +18,7 @@ from kvarve.core.effects import Began, Ended, Event
 from kvarve.errors import StorageError
 from kvarve.keys import object_name
 from kvarve.memory.record import HEADER_BYTES
-from kvarve.ranks.agreement import Group
+from kvarve.ranks.group import Group
 from kvarve.runtime import CHANGE_S, Change, PrefixCache
 
 OPS, STEPS, PAGES = 60, 25, 200
