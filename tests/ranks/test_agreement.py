@@ -13,8 +13,8 @@ import pytest
 from filling import Clock, Request, a_config, a_store, an_identity, prompt, run, settle
 from one_rank import NEVER, OPS, STEPS, begins_of, clock_of, ends_of
 
-from kvarve.core.effects import Ended
-from kvarve.ranks.agreement import AgreedStep, Alone, Proposal, granted
+from kvarve.core.effects import Began, Ended, Verified
+from kvarve.ranks.agreement import AgreedStep, Alone, Proposal, Votes, granted
 from kvarve.runtime import PrefixCache
 from kvarve.storage import Breaker
 
@@ -311,3 +311,21 @@ def test_settling_gives_up_in_the_same_step_on_every_rank(end: str) -> None:
         for cache, store in zip(caches, stores, strict=True):
             store.release()
             cache._transfers.close(5)
+
+
+# --- loads that have been verified
+
+
+def test_a_load_is_verified_once_it_is_on_every_rank() -> None:
+    votes = Votes(2)
+    assert votes.merge([[Began(1), Verified(1, 0b111)], []]) == []
+    assert votes.merge([[Ended(1, 0b111)], [Began(1)]]) == [Began(1)]
+    assert votes.merge([[], [Verified(1, 0b011, 0b100)]]) == [Verified(1, 0b011, 0b100)]
+    assert votes.merge([[], [Ended(1, 0b011, 0b100)]]) == [Ended(1, 0b011, 0b100)]
+    assert votes.merge([[], []]) == []
+
+
+def test_a_load_that_one_rank_could_not_begin_is_never_verified() -> None:
+    votes = Votes(2)
+    assert votes.merge([[Verified(1, 0b11)], [Ended(1, 0)]]) == [Began(1)]
+    assert votes.merge([[Ended(1, 0b11)], []]) == [Ended(1, 0)]

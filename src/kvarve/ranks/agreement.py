@@ -8,7 +8,7 @@ scheduler turn.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from kvarve.core.effects import Event
+from kvarve.core.effects import Began, Ended, Event, Verified, agreed
 
 
 class Proposal(NamedTuple):
@@ -50,6 +50,43 @@ def granted(proposals: Sequence[Proposal | None]) -> bool | None:
     if None in proposals:
         return None
     return all(proposal is not None and proposal.ready and proposal == proposals[0] for proposal in proposals)
+
+
+class Votes:
+    """The events of all ranks, until each has happened on every rank; the part of an agreement without a network.
+
+    A copy has begun, been verified or ended when it has on all ranks; a page is good if it is good on all, bad if it is
+    bad on any.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        # By rank: copies and probes not yet ended on all ranks.
+        self._begun: list[set[int]] = [set() for _ in range(ranks)]
+        self._verified: list[dict[int, Verified]] = [{} for _ in range(ranks)]
+        self._ended: list[dict[int, Ended]] = [{} for _ in range(ranks)]
+        self._told: set[int] = set()  # copies begun on all ranks, of which the cores know
+
+    def merge(self, news: Sequence[Iterable[Event]]) -> list[Event]:
+        """Take the new events of each rank; returns those that have happened on all now, in one order."""
+        for begun, verified, ended, events in zip(self._begun, self._verified, self._ended, news, strict=True):
+            for event in events:
+                begun.add(event.op)
+                if isinstance(event, Verified):
+                    verified[event.op] = event
+                elif isinstance(event, Ended):
+                    ended[event.op] = event
+        over = sorted(set.intersection(*(set(ended) for ended in self._ended)))
+        ends = [agreed([ended.pop(op) for ended in self._ended]) for op in over]
+        for begun, verified in zip(self._begun, self._verified, strict=True):
+            begun.difference_update(over)
+            for op in over:
+                verified.pop(op, None)
+        checked = sorted(set.intersection(*(set(verified) for verified in self._verified)))
+        checks = [agreed([verified.pop(op) for verified in self._verified]) for op in checked]
+        everywhere = set.intersection(*self._begun)
+        begins = [Began(op) for op in sorted(everywhere - self._told)]
+        self._told = everywhere
+        return [*begins, *checks, *ends]
 
 
 class Alone:
