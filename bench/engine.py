@@ -35,6 +35,7 @@ import torch
 
 from common import arguments, machine, show, watched, write_json
 from kvarve.config import CacheConfig
+from kvarve.core.policies import Policies
 from kvarve.engine.engine import Engine
 from kvarve.engine.job import Job
 from kvarve.engine.model import LoadedModel, forward, keeping_answers, load_model
@@ -202,7 +203,7 @@ def measure(model: LoadedModel, size: Size, folder: Path) -> tuple[dict[str, lis
     seconds: dict[str, list[float]] = {}
     chunks: dict[str, list[list[float]]] = {}
     storage = f"file://{folder}/store?capacity=4GiB"
-    cache = CacheConfig(512 * MIB, 1024 * MIB, storage, prefetch_policy="wait_complete")
+    cache = CacheConfig(512 * MIB, 1024 * MIB, storage, policies=Policies(prefetch_policy="wait_complete"))
     engine = TakingTurns(model, PrefixCache(model.identity, cache), max_running=CONVERSATIONS)
     engine.start()
     for number in watched(range(size.rounds + 1), "round", size.rounds + 1):
@@ -231,7 +232,9 @@ def measure(model: LoadedModel, size: Size, folder: Path) -> tuple[dict[str, lis
 
 def mixed(model: LoadedModel, size: Size) -> tuple[float, float]:
     """Tokens per second of 31 short answers, alone and beside a long one; the best of several rounds."""
-    engine = Engine(model, PrefixCache(model.identity, CacheConfig(512 * MIB, prefetch_policy="best_effort"))).start()
+    engine = Engine(
+        model, PrefixCache(model.identity, CacheConfig(512 * MIB, policies=Policies(prefetch_policy="best_effort")))
+    ).start()
     long = tokens(size.long, 4)
     Timed(long, 1).start(engine).wait()
     best = [0.0, 0.0]

@@ -7,6 +7,7 @@ import numpy as np
 
 from kvarve.config import CacheConfig
 from kvarve.core.lease import Lease
+from kvarve.core.policies import Policies
 from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
 from kvarve.runtime import PrefixCache
 
@@ -38,7 +39,9 @@ class Restore:
     """Prompts of 4,096 tokens, each computed once and then brought back from storage."""
 
     def __init__(self, storage: str) -> None:
-        settings = CacheConfig(4 * PROMPT_BYTES, 4 * PROMPT_BYTES, storage, prefetch_policy="wait_complete")
+        settings = CacheConfig(
+            4 * PROMPT_BYTES, 4 * PROMPT_BYTES, storage, policies=Policies(prefetch_policy="wait_complete")
+        )
         self.cache, self._first = PrefixCache(IDENTITY, settings), 0
 
     def round(self) -> float:

@@ -28,6 +28,7 @@ import torch
 from common import arguments, machine, show, watched, write_json
 from kvarve.config import CacheConfig
 from kvarve.core.lease import Lease, Phase
+from kvarve.core.policies import Policies
 from kvarve.memory.record import record_bytes
 from kvarve.model import Tier
 from kvarve.runtime import PrefixCache
@@ -102,7 +103,7 @@ class Bench:
     def __init__(self, size: Size, storage: Gate | None, verify_host: bool) -> None:
         self.size, self.storage = size, storage
         room = 2 * size.payload_bytes
-        settings = CacheConfig(room, room, prefetch_policy="wait_complete", verify_host=verify_host)
+        settings = CacheConfig(room, room, policies=Policies(prefetch_policy="wait_complete", verify_host=verify_host))
         self.cache = PrefixCache(IDENTITY, settings, storage=storage)
         self._round = 0
 

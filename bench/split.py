@@ -16,6 +16,7 @@ from pathlib import Path
 
 import common
 from kvarve.config import spacing
+from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
 from kvarve.simulate import SimulationConfig, SimulationReport, TraceRequest, read_trace, replayed
 
@@ -54,7 +55,7 @@ class Shape:
             block_tokens=BLOCK,
             page_tokens=BLOCK,
             chunk_tokens=CHUNK,
-            tokens_per_snapshot=tokens_per_snapshot,
+            policies=Policies(tokens_per_snapshot=tokens_per_snapshot),
         )
 
 
@@ -297,7 +298,8 @@ def trace(path: Path, quick: bool) -> list[dict[str, object]]:
         row: dict[str, object] = {"rule": name}
         for kv, state in MODELS:
             tokens = max(512, int(rule(Shape("", 0, kv, state, 0, 0, 1.0, False))))
-            config = SimulationConfig(430 * 10**9, kv_bytes_per_token=kv, state_bytes=state, tokens_per_snapshot=tokens)
+            policies = Policies(tokens_per_snapshot=tokens)
+            config = SimulationConfig(430 * 10**9, kv_bytes_per_token=kv, state_bytes=state, policies=policies)
             row[f"{kv // KIB} KiB, {state // MIB} MiB: %"] = 100 * replayed(asked, config).hit_rate
         rows.append(row)
     return rows

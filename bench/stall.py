@@ -23,6 +23,7 @@ import torch
 from common import arguments, machine, show, watched, write_json
 from kvarve.config import CacheConfig
 from kvarve.core.lease import Lease, Phase
+from kvarve.core.policies import Policies
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import keeping_answers, load_model
 from kvarve.engine.requests import OutputChunk, Request, Sampling
@@ -112,7 +113,7 @@ def measure(size: Size, folder: Path) -> tuple[dict[str, list[float]], dict[str,
     store = FileStorage(folder, 1 << 30, model.identity.fingerprint(), str(model.identity))
     faulty = FaultyStorage(store, stall_limit_s=LONG_S)
     settings = CacheConfig(
-        64 * MIB, 64 * MIB, prefetch_policy="timeout", prefetch_base_s=size.patience_s, prefetch_per_ki_token_s=0.0
+        64 * MIB, 64 * MIB, policies=Policies(prefetch_base_s=size.patience_s, prefetch_per_ki_token_s=0.0)
     )
     cache = PrefixCache(model.identity, settings, storage=faulty)
     waits, engine = Waits(cache), Engine(model, cache).start()

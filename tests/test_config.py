@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarve.config import CacheConfig, room_for, spacing, split
-from kvarve.core.policies import WritePolicy
+from kvarve.core.policies import Policies, WritePolicy
 from kvarve.errors import ConfigError
 from kvarve.memory.record import record_bytes
 from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
@@ -36,9 +36,9 @@ def least(pools: tuple[PoolSpec, ...], page_tokens: int, chunk_tokens: int, reco
 
 
 def test_the_defaults_are_sound() -> None:
-    config = CacheConfig(MIB)
-    assert config.write() is WritePolicy.WRITE_THROUGH
-    assert config.wait().seconds(2048) == 2.5
+    policies = CacheConfig(MIB).policies
+    assert policies.write is WritePolicy.WRITE_THROUGH
+    assert policies.patience().seconds(2048) == 2.5
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,7 @@ def test_the_defaults_are_sound() -> None:
         ({"snapshot_every": -1}, "give 0 or more"),
         ({"snapshot_gap": -1}, "give 0 or more"),
         ({"eviction": "mru"}, "unknown eviction order 'mru'; known: lru, lfu, s3fifo, priority, flops"),
+        ({"tokens_per_snapshot": -1}, "every -1 tokens"),
         ({"cost_doubles_at": -5}, "after -5 tokens"),
         ({"load_at_least": -1}, "cannot be negative"),
         ({"fetch_at_least": -1}, "cannot be negative"),
@@ -65,21 +66,19 @@ def test_the_defaults_are_sound() -> None:
         ({"storage_deadline_s": 0.0}, "above zero"),
         ({"storage_deadline_s": -1.0}, "above zero"),
         ({"storage_deadline_s": math.nan}, "above zero"),
-        ({"storage": "memory://x?capacity=1MiB"}, "storage needs host memory"),
-        ({"storage": ("memory://x?capacity=1MiB", "/y")}, "storage needs host memory"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_in_one_line(settings: dict[str, object], told: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        CacheConfig(MIB, **settings)  # type: ignore[arg-type]
+        Policies(**settings)  # type: ignore[arg-type]
     assert told in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("policy", ["best_effort", "timeout", "wait_complete"])
 def test_no_prefetch_policy_waits_for_ever(policy: str) -> None:
-    config = CacheConfig(MIB, prefetch_policy=policy, prefetch_base_s=math.inf, storage_deadline_s=5.0)
-    assert config.wait().base_s <= 5.0
+    policies = Policies(prefetch_policy=policy, prefetch_base_s=math.inf, storage_deadline_s=5.0)
+    assert policies.patience().base_s <= 5.0
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ def test_no_prefetch_policy_waits_for_ever(policy: str) -> None:
 )
 def test_a_wait_without_a_bound_is_refused(settings: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
-        CacheConfig(MIB, **settings)  # type: ignore[arg-type]
+        Policies(**settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("records", [False, True], ids=["device", "host"])
@@ -172,6 +171,9 @@ def test_nothing_is_made_on_disk_by_what_is_refused(tmp_path: Path, settings: di
 
 
 def test_a_storage_that_could_never_be_used_is_refused_however_it_is_given() -> None:
+    for urls in ("memory://x?capacity=1MiB", ("memory://x?capacity=1MiB", "/y")):
+        with pytest.raises(ConfigError, match="storage needs host memory"):
+            CacheConfig(MIB, storage=urls)
     storage = MemoryStorage(MIB, IDENTITY.fingerprint(), "test")
     with pytest.raises(ConfigError, match="storage needs host memory"):
         PrefixCache(IDENTITY, CacheConfig(MIB), storage=storage)
@@ -221,11 +223,6 @@ def test_the_room_for_so_many_tokens_holds_their_pages_and_a_snapshot_as_often_a
     slots = split(memory, pools, 64, 128, records=records, what="some", per_snapshot=128)
     for pool, count in zip(pools, slots, strict=True):
         assert count >= chunks * min(2, pool.lookback or 2)
-
-
-def test_memory_cannot_be_divided_for_a_snapshot_every_fewer_than_no_tokens() -> None:
-    with pytest.raises(ConfigError, match="every -1 tokens"):
-        CacheConfig(MIB, tokens_per_snapshot=-1)
 
 
 def two_pools(token_bytes: int, snapshot_bytes: int) -> tuple[PoolSpec, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import kvarve.engine.engine as engine_module
 from kvarve.config import CacheConfig
+from kvarve.core.policies import Policies
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import LoadedModel
 from kvarve.engine.requests import Request, Sampling, TokenUsage
@@ -92,7 +93,9 @@ class Folder:
         return logits
 
     def opened(self) -> Engine:
-        config = CacheConfig(64 * MIB, 64 * MIB, f"file://{self.path}?capacity=1GiB", prefetch_policy="wait_complete")
+        config = CacheConfig(
+            64 * MIB, 64 * MIB, f"file://{self.path}?capacity=1GiB", policies=Policies(prefetch_policy="wait_complete")
+        )
         return Engine(self.model, PrefixCache(self.model.identity, config)).start()
 
     def restart(self, meanwhile: Callable[[], None] = lambda: None) -> None:

@@ -37,8 +37,8 @@ class Admin:
         told: dict[str, Any] = {
             "attached": attached is not None,
             "changing": self._changing.locked(),
-            "prefetch_policy": cache.config.prefetch_policy,
-            "write_policy": cache.config.write_policy,
+            "prefetch_policy": cache.config.policies.prefetch_policy,
+            "write_policy": cache.config.policies.write_policy,
         }
         if attached is None:
             return told

@@ -10,11 +10,13 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 from kvarve import __version__
 from kvarve.config import CacheConfig
+from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError, KvarveError
 from kvarve.sizes import parse_size
 
@@ -227,7 +229,7 @@ def _serve_options(parser: _Parser) -> None:
     least = "the fewest tokens that a kept window or state has to save"
     option("--snapshot-gap", least, type=_whole, default=0, metavar="N")
     apart = "divide memory as if windows and states were kept every N tokens; by the model unless given"
-    option("--tokens-per-snapshot", apart, type=_count, metavar="N")
+    option("--tokens-per-snapshot", apart, type=_count, default=0, metavar="N")
     option("--eviction", "eviction order: lru, lfu, s3fifo, priority or flops", default="lru", metavar="ORDER")
     doubles = "tokens after which attention costs as much as all else, for --eviction flops; 0: never"
     option("--cost-doubles-at", doubles, type=_whole, default=0, metavar="N")
@@ -237,7 +239,9 @@ def _serve_options(parser: _Parser) -> None:
     option("--host-share", "of host memory, what waiting for storage may hold", type=_share, default=0.8, metavar="X")
     pays = "of the bytes stored, the share that has to be used, or storing pauses until it would pay again; 0: never"
     option("--offload-pays-at", pays, type=_share, default=0.01, metavar="X")
-    parser.add_argument("--no-verify-host", action="store_true", help="trust host memory: do not check its pages")
+    parser.add_argument(
+        "--no-verify-host", dest="verify_host", action="store_false", help="trust host memory: do not check its pages"
+    )
     option("--max-running", "requests side by side, if memory allows", type=_count, default=64, metavar="N")
     option("--max-waiting", "requests that may wait; more get 503", type=_count, default=256, metavar="N")
     most = "tokens computed in one step, answers first; at least a chunk of a prompt"
@@ -281,22 +285,7 @@ def _serve(args: argparse.Namespace) -> None:
         device_memory=args.device_memory,
         host_memory=args.host_memory,
         storage=tuple(args.storage or ()),
-        write_policy=args.write_policy,
-        selective_uses=args.selective_uses,
-        prefetch_policy=args.prefetch_policy,
-        prefetch_base_s=args.prefetch_base_s,
-        prefetch_per_ki_token_s=args.prefetch_per_ki_token_s,
-        storage_deadline_s=args.storage_deadline_s,
-        snapshot_every=args.snapshot_every,
-        snapshot_gap=args.snapshot_gap,
-        tokens_per_snapshot=args.tokens_per_snapshot or 0,
-        eviction=args.eviction,
-        cost_doubles_at=args.cost_doubles_at,
-        load_at_least=args.load_at_least,
-        fetch_at_least=args.fetch_at_least,
-        host_share=args.host_share,
-        offload_pays_at=args.offload_pays_at,
-        verify_host=not args.no_verify_host,
+        policies=_policies(args),
     )
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("httpx", "httpcore", "uvicorn", "asyncio"):
@@ -323,6 +312,10 @@ def _serve(args: argparse.Namespace) -> None:
         ready_file=args.ready_file,
     )
     serve.run(settings, lambda text: print(text, flush=True))
+
+
+def _policies(args: argparse.Namespace) -> Policies:
+    return Policies(**{each.name: vars(args)[each.name] for each in fields(Policies) if each.name in args})
 
 
 def _storage_attach(args: argparse.Namespace) -> None:

@@ -20,6 +20,7 @@ from kvarve.config import NO_HOST, CacheConfig, spacing, split
 from kvarve.core.cache import Core, Hit
 from kvarve.core.lease import Lease
 from kvarve.core.policies import WritePolicy
+from kvarve.core.settings import CoreConfig
 from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
 from kvarve.keys import TOKEN_BYTES, bind_to_chunk, pack, root_key
 from kvarve.memory.arenas import DeviceArena, HostArena
@@ -95,7 +96,7 @@ def _shape(identity: ModelIdentity) -> tuple[tuple[PoolSpec, ...], int, int]:
 
 
 def _apart(identity: ModelIdentity, config: CacheConfig) -> int:
-    return spacing(*_shape(identity), asked=config.tokens_per_snapshot, every=config.snapshot_every)
+    return spacing(*_shape(identity), asked=config.policies.tokens_per_snapshot, every=config.policies.snapshot_every)
 
 
 @dataclass(frozen=True)
@@ -166,12 +167,12 @@ class PrefixCache:
             self._host,
             rank=rank,
             ranks=self._agreement.ranks,
-            verify_host=config.verify_host,
-            deadline_s=config.storage_deadline_s,
+            verify_host=config.policies.verify_host,
+            deadline_s=config.policies.storage_deadline_s,
             clock=clock,
         )
         shape = (self.pools, slots, identity.page_tokens, identity.chunk_tokens)
-        self.core = Core(config.core(*shape, storage=storage is not None))
+        self.core = Core(CoreConfig(*shape, storage=storage is not None, policies=config.policies))
         self._balance = Watch()
         self._change: Change | None = None  # proposed, and not decided
         self.attached: Attached | None = None
@@ -198,7 +199,7 @@ class PrefixCache:
         """Open a lease for a request that begins to wait: its pages in storage are prefetched. With `read` false it
         resumes from nothing; pages used at a high `priority` are evicted last, if eviction is by priority."""
         known = tokens if isinstance(tokens, Prompt) else self.prompt(tokens, salt)
-        lease = self.core.open(known.root, known.tokens, self._now, self.config.wait(), read, priority)
+        lease = self.core.open(known.root, known.tokens, self._now, self.config.policies.patience(), read, priority)
         if not self._now:
             self._early.append(lease)
         self._send()
@@ -367,7 +368,7 @@ class PrefixCache:
         attached = self.attached is not None
         # By the agreed state of the storage, since all ranks must take the same number of steps.
         up = self.core.copies.storage
-        if up and self.config.write() is WritePolicy.WRITE_BACK:
+        if up and self.config.policies.write is WritePolicy.WRITE_BACK:
             self.core.back_up()
         if not self.settle(timeout_s if up or not attached else 0.0) and attached:
             log.warning("%d pages in memory could not be stored before the end", self.core.dirty())
@@ -440,19 +441,19 @@ class PrefixCache:
 
     def _with(self, setting: str | Sequence[str], prefetch: str | None, write: str | None) -> CacheConfig:
         """The settings with another storage, and other policies where they are given."""
-        return replace(
-            self.config,
-            storage=setting if isinstance(setting, str) else tuple(setting),
-            prefetch_policy=self.config.prefetch_policy if prefetch is None else prefetch,
-            write_policy=self.config.write_policy if write is None else write,
+        policies = replace(
+            self.config.policies,
+            prefetch_policy=self.config.policies.prefetch_policy if prefetch is None else prefetch,
+            write_policy=self.config.policies.write_policy if write is None else write,
         )
+        return replace(self.config, storage=setting if isinstance(setting, str) else tuple(setting), policies=policies)
 
     def _open(self, config: CacheConfig, *, answers: bool) -> Storage:
         return open_storage(
             config.storages,
             label=self._namespace,
             description=str(self.identity),
-            guard=partial(Breaker, deadline_s=config.storage_deadline_s, clock=self._clock),
+            guard=partial(Breaker, deadline_s=config.policies.storage_deadline_s, clock=self._clock),
             whole=whole,
             answers=answers,
         )
@@ -462,7 +463,7 @@ class PrefixCache:
             guarded = storage
             guarded.changed = self.wake
         else:
-            deadline_s = self.config.storage_deadline_s
+            deadline_s = self.config.policies.storage_deadline_s
             close_s = min(CLOSE_S, deadline_s)
             guarded = Breaker(storage, deadline_s=deadline_s, close_s=close_s, changed=self.wake, clock=self._clock)
         return Attached(urls, guarded, self._transfers.connect(guarded))
@@ -491,7 +492,7 @@ class PrefixCache:
             return False
         # All checks have passed: an exception from here on is a bug of ours, and the core's laws may not hold then.
         try:
-            self.core.write_by(change.config.write())  # first: the new policy decides which pages are dirty
+            self.core.write_by(change.config.policies.write)  # first: the new policy decides which pages are dirty
             if change.attached is not None:
                 self.core.attach(change.back_up)
             else:

@@ -13,7 +13,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, cast
@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvarve.config import CacheConfig, spacing, split
+from kvarve.config import NO_HOST, spacing, split
 from kvarve.core.cache import Core
 from kvarve.core.effects import Copy, Effect, Ended, Page, Probe
 from kvarve.core.eviction import ORDERS
-from kvarve.core.policies import WAIT_COMPLETE
+from kvarve.core.policies import WAIT_COMPLETE, Policies
 from kvarve.core.settings import CoreConfig
 from kvarve.errors import ConfigError
 from kvarve.keys import TOKEN_BYTES, object_name, root_key
@@ -58,14 +58,7 @@ class SimulationConfig:
     block_tokens: int = 512
     page_tokens: int = 512
     chunk_tokens: int = 0  # 0: the page size
-    write_policy: str = "write_through"
-    selective_uses: int = 2
-    eviction: str = "lru"
-    cost_doubles_at: int = 0
-    snapshot_every: int = 0
-    snapshot_gap: int = 0
-    tokens_per_snapshot: int = 0
-    offload_pays_at: float = 0.01
+    policies: Policies = Policies()
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -80,7 +73,7 @@ class SimulationConfig:
         if not self.pools():
             raise ConfigError("nothing to cache: give KV bytes per token, a window, or the bytes of a state")
         if self.storage_memory and not self.host_memory:
-            raise ConfigError("storage needs host memory, through which its pages travel: give host memory too")
+            raise ConfigError(NO_HOST)
         self.core()
 
     @property
@@ -90,7 +83,8 @@ class SimulationConfig:
     @property
     def spacing(self) -> int:
         """The distance in tokens between windows or states for which memory is divided."""
-        return spacing(self.pools(), self.page_tokens, self.grid, self.tokens_per_snapshot, self.snapshot_every)
+        asked, every = self.policies.tokens_per_snapshot, self.policies.snapshot_every
+        return spacing(self.pools(), self.page_tokens, self.grid, asked, every)
 
     def pools(self) -> tuple[PoolSpec, ...]:
         """The model's pools."""
@@ -111,23 +105,13 @@ class SimulationConfig:
 
     def core(self) -> CoreConfig:
         """The settings of the core, with memory turned into slots as the real cache does it."""
-        # `CacheConfig` checks the names and bounds of policies.
-        cache = CacheConfig(
-            self.device_memory,
-            write_policy=self.write_policy,
-            selective_uses=self.selective_uses,
-            eviction=self.eviction,
-            cost_doubles_at=self.cost_doubles_at,
-            snapshot_every=self.snapshot_every,
-            snapshot_gap=self.snapshot_gap,
-            tokens_per_snapshot=self.tokens_per_snapshot,
-            offload_pays_at=self.offload_pays_at,
-        )
         shape, apart = (self.pools(), self.page_tokens, self.grid), self.spacing
         slots = {Tier.DEVICE: split(self.device_memory, *shape, records=False, what="device", per_snapshot=apart)}
         if self.host_memory:
             slots[Tier.HOST] = split(self.host_memory, *shape, records=True, what="host", per_snapshot=apart)
-        return cache.core(self.pools(), slots, self.page_tokens, self.grid, storage=bool(self.storage_memory))
+        return CoreConfig(
+            shape[0], slots, self.page_tokens, self.grid, storage=bool(self.storage_memory), policies=self.policies
+        )
 
 
 @dataclass(frozen=True)
@@ -350,6 +334,7 @@ def replayed(requests: Iterable[TraceRequest], config: SimulationConfig) -> Simu
     core = Core(config.core())
     transfers = InstantTransfers(core.pools, config.storage_memory)
     prompts, infinite = Prompts(config.block_tokens), Infinite(config.block_tokens)
+    cost = config.policies.cost(config.page_tokens)
     root, report = root_key(b"kvarve-simulate"), SimulationReport()
     for request in requests:
         now = request.timestamp_ms / 1000
@@ -358,8 +343,8 @@ def replayed(requests: Iterable[TraceRequest], config: SimulationConfig) -> Simu
             core.step([transfers.answer(effect) for effect in core.take()], now)
         for tier, pages in zip(Tier, lease.from_tiers(), strict=True):
             report.hit_tokens[tier.name.lower()] += pages * config.page_tokens
-        report.cost += core.config.cost.of(0, request.input_length // config.page_tokens)
-        report.saved_cost += core.config.cost.of(0, lease.boundary)
+        report.cost += cost.of(0, request.input_length // config.page_tokens)
+        report.saved_cost += cost.of(0, lease.boundary)
         core.grow(lease, core.keepable(lease))
         core.publish(lease, lease.room)
         core.close(lease)
@@ -389,7 +374,7 @@ def replayed(requests: Iterable[TraceRequest], config: SimulationConfig) -> Simu
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `kvarve simulate`."""
-    preset = SimulationConfig(1 << 40)
+    preset, chosen = SimulationConfig(1 << 40), Policies()
     add = parser.add_argument
     add("trace", type=Path, metavar="TRACE", help="JSON lines, plain or gzip, with hash_ids per block")
     add("--device-memory", type=_size, required=True, metavar="SIZE", help="for pages on the device, such as 40GiB")
@@ -412,26 +397,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--page-tokens", default=preset.page_tokens, help="tokens of a page (default %(default)s)", **count)
     add("--chunk-tokens", default=0, help="the prefill grid; the page size unless given", **count)
     policies = "write_through, write_through_selective or write_back (default %(default)s)"
-    add("--write-policy", default=preset.write_policy, metavar="POLICY", help=policies)
-    add("--selective-uses", default=preset.selective_uses, help="uses before write_through_selective writes", **count)
+    add("--write-policy", default=chosen.write_policy, metavar="POLICY", help=policies)
+    add("--selective-uses", default=chosen.selective_uses, help="uses before write_through_selective writes", **count)
     add("--snapshot-every", default=0, help="keep windows and states every so many tokens too", **count)
     add("--snapshot-gap", default=0, help="the fewest tokens that a kept window or state has to save", **count)
     apart = "tokens between two windows or states for which memory is divided (default: by the model)"
     add("--tokens-per-snapshot", default=0, help=apart, **count)
     orders = f"which page is evicted first: {', '.join(ORDERS)} (default %(default)s)"
-    add("--eviction", default=preset.eviction, metavar="ORDER", help=orders)
+    add("--eviction", default=chosen.eviction, metavar="ORDER", help=orders)
     doubles = "context length at which attention costs as much as all other computing, for --eviction flops (0: never)"
     add("--cost-doubles-at", default=0, help=doubles, **count)
     pays = "of the bytes stored, the share that has to be used, or storing pauses; 0: never (default %(default)s)"
-    add("--offload-pays-at", type=float, default=preset.offload_pays_at, metavar="X", help=pays)
+    add("--offload-pays-at", type=float, default=chosen.offload_pays_at, metavar="X", help=pays)
     add("--limit", default=None, help="only the first N requests of the trace", **count)
     add("--json", type=Path, metavar="FILE", help="write the report there too")
 
 
 def main(args: argparse.Namespace) -> int:
     """`kvarve simulate`: replay, print a table; returns the exit code."""
-    names = SimulationConfig.__dataclass_fields__
-    config = SimulationConfig(**{name: value for name, value in vars(args).items() if name in names})
+    own, chosen = (
+        {each.name: vars(args)[each.name] for each in fields(kind) if each.name in args}
+        for kind in (SimulationConfig, Policies)
+    )
+    config = SimulationConfig(**own, policies=Policies(**chosen))
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"a limit of {args.limit} requests leaves nothing to replay")
     if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):

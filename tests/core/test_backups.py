@@ -4,7 +4,6 @@ import pytest
 
 from kvarve.core.backups import BACK_OFF_S, LOOK_AGAIN_S, MAX_BACK_OFF_S, RETRY_BUDGET
 from kvarve.core.effects import Copy
-from kvarve.core.policies import WritePolicy
 from kvarve.errors import ConfigError
 from kvarve.keys import pack
 from kvarve.model import Tier
@@ -167,7 +166,7 @@ def test_states_that_go_with_their_attention_pages_are_counted_with_them() -> No
 
 def test_what_has_not_been_used_enough_to_be_stored_is_not_dropped_when_it_leaves() -> None:
     world = World(
-        config=config(ATTENTION, host=64, storage=True, write=WritePolicy.WRITE_THROUGH_SELECTIVE, selective_uses=2)
+        config=config(ATTENTION, host=64, storage=True, write_policy="write_through_selective", selective_uses=2)
     )
     world.request(prompt(4))
     world.flush(DEVICE, HOST)
@@ -175,7 +174,7 @@ def test_what_has_not_been_used_enough_to_be_stored_is_not_dropped_when_it_leave
 
 
 def test_under_write_back_nothing_leaves_the_host_before_it_has_to_while_stores_rest() -> None:
-    world = World(config=config(ATTENTION, device=8, host=8, storage=True, write=WritePolicy.WRITE_BACK))
+    world = World(config=config(ATTENTION, device=8, host=8, storage=True, write_policy="write_back"))
     world.request(prompt(8))
     world.flush(DEVICE)
     while others(world):
@@ -338,10 +337,9 @@ def test_what_storage_saved_is_counted_in_tokens_and_bytes_and_keeps_storing_goi
     assert not world.core.governor.paused
 
 
-@pytest.mark.parametrize("wrong", [{"offload_pays_at": -0.1}, {"offload_horizon_bytes": -1}])
-def test_a_governor_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
+def test_a_governor_that_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be negative"):
-        config(ATTENTION, **wrong)
+        config(ATTENTION, offload_horizon_bytes=-1)
 
 
 def test_in_a_pause_all_that_a_request_resumes_from_has_been_used_once_more() -> None:

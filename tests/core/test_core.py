@@ -1,7 +1,6 @@
 """The core by example: what it finds, brings back, keeps, gives up and forgets."""
 
 from array import array
-from math import inf
 
 import pytest
 
@@ -9,9 +8,8 @@ from kvarve.core.audit import audit
 from kvarve.core.backups import RETRY_BUDGET
 from kvarve.core.effects import Began, Copy, Probe
 from kvarve.core.lease import Phase
-from kvarve.core.policies import BEST_EFFORT, WAIT_COMPLETE, Patience, WritePolicy, patience
+from kvarve.core.policies import BEST_EFFORT, WAIT_COMPLETE, Patience, Policies
 from kvarve.core.slot_pools import SlotPools
-from kvarve.core.snapshots import Snapshots
 from kvarve.errors import ConfigError
 from kvarve.keys import TOKEN_BYTES, extend, pack, root_key
 from kvarve.model import Tier
@@ -77,7 +75,7 @@ def test_a_state_is_kept_where_a_prompt_leaves_a_known_one() -> None:
 
 
 def test_states_are_kept_every_so_many_tokens_when_asked() -> None:
-    world = World(config=config(ATTENTION, STATE, snapshots=Snapshots(every=2 * PAGE_TOKENS)))
+    world = World(config=config(ATTENTION, STATE, snapshot_every=2 * PAGE_TOKENS))
     world.request(prompt(7))
     assert world.resident(DEVICE, pool=1) == 4, "at 2, 4, 6, and where the prompt ends"
     assert world.hit(prompt(5)) == (4, 4)
@@ -180,7 +178,7 @@ def test_a_hit_in_all_three_tiers_is_told_apart() -> None:
 
 
 def test_the_host_brings_back_the_windows_tail_and_one_state_and_no_more() -> None:
-    world = World(config=config(ATTENTION, WINDOW, STATE, host=64, snapshots=Snapshots(every=PAGE_TOKENS)))
+    world = World(config=config(ATTENTION, WINDOW, STATE, host=64, snapshot_every=PAGE_TOKENS))
     world.request(prompt(8))
     assert [world.resident(HOST, pool) for pool in range(3)] == [8, 8, 8]
     world.flush(DEVICE)
@@ -454,7 +452,7 @@ def test_a_page_that_storage_loses_between_probe_and_fetch_lowers_the_boundary()
 
 
 def test_a_page_that_storage_corrupted_is_counted_and_lowers_the_boundary() -> None:
-    world = World(config=config(ATTENTION, WINDOW, host=64, storage=True, snapshots=Snapshots(every=PAGE_TOKENS)))
+    world = World(config=config(ATTENTION, WINDOW, host=64, storage=True, snapshot_every=PAGE_TOKENS))
     world.request(prompt(7))
     world.flush(DEVICE, HOST)
     world.rot(STORAGE, 5, prompt(7), pool=0)
@@ -539,10 +537,9 @@ def test_what_has_arrived_when_patience_runs_out_is_used() -> None:
 
 def test_patience_grows_with_what_is_missing() -> None:
     assert Patience(1.5, 2.0).seconds(512) == 2.5
-    assert patience("timeout", 2.0, 0.25).seconds(4096) == 3.0
-    assert patience("best_effort") == BEST_EFFORT and patience("wait_complete").seconds(1) == inf
-    with pytest.raises(ConfigError, match="best_effort, wait_complete, timeout"):
-        patience("forever")
+    assert Policies(prefetch_base_s=2.0, prefetch_per_ki_token_s=0.25).patience().seconds(4096) == 3.0
+    assert Policies(prefetch_policy="best_effort").patience() == BEST_EFFORT
+    assert Policies(prefetch_policy="wait_complete", storage_deadline_s=7.0).patience() == Patience(7.0, each=True)
     with pytest.raises(ConfigError, match="negative"):
         Patience(-1)
 
@@ -731,7 +728,7 @@ def test_a_run_that_is_split_before_it_was_backed_up_is_backed_up_whole() -> Non
 
 
 def test_a_selective_backup_waits_for_enough_uses() -> None:
-    world = World(config=config(ATTENTION, host=64, write=WritePolicy.WRITE_THROUGH_SELECTIVE, selective_uses=2))
+    world = World(config=config(ATTENTION, host=64, write_policy="write_through_selective", selective_uses=2))
     world.request(prompt(4))
     assert world.resident(HOST) == 0
     world.request(prompt(4))
@@ -739,13 +736,13 @@ def test_a_selective_backup_waits_for_enough_uses() -> None:
 
 
 def test_a_request_that_publishes_in_parts_is_one_use() -> None:
-    world = World(config=config(ATTENTION, host=64, write=WritePolicy.WRITE_THROUGH_SELECTIVE, selective_uses=2))
+    world = World(config=config(ATTENTION, host=64, write_policy="write_through_selective", selective_uses=2))
     world.request(prompt(4), chunks=4)
     assert world.resident(HOST) == 0
 
 
 def test_a_request_that_resumes_and_goes_on_is_one_use() -> None:
-    world = World(config=config(ATTENTION, host=64, write=WritePolicy.WRITE_THROUGH_SELECTIVE, selective_uses=3))
+    world = World(config=config(ATTENTION, host=64, write_policy="write_through_selective", selective_uses=3))
     world.request(prompt(4))
     world.request(prompt(6))
     assert world.resident(HOST) == 0
@@ -754,7 +751,7 @@ def test_a_request_that_resumes_and_goes_on_is_one_use() -> None:
 
 
 def test_write_back_demotes_before_it_drops() -> None:
-    world = World(config=config(ATTENTION, device=8, host=8, storage=True, write=WritePolicy.WRITE_BACK))
+    world = World(config=config(ATTENTION, device=8, host=8, storage=True, write_policy="write_back"))
     world.request(prompt(6))
     assert not copies(world, DEVICE, HOST), "nothing is copied before it has to go"
     assert world.flush(DEVICE) == 0 and world.resident(DEVICE) == 6, "it goes when its copy has landed"
@@ -768,7 +765,7 @@ def test_write_back_demotes_before_it_drops() -> None:
 
 
 def test_write_back_keeps_what_could_not_be_copied() -> None:
-    world = World(config=config(ATTENTION, device=8, host=8, write=WritePolicy.WRITE_BACK))
+    world = World(config=config(ATTENTION, device=8, host=8, write_policy="write_back"))
     world.request(prompt(4))
     world.flush(DEVICE)
     world.settle(lost=True)
@@ -776,7 +773,7 @@ def test_write_back_keeps_what_could_not_be_copied() -> None:
 
 
 def test_what_loses_its_copy_below_to_another_that_comes_down_stays_itself() -> None:
-    world = World(config=config(ATTENTION, STATE, device=[32, 2], host=[32, 1], write=WritePolicy.WRITE_BACK))
+    world = World(config=config(ATTENTION, STATE, device=[32, 2], host=[32, 1], write_policy="write_back"))
     world.request(prompt(2))
     for _ in range(2):
         world.flush(DEVICE)
@@ -805,7 +802,7 @@ def test_what_only_the_device_has_comes_down_before_it_goes_when_pages_in_the_ho
 
 
 def test_write_back_makes_room_before_it_is_needed() -> None:
-    world = World(config=config(ATTENTION, device=16, host=64, write=WritePolicy.WRITE_BACK))
+    world = World(config=config(ATTENTION, device=16, host=64, write_policy="write_back"))
     for seed in range(1, 5):
         world.request(prompt(4, seed=seed))
     assert len(world.core.slot_pools.free[0]) == 2, "an eighth of the device"
@@ -819,7 +816,7 @@ def test_without_a_host_nothing_is_backed_up() -> None:
 
 
 def test_a_run_with_more_states_than_the_host_holds_comes_to_rest() -> None:
-    world = World(config=config(ATTENTION, STATE, device=32, host=[32, 2], snapshots=Snapshots(every=2 * PAGE_TOKENS)))
+    world = World(config=config(ATTENTION, STATE, device=32, host=[32, 2], snapshot_every=2 * PAGE_TOKENS))
     world.request(prompt(8))
     assert world.resident(HOST, pool=1) == 2
 
@@ -877,8 +874,8 @@ def test_making_room_for_a_deep_hit_may_cost_the_pages_of_a_shallower_one() -> N
             WINDOW,
             device=[32, 4],
             host=[32, 4],
-            write=WritePolicy.WRITE_BACK,
-            snapshots=Snapshots(every=PAGE_TOKENS),
+            write_policy="write_back",
+            snapshot_every=PAGE_TOKENS,
         )
     )
     world.request(prompt(4))
@@ -1236,7 +1233,7 @@ def test_what_comes_late_from_a_storage_that_has_gone_is_stored_in_the_next_one(
 
 
 def test_what_was_to_leave_for_a_storage_that_has_gone_stays() -> None:
-    world = World(config=config(ATTENTION, device=8, host=8, storage=True, write=WritePolicy.WRITE_BACK))
+    world = World(config=config(ATTENTION, device=8, host=8, storage=True, write_policy="write_back"))
     world.request(prompt(3))
     world.flush(DEVICE)
     world.settle()
@@ -1255,7 +1252,7 @@ def test_a_core_without_a_host_refuses_a_storage() -> None:
 
 
 def test_a_state_close_behind_another_is_not_admitted() -> None:
-    world = World(config=config(ATTENTION, STATE, snapshots=Snapshots(every=PAGE_TOKENS, gap=3 * PAGE_TOKENS)))
+    world = World(config=config(ATTENTION, STATE, snapshot_every=PAGE_TOKENS, snapshot_gap=3 * PAGE_TOKENS))
     world.request(prompt(8))
     assert world.resident(DEVICE, pool=1) == 2 and world.hit(prompt(5)) == (3, 3) and world.hit(prompt(8)) == (6, 6)
 
@@ -1272,7 +1269,7 @@ def test_a_storage_that_is_attached_in_place_of_another_is_not_taken_for_it() ->
 
 
 def test_a_bad_state_in_the_host_leaves_a_shallower_boundary_to_load() -> None:
-    world = World(config=config(ATTENTION, STATE, host=64, snapshots=Snapshots(every=2 * PAGE_TOKENS)))
+    world = World(config=config(ATTENTION, STATE, host=64, snapshot_every=2 * PAGE_TOKENS))
     world.request(prompt(8))
     world.flush(DEVICE)
     world.rot(HOST, 7, prompt(8), pool=1)

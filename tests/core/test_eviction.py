@@ -3,10 +3,9 @@
 import pytest
 
 from kvarve.core.eviction import ORDERS
-from kvarve.core.policies import PageCost
 from kvarve.errors import ConfigError
 from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, STATE, World, config, prompt
+from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, World, config, prompt
 
 
 def survivors(world: World, seeds: int, pages: int = 2) -> list[int]:
@@ -81,7 +80,7 @@ def passers_by(world: World, count: int, first: int) -> None:
 
 @pytest.mark.parametrize(("order", "stays"), [("lru", False), ("flops", True)])
 def test_a_page_far_into_a_prompt_is_dear_to_compute_and_stays(order: str, stays: bool) -> None:
-    world = World(config=config(ATTENTION, device=16, eviction=order, cost=PageCost(1.0, 1.0)))
+    world = World(config=config(ATTENTION, device=16, eviction=order, cost_doubles_at=PAGE_TOKENS))
     passers_by(world, 100, first=100)
     world.request(prompt(8))
     passers_by(world, 6, first=300)

@@ -8,7 +8,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvarve.core.lease import Lease
 from kvarve.core.policies import Patience, WritePolicy
-from kvarve.core.snapshots import Snapshots
 from kvarve.model import PoolSpec, Tier
 from kvarve.testing.world import ATTENTION, INDEX, PATIENCES, STATE, WINDOW, World, config
 
@@ -65,9 +64,9 @@ class Life(RuleBasedStateMachine):
                 host=host[: len(pools)],
                 grid=grid,
                 storage=storage,
-                write=write,
+                write_policy=write.value,
                 selective_uses=uses,
-                snapshots=Snapshots(every=every),
+                snapshot_every=every,
                 batch_pages=batch,
                 backup_pages=backup,
             )

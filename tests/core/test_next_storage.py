@@ -3,7 +3,6 @@
 from kvarve.core.backups import ROOM_S
 from kvarve.core.copies import STORE
 from kvarve.core.lease import Phase
-from kvarve.core.policies import WritePolicy
 from kvarve.core.settings import CoreConfig
 from kvarve.keys import pack
 from kvarve.model import Tier
@@ -70,7 +69,7 @@ def test_the_share_of_fetches_that_hang_on_a_storage_that_is_gone_is_there_for_t
 
 def test_evictions_do_not_wait_for_a_copy_to_a_storage_that_is_gone() -> None:
     """Under write-back; what hangs will never make the room that an eviction would wait for."""
-    world = World(config=config(ATTENTION, device=8, host=8, storage=True, write=WritePolicy.WRITE_BACK))
+    world = World(config=config(ATTENTION, device=8, host=8, storage=True, write_policy="write_back"))
     world.request(prompt(4))
     world.flush(Tier.DEVICE)
     world.step([world.end(op) for op in [*world.flying]])
@@ -102,7 +101,7 @@ def test_a_storage_that_is_down_and_up_again_holds_no_more_of_the_host_than_its_
 
 
 def test_under_write_back_a_store_that_hangs_keeps_the_device_full_for_a_moment_and_no_longer() -> None:
-    world = World(config=config(ATTENTION, device=8, host=4, storage=True, write=WritePolicy.WRITE_BACK))
+    world = World(config=config(ATTENTION, device=8, host=4, storage=True, write_policy="write_back"))
     for seed in range(3):
         lease = world.open(prompt(4, seed=seed))
         for _ in range(20):

@@ -56,7 +56,7 @@ def test_patience_runs_where_nothing_moves() -> None:
 
 
 def test_copies_of_others_put_it_off_only_so_long() -> None:
-    world = stocked(40, queue_deadline_s=5.0)
+    world = stocked(40, storage_deadline_s=5.0)
     last = waiting(world, 39, Patience(2))
     for seed in range(39):
         world.step(later_s=0.9)

@@ -6,9 +6,10 @@ import pytest
 
 from kvarve.core.backups import MAX_BACK_OFF_S, QUARANTINE_S, RETRY_BUDGET
 from kvarve.core.copies import STORE
+from kvarve.core.eviction.cost import FLAT_COST
 from kvarve.core.eviction.order import OrderContext
 from kvarve.core.eviction.s3fifo import S3Fifo
-from kvarve.core.policies import FLAT_COST, WritePolicy
+from kvarve.core.policies import WritePolicy
 from kvarve.keys import pack
 from kvarve.model import Tier
 from kvarve.testing.world import World
@@ -176,7 +177,7 @@ def test_a_storage_leaves_the_host_what_it_keeps_without_one(policy: WritePolicy
     picks = dice.choices(range(60), [1 / (at + 1) ** 0.9 for at in range(60)], k=500)
     found = []
     for storage in (False, True):
-        world = World(config=config(ATTENTION, device=32, host=32, storage=storage, write=policy))
+        world = World(config=config(ATTENTION, device=32, host=32, storage=storage, write_policy=policy.value))
         hits = 0
         for pick in picks:
             hits += world.hit(prompt(2, seed=pick, extra=2))[1]
@@ -218,7 +219,7 @@ def test_an_order_of_runs_starts_with_nothing() -> None:
 
 def test_room_that_is_coming_in_one_pool_is_not_taken_for_room_in_another() -> None:
     """Under write-back each pool has room made ahead, however much is leaving others."""
-    world = World(config=config(ATTENTION, STATE, device=(56, 8), host=256, write=WritePolicy.WRITE_BACK))
+    world = World(config=config(ATTENTION, STATE, device=(56, 8), host=256, write_policy="write_back"))
     for seed in range(8):
         world.request(prompt(7, seed=seed), rest=False)
     assert not world.core.slot_pools.free[1], "all states are in use"

@@ -63,7 +63,7 @@ def test_less_than_nothing_is_refused(wrong: dict[str, int]) -> None:
 
 
 def test_without_branch_points_a_shared_beginning_is_resumed_from_where_another_prompt_ended() -> None:
-    world = World(config=config(ATTENTION, STATE, snapshots=Snapshots(branches=False)))
+    world = World(config=config(ATTENTION, STATE, snapshot_branches=False))
     world.request(prompt(6))
     world.request(fork(4, word=1))
     assert world.request(fork(4, word=2)).boundary == 0

@@ -19,6 +19,7 @@ from kvarve.core.backups import Backups
 from kvarve.core.cache import Core
 from kvarve.core.copies import STORE, Copies
 from kvarve.core.lease import Lease, Phase
+from kvarve.core.policies import Policies
 from kvarve.core.settings import CoreConfig, Counters
 from kvarve.core.slot_pools import SlotPools
 from kvarve.core.tree import Run
@@ -86,11 +87,24 @@ def test_the_world_sees_every_kind_of_thing_happen() -> None:
     assert not (missing := expected - set(+seen)), missing
 
 
+# Policies that the core does not read: the runtime makes a patience of them, divides memory, or checks records.
+BEYOND_THE_CORE = {
+    "prefetch_policy",
+    "prefetch_base_s",
+    "prefetch_per_ki_token_s",
+    "tokens_per_snapshot",
+    "verify_host",
+}
+
+
 def test_every_setting_of_the_core_is_drawn() -> None:
     drawn = [configure(draw(random.Random(seed))) for seed in range(200)]
     for each in fields(CoreConfig):
         if each.name != "page_tokens":
             assert len({repr(getattr(config, each.name)) for config in drawn}) > 1, each.name
+    for each in fields(Policies):
+        if each.name not in BEYOND_THE_CORE:
+            assert len({getattr(config.policies, each.name) for config in drawn}) > 1, each.name
 
 
 def test_the_same_seed_is_the_same_life() -> None:

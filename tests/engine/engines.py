@@ -10,6 +10,7 @@ import torch
 
 from kvarve.config import CacheConfig, split
 from kvarve.core.audit import audit
+from kvarve.core.policies import Policies
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import LoadedModel
 from kvarve.engine.requests import OutputChunk, Request, Sampling
@@ -72,14 +73,14 @@ def engines() -> Iterator[Make]:
         deterministic: bool = False,
         device: int = 64 * MIB,
         host: int = 64 * MIB,
-        **settings: Any,
+        **policies: Any,
     ) -> Engine:
         model = model or a_model()
         url = storage if isinstance(storage, str) else None
         kwargs: dict[str, Any] = {} if clock is None else {"clock": clock}
         if storage is not None and url is None:
             kwargs["storage"] = storage
-        cache = PrefixCache(model.identity, CacheConfig(device, host, url, **settings), **kwargs)
+        cache = PrefixCache(model.identity, CacheConfig(device, host, url, Policies(**policies)), **kwargs)
         engine = Engine(
             model,
             cache,

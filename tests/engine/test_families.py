@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from kvarve import boundaries
 from kvarve.config import CacheConfig
 from kvarve.core.lease import Lease
+from kvarve.core.policies import Policies
 from kvarve.engine.model import forward
 from kvarve.engine.prefill import keep, resumed
 from kvarve.engine.state import StateLayout, Workspace
@@ -84,7 +85,9 @@ def a_cache(layout: StateLayout, dtype: torch.dtype) -> Iterator[PrefixCache]:
     """A cache of all three tiers that keeps windows and states at every line of the grid."""
     name = str(dtype).removeprefix("torch.")
     identity = ModelIdentity("tiny", "random", name, layout.page_tokens, layout.chunk_tokens, layout.pools)
-    config = CacheConfig(32 * MIB, 32 * MIB, prefetch_policy="wait_complete", snapshot_every=layout.chunk_tokens)
+    config = CacheConfig(
+        32 * MIB, 32 * MIB, policies=Policies(prefetch_policy="wait_complete", snapshot_every=layout.chunk_tokens)
+    )
     cache = PrefixCache(identity, config, storage=MemoryStorage(64 * MIB, identity.fingerprint(), "test"))
     try:
         yield cache

@@ -8,6 +8,7 @@ import torch
 from adapters import adapt, adapted
 
 from kvarve.config import CacheConfig
+from kvarve.core.policies import Policies
 from kvarve.errors import Broken, ConfigError, ModelError
 from kvarve.integrations.transformers import PrefixCachedModel
 from kvarve.model import Tier
@@ -142,7 +143,9 @@ def test_a_cache_that_has_failed_serves_no_prompt_any_more_and_stores_nothing(
     def broken(*_: object) -> None:
         raise AssertionError("two owners of a slot")
 
-    config = CacheConfig(32 << 20, 32 << 20, f"file://{tmp_path}?capacity=64MiB", write_policy="write_back")
+    config = CacheConfig(
+        32 << 20, 32 << 20, f"file://{tmp_path}?capacity=64MiB", policies=Policies(write_policy="write_back")
+    )
     cached = PrefixCachedModel(tiny_model("qwen3"), config, page_tokens=16, chunk_tokens=64)
     generate(cached, PROMPT)
     monkeypatch.setattr(cached.cache.core, "claim", broken)

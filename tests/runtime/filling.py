@@ -8,6 +8,7 @@ cannot pass.
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from kvarve.config import CacheConfig
 from kvarve.core.audit import audit
 from kvarve.core.lease import Lease
+from kvarve.core.policies import Policies
 from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
 from kvarve.runtime import PrefixCache
 from kvarve.storage import MemoryStorage
@@ -45,8 +47,10 @@ def an_identity(pools: tuple[PoolSpec, ...] = POOLS, weights: str = "w1") -> Mod
     return ModelIdentity("test", weights, "float32", PAGE, CHUNK, pools)
 
 
-def a_config(device: int = ROOM, host: int = HOST_ROOM, **settings: object) -> CacheConfig:
-    return CacheConfig(device, host, **settings)  # type: ignore[arg-type]
+def a_config(
+    device: int = ROOM, host: int = HOST_ROOM, storage: str | tuple[str, ...] | None = None, **policies: Any
+) -> CacheConfig:
+    return CacheConfig(device, host, storage, Policies(**policies))
 
 
 def a_region(identity: ModelIdentity | None = None) -> MemoryStorage:

@@ -231,11 +231,13 @@ def test_policies_come_with_a_store_and_stay(make: Make) -> None:
     attach(cache, store, prefetch="best_effort", write="write_through", back_up=True)
     settle(cache)
     assert used(cache)["host.attention"] == ALL and store.usage().objects > 0
-    assert (cache.config.prefetch_policy, cache.config.write_policy) == ("best_effort", "write_through")
-    assert cache.config.wait().base_s == 0
+    policies = cache.config.policies
+    assert (policies.prefetch_policy, policies.write_policy) == ("best_effort", "write_through")
+    assert policies.patience().base_s == 0
     detach(cache)
     attach(cache, a_store())
-    assert (cache.config.prefetch_policy, cache.config.write_policy) == ("best_effort", "write_through")
+    policies = cache.config.policies
+    assert (policies.prefetch_policy, policies.write_policy) == ("best_effort", "write_through")
 
 
 # --- one that hangs

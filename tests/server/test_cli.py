@@ -18,6 +18,7 @@ from servers import settings
 
 from kvarve import __version__
 from kvarve.config import CacheConfig
+from kvarve.core.policies import Policies
 from kvarve.errors import StorageError
 from kvarve.server.serve import Server
 from kvarve.testing.models import tiny_config
@@ -317,7 +318,7 @@ def test_ctrl_c_ends_it_whole_and_what_it_knew_is_there_after_a_restart(
         assert (tmp_path / "log").read_text() == ""
     for _ in range(2):  # what another process stored, this one finds: it is the same model on the same machine
         tiers = str(tmp_path / "storage"), f"file://{tmp_path}/far?capacity=64MiB"
-        cache = CacheConfig(8 << 20, 16 << 20, storage=tiers, prefetch_policy="wait_complete")
+        cache = CacheConfig(8 << 20, 16 << 20, storage=tiers, policies=Policies(prefetch_policy="wait_complete"))
         with Server(settings(checkpoint, cache=cache)) as again:
             answers.append(httpx.post(f"{again.url}/v1/completions", json=prompt, timeout=60).json())
         shutil.rmtree(tmp_path / "storage")

@@ -15,6 +15,7 @@ from torch import Tensor
 import kvarve.admin
 from kvarve.config import CacheConfig
 from kvarve.core.audit import audit
+from kvarve.core.policies import Policies
 from kvarve.engine.requests import Request, Sampling
 from kvarve.model import MEMORY_TIERS
 from kvarve.server.serve import Server
@@ -114,7 +115,11 @@ class Traffic:
 
 @pytest.fixture
 def server(checkpoint: Path) -> Iterator[Server]:
-    cache = CacheConfig(device_memory=8 << 20, host_memory=16 << 20, prefetch_base_s=0.03, prefetch_per_ki_token_s=0.0)
+    cache = CacheConfig(
+        device_memory=8 << 20,
+        host_memory=16 << 20,
+        policies=Policies(prefetch_base_s=0.03, prefetch_per_ki_token_s=0.0),
+    )
     with Server(settings(checkpoint, cache=cache, admin_key=KEY, deterministic=True)) as server:
         yield server
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvarve import simulate
+from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
 from kvarve.model import Tier
 from kvarve.simulate import SimulationConfig, replay
@@ -111,7 +112,8 @@ def test_a_recurrent_model_resumes_only_where_a_state_was_kept(tmp_path: Path) -
     assert attention.hit_tokens["device"] == (2 + 2 + 4) * BLOCK
     hybrid = replay(trace(tmp_path, *lines), SimulationConfig(**room, state_bytes=4096))
     assert hybrid.hit_tokens["device"] == (0 + 2 + 4) * BLOCK, "the branch is known after the first that took it"
-    often = replay(trace(tmp_path, *lines), SimulationConfig(**room, state_bytes=4096, snapshot_every=BLOCK))
+    every = Policies(snapshot_every=BLOCK)
+    often = replay(trace(tmp_path, *lines), SimulationConfig(**room, state_bytes=4096, policies=every))
     assert often.hit_tokens["device"] == (2 + 2 + 4) * BLOCK
     assert {*often.slots} == {"device.kv", "device.state"}
 
@@ -119,7 +121,7 @@ def test_a_recurrent_model_resumes_only_where_a_state_was_kept(tmp_path: Path) -
 def test_memory_is_divided_by_the_flags_that_a_server_has() -> None:
     model = {"device_memory": 1 << 30, "kv_bytes_per_token": 1024, "state_bytes": 1 << 20}
     often, rare, every = (
-        SimulationConfig(**model, **flags).core().slots[Tier.DEVICE]  # type: ignore[arg-type]
+        SimulationConfig(**model, policies=Policies(**flags)).core().slots[Tier.DEVICE]  # type: ignore[arg-type]
         for flags in ({"tokens_per_snapshot": 1024}, {"tokens_per_snapshot": 65536}, {"snapshot_every": 1024})
     )
     assert often == every and often[1] > 9 * rare[1] and rare[0] > often[0]
@@ -143,7 +145,7 @@ def test_a_prompt_larger_than_memory_is_kept_as_far_as_it_fits(tmp_path: Path) -
 def test_no_policy_finds_more_than_there_ever_was_and_replays_are_equal(tmp_path: Path, policy: str) -> None:
     path = trace(tmp_path, *branching(200))
     beside = {"state_bytes": 2048, "window_tokens": 600, "window_bytes_per_token": 64}
-    config = settings(24, host=48, storage=200, write_policy=policy, **beside)
+    config = settings(24, host=48, storage=200, policies=Policies(write_policy=policy), **beside)
     report = replay(path, config)
     assert 0 < sum(report.hit_tokens.values()) <= report.infinite_hit_tokens
     assert replay(path, config) == report
@@ -226,8 +228,6 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
         ({"state_bytes": -1}, "state bytes cannot be below zero"),
         ({"page_tokens": 0}, "at least one token"),
         ({"page_tokens": 64, "chunk_tokens": 100}, "chunks of 100 tokens do not consist of pages of 64"),
-        ({"write_policy": "never"}, "unknown write policy 'never'"),
-        ({"selective_uses": 0}, "selective uses must be at least 1"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any], complaint: str) -> None:
@@ -278,7 +278,7 @@ def test_the_command_refuses_before_it_works(tmp_path: Path) -> None:
 
 def test_storing_what_nobody_uses_pauses_and_the_report_says_so(tmp_path: Path) -> None:
     path = trace(tmp_path, *(line([10 * at + block for block in range(4)], at=at) for at in range(300)))
-    always = replay(path, settings(8, host=8, storage=64, offload_pays_at=0.0))
+    always = replay(path, settings(8, host=8, storage=64, policies=Policies(offload_pays_at=0.0)))
     governed = replay(path, settings(8, host=8, storage=64))
     assert always.paused_requests == always.used_bytes == 0 and always.stored_bytes == 1200 * PAGE_BYTES
     assert governed.paused_requests > 200

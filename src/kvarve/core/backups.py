@@ -46,7 +46,7 @@ class Backups:
         self.down = False  # a storage is attached, but does not answer
         # Slots of each host pool that copies to and from storage may hold: fetches all of them, stores half.
         self.share = [
-            max(int(config.host_share * slots), min(slots, 2 * (pool.lookback or 1)))
+            max(int(config.policies.host_share * slots), min(slots, 2 * (pool.lookback or 1)))
             for pool, slots in zip(config.pools, slot_pools.capacity[len(config.pools) :], strict=True)
         ]
         self.store_share = [max(1, share // 2) for share in self.share]
@@ -59,7 +59,7 @@ class Backups:
         host = slot_pools.capacity[len(config.pools) :]
         host_bytes = sum(pool.payload_bytes * slots for pool, slots in zip(config.pools, host, strict=True))
         horizon = config.offload_horizon_bytes or HORIZON_HOSTS * host_bytes
-        self.governor = Governor(config.offload_pays_at, horizon)
+        self.governor = Governor(config.policies.offload_pays_at, horizon)
         self.reset()
 
     def reset(self, down: bool = False) -> None:
@@ -131,7 +131,7 @@ class Backups:
 
     def _lazy(self, run: Run) -> bool:
         """Whether a run is backed up only when it is evicted."""
-        return self.config.write is WritePolicy.WRITE_BACK and not run.wanted
+        return self.config.policies.write is WritePolicy.WRITE_BACK and not run.wanted
 
     def keeps_in_host(self, run: Run) -> bool:
         """Whether the write policy wants host copies of a run's device pages."""
@@ -391,8 +391,8 @@ class Backups:
 
     def _used_enough(self, run: Run) -> bool:
         """Whether a run has the uses that the write policy asks for before it backs up."""
-        selective = self.config.write is WritePolicy.WRITE_THROUGH_SELECTIVE and not run.wanted
-        return not selective or run.uses >= self.config.selective_uses
+        selective = self.config.policies.write is WritePolicy.WRITE_THROUGH_SELECTIVE and not run.wanted
+        return not selective or run.uses >= self.config.policies.selective_uses
 
     def _count_dropped(self, run: Run, pool: int, gone: int) -> None:
         """Pages of a run (local positions) leave their last memory tier: count those that were never stored."""
@@ -451,7 +451,7 @@ class Backups:
         """Pages about to be evicted from memory: under write-back, and where pages that stay rest on them, copy them
         down first. Returns the positions that must not leave yet."""
         tier, pool = divmod(place, len(self.pools))
-        write_back = self.config.write is WritePolicy.WRITE_BACK and run.failed_backups < RETRY_BUDGET
+        write_back = self.config.policies.write is WritePolicy.WRITE_BACK and run.failed_backups < RETRY_BUDGET
         want = lost if write_back else stuck
         if tier == Tier.HOST:
             stores = self.copies.storage and not self.backing_off() and self.governor.wants(run)
@@ -484,7 +484,7 @@ class Backups:
 
     def evict_ahead(self) -> None:
         """Under write-back, evict before slots are needed: a slot is free only once its page has been copied."""
-        if self.config.write is not WritePolicy.WRITE_BACK:
+        if self.config.policies.write is not WritePolicy.WRITE_BACK:
             return
         backing_off = self.copies.storage and self.backing_off()
         for place, capacity in enumerate(self.slot_pools.capacity):

@@ -48,7 +48,13 @@ class Core:
     def __init__(self, config: CoreConfig) -> None:
         self.config = config
         self.pools = config.pools
-        self.slot_pools = SlotPools(config.pools, config.slots, config.page_tokens, config.eviction, config.cost)
+        self.slot_pools = SlotPools(
+            config.pools,
+            config.slots,
+            config.page_tokens,
+            config.policies.eviction,
+            config.policies.cost(config.page_tokens),
+        )
         self.counters = Counters()
         self.copies = Copies(self.slot_pools)
         self.backups = Backups(config, self.slot_pools, self.copies, self.counters)
@@ -389,7 +395,8 @@ class Core:
 
     def write_by(self, policy: WritePolicy) -> None:
         """Change the write policy; pages that are dirty by the policy before it stay dirty."""
-        self.config = self.backups.config = replace(self.config, write=policy)
+        policies = replace(self.config.policies, write_policy=policy.value)
+        self.config = self.backups.config = replace(self.config, policies=policies)
 
     # --- prompts that share
 
@@ -472,7 +479,7 @@ class Core:
             device, memory = self.paths.present(path, known)
             near = deepest(self.paths.legal(device, lease))
             boundary = near if memory == device else deepest(self.paths.legal(memory, lease) & allowed)
-            if (boundary - near) * self.config.page_tokens < self.config.load_at_least:
+            if (boundary - near) * self.config.page_tokens < self.config.policies.load_at_least:
                 boundary = min(boundary, near)
             need = [needed(boundary, back) & ~here for back, here in zip(self.lookbacks, device, strict=True)]
             if not any(need):
@@ -539,7 +546,7 @@ class Core:
 
     def _count_use(self, lease: Lease, run: Run) -> None:
         """A request resumes: count a use of the runs that it reads, and renew their retry budgets."""
-        selective = self.config.write is WritePolicy.WRITE_THROUGH_SELECTIVE or self.governor.paused
+        selective = self.config.policies.write is WritePolicy.WRITE_THROUGH_SELECTIVE or self.governor.paused
         whole = selective or self.slot_pools.counts_uses
         for each, _ in upward(run, ones(lease.boundary) if whole else self.paths.near(lease.boundary)):
             each.uses += 1
@@ -562,12 +569,12 @@ class Core:
     def _snapshots(self, lease: Lease) -> int:
         """The boundaries at which this prompt's windows and states are kept."""
         config, limit, kept = self.config, self.paths.limit(lease.tokens), 0
-        if config.snapshots.gap:
+        if config.policies.snapshots.gap:
             short = [pool for pool, back in enumerate(self.lookbacks) if back is not None]
             backs = [self.lookbacks[pool] for pool in short]
             kept = boundaries.resume_at([lease.seen[pool] for pool in short], backs, limit, self.grid) & ~1
         branch = min(lease.known, lease.pages)
-        return config.snapshots.boundaries(lease.pages, limit, branch, kept, config.page_tokens, self.grid)
+        return config.policies.snapshots.boundaries(lease.pages, limit, branch, kept, config.page_tokens, self.grid)
 
     def _worth_keeping(self, lease: Lease, pool: int, start: int, stop: int) -> int:
         """The positions in [start, stop) of a pool that some kept boundary needs."""

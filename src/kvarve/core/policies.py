@@ -1,9 +1,16 @@
-"""An operator's choices as data: when to back up, how long to wait for storage, the cost of computing a page."""
+"""An operator's choices as data: when to back up, how long to wait for storage, what to evict and what to keep.
 
-from dataclasses import dataclass
+`Policies` holds them all and checks them; the core, the worker, the simulator and the command line take it whole.
+"""
+
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from math import inf
 
+from kvarve.core.eviction import ORDERS
+from kvarve.core.eviction.cost import PageCost
+from kvarve.core.snapshots import Snapshots
 from kvarve.errors import ConfigError
 
 
@@ -36,31 +43,105 @@ class Patience:
         return self.base_s + self.per_ki_token_s * tokens / 1024
 
 
-@dataclass(frozen=True)
-class PageCost:
-    """The cost of recomputing a page, in any unit: a part that is the same for each page (linear layers), and a part
-    for each page before it (attention)."""
-
-    page: float = 1.0
-    per_page_before: float = 0.0
-
-    def of(self, start: int, stop: int) -> float:
-        """The cost of pages [start, stop) of a prompt."""
-        return (stop - start) * (self.page + self.per_page_before * (start + stop - 1) / 2)
-
-
-FLAT_COST = PageCost()
 BEST_EFFORT = Patience(0.0)
 WAIT_COMPLETE = Patience(inf, each=True)
 
 
-def patience(name: str, base_s: float = 2.0, per_ki_token_s: float = 0.25) -> Patience:
-    """The patience that a prefetch policy's name stands for; ConfigError if there is no such policy."""
-    policies = {
-        "best_effort": BEST_EFFORT,
-        "wait_complete": WAIT_COMPLETE,
-        "timeout": Patience(base_s, per_ki_token_s),
-    }
-    if name not in policies:
-        raise ConfigError(f"unknown prefetch policy {name!r}; known: {', '.join(policies)}")
-    return policies[name]
+@dataclass(frozen=True, kw_only=True)
+class Policies:
+    """An operator's choices for a cache, for all ranks the same. ConfigError for values that cannot work."""
+
+    write_policy: str = "write_through"
+    """when pages are backed up: write_through, write_through_selective or write_back"""
+    selective_uses: int = 2
+    """uses after which write_through_selective writes"""
+    prefetch_policy: str = "timeout"
+    """how to wait for storage: best_effort, timeout or wait_complete"""
+    prefetch_base_s: float = 2.0
+    """seconds to wait for storage"""
+    prefetch_per_ki_token_s: float = 0.25
+    """and per 1,024 tokens"""
+    storage_deadline_s: float = 30.0
+    """seconds after which a call to storage counts as hanging"""
+    snapshot_ends: bool = True
+    """keep windows and states where a prompt ends"""
+    snapshot_branches: bool = True
+    """keep windows and states where a prompt branches off a known one"""
+    snapshot_every: int = 0
+    """also keep windows and states every N tokens"""
+    snapshot_gap: int = 0
+    """the fewest tokens that a kept window or state has to save"""
+    tokens_per_snapshot: int = 0
+    """divide memory as if windows and states were kept every N tokens; 0: by the model"""
+    eviction: str = "lru"
+    """eviction order: lru, lfu, s3fifo, priority or flops"""
+    cost_doubles_at: int = 0
+    """tokens after which attention costs as much as all else, for eviction by flops; 0: never"""
+    load_at_least: int = 0
+    """the fewest tokens that a copy from the host to the device has to save"""
+    fetch_at_least: int = 0
+    """the fewest tokens that a copy from storage to the host has to save"""
+    host_share: float = 0.8
+    """of each host pool, the share that copies to and from storage may hold"""
+    offload_pays_at: float = 0.01
+    """of the bytes stored, the share that has to be used, or storing pauses until it would pay again; 0: never"""
+    verify_host: bool = True
+    """check pages in host memory before they are used"""
+
+    def __post_init__(self) -> None:
+        if self.write_policy not in (known := [policy.value for policy in WritePolicy]):
+            raise ConfigError(f"unknown write policy {self.write_policy!r}; known: {', '.join(known)}")
+        if self.selective_uses < 1:
+            raise ConfigError(f"selective uses must be at least 1, not {self.selective_uses}")
+        if not 0 < self.storage_deadline_s < inf:
+            raise ConfigError(
+                f"the storage deadline must be above zero seconds and finite, not {self.storage_deadline_s}"
+            )
+        if self.prefetch_per_ki_token_s == inf:
+            raise ConfigError("a wait needs an end: give a finite number of seconds per 1,024 tokens")
+        self.patience()
+        if self.eviction not in ORDERS:
+            raise ConfigError(f"unknown eviction order {self.eviction!r}; known: {', '.join(ORDERS)}")
+        if self.cost_doubles_at < 0:
+            raise ConfigError(f"attention cannot cost as much as all else after {self.cost_doubles_at} tokens")
+        if self.tokens_per_snapshot < 0:
+            raise ConfigError(f"memory cannot be divided for a snapshot every {self.tokens_per_snapshot} tokens")
+        if min(self.load_at_least, self.fetch_at_least) < 0:
+            raise ConfigError("the fewest tokens that a copy has to save cannot be negative")
+        if not 0 < self.host_share <= 1:
+            raise ConfigError(
+                f"the share of the host that waits for storage is above 0 and at most 1, not {self.host_share}"
+            )
+        if not 0 <= self.offload_pays_at < inf:
+            raise ConfigError(
+                f"the share of what is stored that has to be used is 0 or above and finite, not {self.offload_pays_at}"
+            )
+        _ = self.snapshots
+
+    @cached_property
+    def write(self) -> WritePolicy:
+        return WritePolicy(self.write_policy)
+
+    @cached_property
+    def snapshots(self) -> Snapshots:
+        """Which windows and states are worth keeping."""
+        return Snapshots(self.snapshot_ends, self.snapshot_branches, self.snapshot_every, self.snapshot_gap)
+
+    def cost(self, page_tokens: int) -> PageCost:
+        """The cost of recomputing a page of so many tokens."""
+        return PageCost(1.0, page_tokens / self.cost_doubles_at if self.cost_doubles_at else 0.0)
+
+    def patience(self) -> Patience:
+        """How long a request waits for storage: also under "wait_complete" at most the storage deadline for each copy.
+
+        ConfigError for an unknown prefetch policy.
+        """
+        known = {
+            "best_effort": BEST_EFFORT,
+            "wait_complete": WAIT_COMPLETE,
+            "timeout": Patience(self.prefetch_base_s, self.prefetch_per_ki_token_s),
+        }
+        if self.prefetch_policy not in known:
+            raise ConfigError(f"unknown prefetch policy {self.prefetch_policy!r}; known: {', '.join(known)}")
+        asked = known[self.prefetch_policy]
+        return replace(asked, base_s=min(asked.base_s, self.storage_deadline_s))

@@ -46,7 +46,7 @@ class Prefetch:
             missing = (lease.limit - boundary) * self.config.page_tokens
             lease.phase, lease.begun, lease.wait_s = Phase.PROBING, False, lease.patience.seconds(missing)
             # A request without patience does not wait for a worker either.
-            queue_s = inf if lease.patience.each else self.config.queue_deadline_s if lease.wait_s else 0.0
+            queue_s = inf if lease.patience.each else self.config.policies.storage_deadline_s if lease.wait_s else 0.0
             lease.latest = self.backups.now + lease.wait_s + queue_s
             lease.wait_from(self.backups.now)
             lease.probed = [0] * len(self.pools)
@@ -59,7 +59,7 @@ class Prefetch:
         """The pages that memory lacks and that could make a boundary deeper than this one legal."""
         grid = self.paths.grid
         deepest_line = lease.limit // grid * grid
-        if (deepest_line - boundary) * self.config.page_tokens < max(1, self.config.fetch_at_least):
+        if (deepest_line - boundary) * self.config.page_tokens < max(1, self.config.policies.fetch_at_least):
             return []
         pages: list[Moving] = []
         for pool, lookback in enumerate(self.paths.lookbacks):
@@ -128,7 +128,7 @@ class Prefetch:
             both = [near | far for near, far in zip(memory, lease.probed, strict=True)]
             boundary = deepest(self.paths.legal(both, lease) & allowed)
             gain = boundary - deepest(self.paths.legal(memory, lease))
-            if gain * self.config.page_tokens < max(1, self.config.fetch_at_least):
+            if gain * self.config.page_tokens < max(1, self.config.policies.fetch_at_least):
                 break
             need = [needed(boundary, back) & ~near for back, near in zip(self.paths.lookbacks, memory, strict=True)]
             limits = zip(need, lease.lent, self.backups.share, strict=True)

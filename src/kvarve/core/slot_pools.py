@@ -13,8 +13,8 @@ from itertools import chain, islice
 
 from kvarve.boundaries import leading, members, of, ones, span
 from kvarve.core.eviction import order_for
+from kvarve.core.eviction.cost import FLAT_COST, PageCost
 from kvarve.core.eviction.order import OrderContext
-from kvarve.core.policies import FLAT_COST, PageCost
 from kvarve.core.tree import Root, Run, upward
 from kvarve.errors import ConfigError
 from kvarve.model import MEMORY_TIERS, PoolSpec, Tier

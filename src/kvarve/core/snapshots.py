@@ -47,6 +47,3 @@ class Snapshots:
                 admitted |= 1 << boundary
                 last = boundary
         return admitted & wanted
-
-
-ENDS_AND_BRANCHES = Snapshots()

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from kvarve.config import CacheConfig, room_for
 from kvarve.core.audit import audit
+from kvarve.core.policies import Policies
 from kvarve.engine.batch import ROUNDING
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import LoadedModel, forward, keeping_answers, load_model
@@ -230,7 +231,7 @@ class Traffic:
             room(self.share, False),
             room(4 * self.share, True),
             f"file://{self.folder}/{kind}?capacity={room(0.75, True)}",
-            tokens_per_snapshot=every,
+            Policies(tokens_per_snapshot=every),
         )
 
     def _ask(self, news: "queue.SimpleQueue[tuple[int, float, OutputChunk]]") -> ActiveRequest:

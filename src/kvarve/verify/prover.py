@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from kvarve.config import CacheConfig, room_for
 from kvarve.core.audit import audit
+from kvarve.core.policies import Policies
 from kvarve.engine.model import LoadedModel
 from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
 from kvarve.runtime import PrefixCache
@@ -81,8 +82,10 @@ class Prover:
         return CacheConfig(
             room_for(device or most, *shape, records=False, per_snapshot=chunk),
             room_for(host or most, *shape, records=True, per_snapshot=chunk),
-            storage_deadline_s=STORAGE_S,
-            **{"prefetch_policy": "wait_complete", "tokens_per_snapshot": chunk} | settings,  # type: ignore[arg-type]
+            policies=Policies(
+                storage_deadline_s=STORAGE_S,
+                **{"prefetch_policy": "wait_complete", "tokens_per_snapshot": chunk} | settings,  # type: ignore[arg-type]
+            ),
         )
 
     @contextmanager

@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any
 
-from kvarve.core.policies import PageCost
+from kvarve.core.eviction.cost import PageCost
 from kvarve.core.tree import Run
 
 

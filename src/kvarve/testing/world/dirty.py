@@ -53,11 +53,11 @@ class Dirty:
         backups = core.backups
         wants = core.governor.wants(run)
         used_enough = (
-            core.config.write is not WritePolicy.WRITE_THROUGH_SELECTIVE
+            core.config.policies.write is not WritePolicy.WRITE_THROUGH_SELECTIVE
             or run.wanted
-            or run.uses >= core.config.selective_uses
+            or run.uses >= core.config.policies.selective_uses
         )
-        through = core.config.write is not WritePolicy.WRITE_BACK or run.wanted
+        through = core.config.policies.write is not WritePolicy.WRITE_BACK or run.wanted
         waits = run in backups.pending_backup or run in backups.pending_store or run in backups.quarantined
         numbers = self._numbers_of(run)
         for pool in range(pools):

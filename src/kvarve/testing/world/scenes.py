@@ -6,12 +6,12 @@ CoreConfig of it.
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from kvarve.core.eviction import ORDERS
-from kvarve.core.policies import BEST_EFFORT, WAIT_COMPLETE, PageCost, Patience, WritePolicy
+from kvarve.core.policies import BEST_EFFORT, WAIT_COMPLETE, Patience, Policies, WritePolicy
 from kvarve.core.settings import CoreConfig
-from kvarve.core.snapshots import Snapshots
 from kvarve.keys import pack
 from kvarve.model import BufferSpec, PoolSpec, Tier
 
@@ -29,11 +29,14 @@ ATTENTION, INDEX, WINDOW, STATE = pool("attention", None), pool("index", None), 
 def config(
     *pools: PoolSpec, device: int | Sequence[int] = 64, host: int | Sequence[int] = 0, grid: int = 1, **rest: Any
 ) -> CoreConfig:
-    """A small core: slots of each pool, or one number for all; no host tier by default."""
+    """A small core: slots of each pool, or one number for all; no host tier by default. `rest` names policies too."""
+    policies = {each.name: rest.pop(each.name) for each in fields(Policies) if each.name in rest}
     slots = {Tier.DEVICE: (device,) * len(pools) if isinstance(device, int) else tuple(device)}
     if host:
         slots[Tier.HOST] = (host,) * len(pools) if isinstance(host, int) else tuple(host)
-    return CoreConfig(pools, slots, page_tokens=PAGE_TOKENS, chunk_tokens=PAGE_TOKENS * grid, **rest)
+    return CoreConfig(
+        pools, slots, page_tokens=PAGE_TOKENS, chunk_tokens=PAGE_TOKENS * grid, policies=Policies(**policies), **rest
+    )
 
 
 def prompt(pages: int, seed: int = 0, extra: int = 1) -> list[int]:
@@ -77,23 +80,21 @@ def draw(dice: random.Random) -> dict[str, Any]:
         "host": [_room(dice, 4, 40) for _ in names] if dice.random() < 0.9 else [],
         "grid": dice.choice([1, 1, 2, 3]),
         "storage": dice.random() < 0.85,
-        "write": dice.choice([*WritePolicy]).value,
+        "write_policy": dice.choice([*WritePolicy]).value,
         "selective_uses": dice.randint(1, 3),
         "eviction": dice.choice([*ORDERS]),
-        "cost": {"page": 1.0, "per_page_before": dice.choice([0.0, 0.5])},
-        "snapshots": {
-            "ends": dice.random() < 0.9,
-            "branches": dice.random() < 0.8,
-            "every": dice.choice([0, 0, 4, 6]),
-            "gap": dice.choice([0, 0, 3, 8]),
-        },
+        "cost_doubles_at": dice.choice([0, 2 * PAGE_TOKENS]),
+        "snapshot_ends": dice.random() < 0.9,
+        "snapshot_branches": dice.random() < 0.8,
+        "snapshot_every": dice.choice([0, 0, 4, 6]),
+        "snapshot_gap": dice.choice([0, 0, 3, 8]),
         "load_at_least": dice.choice([0, 0, 3, 9]),
         "fetch_at_least": dice.choice([0, 0, 3, 9]),
         "load_deadline_s": dice.choice([1.0, 4.0, 30.0]),
-        "queue_deadline_s": dice.choice([1.0, 30.0]),
+        "storage_deadline_s": dice.choice([1.0, 30.0]),
         "batch_pages": dice.choice([1, 2, 3, 64]),
         "backup_pages": dice.choice([2, 7, 50]),
-        "host_share": dice.choice([0.0, 0.2, 0.5, 0.8, 1.0]),
+        "host_share": dice.choice([0.01, 0.2, 0.5, 0.8, 1.0]),
         "offload_pays_at": dice.choice([0.0, 0.0, 0.1, 0.5, 2.0]),
         "offload_horizon_bytes": dice.choice([0, 64, 400, 2000]),  # a page has 16
     }
@@ -106,9 +107,7 @@ def _room(dice: random.Random, least: int, most: int) -> int:
 def configure(plain: Mapping[str, Any]) -> CoreConfig:
     rest = dict(plain)
     pools = [pool(**each) for each in rest.pop("pools")]
-    rest["write"], rest["cost"] = WritePolicy(rest["write"]), PageCost(**rest["cost"])
-    rest["snapshots"] = Snapshots(**rest["snapshots"])
-    return config(*pools, **rest)
+    return config(*pools, device=rest.pop("device"), **rest)
 
 
 def draw_prompt(dice: random.Random) -> str:
