@@ -11,12 +11,13 @@ SOURCE = Path(__file__).parent.parent / "src" / "kvarve"
 FLOORS = (
     {"model", "keys", "boundaries", "errors", "sizes", "__init__"},  # words
     {"core"},
+    {"background"},  # threads
     {"memory", "transfer", "storage", "ranks"},  # hands
     {"runtime", "admin", "metrics", "config", "balance"},  # the house
     {"engine", "simulate"},
     {"cli", "__main__", "storage_cli", "server", "bench", "demo", "verify", "integrations"},  # guests
 )
-WORDS, CORE, HANDS = FLOORS[0], FLOORS[1], FLOORS[2]
+WORDS, CORE, HANDS = FLOORS[0], FLOORS[1], FLOORS[3]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 
 # TransferEngine do not know each other; only the lanes between two of them do.

@@ -7,10 +7,10 @@ the change. One change at a time: a second caller gets `UnderWay`.
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from kvarve.background import Abandoned, BackgroundCall
 from kvarve.errors import Busy, KvarveError, StorageError
 from kvarve.runtime import CHANGE_S, Change, PrefixCache, UnderWay
 from kvarve.storage import Storage
@@ -88,8 +88,14 @@ class Admin:
         cache = self._cache
         with self._alone():
             try:
-                storage = _in_time(lambda: cache.opened(url, prefetch=prefetch, write=write), f"{url}: it is not open")
+                # Abandoned if it hangs: neither the next change nor the program's exit waits for it.
+                opening = BackgroundCall(
+                    "kvarve opens a storage", lambda: cache.opened(url, prefetch=prefetch, write=write)
+                )
+                storage = opening.result(OPEN_S, late=_close)
             except Exception as e:  # noqa: BLE001  it may be a bug in a backend; the caller is told
+                if isinstance(e, Abandoned):
+                    e = StorageError(f"{url}: it is not open after {OPEN_S:g} s: given up")
                 error = _ours(e, f"{url}: it cannot be opened")
                 if cache.ranks > 1:  # so that ranks that opened theirs do not wait for this one
                     with suppress(Busy):
@@ -100,7 +106,7 @@ class Admin:
                     lambda: cache.attach(storage, setting=url, back_up=back_up, prefetch=prefetch, write=write), ASK_S
                 )
             except BaseException:  # the storage is closed on any error
-                _close(storage.close)
+                _close(storage)
                 raise
             return self._made(change)
 
@@ -132,32 +138,6 @@ class Admin:
             self._changing.release()
 
 
-def _in_time(opened: Callable[[], Storage], late: str) -> Storage:
-    """Open a storage on a thread of its own, which is abandoned if it hangs: neither the next change nor the program's
-    exit waits for it."""
-    opening: Future[Storage] = Future()
-
-    def work() -> None:
-        try:
-            storage = opened()
-        except BaseException as e:  # noqa: BLE001  raised to the caller
-            if opening.set_running_or_notify_cancel():
-                opening.set_exception(e)
-            return
-        if opening.set_running_or_notify_cancel():
-            opening.set_result(storage)
-        else:
-            _close(storage.close)
-
-    threading.Thread(target=work, name="kvarve opens a storage", daemon=True).start()
-    try:
-        return opening.result(OPEN_S)
-    except TimeoutError:
-        if not opening.cancel():  # it has just been opened, or has raised this itself
-            return opening.result()
-        raise StorageError(f"{late} after {OPEN_S:g} s: given up") from None
-
-
 def _ours(e: Exception, what: str) -> KvarveError:
     """A KvarveError as it is; any other exception is a bug (perhaps of a backend), logged and made a StorageError."""
     if isinstance(e, KvarveError):
@@ -166,8 +146,8 @@ def _ours(e: Exception, what: str) -> KvarveError:
     return StorageError(f"{what}: {type(e).__name__}: {e}")
 
 
-def _close(close: Callable[[], None]) -> None:
+def _close(storage: Storage) -> None:
     try:
-        close()
+        storage.close()
     except StorageError as e:
         log.warning("a storage that was not attached could not be closed: %s", e)

@@ -3,7 +3,6 @@
 import pytest
 
 from kvarve.core.effects import Copy, Ended, Verified
-from kvarve.core.policies import WritePolicy
 from kvarve.model import Tier
 from kvarve.testing.world import ATTENTION, STATE, World, config, prompt
 
@@ -82,8 +81,9 @@ def test_a_rotten_page_is_noticed_before_the_request_resumes() -> None:
 
 def test_host_copies_of_fetched_pages_are_dropped_when_the_load_has_ended() -> None:
     """As long as it is being read a host page has to stay, though the write policy does not want it."""
-    selective = WritePolicy.WRITE_THROUGH_SELECTIVE
-    world = World(config=config(ATTENTION, host=64, storage=True, selective_uses=9, write=selective))
+    world = World(
+        config=config(ATTENTION, host=64, storage=True, selective_uses=9, write_policy="write_through_selective")
+    )
     world.stock(world.open(prompt(4)).tokens)
     world.drain()
     lease = world.open(prompt(4))

@@ -1,6 +1,6 @@
 """One thread: the machine is shared, and sums in another order are other bits.
 
-Tests of this folder import `engines`, which stands beside them.
+Tests of this folder import `engines` and `recorder`, which stand beside them.
 """
 
 import sys
@@ -13,6 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from engines import engines
+from recorder import Recorder
 
 from kvarve.engine.engine import Engine
 
@@ -21,6 +22,11 @@ from kvarve.engine.engine import Engine
 def make() -> Iterator[Callable[..., Engine]]:
     """Makes engines, started unless told otherwise, and shuts them down at the end."""
     yield from engines()
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,12 +1,38 @@
-"""Lets the tests of this folder import `filling`, which stands beside them."""
+"""Lets the tests of this folder import `filling`, which stands beside them, and makes caches for them."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+from filling import POOLS, Clock, Make, StoreThatStays, a_config, an_identity
+
+from kvarve.model import PoolSpec
+from kvarve.runtime import PrefixCache
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes caches, and shuts them down at the end."""
+    caches: list[PrefixCache] = []
+
+    def made(
+        storage: StoreThatStays | None = None,
+        clock: Clock | None = None,
+        pools: tuple[PoolSpec, ...] = POOLS,
+        **settings: object,
+    ) -> PrefixCache:
+        kwargs = {} if clock is None else {"clock": clock}
+        caches.append(PrefixCache(an_identity(pools), a_config(**settings), storage=storage, **kwargs))  # type: ignore[arg-type]
+        return caches[-1]
+
+    yield made
+    for cache in caches:
+        cache.shutdown(5)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -31,6 +31,7 @@ POOLS = (ATTENTION, WINDOW, STATE)
 ROOM = 1 << 20  # bytes of device memory in which nothing here runs short
 HOST_ROOM = 16 << 20
 TURNS = 1000
+Make = Callable[..., PrefixCache]
 
 
 class Clock:
@@ -211,3 +212,16 @@ def shut(caches: Sequence[PrefixCache]) -> Iterator[None]:
     yield
     for cache in caches:
         cache.shutdown(5)
+
+
+LONG = prompt(8.5)  # of which 8 pages can be resumed from
+
+
+def a_full_store(tokens: list[int] = LONG) -> StoreThatStays:
+    """A store that has all pages of a prompt, written by a cache that is gone."""
+    store = a_store()
+    cache = PrefixCache(an_identity(), a_config(), storage=store)
+    run(cache, tokens)
+    settle(cache)
+    cache.shutdown(5)
+    return store

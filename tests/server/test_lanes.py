@@ -4,7 +4,7 @@ import asyncio
 import gc
 import threading
 import weakref
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
@@ -28,23 +28,6 @@ class Gate:
 
 def threads(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
-
-
-def test_work_is_done_in_its_order_and_its_error_is_the_askers() -> None:
-    lane, done, gate = Lane(1, "test order"), list[int](), Gate("first")
-
-    def fails() -> None:
-        raise ValueError("no")
-
-    first = lane.run(gate)
-    others: list[Future[Any]] = [lane.run(lambda i=i: done.append(i)) for i in range(5)]  # type: ignore[misc]
-    failed = lane.run(fails)
-    gate.may_end.set()
-    assert first.result(LONG_S) == "first"
-    with pytest.raises(ValueError, match="no"):
-        failed.result(LONG_S)
-    assert done == [0, 1, 2, 3, 4]
-    assert all(other.done() for other in others)
 
 
 def test_the_short_passes_the_long() -> None:
@@ -79,15 +62,6 @@ def test_what_is_cancelled_before_it_begins_is_never_done_and_holds_nothing() ->
     with pytest.raises(CancelledError):
         waiting.result(LONG_S)
     assert lane.run(lambda: 7).result(LONG_S) == 7
-
-
-def test_what_has_begun_cannot_be_cancelled_and_ends() -> None:
-    lane, gate = Lane(1, "test begun"), Gate(7)
-    future = lane.run(gate)
-    assert gate.begun.wait(LONG_S)
-    assert not future.cancel()
-    gate.may_end.set()
-    assert future.result(LONG_S) == 7
 
 
 def test_a_lane_that_is_forgotten_ends_its_threads_when_its_work_is_done() -> None:

@@ -1,7 +1,8 @@
-"""Lets the tests of this folder import what stands beside them, and opens file stores for those that want one."""
+"""Lets the tests of this folder import what stands beside them, and opens file stores and tiers for them."""
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from file_disks import MIB, Open, WithoutSync
+from tier_rows import LONG_S, MakeRow, Row
 
 from kvarve.storage import FileStorage
 from kvarve.testing.suite import LABEL
@@ -47,3 +49,25 @@ def opened(folder: Path) -> Iterator[Open]:
 @pytest.fixture
 def storage(opened: Open) -> FileStorage:
     return opened()
+
+
+@pytest.fixture
+def make_row() -> Iterator[MakeRow]:
+    rows = []
+
+    def make(*args: object, **more: object) -> Row:
+        rows.append(Row(*args, **more))
+        return rows[-1]
+
+    yield make
+    for row in rows:
+        row.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvarve asks a tier"):
+            thread.join(LONG_S)
+    assert all(threading.active_count() <= row.before for row in rows[:1])
+
+
+@pytest.fixture
+def row(make_row: MakeRow) -> Row:
+    return make_row()

@@ -95,7 +95,7 @@ def test_a_put_for_which_no_threads_are_to_be_had_gives_its_rows_back(
             raise RuntimeError("can't start new thread")
 
         patch.setattr(threading.Thread, "start", start)
-        with pytest.raises(StorageError, match="no threads"):
+        with pytest.raises(StorageError, match="starts no thread"):
             store(storage, some)
     assert storage._index.states()["reserved"] == 0
     assert all(store(storage, some))

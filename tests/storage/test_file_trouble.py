@@ -3,24 +3,20 @@
 import contextlib
 import errno
 import os
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from file_disks import MIB, Rigged, WithoutSync, file_name, total, trouble
+from file_disks import MIB, Rigged, total, trouble
 from test_crashes import Quick, die, intact, intact_anew, names, opened, pages, store
 
 from kvarve.errors import StorageError
-from kvarve.storage import FileStorage
 from kvarve.storage.disk import Directory, Disk
 from kvarve.storage.index import Call
-from kvarve.storage.maintenance import gc
 from kvarve.testing.faulty_disk import Died
-from kvarve.testing.suite import LABEL, OTHER_LABEL
+from kvarve.testing.suite import OTHER_LABEL
 
 ANYWHERE_BUT_THE_HEAD = range(1, MIB)
 HEAD = range(1)
@@ -393,210 +389,3 @@ def test_who_is_interrupted_while_he_takes_the_mutex_does_not_keep_it(
     assert store(other, pages("full", 1)) == [True]
     one.close()
     other.close()
-
-
-# --- a table that cannot be read for a moment
-
-
-class Blind(Quick):
-    """While `blind`, no table can be read."""
-
-    blind = False
-
-    def read(self, file: int, into: Any, at: int) -> int:
-        if self.blind and file_name(file).endswith(".table"):
-            raise trouble()
-        return super().read(file, into, at)
-
-
-@pytest.mark.parametrize("blind", ["who fills it", "another"])
-def test_a_row_that_is_being_filled_is_nobody_elses_though_its_entry_cannot_be_read(tmp_path: Path, blind: str) -> None:
-    folder, disks, (mine, theirs) = tmp_path / "store", (Blind(), Blind()), pages("full", 20, 21)
-    one, other = (opened(folder, disk, capacity=MIB) for disk in disks)
-    assert all(store(other, pages("full", *range(3))))
-    call, answers = Call(), dict[int, bool]()
-    in_flight = one._reserve(call, [0], [mine.name], [mine.record()], answers)
-    disk = disks[blind == "another"]
-    disk.blind = True
-    assert store(other, [theirs]) == [True]
-    one.exists(names([theirs]))
-    with one._changing():
-        pass
-    disk.blind = False
-    one._write(in_flight, [mine.record()])
-    one._commit(call, in_flight, [mine.name], [mine.record()], answers)
-    assert answers == {0: True}
-    both = [mine, theirs, *pages("full", *range(3))]
-    assert intact(one, both) == intact(other, both) == set(both)
-    one.close()
-    other.close()
-    assert intact_anew(folder, both) == set(both)
-
-
-def test_a_row_that_a_disk_has_lost_to_another_process_is_not_entered(tmp_path: Path) -> None:
-    folder, (mine, theirs) = tmp_path / "store", pages("full", 20, 21)
-    one, other = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
-    assert all(store(other, pages("full", *range(3))))
-    call, answers = Call(), dict[int, bool]()
-    in_flight = one._reserve(call, [0], [mine.name], [mine.record()], answers)
-    ((slab, row),) = in_flight.places.values()
-    os.pwrite(slab.table, b"torn", slab.shape.entry_at(row))
-    other._index.reload([other._index.slabs[slab.number]])
-    assert store(other, [theirs]) == [True]
-    assert other._index.place(theirs.name)[1] == row
-    one._commit(call, in_flight, [mine.name], [mine.record()], answers)
-    assert answers == {0: False}
-    assert one._index.held == {}
-    assert intact(one, [theirs]) == intact(other, [theirs]) == {theirs}
-    one.close()
-    other.close()
-
-
-def test_what_cannot_be_read_of_a_table_is_not_written_over_and_is_there_again_when_it_can(tmp_path: Path) -> None:
-    folder, disk, some = tmp_path / "store", Blind(), pages("full", *range(120))
-    blind, other = opened(folder, disk, capacity=8 * MIB), opened(folder, capacity=8 * MIB)
-    assert all(store(other, some))
-    blind.exists(["x"])
-    other.delete([some[5].name])
-    disk.blind = True
-    assert sum(blind.exists(names(some))) < 119
-    assert store(blind, pages("window", 1)) == [True]
-    disk.blind = False
-    assert store(blind, pages("window", 2)) == [True]
-    assert intact(blind, some) == intact(other, some) == {*some} - {some[5]}
-    assert blind._index.states()["unreadable"] == 0
-    blind.close()
-    other.close()
-
-
-def test_rows_whose_entries_can_never_be_read_are_mended_by_gc(tmp_path: Path) -> None:
-    folder, disk = tmp_path / "store", Blind()
-    storage = opened(folder, capacity=MIB)
-    assert all(store(storage, pages("full", *range(15))))
-    storage.close()
-    disk.blind = True
-    storage = opened(folder, disk, capacity=MIB)
-    unreadable = storage._index.states()["unreadable"]
-    assert unreadable >= 15
-    assert gc(storage)["retired"] == unreadable
-    assert storage._index.states()["unreadable"] == 0
-    storage.close()
-
-
-# --- rows that are being filled
-
-
-def test_rows_that_could_not_be_given_back_are_free_again_and_the_folder_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another process stands still, with the mutex in its hands."""
-    monkeypatch.setattr("kvarve.storage.folder.MUTEX_S", 0.01)
-    folder, disk = tmp_path / "store", Rigged()
-    storage, other = opened(folder, disk, capacity=MIB), opened(folder, capacity=MIB)
-    assert store(storage, pages("full", 1)) == [True]
-    mutex = other._folder.mutex()
-    disk.happens = lambda call, name, at: mutex.__enter__() if call == "write" and name == "slab-000000" else None
-    with pytest.raises(StorageError, match="is it stopped"):
-        store(storage, pages("full", 2))
-    disk.happens = lambda call, name, at: None
-    mutex.__exit__(None, None, None)
-    assert store(storage, pages("full", 3)) == [True]
-    assert storage._index.states()["reserved"] == 0
-    storage.close()
-    assert other._folder.alone()
-    other.close()
-
-
-def test_rows_of_a_put_that_was_interrupted_while_it_reserved_are_free_again(tmp_path: Path) -> None:
-    folder, disk = tmp_path / "store", Rigged()
-    storage = opened(folder, disk, capacity=MIB)
-    assert store(storage, pages("full", 1)) == [True]
-    disk.fail(KeyboardInterrupt(), "write", ".table")
-    with pytest.raises(KeyboardInterrupt):
-        store(storage, pages("full", 2, 3))
-    assert store(storage, pages("full", 4)) == [True]
-    assert storage._index.states()["reserved"] == 0
-    storage.close()
-    storage = opened(folder, capacity=MIB)
-    assert storage._folder.alone()
-    storage.close()
-
-
-def test_rows_are_nobody_elses_while_threads_write_for_a_put_that_was_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Slow(WithoutSync):
-        gate: threading.Event | None = None
-        waiting = threading.Semaphore(0)
-
-        def write(self, file: int, data: Any, at: int) -> int:
-            if self.gate is not None and file_name(file) == "slab-000000":
-                self.waiting.release()
-                assert self.gate.wait(60)
-            return super().write(file, data, at)
-
-        def open(self, folder: Directory, name: str, **how: bool) -> int:
-            if how.pop("direct", False):
-                raise trouble(errno.EINVAL)
-            return super().open(folder, name, **how)
-
-    disk = Slow()
-    storage = FileStorage(tmp_path / "store", MIB, LABEL, "model A", threads=4, disk=disk)
-    assert all(store(storage, pages("full", 1)))
-    disk.gate = gate = threading.Event()
-
-    def result(future: Future[Any]) -> None:
-        for _ in range(2):
-            assert disk.waiting.acquire(timeout=60)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Future, "result", result)
-        store(storage, pages("full", 2, 3))
-    disk.gate = None
-    some = pages("full", *range(20, 34))
-    for page in some:
-        assert store(storage, [page]) == [True]
-    gate.set()
-    while storage._index.held:  # until the last of them has come back
-        pass
-    assert intact(storage, some) == set(some)
-    assert store(storage, pages("full", 4)) == [True]
-    assert storage._index.states()["reserved"] == 0
-    storage.close()
-
-
-# --- a disk that is smaller than the capacity
-
-
-def test_what_is_removed_gives_up_its_room_although_somebody_idle_has_it_open(tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    idle, busy = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
-    assert all(store(idle, pages("full", *range(30))))
-    busy.exists(["x"])
-    slab = idle._index.slabs[0]
-    with busy._changing():
-        busy._allocator.remove(busy._index.slabs[0], "a test")
-    assert os.fstat(slab.file).st_size == 0
-    assert intact(idle, pages("full", *range(5))) == set()
-    idle.close()
-    busy.close()
-
-
-def test_a_full_disk_costs_one_slab_at_most_when_what_is_removed_makes_no_room(tmp_path: Path) -> None:
-    class Full(Quick):
-        full = False
-
-        def allocate(self, file: int, size_bytes: int) -> None:
-            if self.full:
-                raise trouble(errno.ENOSPC)
-            super().allocate(file, size_bytes)
-
-    disk, some = Full(), pages("full", *range(60))
-    storage = opened(tmp_path / "store", disk, capacity=MIB)
-    assert all(store(storage, some))
-    before = len(storage._index.slabs)
-    disk.full = True
-    assert store(storage, pages("state", 1)) == [False]
-    assert len(storage._index.slabs) == before - 1
-    storage.close()

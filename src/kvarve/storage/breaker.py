@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvarve.background import BackgroundCall
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import ANY_NAME, Storage, StorageUsage, check_batch, check_names
 
@@ -88,8 +89,8 @@ class Breaker(Storage):
         self._wake_prober = threading.Event()
         self._known_name: str | None = None  # an object that was there at the last proof
         self._usage = StorageUsage(0, 0, None, 0)
-        self._closer: threading.Thread | None = None
-        self._close_errors: list[StorageError] = []  # not yet raised to a caller
+        self._closing: BackgroundCall[None] | None = None
+        self._close_told = False  # a caller has got its result
 
     @property
     def up(self) -> bool:
@@ -158,22 +159,21 @@ class Breaker(Storage):
         """
         with self._lock:
             self._closed = True
-            if self._closer is None:
-                self._closer = threading.Thread(target=self._close_inner, name="kvarve closes a storage", daemon=True)
-                self._closer.start()
-            threads = [thread for thread in (self._closer, self._prober) if thread is not None]
+            if self._closing is None:
+                self._closing = BackgroundCall("kvarve closes a storage", self._close_inner)
+            closing, prober = self._closing, self._prober
             self._wake_prober.set()
         end = time.monotonic() + self._close_s
-        for thread in threads:
-            thread.join(max(0.0, end - time.monotonic()))
+        closed = closing.ended(self._close_s)
+        if prober is not None:
+            prober.join(max(0.0, end - time.monotonic()))
         with self._lock:
-            if threads[0].is_alive():
-                hanging = ", ".join(sorted(call.what for call in self._in_flight)) or "its close"
-                log.warning("a storage hangs in %s: it is closed when that returns", hanging)
-            errors = [*self._close_errors]
-            self._close_errors.clear()
-        for error in errors:
-            raise error
+            told, self._close_told = self._close_told, self._close_told or closed
+            hanging = ", ".join(sorted(call.what for call in self._in_flight)) or "its close"
+        if not closed:
+            log.warning("a storage hangs in %s: it is closed when that returns", hanging)
+        elif not told:
+            closing.result()
 
     # --- a call
 
@@ -329,8 +329,8 @@ class Breaker(Storage):
         try:
             self.inner.close()
         except StorageError as e:
-            self._close_errors.append(e)
             log.warning("a storage could not be closed: %s", e)
+            raise
 
 
 def _first(names: Sequence[str], found: Sequence[object | None]) -> str | None:

@@ -22,10 +22,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
+from kvarve.background import WorkerPool
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names
 from kvarve.storage.disk import Disk
@@ -35,7 +37,6 @@ from kvarve.storage.orders import ORDERS
 from kvarve.storage.slab_allocator import AT_ONCE, FULL, SlabAllocator
 from kvarve.storage.slabs import RowSpan, Slab, runs
 from kvarve.storage.table import FREE, RETIRED, STORED
-from kvarve.storage.worker_pool import WorkerPool
 
 log = logging.getLogger(__name__)
 
@@ -604,7 +605,7 @@ class FileStorage(Storage):
             if moving is not None:
                 moving += futures
             for one, future in zip(work, futures, strict=True):
-                self._pools[pool].submit(tried, one, future)
+                self._pools[pool].run(partial(tried, one), future)
         yield from [(one, future.result()) for one, future in zip(work, futures, strict=True)]
 
     @contextmanager

@@ -23,10 +23,10 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from kvarve.background import WorkerPool
 from kvarve.errors import StorageError
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names
 from kvarve.storage.breaker import Breaker
-from kvarve.storage.worker_pool import WorkerPool
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ class Tiers(Storage):
     def _ask(self, replicator: _Replicator, names: Sequence[str]) -> list[bool]:
         """Which of these a tier has; none of them if it is late."""
         if not replicator.late:
-            answer = replicator.exists_pool.submit(replicator.tier.exists, names)
+            answer = replicator.exists_pool.run(lambda: replicator.tier.exists(names))
             if wait([answer], self._patience_s).done:
                 return answer.result()
             with self._lock:

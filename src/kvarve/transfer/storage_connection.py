@@ -8,11 +8,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from math import inf
 
+from kvarve.background import Abandoned, BackgroundCall
 from kvarve.core.copies import FETCH, PROBE, STORE, Edge
 from kvarve.errors import StorageError
 from kvarve.storage import Storage, StorageUsage
@@ -35,8 +34,9 @@ class StorageConnection:
         self.closed = threading.Event()  # the storage has been closed, or has failed to close
         self.lanes: dict[Edge, Lane] = {}
         self._deadline_s = deadline_s
-        self._figures = _Figures()
-        self._lock = threading.Lock()  # guards `_figures`
+        self._asking: BackgroundCall[StorageUsage] | None = None  # the last call of its usage
+        self._answered: BackgroundCall[StorageUsage] | None = None  # the last one before that, which has ended
+        self._lock = threading.Lock()  # guards these two
         try:
             lane = partial(Lane, ends=ends, patience_s=deadline_s, clock=clock)
             self.lanes[STORE] = lane("host-to-storage", workers=WORKERS)
@@ -58,17 +58,21 @@ class StorageConnection:
         StorageError: the storage failed, or has not answered yet.
         """
         with self._lock:
-            if self._figures.asking is None or not self._figures.asking.is_alive():
+            if self._asking is None or self._asking.ended():
                 # If the storage hangs, one thread hangs with it, however often `usage` is called.
-                self._figures.asking = threading.Thread(target=self._ask, name="kvarve usage", daemon=True)
-                self._figures.asking.start()
-            asking = self._figures.asking
-        asking.join(USAGE_S)
-        with self._lock:
-            if self._figures.trouble is not None:
-                raise StorageError(self._figures.trouble)
-            assert self._figures.usage is not None
-            return self._figures.usage
+                self._answered = self._asking
+                self._asking = BackgroundCall("kvarve usage", self.storage.usage)
+            asking, answered = self._asking, self._answered
+        last = asking if asking.ended(USAGE_S) else answered
+        if last is None:
+            raise StorageError("the storage has not reported its usage yet")
+        try:
+            return last.result()
+        except StorageError as e:
+            raise StorageError(str(e)) from None
+        except Exception as e:
+            log.exception("a bug in a storage's usage")
+            raise StorageError(f"{type(e).__name__}: {e}") from None
 
     def close(self, timeout_s: float, storage_s: float = inf) -> None:
         """Let the lanes finish within `timeout_s`, end the other pieces undone, and close the storage in `storage_s`.
@@ -80,26 +84,20 @@ class StorageConnection:
         for lane in self.lanes.values():
             if not lane.close(max(0.0, end - time.monotonic())):
                 log.warning("%s: a call to a storage hangs; it is abandoned", lane.name)
-        closing: Future[None] = Future()
-        threading.Thread(target=self._close, args=(closing,), name="kvarve closes", daemon=True).start()
         try:
-            closing.result(None if storage_s == inf else storage_s)
-        except TimeoutError:
+            BackgroundCall("kvarve closes", self._close).result(storage_s)
+        except Abandoned:
             log.warning("a storage takes longer than %.1f s to close; it is abandoned", storage_s)
 
-    def _close(self, closing: "Future[None]") -> None:
+    def _close(self) -> None:
         try:
             self.storage.close()
-        except BaseException as e:  # noqa: BLE001  raised to the caller, if it still waits
-            closing.set_exception(e)
-        else:
-            closing.set_result(None)
         finally:
             self.closed.set()
 
     def retire(self, timeout_s: float) -> None:
         """The same on a thread of its own, which logs errors."""
-        threading.Thread(target=self._retire, args=(timeout_s,), name="kvarve detach", daemon=True).start()
+        BackgroundCall("kvarve detach", partial(self._retire, timeout_s))
 
     def _retire(self, timeout_s: float) -> None:
         try:
@@ -108,24 +106,3 @@ class StorageConnection:
             log.warning("a storage that was detached could not be closed: %s", e)
         except Exception:  # of any backend: no caller waits for it
             log.exception("a bug in a storage's close")
-
-    def _ask(self) -> None:
-        usage, trouble = None, None
-        try:
-            usage = self.storage.usage()
-        except StorageError as e:
-            trouble = str(e)
-        except Exception as e:  # else the thread would print it on standard error only
-            trouble = f"{type(e).__name__}: {e}"
-            log.exception("a bug in a storage's usage")
-        with self._lock:
-            self._figures.usage, self._figures.trouble = usage, trouble
-
-
-@dataclass
-class _Figures:
-    """A storage's last answer to `usage`, and the thread of the call in flight."""
-
-    usage: StorageUsage | None = None
-    trouble: str | None = "the storage has not reported its usage yet"
-    asking: threading.Thread | None = None

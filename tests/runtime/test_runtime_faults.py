@@ -1,0 +1,279 @@
+"""A storage that dies, pages that are damaged, a cache that is flushed or shut down, and settings that are refused."""
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+from filling import (
+    ATTENTION,
+    CHUNK,
+    LONG,
+    PAGE,
+    POOLS,
+    Make,
+    Request,
+    a_config,
+    a_full_store,
+    a_store,
+    an_identity,
+    nothing_is_left,
+    prompt,
+    run,
+    settle,
+    until,
+    used,
+)
+
+from kvarve.core.audit import audit
+from kvarve.errors import ConfigError
+from kvarve.keys import object_name
+from kvarve.memory.record import HEADER_BYTES
+from kvarve.model import PoolSpec, Tier
+from kvarve.runtime import PrefixCache
+
+ALL = 8  # pages of LONG that can be resumed from
+
+
+# --- what goes wrong
+
+
+def test_when_storage_dies_requests_go_on_with_what_memory_has(make: Make) -> None:
+    store = a_full_store()
+    cache = make(store)
+    other = prompt(8.5, seed=3)
+    run(cache, other)
+    settle(cache)
+    store.dead = True
+    assert run(cache, LONG) == (0, 0, 0)
+    assert run(cache, LONG) == (ALL, 0, 0)
+    assert run(cache, other) == (ALL, 0, 0)
+    fresh = prompt(8.5, seed=4)
+    assert run(cache, fresh) == (0, 0, 0)
+    settle(cache)
+    cache.flush([Tier.DEVICE])
+    assert run(cache, fresh) == (0, ALL, 0)
+    store.dead = False
+    until(cache, lambda: cache.up)  # it is asked now and then, and gets what was written meanwhile
+    settle(cache)
+    cache.flush()
+    assert run(cache, fresh) == (0, 0, ALL)
+
+
+def test_when_storage_dies_while_a_request_waits_for_it_the_request_is_computed(make: Make) -> None:
+    store = a_full_store()
+    cache = make(store)
+    store.stall()
+    request = Request(cache, LONG)
+    store.wait_for_stalled_call()
+    store.dead = True
+    store.release()
+    assert request.wait().lease.boundary == 0
+    request.compute().close()
+    assert cache.stats()["lane_failed.storage-probe"] == 1
+
+
+@pytest.mark.parametrize("pool", POOLS, ids=lambda pool: pool.name)
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+def test_a_page_that_storage_damaged_or_lost_is_computed_and_stored_again(
+    make: Make, pool: PoolSpec, damage: str
+) -> None:
+    store = a_full_store()
+    names = [name for name in store.inner._region.objects if f".{pool.name}." in name]  # type: ignore[attr-defined]
+    {"flip": store.flip, "truncate": store.truncate, "delete": lambda name: store.delete([name])}[damage](names[-1])
+    if damage == "flip":  # not in the padding
+        store.flip(names[-1], HEADER_BYTES)
+    cache = make(store)
+    assert sum(run(cache, LONG)) < ALL
+    assert cache.core.counters.bad_storage == (damage != "delete")
+    settle(cache)
+    cache.flush()
+    assert run(cache, LONG) == (0, 0, ALL)
+
+
+@pytest.mark.parametrize("pool", POOLS, ids=lambda pool: pool.name)
+def test_a_page_that_changed_in_host_memory_is_computed_anew(make: Make, pool: PoolSpec) -> None:
+    cache = make(a_store())
+    run(cache, LONG)
+    settle(cache)
+    cache.flush([Tier.DEVICE])
+    host = cache._host[POOLS.index(pool)]
+    for slot in range(host.slots):
+        host.record(slot)[HEADER_BYTES + 1] ^= 8
+    assert run(cache, LONG) == (0, 0, 0)
+    assert cache.core.counters.bad_host > 0
+    settle(cache)
+    assert run(cache, LONG) == (ALL, 0, 0)
+    cache.flush([Tier.DEVICE])
+    assert run(cache, LONG) == (0, ALL, 0)
+
+
+def test_a_flush_while_requests_run_takes_nothing_that_they_hold(make: Make) -> None:
+    cache = make(a_store())
+    run(cache, LONG)
+    settle(cache)
+    first, second = Request(cache, LONG).wait(), Request(cache, prompt(9, seed=1)).wait()
+    second.chunk()
+    other = prompt(9, seed=2)
+    run(cache, other)
+    assert cache.flush() > 0
+    audit(cache.core)
+    first.look()
+    assert cache.lookup(LONG).device == ALL
+    assert cache.lookup(other).memory == 0
+    first.compute().close()
+    second.compute().close()
+    assert run(cache, prompt(9, seed=1)) == (ALL, 0, 0)
+    settle(cache)
+    assert nothing_is_left(cache)
+
+
+def test_one_flush_takes_all_that_nobody_holds_whatever_was_used_last(make: Make) -> None:
+    cache, stem = make(pools=(ATTENTION,)), prompt(4)
+    for seed in (1, 2):
+        run(cache, prompt(8.5, seed, prefix=stem))
+    settle(cache)
+    assert cache.core.slot_pools.evict(0, 8) == 8  # both ends leave the device, so that the stem could go next
+    assert used(cache)["device.attention"] == 4
+    assert run(cache, prompt(8.5, seed=3, prefix=stem)) == (4, 0, 0)  # but it gets a new end, used later than itself
+    cache.flush([Tier.DEVICE])
+    assert used(cache) == {"host.attention": 4 + 3 * 4}
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+def test_a_flush_with_a_dead_storage_ends(make: Make, policy: str) -> None:
+    store = a_store()
+    cache = make(store, write_policy=policy, selective_uses=1)
+    run(cache, LONG)
+    store.dead = True
+    assert nothing_is_left(cache)
+
+
+def test_settling_ends_in_time_when_storage_hangs(make: Make) -> None:
+    store = a_store()
+    cache = make(store)
+    store.stall()
+    run(cache, LONG)
+    assert not cache.settle(0.2)
+    store.release()
+    settle(cache)
+    cache.flush()
+    assert run(cache, LONG) == (0, 0, ALL)
+
+
+def test_shutting_down_ends_in_time_when_storage_hangs(make: Make) -> None:
+    store = a_store()
+    cache = make(store)
+    store.stall()
+    run(cache, LONG)
+    cache.shutdown(0.2)
+    store.release()
+
+
+def test_nobody_waits_at_the_end_for_a_storage_that_is_down(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, waited = a_store(), list[float]()
+    cache = make(store)
+    store.dead = True
+    run(cache, LONG)
+    while cache.up:
+        cache.wait(0.01)
+        cache.core.retry()
+        cache.step()
+    monkeypatch.setattr(cache, "settle", waited.append)
+    cache.shutdown()
+    assert waited == [0.0]
+
+
+def test_shutting_down_twice_is_shutting_down(make: Make) -> None:
+    store = a_store()
+    cache = make(store)
+    run(cache, LONG)
+    cache.shutdown()
+    cache.shutdown()
+    assert run(make(store), LONG) == (0, 0, ALL)
+
+
+def test_a_cache_that_was_shut_down_gives_its_memory_back_at_once(tmp_path: Path) -> None:
+    cache = PrefixCache(an_identity(), a_config(storage=f"file://{tmp_path}/store?capacity=64MiB"))
+    run(cache, LONG)
+    cache.shutdown()
+    kept = weakref.ref(cache._host[0])
+    gc.disable()  # it comes when it likes, and what a cache had is much
+    try:
+        del cache
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_shutting_down_while_requests_run_leaves_what_they_published(make: Make, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store?capacity=64MiB"
+    cache = PrefixCache(an_identity((ATTENTION,)), a_config(storage=url))
+    request = Request(cache, LONG).wait()
+    request.chunk()
+    request.chunk()
+    cache.shutdown()
+    again = PrefixCache(an_identity((ATTENTION,)), a_config(storage=url))
+    assert run(again, LONG) == (0, 0, 4)
+    again.shutdown()
+
+
+def test_waking_ends_a_wait(make: Make) -> None:
+    cache = make()
+    assert not cache.wait(0.0)
+    cache.wake()
+    assert cache.wait(20)
+
+
+def test_what_is_going_on_is_told_by_name(make: Make) -> None:
+    cache = make(a_store())
+    request = Request(cache, LONG).wait().compute()
+    stats = cache.stats()
+    assert stats["leases"] == 1
+    assert stats["requests"] == 1
+    assert stats["used.device.attention"] == ALL
+    assert stats["slots.host.state"] > 0
+    assert stats["lane_failed.host-to-storage"] == 0
+    request.close()
+    settle(cache)
+    assert cache.stats()["backed_up"] == cache.stats()["stored"] > 0
+
+
+# --- what is refused
+
+
+def test_two_models_on_one_folder_do_not_see_each_other(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store?capacity=64MiB"
+    for weights, found in (("w1", (0, 0, 0)), ("w2", (0, 0, 0)), ("w1", (0, 0, ALL)), ("w2", (0, 0, ALL))):
+        cache = PrefixCache(an_identity(weights=weights), a_config(storage=url))
+        assert run(cache, LONG) == found
+        cache.shutdown()
+
+
+def test_what_one_cache_has_stored_another_one_on_the_same_folder_finds(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store?capacity=64MiB"
+    one, two = (PrefixCache(an_identity(), a_config(storage=url)) for _ in range(2))
+    assert run(one, LONG) == (0, 0, 0)
+    settle(one)
+    assert run(two, LONG) == (0, 0, ALL)
+    one.shutdown()
+    two.shutdown()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"device": 100}, {"host": 4096}, {"device": 1 << 60}, {"host": 1 << 60}, {"device": -1}, {"host": -1}]
+)
+def test_nothing_is_made_on_disk_for_a_cache_that_cannot_be(tmp_path: Path, settings: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        PrefixCache(an_identity(), a_config(storage=f"file://{tmp_path}/store?capacity=64MiB", **settings))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_page_lies_in_storage_under_a_name_that_the_prompt_alone_decides(make: Make) -> None:
+    store = a_full_store()
+    other = a_full_store()
+    names = {*store.inner._region.objects}  # type: ignore[attr-defined]
+    assert names == {*other.inner._region.objects}  # type: ignore[attr-defined]
+    assert object_name(b"\2" * 32, b"\1" * 32, "state", 2, 4) == "02" * 8 + "-" + "01" * 32 + ".state.2of4"
+    assert len([name for name in names if ".attention.0" in name]) == ALL
+    assert CHUNK % PAGE == 0

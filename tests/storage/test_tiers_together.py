@@ -1,0 +1,325 @@
+"""What is deleted is deleted in all tiers; closing, usage, and any history of calls and faults."""
+
+import random
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from tier_rows import LONG_S, ROOM, MakeRow, Row, page, read, whole
+
+from kvarve.errors import ConfigError, StorageError
+from kvarve.storage import MemoryStorage, Storage, StorageUsage
+from kvarve.testing import Rule
+from kvarve.testing.suite import get, put
+
+# --- what is deleted
+
+
+def test_what_is_deleted_is_gone_from_all(row: Row) -> None:
+    row.put("a", "b")
+    row.settle()
+    assert row.storage.delete(["a", "x"]) == [True, False]
+    assert [row.has(number, "a", "b") for number in range(2)] == ["b", "b"]
+
+
+def test_what_is_deleted_before_it_was_carried_is_not_carried(row: Row) -> None:
+    row.sick[1].stall()
+    row.put("first")
+    row.sick[1].wait_for_stalled_call()
+    row.put("a", "b")
+    deleting = row.callers.submit(row.storage.delete, ["a"])
+    row.sick[1].wait_for_stalled_call()  # the far tier is asked to delete it as well
+    row.sick[1].release()
+    assert deleting.result(LONG_S) == [True]
+    row.settle()
+    assert row.has(1, "first", "a", "b") == "first b"
+    assert row.storage.counts["copied"] == 2
+
+
+def test_what_is_deleted_on_its_way_is_there_for_nobody_and_goes_when_it_has_arrived(row: Row) -> None:
+    arrived, go_on, real = threading.Event(), threading.Event(), row.sick[1].put
+
+    def slow(names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
+        assert go_on.wait(LONG_S)
+        stored = real(names, data)
+        arrived.set()
+        assert leave.wait(LONG_S)
+        return stored
+
+    leave = threading.Event()
+    row.sick[1].put = slow  # type: ignore[method-assign]
+    row.put("a")
+    while row.storage._replicators[1].in_flight != {"a"}:
+        row.storage.settle(0.001)
+    assert row.storage.delete(["a"]) == [True]
+    go_on.set()
+    assert arrived.wait(LONG_S)
+    assert row.has(1, "a") == "a"
+    assert row.storage.exists(["a"]) == [False]
+    assert read(row.storage, "a") is None
+    assert row.storage.delete(["a"]) == [False]
+    put(row.storage, a=page("another", 40))
+    leave.set()
+    row.settle()
+    assert get(row.sick[1].inner, "a") == page("another", 40)
+
+
+def test_what_is_deleted_leaves_the_backlog(row: Row) -> None:
+    row.go_down(1)
+    row.put("a", "b")
+    row.storage.delete(["a"])
+    row.come_up(1)
+    row.settle()
+    assert row.has(1, "a", "b") == "b"
+
+
+def test_a_put_that_a_delete_overtakes_is_not_carried_on(row: Row) -> None:
+    stored, go_on, real = threading.Event(), threading.Event(), row.sick[0].put
+
+    def slow(names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
+        answers = real(names, data)
+        stored.set()
+        assert go_on.wait(LONG_S)
+        return answers
+
+    row.sick[0].put = slow  # type: ignore[method-assign]
+    putting = row.callers.submit(row.put, "a")
+    assert stored.wait(LONG_S)
+    assert row.storage.delete(["a"]) == [True]
+    go_on.set()
+    assert putting.result(LONG_S) == [True]
+    row.settle()
+    assert [row.has(number, "a") for number in range(2)] == ["", ""]
+
+
+def test_a_delete_that_one_tier_cannot_do_is_done_in_the_others(row: Row) -> None:
+    row.put("a")
+    row.settle()
+    row.sick[0].rules = [Rule("raise", "delete")]
+    assert row.storage.delete(["a"]) == [True]
+    assert row.has(1, "a") == ""
+    row.sick[1].rules = [Rule("raise", "delete")]
+    row.come_up(0)
+    with pytest.raises(StorageError, match="delete failed"):
+        row.storage.delete(["a"])
+
+
+# --- the whole
+
+
+def test_each_tier_can_be_looked_at(make_row: MakeRow) -> None:
+    row = make_row((ROOM, 1000))
+    row.put("a")
+    row.settle()
+    row.storage.parts()
+    row.settle()
+    assert row.storage.usage() == StorageUsage(1, 40, ROOM, 0)
+    assert [part.usage for part in row.storage.parts()] == [StorageUsage(1, 40, ROOM, 0), StorageUsage(1, 40, 1000, 0)]
+    row.go_down(1)
+    assert [part.up for part in row.storage.parts()] == [True, False]
+    assert row.storage.last_error == "tier 1: exists: injected: the backend is dead, exists did 0 of 1"
+    assert row.storage.since == row.breakers[1].since
+
+
+def test_a_tier_that_hangs_keeps_nobody_waiting_who_looks(row: Row) -> None:
+    row.put("a")
+    row.settle()
+    row.storage.parts()
+    row.settle()
+    row.sick[1].stall()
+    for _ in range(3):
+        assert [part.usage.objects for part in row.storage.parts()] == [1, 1]
+    row.sick[1].release()
+
+
+def test_closing_carries_what_waits(row: Row) -> None:
+    names = [f"page-{i}" for i in range(50)]
+    row.put(*names)
+    region = row.sick[1].inner._region
+    row.storage.close()
+    assert [*region.objects] == names
+
+
+def test_closing_leaves_a_tier_that_hangs_and_closes_the_others(make_row: MakeRow) -> None:
+    row = make_row(close_s=0.01)
+    row.breakers[1]._close_s = 0.01
+    row.sick[1].stall()
+    row.put("a")
+    row.sick[1].wait_for_stalled_call()
+    row.put("b")
+    row.storage.close()
+    assert row.sick[0].inner._region is None
+    assert row.sick[1].inner._region is not None
+    assert row.storage.counts["dropped: closed"] == 1
+    with pytest.raises(StorageError, match="closed"):
+        row.put("c")
+    row.sick[1].release()
+    for replicator in row.storage._replicators:
+        replicator.thread.join(LONG_S)
+    row.breakers[1]._close_s = LONG_S
+
+
+def test_closing_closes_all_even_if_one_cannot(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing() -> None:
+        raise StorageError("the last sync failed")
+
+    monkeypatch.setattr(row.sick[0], "close", failing)
+    with pytest.raises(StorageError, match="the last sync failed"):
+        row.storage.close()
+    assert row.sick[1].inner._region is None
+
+
+def test_a_name_that_cannot_be_is_refused_though_all_are_down(row: Row) -> None:
+    row.go_down(0)
+    row.go_down(1)
+    with pytest.raises(ConfigError, match="cannot name"):
+        row.storage.exists(["a/b"])
+
+
+def test_any_history_of_calls_and_faults_gives_back_what_was_put_or_nothing() -> None:
+    """Three tiers of little room that fail, lose, cut and flip. What is whole is what was put; and all heals."""
+    names = st.sampled_from([f"page-{i}" for i in range(8)])
+    faults = st.sampled_from(["raise", "lose", "truncate", "flip", "short"])
+
+    class History(RuleBasedStateMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.row = Row((200, 300, 400))
+            for breaker in self.row.breakers:
+                breaker._pause, breaker._probe_first_s, breaker._probe_s = threading.Event.wait, 0.0005, 0.0005
+                breaker._probe_most_s = 0.001
+            self.put_once: set[str] = set()
+
+        @rule(batch=st.lists(names, max_size=4))
+        def put(self, batch: list[str]) -> None:
+            with suppress(StorageError):
+                self.row.storage.put(batch, [memoryview(page(name)) for name in batch])
+            self.put_once |= {*batch}
+
+        @rule(batch=st.lists(names, max_size=4))
+        def get(self, batch: list[str]) -> None:
+            buffers = [bytearray(40) for _ in batch]
+            try:
+                sizes = self.row.storage.get(batch, [memoryview(buffer) for buffer in buffers])
+            except StorageError:
+                return
+            bad = []
+            for name, size, buffer in zip(batch, sizes, buffers, strict=True):
+                assert size is None or name in self.put_once
+                if size == 40 and whole(memoryview(buffer)):
+                    assert buffer == page(name)
+                elif size is not None:
+                    bad.append(name)
+            self.delete(bad)
+
+        @rule(batch=st.lists(names, max_size=3))
+        def delete(self, batch: list[str]) -> None:
+            with suppress(StorageError):
+                self.row.storage.delete(batch)
+
+        @rule(batch=st.lists(names, max_size=4))
+        def exists(self, batch: list[str]) -> None:
+            try:
+                found = self.row.storage.exists(batch)
+            except StorageError:
+                return
+            assert {name for name, there in zip(batch, found, strict=True) if there} <= self.put_once
+
+        @rule(number=st.integers(0, 2), fault=faults, probability=st.sampled_from([0.1, 0.5, 1.0]))
+        def fail(self, number: int, fault: str, probability: float) -> None:
+            self.row.sick[number].rules = [Rule(fault, probability=probability)]  # type: ignore[arg-type]
+
+        @rule(number=st.integers(0, 2), dead=st.booleans())
+        def die(self, number: int, dead: bool) -> None:
+            self.row.sick[number].dead = dead
+
+        @rule(number=st.integers(0, 2))
+        def get_well(self, number: int) -> None:
+            self.row.sick[number].rules, self.row.sick[number].dead = [], False
+
+        @rule()
+        def settle(self) -> None:
+            self.row.settle()
+
+        def teardown(self) -> None:
+            try:
+                for number in range(3):
+                    self.get_well(number)
+                while not all(breaker.up for breaker in self.row.breakers):
+                    self.row.told.get(timeout=LONG_S)
+                all_names = [f"page-{i}" for i in range(8)]
+                self.row.settle()
+                self.row.storage.delete(all_names)
+                self.row.settle()
+                assert [self.row.has(number, *all_names) for number in range(3)] == ["", "", ""]
+                assert self.row.put("page-0", "page-1") == [True, True]
+                self.row.settle()
+                assert [self.row.has(number, "page-0", "page-1") for number in range(3)] == ["page-0 page-1"] * 3
+                assert all(part.waiting_bytes == part.backlog == 0 for part in self.row.storage.parts())
+                assert not any(
+                    replicator.deleted_in_flight or replicator.in_flight for replicator in self.row.storage._replicators
+                )
+            finally:
+                self.row.close()
+
+    run_state_machine_as_test(
+        History, settings=settings(max_examples=60, stateful_step_count=30, deadline=None, print_blob=True)
+    )
+
+
+def test_threads_on_failing_tiers_get_what_was_put_or_nothing() -> None:
+    seed = 11
+    row = Row((2000, 4000))
+    for breaker in row.breakers:
+        breaker._pause, breaker._probe_s = threading.Event.wait, 0.0005
+        breaker._probe_first_s, breaker._probe_most_s = 0.0005, 0.001
+    for sick in row.sick:
+        sick.rules = [Rule("raise", call, probability=0.05) for call in ("exists", "get", "put", "delete")]
+        sick.rules += [Rule("flip", probability=0.05), Rule("truncate", probability=0.05)]
+    start = threading.Barrier(6, timeout=LONG_S)
+
+    def work(worker: int) -> None:
+        luck = random.Random(seed * 1000 + worker)
+        start.wait()
+        for _ in range(150):
+            name = f"page-{luck.randrange(60)}"
+            try:
+                row.put(name, f"page-{luck.randrange(60)}")
+                data = read(row.storage, name)
+                if data is not None and len(data) == 40 and whole(memoryview(data)):
+                    assert data == page(name)
+                elif data is not None or luck.random() < 0.1:
+                    row.storage.delete([name])
+                row.storage.exists([name])
+            except StorageError:
+                pass
+
+    with ThreadPoolExecutor(6) as callers:
+        for ended in [callers.submit(work, worker) for worker in range(6)]:
+            ended.result(LONG_S)
+    for sick in row.sick:
+        sick.rules = []
+    while not all(breaker.up for breaker in row.breakers):
+        row.told.get(timeout=LONG_S)
+    row.settle()
+    names = [f"page-{i}" for i in range(60)]
+    row.storage.delete(names)
+    row.storage.parts()
+    row.settle()
+    assert row.storage.exists(names) == [False] * 60
+    assert [part.usage.bytes for part in row.storage.parts()] == [0, 0], f"seed {seed}"
+    row.close()
+
+
+def test_memory_that_is_lent_is_lent_to_every_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    lent: list[tuple[Storage, memoryview]] = []
+    monkeypatch.setattr(MemoryStorage, "register", lambda storage, memory: lent.append((storage, memory)))
+    row, memory = Row(), memoryview(bytearray(64))
+    row.storage.register(memory)
+    assert [(storage, view is memory) for storage, view in lent] == [(sick.inner, True) for sick in row.sick]
+    row.storage.close()
