@@ -9,6 +9,7 @@ from kvarve.core.policies import PageCost, Patience, WritePolicy, patience
 from kvarve.core.settings import CoreConfig
 from kvarve.core.snapshots import Snapshots
 from kvarve.errors import ConfigError
+from kvarve.memory.layouts import PAGE_FIRST_DIRECT, check_layout
 from kvarve.memory.record import record_bytes
 from kvarve.model import PoolSpec, Tier
 from kvarve.sizes import format_size, parse_size
@@ -27,7 +28,8 @@ class CacheConfig:
     device, or one from storage has to save. `host_share`: of each host pool, the share that copies to and from storage
     may hold. `offload_pays_at`: of the bytes stored, the share that has to be used, or storing pauses until it would
     pay again (0: never). `tokens_per_snapshot`: the tokens between two windows or states for which the pools
-    divide their memory (0: by the model, see `spacing`).
+    divide their memory (0: by the model, see `spacing`). `host_layout`: how pages lie in host memory (see
+    `memory.layouts`); only in the default one does storage read and write them in place.
     """
 
     device_memory: int
@@ -49,9 +51,11 @@ class CacheConfig:
     offload_pays_at: float = 0.01
     verify_host: bool = True
     storage_deadline_s: float = 30.0
+    host_layout: str = PAGE_FIRST_DIRECT
 
     def __post_init__(self) -> None:
         self.write()
+        check_layout(self.host_layout)
         if not 0 < self.storage_deadline_s < math.inf:
             raise ConfigError(
                 f"the storage deadline must be above zero seconds and finite, not {self.storage_deadline_s}"
