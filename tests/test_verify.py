@@ -32,6 +32,7 @@ from kvarve.engine.engine import Engine
 from kvarve.engine.state import Workspace
 from kvarve.errors import ConfigError
 from kvarve.keys import root_key
+from kvarve.memory.copies import DeviceCopies
 from kvarve.model import BufferSpec, PoolSpec
 from kvarve.runtime import PrefixCache
 from kvarve.storage import maintenance
@@ -183,13 +184,16 @@ def a_key_is_of_its_page_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def pages_come_up_into_each_others_slots(patch: pytest.MonkeyPatch) -> None:
-    right = kvarve.transfer.engine.to_device
+    right = DeviceCopies.load
 
-    def to_device(host: Any, device: Any, slots: Any) -> None:
-        far, near = zip(*pairs, strict=True) if (pairs := [*slots]) else ((), ())
-        right(host, device, zip(far, near[1:] + near[:1], strict=True))
+    def load(self: DeviceCopies, pages: Any, *rest: Any) -> None:
+        turned = {}
+        for pool, slots in pages.items():
+            far, near = zip(*slots, strict=True) if slots else ((), ())
+            turned[pool] = [*zip(far, near[1:] + near[:1], strict=True)]
+        right(self, turned, *rest)
 
-    patch.setattr(kvarve.transfer.engine, "to_device", to_device)
+    patch.setattr(DeviceCopies, "load", load)
 
 
 def pages_are_known_in_every_chunk(patch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
+from kvarve.memory.layouts import PAGE_FIRST_DIRECT, check_layout
 from kvarve.memory.record import record_bytes
 from kvarve.model import PoolSpec
 from kvarve.sizes import format_size, parse_size
@@ -18,15 +19,18 @@ NO_HOST = "storage needs host memory, through which its pages travel: give host 
 class CacheConfig:
     """The settings of one cache. Sizes in bytes; ConfigError for values that cannot work.
 
-    `storage`: a URL, or several for tiers, the near and fast one first.
+    `storage`: a URL, or several for tiers, the near and fast one first. `host_layout`: how pages lie in host memory
+    (see `memory.layouts`); only in the default one does storage read and write them in place.
     """
 
     device_memory: int
     host_memory: int = 0
     storage: str | tuple[str, ...] | None = None
     policies: Policies = Policies()
+    host_layout: str = PAGE_FIRST_DIRECT
 
     def __post_init__(self) -> None:
+        check_layout(self.host_layout)
         if self.storage and not self.host_memory:
             raise ConfigError(NO_HOST)
 

@@ -53,6 +53,13 @@ class BufferSpec:
             raise ConfigError(f"buffer {self.name}: the shape {self.shape} has no elements")
 
     @property
+    def layer(self) -> int:
+        """The layer that reads it, from a name such as "layers.3.keys"; 0 for any other name."""
+        first, _, rest = self.name.partition(".")
+        number = rest.partition(".")[0]
+        return int(number) if first == "layers" and number.isdecimal() else 0
+
+    @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 

@@ -155,7 +155,7 @@ class PrefixCache:
         self._namespace = identity.fingerprint()
         self._device = [DeviceArena(pool, n, device) for pool, n in zip(self.pools, slots[Tier.DEVICE], strict=True)]
         self._host = [
-            HostArena(pool, n, self._namespace, rank, self._agreement.ranks)
+            HostArena(pool, n, self._namespace, rank, self._agreement.ranks, layout=config.host_layout, device=device)
             for pool, n in zip(self.pools, slots.get(Tier.HOST, ()), strict=False)
         ]
         opened = storage is None and bool(config.storages)

@@ -1,82 +1,34 @@
-"""Where pages lie: views into records, and copies that change nothing but what they are for."""
+"""Where pages lie: in records, or in another layout from which the same records are made."""
 
-import random
-
-import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
+from pages import NAMESPACE, a_pool, filled, in_record, noise, raw
 
 from kvarve.errors import ConfigError
-from kvarve.memory.arenas import DeviceArena, HostArena, to_device, to_host
+from kvarve.memory.arenas import DeviceArena, HostArena
+from kvarve.memory.copies import DeviceCopies
+from kvarve.memory.layouts import LAYOUTS, PAGE_FIRST_DIRECT, spans
 from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES, record_bytes
 from kvarve.model import BUFFER_ALIGNMENT, DTYPE_BYTES, BufferSpec, PoolSpec
 
-NAMESPACE = b"m" * 32
-SHAPES = [(1,), (3, 5), (2, 1, 7), (70,)]
-
-
-def a_pool(*dtypes: str) -> PoolSpec:
-    wanted = [(dtype, shape) for dtype in dtypes for shape in SHAPES]
-    buffers = [BufferSpec(f"layers.{i}.{dtype}", shape, dtype) for i, (dtype, shape) in enumerate(wanted)]
-    return PoolSpec("attention", tuple(buffers), lookback=None)
-
-
-def noise(buffer: BufferSpec, seed: int) -> Tensor:
-    """Any bits at all, so a float may be no number; but a bool is 0 or 1."""
-    raw = np.random.default_rng(seed).integers(0, 2 if buffer.dtype == "bool" else 256, buffer.nbytes, dtype=np.uint8)
-    return torch.from_numpy(raw).view(getattr(torch, buffer.dtype)).view(buffer.shape)
-
-
-def raw(tensor: Tensor) -> npt.NDArray[np.uint8]:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
-
-
-def filled(pool: PoolSpec, slots: int) -> DeviceArena:
-    device = DeviceArena(pool, slots)
-    for number, buffer in enumerate(pool.buffers):
-        for slot in range(slots):
-            device.buffers[buffer.name][slot] = noise(buffer, 1000 * number + slot)
-    return device
-
-
-def in_record(host: HostArena, slot: int) -> list[bytes]:
-    """Each buffer's bytes, found by the layout that the record's documentation gives."""
-    record, found, at = bytes(host.record(slot)), [], HEADER_BYTES
-    for buffer in host.pool.buffers:
-        found.append(record[at : at + buffer.nbytes])
-        at += -(-buffer.nbytes // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
-    return found
+CPU = torch.device("cpu")
+KV = PoolSpec(
+    "kv", tuple(BufferSpec(f"layers.{n}.{what}", (4, 3, 5), "int16") for n in range(2) for what in "kv"), None
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
-def test_what_is_written_to_a_view_stands_in_the_record(dtype: str) -> None:
+def test_a_piece_of_a_page_is_in_the_record_where_the_format_says(dtype: str) -> None:
     pool, slots = a_pool(dtype, "int16"), 5
     host = HostArena(pool, slots, NAMESPACE)
-    for number, buffer in enumerate(pool.buffers):
-        assert host.buffers[buffer.name].shape == (slots, *buffer.shape)
+    for number, (buffer, piece) in enumerate(zip(pool.buffers, host.pieces(CPU), strict=True)):
+        assert piece.shape == (slots, buffer.shape[0], buffer.nbytes // buffer.shape[0])
         for slot in range(slots):
-            host.buffers[buffer.name][slot] = noise(buffer, 100 * number + slot)
+            piece[slot] = torch.from_numpy(raw(noise(buffer, 100 * number + slot))).view(piece.shape[1:])
     for slot in range(slots):
         for number, (buffer, found) in enumerate(zip(pool.buffers, in_record(host, slot), strict=True)):
             assert found == raw(noise(buffer, 100 * number + slot)).tobytes()
-        assert bytes(host.record(slot)[:HEADER_BYTES]) == bytes(HEADER_BYTES), "a view reaches into the header"
-
-
-@pytest.mark.parametrize("dtype", DTYPE_BYTES)
-def test_what_is_written_to_a_record_is_seen_in_the_views(dtype: str) -> None:
-    pool = a_pool(dtype)
-    host = HostArena(pool, 3, NAMESPACE)
-    for number, (buffer, offset) in enumerate(zip(pool.buffers, pool.offsets(), strict=False)):
-        start = HEADER_BYTES + offset
-        host.record(1)[start : start + buffer.nbytes] = raw(noise(buffer, number)).tobytes()
-    for number, buffer in enumerate(pool.buffers):
-        assert raw(host.buffers[buffer.name][1]).tobytes() == raw(noise(buffer, number)).tobytes()
-        assert not raw(host.buffers[buffer.name][0]).any()
-        assert not raw(host.buffers[buffer.name][2]).any()
+        assert bytes(host.record(slot)[:HEADER_BYTES]) == bytes(HEADER_BYTES), "a piece reaches into the header"
 
 
 def test_records_lie_one_behind_the_other_on_whole_pages_of_memory() -> None:
@@ -85,64 +37,88 @@ def test_records_lie_one_behind_the_other_on_whole_pages_of_memory() -> None:
     assert all(start % BLOCK_BYTES == 0 for start in starts)
     assert [start - starts[0] for start in starts] == [slot * host.stride for slot in range(4)]
     assert host.stride == record_bytes(host.pool.payload_bytes)
-    assert all(view.data_ptr() % BUFFER_ALIGNMENT == 0 for view in host.buffers.values())
+    assert all(piece.data_ptr() % BUFFER_ALIGNMENT == 0 for piece in host.pieces(CPU))
 
 
+def test_a_layout_is_a_permutation_of_page_layer_and_token() -> None:
+    def along(layout: str) -> list[tuple[int, int, int]]:
+        """How far it is to the next page, the next layer and the next token."""
+        _, found = spans(layout, KV, 6)
+        return [(span.page, found[2].start - found[0].start, span.entry) for span in found]
+
+    entry, buffer = 30, 128  # 4 tokens of 30 bytes, aligned
+    assert {*along("page_first_direct")} == {(4096, 2 * buffer, entry)}
+    assert {*along("page_first")} == {(4 * 4 * entry + 32, 2 * entry, 4 * entry)}  # whole cache lines
+    assert {*along("layer_first")} == {(buffer, 2 * 6 * buffer, entry)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
-def test_pages_come_back_bit_for_bit_and_their_neighbours_are_not_touched(dtype: str) -> None:
-    pool, rng = a_pool(dtype, "uint8"), random.Random(dtype)
-    device, host, back = filled(pool, 9), HostArena(pool, 11, NAMESPACE), DeviceArena(pool, 10)
-    for slot in range(11):
-        host.record(slot)[:] = b"\xaa" * host.stride
-    for tensor in back.buffers.values():
-        tensor.view(torch.uint8).fill_(1)
-    before = {name: tensor.clone() for name, tensor in device.buffers.items()}
-
-    there, here, home = rng.sample(range(9), 5), rng.sample(range(11), 5), rng.sample(range(10), 5)
-    keys = [bytes([i]) * 32 for i in range(5)]
-    to_host(device, host, list(zip(there, here, strict=True)), keys)
-    for slot in range(11):
-        if slot in here:
-            assert host.stamp.intact(host.record(slot), keys[here.index(slot)])
-            assert in_record(host, slot) == [
-                raw(before[buffer.name][there[here.index(slot)]]).tobytes() for buffer in pool.buffers
-            ]
-        else:
-            assert bytes(host.record(slot)) == b"\xaa" * host.stride
-    to_device(host, back, list(zip(here, home, strict=True)))
-    for name, tensor in back.buffers.items():
-        for slot in range(10):
-            expected = before[name][there[home.index(slot)]] if slot in home else None
-            assert raw(tensor[slot]).tobytes() == (
-                raw(expected).tobytes() if expected is not None else b"\1" * raw(tensor[slot]).size
-            )
-    for name, tensor in device.buffers.items():
-        assert raw(tensor).tobytes() == raw(before[name]).tobytes(), "the source was changed"
+def test_no_byte_of_a_layout_belongs_to_two_pieces_or_lies_outside(layout: str, dtype: str) -> None:
+    pool, slots = a_pool("uint8", dtype, "int16"), 3
+    nbytes, found = spans(layout, pool, slots)
+    seen = torch.zeros(nbytes, dtype=torch.int64)
+    for buffer, span in zip(pool.buffers, found, strict=True):
+        assert all(side % DTYPE_BYTES[buffer.dtype] == 0 for side in span), "an element is not aligned"
+        for page in range(slots):
+            for entry in range(buffer.shape[0]):
+                start = span.start + page * span.page + entry * span.entry
+                seen[start : start + buffer.nbytes // buffer.shape[0]] += 1
+    assert int(seen.max()) == 1
+    assert int(seen.sum()) == slots * sum(buffer.nbytes for buffer in pool.buffers)
 
 
-@settings(deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from([*DTYPE_BYTES]), st.lists(st.integers(1, 9), min_size=1, max_size=4)), max_size=4
-    ),
-    st.permutations(range(4)),
-)
-def test_any_layout_of_buffers_survives_the_way_to_the_host_and_back(
-    layout: list[tuple[str, list[int]]], order: list[int]
-) -> None:
-    buffers = [BufferSpec("first", (3,), "uint8")]
-    buffers += [BufferSpec(f"b{i}", tuple(shape), dtype) for i, (dtype, shape) in enumerate(layout)]
-    pool = PoolSpec("any", tuple(buffers), lookback=1)
-    device, host, back = filled(pool, 4), HostArena(pool, 4, NAMESPACE), DeviceArena(pool, 4)
-    to_host(device, host, list(enumerate(order)), [bytes(32)] * 4)
-    to_device(host, back, [(slot, 3 - slot) for slot in range(4)])
-    for slot, other in enumerate(order):
-        for name, tensor in device.buffers.items():
-            assert raw(back.buffers[name][3 - other]).tobytes() == raw(tensor[slot]).tobytes()
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_every_layout_makes_the_same_records_and_takes_them_back(layout: str, dtype: str) -> None:
+    pool, slots = a_pool("uint8", dtype, "float64"), 4
+    device, keys = filled(pool, slots), [bytes([slot]) * 32 for slot in range(slots)]
+    direct, other = HostArena(pool, slots, NAMESPACE), HostArena(pool, slots, NAMESPACE, layout=layout)
+    for host in (direct, other):
+        copies = DeviceCopies([device], [host])
+        copies.save({0: ([(slot, slots - 1 - slot) for slot in range(slots)], keys)}, copies.ready())
+    expected = [bytes(direct.record(slot)) for slot in range(slots)]
+    assert [bytes(other.record(slot)) for slot in range(slots)] == expected
+    assert all(other.intact(slot, keys[slots - 1 - slot]) for slot in range(slots))
+
+    back = HostArena(pool, slots, NAMESPACE, layout=layout)  # from storage, to other slots
+    for slot in range(slots):
+        record = back.blank((slot + 1) % slots)
+        record[:] = expected[slot]
+        back.put((slot + 1) % slots, record)
+    assert [bytes(back.record((slot + 1) % slots)) for slot in range(slots)] == expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_bit_that_flips_in_a_piece_is_noticed_in_every_layout(layout: str) -> None:
+    host, key = HostArena(KV, 2, NAMESPACE, layout=layout), b"k" * 32
+    copies = DeviceCopies([filled(KV, 2)], [host])
+    copies.save({0: ([(0, 1)], [key])}, copies.ready())
+    for piece in host.pieces(CPU):
+        piece[1, -1, -1] ^= 4
+        assert not host.intact(1, key)
+        piece[1, -1, -1] ^= 4
+    assert host.intact(1, key)
+
+
+def test_what_a_storage_left_between_the_buffers_is_not_sealed_in() -> None:
+    pool = PoolSpec("kv", (BufferSpec("a", (3,), "uint8"), BufferSpec("b", (5,), "uint8")), None)
+    clean, used = HostArena(pool, 1, NAMESPACE), HostArena(pool, 1, NAMESPACE)
+    used.blank(0)[:] = b"\xee" * used.stride
+    for host in (clean, used):
+        copies = DeviceCopies([filled(pool, 1)], [host])
+        copies.save({0: ([(0, 0)], [b"k" * 32])}, copies.ready())
+    assert bytes(clean.record(0)) == bytes(used.record(0))
+
+
+def test_a_layout_that_does_not_exist_is_refused_as_a_setting() -> None:
+    with pytest.raises(ConfigError, match="unknown host layout 'head_first'; known: page_first_direct, page_first, "):
+        HostArena(KV, 1, NAMESPACE, layout="head_first")
+    assert HostArena(KV, 1, NAMESPACE).layout == PAGE_FIRST_DIRECT
 
 
 def test_more_memory_than_there_is_address_space_is_refused_as_a_setting() -> None:
-    with pytest.raises(ConfigError, match="not enough host memory for"):
+    with pytest.raises(ConfigError, match="pages of attention: not enough host memory"):
         HostArena(a_pool("float32"), 1 << 52, NAMESPACE)
     with pytest.raises(ConfigError, match="no memory on cpu for"):
         DeviceArena(a_pool("float32"), 1 << 52)

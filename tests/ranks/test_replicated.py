@@ -5,7 +5,8 @@ from filling import STATE, StoreThatStays, a_store, an_identity
 
 from kvarve.core.effects import Copy, Ended, Page
 from kvarve.keys import extend, pack, root_key
-from kvarve.memory.arenas import DeviceArena, HostArena, to_host
+from kvarve.memory.arenas import DeviceArena, HostArena
+from kvarve.memory.copies import DeviceCopies
 from kvarve.model import BufferSpec, PoolSpec, Tier
 from kvarve.transfer.engine import TransferEngine
 
@@ -28,7 +29,8 @@ class Rank:
         for pool, arena in enumerate(self.device):
             for buffer in arena.buffers.values():
                 buffer.copy_(torch.arange(buffer.numel()).reshape(buffer.shape) + 100 * rank * pool)
-            to_host(arena, self.host[pool], [(slot, slot) for slot in range(PAGES)], KEYS)
+        copies, slots = DeviceCopies(self.device, self.host), [(slot, slot) for slot in range(PAGES)]
+        copies.save(dict.fromkeys(range(len(POOLS)), (slots, KEYS)), copies.ready())
 
     def copy(self, source: Tier, target: Tier) -> tuple[int, int]:
         """All pages of both pools along an edge: those that arrived, and those that were bad."""

@@ -9,6 +9,7 @@ import torch
 from kvarve.core.effects import Copy, Ended, Page, Probe
 from kvarve.keys import object_name
 from kvarve.memory.arenas import DeviceArena, HostArena
+from kvarve.memory.layouts import LAYOUTS, PAGE_FIRST_DIRECT
 from kvarve.memory.record import HEADER_BYTES
 from kvarve.model import BufferSpec, PoolSpec, Tier
 from kvarve.storage import MemoryStorage, Storage
@@ -43,9 +44,9 @@ class Recording(MemoryStorage):
 class Bench:
     """Real arenas and lanes around a storage; page `i` of a pool has the key `key(i)` and content of its own."""
 
-    def __init__(self, *rules: Rule, rank: int = 0, verify_host: bool = True) -> None:
+    def __init__(self, *rules: Rule, rank: int = 0, verify_host: bool = True, layout: str = PAGE_FIRST_DIRECT) -> None:
         self.device = [DeviceArena(pool, SLOTS) for pool in POOLS]
-        self.host = [HostArena(pool, SLOTS, NAMESPACE, rank) for pool in POOLS]
+        self.host = [HostArena(pool, SLOTS, NAMESPACE, rank, layout=layout) for pool in POOLS]
         self.inner = Recording()
         self.storage = FaultyStorage(self.inner, rules, seed=3)
         self.transfers = TransferEngine(POOLS, self.device, self.host, rank=rank, verify_host=verify_host)
@@ -126,6 +127,28 @@ def test_a_page_goes_all_the_way_down_and_comes_back_as_it_was(bench: Bench) -> 
         for found, expected in zip(bench.content(pool, slot), before[pool, page], strict=True):
             assert torch.equal(found, expected)
     assert all((tensor == -1).all() for tensor in bench.content(0, 3)), "a slot outside the copy was written"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_storage_has_the_same_bytes_whatever_the_layout_and_any_other_takes_them(layout: str) -> None:
+    pages = [(pool, page) for pool in (0, 1) for page in (2, 5)]
+    bench, direct = Bench(layout=layout), Bench()
+    before = {at: bench.content(*at) for at in pages}
+    stored = list[list[bytes]]()
+    for each in (bench, direct):
+        each.store(*pages)
+        records = [bytearray(each.host[pool].stride) for pool, _ in pages]
+        names = [each.name(page, pool) for pool, page in pages]
+        assert each.inner.get(names, [memoryview(record) for record in records]) == [*map(len, records)]
+        stored.append([bytes(record) for record in records])
+    assert stored[0] == stored[1]
+    bench.attach(direct.storage)
+    for tensor in (tensor for arena in bench.device for tensor in arena.buffers.values()):
+        tensor.fill_(-1)
+    assert bench.fetch(*((pool, page, 7 - page) for pool, page in pages)).good == 0b1111
+    assert bench.copy(H, D, *((pool, page, 7 - page, page - 1) for pool, page in pages)).good == 0b1111
+    for (pool, page), expected in before.items():
+        assert all(map(torch.equal, bench.content(pool, page - 1), expected))
 
 
 def test_a_probe_says_which_pages_are_there(bench: Bench) -> None:

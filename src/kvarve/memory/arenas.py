@@ -1,18 +1,20 @@
-"""The memory of slots: on the device in the model's layout, on the host as records.
+"""The memory of slots: on the device in the model's layout, on the host in one of `layouts`.
 
 An arena knows only slots; the core decides which page is in which slot, and until when. Two threads never touch one
 slot at a time because a slot has one owner.
 """
 
 import mmap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from kvarve.errors import ConfigError
+from kvarve.memory.host_memory import HostMemory
+from kvarve.memory.layouts import PAGE_FIRST_DIRECT, Span, check_layout, entry_bytes, spans
 from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
-from kvarve.model import DTYPE_BYTES, PoolSpec
+from kvarve.model import PoolSpec
 
 
 class DeviceArena:
@@ -28,61 +30,108 @@ class DeviceArena:
         except RuntimeError as e:
             raise ConfigError(f"no memory on {device} for {slots} pages of {pool.name}: {e}") from e
 
+    def pieces(self) -> list[Tensor]:
+        """The bytes of each buffer, [slots, entries, entry bytes]."""
+        found = zip(self.pool.buffers, self.buffers.values(), strict=True)
+        return [tensor.view(-1).view(torch.uint8).view(self.slots, buffer.shape[0], -1) for buffer, tensor in found]
+
 
 class HostArena:
-    """One pool's pages in host memory: `slots` consecutive records, in page-aligned anonymous memory.
+    """One pool's pages in host memory, pinned where the device is a GPU; storage gets and gives them as records.
 
-    The system commits the memory page by page as it is first written.
+    In the layout `page_first_direct` a page is its record. In any other, the record is a copy, made when it is needed,
+    and the header is kept apart.
     """
 
-    def __init__(self, pool: PoolSpec, slots: int, namespace: bytes, rank: int = 0, ranks: int = 1) -> None:
-        self.pool, self.slots = pool, slots
+    def __init__(
+        self,
+        pool: PoolSpec,
+        slots: int,
+        namespace: bytes,
+        rank: int = 0,
+        ranks: int = 1,
+        *,
+        layout: str = PAGE_FIRST_DIRECT,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        check_layout(layout)
+        self.pool, self.slots, self.layout = pool, slots, layout
         self.stride = record_bytes(pool.payload_bytes)
         self.stamp = Stamp(namespace, pool.name, pool.payload_bytes, 0 if pool.replicated else rank, ranks)
+        self._in_place = layout == PAGE_FIRST_DIRECT
+        self._gaps = _gaps(pool)
+        nbytes, self._spans = spans(layout, pool, slots)
         try:
-            self._memory = mmap.mmap(-1, slots * self.stride)
-        except (OSError, ValueError, OverflowError) as e:
-            raise ConfigError(f"not enough host memory for {slots} pages of {pool.name}: {e}") from e
-        self._bytes = memoryview(self._memory)
-        everything = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self.buffers: Mapping[str, Tensor] = {
-            buffer.name: self._view(everything, HEADER_BYTES + offset, buffer.shape, buffer.dtype)
-            for buffer, offset in zip(pool.buffers, pool.offsets(), strict=False)
-        }
-
-    def _view(self, everything: Tensor, offset: int, shape: tuple[int, ...], dtype: str) -> Tensor:
-        """One buffer of all records as a tensor [slots, *shape] over the records' own memory."""
-        size = DTYPE_BYTES[dtype]
-        strides, stride = [], 1
-        for side in reversed(shape):
-            strides.append(stride)
-            stride *= side
-        typed = everything.view(getattr(torch, dtype))
-        return typed.as_strided((self.slots, *shape), (self.stride // size, *reversed(strides)), offset // size)
+            self._memory = HostMemory(nbytes, torch.device(device))
+            self._headers = bytearray(0 if self._in_place else slots * HEADER_BYTES)
+        except (ConfigError, MemoryError) as e:
+            raise ConfigError(f"{slots} pages of {pool.name}: {e}") from e
+        self._pieces = _pieces(pool, self._spans, self._memory.tensor, slots)
 
     @property
     def memory(self) -> memoryview:
-        """All records, writable."""
-        return self._bytes
+        """All pages, writable."""
+        return self._memory.bytes
+
+    def pieces(self, device: torch.device) -> list[Tensor]:
+        """The bytes of each buffer, [slots, entries, entry bytes], for code that runs on a device."""
+        return _pieces(self.pool, self._spans, self._memory.on(device), self.slots)
 
     def record(self, slot: int) -> memoryview:
-        """The bytes of one record, writable."""
-        return self._bytes[slot * self.stride : (slot + 1) * self.stride]
+        """A page's record: its own bytes, writable, where they are one; else a copy."""
+        record = self.blank(slot)
+        if not self._in_place:
+            record[:HEADER_BYTES] = self._headers[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES]
+            for copy, piece in zip(self._of_record(record), self._pieces, strict=True):
+                copy[0].copy_(piece[slot])
+        return record
+
+    def blank(self, slot: int) -> memoryview:
+        """Memory for a record that will be `put` into the slot: the slot's own, or a new one of zeros."""
+        if self._in_place:
+            return self.memory[slot * self.stride : (slot + 1) * self.stride]
+        return memoryview(mmap.mmap(-1, self.stride))  # aligned, for direct I/O
+
+    def put(self, slot: int, record: memoryview) -> None:
+        """Take over a record that has been read into the slot's `blank`."""
+        if not self._in_place:
+            self._headers[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES] = record[:HEADER_BYTES]
+            for copy, piece in zip(self._of_record(record), self._pieces, strict=True):
+                piece[slot].copy_(copy[0])
+
+    def seal(self, slot: int, key: bytes) -> None:
+        """Write the header of a page that is complete."""
+        record = self.record(slot)
+        for gap in self._gaps:  # a storage may have left anything there
+            record[gap] = bytes(gap.stop - gap.start)
+        self.stamp.seal(record, key)
+        if not self._in_place:
+            self._headers[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES] = record[:HEADER_BYTES]
+
+    def intact(self, slot: int, key: bytes) -> bool:
+        """Whether a slot holds this page of this pool, model and rank, every bit of it."""
+        return self.stamp.intact(self.record(slot), key)
+
+    def close(self) -> None:
+        """Unpin the memory; no copy may be under way."""
+        self._memory.close()
+
+    def _of_record(self, record: memoryview) -> list[Tensor]:
+        _, direct = spans(PAGE_FIRST_DIRECT, self.pool, 1)
+        return _pieces(self.pool, direct, torch.frombuffer(record, dtype=torch.uint8), 1)
 
 
-def to_host(device: DeviceArena, host: HostArena, slots: Sequence[tuple[int, int]], keys: Sequence[bytes]) -> None:
-    """Copy pages (device slot, host slot) out of the device's layers into records, and seal them."""
-    # Page by page, so that the checksum finds the bytes in the processor's cache.
-    for (near, far), key in zip(slots, keys, strict=True):
-        for name, layer in device.buffers.items():
-            host.buffers[name][far].copy_(layer[near])
-        host.stamp.seal(host.record(far), key)
+def _gaps(pool: PoolSpec) -> list[slice]:
+    """The bytes of a record that belong to no buffer, behind the header."""
+    starts = [HEADER_BYTES + offset for offset in pool.offsets()]
+    ends = [start + buffer.nbytes for start, buffer in zip(starts, pool.buffers, strict=False)]
+    gaps = zip(ends, [*starts[1:-1], record_bytes(pool.payload_bytes)], strict=True)
+    return [slice(end, start) for end, start in gaps if end < start]
 
 
-def to_device(host: HostArena, device: DeviceArena, slots: Iterable[tuple[int, int]]) -> None:
-    """Copy pages (host slot, device slot) out of records into the device's layers; done when it returns."""
-    for far, near in slots:
-        for name, layer in device.buffers.items():
-            layer[near].copy_(host.buffers[name][far])
-    if device.device.type == "cuda":
-        torch.cuda.synchronize(device.device)
+def _pieces(pool: PoolSpec, where: Sequence[Span], everything: Tensor, slots: int) -> list[Tensor]:
+    """Each buffer as bytes [slots, entries, entry bytes] over all bytes of a memory."""
+    return [
+        everything.as_strided((slots, buffer.shape[0], entry_bytes(buffer)), (span.page, span.entry, 1), span.start)
+        for buffer, span in zip(pool.buffers, where, strict=True)
+    ]

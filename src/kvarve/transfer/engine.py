@@ -9,13 +9,15 @@ unless that is switched off.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvarve.core.copies import BACKUP, FETCH, LOAD, PROBE, STORE
 from kvarve.core.effects import Copy, Effect, Event, Page, Probe
 from kvarve.errors import StorageError
 from kvarve.keys import object_name
-from kvarve.memory.arenas import DeviceArena, HostArena, to_device, to_host
+from kvarve.memory.arenas import DeviceArena, HostArena
+from kvarve.memory.copies import DeviceCopies
 from kvarve.model import PoolSpec, Tier
 from kvarve.storage import Storage
 from kvarve.transfer.lanes import Ends, Lane
@@ -40,6 +42,7 @@ class TransferEngine:
         self._pools, self._device, self._host = pools, device, host
         self._rank, self._ranks, self._verify_host, self._deadline_s = rank, ranks, verify_host, deadline_s
         self._clock, self.ends = clock, Ends()
+        self._copies = DeviceCopies(device, host)
         self._checking = threading.Lock()
         # One worker each: a chain's page rests on the one before it, so copies must end in the order sent.
         self._lanes = {
@@ -76,7 +79,8 @@ class TransferEngine:
         """Start an effect; its `Ended` comes out of `ends`."""
         if isinstance(effect, Copy) and Tier.STORAGE not in (effect.source, effect.target):
             work = self._back_up if effect.target is Tier.HOST else self._load
-            self._lanes[effect.source, effect.target].send(effect.op, lambda: work(effect), self._deadline_s)
+            ready = self._copies.ready()
+            self._lanes[effect.source, effect.target].send(effect.op, lambda: work(effect, ready), self._deadline_s)
             return
         connection = self.connection
         assert connection is not None, "the core knows that there is no storage"
@@ -99,36 +103,34 @@ class TransferEngine:
         may take `storage_s`. The lanes of a storage that is not `up` are not waited for; all detached storages
         together get `storage_s` to close."""
         end = time.monotonic() + timeout_s - storage_s
+        idle = True
         for lane in self._lanes.values():
-            lane.close(max(0.0, end - time.monotonic()))
+            idle &= lane.close(max(0.0, end - time.monotonic()))
         if self.connection is not None:
             self.connection.close(max(0.0, end - time.monotonic()) if up else 0.0, storage_s)
         end = min(end + storage_s, time.monotonic() + storage_s)
         for connection in self._retired:
             connection.closed.wait(max(0.0, end - time.monotonic()))
+        for arena in self._host if idle else ():  # else the GPU may still read or write the memory
+            arena.close()
 
     # --- work, on the lanes' threads; each returns (good, bad) as bit sets over the effect's pages
 
-    def _back_up(self, copy: Copy) -> tuple[int, int]:
-        for pool, pages in _by_pool(copy.pages).items():
-            slots = [(page.source, page.target) for _, page in pages]
-            to_host(self._device[pool], self._host[pool], slots, [page.key for _, page in pages])
+    def _back_up(self, copy: Copy, ready: Any) -> tuple[int, int]:
+        pages = {
+            pool: ([(page.source, page.target) for _, page in pages], [page.key for _, page in pages])
+            for pool, pages in _by_pool(copy.pages).items()
+        }
+        self._copies.save(pages, ready)
         return _all(copy.pages), 0
 
-    def _load(self, copy: Copy) -> tuple[int, int]:
-        bad = 0
-
-        def checked(pages: list[tuple[int, Page]]) -> Iterator[tuple[int, int]]:
-            """Each page just before it is copied, so that its bytes are still in the processor's cache."""
-            nonlocal bad
-            for i, page in pages:
-                if self._verify_host and not self._intact(page):
-                    bad |= 1 << i
-                else:
-                    yield page.source, page.target
-
-        for pool, pages in _by_pool(copy.pages).items():
-            to_device(self._host[pool], self._device[pool], checked(pages))
+    def _load(self, copy: Copy, ready: Any) -> tuple[int, int]:
+        bad = self._broken(copy.pages) if self._verify_host else 0
+        pages = {
+            pool: [(page.source, page.target) for i, page in pages if not bad >> i & 1]
+            for pool, pages in _by_pool(copy.pages).items()
+        }
+        self._copies.load(pages, ready)
         return _all(copy.pages) & ~bad, bad
 
     def _store(self, sent: Sequence[tuple[Storage, Copy]]) -> list[tuple[int, int]]:
@@ -156,13 +158,14 @@ class TransferEngine:
 
     def _fetch(self, storage: Storage, copy: Copy) -> tuple[int, int]:
         names = [self._name(copy.root, page) for page in copy.pages]
-        records = [self._host[page.pool].record(page.target) for page in copy.pages]
+        records = [self._host[page.pool].blank(page.target) for page in copy.pages]
         sizes = storage.get(names, records)
         good = bad = 0
         for i, (page, record, size) in enumerate(zip(copy.pages, records, sizes, strict=True)):
             if size is None:
                 continue
             if size == len(record) and self._host[page.pool].stamp.intact(record, page.key):
+                self._host[page.pool].put(page.target, record)
                 good |= 1 << i
             else:
                 bad |= 1 << i
@@ -193,8 +196,7 @@ class TransferEngine:
         return sum(1 << i for i, page in enumerate(pages) if not self._intact(page))
 
     def _intact(self, page: Page) -> bool:
-        arena = self._host[page.pool]
-        return arena.stamp.intact(arena.record(page.source), page.key)
+        return self._host[page.pool].intact(page.source, page.key)
 
 
 def _all(pages: Sequence[Page]) -> int:

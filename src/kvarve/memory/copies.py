@@ -1,0 +1,115 @@
+"""Pages between the arenas of device and host, layer by layer.
+
+On the CPU each piece (one buffer of one page) is a numpy slice: that is next to memcpy, and torch's own ways are two to
+four times as slow (`bench/lanes.py`). Elsewhere a buffer's pieces are gathered by one kernel and put in place by
+another; a GPU's kernels reach pinned host memory themselves, so that neither end has to be in one piece.
+
+Each direction has a stream of its own. It waits for what the engine had sent to its compute stream before the copy was
+sent (`ready`): a page that is saved has been written then, and the old contents of a slot that is loaded to have been
+read. The device as a whole is never synchronized.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvarve.memory.arenas import DeviceArena, HostArena
+
+Slots = Sequence[tuple[int, int]]  # of pages: source and target
+Move = Callable[[Any, Any, Sequence[int], Sequence[int]], None]
+SAVED_BYTES = 4 << 20  # on the CPU, pages are sealed after so many bytes, while its cache still has them
+_OF_SIZE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def by_piece(target: Any, source: Any, to: Sequence[int], at: Sequence[int]) -> None:
+    """Copy the rows `at` of a numpy array to the rows `to` of another, each with one call."""
+    for there, here in zip(to, at, strict=True):
+        target[there] = source[here]
+
+
+def by_gather(target: Tensor, source: Tensor, to: Sequence[int], at: Sequence[int]) -> None:
+    """Copy the rows `at` of a tensor to the rows `to` of another, all at once; it may be on another device."""
+    rows = source.index_select(0, torch.tensor(at, device=source.device)).to(target.device)
+    target.index_copy_(0, torch.tensor(to, device=target.device), rows)
+
+
+class DeviceCopies:
+    """Copies pages of all pools. `load` and `save` may run at once, each in one thread at a time."""
+
+    def __init__(self, device: Sequence[DeviceArena], host: Sequence[HostArena], move: Move | None = None) -> None:
+        """`move`: `by_piece` or `by_gather`, by the device unless given."""
+        self._where = device[0].device
+        self._torch: Any = torch.cuda if self._where.type == "cuda" else torch.cpu  # whose streams do nothing
+        self._host = host
+        self._move = move or (by_piece if self._where.type == "cpu" else by_gather)
+        self._up, self._down = (self._torch.Stream(self._where) for _ in range(2))
+        # By layer: pool, and the pieces of a buffer on the device and in the host.
+        found: dict[int, list[tuple[int, Any, Any]]] = {}
+        for pool, (near, far) in enumerate(zip(device, host, strict=False)):
+            for buffer, *ends in zip(near.pool.buffers, near.pieces(), far.pieces(self._where), strict=True):
+                one, other = map(Tensor.numpy, ends) if self._move is by_piece else _widest(*ends)
+                found.setdefault(buffer.layer, []).append((pool, one, other))
+        self._layers = dict(sorted(found.items()))
+
+    @property
+    def layers(self) -> list[int]:
+        """The numbers of the layers that have buffers, in the order in which they are copied."""
+        return [*self._layers]
+
+    def ready(self) -> Any:
+        """An event: all that the calling thread has sent to its compute stream so far has been done."""
+        return self._mark(self._torch.current_stream(self._where))
+
+    def order(self, event: Any) -> None:
+        """Have the calling thread's compute stream wait for an event; the thread does not."""
+        self._torch.current_stream(self._where).wait_event(event)
+
+    def load(self, pages: Mapping[int, Slots], ready: Any, copied: Callable[[int, Any], None] | None = None) -> None:
+        """Copy pages by pool (host slot, device slot) to the device; done when it returns. `copied` is called with each
+        layer, and the event of its copy."""
+        turned = {pool: [*zip(*slots, strict=True)][::-1] for pool, slots in pages.items() if slots}
+        with self._torch.stream(self._up):
+            self._up.wait_event(ready)
+            for layer, buffers in self._layers.items():
+                for pool, near, far in buffers:
+                    if pool in turned:
+                        self._move(near, far, *turned[pool])
+                if copied is not None:
+                    copied(layer, self._mark(self._up))
+            self._mark(self._up).synchronize()
+
+    def save(self, pages: Mapping[int, tuple[Slots, Sequence[bytes]]], ready: Any) -> None:
+        """Copy pages by pool (device slot, host slot) with their keys to the host, and seal them; done when it
+        returns."""
+        with self._torch.stream(self._down):
+            self._down.wait_event(ready)
+            for pool, (slots, keys) in pages.items():
+                together = len(slots)
+                if self._where.type == "cpu":
+                    together = max(1, SAVED_BYTES // self._host[pool].stride)
+                for start in range(0, len(slots), together):
+                    self._save(pool, slots[start : start + together], keys[start : start + together])
+
+    def _save(self, pool: int, slots: Slots, keys: Sequence[bytes]) -> None:
+        near_slots, far_slots = zip(*slots, strict=True)
+        for buffers in self._layers.values():
+            for number, near, far in buffers:
+                if number == pool:
+                    self._move(far, near, far_slots, near_slots)
+        self._mark(self._down).synchronize()
+        for slot, key in zip(far_slots, keys, strict=True):
+            self._host[pool].seal(slot, key)
+
+    def _mark(self, stream: Any) -> Any:
+        event = self._torch.Event()
+        event.record(stream)
+        return event
+
+
+def _widest(*ends: Tensor) -> Iterator[Tensor]:
+    """The same bytes in elements as wide as all strides allow: a GPU moves one at a time."""
+    sides = {ends[0].shape[2], *(side for end in ends for side in (*end.stride()[:2], end.storage_offset()))}
+    size = next(size for size in (8, 4, 2, 1) if all(side % size == 0 for side in sides))
+    return (end.view(_OF_SIZE[size]) for end in ends)

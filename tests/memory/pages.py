@@ -1,0 +1,46 @@
+"""Pools of odd shapes, and pages of any bits."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvarve.memory.arenas import DeviceArena, HostArena
+from kvarve.memory.record import HEADER_BYTES
+from kvarve.model import BUFFER_ALIGNMENT, BufferSpec, PoolSpec
+
+NAMESPACE = b"m" * 32
+SHAPES = [(1,), (3, 5), (2, 1, 7), (70,)]
+
+
+def a_pool(*dtypes: str) -> PoolSpec:
+    wanted = [(dtype, shape) for dtype in dtypes for shape in SHAPES]
+    buffers = [BufferSpec(f"layers.{i}.{dtype}", shape, dtype) for i, (dtype, shape) in enumerate(wanted)]
+    return PoolSpec("attention", tuple(buffers), lookback=None)
+
+
+def noise(buffer: BufferSpec, seed: int) -> Tensor:
+    """Any bits at all, so a float may be no number; but a bool is 0 or 1."""
+    raw = np.random.default_rng(seed).integers(0, 2 if buffer.dtype == "bool" else 256, buffer.nbytes, dtype=np.uint8)
+    return torch.from_numpy(raw).view(getattr(torch, buffer.dtype)).view(buffer.shape)
+
+
+def raw(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def filled(pool: PoolSpec, slots: int) -> DeviceArena:
+    device = DeviceArena(pool, slots)
+    for number, buffer in enumerate(pool.buffers):
+        for slot in range(slots):
+            device.buffers[buffer.name][slot] = noise(buffer, 1000 * number + slot)
+    return device
+
+
+def in_record(host: HostArena, slot: int) -> list[bytes]:
+    """Each buffer's bytes, found by the layout that the record's documentation gives."""
+    record, found, at = bytes(host.record(slot)), [], HEADER_BYTES
+    for buffer in host.pool.buffers:
+        found.append(record[at : at + buffer.nbytes])
+        at += -(-buffer.nbytes // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
+    return found

@@ -1,0 +1,116 @@
+"""Copies between device and host change nothing but what they are for, whichever way and layout."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pages import NAMESPACE, a_pool, filled, in_record, raw
+
+from kvarve.memory.arenas import DeviceArena, HostArena
+from kvarve.memory.copies import DeviceCopies, Move, Slots, by_gather, by_piece
+from kvarve.memory.layouts import LAYOUTS
+from kvarve.model import DTYPE_BYTES, BufferSpec, PoolSpec
+
+WAYS = {"by piece": by_piece, "by gather": by_gather}
+
+
+def save(copies: DeviceCopies, slots: Slots, keys: list[bytes]) -> None:
+    copies.save({0: (slots, keys)}, copies.ready())
+
+
+def load(copies: DeviceCopies, slots: Slots) -> None:
+    copies.load({0: slots}, copies.ready())
+
+
+@pytest.mark.parametrize("move", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_pages_come_back_bit_for_bit_and_their_neighbours_are_not_touched(dtype: str, layout: str, move: Move) -> None:
+    pool, rng = a_pool(dtype, "uint8"), random.Random(dtype)
+    device, host, back = filled(pool, 9), HostArena(pool, 11, NAMESPACE, layout=layout), DeviceArena(pool, 10)
+    pieces = host.pieces(torch.device("cpu"))
+    for piece in pieces:
+        piece.fill_(0xAA)
+    for tensor in back.buffers.values():
+        tensor.view(torch.uint8).fill_(1)
+    before = {name: tensor.clone() for name, tensor in device.buffers.items()}
+
+    there, here, home = rng.sample(range(9), 5), rng.sample(range(11), 5), rng.sample(range(10), 5)
+    keys = [bytes([i]) * 32 for i in range(5)]
+    save(DeviceCopies([device], [host], move), list(zip(there, here, strict=True)), keys)
+    for slot in range(11):
+        if slot in here:
+            assert host.intact(slot, keys[here.index(slot)])
+            assert in_record(host, slot) == [
+                raw(before[buffer.name][there[here.index(slot)]]).tobytes() for buffer in pool.buffers
+            ]
+        else:
+            assert all((piece[slot] == 0xAA).all() for piece in pieces)
+    load(DeviceCopies([back], [host], move), list(zip(here, home, strict=True)))
+    for name, tensor in back.buffers.items():
+        for slot in range(10):
+            expected = before[name][there[home.index(slot)]] if slot in home else None
+            assert raw(tensor[slot]).tobytes() == (
+                raw(expected).tobytes() if expected is not None else b"\1" * raw(tensor[slot]).size
+            )
+    for name, tensor in device.buffers.items():
+        assert raw(tensor).tobytes() == raw(before[name]).tobytes(), "the source was changed"
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([*DTYPE_BYTES]), st.lists(st.integers(1, 9), min_size=1, max_size=4)), max_size=4
+    ),
+    st.permutations(range(4)),
+    st.sampled_from([*LAYOUTS]),
+    st.sampled_from([*WAYS.values()]),
+)
+def test_any_buffers_survive_the_way_to_the_host_and_back(
+    buffers: list[tuple[str, list[int]]], order: list[int], layout: str, move: Move
+) -> None:
+    specs = [BufferSpec("first", (3,), "uint8")]
+    specs += [BufferSpec(f"b{i}", tuple(shape), dtype) for i, (dtype, shape) in enumerate(buffers)]
+    pool = PoolSpec("any", tuple(specs), lookback=1)
+    device, host, back = filled(pool, 4), HostArena(pool, 4, NAMESPACE, layout=layout), DeviceArena(pool, 4)
+    save(DeviceCopies([device], [host], move), list(enumerate(order)), [bytes(32)] * 4)
+    load(DeviceCopies([back], [host], move), [(slot, 3 - slot) for slot in range(4)])
+    for slot, other in enumerate(order):
+        for name, tensor in device.buffers.items():
+            assert raw(back.buffers[name][3 - other]).tobytes() == raw(tensor[slot]).tobytes()
+
+
+def test_a_load_of_several_pools_goes_by_layer_and_tells_of_each() -> None:
+    """The first layer of all pools is on the device when the copy of the second begins."""
+    attention = PoolSpec("attention", tuple(BufferSpec(f"layers.{n}.keys", (2,), "int32") for n in (1, 10)), None)
+    state = PoolSpec("state", tuple(BufferSpec(f"layers.{n}.conv.0", (3,), "int16") for n in (0, 2, 10)), 1, True)
+    source = [filled(attention, 2), filled(state, 2)]
+    host = [HostArena(attention, 2, NAMESPACE), HostArena(state, 2, NAMESPACE)]
+    down = DeviceCopies(source, host)
+    down.save({0: ([(0, 0)], [bytes(32)]), 1: ([(1, 1)], [bytes(32)])}, down.ready())
+    target = [DeviceArena(attention, 2), DeviceArena(state, 2)]
+    for tensor in (tensor for arena in target for tensor in arena.buffers.values()):
+        tensor.fill_(-1)
+    up, seen = DeviceCopies(target, host), dict[int, set[str]]()
+
+    def copied(layer: int, _: object) -> None:
+        came = {name: tensor for arena in target for name, tensor in arena.buffers.items() if (tensor != -1).any()}
+        seen[layer] = {*came}
+
+    up.load({0: [(0, 1)], 1: [(1, 0)]}, up.ready(), copied)
+    assert [*seen] == up.layers == [0, 1, 2, 10]
+    assert all(seen[layer] == {*_names(source, layer)} for layer in seen)
+
+
+def _names(arenas: list[DeviceArena], upto: int) -> list[str]:
+    return [buffer.name for arena in arenas for buffer in arena.pool.buffers if buffer.layer <= upto]
+
+
+def test_a_copy_of_no_page_of_a_pool_is_no_trouble() -> None:
+    pool = a_pool("float32")
+    copies = DeviceCopies([filled(pool, 1)], [HostArena(pool, 1, NAMESPACE)])
+    told: list[int] = []
+    copies.load({0: []}, copies.ready(), lambda layer, _: told.append(layer))
+    assert told == copies.layers

@@ -1,0 +1,45 @@
+"""The same bytes by way of a GPU: its kernels read and write pinned host memory, beside a compute stream."""
+
+import random
+
+import pytest
+import torch
+from pages import NAMESPACE, a_pool, in_record, noise, raw
+
+from kvarve.memory.arenas import DeviceArena, HostArena
+from kvarve.memory.copies import DeviceCopies
+from kvarve.memory.layouts import LAYOUTS
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+SLOTS, BUSY = 9, 50_000_000  # cycles of a kernel, so that a copy that does not wait comes first
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_written_on_a_stream_of_their_own_come_back_before_it_reads_them(layout: str) -> None:
+    pool, rng, cuda = a_pool("bfloat16", "float32", "uint8"), random.Random(layout), torch.device("cuda")
+    device, host = DeviceArena(pool, SLOTS, cuda), HostArena(pool, SLOTS, NAMESPACE, layout=layout, device=cuda)
+    copies, compute = DeviceCopies([device], [host]), torch.cuda.Stream()
+    keys = [bytes([slot]) * 32 for slot in range(SLOTS)]
+    there, home = rng.sample(range(SLOTS), SLOTS), rng.sample(range(SLOTS), SLOTS)
+    with torch.cuda.stream(compute):
+        torch.cuda._sleep(BUSY)
+        for number, buffer in enumerate(pool.buffers):
+            for slot in range(SLOTS):
+                device.buffers[buffer.name][slot] = noise(buffer, 100 * number + slot).cuda()
+        copies.save({0: ([*enumerate(there)], keys)}, copies.ready())
+        for slot, at in enumerate(there):
+            assert host.intact(at, keys[slot])
+            expected = [raw(noise(buffer, 100 * number + slot)).tobytes() for number, buffer in enumerate(pool.buffers)]
+            assert in_record(host, at) == expected
+        torch.cuda._sleep(BUSY)
+        for tensor in device.buffers.values():
+            tensor.zero_()  # a load waits for it: the slots were in use
+        events = dict[int, torch.cuda.Event]()
+        copies.load({0: [*zip(there, home, strict=True)]}, copies.ready(), events.__setitem__)
+        for layer in copies.layers:
+            copies.order(events[layer])
+        found = {name: tensor.clone().cpu() for name, tensor in device.buffers.items()}
+    for number, buffer in enumerate(pool.buffers):
+        for slot, at in enumerate(home):
+            assert raw(found[buffer.name][at]).tobytes() == raw(noise(buffer, 100 * number + slot)).tobytes()
+    host.close()
