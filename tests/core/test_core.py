@@ -3,9 +3,9 @@
 import pytest
 from flights import copies, fetching
 
+from kvarve.core.cache import Core
 from kvarve.core.lease import Phase
 from kvarve.core.policies import WAIT_COMPLETE
-from kvarve.core.slot_pools import SlotPools
 from kvarve.errors import ConfigError
 from kvarve.keys import TOKEN_BYTES, extend, pack
 from kvarve.model import Tier
@@ -229,4 +229,4 @@ def test_illegal_calls_raise_and_change_nothing() -> None:
 
 def test_a_tier_cannot_have_fewer_than_no_slots() -> None:
     with pytest.raises(ConfigError, match="attention: -1 slots on the host"):
-        SlotPools([ATTENTION], {DEVICE: (4,), HOST: (-1,)}, PAGE_TOKENS)
+        Core(config(ATTENTION, device=4, host=-1))

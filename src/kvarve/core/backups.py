@@ -10,15 +10,18 @@ whose copies fail too often while others succeed is quarantined, and retried lat
 """
 
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from kvarve.boundaries import members, of, union
-from kvarve.core.copies import BACKUP, STORE, Copies, CopyOutcome, Edge, Moving, Op
+from kvarve.core.copies import BACKUP, STORE, CopyOutcome, Edge, Moving, Op
 from kvarve.core.governor import Governor
 from kvarve.core.policies import WritePolicy
-from kvarve.core.settings import HORIZON_HOSTS, CoreConfig, Counters
-from kvarve.core.slot_pools import SlotPools
+from kvarve.core.settings import HORIZON_HOSTS
 from kvarve.core.tree import NOWHERE, Run, covering
 from kvarve.model import MEMORY_TIERS, Tier
+
+if TYPE_CHECKING:
+    from kvarve.core.state import State
 
 RETRY_BUDGET = 3  # copies of a run that may fail before it is quarantined
 QUARANTINE_S = 60.0  # until a quarantined run is retried, unless a request uses it
@@ -29,10 +32,10 @@ LOOK_AGAIN_S = 0.1  # until a queue that found no free slots in the host is trie
 
 
 class Backups:
-    def __init__(self, config: CoreConfig, slot_pools: SlotPools, copies: Copies, counters: Counters) -> None:
-        self.config, self.slot_pools, self.copies, self.counters = config, slot_pools, copies, counters
+    def __init__(self, state: "State") -> None:
+        self.state, self.slot_pools, self.copies, self.counters = state, state.slot_pools, state.copies, state.counters
+        config = state.config
         self.pools = range(len(config.pools))
-        self.now = 0.0
         self.pending_backup: dict[Run, None] = {}  # runs that may have pages to copy to the host, oldest first
         self.pending_store: dict[Run, None] = {}  # dirty runs, oldest first
         self.quarantined: dict[Run, float] = {}  # runs out of retry budget, with the time of their next try
@@ -45,18 +48,13 @@ class Backups:
         self.look_again = 0.0  # when to retry a blocked queue
         self.down = False  # a storage is attached, but does not answer
         # Slots of each host pool that copies to and from storage may hold: fetches all of them, stores half.
+        host = [self.slot_pools.capacity[self._host(pool)] for pool in self.pools]
         self.share = [
             max(int(config.policies.host_share * slots), min(slots, 2 * (pool.lookback or 1)))
-            for pool, slots in zip(config.pools, slot_pools.capacity[len(config.pools) :], strict=True)
+            for pool, slots in zip(config.pools, host, strict=True)
         ]
         self.store_share = [max(1, share // 2) for share in self.share]
-        slot_pools.rescue = self.rescue
-        slot_pools.divided = self._divided
-        slot_pools.removed = self._removed
-        self.has_host = any(slot_pools.capacity[len(config.pools) :])
-        if self.has_host:
-            slot_pools.on_last_copy_evicted = self._count_dropped
-        host = slot_pools.capacity[len(config.pools) :]
+        self.has_host = any(host)
         host_bytes = sum(pool.payload_bytes * slots for pool, slots in zip(config.pools, host, strict=True))
         horizon = config.offload_horizon_bytes or HORIZON_HOSTS * host_bytes
         self.governor = Governor(config.policies.offload_pays_at, horizon)
@@ -67,7 +65,7 @@ class Backups:
         self.pending_store.clear()
         self.quarantined.clear()
         self.down = down
-        self.failures, self.back_off_until = 0, self.now  # stores that failed in a row
+        self.failures, self.back_off_until = 0, self.state.now  # stores that failed in a row
         self.governor.reset()
 
     def void(self, op: Op, gone: bool) -> None:
@@ -97,10 +95,8 @@ class Backups:
         """How many pages of a run are in memory and not known to be in storage."""
         count = 0
         for pool in self.pools:
-            host = self._host(pool)
-            if self.slot_pools.capacity[host]:
-                good = run.here[pool] | run.here[host] & ~run.bad[host]
-                count += (good & ~run.stored[pool]).bit_count()
+            if self.slot_pools.capacity[self._host(pool)]:
+                count += (self.slot_pools.good(run, pool) & ~run.stored[pool]).bit_count()
         return count
 
     def _wants(self, run: Run) -> bool:
@@ -131,13 +127,13 @@ class Backups:
 
     def _lazy(self, run: Run) -> bool:
         """Whether a run is backed up only when it is evicted."""
-        return self.config.policies.write is WritePolicy.WRITE_BACK and not run.wanted
+        return self.state.config.policies.write is WritePolicy.WRITE_BACK and not run.wanted
 
     def keeps_in_host(self, run: Run) -> bool:
         """Whether the write policy wants host copies of a run's device pages."""
         return not self._lazy(run) and self._used_enough(run)
 
-    def _divided(self, front: Run, tail: Run) -> None:
+    def divided(self, front: Run, tail: Run) -> None:
         """A run was split: both parts stand in the queues in which it stood."""
         for line in (self.pending_backup, self.pending_store, self.staged):
             if tail in line:
@@ -148,7 +144,7 @@ class Backups:
             self.mark_dirty(front)
             self.mark_dirty(tail)
 
-    def _removed(self, run: Run) -> None:
+    def removed(self, run: Run) -> None:
         """A run has left the tree."""
         for line in (self.pending_backup, self.pending_store, self.staged):
             line.pop(run, None)
@@ -156,7 +152,7 @@ class Backups:
 
     def leaving(self) -> bool:
         """Whether evictions wait for copies in flight that still end; copies that hang free no slots."""
-        going_on = self.now < self.room_since + ROOM_S
+        going_on = self.state.now < self.room_since + ROOM_S
         return going_on and any(op.leaving and not op.void for op in self.copies.ops.values())
 
     def make_resident(self, run: Run, place: int, position: int, slot: int) -> bool:
@@ -167,11 +163,12 @@ class Backups:
             if not run.bad[place] >> local & 1 or self.copies.reads(place, run.slot(place, position)):
                 return False
             slot_pools.leave(run, place, position)  # the good copy replaces it
-        has_parent = position > 0 and place < len(self.pools) and slot_pools.is_chain(place)
+        on_device = slot_pools.tier(place) is Tier.DEVICE
+        has_parent = position > 0 and on_device and slot_pools.is_chain(place)
         if has_parent and not self._on(run, place, position - 1):
             return False
         slot_pools.make_resident(run, place, position, slot)
-        if place < len(self.pools):
+        if on_device:
             run.backed_up_since_use[place] &= ~(1 << local)
             if any(run.bad):
                 self.heal(run)
@@ -181,7 +178,7 @@ class Backups:
         """Drop bad host pages of which the device has good copies, and mark them for a new backup."""
         for pool in self.pools:
             place = self._host(pool)
-            for local in members(run.bad[place] & run.here[pool] & ~self._bad_in_use(run, pool)):
+            for local in members(run.bad[place] & self._near(run, pool) & ~self._bad_in_use(run, pool)):
                 self.slot_pools.leave(run, place, run.first + local)
                 run.backed_up_since_use[pool] &= ~(1 << local)
                 self.mark_dirty(run)
@@ -195,6 +192,10 @@ class Backups:
     def _on(self, run: Run, place: int, position: int) -> bool:
         run = covering(run, position)
         return bool(run.here[place] >> position - run.first & 1)
+
+    def _near(self, run: Run, pool: int) -> int:
+        """Local positions of a run on the device."""
+        return self.slot_pools.on(run, Tier.DEVICE, pool)
 
     def _host(self, pool: int) -> int:
         return self.slot_pools.place(Tier.HOST, pool)
@@ -244,7 +245,7 @@ class Backups:
                 if op.onward:
                     self.staged[run] = None
         if op.leaving and not op.void:
-            self.room_since = self.now
+            self.room_since = self.state.now
         if op.leaving:
             self._evict_copied(op, tail, [page for page, good, _ in outcomes if good])
 
@@ -255,19 +256,19 @@ class Backups:
         self.counters.given_up += 1
         self.pending_backup.pop(run, None)
         self.pending_store.pop(run, None)
-        self.quarantined[run] = self.now + QUARANTINE_S
+        self.quarantined[run] = self.state.now + QUARANTINE_S
 
     def _end_quarantines(self) -> None:
         """Quarantined runs whose time is up get one more try."""
         for run in [*islice(self.quarantined, LOOK)]:
-            if self.now < self.quarantined[run]:
+            if self.state.now < self.quarantined[run]:
                 return
             run.failed_backups = RETRY_BUDGET - 1
             self.mark_dirty(run)  # ends its quarantine
 
     def _stored(self, run: Run, page: Moving, void: bool) -> None:
         self.counters.stored += 1
-        size_bytes = self.config.pools[page.pool].payload_bytes
+        size_bytes = self.state.config.pools[page.pool].payload_bytes
         self.counters.stored_bytes += size_bytes
         if not void:
             run.stored[page.pool] |= 1 << page.position - run.first
@@ -282,17 +283,17 @@ class Backups:
         any_good = any(good for _, good, _ in outcomes)
         if all(good or bad for _, good, bad in outcomes):
             if any_good:
-                self.failures, self.back_off_until = 0, self.now
+                self.failures, self.back_off_until = 0, self.state.now
             return False
         known = self.failures > 0 and not any_good
-        if self.now >= self.back_off_until:  # else it was sent before this back-off began
+        if self.state.now >= self.back_off_until:  # else it was sent before this back-off began
             self.failures += 1
-            self.back_off_until = self.now + min(MAX_BACK_OFF_S, BACK_OFF_S * 2 ** min(self.failures - 1, 10))
+            self.back_off_until = self.state.now + min(MAX_BACK_OFF_S, BACK_OFF_S * 2 ** min(self.failures - 1, 10))
         return known
 
     def backing_off(self) -> bool:
         """Whether no store may be sent now: one has failed, and the back-off or the one try after it is under way."""
-        return self.failures > 0 and (self.now < self.back_off_until or self._under_way())
+        return self.failures > 0 and (self.state.now < self.back_off_until or self._under_way())
 
     def _under_way(self) -> bool:
         """Whether copies to the attached storage are in flight."""
@@ -318,7 +319,7 @@ class Backups:
         host = self._host(pool)
         if not self.slot_pools.capacity[host]:
             return 0
-        return run.here[pool] & ~(run.here[host] | run.coming[host] | run.backed_up_since_use[pool])
+        return self._near(run, pool) & ~(run.here[host] | run.coming[host] | run.backed_up_since_use[pool])
 
     def _dirty(self, run: Run) -> tuple[list[int], list[int]]:
         """By pool, a run's dirty local positions that are not in flight: those in the host, and those that only the
@@ -329,7 +330,7 @@ class Backups:
                 host, unsent = self._host(pool), ~(run.stored[pool] | run.coming[self._storage(pool)])
                 in_host[pool] = run.here[host] & ~run.bad[host] & unsent
                 if self.slot_pools.capacity[host]:
-                    above[pool] = run.here[pool] & ~run.here[host] & ~run.coming[host] & unsent
+                    above[pool] = self._near(run, pool) & ~run.here[host] & ~run.coming[host] & unsent
         return in_host, above
 
     def send_staged(self) -> None:
@@ -344,8 +345,8 @@ class Backups:
             self._end_quarantines()
         if not self.pending_backup and not self.pending_store:  # the usual case: every token passes here
             return
-        if any(self.blocked) and self.now >= self.look_again:
-            self.blocked, self.look_again = [False, False], self.now + LOOK_AGAIN_S
+        if any(self.blocked) and self.state.now >= self.look_again:
+            self.blocked, self.look_again = [False, False], self.state.now + LOOK_AGAIN_S
         if self.pending_backup and not self.blocked[0]:
             before = self.copies.sent
             self._send_to_host()
@@ -358,7 +359,7 @@ class Backups:
     def _send_to_host(self) -> None:
         full = [False] * len(self.pools)
         for run in [*islice(self.pending_backup, LOOK)]:
-            if self.to_host >= self.config.backup_pages:
+            if self.to_host >= self.state.config.backup_pages:
                 return
             if run not in self.pending_backup:  # evicting for the runs before it took it out of the tree
                 continue
@@ -370,7 +371,7 @@ class Backups:
             sent = self._send(run, BACKUP, [0 if full[pool] else wanted[pool] for pool in self.pools], leaving=False)
             if len(sent) < missing and run.pages:
                 self.pending_backup[run] = None  # at the end of the queue
-                if len(sent) < self.config.batch_pages:
+                if len(sent) < self.state.config.batch_pages:
                     full = [full[pool] or not self.slot_pools.free[self._host(pool)] for pool in self.pools]
 
     def _send_to_storage(self) -> None:
@@ -378,7 +379,7 @@ class Backups:
         while (
             self.pending_store
             and not self.backing_off()
-            and sum(self.storing) + sum(self.staging) < self.config.backup_pages
+            and sum(self.storing) + sum(self.staging) < self.state.config.backup_pages
         ):
             run = next(iter(self.pending_store))
             in_host, above = self._dirty(run)
@@ -391,10 +392,10 @@ class Backups:
 
     def _used_enough(self, run: Run) -> bool:
         """Whether a run has the uses that the write policy asks for before it backs up."""
-        selective = self.config.policies.write is WritePolicy.WRITE_THROUGH_SELECTIVE and not run.wanted
-        return not selective or run.uses >= self.config.policies.selective_uses
+        selective = self.state.config.policies.write is WritePolicy.WRITE_THROUGH_SELECTIVE and not run.wanted
+        return not selective or run.uses >= self.state.config.policies.selective_uses
 
-    def _count_dropped(self, run: Run, pool: int, gone: int) -> None:
+    def count_dropped(self, run: Run, pool: int, gone: int) -> None:
         """Pages of a run (local positions) leave their last memory tier: count those that were never stored."""
         lost = (gone & ~run.stored[pool]).bit_count() if self.copies.storage or self.down else 0
         if not lost or not self._used_enough(run):
@@ -423,7 +424,7 @@ class Backups:
         pages: list[Moving] = []
         for pool, bits in enumerate(wanted):
             source = self.slot_pools.place(edge[0], pool)
-            most = self.config.batch_pages - len(pages) if not leaving else bits.bit_count()
+            most = self.state.config.batch_pages - len(pages) if not leaving else bits.bit_count()
             positions = [run.first + local for local in members(bits)]
             # Evictions take a run from the tail, backups from the front.
             positions = positions[::-1][:most] if leaving else positions[:most]
@@ -440,7 +441,7 @@ class Backups:
         if pages:
             self.to_host += len(pages) if edge == BACKUP else 0
             if leaving and not any(op.leaving and not op.void for op in self.copies.ops.values()):
-                self.room_since = self.now
+                self.room_since = self.state.now
             for page in pages:
                 run.coming[self.slot_pools.place(edge[1], page.pool)] |= 1 << page.position - run.first
             self.copies.send(Op(edge, pages, run=run, leaving=leaving, onward=onward))
@@ -450,10 +451,10 @@ class Backups:
     def rescue(self, run: Run, place: int, lost: int, stuck: int) -> int:
         """Pages about to be evicted from memory: under write-back, and where pages that stay rest on them, copy them
         down first. Returns the positions that must not leave yet."""
-        tier, pool = divmod(place, len(self.pools))
-        write_back = self.config.policies.write is WritePolicy.WRITE_BACK and run.failed_backups < RETRY_BUDGET
+        tier, pool = self.slot_pools.tier(place), place % len(self.pools)
+        write_back = self.state.config.policies.write is WritePolicy.WRITE_BACK and run.failed_backups < RETRY_BUDGET
         want = lost if write_back else stuck
-        if tier == Tier.HOST:
+        if tier is Tier.HOST:
             stores = self.copies.storage and not self.backing_off() and self.governor.wants(run)
             return self._rescue_from_host(run, pool, want) if write_back and stores else 0
         if not self.slot_pools.capacity[self._host(pool)]:
@@ -469,12 +470,7 @@ class Backups:
         going = [lost if each == pool or self.slot_pools.is_chain(pool) else 0 for each in self.pools]
         hosts = [self._host(each) for each in self.pools]
         # Once per use here too: pages that evict each other from the host would be backed up for ever.
-        above = [
-            bits & run.here[each] & ~run.here[host] & ~run.coming[host] & ~run.backed_up_since_use[each]
-            if self.slot_pools.capacity[host]
-            else 0
-            for each, host, bits in zip(self.pools, hosts, going, strict=True)
-        ]
+        above = [bits & self._for_host(run, each) for each, bits in zip(self.pools, going, strict=True)]
         waiting = _positions(run, self._send(run, BACKUP, above, leaving=False))
         below = [
             bits & ~waiting & run.here[host] & ~run.bad[host] & ~run.stored[each] & ~run.coming[self._storage(each)]
@@ -484,18 +480,18 @@ class Backups:
 
     def evict_ahead(self) -> None:
         """Under write-back, evict before slots are needed: a slot is free only once its page has been copied."""
-        if self.config.policies.write is not WritePolicy.WRITE_BACK:
+        if self.state.config.policies.write is not WritePolicy.WRITE_BACK:
             return
         backing_off = self.copies.storage and self.backing_off()
         for place, capacity in enumerate(self.slot_pools.capacity):
-            if backing_off and place >= len(self.pools):  # its pages could not be stored, and perhaps need not go
+            tier, pool = self.slot_pools.tier(place), place % len(self.pools)
+            if backing_off and tier is Tier.HOST:  # its pages could not be stored, and perhaps need not go
                 continue
-            tier, pool = divmod(place, len(self.pools))
             short = capacity // 8 - len(self.slot_pools.free[place])
             coming = sum(
                 page.pool == pool
                 for op in self.copies.ops.values()
-                if op.leaving and not op.void and op.edge[0] == tier
+                if op.leaving and not op.void and op.edge[0] is tier
                 for page in op.pages
             )
             if short > coming:

@@ -14,15 +14,12 @@ from typing import NamedTuple
 
 from kvarve import boundaries
 from kvarve.boundaries import deepest, members, needed, ones, span
-from kvarve.core.backups import Backups
-from kvarve.core.copies import FETCH, LOAD, PROBE, STORE, Copies, CopyOutcome, Moving, Op
+from kvarve.core.copies import FETCH, LOAD, PROBE, STORE, CopyOutcome, Moving, Op
 from kvarve.core.effects import Began, Effect, Ended, Event, Verified
 from kvarve.core.lease import Lease, Phase
-from kvarve.core.paths import Paths
 from kvarve.core.policies import BEST_EFFORT, Patience, WritePolicy
-from kvarve.core.prefetch import Prefetch
-from kvarve.core.settings import CoreConfig, Counters
-from kvarve.core.slot_pools import SlotPools
+from kvarve.core.settings import CoreConfig
+from kvarve.core.state import State
 from kvarve.core.tree import NOWHERE, Run, covering, same_pages, upward, walk
 from kvarve.errors import ConfigError
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES
@@ -44,28 +41,13 @@ class Hit(NamedTuple):
     by_pool: tuple[int, ...]
 
 
-class Core:
+class Core(State):
     def __init__(self, config: CoreConfig) -> None:
-        self.config = config
+        super().__init__(config)
         self.pools = config.pools
-        self.slot_pools = SlotPools(
-            config.pools,
-            config.slots,
-            config.page_tokens,
-            config.policies.eviction,
-            config.policies.cost(config.page_tokens),
-        )
-        self.counters = Counters()
-        self.copies = Copies(self.slot_pools)
-        self.backups = Backups(config, self.slot_pools, self.copies, self.counters)
-        self.has_host = self.backups.has_host
+        self.has_host, self.governor = self.backups.has_host, self.backups.governor
         self.copies.storage = config.storage and self.has_host
-        self.governor = self.backups.governor
-        self.paths = Paths(config, self.slot_pools, self.backups, self.counters)
-        self.leases: dict[int, Lease] = {}
-        self.prefetch = Prefetch(config, self.paths, self.copies, self.backups, self.counters, self.leases)
         self.lookbacks, self.grid, self.width = self.paths.lookbacks, self.paths.grid, self.paths.width
-        self.now = 0.0
 
     # --- queries: they change nothing
 
@@ -123,7 +105,7 @@ class Core:
         It takes no device slots before `claim`. With `read` false the request resumes from nothing. `priority`: of the
         pages that it uses, for eviction by priority.
         """
-        self.now = self.backups.now = now
+        self.now = now
         run, path, known = self.paths.find(root, tokens)
         self.counters.requests += 1
         lease = Lease(
@@ -150,7 +132,7 @@ class Core:
     def claim(self, lease: Lease, now: float) -> bool:
         """The engine admits this request: its pages are loaded to the device, after a wait for storage of at most its
         patience. True once the lease is ready; ask again after each `step`."""
-        self.now = self.backups.now = now
+        self.now = now
         if not lease.claimed:
             lease.claimed = True
             if lease.phase is Phase.QUEUED:
@@ -324,7 +306,7 @@ class Core:
 
     def step(self, events: Iterable[Event], now: float) -> None:
         """Apply events in the order given; then apply deadlines that have passed, and send new backups."""
-        self.now = self.backups.now = now
+        self.now = now
         moved = False
         for event in events:
             if isinstance(event, Verified):
@@ -396,7 +378,7 @@ class Core:
     def write_by(self, policy: WritePolicy) -> None:
         """Change the write policy; pages that are dirty by the policy before it stay dirty."""
         policies = replace(self.config.policies, write_policy=policy.value)
-        self.config = self.backups.config = replace(self.config, policies=policies)
+        self.config = replace(self.config, policies=policies)
 
     # --- prompts that share
 
@@ -540,7 +522,7 @@ class Core:
                 continue
             for pool, fetched in enumerate(lease.fetched):
                 place = self.slot_pools.place(Tier.HOST, pool)
-                passed = fetched >> each.first & share & each.here[pool] & each.here[place]
+                passed = fetched >> each.first & share & each.here[place] & self.slot_pools.on(each, Tier.DEVICE, pool)
                 for local in reversed([*members(passed)]):
                     self.slot_pools.drop(each, place, each.first + local)
 

@@ -1,15 +1,17 @@
 """Copies in flight: the pages that each one moves, its lease, and its pins until it has ended."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvarve import boundaries
 from kvarve.boundaries import deepest
 from kvarve.core.effects import Copy, Effect, Page, Probe
 from kvarve.core.lease import Lease
-from kvarve.core.slot_pools import SlotPools
 from kvarve.core.tree import Run, covering, root_of
 from kvarve.model import Tier
+
+if TYPE_CHECKING:
+    from kvarve.core.state import State
 
 Edge = tuple[Tier, Tier]
 
@@ -62,11 +64,11 @@ class Op:
 class Copies:
     """Starts copies, and knows those in flight."""
 
-    def __init__(self, slot_pools: SlotPools) -> None:
+    def __init__(self, state: "State") -> None:
         self.ops: dict[int, Op] = {}
         self.effects: list[Effect] = []  # not taken yet
         self.storage = False  # whether one is attached and up
-        self._slot_pools = slot_pools
+        self._slot_pools = state.slot_pools
         self.sent = 0  # copies and probes so far; the last one has this number
 
     def send(self, op: Op) -> None:
@@ -102,10 +104,10 @@ class Copies:
 
     def reads(self, place: int, slot: int) -> bool:
         """Whether a copy in flight reads a slot of a memory tier."""
-        tier, pool = divmod(place, len(self._slot_pools.pools))
+        tier, pool = self._slot_pools.tier(place), place % len(self._slot_pools.pools)
         return any(
             page.source == slot and page.pool == pool
             for op in self.ops.values()
-            if op.edge[0] == tier
+            if op.edge[0] is tier
             for page in op.pages
         )

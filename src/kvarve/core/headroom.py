@@ -89,8 +89,7 @@ def _holds_device(core: Core, store: Op) -> bool:
     while run is not None and run.tokens:
         pages = ones(max(0, min(before, run.end) - run.first))
         for pool in core.slot_pools.chains:
-            host = core.slot_pools.other(pool)
-            if run.here[pool] & pages & ~(run.here[host] & ~run.bad[host]):
+            if run.here[pool] & pages & ~core.slot_pools.elsewhere(run, pool):
                 return True
         run = run.parent
     return False

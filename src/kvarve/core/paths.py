@@ -1,28 +1,30 @@
 """A prompt's path through the tree: which of its pages are known and resident, pinned by a lease, or added by it."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvarve import boundaries
 from kvarve.boundaries import deepest, needed, ones, span
-from kvarve.core.backups import Backups
 from kvarve.core.lease import Lease
-from kvarve.core.settings import CoreConfig, Counters
-from kvarve.core.slot_pools import SlotPools
 from kvarve.core.tree import Run, covering, upward, walk
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES
 from kvarve.model import MEMORY_TIERS, Tier
 
+if TYPE_CHECKING:
+    from kvarve.core.state import State
+
 
 class Paths:
-    def __init__(self, config: CoreConfig, slot_pools: SlotPools, backups: Backups, counters: Counters) -> None:
-        self.config, self.slot_pools, self.backups, self.counters = config, slot_pools, backups, counters
+    def __init__(self, state: "State") -> None:
+        self.config = config = state.config
+        self.slot_pools, self.backups, self.counters = state.slot_pools, state.backups, state.counters
         self.pools = range(len(config.pools))
         self.lookbacks = [pool.lookback for pool in config.pools]
         self.reach = max((back for back in self.lookbacks if back is not None), default=1)
         self.grid = config.chunk_tokens // config.page_tokens
         self.width = config.page_tokens * TOKEN_BYTES
-        # A boundary whose pages do not fit on the device is never served.
-        slots = zip(self.lookbacks, slot_pools.capacity[: len(config.pools)], strict=True)
+        # A boundary whose pages do not fit on the device is never served; an engine limits its own prompts.
+        slots = zip(self.lookbacks, config.slots.get(Tier.DEVICE, ()), strict=False)
         self.most = min((count for back, count in slots if back is None or count < back), default=1 << 32)
         self._found: tuple[bytes, bytes, int, tuple[Run, list[Run], int]] | None = None  # the last answer of `find`
 
@@ -46,28 +48,35 @@ class Paths:
         self._found = tokens, root, self.slot_pools.shape, found
         return found
 
-    def present(self, path: list[Run], known: int) -> tuple[list[int], list[int]]:
-        """For each pool the positions of a path that are on the device, and those in either memory tier (not bad)."""
+    def present(self, path: list[Run], known: int, outside: Sequence[int] = ()) -> tuple[list[int], list[int]]:
+        """For each pool the positions of a path that are on the device, and those in any memory tier (not bad).
+
+        `outside`: by pool, what an engine has on a device of its own.
+        """
         pools = len(self.pools)
         device, memory, mask = [0] * pools, [0] * pools, ones(known)
-        bad_pages = self.slot_pools.bad_pages
+        bad_pages, ours = self.slot_pools.bad_pages, self.slot_pools.memory[0] is Tier.DEVICE
+        host = self.slot_pools.place(Tier.HOST, 0)
         for pool, lookback in enumerate(self.lookbacks):
             if lookback is None and not bad_pages:
                 # By the laws a chain has no gap on the device, and all its pages are in memory.
-                for run in reversed(path):
+                for run in reversed(path) if ours else ():
                     if here := run.here[pool]:
                         device[pool] = ones(min(known, run.first + here.bit_length()))
                         break
                 memory[pool] = mask
                 continue
-            near_all, far_all, host = 0, 0, pools + pool
+            near_all, far_all = 0, 0
             for run in path:
-                near, far = run.here[pool], run.here[host]
+                near, far = run.here[pool] if ours else 0, run.here[host + pool]
                 if near or far:
                     near_all |= near << run.first
-                    far_all |= (far & ~run.bad[host]) << run.first
+                    far_all |= (far & ~run.bad[host + pool]) << run.first
             device[pool] = near_all & mask
             memory[pool] = (near_all | far_all) & mask
+        for pool, pages in enumerate(outside):
+            device[pool] |= pages
+            memory[pool] |= pages
         return device, memory
 
     def legal(self, present: list[int], lease: Lease) -> int:
@@ -182,6 +191,7 @@ class Paths:
         if tail.parent is not None and not tail.children:
             tail.append(tokens, named)
             return tail
-        child = Run(tail, known, tokens, named, len(self.pools), self.config.page_tokens)
+        shape = len(self.pools), self.config.page_tokens, len(self.slot_pools.memory)
+        child = Run(tail, known, tokens, named, *shape)
         tail.children[tokens[: self.width]] = child
         return child

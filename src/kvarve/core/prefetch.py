@@ -6,35 +6,28 @@ until another request's pages have been loaded.
 """
 
 from math import inf
+from typing import TYPE_CHECKING
 
 from kvarve.boundaries import deepest, members, needed, of, ones, span
-from kvarve.core.backups import Backups
-from kvarve.core.copies import FETCH, PROBE, Copies, CopyOutcome, Moving, Op
+from kvarve.core.copies import FETCH, PROBE, CopyOutcome, Moving, Op
 from kvarve.core.lease import Lease, Phase
-from kvarve.core.paths import Paths
-from kvarve.core.settings import CoreConfig, Counters
 from kvarve.core.tree import NOWHERE, covering, walk
 from kvarve.keys import KEY_BYTES
 from kvarve.model import Tier
+
+if TYPE_CHECKING:
+    from kvarve.core.state import State
 
 ROOM_RETRIES = 8  # how often a lease waits for evictions under write-back before it takes a shallower boundary
 
 
 class Prefetch:
-    def __init__(
-        self,
-        config: CoreConfig,
-        paths: Paths,
-        copies: Copies,
-        backups: Backups,
-        counters: Counters,
-        leases: dict[int, Lease],
-    ) -> None:
-        self.leases = leases
-        self.config, self.paths, self.copies, self.backups, self.counters = config, paths, copies, backups, counters
-        self.slot_pools = paths.slot_pools
-        self.pools = paths.pools
-        self.held = [0] * len(config.pools)  # host slots by pool that waiting requests hold
+    def __init__(self, state: "State") -> None:
+        self.state, self.config, self.leases, self.counters = state, state.config, state.leases, state.counters
+        self.paths, self.copies, self.backups = state.paths, state.copies, state.backups
+        self.slot_pools = state.slot_pools
+        self.pools = self.paths.pools
+        self.held = [0] * len(self.pools)  # host slots by pool that waiting requests hold
         self.deferred: dict[int, Lease] = {}  # by number, leases that wait for host slots, in order
 
     # --- probing
@@ -47,12 +40,12 @@ class Prefetch:
             lease.phase, lease.begun, lease.wait_s = Phase.PROBING, False, lease.patience.seconds(missing)
             # A request without patience does not wait for a worker either.
             queue_s = inf if lease.patience.each else self.config.policies.storage_deadline_s if lease.wait_s else 0.0
-            lease.latest = self.backups.now + lease.wait_s + queue_s
-            lease.wait_from(self.backups.now)
+            lease.latest = self.state.now + lease.wait_s + queue_s
+            lease.wait_from(self.state.now)
             lease.probed = [0] * len(self.pools)
             _, path, known = self.paths.find(lease.root, lease.tokens)
             lease.named = lease.named or b"".join([run.keys for run in path])[: known * KEY_BYTES]
-            self.copies.send(Op(PROBE, pages, lease, wait_s=lease.latest - self.backups.now))
+            self.copies.send(Op(PROBE, pages, lease, wait_s=lease.latest - self.state.now))
         return bool(pages)
 
     def _worth_asking(self, lease: Lease, boundary: int, memory: list[int]) -> list[Moving]:
@@ -79,18 +72,18 @@ class Prefetch:
         """A worker has begun a copy or probe that a lease waits for."""
         if not lease.begun or lease.patience.each:
             lease.begun = True
-            lease.wait_from(self.backups.now)
+            lease.wait_from(self.state.now)
 
     def moved(self) -> None:
         """Copies from storage make progress: restart the patience of leases that still wait behind others."""
         for lease in self.leases.values():
             if lease.phase in (Phase.PROBING, Phase.FETCHING) and not lease.begun:
-                lease.wait_from(self.backups.now)
+                lease.wait_from(self.state.now)
 
     def _waits_again(self, lease: Lease) -> None:
         """A lease's next copy has not begun: stop its patience, and keep what is left of it."""
         if lease.begun and not lease.patience.each:
-            lease.wait_s = max(0.0, lease.deadline - self.backups.now)
+            lease.wait_s = max(0.0, lease.deadline - self.state.now)
         lease.begun = False
 
     def answered(self, lease: Lease, outcomes: list[CopyOutcome]) -> None:
@@ -192,7 +185,7 @@ class Prefetch:
         pages.sort(key=lambda page: page.position)
         for start in range(0, len(pages), self.config.batch_pages):
             part = pages[start : start + self.config.batch_pages]
-            self.copies.send(Op(FETCH, part, lease, wait_s=lease.latest - self.backups.now))
+            self.copies.send(Op(FETCH, part, lease, wait_s=lease.latest - self.state.now))
 
     def next_in_line(self) -> list[Lease]:
         """The lease that may try again for slots now: the first claimed one, else the first of all."""

@@ -4,14 +4,18 @@ from dataclasses import dataclass
 
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
-from kvarve.model import PoolSpec, Tier
+from kvarve.model import MEMORY_TIERS, PoolSpec, Tier
 
 HORIZON_HOSTS = 16  # hosts' worth of bytes: a page that comes back has left the host, so its next use is further off
 
 
 @dataclass(frozen=True)
 class CoreConfig:
-    """The core's settings. `slots[tier][pool]` says how many pages fit; without a host tier leave it out."""
+    """The core's settings. `slots[tier][pool]` says how many pages fit.
+
+    Leave out a tier that does not exist; without the device, the slots there belong to an engine, which says in `open`
+    what it has, and copies go to and from blocks that it names.
+    """
 
     pools: tuple[PoolSpec, ...]
     slots: dict[Tier, tuple[int, ...]]
@@ -27,6 +31,13 @@ class CoreConfig:
     def __post_init__(self) -> None:
         if self.offload_horizon_bytes < 0:
             raise ConfigError("the horizon of what is stored cannot be negative")
+        if not any(self.slots.get(Tier.HOST, ())) and Tier.DEVICE not in self.slots:
+            raise ConfigError("a cache needs slots on the device or in the host")
+
+    @property
+    def memory(self) -> tuple[Tier, ...]:
+        """The memory tiers whose slots are the core's, near to far."""
+        return tuple(tier for tier in MEMORY_TIERS if tier in self.slots or tier is Tier.HOST)
 
 
 @dataclass

@@ -1,50 +1,50 @@
 """Slot pools: the slots of each pool in each memory tier, the pages in them, and which page is evicted next.
 
-The index of a slot pool is called `place`: tier * pools + pool. Pools that need all pages before a boundary (lookback
-None) are called chains: each page rests on the one before it, so a tier evicts them from the tail. A window or state
-page can go alone. Once a position has lost a chain's page from every memory tier no prompt can resume through it, so it
-leaves the tree with all its other pages.
+The index of a slot pool is called its *place*: the number of its tier, near to far, * pools + pool. Pools that need all
+pages before a boundary (lookback None) are called chains: each page rests on the one before it, so a tier evicts them
+from the tail. A window or state page can go alone. Once a position has lost a chain's page from every memory tier no
+prompt can resume through it, so it leaves the tree with all its other pages.
 """
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
+from typing import TYPE_CHECKING
 
-from kvarve.boundaries import leading, members, of, ones, span
+from kvarve.boundaries import leading, members, of, ones, span, union
 from kvarve.core.eviction import order_for
-from kvarve.core.eviction.cost import FLAT_COST, PageCost
 from kvarve.core.eviction.order import OrderContext
 from kvarve.core.tree import Root, Run, upward
 from kvarve.errors import ConfigError
-from kvarve.model import MEMORY_TIERS, PoolSpec, Tier
+from kvarve.model import MEMORY_TIERS, Tier
+
+if TYPE_CHECKING:
+    from kvarve.core.state import State
 
 NEAR = 64  # free slots that are searched for a row, at least
 SPARE = 8  # free slots behind a row that make it a better choice
 
 
 class SlotPools:
-    def __init__(
-        self,
-        pools: Sequence[PoolSpec],
-        slots: Mapping[Tier, Sequence[int]],
-        page_tokens: int,
-        eviction: str = "lru",
-        cost: PageCost = FLAT_COST,
-    ) -> None:
-        """`slots[tier][pool]`: how many pages fit. A tier that is not given, or has no slots, does not exist."""
-        self.pools = tuple(pools)
-        self.page_tokens = page_tokens
-        self.capacity = [0] * (2 * len(self.pools))
-        for tier in MEMORY_TIERS:
-            for pool, count in enumerate(slots.get(tier, ())):
-                if count < 0:
-                    raise ConfigError(f"pool {self.pools[pool].name}: {count} slots on the {tier.name.lower()}")
-                self.capacity[self.place(tier, pool)] = count
+    def __init__(self, state: "State") -> None:
+        """Slots for the memory tiers of the settings; a pool without slots in one of them is never there."""
+        config = state.config
+        self._state, self.pools, self.page_tokens = state, config.pools, config.page_tokens
+        self.memory = config.memory
+        pools, tiers = len(self.pools), range(len(self.memory))
+        self._numbers = {tier: number for number, tier in enumerate((*self.memory, Tier.STORAGE))}
+        self._others = [tuple(other for other in tiers if other != tier) for tier in tiers]
+        self.capacity = [count for tier in self.memory for count in config.slots.get(tier, (0,) * pools)]
+        for place, count in enumerate(self.capacity):
+            if count < 0:
+                tier, pool = self.tier(place), self.pools[place % pools]
+                raise ConfigError(f"pool {pool.name}: {count} slots on the {tier.name.lower()}")
         self.free = [array("i", range(count - 1, -1, -1)) for count in self.capacity]
         lookbacks = [pool.lookback for pool in self.pools]
+        cost = config.policies.cost(config.page_tokens)
         self.orders = [
-            order_for(eviction, OrderContext(place, lookbacks[place % len(self.pools)], cost, lambda: self.tick))
+            order_for(config.policies.eviction, OrderContext(place, lookbacks[place % pools], cost, lambda: self.tick))
             for place in range(len(self.capacity))
         ]
         self.counts_uses = any(order.counts_uses for order in self.orders)
@@ -54,30 +54,49 @@ class SlotPools:
         self.tick = 0
         self.shape = 0  # how often runs were made, split, lengthened or dropped
         self.bad_pages = 0  # pages that are bad
-        # Called before pages are evicted (run, place, local positions, those of them that must not be lost); returns
-        # the positions that are copied down first, and leave when their copy has ended.
-        self.rescue: Callable[[Run, int, int, int], int] = lambda run, place, lost, stuck: 0
-        # Called with the parts of a run that was split (front, tail), and with a run that has left the tree.
-        self.divided: Callable[[Run, Run], None] = lambda front, tail: None
-        self.removed: Callable[[Run], None] = lambda run: None
-        # Called with pages (run, pool, local positions) just before they leave their last memory tier.
-        self.on_last_copy_evicted: Callable[[Run, int, int], None] | None = None
 
     def place(self, tier: Tier, pool: int) -> int:
-        return int(tier) * len(self.pools) + pool
+        """The index of a slot pool, or of a pool in storage, behind those of all memory tiers."""
+        return self._numbers[tier] * len(self.pools) + pool
+
+    def tier(self, place: int) -> Tier:
+        return self.memory[place // len(self.pools)]
+
+    def numbers(self, tiers: Sequence[Tier]) -> list[int]:
+        """The numbers of those tiers that are memory of ours."""
+        return [self._numbers[tier] for tier in tiers if tier in self.memory]
 
     def is_chain(self, place: int) -> bool:
         return self.pools[place % len(self.pools)].lookback is None
 
-    def other(self, place: int) -> int:
-        """The same pool in the other memory tier."""
-        return (place + len(self.pools)) % len(self.capacity)
+    def others(self, place: int) -> list[int]:
+        """The same pool in the other memory tiers."""
+        tier, pool = divmod(place, len(self.pools))
+        return [other * len(self.pools) + pool for other in self._others[tier]]
+
+    def elsewhere(self, run: Run, place: int) -> int:
+        """Local positions of a run of which another memory tier has a good page."""
+        good = 0
+        for other in self.others(place):
+            good |= run.here[other] & ~run.bad[other]
+        return good
+
+    def on(self, run: Run, tier: Tier, pool: int) -> int:
+        """Local positions of a run that are resident in a tier; none where that tier's slots are not ours."""
+        return run.here[self.place(tier, pool)] if tier in self.memory else 0
+
+    def good(self, run: Run, pool: int) -> int:
+        """Local positions of a run of which any memory tier has a good page."""
+        good = 0
+        for place in range(pool, len(self.capacity), len(self.pools)):
+            good |= run.here[place] & ~run.bad[place]
+        return good
 
     def root(self, key: bytes) -> Run:
         """The empty run above all prompts that share this root key."""
         if key not in self.roots:
             self.shape += 1
-            self.roots[key] = Root(key, len(self.pools), self.page_tokens)
+            self.roots[key] = Root(key, len(self.pools), self.page_tokens, len(self.memory))
         return self.roots[key]
 
     def runs(self) -> Iterator[Run]:
@@ -99,17 +118,18 @@ class SlotPools:
     def make_resident(self, run: Run, place: int, position: int, slot: int) -> None:
         """Put a page into a slot, which the tree owns from here on."""
         run.put(place, position, slot)
-        self._offer_both(run, place)
+        self._offer_all(run, place)
 
     def make_row_resident(self, run: Run, place: int, position: int, slots: Sequence[int]) -> None:
         """The same for all pages from `position` to the end of a run."""
         run.put_row(place, position, slots)
-        self._offer_both(run, place)
+        self._offer_all(run, place)
 
-    def _offer_both(self, run: Run, place: int) -> None:
-        """A page became resident: it may be evicted, and so may its copy in the other tier now."""
+    def _offer_all(self, run: Run, place: int) -> None:
+        """A page became resident: it may be evicted, and so may its copies in other tiers now."""
         self.offer(run, place)
-        self.offer(run, self.other(place))
+        for other in self.others(place):
+            self.offer(run, other)
 
     def leave(self, run: Run, place: int, position: int) -> None:
         """A page leaves its slot, which is free; the page that it rested on may go next."""
@@ -159,20 +179,22 @@ class SlotPools:
     def pin(self, run: Run, positions: int, prefix_pins: int = 0, tiers: Sequence[Tier] = MEMORY_TIERS) -> None:
         """Pin in these tiers all pages at `positions`, and the chains' pages at `prefix_pins`. Pinned positions stay in
         the tree, whichever tier has their chains."""
+        numbers = self.numbers(tiers)
         for each, share in upward(run, positions):
-            for tier in tiers:
+            for tier in numbers:
                 each.pins[tier].add(share)
         for each, share in upward(run, prefix_pins):
-            for tier in tiers:
+            for tier in numbers:
                 each.prefix_pins[tier].add(share)
 
     def unpin(self, run: Run, positions: int, prefix_pins: int = 0, tiers: Sequence[Tier] = MEMORY_TIERS) -> None:
+        numbers = self.numbers(tiers)
         for each, share in upward(run, positions):
-            for tier in tiers:
+            for tier in numbers:
                 each.pins[tier].remove(share)
             self._let_go(each)
         for each, share in upward(run, prefix_pins):
-            for tier in tiers:
+            for tier in numbers:
                 each.prefix_pins[tier].remove(share)
             self._let_go(each)
 
@@ -185,7 +207,7 @@ class SlotPools:
     def split(self, run: Run, at: int) -> Run:
         self.shape += 1
         front = run.split(at)
-        self.divided(front, run)
+        self._state.backups.divided(front, run)
         for place in range(len(self.capacity)):
             self.offer(front, place)
         return front
@@ -210,11 +232,12 @@ class SlotPools:
     def held_until(self, run: Run, place: int) -> int:
         """The local position before which a run's pages of a chain must stay: they are pinned, or pinned pages rest on
         them."""
-        tier, far = place // len(self.pools), self.other(place)
-        first, elsewhere = run.held(tier).bit_length(), run.held(1 - tier).bit_length()
-        if elsewhere > first:  # that position stays in memory, so pages before it that only this tier has stay too
-            only_here = run.here[place] & ~(run.here[far] & ~run.bad[far]) & ones(elsewhere)
-            first = max(first, only_here.bit_length())
+        tier = place // len(self.pools)
+        first = run.held(tier).bit_length()
+        for other in self._others[tier]:
+            held = run.held(other).bit_length()
+            if held > first:  # that position stays in memory, so pages before it that only this tier has stay too
+                first = max(first, (run.here[place] & ~self.elsewhere(run, place) & ones(held)).bit_length())
         return first
 
     def evict(self, place: int, wanted: int) -> int:
@@ -247,7 +270,7 @@ class SlotPools:
 
     def _trim(self, run: Run, place: int, wanted: int) -> int:
         """Drop, or start to copy down, up to `wanted` droppable pages of a run; returns how many."""
-        other, chain, droppable = self.other(place), self.is_chain(place), self.droppable(run, place)
+        others, chain, droppable = self.others(place), self.is_chain(place), self.droppable(run, place)
         # A chain loses its last page first; windows and states the earliest, since prompts grow at the end.
         if chain:
             take = droppable & ~ones(max(0, droppable.bit_length() - wanted))
@@ -255,23 +278,24 @@ class SlotPools:
             take = droppable
         else:
             take = of(islice(members(droppable), wanted))
-        lost = take & ~(run.here[other] & ~run.bad[other])  # in no memory tier after this
+        lost = take & ~self.elsewhere(run, place)  # in no memory tier after this
         stuck = 0
         if chain:
             # A page that only the host has may rest on one that only the device has, whose backup failed.
-            stuck = lost if run.kids[other] else lost & ones(run.here[other].bit_length())
+            for other in others:
+                stuck |= lost if run.kids[other] else lost & ones(run.here[other].bit_length())
         moving = 0
         if lost:
-            moving = self.rescue(run, place, lost, stuck)
+            moving = self._state.backups.rescue(run, place, lost, stuck)
             # Evicting for the copies' targets may have dropped other pages, also of this run.
             take &= self.droppable(run, place) | moving
-        safe = run.here[other] & ~run.bad[other]
+        safe = self.elsewhere(run, place)
         leaving = take & ~moving & ~stuck & (lost | safe)
         if chain:
             leaving &= span((take & ~leaving).bit_length(), run.pages)
         if leaving:
-            if self.on_last_copy_evicted is not None and (gone := leaving & ~safe & ~run.bad[place]):
-                self.on_last_copy_evicted(run, place % len(self.pools), gone)
+            if gone := leaving & ~safe & ~run.bad[place]:
+                self._state.backups.count_dropped(run, place % len(self.pools), gone)
             self._leave_all(run, place, leaving)
             if chain or not self.chains:
                 self.prune(run)
@@ -296,8 +320,9 @@ class SlotPools:
             self.shape += 1
             held = run.pinned()
             assert not held >> alive - run.first, "a pinned position lost its page"
-            if self.on_last_copy_evicted is not None:
-                self._report_last_copies(self.on_last_copy_evicted, run, alive - run.first)
+            for pool in range(len(self.pools)):
+                if gone := self.good(run, pool) & span(alive - run.first, run.pages):
+                    self._state.backups.count_dropped(run, pool, gone)
             for place, here in enumerate(run.here):
                 for local in members(here & span(alive - run.first, run.pages)):
                     self.leave(run, place, run.first + local)
@@ -310,7 +335,7 @@ class SlotPools:
             for place, order in enumerate(self.orders):
                 order.forget(run, stands=bool(run.queued >> place & 1))
             run.queued = 0
-            self.removed(run)
+            self._state.backups.removed(run)
             if isinstance(parent, Root):
                 self.forget(parent.named)
                 return
@@ -319,19 +344,12 @@ class SlotPools:
                 self.offer(parent, place)
             run = parent
 
-    def _report_last_copies(self, report: Callable[[Run, int, int], None], run: Run, local: int) -> None:
-        """All pages of a run from a local position on leave memory."""
-        for pool in range(len(self.pools)):
-            host = self.place(Tier.HOST, pool)
-            if gone := (run.here[pool] | run.here[host] & ~run.bad[host]) & span(local, run.pages):
-                report(run, pool, gone)
-
     def _alive(self, run: Run) -> int:
         """The end of the positions of a leaf run that a prompt could still resume through."""
         if self.chains:
             pages = run.pages
             for pool in self.chains:
-                pages = min(pages, leading(run.here[pool] | run.here[self.other(pool)]))
+                pages = min(pages, leading(union(run.here[pool :: len(self.pools)])))
             return run.first + pages
         anything = run.pinned()
         for here in run.here:

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 from kvarve import boundaries
 from kvarve.core.pins import Pins
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES, names
+from kvarve.model import MEMORY_TIERS
 
 NOWHERE = -1  # no slot
 
 
 class Run:
-    """Pages `first` to `end` of every prompt that passes here. A slot pool's index, *place*, is tier * pools + pool.
+    """Pages `first` to `end` of every prompt that passes here. A slot pool's index is its *place* (`SlotPools.place`).
 
     Sets of positions are local: bit i is position `first + i`.
     """
@@ -35,8 +36,8 @@ class Run:
         "stored": "[pool] positions known to be in storage",
         "backed_up_since_use": "[pool] positions backed up to the host since the run's last use",
         "kids": "[place] how many child runs begin with a page there, which rests on this run's last position",
-        "pins": "[memory tier] by position: how many leases and copies need all its pages there",
-        "prefix_pins": "[memory tier] by position: how many leases need its chains there, as the prefix of their pages",
+        "pins": "[memory tier, by its number] by position: how many leases and copies need all its pages there",
+        "prefix_pins": "the same of leases that need its chains there, as the prefix of their pages",
         "used": "when it was used last, in ticks of the core",
         "uses": "how many requests have used it",
         "priority": "the highest priority of those requests",
@@ -45,22 +46,33 @@ class Run:
         "queued": "bit per place: it stands in that slot pool's eviction order",
     }
 
-    def __init__(self, parent: "Run | None", first: int, tokens: bytes, named: bytes, pools: int, page_tokens: int):
+    def __init__(
+        self,
+        parent: "Run | None",
+        first: int,
+        tokens: bytes,
+        named: bytes,
+        pools: int,
+        page_tokens: int,
+        tiers: int = len(MEMORY_TIERS),
+    ):
+        """`tiers`: how many memory tiers there are."""
         self.parent = parent
         self.first = first
         self.tokens = tokens
         self.named = named
         self.width = page_tokens * TOKEN_BYTES
         self.children: dict[bytes, Run] = {}
-        self.here = [0] * (2 * pools)
-        self.bad = [0] * (2 * pools)
-        self.coming = [0] * (3 * pools)
-        self.kids = [0] * (2 * pools)
-        self.slots: list[array[int] | None] = [None] * (2 * pools)
+        places = tiers * pools
+        self.here = [0] * places
+        self.bad = [0] * places
+        self.coming = [0] * (places + pools)
+        self.kids = [0] * places
+        self.slots: list[array[int] | None] = [None] * places
         self.stored = [0] * pools
         self.backed_up_since_use = [0] * pools
-        self.pins = Pins(), Pins()
-        self.prefix_pins = Pins(), Pins()
+        self.pins = tuple(Pins() for _ in range(tiers))
+        self.prefix_pins = tuple(Pins() for _ in range(tiers))
         self.used = self.uses = self.priority = self.failed_backups = self.queued = 0
         self.wanted = False
 
@@ -78,7 +90,7 @@ class Run:
 
     def pinned(self) -> int:
         """The local positions that a lease or a copy needs in any tier: they stay in the tree."""
-        return self.held(0) | self.held(1)
+        return boundaries.union(self.held(tier) for tier in range(len(self.pins)))
 
     @property
     def keys(self) -> bytes:
@@ -210,8 +222,8 @@ class Run:
         self.slots = [table and table[cut:] for table in self.slots]
         for run in (front, self):
             run.slots = [table if run.here[place] else None for place, table in enumerate(run.slots)]
-        front.pins = self.pins[0].cut(cut), self.pins[1].cut(cut)
-        front.prefix_pins = self.prefix_pins[0].cut(cut), self.prefix_pins[1].cut(cut)
+        front.pins = tuple(pins.cut(cut) for pins in self.pins)
+        front.prefix_pins = tuple(pins.cut(cut) for pins in self.prefix_pins)
         front.kids = [bits & 1 for bits in self.here]
         self.parent.children[front.tokens[: self.width]] = front
         self.tokens, self.named = self.tokens[cut * self.width :], self.named[cut * KEY_BYTES :]
@@ -231,8 +243,8 @@ class Root(Run):
 
     __slots__ = ()
 
-    def __init__(self, name: bytes, pools: int, page_tokens: int) -> None:
-        super().__init__(None, 0, b"", name, pools, page_tokens)
+    def __init__(self, name: bytes, pools: int, page_tokens: int, tiers: int = len(MEMORY_TIERS)) -> None:
+        super().__init__(None, 0, b"", name, pools, page_tokens, tiers)
 
 
 def covering(run: Run, position: int) -> Run:

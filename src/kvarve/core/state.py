@@ -1,0 +1,28 @@
+"""The state of a core: its settings and time, its leases, and its parts, each of which keeps one kind of fact.
+
+A part may ask and change another part through the state, as eviction does, which has to back up pages first.
+"""
+
+from kvarve.core.backups import Backups
+from kvarve.core.copies import Copies
+from kvarve.core.lease import Lease
+from kvarve.core.paths import Paths
+from kvarve.core.prefetch import Prefetch
+from kvarve.core.settings import CoreConfig, Counters
+from kvarve.core.slot_pools import SlotPools
+
+
+class State:
+    """`slot_pools`: the tree and which page is in which slot · `copies` in flight · `backups`: what is dirty ·
+    `paths`: what of a prompt is where · `prefetch`: what waits for storage."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        self.config = config
+        self.now = 0.0
+        self.counters = Counters()
+        self.leases: dict[int, Lease] = {}
+        self.slot_pools = SlotPools(self)
+        self.copies = Copies(self)
+        self.backups = Backups(self)
+        self.paths = Paths(self)
+        self.prefetch = Prefetch(self)
