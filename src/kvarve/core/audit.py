@@ -6,7 +6,7 @@ Sets of positions are integers, as in the core, so that the laws can be checked 
 from collections.abc import Iterator
 
 from kvarve.core.cache import Core
-from kvarve.core.lease import Phase
+from kvarve.core.lease import WAITS_FOR, Phase
 from kvarve.core.pins import Pins
 from kvarve.core.tree import NOWHERE, Run
 from kvarve.model import Tier
@@ -19,6 +19,11 @@ class BrokenLaw(AssertionError):
 def _check(true: object, law: str) -> None:
     if not true:
         raise BrokenLaw(law)
+
+
+def _tiers(core: Core) -> list[Tier]:
+    """The memory tiers whose slots are the core's; the device's may be an engine's."""
+    return [tier for tier in (Tier.DEVICE, Tier.HOST) if tier in core.config.slots or tier is Tier.HOST]
 
 
 def _each(positions: int) -> Iterator[int]:
@@ -81,7 +86,10 @@ def _audit_pins(pins: Pins, sets: list[int]) -> int:
 def _audit_leases(core: Core) -> None:
     for lease in core.leases.values():
         _check(lease.phase is not Phase.CLOSED, "a closed lease is gone")
-        if lease.phase is Phase.READY and not lease.resumed:
+        for op in lease.ops:
+            waits = WAITS_FOR.get(lease.phase) == core.copies.ops[op].edge
+            _check(waits, "a lease waits for the copies that its phase names")
+        if lease.phase is Phase.READY and not lease.resumed and Tier.DEVICE in core.config.slots:
             for pool, spec in enumerate(core.pools):
                 positions, slots = core.slots(lease, pool)
                 far = lease.boundary if spec.lookback is None else min(spec.lookback, lease.boundary)
@@ -91,16 +99,19 @@ def _audit_leases(core: Core) -> None:
 
 def _audit_slots(core: Core, runs: list[Run]) -> None:
     """Every slot is free, or owned by exactly one page position, lease or copy."""
-    pools = len(core.pools)
+    pools, tiers = len(core.pools), _tiers(core)
     owned = [free.tolist() for free in core.slot_pools.free]
     for lease in core.leases.values():
-        for place, slots in enumerate((*lease.own, *lease.landed)):
-            owned[place].extend(slots.values())
+        for tier, pages in ((Tier.DEVICE, lease.own), (Tier.HOST, lease.landed)):
+            for pool, slots in enumerate(pages):
+                _check(tier in tiers or not slots, "a lease owns slots where the core has slots")
+                if slots:
+                    owned[tiers.index(tier) * pools + pool].extend(slots.values())
     for op in core.copies.ops.values():
-        if op.edge[1] < 2 and op.edge[0] != op.edge[1]:
+        if op.edge[1] in tiers and op.edge[0] != op.edge[1]:
             for i, page in enumerate(op.pages):
                 if not op.given >> i & 1:
-                    owned[op.edge[1] * pools + page.pool].append(page.target)
+                    owned[tiers.index(op.edge[1]) * pools + page.pool].append(page.target)
     for run in runs:
         for place, (here, table) in enumerate(zip(run.here, run.slots, strict=True)):
             if table is None:
@@ -122,14 +133,14 @@ def _audit_slots(core: Core, runs: list[Run]) -> None:
 
 def _audit_counts(core: Core, runs: list[Run]) -> None:
     """The counts of copies in flight, of host slots that they hold, and of bad pages are right."""
-    pools = len(core.pools)
+    pools, tiers = len(core.pools), [*_tiers(core), Tier.STORAGE]
     fetching, storing, staging, down = [0] * pools, [0] * pools, [0] * pools, 0
     coming: dict[tuple[int, int], int] = {}
     for op in core.copies.ops.values():
         if op.edge == (Tier.STORAGE, Tier.HOST):
             for page in op.pages:
                 fetching[page.pool] += op.counts
-        elif op.edge[1] > op.edge[0]:
+        elif op.edge[1] > op.edge[0] and op.lease is None:
             down += len(op.pages) * op.counts
             for page in op.pages:
                 storing[page.pool] += op.counts and op.edge[1] is Tier.STORAGE
@@ -141,7 +152,7 @@ def _audit_counts(core: Core, runs: list[Run]) -> None:
                 assert run is not None
                 if op.void:  # its storage is gone or down
                     continue
-                what, bit = (id(run), op.edge[1] * pools + page.pool), 1 << page.position - run.first
+                what, bit = (id(run), tiers.index(op.edge[1]) * pools + page.pool), 1 << page.position - run.first
                 _check(not coming.get(what, 0) & bit, "no page is copied twice to one tier")
                 coming[what] = coming.get(what, 0) | bit
     for lease in core.leases.values():
@@ -171,10 +182,11 @@ def audit(core: Core) -> None:
     """Raise `BrokenLaw` if any law does not hold now."""
     pools = len(core.pools)
     chains = [i for i, pool in enumerate(core.pools) if pool.lookback is None]
-    rest = [place % pools in chains for place in range(2 * pools)]
+    tiers = _tiers(core)
+    rest = [place % pools in chains for place in range(len(tiers) * pools)]
     runs = _runs(core)
     pins, prefix_pins = [], []
-    for tier in range(2):
+    for tier in tiers:
         holds = [(lease.run, lease.held, lease.prefix_pins) for lease in core.leases.values() if tier in lease.tiers]
         reads = [(op.run, op.pinned) for op in core.copies.ops.values() if op.run is not None and op.edge[0] == tier]
         reads += [(op.run, op.filling) for op in core.copies.ops.values() if op.run is not None and op.edge[1] == tier]
@@ -195,23 +207,29 @@ def audit(core: Core) -> None:
     for run in runs:
         length = len(run.tokens) // run.width
         _check(len(run.named) % 32 == 0 and len(run.named) <= 32 * max(1, length), "only pages have keys")
-        pinned = [_audit_pins(run.pins[tier], pins[tier][id(run)]) for tier in range(2)]
-        needed = [pinned[tier] | _audit_pins(run.prefix_pins[tier], prefix_pins[tier][id(run)]) for tier in range(2)]
+        pinned = [_audit_pins(run.pins[tier], pins[tier][id(run)]) for tier in range(len(tiers))]
+        prefixes = [_audit_pins(run.prefix_pins[tier], prefix_pins[tier][id(run)]) for tier in range(len(tiers))]
+        needed = [both | prefix for both, prefix in zip(pinned, prefixes, strict=True)]
 
         known = 0
         for bits in (*run.here, *run.stored, *run.coming, *run.backed_up_since_use):
             known |= bits
         _check(not known >> length, "no bits are set beyond a run's end")
         for chain in chains:
+            anywhere = 0
+            for number in range(len(tiers)):
+                anywhere |= run.here[number * pools + chain]
+            _check(anywhere == (1 << length) - 1, "a position keeps its attention page in memory")
+            if Tier.DEVICE not in tiers:
+                continue
             near = run.here[chain]
-            _check(near | run.here[pools + chain] == (1 << length) - 1, "a position keeps its attention page in memory")
             _check(not near & near + 1, "an attention page is on the device only if its parent is")
             above = run.parent
             if near and above is not None and above.tokens:
                 parent = above.here[chain] >> len(above.tokens) // above.width - 1 & 1
                 _check(parent, "an attention page is on the device only if its parent is")
 
-        resting = [0] * (2 * pools)
+        resting = [0] * (len(tiers) * pools)
         for child in run.children.values():
             resting = [count + (here & 1) for count, here in zip(resting, child.here, strict=True)]
         _check(run.kids == resting, "a run knows how many pages rest on its end")
@@ -221,14 +239,19 @@ def audit(core: Core) -> None:
                 raise BrokenLaw("only a page that is here can be bad")
             if not here:
                 continue
-            tier, other = place // pools, (place + pools) % (2 * pools)
+            number = place // pools
             if rest[place]:
-                # Pages that the other tier's copies and leases need stay in memory, if only here.
-                only_here = here & ~(run.here[other] & ~run.bad[other])
-                stays = only_here & (1 << needed[1 - tier].bit_length()) - 1
-                may_go = 0 if resting[place] else here >> max(needed[tier].bit_length(), stays.bit_length())
+                # Pages that another tier's copies and leases need stay in memory, if only here.
+                only_here, needed_there = here, 0
+                for there in range(len(tiers)):
+                    if there != number:
+                        other = there * pools + place % pools
+                        only_here &= ~(run.here[other] & ~run.bad[other])
+                        needed_there = max(needed_there, needed[there].bit_length())
+                stays = only_here & (1 << needed_there) - 1
+                may_go = 0 if resting[place] else here >> max(needed[number].bit_length(), stays.bit_length())
             else:
-                may_go = here & ~pinned[tier]
+                may_go = here & ~pinned[number]
             giveable |= (may_go > 0) << place
         _check(not giveable & ~standing[id(run)], "a run with an evictable page stands in the eviction order")
         _check(run.queued == standing[id(run)], "a run knows in which eviction orders it stands")

@@ -113,7 +113,7 @@ class Backups:
         if not self.has_host or not run.pages or self._lazy(run):
             return
         self.quarantined.pop(run, None)
-        if run not in self.pending_backup:
+        if run not in self.pending_backup and self.slot_pools.memory[0] is Tier.DEVICE:
             self.pending_backup[run] = None
             self.blocked[0] = False
         if self.copies.storage and run not in self.pending_store:

@@ -8,24 +8,20 @@ replays from its seed, and the simulator runs this very code.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import count
 from math import inf
 from typing import NamedTuple
 
 from kvarve import boundaries
-from kvarve.boundaries import deepest, members, needed, ones, span
-from kvarve.core.copies import FETCH, LOAD, PROBE, STORE, CopyOutcome, Moving, Op
+from kvarve.boundaries import deepest
+from kvarve.core.copies import FETCH, LOAD, PROBE, STORE, CopyOutcome, Op
 from kvarve.core.effects import Began, Effect, Ended, Event, Verified
-from kvarve.core.lease import Lease, Phase
+from kvarve.core.growth import Growing
+from kvarve.core.lease import Cause, Lease, Phase
 from kvarve.core.policies import BEST_EFFORT, Patience, WritePolicy
-from kvarve.core.settings import CoreConfig
-from kvarve.core.state import State
-from kvarve.core.tree import NOWHERE, Run, covering, same_pages, upward, walk
+from kvarve.core.resume import outcomes_of
+from kvarve.core.tree import same_pages, walk
 from kvarve.errors import ConfigError
-from kvarve.keys import KEY_BYTES, TOKEN_BYTES
 from kvarve.model import Tier
-
-ON_DEVICE = (Tier.DEVICE,)  # where a ready lease pins its pages
 
 
 class Hit(NamedTuple):
@@ -41,24 +37,20 @@ class Hit(NamedTuple):
     by_pool: tuple[int, ...]
 
 
-class Core(State):
-    def __init__(self, config: CoreConfig) -> None:
-        super().__init__(config)
-        self.pools = config.pools
-        self.has_host, self.governor = self.backups.has_host, self.backups.governor
-        self.copies.storage = config.storage and self.has_host
-        self.lookbacks, self.grid, self.width = self.paths.lookbacks, self.paths.grid, self.paths.width
-
+class Core(Growing):
     # --- queries: they change nothing
 
-    def lookup(self, root: bytes, tokens: bytes) -> Hit:
-        """How deep a prompt (packed tokens, under a root key) could resume from memory now."""
+    def lookup(self, root: bytes, tokens: bytes, outside: Sequence[int] = ()) -> Hit:
+        """How deep a prompt (packed tokens, under a root key) could resume from memory now.
+
+        `outside`: by pool, the pages (bits) that an engine has on a device of its own.
+        """
         top = self.slot_pools.roots.get(root)
         limit = self.paths.limit(tokens)
-        if top is None:
+        if top is None and not any(outside):
             return Hit(0, 0, 0, tuple(0 for _ in self.pools))
-        path, known = walk(top, tokens)
-        device, memory = self.paths.present(path, known)
+        path, known = walk(top, tokens) if top is not None else ([], 0)
+        device, memory = self.paths.present(path, known, outside)
         legal = [boundaries.legal(pages, back, limit) for pages, back in zip(memory, self.lookbacks, strict=True)]
         grid = boundaries.multiples(self.grid, limit)
         both = deepest(boundaries.shared(legal, limit) & grid)
@@ -99,11 +91,12 @@ class Core(State):
         patience: Patience = BEST_EFFORT,
         read: bool = True,
         priority: int = 0,
+        outside: Sequence[int] = (),
     ) -> Lease:
         """Open a lease for a request that begins to wait: pages that memory lacks are fetched from storage to the host.
 
         It takes no device slots before `claim`. With `read` false the request resumes from nothing. `priority`: of the
-        pages that it uses, for eviction by priority.
+        pages that it uses, for eviction by priority. `outside`: what an engine has of it, as in `lookup`.
         """
         self.now = now
         run, path, known = self.paths.find(root, tokens)
@@ -120,172 +113,28 @@ class Core(State):
             priority,
             read,
         )
+        lease.outside = outside if read else ()
         self.leases[lease.number] = lease
         if read:
             self.slot_pools.touch(run, self.paths.near(known))  # it will be read soon
             if self.copies.storage:
-                _, memory = self.paths.present(path, known)
+                _, memory = self.paths.present(path, known, lease.outside)
                 lease.promised = deepest(self.paths.legal(memory, lease))
                 self.prefetch.ask(lease, lease.promised, memory)
         return lease
 
-    def claim(self, lease: Lease, now: float) -> bool:
+    def claim(self, lease: Lease, now: float, outside: Sequence[int] | None = None) -> bool:
         """The engine admits this request: its pages are loaded to the device, after a wait for storage of at most its
-        patience. True once the lease is ready; ask again after each `step`."""
+        patience. True once the lease is ready; ask again after each `step`. `outside`: what an engine has of it now."""
         self.now = now
+        if outside is not None and lease.reads:
+            lease.outside = outside
         if not lease.claimed:
             lease.claimed = True
             if lease.phase is Phase.QUEUED:
                 self._begin(lease)
         self._check_deadline(lease)
         return lease.phase is Phase.READY
-
-    def resumed(self, lease: Lease) -> None:
-        """Unpin the windows and states that the engine resumed from: it has copies of its own now.
-
-        Chains stay pinned until the lease is closed, since the pages that it publishes rest on them.
-        """
-        assert lease.phase is Phase.READY
-        if not lease.resumed:
-            lease.resumed = True
-            self.paths.hold(lease, lease.run, 0, lease.prefix_pins, ON_DEVICE)
-
-    def extend(self, lease: Lease, tokens: bytes, instead: int = 0) -> None:
-        """Append tokens to the sequence of a ready lease: decoded ones, or the next turn of a session.
-
-        `tokens` replaces the last `instead` bytes of the sequence. More pages may be full now, so `grow` and `publish`
-        may go further, and windows and states are kept at the new end.
-        """
-        assert lease.phase is Phase.READY and len(tokens) % TOKEN_BYTES == 0
-        pages, stays = len(lease.tokens) // self.width, len(lease.tokens) - instead
-        assert lease.done * self.width <= stays, "what has been published keeps its name"
-        lease.tokens = lease.tokens[:stays] + tokens
-        lease.named = lease.named[: stays // self.width * KEY_BYTES]
-        if lease.pages < pages:  # slots ran out on the way, so no later page can be kept
-            return
-        lease.pages = len(lease.tokens) // self.width
-        lease.snapshots = (lease.snapshots & ones(lease.room + 1)) | self._snapshots(lease) & ~ones(lease.room + 1)
-
-    def slots(self, lease: Lease, pool: int) -> tuple[range, list[int]]:
-        """The device pages of one pool that a ready lease resumes from: their positions and slots."""
-        assert lease.phase is Phase.READY
-        need = needed(lease.boundary, self.lookbacks[pool])
-        positions = range(lease.boundary - need.bit_count(), lease.boundary)
-        return positions, [covering(lease.run, position).slot(pool, position) for position in positions]
-
-    def seat(self, lease: Lease, upto: int) -> bool:
-        """Reserve device slots for a ready lease to compute in: of each chain all pages before `upto`, full or not.
-
-        False, and none reserved, if there are too few now. `grow` keeps the pages in these slots.
-        """
-        assert lease.phase is Phase.READY
-        taken: dict[int, dict[int, int]] = {}
-        for pool in self.slot_pools.chains:
-            missing = span(lease.done, upto) & ~lease.seen[pool] & ~boundaries.of(lease.own[pool])
-            if missing:
-                self.slot_pools.straighten(pool, missing.bit_count(), self._slot_before(lease, pool, missing))
-            slots = self.slot_pools.reserve(pool, missing.bit_count())
-            taken[pool] = dict(zip(members(missing), slots, strict=False))
-            if len(slots) < missing.bit_count():
-                for place, pages in taken.items():
-                    for slot in pages.values():
-                        self.slot_pools.give_back(place, slot)
-                return False
-        for pool, pages in taken.items():
-            lease.own[pool].update(pages)
-        return True
-
-    def _slot_before(self, lease: Lease, pool: int, positions: int) -> int:
-        """The device slot of the page before the first of these positions."""
-        before = (positions & -positions).bit_length() - 2
-        if before < 0:
-            return NOWHERE
-        own = lease.own[pool].get(before)
-        return covering(lease.run, before).slot(pool, before) if own is None else own
-
-    def seats(self, lease: Lease, pool: int, start: int) -> list[int]:
-        """The device slots of a chain's pages from `start` on, as far as a ready lease has them.
-
-        Pages before `done`, and those resident when the lease became ready (`seen`), belong to the tree.
-        """
-        assert lease.phase is Phase.READY and pool in self.slot_pools.chains
-        slots, own, seen = [], lease.own[pool], lease.seen[pool]
-        for position in count(start):
-            if position < lease.done or seen >> position & 1:
-                slots.append(covering(lease.run, position).slot(pool, position))
-            elif position in own:
-                slots.append(own[position])
-            else:
-                return slots
-        raise AssertionError("a count ends")
-
-    def grow(self, lease: Lease, upto: int) -> list[dict[int, int]]:
-        """Reserve device slots for the pages up to `upto` that are worth keeping.
-
-        Returns for each pool the new slots by position, for the engine to fill before it publishes. Once slots run out
-        the request goes on uncached: its later pages are not kept.
-        """
-        assert lease.phase is Phase.READY and upto <= lease.pages
-        fresh: list[dict[int, int]] = [{} for _ in self.pools]
-        if upto <= lease.room:
-            return fresh
-        wanted = [
-            self._worth_keeping(lease, pool, lease.room, upto) & ~lease.seen[pool] for pool in range(len(self.pools))
-        ]
-        for pool in self.slot_pools.chains:
-            held = lease.own[pool]  # some may have been reserved by `seat`
-            missing = [at for at in members(wanted[pool]) if at not in held]
-            got = dict(zip(missing, self.slot_pools.reserve(pool, len(missing)), strict=False))
-            fresh[pool] = {at: held.get(at, got.get(at, NOWHERE)) for at in members(wanted[pool])} if held else got
-            if len(got) < len(missing):
-                # No page can rest on one that is not kept, so the request is kept up to here at most.
-                first_lost = missing[len(got)]
-                self.counters.uncached += upto - first_lost
-                upto = min(upto, first_lost)
-                lease.snapshots &= ones(first_lost + 1)
-                lease.pages = first_lost
-        for pool in range(len(self.pools)):
-            if pool not in self.slot_pools.chains:
-                bits = wanted[pool] & ones(upto)
-                fresh[pool] = dict(zip(members(bits), self.slot_pools.reserve(pool, bits.bit_count()), strict=False))
-            for position in [at for at in fresh[pool] if at >= upto]:
-                slot = fresh[pool].pop(position)
-                if slot != NOWHERE and position not in lease.own[pool]:
-                    self.slot_pools.give_back(pool, slot)
-            lease.own[pool].update(fresh[pool])
-        lease.room = upto
-        return fresh
-
-    def short(self, lease: Lease, upto: int) -> bool:
-        """Whether `grow` would lack slots that are about to come free; starts the evictions, which wait for copies."""
-        for pool, here in enumerate(lease.seen):
-            keep = self._worth_keeping(lease, pool, lease.room, upto) & ~here & ~boundaries.of(lease.own[pool])
-            wanted = keep.bit_count() - len(self.slot_pools.free[pool])
-            if wanted > 0 and self.slot_pools.evict(pool, wanted) < wanted and self.backups.leaving():
-                return True
-        return False
-
-    def keepable(self, lease: Lease) -> int:
-        """The page up to which this request can be kept: all its full pages, unless slots ran out on the way."""
-        return lease.pages
-
-    def publish(self, lease: Lease, upto: int) -> None:
-        """Give the filled pages before `upto` to the tree; slots of pages that are there already are freed."""
-        assert lease.phase is Phase.READY and lease.done <= upto <= lease.room
-        if upto == lease.done:
-            return
-        if all(not slots or max(slots) < upto for slots in lease.own):
-            pages, lease.own = lease.own, [{} for _ in lease.own]
-        else:
-            pages = [{at: slots.pop(at) for at in [*slots] if at < upto} for slots in lease.own]
-        tail, end = self.paths.insert(lease, Tier.DEVICE, pages)
-        lease.done, lease.resumed = upto, True
-        if kept := min(upto, end):
-            self.paths.hold(lease, tail, 0, self.paths.ends(kept) | self.paths.ahead(lease.seen), ON_DEVICE)
-            self.slot_pools.touch(tail, self.paths.near(kept))
-        for run, _ in upward(tail, span(0, end) & ~ones(min(lease.boundary, end))):
-            run.uses = max(run.uses, 1)
-            run.priority = max(run.priority, lease.priority)
 
     def close(self, lease: Lease) -> None:
         """Close a lease in any phase. Its published pages stay; slots that it still owned are free at once."""
@@ -300,7 +149,7 @@ class Core(State):
         self.prefetch.release(lease)
         lease.ops.clear()  # copies still in flight for it end without a lease
         self.paths.hold(lease, lease.run, 0, 0)
-        lease.phase = Phase.CLOSED
+        lease.move(Cause.CLOSE)
         del self.leases[lease.number]
         self.slot_pools.forget(lease.root)
 
@@ -389,185 +238,6 @@ class Core(State):
         most = min(behind.limit, ahead.pages)
         return same_pages(ahead.tokens, behind.tokens, 0, most, self.width) // self.grid * self.grid
 
-    def mark(self, lease: Lease, boundary: int) -> bool:
-        """Have a ready lease keep its windows and states at a boundary too, since another prompt branches off there.
-
-        False, and nothing changed, if the lease is past the pages that this needs.
-        """
-        assert lease.phase is Phase.READY
-        if lease.snapshots >> boundary & 1:
-            return lease.done < boundary
-        reach = [lookback for lookback in self.lookbacks if lookback is not None]
-        if boundary > lease.pages or lease.room > boundary - max(reach, default=0) or lease.room >= boundary:
-            return False
-        lease.snapshots |= 1 << boundary
-        return True
-
-    # --- before a lease is ready
-
-    def _begin(self, lease: Lease) -> None:
-        """A claimed lease without copies in flight: load its pages, or probe storage again."""
-        if not lease.reads:
-            self._ready(lease, ones(1))
-            return
-        if lease.promised and self.copies.storage:
-            # Pages that it was promised may have been evicted while it waited.
-            _, path, known = self.paths.find(lease.root, lease.tokens)
-            _, memory = self.paths.present(path, known)
-            boundary = deepest(self.paths.legal(memory, lease))
-            if boundary < lease.promised and self.prefetch.ask(lease, boundary, memory):
-                return
-        self._load(lease)
-
-    def _queue(self, lease: Lease) -> None:
-        """End the lease's wait for storage: load its pages if it is claimed, else queue it."""
-        lease.phase = Phase.QUEUED
-        lease.ops.clear()
-        self.prefetch.deferred.pop(lease.number, None)
-        if lease.claimed:
-            self._load(lease)
-            return
-        _, path, known = self.paths.find(lease.root, lease.tokens)
-        _, memory = self.paths.present(path, known)
-        lease.promised = deepest(self.paths.legal(memory, lease))
-
-    def _fetch(self, lease: Lease) -> None:
-        if not self.prefetch.fetch(lease):
-            self._queue(lease)
-
-    def _stop_waiting(self, lease: Lease) -> None:
-        """Go on with the pages that have come from storage so far."""
-        if lease.phase is Phase.FETCHING:
-            self.prefetch.land(lease)
-        self._queue(lease)
-
-    def _check_deadline(self, lease: Lease) -> None:
-        if not lease.claimed or self.now < lease.deadline:
-            return
-        if lease.phase in (Phase.PROBING, Phase.FETCHING):
-            self._stop_waiting(lease)
-        elif lease.phase is Phase.LOADING:
-            lease.ops.clear()
-            self._ready(lease, ones(lease.limit + 1))
-
-    def _load(self, lease: Lease) -> None:
-        """Load to the device the pages that the deepest boundary in memory needs, as far as there are slots."""
-        self.prefetch.release(lease)
-        lease.phase, lease.deadline = Phase.LOADING, self.now + self.config.load_deadline_s
-        allowed, available = -1, [len(lease.tokens)] * len(self.pools)
-        while True:
-            # Anew each time: evicting for it may have cost a page of it.
-            run, path, known = self.paths.find(lease.root, lease.tokens)
-            device, memory = self.paths.present(path, known)
-            near = deepest(self.paths.legal(device, lease))
-            boundary = near if memory == device else deepest(self.paths.legal(memory, lease) & allowed)
-            if (boundary - near) * self.config.page_tokens < self.config.policies.load_at_least:
-                boundary = min(boundary, near)
-            need = [needed(boundary, back) & ~here for back, here in zip(self.lookbacks, device, strict=True)]
-            if not any(need):
-                self._resume(lease, boundary, run, known, device)
-                return
-            self.paths.hold(lease, run, *self.paths.pins_for(boundary, device))
-            taken = self.paths.reserve(Tier.DEVICE, need, available)
-            if taken is not None:
-                break
-            if self.prefetch.put_off(lease):
-                return
-            allowed = ones(boundary)
-        pages = []
-        for pool, bits in enumerate(need):
-            for position, slot in zip(members(bits), taken[pool], strict=True):
-                source = covering(run, position).slot(self.slot_pools.place(Tier.HOST, pool), position)
-                pages.append(Moving(pool, position, source, slot))
-                lease.loaded |= 1 << position
-        pages.sort(key=lambda page: page.position)
-        for start in range(0, len(pages), self.config.batch_pages):
-            self.copies.send(Op(LOAD, pages[start : start + self.config.batch_pages], lease, run))
-
-    def _arrived(self, lease: Lease) -> None:
-        """All loads have ended. If one failed, a shallower boundary may still be loaded: one more round."""
-        if lease.torn and not lease.reloaded:
-            lease.reloaded = True
-            self._load(lease)
-        else:
-            self._ready(lease, ones(lease.limit + 1))
-
-    def _ready(self, lease: Lease, allowed: int) -> None:
-        """The engine may start, at the deepest of the allowed boundaries that the device can serve."""
-        run, path, known = self.paths.find(lease.root, lease.tokens)
-        device, _ = self.paths.present(path, known)
-        self._resume(lease, deepest(self.paths.legal(device, lease) & allowed), run, known, device)
-
-    def _resume(self, lease: Lease, boundary: int, run: Run, known: int, device: list[int]) -> None:
-        lease.boundary, lease.known = boundary, known
-        # Pages beyond the boundary that are resident are not kept a second time, so they must not be evicted.
-        positions, prefix_pins = self.paths.pins_for(lease.boundary, device)
-        self.paths.hold(lease, run, positions, prefix_pins | self.paths.ahead(device), ON_DEVICE)
-        lease.seen = device
-        lease.done = lease.room = lease.boundary
-        lease.snapshots = self._snapshots(lease)
-        lease.phase = Phase.READY
-        if lease.reads:
-            self._drop_loaded(lease, run)
-            self.slot_pools.touch(run, self.paths.near(lease.boundary))
-            self._count_use(lease, run)
-            if self.copies.storage and any(lease.fetched):
-                self._count_saved(lease)
-
-    def _drop_loaded(self, lease: Lease, run: Run) -> None:
-        """Drop host copies of pages that came from storage and are on the device now, unless the write policy would
-        have made them: they take host slots from other pages."""
-        for each, share in upward(run, boundaries.union(lease.fetched) & ones(lease.boundary)):
-            if self.backups.keeps_in_host(each):
-                continue
-            for pool, fetched in enumerate(lease.fetched):
-                place = self.slot_pools.place(Tier.HOST, pool)
-                passed = fetched >> each.first & share & each.here[place] & self.slot_pools.on(each, Tier.DEVICE, pool)
-                for local in reversed([*members(passed)]):
-                    self.slot_pools.drop(each, place, each.first + local)
-
-    def _count_use(self, lease: Lease, run: Run) -> None:
-        """A request resumes: count a use of the runs that it reads, and renew their retry budgets."""
-        selective = self.config.policies.write is WritePolicy.WRITE_THROUGH_SELECTIVE or self.governor.paused
-        whole = selective or self.slot_pools.counts_uses
-        for each, _ in upward(run, ones(lease.boundary) if whole else self.paths.near(lease.boundary)):
-            each.uses += 1
-            each.priority = max(each.priority, lease.priority)
-            each.failed_backups = 0
-            each.backed_up_since_use = [0] * len(self.pools)
-            self.backups.mark_dirty(each)
-
-    def _count_saved(self, lease: Lease) -> None:
-        """Count the tokens and bytes that storage saved a request that resumes."""
-        self.counters.used_tokens += lease.from_tiers()[2] * self.config.page_tokens
-        for pool, lookback in enumerate(self.lookbacks):
-            used = lease.fetched[pool] & needed(lease.boundary, lookback)
-            size_bytes = self.pools[pool].payload_bytes
-            self.counters.used_bytes += used.bit_count() * size_bytes
-            self.governor.used([lease.key(position) for position in members(used)], size_bytes)
-
-    # --- windows and states to keep
-
-    def _snapshots(self, lease: Lease) -> int:
-        """The boundaries at which this prompt's windows and states are kept."""
-        config, limit, kept = self.config, self.paths.limit(lease.tokens), 0
-        if config.policies.snapshots.gap:
-            short = [pool for pool, back in enumerate(self.lookbacks) if back is not None]
-            backs = [self.lookbacks[pool] for pool in short]
-            kept = boundaries.resume_at([lease.seen[pool] for pool in short], backs, limit, self.grid) & ~1
-        branch = min(lease.known, lease.pages)
-        return config.policies.snapshots.boundaries(lease.pages, limit, branch, kept, config.page_tokens, self.grid)
-
-    def _worth_keeping(self, lease: Lease, pool: int, start: int, stop: int) -> int:
-        """The positions in [start, stop) of a pool that some kept boundary needs."""
-        lookback = self.lookbacks[pool]
-        if lookback is None:
-            return span(start, stop)
-        keep = 0
-        for boundary in members(lease.snapshots & span(start + 1, stop + lookback)):
-            keep |= needed(boundary, lookback)
-        return keep & span(start, stop)
-
     # --- events
 
     def _began(self, event: Began) -> Op | None:
@@ -587,7 +257,7 @@ class Core(State):
             lease.ops.discard(end.op)
             if waited and op.edge in (PROBE, FETCH):
                 self.prefetch.began(lease)  # at the latest
-        outcomes = _outcomes(op, end)
+        outcomes = outcomes_of(op, end)
         if op.edge == PROBE:
             if lease is not None and waited:
                 self.prefetch.answered(lease, outcomes)
@@ -605,64 +275,14 @@ class Core(State):
             else:
                 self._copied(op, end)
         else:
-            assert op.run is not None
-            self.backups.ended(op, op.run, outcomes)
+            self._backed_up(op, outcomes)
+        self._ended(end.op, op)
         return op
 
-    def _verified(self, event: Verified) -> None:
-        """A load's pages are being copied after their check: its lease need not wait for the copy."""
-        op = self.copies.ops.get(event.op)
-        if op is None or op.edge != LOAD or op.verified is not None:
-            self.counters.strays += 1
-            return
-        op.verified = event.good
-        outcomes = _outcomes(op, event)
-        self._loaded(op, outcomes)
-        waited = op.lease is not None and event.op in op.lease.ops
-        if op.lease is not None:
-            op.lease.ops.discard(event.op)
-        self._waited(op, waited, outcomes)
-
-    def _copied(self, op: Op, end: Ended) -> None:
-        """The copy of a verified load has ended."""
-        assert op.verified is not None and op.run is not None and op.lease is not None
-        assert not op.verified & ~end.good, "a request resumed from a page whose copy has failed"
-        for i, page in enumerate(op.pages):
-            if not op.given >> i & 1:
-                self.slot_pools.give_back(page.pool, page.target)
-            if any((run := covering(op.run, page.position)).bad):
-                self.backups.heal(run)
-        self._drop_loaded(op.lease, op.run)
-
-    def _waited(self, op: Op, waited: bool, outcomes: list[CopyOutcome]) -> None:
-        """A lease that waited for a load goes on."""
-        if waited and op.lease is not None:
-            op.lease.torn = op.lease.torn or not all(good for _, good, _ in outcomes)
-            if not op.lease.ops:
-                self._arrived(op.lease)
-
-    def _loaded(self, op: Op, outcomes: list[CopyOutcome]) -> None:
-        """Pages of a load are on the device, or are being copied there after their check."""
+    def _backed_up(self, op: Op, outcomes: list[CopyOutcome]) -> None:
+        """A backup or store has ended."""
         assert op.run is not None
-        for i, (page, good, bad) in enumerate(outcomes):
-            run = covering(op.run, page.position)
-            self.counters.loaded += good
-            self.counters.bad_host += bad
-            self.counters.failed += not good and not bad
-            if bad:
-                self.slot_pools.mark_bad(run, self.slot_pools.place(Tier.HOST, page.pool), page.position)
-            resident = good and self.backups.make_resident(run, page.pool, page.position, page.target)
-            if op.verified is not None and good:
-                op.given |= resident << i
-                if resident and not op.filling >> page.position & 1:
-                    self.slot_pools.pin(op.run, 1 << page.position, tiers=op.edge[1:])
-                    op.filling |= 1 << page.position
-            elif not resident:
-                self.slot_pools.give_back(page.pool, page.target)
-                op.given |= 1 << i
-            if any(run.bad):
-                self.backups.heal(run)
+        self.backups.ended(op, op.run, outcomes)
 
-
-def _outcomes(op: Op, event: Verified | Ended) -> list[CopyOutcome]:
-    return [CopyOutcome(page, bool(event.good >> i & 1), bool(event.bad >> i & 1)) for i, page in enumerate(op.pages)]
+    def _ended(self, number: int, op: Op) -> None:
+        """A copy or probe has ended, and all that follows has been done."""

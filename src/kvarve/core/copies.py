@@ -76,7 +76,7 @@ class Copies:
         tree are pinned."""
         self.sent += 1
         self.ops[self.sent] = op
-        if op.lease is not None:
+        if op.lease is not None and op.edge != BACKUP:  # no request waits for pages that an engine saves
             op.lease.ops.add(self.sent)
         if op.run is not None:
             op.pinned = boundaries.of(page.position for page in op.pages)

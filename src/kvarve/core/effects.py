@@ -8,7 +8,8 @@ from kvarve.model import Tier
 
 
 class Page(NamedTuple):
-    """One page of a copy: `source` and `target` are slots in the arenas of memory tiers, -1 for storage."""
+    """One page of a copy: `source` and `target` are slots in the arenas of memory tiers, or handles of blocks that an
+    engine owns; -1 for storage."""
 
     pool: int
     key: bytes
@@ -38,6 +39,14 @@ class Probe:
     pages: tuple[Page, ...]
     root: bytes
     wait_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Release:
+    """A copy that used an engine's blocks has ended: the engine may free or reuse them; pages are (pool, handle)."""
+
+    op: int
+    pages: tuple[tuple[int, int], ...]
 
 
 Effect = Copy | Probe

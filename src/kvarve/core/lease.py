@@ -1,6 +1,6 @@
 """A request's pins on its pages, from open to close."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from kvarve.boundaries import union
@@ -11,15 +11,52 @@ from kvarve.model import MEMORY_TIERS, Tier
 
 
 class Phase(Enum):
-    """Where a lease stands. It moves down this list; lost pages may send it back to probe storage again, and any phase
-    may go straight to CLOSED."""
+    """Where a lease stands between its copies; `MOVES` says what follows on what."""
 
     PROBING = "probing"  # storage is asked which pages it has
     FETCHING = "fetching"  # pages are copied from storage to the host
     QUEUED = "queued"  # no copy is in flight; the engine has not admitted the request
+    OFFERED = "offered"  # the pages for a boundary are in the host, and the engine has to name its blocks for them
     LOADING = "loading"  # pages are copied from the host to the device
     READY = "ready"  # the engine may resume at `boundary`
     CLOSED = "closed"
+
+
+class Cause(Enum):
+    """Why a lease moves to another phase."""
+
+    PROBE = "storage is probed"
+    FETCH = "pages are fetched"
+    DONE = "nothing more comes from storage"
+    OFFER = "the engine is offered pages"
+    LOAD = "pages are loaded"
+    READY = "its pages are on the device"
+    CLOSE = "the request ends"
+
+
+# The only moves that there are. Pages that were lost may send a lease back: to storage, or to load once more.
+MOVES: Mapping[tuple[Phase, Cause], Phase] = {
+    (Phase.QUEUED, Cause.PROBE): Phase.PROBING,
+    (Phase.PROBING, Cause.PROBE): Phase.PROBING,
+    (Phase.PROBING, Cause.FETCH): Phase.FETCHING,
+    (Phase.PROBING, Cause.DONE): Phase.QUEUED,
+    (Phase.FETCHING, Cause.FETCH): Phase.FETCHING,
+    (Phase.FETCHING, Cause.DONE): Phase.QUEUED,
+    (Phase.QUEUED, Cause.OFFER): Phase.OFFERED,
+    (Phase.OFFERED, Cause.LOAD): Phase.LOADING,
+    (Phase.OFFERED, Cause.READY): Phase.READY,
+    (Phase.QUEUED, Cause.LOAD): Phase.LOADING,
+    (Phase.LOADING, Cause.LOAD): Phase.LOADING,
+    (Phase.QUEUED, Cause.READY): Phase.READY,
+    (Phase.LOADING, Cause.READY): Phase.READY,
+    **{(phase, Cause.CLOSE): Phase.CLOSED for phase in Phase if phase is not Phase.CLOSED},
+}
+# The copies that a lease waits for in each phase, by their tiers; none in any other.
+WAITS_FOR: Mapping[Phase, tuple[Tier, Tier]] = {
+    Phase.PROBING: (Tier.STORAGE, Tier.STORAGE),
+    Phase.FETCHING: (Tier.STORAGE, Tier.HOST),
+    Phase.LOADING: (Tier.HOST, Tier.DEVICE),
+}
 
 
 class Lease:
@@ -29,6 +66,7 @@ class Lease:
     """
 
     __slots__ = (
+        "arrived",
         "begun",
         "boundary",
         "claimed",
@@ -44,7 +82,9 @@ class Lease:
         "loaded",
         "named",
         "number",
+        "offered",
         "ops",
+        "outside",
         "own",
         "page_tokens",
         "pages",
@@ -118,6 +158,9 @@ class Lease:
         self.retries = 0  # loads and fetches put off to wait for evictions
         self.torn = False  # a load failed for some page
         self.reloaded = False  # and the second round of loads has begun
+        self.outside: Sequence[int] = ()  # by pool, the pages (bits) that an engine has on a device of its own
+        self.offered = [0] * pools  # the pages (bits) that the engine has to name blocks for
+        self.arrived = [0] * pools  # those of them that have been loaded
         self.done = 0
         self.room = 0
 
@@ -126,6 +169,11 @@ class Lease:
         """The keys of all its full pages, concatenated."""
         self.named = names(self.root, self.named, self.tokens, self.page_tokens)
         return self.named
+
+    def move(self, cause: Cause) -> None:
+        """Go to the phase that follows, for this cause, on the present one."""
+        assert (self.phase, cause) in MOVES, f"a lease that is {self.phase.value} cannot move because {cause.value}"
+        self.phase = MOVES[self.phase, cause]
 
     @property
     def ready(self) -> bool:

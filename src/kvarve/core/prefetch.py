@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvarve.boundaries import deepest, members, needed, of, ones, span
 from kvarve.core.copies import FETCH, PROBE, CopyOutcome, Moving, Op
-from kvarve.core.lease import Lease, Phase
+from kvarve.core.lease import Cause, Lease, Phase
 from kvarve.core.tree import NOWHERE, covering, walk
 from kvarve.keys import KEY_BYTES
 from kvarve.model import Tier
@@ -37,7 +37,8 @@ class Prefetch:
         pages = self._worth_asking(lease, boundary, memory) if self.copies.storage else []
         if pages:
             missing = (lease.limit - boundary) * self.config.page_tokens
-            lease.phase, lease.begun, lease.wait_s = Phase.PROBING, False, lease.patience.seconds(missing)
+            lease.move(Cause.PROBE)
+            lease.begun, lease.wait_s = False, lease.patience.seconds(missing)
             # A request without patience does not wait for a worker either.
             queue_s = inf if lease.patience.each else self.config.policies.storage_deadline_s if lease.wait_s else 0.0
             lease.latest = self.state.now + lease.wait_s + queue_s
@@ -117,7 +118,7 @@ class Prefetch:
         while self.copies.storage:
             # Anew each time: evicting for it may have cost a page of it.
             run, path, known = self.paths.find(lease.root, lease.tokens)
-            device, memory = self.paths.present(path, known)
+            device, memory = self.paths.present(path, known, lease.outside)
             both = [near | far for near, far in zip(memory, lease.probed, strict=True)]
             boundary = deepest(self.paths.legal(both, lease) & allowed)
             gain = boundary - deepest(self.paths.legal(memory, lease))
@@ -172,7 +173,8 @@ class Prefetch:
 
     def _send(self, lease: Lease, need: list[int], taken: list[list[int]], boundary: int) -> None:
         self._waits_again(lease)
-        lease.phase, lease.promised = Phase.FETCHING, boundary
+        lease.move(Cause.FETCH)
+        lease.promised = boundary
         pages = [
             Moving(pool, position, NOWHERE, slot)
             for pool, bits in enumerate(need)

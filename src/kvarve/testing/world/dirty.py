@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from kvarve.core.cache import Core
 from kvarve.core.policies import WritePolicy
 from kvarve.core.tree import Run
+from kvarve.model import Tier
 
 Name = tuple[int, int, int]  # a page: a number for its root and tokens, its position, its pool
 # Counters of pages that left memory unstored; a page whose only copy, in the host, was bad is lost as well.
@@ -47,7 +48,7 @@ class Dirty:
 
     def _look_at(self, run: Run, memory: set[Name], unstored: set[Name]) -> None:
         core = self._core
-        pools = len(core.pools)
+        slot_pools = core.slot_pools
         if not run.pages:
             return
         backups = core.backups
@@ -60,11 +61,13 @@ class Dirty:
         through = core.config.policies.write is not WritePolicy.WRITE_BACK or run.wanted
         waits = run in backups.pending_backup or run in backups.pending_store or run in backups.quarantined
         numbers = self._numbers_of(run)
-        for pool in range(pools):
-            near, far = run.here[pool], run.here[pools + pool]
-            good = near | far & ~run.bad[pools + pool]
-            on_its_way = run.coming[pools + pool] | run.coming[2 * pools + pool]
-            on_its_way |= self._healing(run, pools + pool)
+        for pool in range(len(core.pools)):
+            host = slot_pools.place(Tier.HOST, pool)
+            near = run.here[pool] if Tier.DEVICE in core.config.slots else 0
+            far = run.here[host]
+            good = near | far & ~run.bad[host]
+            on_its_way = run.coming[host] | run.coming[slot_pools.place(Tier.STORAGE, pool)]
+            on_its_way |= self._healing(run, host)
             for local in range((near | far).bit_length()):
                 if not (near | far) >> local & 1:
                     continue
@@ -74,7 +77,7 @@ class Dirty:
                     continue
                 if name not in self._spared:
                     unstored.add(name)
-                    can = core.copies.storage and wants and through and core.slot_pools.capacity[pools + pool]
+                    can = core.copies.storage and wants and through and slot_pools.capacity[host]
                     assert not can or waits or on_its_way >> local & 1, "what is dirty waits to be stored"
 
     def _healing(self, run: Run, place: int) -> int:

@@ -95,7 +95,7 @@ def _weather(core: Core) -> tuple[Any, ...]:
 
 def dump(core: Core) -> Mapping[str, Any]:
     """The whole state of a core as plain values: equal dumps, equal cores."""
-    places = range(2 * len(core.pools))
+    places = range(len(core.slot_pools.capacity))
     names: dict[int, tuple[bytes, bytes]] = {}
 
     def describe(root: bytes, run: Run, above: bytes = b"") -> Any:

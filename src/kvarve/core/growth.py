@@ -1,0 +1,184 @@
+"""The device slots of a ready lease: those that it resumes from, and those that it computes in and then publishes."""
+
+from itertools import count
+
+from kvarve import boundaries
+from kvarve.boundaries import members, needed, ones, span
+from kvarve.core.lease import Lease, Phase
+from kvarve.core.resume import ON_DEVICE, Resuming
+from kvarve.core.tree import NOWHERE, covering, upward
+from kvarve.keys import KEY_BYTES, TOKEN_BYTES
+from kvarve.model import Tier
+
+
+class Growing(Resuming):
+    def resumed(self, lease: Lease) -> None:
+        """Unpin the windows and states that the engine resumed from: it has copies of its own now.
+
+        Chains stay pinned until the lease is closed, since the pages that it publishes rest on them.
+        """
+        assert lease.phase is Phase.READY
+        if not lease.resumed:
+            lease.resumed = True
+            self.paths.hold(lease, lease.run, 0, lease.prefix_pins, ON_DEVICE)
+
+    def extend(self, lease: Lease, tokens: bytes, instead: int = 0) -> None:
+        """Append tokens to the sequence of a ready lease: decoded ones, or the next turn of a session.
+
+        `tokens` replaces the last `instead` bytes of the sequence. More pages may be full now, so `grow` and `publish`
+        may go further, and windows and states are kept at the new end.
+        """
+        assert lease.phase is Phase.READY and len(tokens) % TOKEN_BYTES == 0
+        pages, stays = len(lease.tokens) // self.width, len(lease.tokens) - instead
+        assert lease.done * self.width <= stays, "what has been published keeps its name"
+        lease.tokens = lease.tokens[:stays] + tokens
+        lease.named = lease.named[: stays // self.width * KEY_BYTES]
+        if lease.pages < pages:  # slots ran out on the way, so no later page can be kept
+            return
+        lease.pages = len(lease.tokens) // self.width
+        lease.snapshots = (lease.snapshots & ones(lease.room + 1)) | self._snapshots(lease) & ~ones(lease.room + 1)
+
+    def slots(self, lease: Lease, pool: int) -> tuple[range, list[int]]:
+        """The device pages of one pool that a ready lease resumes from: their positions and slots."""
+        assert lease.phase is Phase.READY
+        need = needed(lease.boundary, self.lookbacks[pool])
+        positions = range(lease.boundary - need.bit_count(), lease.boundary)
+        return positions, [covering(lease.run, position).slot(pool, position) for position in positions]
+
+    def seat(self, lease: Lease, upto: int) -> bool:
+        """Reserve device slots for a ready lease to compute in: of each chain all pages before `upto`, full or not.
+
+        False, and none reserved, if there are too few now. `grow` keeps the pages in these slots.
+        """
+        assert lease.phase is Phase.READY
+        taken: dict[int, dict[int, int]] = {}
+        for pool in self.slot_pools.chains:
+            missing = span(lease.done, upto) & ~lease.seen[pool] & ~boundaries.of(lease.own[pool])
+            if missing:
+                self.slot_pools.straighten(pool, missing.bit_count(), self._slot_before(lease, pool, missing))
+            slots = self.slot_pools.reserve(pool, missing.bit_count())
+            taken[pool] = dict(zip(members(missing), slots, strict=False))
+            if len(slots) < missing.bit_count():
+                for place, pages in taken.items():
+                    for slot in pages.values():
+                        self.slot_pools.give_back(place, slot)
+                return False
+        for pool, pages in taken.items():
+            lease.own[pool].update(pages)
+        return True
+
+    def _slot_before(self, lease: Lease, pool: int, positions: int) -> int:
+        """The device slot of the page before the first of these positions."""
+        before = (positions & -positions).bit_length() - 2
+        if before < 0:
+            return NOWHERE
+        own = lease.own[pool].get(before)
+        return covering(lease.run, before).slot(pool, before) if own is None else own
+
+    def seats(self, lease: Lease, pool: int, start: int) -> list[int]:
+        """The device slots of a chain's pages from `start` on, as far as a ready lease has them.
+
+        Pages before `done`, and those resident when the lease became ready (`seen`), belong to the tree.
+        """
+        assert lease.phase is Phase.READY and pool in self.slot_pools.chains
+        slots, own, seen = [], lease.own[pool], lease.seen[pool]
+        for position in count(start):
+            if position < lease.done or seen >> position & 1:
+                slots.append(covering(lease.run, position).slot(pool, position))
+            elif position in own:
+                slots.append(own[position])
+            else:
+                return slots
+        raise AssertionError("a count ends")
+
+    def grow(self, lease: Lease, upto: int) -> list[dict[int, int]]:
+        """Reserve device slots for the pages up to `upto` that are worth keeping.
+
+        Returns for each pool the new slots by position, for the engine to fill before it publishes. Once slots run out
+        the request goes on uncached: its later pages are not kept.
+        """
+        assert lease.phase is Phase.READY and upto <= lease.pages
+        fresh: list[dict[int, int]] = [{} for _ in self.pools]
+        if upto <= lease.room:
+            return fresh
+        wanted = [
+            self._worth_keeping(lease, pool, lease.room, upto) & ~lease.seen[pool] for pool in range(len(self.pools))
+        ]
+        for pool in self.slot_pools.chains:
+            held = lease.own[pool]  # some may have been reserved by `seat`
+            missing = [at for at in members(wanted[pool]) if at not in held]
+            got = dict(zip(missing, self.slot_pools.reserve(pool, len(missing)), strict=False))
+            fresh[pool] = {at: held.get(at, got.get(at, NOWHERE)) for at in members(wanted[pool])} if held else got
+            if len(got) < len(missing):
+                # No page can rest on one that is not kept, so the request is kept up to here at most.
+                first_lost = missing[len(got)]
+                self.counters.uncached += upto - first_lost
+                upto = min(upto, first_lost)
+                lease.snapshots &= ones(first_lost + 1)
+                lease.pages = first_lost
+        for pool in range(len(self.pools)):
+            if pool not in self.slot_pools.chains:
+                bits = wanted[pool] & ones(upto)
+                fresh[pool] = dict(zip(members(bits), self.slot_pools.reserve(pool, bits.bit_count()), strict=False))
+            for position in [at for at in fresh[pool] if at >= upto]:
+                slot = fresh[pool].pop(position)
+                if slot != NOWHERE and position not in lease.own[pool]:
+                    self.slot_pools.give_back(pool, slot)
+            lease.own[pool].update(fresh[pool])
+        lease.room = upto
+        return fresh
+
+    def short(self, lease: Lease, upto: int) -> bool:
+        """Whether `grow` would lack slots that are about to come free; starts the evictions, which wait for copies."""
+        for pool, here in enumerate(lease.seen):
+            keep = self._worth_keeping(lease, pool, lease.room, upto) & ~here & ~boundaries.of(lease.own[pool])
+            wanted = keep.bit_count() - len(self.slot_pools.free[pool])
+            if wanted > 0 and self.slot_pools.evict(pool, wanted) < wanted and self.backups.leaving():
+                return True
+        return False
+
+    def keepable(self, lease: Lease) -> int:
+        """The page up to which this request can be kept: all its full pages, unless slots ran out on the way."""
+        return lease.pages
+
+    def publish(self, lease: Lease, upto: int) -> None:
+        """Give the filled pages before `upto` to the tree; slots of pages that are there already are freed."""
+        assert lease.phase is Phase.READY and lease.done <= upto <= lease.room
+        if upto == lease.done:
+            return
+        if all(not slots or max(slots) < upto for slots in lease.own):
+            pages, lease.own = lease.own, [{} for _ in lease.own]
+        else:
+            pages = [{at: slots.pop(at) for at in [*slots] if at < upto} for slots in lease.own]
+        tail, end = self.paths.insert(lease, Tier.DEVICE, pages)
+        lease.done, lease.resumed = upto, True
+        if kept := min(upto, end):
+            self.paths.hold(lease, tail, 0, self.paths.ends(kept) | self.paths.ahead(lease.seen), ON_DEVICE)
+            self.slot_pools.touch(tail, self.paths.near(kept))
+        for run, _ in upward(tail, span(0, end) & ~ones(min(lease.boundary, end))):
+            run.uses = max(run.uses, 1)
+            run.priority = max(run.priority, lease.priority)
+
+    def mark(self, lease: Lease, boundary: int) -> bool:
+        """Have a ready lease keep its windows and states at a boundary too, since another prompt branches off there.
+
+        False, and nothing changed, if the lease is past the pages that this needs.
+        """
+        assert lease.phase is Phase.READY
+        if lease.snapshots >> boundary & 1:
+            return lease.done < boundary
+        reach = [lookback for lookback in self.lookbacks if lookback is not None]
+        if boundary > lease.pages or lease.room > boundary - max(reach, default=0) or lease.room >= boundary:
+            return False
+        lease.snapshots |= 1 << boundary
+        return True
+
+    def _worth_keeping(self, lease: Lease, pool: int, start: int, stop: int) -> int:
+        """The positions in [start, stop) of a pool that some kept boundary needs."""
+        lookback = self.lookbacks[pool]
+        if lookback is None:
+            return span(start, stop)
+        keep = 0
+        for boundary in members(lease.snapshots & span(start + 1, stop + lookback)):
+            keep |= needed(boundary, lookback)
+        return keep & span(start, stop)

@@ -1,0 +1,184 @@
+"""A core whose nearest tier is an engine's: the engine owns the blocks, and says which pages are in them.
+
+The core keeps no account of that device, since the engine evicts at will. `open` and `claim` take what the engine has
+at that moment, a claimed lease offers the pages that a deeper boundary needs, `load` copies them into blocks that the
+engine names, and `save` copies pages out of its blocks. A handle names the blocks of one page, whatever their number
+and sizes. Blocks that a copy uses are the engine's again when `released` names their handles.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from kvarve.boundaries import deepest, leading, members, needed, of, ones, span
+from kvarve.core.cache import Core
+from kvarve.core.copies import BACKUP, LOAD, CopyOutcome, Moving, Op
+from kvarve.core.effects import Ended, Release
+from kvarve.core.lease import Cause, Lease, Phase
+from kvarve.core.settings import CoreConfig
+from kvarve.core.tree import covering, upward
+from kvarve.model import Tier
+
+IN_HOST = (Tier.HOST,)
+
+
+class EngineCore(Core):
+    def __init__(self, config: CoreConfig) -> None:
+        super().__init__(config)
+        self._released: list[Release] = []
+
+    def released(self) -> list[Release]:
+        """The copies that have ended since the last call, with the blocks that are the engine's again."""
+        released, self._released = self._released, []
+        return released
+
+    def load(self, lease: Lease, targets: Sequence[Mapping[int, int]]) -> None:
+        """Copy the pages that a lease offers (`lease.offered`, by pool) into the engine's blocks: by pool, a handle for
+        each position. The lease is ready when they have come, at a shallower boundary if some did not.
+
+        Without any target the engine declines, and resumes from what it has.
+        """
+        assert lease.phase is Phase.OFFERED
+        if not any(targets):
+            self._ready(lease, -1)
+            return
+        assert [of(pages) for pages in targets] == lease.offered, "a handle for each page that is offered"
+        lease.move(Cause.LOAD)
+        lease.deadline = self.now + self.config.load_deadline_s
+        pages = []
+        for pool, handles in enumerate(targets):
+            place = self.slot_pools.place(Tier.HOST, pool)
+            for position, handle in handles.items():
+                pages.append(Moving(pool, position, covering(lease.run, position).slot(place, position), handle))
+                lease.loaded |= 1 << position
+        pages.sort(key=lambda page: page.position)
+        for start in range(0, len(pages), self.config.batch_pages):
+            self.copies.send(Op(LOAD, pages[start : start + self.config.batch_pages], lease, lease.run))
+
+    def save(self, lease: Lease, pages: Sequence[Mapping[int, int]]) -> list[int]:
+        """Copy pages of a ready lease's sequence out of the engine's blocks: by pool, a handle for each position.
+
+        Returns by pool the positions (bits) of which a copy has begun: not those that the host has already, lacks slots
+        for, or could not reach, as a chain has a gap before them. The engine keeps those blocks unchanged until
+        `released` names them.
+        """
+        assert lease.phase is Phase.READY
+        _, path, known = self.paths.find(lease.root, lease.tokens)
+        _, host = self.paths.present(path, known)
+        kept = [here | saving for here, saving in zip(host, self._saving(lease), strict=True)]
+        wanted = [of(handles) & ~here & ones(lease.pages) for handles, here in zip(pages, kept, strict=True)]
+        end = self._reach(kept, wanted)
+        taken: list[dict[int, int]] = []
+        for pool, bits in enumerate(wanted):
+            slots = self.slot_pools.reserve(self.slot_pools.place(Tier.HOST, pool), (bits & ones(end)).bit_count())
+            taken.append(dict(zip(members(bits & ones(end)), slots, strict=False)))
+        end = min(end, self._reach(kept, [of(slots) for slots in taken]))
+        moving = []
+        for pool, slots_ in enumerate(taken):
+            for position, slot in slots_.items():
+                if position < end:
+                    moving.append(Moving(pool, position, pages[pool][position], slot))
+                else:
+                    self.slot_pools.give_back(self.slot_pools.place(Tier.HOST, pool), slot)
+        self.counters.uncached += sum(bits.bit_count() for bits in wanted) - len(moving)
+        moving.sort(key=lambda page: page.position)
+        for start in range(0, len(moving), self.config.batch_pages):
+            self.copies.send(Op(BACKUP, moving[start : start + self.config.batch_pages], lease))
+        return [of(page.position for page in moving if page.pool == pool) for pool in range(len(self.pools))]
+
+    def _saving(self, lease: Lease) -> list[int]:
+        """By pool, the positions of a lease that are being saved."""
+        saving = [0] * len(self.pools)
+        for op in self.copies.ops.values():
+            if op.edge == BACKUP and op.lease is lease:
+                for page in op.pages:
+                    saving[page.pool] |= 1 << page.position
+        return saving
+
+    def _reach(self, kept: Sequence[int], more: Sequence[int]) -> int:
+        """The end of the positions that every chain reaches without a gap: no page rests on one that is not kept."""
+        return min((leading(kept[pool] | more[pool]) for pool in self.slot_pools.chains), default=1 << 32)
+
+    # --- before a lease is ready
+
+    def _load(self, lease: Lease) -> None:
+        """Offer the pages that the deepest boundary needs and the engine lacks, pinned in the host."""
+        self.prefetch.release(lease)
+        run, path, known = self.paths.find(lease.root, lease.tokens)
+        device, memory = self.paths.present(path, known, lease.outside)
+        near, boundary = (deepest(self.paths.legal(pages, lease)) for pages in (device, memory))
+        if (boundary - near) * self.config.page_tokens < max(1, self.config.policies.load_at_least):
+            self._ready(lease, -1)
+            return
+        lease.move(Cause.OFFER)
+        lease.boundary = boundary
+        lease.offered = [needed(boundary, back) & ~here for back, here in zip(self.lookbacks, device, strict=True)]
+        windows, _ = self.paths.pins_for(boundary, device)
+        self.paths.hold(lease, run, windows & ones(known), self.paths.ends(min(boundary, known)), IN_HOST)
+
+    def _arrived(self, lease: Lease) -> None:
+        self._ready(lease, -1)
+
+    def _ready(self, lease: Lease, allowed: int) -> None:
+        """The engine may start, at the deepest allowed boundary for which it has pages or was brought them."""
+        run, _, lease.known = self.paths.find(lease.root, lease.tokens)
+        lease.seen = [*lease.arrived]
+        for pool, pages in enumerate(lease.outside):
+            lease.seen[pool] |= pages
+        lease.boundary = deepest(self.paths.legal(lease.seen, lease) & allowed)
+        lease.done = lease.room = lease.boundary
+        lease.snapshots = self._snapshots(lease)
+        lease.move(Cause.READY)
+        self.paths.hold(lease, run, 0, 0)  # the engine has pages of its own now
+        if lease.reads:
+            known = span(0, min(lease.known, lease.boundary))
+            self.slot_pools.touch(run, self.paths.near(lease.boundary) & known)
+            self._count_use(lease, run)
+            if self.copies.storage and any(lease.fetched):
+                self._count_saved(lease)
+
+    # --- copies that have ended
+
+    def _loaded(self, op: Op, outcomes: list[CopyOutcome]) -> None:
+        assert op.run is not None and op.lease is not None
+        for page, good, bad in outcomes:
+            self.counters.loaded += good
+            self.counters.bad_host += bad
+            self.counters.failed += not good and not bad
+            op.lease.arrived[page.pool] |= good << page.position
+            if bad:
+                run, place = covering(op.run, page.position), self.slot_pools.place(Tier.HOST, page.pool)
+                self.slot_pools.mark_bad(run, place, page.position)
+
+    def _copied(self, op: Op, end: Ended) -> None:
+        assert op.verified is not None
+        assert not op.verified & ~end.good, "a request resumed from a page whose copy has failed"
+
+    def _backed_up(self, op: Op, outcomes: list[CopyOutcome]) -> None:
+        if op.lease is None:
+            super()._backed_up(op, outcomes)
+            return
+        lease = op.lease
+        saved: list[dict[int, int]] = [{} for _ in self.pools]
+        for page, good, _ in outcomes:
+            self.counters.backed_up += good
+            self.counters.failed += not good
+            if good:
+                saved[page.pool][page.position] = page.target
+            else:
+                self.slot_pools.give_back(self.slot_pools.place(Tier.HOST, page.pool), page.target)
+        tail, end = self.paths.insert(lease, Tier.HOST, [dict(sorted(slots.items())) for slots in saved])
+        for run, _ in upward(tail, of(at for slots in saved for at in slots) & ones(end)):
+            run.uses = max(run.uses, 1)
+            run.priority = max(run.priority, lease.priority)
+        self.slot_pools.touch(tail, self.paths.near(end))
+        self.slot_pools.forget(lease.root)
+
+    def _ended(self, number: int, op: Op) -> None:
+        if Tier.DEVICE in op.edge:
+            at = op.edge.index(Tier.DEVICE)
+            handles = tuple((page.pool, page.target if at else page.source) for page in op.pages)
+            self._released.append(Release(number, handles))
+
+
+def core_for(config: CoreConfig) -> Core:
+    """A core for these settings: with device slots of its own, or over an engine's blocks."""
+    return Core(config) if Tier.DEVICE in config.slots else EngineCore(config)

@@ -1,0 +1,237 @@
+"""From a claim to the first forward: a lease waits for storage, its pages are loaded, and it resumes.
+
+A lease is ready at the deepest boundary that the device can serve then; copies that come later change nothing for it.
+"""
+
+from kvarve import boundaries
+from kvarve.boundaries import deepest, members, needed, ones
+from kvarve.core.copies import LOAD, CopyOutcome, Moving, Op
+from kvarve.core.effects import Ended, Verified
+from kvarve.core.lease import Cause, Lease, Phase
+from kvarve.core.policies import WritePolicy
+from kvarve.core.settings import CoreConfig
+from kvarve.core.state import State
+from kvarve.core.tree import Run, covering, upward
+from kvarve.model import Tier
+
+ON_DEVICE = (Tier.DEVICE,)  # where a ready lease pins its pages
+
+
+class Resuming(State):
+    def __init__(self, config: CoreConfig) -> None:
+        super().__init__(config)
+        self.pools = config.pools
+        self.has_host, self.governor = self.backups.has_host, self.backups.governor
+        self.copies.storage = config.storage and self.has_host
+        self.lookbacks, self.grid, self.width = self.paths.lookbacks, self.paths.grid, self.paths.width
+
+    def _begin(self, lease: Lease) -> None:
+        """A claimed lease without copies in flight: load its pages, or probe storage again."""
+        if not lease.reads:
+            self._ready(lease, ones(1))
+            return
+        if lease.promised and self.copies.storage:
+            # Pages that it was promised may have been evicted while it waited.
+            _, path, known = self.paths.find(lease.root, lease.tokens)
+            _, memory = self.paths.present(path, known, lease.outside)
+            boundary = deepest(self.paths.legal(memory, lease))
+            if boundary < lease.promised and self.prefetch.ask(lease, boundary, memory):
+                return
+        self._load(lease)
+
+    def _queue(self, lease: Lease) -> None:
+        """End the lease's wait for storage: load its pages if it is claimed, else queue it."""
+        if lease.phase is not Phase.QUEUED:
+            lease.move(Cause.DONE)
+        lease.ops.clear()
+        self.prefetch.deferred.pop(lease.number, None)
+        if lease.claimed:
+            self._load(lease)
+            return
+        _, path, known = self.paths.find(lease.root, lease.tokens)
+        _, memory = self.paths.present(path, known, lease.outside)
+        lease.promised = deepest(self.paths.legal(memory, lease))
+
+    def _fetch(self, lease: Lease) -> None:
+        if not self.prefetch.fetch(lease):
+            self._queue(lease)
+
+    def _stop_waiting(self, lease: Lease) -> None:
+        """Go on with the pages that have come from storage so far."""
+        if lease.phase is Phase.FETCHING:
+            self.prefetch.land(lease)
+        self._queue(lease)
+
+    def _check_deadline(self, lease: Lease) -> None:
+        if not lease.claimed or self.now < lease.deadline:
+            return
+        if lease.phase in (Phase.PROBING, Phase.FETCHING):
+            self._stop_waiting(lease)
+        elif lease.phase is Phase.LOADING:
+            lease.ops.clear()
+            self._ready(lease, ones(lease.limit + 1))
+
+    def _load(self, lease: Lease) -> None:
+        """Load to the device the pages that the deepest boundary in memory needs, as far as there are slots."""
+        self.prefetch.release(lease)
+        lease.move(Cause.LOAD)
+        lease.deadline = self.now + self.config.load_deadline_s
+        allowed, available = -1, [len(lease.tokens)] * len(self.pools)
+        while True:
+            # Anew each time: evicting for it may have cost a page of it.
+            run, path, known = self.paths.find(lease.root, lease.tokens)
+            device, memory = self.paths.present(path, known, lease.outside)
+            near = deepest(self.paths.legal(device, lease))
+            boundary = near if memory == device else deepest(self.paths.legal(memory, lease) & allowed)
+            if (boundary - near) * self.config.page_tokens < self.config.policies.load_at_least:
+                boundary = min(boundary, near)
+            need = [needed(boundary, back) & ~here for back, here in zip(self.lookbacks, device, strict=True)]
+            if not any(need):
+                self._resume(lease, boundary, run, known, device)
+                return
+            self.paths.hold(lease, run, *self.paths.pins_for(boundary, device))
+            taken = self.paths.reserve(Tier.DEVICE, need, available)
+            if taken is not None:
+                break
+            if self.prefetch.put_off(lease):
+                return
+            allowed = ones(boundary)
+        pages = []
+        for pool, bits in enumerate(need):
+            for position, slot in zip(members(bits), taken[pool], strict=True):
+                source = covering(run, position).slot(self.slot_pools.place(Tier.HOST, pool), position)
+                pages.append(Moving(pool, position, source, slot))
+                lease.loaded |= 1 << position
+        pages.sort(key=lambda page: page.position)
+        for start in range(0, len(pages), self.config.batch_pages):
+            self.copies.send(Op(LOAD, pages[start : start + self.config.batch_pages], lease, run))
+
+    def _arrived(self, lease: Lease) -> None:
+        """All loads have ended. If one failed, a shallower boundary may still be loaded: one more round."""
+        if lease.torn and not lease.reloaded:
+            lease.reloaded = True
+            self._load(lease)
+        else:
+            self._ready(lease, ones(lease.limit + 1))
+
+    def _ready(self, lease: Lease, allowed: int) -> None:
+        """The engine may start, at the deepest of the allowed boundaries that the device can serve."""
+        run, path, known = self.paths.find(lease.root, lease.tokens)
+        device, _ = self.paths.present(path, known, lease.outside)
+        self._resume(lease, deepest(self.paths.legal(device, lease) & allowed), run, known, device)
+
+    def _resume(self, lease: Lease, boundary: int, run: Run, known: int, device: list[int]) -> None:
+        lease.boundary, lease.known = boundary, known
+        # Pages beyond the boundary that are resident are not kept a second time, so they must not be evicted.
+        positions, prefix_pins = self.paths.pins_for(lease.boundary, device)
+        self.paths.hold(lease, run, positions, prefix_pins | self.paths.ahead(device), ON_DEVICE)
+        lease.seen = device
+        lease.done = lease.room = lease.boundary
+        lease.snapshots = self._snapshots(lease)
+        lease.move(Cause.READY)
+        if lease.reads:
+            self._drop_loaded(lease, run)
+            self.slot_pools.touch(run, self.paths.near(lease.boundary))
+            self._count_use(lease, run)
+            if self.copies.storage and any(lease.fetched):
+                self._count_saved(lease)
+
+    def _drop_loaded(self, lease: Lease, run: Run) -> None:
+        """Drop host copies of pages that came from storage and are on the device now, unless the write policy would
+        have made them: they take host slots from other pages."""
+        for each, share in upward(run, boundaries.union(lease.fetched) & ones(lease.boundary)):
+            if self.backups.keeps_in_host(each):
+                continue
+            for pool, fetched in enumerate(lease.fetched):
+                place = self.slot_pools.place(Tier.HOST, pool)
+                passed = fetched >> each.first & share & each.here[place] & self.slot_pools.on(each, Tier.DEVICE, pool)
+                for local in reversed([*members(passed)]):
+                    self.slot_pools.drop(each, place, each.first + local)
+
+    def _count_use(self, lease: Lease, run: Run) -> None:
+        """A request resumes: count a use of the runs that it reads, and renew their retry budgets."""
+        selective = self.config.policies.write is WritePolicy.WRITE_THROUGH_SELECTIVE or self.governor.paused
+        whole = selective or self.slot_pools.counts_uses
+        for each, _ in upward(run, ones(lease.boundary) if whole else self.paths.near(lease.boundary)):
+            each.uses += 1
+            each.priority = max(each.priority, lease.priority)
+            each.failed_backups = 0
+            each.backed_up_since_use = [0] * len(self.pools)
+            self.backups.mark_dirty(each)
+
+    def _count_saved(self, lease: Lease) -> None:
+        """Count the tokens and bytes that storage saved a request that resumes."""
+        self.counters.used_tokens += lease.from_tiers()[2] * self.config.page_tokens
+        for pool, lookback in enumerate(self.lookbacks):
+            used = lease.fetched[pool] & needed(lease.boundary, lookback)
+            size_bytes = self.pools[pool].payload_bytes
+            self.counters.used_bytes += used.bit_count() * size_bytes
+            self.governor.used([lease.key(position) for position in members(used)], size_bytes)
+
+    def _verified(self, event: Verified) -> None:
+        """A load's pages are being copied after their check: its lease need not wait for the copy."""
+        op = self.copies.ops.get(event.op)
+        if op is None or op.edge != LOAD or op.verified is not None:
+            self.counters.strays += 1
+            return
+        op.verified = event.good
+        outcomes = outcomes_of(op, event)
+        self._loaded(op, outcomes)
+        waited = op.lease is not None and event.op in op.lease.ops
+        if op.lease is not None:
+            op.lease.ops.discard(event.op)
+        self._waited(op, waited, outcomes)
+
+    def _copied(self, op: Op, end: Ended) -> None:
+        """The copy of a verified load has ended."""
+        assert op.verified is not None and op.run is not None and op.lease is not None
+        assert not op.verified & ~end.good, "a request resumed from a page whose copy has failed"
+        for i, page in enumerate(op.pages):
+            if not op.given >> i & 1:
+                self.slot_pools.give_back(page.pool, page.target)
+            if any((run := covering(op.run, page.position)).bad):
+                self.backups.heal(run)
+        self._drop_loaded(op.lease, op.run)
+
+    def _waited(self, op: Op, waited: bool, outcomes: list[CopyOutcome]) -> None:
+        """A lease that waited for a load goes on."""
+        if waited and op.lease is not None:
+            op.lease.torn = op.lease.torn or not all(good for _, good, _ in outcomes)
+            if not op.lease.ops:
+                self._arrived(op.lease)
+
+    def _loaded(self, op: Op, outcomes: list[CopyOutcome]) -> None:
+        """Pages of a load are on the device, or are being copied there after their check."""
+        assert op.run is not None
+        for i, (page, good, bad) in enumerate(outcomes):
+            run = covering(op.run, page.position)
+            self.counters.loaded += good
+            self.counters.bad_host += bad
+            self.counters.failed += not good and not bad
+            if bad:
+                self.slot_pools.mark_bad(run, self.slot_pools.place(Tier.HOST, page.pool), page.position)
+            resident = good and self.backups.make_resident(run, page.pool, page.position, page.target)
+            if op.verified is not None and good:
+                op.given |= resident << i
+                if resident and not op.filling >> page.position & 1:
+                    self.slot_pools.pin(op.run, 1 << page.position, tiers=op.edge[1:])
+                    op.filling |= 1 << page.position
+            elif not resident:
+                self.slot_pools.give_back(page.pool, page.target)
+                op.given |= 1 << i
+            if any(run.bad):
+                self.backups.heal(run)
+
+    def _snapshots(self, lease: Lease) -> int:
+        """The boundaries at which this prompt's windows and states are kept."""
+        config, limit, kept = self.config, self.paths.limit(lease.tokens), 0
+        if config.policies.snapshots.gap:
+            short = [pool for pool, back in enumerate(self.lookbacks) if back is not None]
+            backs = [self.lookbacks[pool] for pool in short]
+            kept = boundaries.resume_at([lease.seen[pool] for pool in short], backs, limit, self.grid) & ~1
+        branch = min(lease.known, lease.pages)
+        return config.policies.snapshots.boundaries(lease.pages, limit, branch, kept, config.page_tokens, self.grid)
+
+
+def outcomes_of(op: Op, event: Verified | Ended) -> list[CopyOutcome]:
+    return [CopyOutcome(page, bool(event.good >> i & 1), bool(event.bad >> i & 1)) for i, page in enumerate(op.pages)]
