@@ -182,8 +182,9 @@ class Core(Growing):
     def flush(self, tiers: Sequence[Tier]) -> int:
         """Evict every unpinned page from memory tiers; returns how many went at once."""
         before = sum(self.slot_pools.evicted)
-        for tier in tiers:
-            self.slot_pools.shed(tier)
+        for tier in self.slot_pools.memory:
+            if tier in tiers:
+                self.slot_pools.shed(tier)
         return sum(self.slot_pools.evicted) - before
 
     def attach(self, back_up: bool = False, again: bool = False) -> None:

@@ -273,7 +273,8 @@ def _rot(world: World, pick: int, rank: int, storage: int) -> bool:
             world.storage.objects[name] = ROTTEN
         found = name is not None
     else:
-        arenas = world.transfers[rank % len(world.transfers)].arenas[len(world.core.pools) :]
+        transfers, pools = world.transfers[rank % len(world.transfers)], range(len(world.core.pools))
+        arenas = [transfers.arena(Tier.HOST, pool) for pool in pools]
         pages = [(arena, at) for arena in arenas for at, content in enumerate(arena) if len(content) == PAGE]
         page = _one(pick, pages)
         if page is not None:

@@ -4,11 +4,12 @@ So a core that mixes up two slots, frees one that is still read, or resumes a pr
 caught at once. Other slots have distinct contents too: free, reserved and not filled, target of a copy in flight.
 """
 
-from collections.abc import Sequence
+from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 
 from kvarve.core.effects import Copy, Effect, Page, Probe
-from kvarve.model import PoolSpec, Tier
+from kvarve.core.slot_pools import SlotPools
+from kvarve.model import Tier
 
 FREE, ROTTEN, BROKEN = b"free", b"rotten", b"broken"
 PAGE = 32  # bytes: only a page's key is as long as this
@@ -34,15 +35,16 @@ class Store:
 
 
 class SimulatedTransfers:
-    """The arenas of one rank, by place (tier * pools + pool), and its lanes' copies."""
+    """The arenas of one rank, by place (`SlotPools.place`), and its lanes' copies."""
 
-    def __init__(self, pools: Sequence[PoolSpec], capacity: Sequence[int], rank: int, ranks: int) -> None:
-        self.pools, self.rank, self.ranks = pools, rank, ranks
-        self.arenas = [[FREE] * slots for slots in capacity]
+    def __init__(self, slot_pools: SlotPools, rank: int, ranks: int) -> None:
+        self.pools, self.rank, self.ranks = slot_pools.pools, rank, ranks
+        self._memory = slot_pools.memory
+        self.arenas = [[FREE] * slots for slots in slot_pools.capacity]
         self.filling: dict[tuple[int, int, int], int] = {}  # by tier, pool and slot: the load that still copies to it
 
-    def arena(self, tier: Tier, pool: int) -> list[bytes]:
-        return self.arenas[int(tier) * len(self.pools) + pool]
+    def arena(self, tier: Tier, pool: int) -> MutableSequence[bytes]:
+        return self.arenas[self._memory.index(tier) * len(self.pools) + pool]
 
     def name(self, key: bytes, pool: int) -> Name:
         """A page's name in storage; a replicated page has one name for all ranks."""

@@ -12,11 +12,13 @@ from hashlib import sha256
 from math import inf
 from typing import TypeVar
 
+from kvarve.boundaries import union
 from kvarve.core.audit import audit
 from kvarve.core.cache import Core
 from kvarve.core.copies import FETCH, LOAD, STORE, Moving, Op
 from kvarve.core.effects import Copy, Effect, Ended, Event, Verified, agreed
 from kvarve.core.lease import Lease, Phase
+from kvarve.core.outside import core_for
 from kvarve.core.policies import WAIT_COMPLETE, Patience
 from kvarve.core.prefetch import ROOM_RETRIES
 from kvarve.core.settings import CoreConfig
@@ -40,11 +42,9 @@ class World:
     def __init__(self, seed: int = 0, config: CoreConfig | None = None, ranks: int = 1) -> None:
         """Without a `config` the settings are drawn from the seed."""
         config = config or configure(draw(random.Random(seed)))
-        self.cores = [Core(config) for _ in range(ranks)]
+        self.cores = [core_for(config) for _ in range(ranks)]
         self.core = self.cores[0]
-        self.transfers = [
-            SimulatedTransfers(config.pools, self.core.slot_pools.capacity, rank, ranks) for rank in range(ranks)
-        ]
+        self.transfers = [self._transfers(rank, ranks) for rank in range(ranks)]
         self.storage = Store()
         self.attached = self.core.copies.storage
         self.flying: dict[int, Effect] = {}  # in flight, on at least one rank
@@ -74,6 +74,13 @@ class World:
         self._dirty, self._confirmed = Dirty(self.core), 0
         self._check()
 
+    def _transfers(self, rank: int, ranks: int) -> SimulatedTransfers:
+        return SimulatedTransfers(self.core.slot_pools, rank, ranks)
+
+    def _outside(self, keys: Sequence[bytes]) -> tuple[int, ...]:
+        """By pool, which of these pages an engine has on a device of its own."""
+        return ()
+
     # --- calls of the runtime
 
     def open(
@@ -91,11 +98,11 @@ class World:
     ) -> Lease:
         root = root_key(b"world", salt)
         keys = self._learn(root, tokens)
-        hit = self.core.lookup(root, tokens)  # on one rank only: if it changed state, the ranks would differ
-        assert (hit.device, hit.memory, hit.by_pool) == self._expected_hit(keys, len(tokens) // TOKEN_BYTES), (
-            "a hit is what a brute force finds"
-        )
-        twins = [core.open(root, tokens, self.now, patience, read, priority) for core in self.cores]
+        outside = self._outside(keys)
+        hit = self.core.lookup(root, tokens, outside)  # on one rank only: if it changed state, the ranks would differ
+        expected = self._expected_hit(keys, len(tokens) // TOKEN_BYTES, outside)
+        assert (hit.device, hit.memory, hit.by_pool) == expected, "a hit is what a brute force finds"
+        twins = [core.open(root, tokens, self.now, patience, read, priority, outside) for core in self.cores]
         lease = twins[0]
         self._twins[lease.number] = twins
         self._prompts[lease.number] = keys
@@ -266,7 +273,8 @@ class World:
         if page.position >= known:
             return False
         run = covering(passed[-1], page.position)
-        return bool((run.here[page.pool] | run.here[len(self.core.pools) + page.pool]) >> page.position - run.first & 1)
+        here = union(run.here[page.pool :: len(self.core.pools)])
+        return bool(here >> page.position - run.first & 1)
 
     def _note_failure(self, end: Ended) -> None:
         """The shadow's back-off: after a store that lost pages, doubling each time."""
@@ -425,7 +433,7 @@ class World:
 
     def resident(self, tier: Tier, pool: int = 0) -> int:
         """How many pages of a pool the tree has in a tier."""
-        place = int(tier) * len(self.core.pools) + pool
+        place = self.core.slot_pools.place(tier, pool)
         return sum(run.here[place].bit_count() for run in runs(self.core))
 
     def everybody(self) -> None:
@@ -493,27 +501,34 @@ class World:
     def _key(self, tokens: Sequence[int], position: int, salt: str) -> bytes:
         return extend(root_key(b"world", salt), pack(tokens), self.core.config.page_tokens)[position]
 
-    def _expected_hit(self, keys: list[bytes], tokens: int) -> tuple[int, int, tuple[int, ...]]:
+    def _expected_hit(
+        self, keys: list[bytes], tokens: int, outside: Sequence[int] = ()
+    ) -> tuple[int, int, tuple[int, ...]]:
         """By brute force: the deepest boundary from the device, from memory, and in memory for each pool."""
         pools = range(len(self.core.pools))
         wanted = {key: position for position, key in enumerate(keys)}
         near: list[set[int]] = [set() for _ in pools]
-        memory: list[set[int]] = [set() for _ in pools]
+        for pool, pages in enumerate(outside):
+            near[pool] = {position for position in range(len(keys)) if pages >> position & 1}
+        memory: list[set[int]] = [{*pages} for pages in near]
+        ours, host = Tier.DEVICE in self.core.config.slots, self.core.slot_pools.place(Tier.HOST, 0)
         for run in runs(self.core):
             names = self._keys_of(run)
             for local in range(len(run.tokens) // run.width):
                 position = wanted.get(names[local * KEY_BYTES : (local + 1) * KEY_BYTES])
                 if position is not None:
                     for pool in pools:
-                        host = len(pools) + pool
-                        if run.here[pool] >> local & 1:
+                        if ours and run.here[pool] >> local & 1:
                             near[pool].add(position)
-                        if run.here[pool] >> local & 1 or (run.here[host] & ~run.bad[host]) >> local & 1:
+                        far = run.here[host + pool] & ~run.bad[host + pool]
+                        if far >> local & 1 or position in near[pool]:
                             memory[pool].add(position)
 
         def deepest(present: list[set[int]], those: Sequence[int]) -> int:
             for boundary in range(max(0, tokens - 1) // self.core.config.page_tokens, 0, -1):
-                fits = all(len(self._reads(pool, boundary)) <= self.core.slot_pools.capacity[pool] for pool in pools)
+                capacity = self.core.config.slots.get(Tier.DEVICE, ())  # an engine limits its own prompts
+                reads = [len(self._reads(pool, boundary)) for pool in pools]
+                fits = all(pages <= slots for pages, slots in zip(reads, capacity, strict=False))
                 if (
                     boundary % self.core.grid == 0
                     and fits
@@ -599,13 +614,13 @@ class World:
         for lease in self.leases:
             for pool in range(pools):
                 counts[pool] += len(self._grown[lease.number][pool])
-                counts[pools + pool] += len(lease.landed[pool])
+                counts[slot_pools.place(Tier.HOST, pool)] += len(lease.landed[pool])
         for effects in (self.flying, self.lost):
             for effect in effects.values():
-                if isinstance(effect, Copy) and effect.target is not Tier.STORAGE:
+                if isinstance(effect, Copy) and effect.target in slot_pools.memory:
                     given = self.core.copies.ops[effect.op].given
                     for i, page in enumerate(effect.pages):
-                        counts[int(effect.target) * pools + page.pool] += not given >> i & 1
+                        counts[slot_pools.place(effect.target, page.pool)] += not given >> i & 1
         assert counts == slot_pools.capacity, f"slots are conserved: {counts} of {slot_pools.capacity}"
 
     def _keys_of(self, run: Run) -> bytes:
@@ -652,7 +667,7 @@ class World:
             names = self._keys_of(run)
             if b"".join([arena[slot] for slot in table if slot >= 0]) == names:
                 continue
-            host = place >= len(self.core.pools)
+            host = self.core.slot_pools.tier(place) is Tier.HOST
             for local in range(here.bit_length()):
                 if here >> local & 1:
                     content = arena[table[local]]
