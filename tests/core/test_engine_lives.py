@@ -18,7 +18,7 @@ def test_no_request_waits_in_vain_and_each_has_one_last_piece(chunk: int) -> Non
     seen = Counter[str]()
     for seed in range(10 * chunk, 10 * chunk + 10):
         print(f"python -m kvarve.testing.world --engine --seeds {seed}:{seed + 1}")
-        seen += live(*born(seed, engine=True)).seen
+        seen += live(*born(seed, "engine")).seen
     for kind in ("answered", "ran beside others", "left while waiting"):
         assert seen[kind], kind
 
@@ -30,7 +30,7 @@ def test_what_broke_once_does_not_break_again(path: Path) -> None:
 
 
 def test_a_life_of_an_engine_is_kept_in_a_file_and_played_again(tmp_path: Path) -> None:
-    life, dice = born(5, engine=True)
+    life, dice = born(5, "engine")
     live(life, dice, 60)
     life.write(tmp_path / "life.json")
     again = Life.read(tmp_path / "life.json")
@@ -44,7 +44,7 @@ def test_a_life_of_an_engine_is_kept_in_a_file_and_played_again(tmp_path: Path) 
 
 
 def test_a_request_that_is_forgotten_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    life, dice = born(3, engine=True)
+    life, dice = born(3, "engine")
     live(life, dice, 200)
     end, times = Shop._end, [0]
 
@@ -64,4 +64,4 @@ def test_a_scheduler_that_lets_requests_be_passed_for_ever_is_noticed(monkeypatc
     monkeypatch.setattr(admission, "OVERTAKEN", 1 << 30)
     with pytest.raises(AssertionError, match="passed by 9 that hold it up"):
         for seed in (15, 18, 19):
-            live(*born(seed, engine=True))
+            live(*born(seed, "engine"))

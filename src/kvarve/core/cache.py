@@ -16,7 +16,7 @@ from kvarve.boundaries import deepest
 from kvarve.core.copies import FETCH, LOAD, PROBE, STORE, CopyOutcome, Op
 from kvarve.core.effects import Began, Effect, Ended, Event, Verified
 from kvarve.core.growth import Growing
-from kvarve.core.lease import Cause, Lease, Phase
+from kvarve.core.lease import WAITS_FOR, Cause, Lease, Phase
 from kvarve.core.policies import BEST_EFFORT, Patience, WritePolicy
 from kvarve.core.resume import outcomes_of
 from kvarve.core.tree import same_pages, walk
@@ -73,7 +73,7 @@ class Core(Growing):
 
     def patience_ends(self) -> float:
         """The earliest deadline of a claimed lease that still waits: it then goes on with the pages that it has."""
-        waiting = (lease for lease in self.leases.values() if lease.claimed and not lease.ready)
+        waiting = (lease for lease in self.leases.values() if lease.claimed and lease.phase in WAITS_FOR)
         return min((lease.deadline for lease in waiting), default=inf)
 
     def take(self) -> list[Effect]:

@@ -7,6 +7,8 @@ and sizes. Blocks that a copy uses are the engine's again when `released` names 
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from math import inf
 
 from kvarve.boundaries import deepest, leading, members, needed, of, ones, span
 from kvarve.core.cache import Core
@@ -65,12 +67,12 @@ class EngineCore(Core):
         _, host = self.paths.present(path, known)
         kept = [here | saving for here, saving in zip(host, self._saving(lease), strict=True)]
         wanted = [of(handles) & ~here & ones(lease.pages) for handles, here in zip(pages, kept, strict=True)]
-        end = self._reach(kept, wanted)
+        end = int(min(lease.pages, self._reach(kept, wanted)))
         taken: list[dict[int, int]] = []
         for pool, bits in enumerate(wanted):
             slots = self.slot_pools.reserve(self.slot_pools.place(Tier.HOST, pool), (bits & ones(end)).bit_count())
             taken.append(dict(zip(members(bits & ones(end)), slots, strict=False)))
-        end = min(end, self._reach(kept, [of(slots) for slots in taken]))
+        end = int(min(end, self._reach(kept, [of(slots) for slots in taken])))
         moving = []
         for pool, slots_ in enumerate(taken):
             for position, slot in slots_.items():
@@ -79,9 +81,15 @@ class EngineCore(Core):
                 else:
                     self.slot_pools.give_back(self.slot_pools.place(Tier.HOST, pool), slot)
         self.counters.uncached += sum(bits.bit_count() for bits in wanted) - len(moving)
-        moving.sort(key=lambda page: page.position)
-        for start in range(0, len(moving), self.config.batch_pages):
-            self.copies.send(Op(BACKUP, moving[start : start + self.config.batch_pages], lease))
+        # Whole positions in a copy: the tree takes a position only with the pages of all chains.
+        batch: list[Moving] = []
+        for _, pages_ in groupby(sorted(moving, key=lambda page: page.position), key=lambda page: page.position):
+            batch.extend(pages_)
+            if len(batch) >= self.config.batch_pages:
+                self.copies.send(Op(BACKUP, batch, lease))
+                batch = []
+        if batch:
+            self.copies.send(Op(BACKUP, batch, lease))
         return [of(page.position for page in moving if page.pool == pool) for pool in range(len(self.pools))]
 
     def _saving(self, lease: Lease) -> list[int]:
@@ -93,9 +101,9 @@ class EngineCore(Core):
                     saving[page.pool] |= 1 << page.position
         return saving
 
-    def _reach(self, kept: Sequence[int], more: Sequence[int]) -> int:
+    def _reach(self, kept: Sequence[int], more: Sequence[int]) -> float:
         """The end of the positions that every chain reaches without a gap: no page rests on one that is not kept."""
-        return min((leading(kept[pool] | more[pool]) for pool in self.slot_pools.chains), default=1 << 32)
+        return min((leading(kept[pool] | more[pool]) for pool in self.slot_pools.chains), default=inf)
 
     # --- before a lease is ready
 

@@ -16,13 +16,17 @@ from kvarve.testing.world.shrink import Trouble, attempt, shrink
 
 LIVES_PER_SEED = 10**6
 REPORT_S = 10.0
+KINDS = {
+    "engine": "lives of an engine's scheduler over the core",
+    "blocks": "lives of a core over an engine's blocks",
+}
 
 
 def run(options: argparse.Namespace) -> int:
     """Run lives until enough steps have been made, or one has failed."""
     tally, told = Tally(), time.monotonic()
     seeds = iter(options.seeds) if options.seeds else count(options.seed * LIVES_PER_SEED)
-    for story in hunt(seeds, options.jobs, options.engine):
+    for story in hunt(seeds, options.jobs, options.kind):
         tally.add(story)
         if story.broken and tally.troubles[story.broken[1].place] == 1:
             report(*story.broken, options)
@@ -46,8 +50,8 @@ def report(life: Life, trouble: Trouble, options: argparse.Namespace) -> None:
     shortest.write(path)
     show(shortest)
     print(f"\nthis again:        python -m kvarve.testing.world --replay {path}")
-    engine = "--engine " * options.engine
-    print(f"all of that life:  python -m kvarve.testing.world {engine}--seeds {life.seed}:{life.seed + 1}", flush=True)
+    kind = "" if options.kind == "core" else f"--{options.kind} "
+    print(f"all of that life:  python -m kvarve.testing.world {kind}--seeds {life.seed}:{life.seed + 1}", flush=True)
 
 
 def show(life: Life) -> int:
@@ -90,7 +94,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m kvarve.testing.world", description=about)
     parser.add_argument("--seed", type=natural, default=0, help="where to begin; each seed has a million lives")
     parser.add_argument("--seeds", type=seeds_of, metavar="A:B", help="these lives, each by its own seed")
-    parser.add_argument("--engine", action="store_true", help="lives of an engine's scheduler over the core")
+    kinds = parser.add_mutually_exclusive_group()
+    for kind, about in KINDS.items():
+        kinds.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, default="core", help=about)
     parser.add_argument("--steps", type=positive, help="stop after so many inputs to the core (100,000 unless --seeds)")
     parser.add_argument("--jobs", type=positive, default=1, help="processes")
     parser.add_argument("--all", action="store_true", help="go on after a failure, and report each kind once")

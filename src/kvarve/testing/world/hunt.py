@@ -44,9 +44,9 @@ class Tally:
         return f"{self.steps:,} steps · {self.lives:,} lives · {rate:,.0f} steps/s{broke}"
 
 
-def tell(seed: int, engine: bool = False) -> Story:
-    """Run one life, of the core or of an engine over it."""
-    life, dice = born(seed, engine)
+def tell(seed: int, kind: str = "core") -> Story:
+    """Run one life of a kind (`born`)."""
+    life, dice = born(seed, kind)
     try:
         with bounded():
             world = live(life, dice)
@@ -55,17 +55,17 @@ def tell(seed: int, engine: bool = False) -> Story:
     return Story(world.steps, world.seen + world.happened())
 
 
-def hunt(seeds: Iterator[int], jobs: int = 1, engine: bool = False) -> Iterator[Story]:
+def hunt(seeds: Iterator[int], jobs: int = 1, kind: str = "core") -> Iterator[Story]:
     """Run lives with these seeds; yields each as soon as it has ended."""
     if jobs == 1:
-        yield from (tell(seed, engine) for seed in seeds)
+        yield from (tell(seed, kind) for seed in seeds)
         return
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        coming = {pool.submit(tell, seed, engine) for seed in islice(seeds, 4 * jobs)}
+        coming = {pool.submit(tell, seed, kind) for seed in islice(seeds, 4 * jobs)}
         try:
             while coming:
                 here, coming = wait(coming, return_when=FIRST_COMPLETED)
-                coming |= {pool.submit(tell, seed, engine) for seed in islice(seeds, len(here))}
+                coming |= {pool.submit(tell, seed, kind) for seed in islice(seeds, len(here))}
                 yield from (each.result() for each in here)
         finally:
             pool.shutdown(cancel_futures=True)

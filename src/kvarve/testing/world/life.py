@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvarve.core.effects import Began, Effect, Ended, Probe
-from kvarve.core.lease import Lease
+from kvarve.core.lease import Lease, Phase
 from kvarve.errors import ConfigError
 from kvarve.keys import TOKEN_BYTES
 from kvarve.model import MEMORY_TIERS, Tier
 from kvarve.testing.world import shop
-from kvarve.testing.world.scenes import PATIENCES, configure, draw, draw_prompt, words
+from kvarve.testing.world.blocks import EngineWorld
+from kvarve.testing.world.scenes import PATIENCES, configure, draw, draw_engine, draw_prompt, words
 from kvarve.testing.world.shop import Shop
 from kvarve.testing.world.transfers import PAGE, ROTTEN
 from kvarve.testing.world.world import World
@@ -41,7 +42,10 @@ class Life:
     actions: list[Action] = field(default_factory=list)
 
     def world(self) -> World | Shop:
-        """A fresh world for it: the core alone, or an engine's scheduler over it."""
+        """A fresh world for it: the core alone, over an engine's blocks, or an engine's scheduler over it."""
+        if "outside" in self.config:
+            config = configure(self.config["outside"])
+            return EngineWorld(config, self.ranks, self.config["blocks"], self.config["pieces"])
         return Shop.of(self.config) if "core" in self.config else World(config=configure(self.config), ranks=self.ranks)
 
     def write(self, path: Path) -> None:
@@ -65,7 +69,7 @@ class Life:
     def check(self) -> None:
         """ConfigError if there is no such core or no such action."""
         known = shop.ACTIONS if "core" in self.config else ACTIONS
-        configure(self.config.get("core", self.config))
+        configure(self.config.get("core", self.config.get("outside", self.config)))
         for name, *rest in self.actions:
             if name not in known:
                 raise ConfigError(f"not a life: nothing is called {name!r}")
@@ -311,7 +315,43 @@ def _retry(world: World) -> bool:
     return True
 
 
+def _load(world: World, pick: int, decline: int) -> bool:
+    """The engine names blocks for the pages that a lease offers."""
+    assert isinstance(world, EngineWorld)
+    lease = _one(pick, [lease for lease in world.leases if lease.phase is Phase.OFFERED])
+    if lease is not None:
+        world.load(lease, bool(decline))
+    return lease is not None
+
+
+def _forward(world: World, pick: int, more: int) -> bool:
+    """The engine computes pages of a ready lease."""
+    assert isinstance(world, EngineWorld)
+    lease = _one(pick, _ready(world))
+    if lease is not None:
+        world.forward(lease, lease.boundary + more)
+    return lease is not None
+
+
+def _save(world: World, pick: int, positions: int) -> bool:
+    """The engine offers some of the pages that it has."""
+    assert isinstance(world, EngineWorld)
+    lease = _one(pick, _ready(world))
+    if lease is not None:
+        world.save(lease, positions)
+    return lease is not None
+
+
+def _evict(world: World, pick: int, many: int) -> bool:
+    assert isinstance(world, EngineWorld)
+    return world.evict(pick, many)
+
+
 ACTIONS: Mapping[str, Callable[..., bool]] = {
+    "load": _load,
+    "forward": _forward,
+    "save": _save,
+    "evict": _evict,
     "open": _open,
     "request": _request,
     "claim": _claim,
@@ -362,7 +402,8 @@ def _ready(world: World) -> list[Lease]:
 class Director:
     """Draws the actions of one life; the frequency of each kind and of faults is drawn first."""
 
-    def __init__(self, dice: random.Random) -> None:
+    def __init__(self, dice: random.Random, outside: bool = False) -> None:
+        """`outside`: the nearest tier is an engine's."""
         self.dice = dice
         self.trouble = dice.choice([0.0, 0.05, 0.3])  # chance that a page of a copy does not arrive
         self.told = dice.choice([0.2, 0.6, 1.0])  # share of the effects in flight that end in a step
@@ -401,6 +442,10 @@ class Director:
             "mute": 0.5 * faults,
             "retry": dice.choice([0, 1, 3]),
         }
+        if outside:
+            for kind in ("resumed", "seat", "mark", "grow", "short", "publish"):
+                del weights[kind]
+            weights |= {"load": 20, "forward": 14, "save": 14, "evict": dice.choice([4, 12, 30])}
         # Weights vary between lives, so that an action that is rare in one is common in another.
         self.kinds, self.weights = [*weights], [weight * dice.choice([0.3, 1, 1, 3]) for weight in weights.values()]
 
@@ -420,6 +465,14 @@ class Director:
                 return ["open", self._prompt(), salt, dice.randrange(len(PATIENCES)), reads, priority]
             case "grow" | "short":
                 return [kind, pick, dice.randint(1, 12)]
+            case "load":
+                return ["load", pick, int(dice.random() < 0.1)]
+            case "forward":
+                return ["forward", pick, dice.randint(1, 12)]
+            case "save":
+                return ["save", pick, dice.choice([2**70 - 1, 2**70 - 1, dice.getrandbits(12)])]
+            case "evict":
+                return ["evict", pick % 5, dice.choice([1, 3, 100])]
             case "seat":
                 return ["seat", pick, dice.randint(1, 12)]
             case "mark":
@@ -484,12 +537,13 @@ def _call(effect: Effect) -> str:
     return {Tier.STORAGE: "put"}.get(effect.target) or {Tier.STORAGE: "get"}.get(effect.source, "")
 
 
-def born(seed: int, engine: bool = False) -> tuple[Life, random.Random]:
-    """A life without actions, of the core or of an engine over it, and the random generator that will draw them."""
+def born(seed: int, kind: str = "core") -> tuple[Life, random.Random]:
+    """A life without actions, and the random generator that will draw them: of the core alone, of an engine's scheduler
+    over it ("engine"), or of a core over an engine's blocks ("blocks")."""
     dice = random.Random(seed)
-    if engine:
+    if kind == "engine":
         return Life(seed, 1, shop.setting(dice)), dice
-    config = draw(dice)
+    config = draw_engine(dice) if kind == "blocks" else draw(dice)
     return Life(seed, dice.choice([1, 1, 1, 1, 2, 2, 3, 4]), config), dice
 
 
@@ -497,7 +551,9 @@ def live(life: Life, dice: random.Random, steps: int | None = None) -> World:
     """Draw and apply the actions of a life; `life` holds them if it fails. Same seed, same life."""
     here = life.world()
     world = here.world if isinstance(here, Shop) else here
-    director = shop.Director(dice, here.room) if isinstance(here, Shop) else Director(dice)
+    director = (
+        shop.Director(dice, here.room) if isinstance(here, Shop) else Director(dice, isinstance(here, EngineWorld))
+    )
     steps = dice.randint(200, 900) if steps is None else steps
     while world.steps < steps:
         life.actions.append(director.action(here))  # type: ignore[arg-type]

@@ -27,11 +27,13 @@ ATTENTION, INDEX, WINDOW, STATE = pool("attention", None), pool("index", None), 
 
 
 def config(
-    *pools: PoolSpec, device: int | Sequence[int] = 64, host: int | Sequence[int] = 0, grid: int = 1, **rest: Any
+    *pools: PoolSpec, device: int | Sequence[int] | None = 64, host: int | Sequence[int] = 0, grid: int = 1, **rest: Any
 ) -> CoreConfig:
     """A small core: slots of each pool, or one number for all; no host tier by default. `rest` names policies too."""
     policies = {each.name: rest.pop(each.name) for each in fields(Policies) if each.name in rest}
-    slots = {Tier.DEVICE: (device,) * len(pools) if isinstance(device, int) else tuple(device)}
+    slots: dict[Tier, tuple[int, ...]] = {}
+    if device is not None:
+        slots[Tier.DEVICE] = (device,) * len(pools) if isinstance(device, int) else tuple(device)
     if host:
         slots[Tier.HOST] = (host,) * len(pools) if isinstance(host, int) else tuple(host)
     return CoreConfig(
@@ -98,6 +100,15 @@ def draw(dice: random.Random) -> dict[str, Any]:
         "offload_pays_at": dice.choice([0.0, 0.0, 0.1, 0.5, 2.0]),
         "offload_horizon_bytes": dice.choice([0, 64, 400, 2000]),  # a page has 16
     }
+
+
+def draw_engine(dice: random.Random) -> dict[str, Any]:
+    """Draw a core over an engine's blocks: how many there are, and how many make up a page of each pool."""
+    core = draw(dice)
+    while not any(core["host"]):
+        core = draw(dice)
+    pieces = [dice.choice([1, 1, 2, 3]) for _ in core["pools"]]
+    return {"outside": core | {"device": None}, "blocks": dice.choice([24, 120, 400]), "pieces": pieces}
 
 
 def _room(dice: random.Random, least: int, most: int) -> int:

@@ -697,7 +697,7 @@ class World:
     def _check_waiting(self) -> None:
         """A claimed lease waits until its deadline at most, and only while a copy is in flight."""
         for lease in self.leases:
-            if lease.claimed and not lease.ready:
+            if lease.claimed and not lease.ready and lease.phase is not Phase.OFFERED:
                 assert self.now < lease.deadline, f"lease {lease.number} waits longer than it should"
                 self._stalled[lease.number] += not self.flying and not self.lost
                 assert self._stalled[lease.number] <= TURNS, f"lease {lease.number} waits for nothing"

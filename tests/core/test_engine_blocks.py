@@ -1,0 +1,161 @@
+"""A core over an engine's blocks: what the engine has, what it is brought, and when its blocks are its own again."""
+
+from collections import Counter
+from itertools import count
+
+import pytest
+
+from kvarve.core.lease import Lease, Phase
+from kvarve.core.outside import EngineCore
+from kvarve.core.settings import CoreConfig
+from kvarve.errors import ConfigError
+from kvarve.model import Tier
+from kvarve.testing.world import ATTENTION, INDEX, PAGE_TOKENS, STATE, WINDOW, World, config, prompt
+from kvarve.testing.world.blocks import EngineWorld
+from kvarve.testing.world.life import born, live
+
+STEPS = 6000
+
+
+def world(*pools: object, host: int = 64, **rest: object) -> EngineWorld:
+    settings = config(*pools, device=None, host=host, snapshot_every=PAGE_TOKENS, **rest)  # type: ignore[arg-type]
+    return EngineWorld(settings, blocks=200, pieces=[1, 2, 3][: len(pools)])
+
+
+def saved(here: EngineWorld, pages: int = 6) -> None:
+    """A prompt that is in the host, and not with the engine."""
+    here.request(prompt(pages))
+    here.evict()
+    assert not here.blocks.cached
+
+
+def claimed(here: EngineWorld, pages: int = 6) -> Lease:
+    lease = here.open(prompt(pages))
+    here.claim(lease)
+    here.settle()
+    here.claim(lease)
+    return lease
+
+
+def test_lives_over_an_engines_blocks_break_no_law() -> None:
+    steps, seen = 0, Counter[str]()
+    for seed in count(700):
+        print(f"python -m kvarve.testing.world --blocks --seeds {seed}:{seed + 1}")
+        life = live(*born(seed, "blocks"))
+        steps, seen = steps + life.steps, seen + life.seen + life.happened()
+        if steps >= STEPS:
+            break
+    expected = {"brought", "declined", "saved", "evicted by the engine", "out of blocks", "counted loaded"}
+    expected |= {"hit pages from device", "hit pages from host", "counted stored", "counted fetched", "lost"}
+    assert not (missing := expected - set(+seen)), missing
+
+
+@pytest.mark.parametrize("pools", [(ATTENTION,), (ATTENTION, WINDOW, STATE), (ATTENTION, INDEX, STATE)])
+def test_with_host_and_storage_only_a_prompt_hits_as_with_three_tiers(pools: tuple[object, ...]) -> None:
+    deep = []
+    for device in (64, None):
+        settings = config(*pools, device=device, host=64, storage=True, snapshot_every=PAGE_TOKENS)  # type: ignore[arg-type]
+        here = World(config=settings) if device else EngineWorld(settings, blocks=200, pieces=[1, 2, 3][: len(pools)])
+        here.request(prompt(6))
+        here.flush(Tier.DEVICE, Tier.HOST)
+        if isinstance(here, EngineWorld):
+            here.evict()
+        lease = here.open(prompt(9))
+        here.settle()
+        here.claim(lease)
+        if isinstance(here, EngineWorld):
+            here.load(lease)
+        here.settle()
+        deep.append((lease.ready, lease.boundary, lease.from_tiers()))
+    assert deep[0] == deep[1] == (True, 6, (0, 0, 6))
+
+
+def test_a_lease_offers_what_the_engine_lacks_for_the_deepest_boundary() -> None:
+    here = world(ATTENTION, STATE)
+    saved(here)
+    lease = claimed(here)
+    assert lease.phase is Phase.OFFERED and lease.boundary == 6
+    assert lease.offered == [0b111111, 0b100000]
+    here.load(lease)
+    here.settle()
+    assert lease.ready and lease.boundary == 6 and lease.from_tiers() == (0, 6, 0)
+
+
+def test_what_the_engine_has_is_not_brought_again() -> None:
+    here = world(ATTENTION, STATE)
+    here.request(prompt(4))
+    lease = here.open(prompt(6))
+    here.claim(lease)
+    assert lease.ready and lease.boundary == 4 and lease.from_tiers() == (4, 0, 0)
+
+
+def test_an_engine_may_decline_and_start_from_what_it_has() -> None:
+    here = world(ATTENTION)
+    saved(here)
+    lease = claimed(here)
+    here.load(lease, decline=True)
+    assert lease.ready and lease.boundary == 0
+
+
+def test_blocks_are_released_only_when_their_copy_has_ended() -> None:
+    """A request that was aborted must not free blocks that a copy still writes to."""
+    here = world(ATTENTION)
+    saved(here)
+    lease = claimed(here)
+    here.load(lease)
+    (op,) = here.flying
+    here.close(lease)
+    held = [handle for handle, users in here.blocks.users.items() if users]
+    assert len(held) == 6, "the copy is under way"
+    here.step([here.end(op)])
+    assert not +here.blocks.users
+    here.drain()
+
+
+def test_a_rotten_page_lowers_the_boundary_and_is_replaced_by_the_next_save() -> None:
+    here = world(ATTENTION, STATE)
+    saved(here)
+    here.rot(Tier.HOST, 3, prompt(6))
+    lease = claimed(here)
+    here.load(lease)
+    here.settle()
+    assert lease.ready and lease.boundary < 4 and here.core.counters.bad_host == 1
+    here.forward(lease, 6)
+    here.save(lease, -1)
+    here.settle()
+    here.close(lease)
+    assert here.hit(prompt(6)) == (0, 6)
+
+
+def test_a_page_behind_a_gap_is_not_saved() -> None:
+    here = world(ATTENTION)
+    lease = here.start(prompt(6))
+    here.forward(lease, 6)
+    assert here.save(lease, 0b110111) == [0b000111]
+    assert here.save(lease, 0b111000) == [0b111000], "it goes on where the copies in flight end"
+    here.settle()
+    assert here.hit(prompt(6)) == (0, 6)
+    assert here.save(lease, -1) == [0], "and nothing is saved twice"
+
+
+def test_a_full_host_saves_the_beginning() -> None:
+    here = world(ATTENTION, STATE, host=4)
+    lease = here.start(prompt(6))
+    here.forward(lease, 6)
+    assert here.save(lease, -1) == [0b001111, 0b001111]
+    assert here.core.counters.uncached == 4
+
+
+def test_targets_have_to_be_those_that_are_offered() -> None:
+    here = world(ATTENTION)
+    saved(here)
+    lease = claimed(here)
+    assert isinstance(here.core, EngineCore)
+    with pytest.raises(AssertionError, match="a handle for each page"):
+        here.core.load(lease, [{0: 1}])
+    assert lease.phase is Phase.OFFERED
+
+
+def test_a_core_needs_slots_somewhere() -> None:
+    with pytest.raises(ConfigError, match="slots on the device or in the host"):
+        CoreConfig((ATTENTION,), {})
