@@ -47,7 +47,8 @@ from kvarve.engine.tails import Tails, tails
 from kvarve.errors import Broken, Busy, ConfigError
 from kvarve.metrics import Histogram
 from kvarve.model import MEMORY_TIERS, Tier
-from kvarve.runtime import PrefixCache, Prompt
+from kvarve.prefix_cache import PrefixCache
+from kvarve.scheduler import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -208,16 +209,16 @@ class Engine:
         gone = 0
         while True:
             self.settle(end - time.monotonic())
-            pages, idle = self.ask(lambda: (self._cache.evict(tiers), self.cache.core.idle()), timeout_s)
+            pages, idle = self.ask(lambda: (self._cache.evict(tiers), self.cache.idle()), timeout_s)
             gone += int(pages)
             if idle or time.monotonic() >= end:  # write-back copies pages down before it evicts them
                 return gone
 
     def settle(self, timeout_s: float = 60.0) -> bool:
         """Wait until all backups are written; False if there are dirty pages after that."""
-        core, end = self.cache.core, time.monotonic() + timeout_s
+        cache, end = self.cache, time.monotonic() + timeout_s
         while True:
-            idle, dirty = self.ask(lambda: (core.idle(), core.idle() and core.dirty()), max(timeout_s, 1.0))
+            idle, dirty = self.ask(lambda: (cache.idle(), cache.idle() and cache.dirty()), max(timeout_s, 1.0))
             if idle or time.monotonic() >= end:
                 return idle and not dirty
             time.sleep(POLL_S)
