@@ -8,7 +8,7 @@ from wire import MESSAGES, PLAIN, SETTINGS, VALUES, PlainReader
 
 from kvarve.config import CacheConfig
 from kvarve.core.cache import Hit
-from kvarve.core.effects import Began, Copy, Ended, Page, Probe
+from kvarve.core.effects import Began, Copy, Ended, Page, Probe, Verified
 from kvarve.core.headroom import Demand
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.settings import Counters
@@ -26,12 +26,16 @@ SAMPLES: list[Any] = [
     Copy(1, Tier.HOST, Tier.DEVICE, (PAGE, PAGE), b"root", 0.5),
     Probe(2, (PAGE,), b"root", 0.5),
     Began(2),
+    Verified(2, 1 << 200, 3),
     Ended(2, 1 << 200, 3),
-    Report([Began(1), Ended(1, 5)], up=False, proposed=PROPOSED),
+    Report([Began(1), Verified(1, 5), Ended(1, 5)], up=False, proposed=PROPOSED),
     PROPOSED,
     ChangeMade(3),
     ChangeRefused(3, "another rank cannot", busy=False),
     CONFIG,
+    CONFIG.policies,
+    CONFIG.policies.write,
+    CONFIG.policies.snapshots,
     ModelIdentity("test", "w", "float32", 64, 128, (POOL,)),
     POOL,
     BUFFER,
@@ -47,7 +51,7 @@ SAMPLES: list[Any] = [
 
 
 def test_there_is_a_sample_of_every_kind() -> None:
-    assert {Copy, Probe, Began, Ended, Report, ChangeProposed, ChangeMade, ChangeRefused} <= MESSAGES
+    assert {Copy, Probe, Began, Verified, Ended, Report, ChangeProposed, ChangeMade, ChangeRefused} <= MESSAGES
     assert {type(sample) for sample in SAMPLES} == MESSAGES | SETTINGS | VALUES
 
 

@@ -16,6 +16,7 @@ from wire import PLAIN
 import kvarve.prefix_cache
 from kvarve.config import CacheConfig
 from kvarve.core.effects import Copy, Page, Probe
+from kvarve.core.policies import Policies
 from kvarve.demo import QUICK, ROUNDS, Answer, Round, conversations, run_round
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import LoadedModel, load_model
@@ -82,7 +83,8 @@ class Served(NamedTuple):
 
 def demo(model: LoadedModel, folder: Path) -> Served:
     """The demo's four rounds, with a restart before the last one."""
-    config = CacheConfig(256 * MIB, 512 * MIB, f"file://{folder}?capacity=1GiB", prefetch_policy="wait_complete")
+    patient = Policies(prefetch_policy="wait_complete")
+    config = CacheConfig(256 * MIB, 512 * MIB, f"file://{folder}?capacity=1GiB", patient)
     tasks = [recall_task(seed, tokens=QUICK.tokens, facts=QUICK.facts, questions=QUICK.turns) for seed in range(2)]
     rounds, logits = [Round(name) for name in ROUNDS], []
     for served in (rounds[:3], rounds[3:]):
@@ -148,7 +150,7 @@ def test_in_two_processes_storages_come_and_go() -> None:
         cache.step()
         change.made.result(0)
         settle(cache)
-        assert cache.config.write_policy == "write_through_selective" and store.usage().objects
+        assert cache.config.policies.write_policy == "write_through_selective" and store.usage().objects
         cache.flush()
         assert run(cache, tokens) == (0, 0, 8)
     declined = cache.decline(StorageError("this rank cannot"))

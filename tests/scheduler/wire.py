@@ -15,7 +15,9 @@ from kvarve.core import effects
 from kvarve.core.cache import Hit
 from kvarve.core.headroom import Demand
 from kvarve.core.lease import Lease, Phase
+from kvarve.core.policies import Policies, WritePolicy
 from kvarve.core.settings import Counters
+from kvarve.core.snapshots import Snapshots
 from kvarve.model import BufferSpec, ModelIdentity, PoolSpec, Tier
 from kvarve.scheduler import Prompt
 
@@ -73,7 +75,7 @@ def of_module(module: Any) -> set[type]:
 
 
 MESSAGES = of_module(effects) | of_module(messages)
-SETTINGS = {CacheConfig, ModelIdentity, PoolSpec, BufferSpec, Tier}
+SETTINGS = {CacheConfig, Policies, Snapshots, WritePolicy, ModelIdentity, PoolSpec, BufferSpec, Tier}
 VALUES = {Prompt, Demand, Hit, Counters, Phase, range, frozenset}
 PLAIN = MESSAGES | SETTINGS | VALUES | {Number, Standing, Call, Answer}
 _BY_NAME = {(each.__module__, each.__qualname__): each for each in PLAIN}
