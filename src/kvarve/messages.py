@@ -6,6 +6,7 @@ to which storage the copies after it go. To the scheduler: reports.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvarve.config import CacheConfig
 from kvarve.core.effects import Effect, Event
@@ -42,8 +43,7 @@ class ChangeRefused:
     busy: bool
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """What a worker tells its scheduler before a step: the copies that began or ended since its last report, whether
     its storage answers (true without one), and the change of the storage that it was asked for since."""
 

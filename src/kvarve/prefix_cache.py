@@ -285,4 +285,5 @@ class PrefixCache:
         self.scheduler.audit()
 
     def _send(self) -> None:
-        self.worker.do(self.scheduler.take())
+        if orders := self.scheduler.take():
+            self.worker.do(orders)

@@ -209,9 +209,10 @@ class CacheScheduler:
 
     def take(self) -> list[Order]:
         """The orders since the last call, for the worker to carry out in this order."""
+        if not self._orders:
+            return [*self.core.take()]
         orders, self._orders = self._orders, []
-        orders += self.core.take()
-        return orders
+        return orders + self.core.take()
 
     def flush(self, tiers: Sequence[Tier] = MEMORY_TIERS) -> int:
         """Evict every unpinned page from memory tiers; returns how many went at once."""
