@@ -13,17 +13,9 @@ FLOORS = (
     {"core"},
     {"background"},  # threads
     {"memory", "transfer", "storage", "ranks"},  # hands
-    {
-        "config",
-        "balance",
-        "messages",
-        "changes",
-        "scheduler",
-        "worker",
-        "prefix_cache",
-        "admin",
-        "metrics",
-    },  # the house
+    {"config", "balance", "messages", "changes", "ticket"},  # settings, and what scheduler and worker tell each other
+    {"scheduler", "worker"},
+    {"prefix_cache", "admin", "metrics"},  # the house
     {"engine", "simulate"},
     {"cli", "__main__", "storage_cli", "server", "bench", "demo", "verify", "integrations"},  # guests
 )
@@ -35,7 +27,7 @@ STRANGERS = (HANDS, {"scheduler", "worker"})
 MAY_USE = {"transfer": {"memory", "storage"}}
 
 # A scheduler may live where no tensor is: it and what it imports know no memory, lane or storage, and read no clock.
-DECIDES = {"scheduler", "changes", "messages", "balance", "config", "ranks"}
+DECIDES = {"scheduler", "changes", "messages", "ticket", "balance", "config", "ranks"}
 HOW_RANKS_TALK = SOURCE / "ranks" / "group.py"  # a scheduler is given the agreement of its ranks
 
 NOT_PURE = {"time", "threading", "socket", "logging", "random", "os", "torch", "asyncio", "subprocess", "secrets"}

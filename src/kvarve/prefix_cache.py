@@ -21,6 +21,7 @@ from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
 from kvarve.ranks.agreement import Agreement, Alone
 from kvarve.scheduler import CacheScheduler, Prompt, Tokens
 from kvarve.storage import Storage, StorageUsage
+from kvarve.ticket import Ticket
 from kvarve.worker import CLOSE_S, Attached, CacheWorker, Change
 
 log = logging.getLogger(__name__)
@@ -63,8 +64,16 @@ class PrefixCache:
     def prompt(self, tokens: Tokens, salt: str = "") -> Prompt:
         return self.scheduler.prompt(tokens, salt)
 
-    def open(self, tokens: Tokens | Prompt, salt: str = "", read: bool = True, priority: int = 0) -> Lease:
-        lease = self.scheduler.open(tokens, salt, read, priority)
+    def open(
+        self,
+        tokens: Tokens | Prompt,
+        salt: str = "",
+        read: bool = True,
+        priority: int = 0,
+        ticket: Ticket | None = None,
+        unix_s: float = 0.0,
+    ) -> Lease:
+        lease = self.scheduler.open(tokens, salt, read, priority, ticket, unix_s)
         self._send()
         return lease
 
@@ -114,6 +123,9 @@ class PrefixCache:
     def close(self, lease: Lease) -> None:
         self.scheduler.close(lease)
         self._send()
+
+    def export(self, lease: Lease, until_s: float) -> Ticket:
+        return self.scheduler.export(lease, until_s)
 
     def arena(self, pool: str) -> Mapping[str, Tensor]:
         return self.worker.arena(pool)

@@ -8,7 +8,7 @@ another process. Leases stay here; across a process they are known by their numb
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +22,12 @@ from kvarve.core.cache import Core, Hit
 from kvarve.core.headroom import Demand
 from kvarve.core.lease import Lease
 from kvarve.core.settings import CoreConfig, Counters
-from kvarve.keys import TOKEN_BYTES, bind_to_chunk, pack, root_key
+from kvarve.errors import ConfigError
+from kvarve.keys import KEY_BYTES, TOKEN_BYTES, bind_to_chunk, names, pack, root_key
 from kvarve.messages import ChangeMade, ChangeProposed, Order, Report
 from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
 from kvarve.ranks.agreement import Agreement, Alone
+from kvarve.ticket import Ticket
 
 log = logging.getLogger(__name__)
 
@@ -85,11 +87,29 @@ class CacheScheduler:
         """
         return Prompt(root_key(self._namespace, salt), self._known_by(pack(tokens)))
 
-    def open(self, tokens: Tokens | Prompt, salt: str = "", read: bool = True, priority: int = 0) -> Lease:
+    def open(
+        self,
+        tokens: Tokens | Prompt,
+        salt: str = "",
+        read: bool = True,
+        priority: int = 0,
+        ticket: Ticket | None = None,
+        unix_s: float = 0.0,
+    ) -> Lease:
         """Open a lease for a request that begins to wait: its pages in storage are prefetched. With `read` false it
-        resumes from nothing; pages used at a high `priority` are evicted last, if eviction is by priority."""
+        resumes from nothing; pages used at a high `priority` are evicted last, if eviction is by priority.
+
+        With a `ticket` it waits for storage, if need be, until the ticket's time, but no longer than for a call that
+        hangs; `unix_s` is the Unix time now, on all ranks the same. ConfigError for a ticket of another prompt, salt,
+        model, layout or sharding.
+        """
         known = tokens if isinstance(tokens, Prompt) else self.prompt(tokens, salt)
-        lease = self.core.open(known.root, known.tokens, self.now, self.config.policies.patience(), read, priority)
+        patience = self.config.policies.patience()
+        if ticket is not None:
+            self._check_ticket(ticket, known)
+            coming_s = min(ticket.until_s - unix_s, self.config.policies.storage_deadline_s)
+            patience = replace(patience, base_s=max(patience.base_s, coming_s))
+        lease = self.core.open(known.root, known.tokens, self.now, patience, read, priority)
         if not self.now:
             self._early.append(lease)
         return lease
@@ -152,6 +172,26 @@ class CacheScheduler:
     def close(self, lease: Lease) -> None:
         """Close a lease in any phase."""
         self.core.close(lease)
+
+    def export(self, lease: Lease, until_s: float) -> Ticket:
+        """Hand a ready lease's prompt over: a ticket for the pages that have been published, which go to storage now
+        whatever the write policy, and are expected there until `until_s` (Unix time).
+
+        ConfigError: no storage is attached.
+        """
+        if not self._attached:
+            raise ConfigError("a prompt is handed over through a storage that both servers share: attach one")
+        boundary, identity = self.core.hand_over(lease), self.identity
+        key = lease.key(boundary - 1).hex() if boundary else ""
+        model = self._namespace.hex()
+        return Ticket(lease.root.hex(), key, boundary, until_s, model, identity.layout, identity.ranks)
+
+    def _check_ticket(self, ticket: Ticket, prompt: Prompt) -> None:
+        ticket.check(self.identity, prompt.root)
+        width = self.identity.page_tokens * TOKEN_BYTES
+        keys = names(prompt.root, b"", prompt.tokens[: ticket.boundary * width], self.identity.page_tokens)
+        if len(keys) != ticket.boundary * KEY_BYTES or keys[-KEY_BYTES:].hex() != ticket.key:
+            raise ConfigError("the ticket is of another prompt: give the request the prompt that was prefilled")
 
     # --- what admission asks: these change nothing
 

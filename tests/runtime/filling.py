@@ -21,6 +21,7 @@ from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
 from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import MemoryStorage
 from kvarve.testing import FaultyStorage, Rule
+from kvarve.ticket import Ticket
 
 PAGE, CHUNK = 64, 128
 ATTENTION = PoolSpec("attention", (BufferSpec("k", (4, 3), "float32"), BufferSpec("v", (5,), "bfloat16")), None)
@@ -104,10 +105,16 @@ class Request:
     """One prompt on its way through a cache."""
 
     def __init__(
-        self, cache: PrefixCache, tokens: Sequence[int], salt: str = "", read: bool = True, rank: int = 0
+        self,
+        cache: PrefixCache,
+        tokens: Sequence[int],
+        salt: str = "",
+        read: bool = True,
+        rank: int = 0,
+        ticket: Ticket | None = None,
     ) -> None:
         self.cache, self.tokens, self.salt, self.rank = cache, tokens, salt, rank
-        self.lease: Lease = cache.open(tokens, salt, read)
+        self.lease: Lease = cache.open(tokens, salt, read, ticket=ticket)
         self.at = 0
         cache.audit()
 
