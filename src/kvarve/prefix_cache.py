@@ -124,8 +124,11 @@ class PrefixCache:
         self.scheduler.close(lease)
         self._send()
 
-    def export(self, lease: Lease, until_s: float) -> Ticket:
+    def export(self, lease: Lease, until_s: float) -> Ticket | None:
         return self.scheduler.export(lease, until_s)
+
+    def check_ticket(self, ticket: Ticket, prompt: Prompt) -> None:
+        self.scheduler.check_ticket(ticket, prompt)
 
     def arena(self, pool: str) -> Mapping[str, Tensor]:
         return self.worker.arena(pool)

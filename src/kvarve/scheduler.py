@@ -106,7 +106,7 @@ class CacheScheduler:
         known = tokens if isinstance(tokens, Prompt) else self.prompt(tokens, salt)
         patience = self.config.policies.patience()
         if ticket is not None:
-            self._check_ticket(ticket, known)
+            self.check_ticket(ticket, known)
             coming_s = min(ticket.until_s - unix_s, self.config.policies.storage_deadline_s)
             patience = replace(patience, base_s=max(patience.base_s, coming_s))
         lease = self.core.open(known.root, known.tokens, self.now, patience, read, priority)
@@ -173,20 +173,18 @@ class CacheScheduler:
         """Close a lease in any phase."""
         self.core.close(lease)
 
-    def export(self, lease: Lease, until_s: float) -> Ticket:
+    def export(self, lease: Lease, until_s: float) -> Ticket | None:
         """Hand a ready lease's prompt over: a ticket for the pages that have been published, which go to storage now
-        whatever the write policy, and are expected there until `until_s` (Unix time).
-
-        ConfigError: no storage is attached.
-        """
+        whatever the write policy, and are expected there until `until_s` (Unix time). None without a storage."""
         if not self._attached:
-            raise ConfigError("a prompt is handed over through a storage that both servers share: attach one")
+            return None
         boundary, identity = self.core.hand_over(lease), self.identity
         key = lease.key(boundary - 1).hex() if boundary else ""
         model = self._namespace.hex()
         return Ticket(lease.root.hex(), key, boundary, until_s, model, identity.layout, identity.ranks)
 
-    def _check_ticket(self, ticket: Ticket, prompt: Prompt) -> None:
+    def check_ticket(self, ticket: Ticket, prompt: Prompt) -> None:
+        """ConfigError unless `open` takes this ticket for a prompt; from any thread, since it hashes the prompt."""
         ticket.check(self.identity, prompt.root)
         width = self.identity.page_tokens * TOKEN_BYTES
         keys = names(prompt.root, b"", prompt.tokens[: ticket.boundary * width], self.identity.page_tokens)

@@ -49,6 +49,7 @@ from kvarve.metrics import Histogram
 from kvarve.model import MEMORY_TIERS, Tier
 from kvarve.prefix_cache import PrefixCache
 from kvarve.scheduler import Prompt
+from kvarve.ticket import Ticket
 
 log = logging.getLogger(__name__)
 
@@ -172,6 +173,10 @@ class Engine:
                 checked[same] = self._checked(one.prompt, ways)
             if (same, one.salt) not in known:
                 known[same, one.salt] = self.cache.prompt(checked[same], one.salt)
+            if one.ticket is not None:
+                self.cache.check_ticket(one.ticket, known[same, one.salt])
+            if one.hand_over_s is not None and self.cache.attached is None:
+                raise ConfigError("a prompt is handed over through a storage that both servers share: attach one")
         if len(requests) > limit:
             raise ConfigError(f"{len(requests)} requests at once are more than the {limit} that the engine takes")
         with self._lock:
@@ -359,7 +364,9 @@ class Engine:
     def _enqueue(self, request: Request, prompt: Prompt) -> None:
         if self._ended:
             return  # `_notify_all` tells it
-        lease = self._cache.open(prompt, read=request.read_cache, priority=request.priority)
+        lease = self._cache.open(
+            prompt, read=request.read_cache, priority=request.priority, ticket=request.ticket, unix_s=time.time()
+        )
         try:
             job = Job(request, prompt, lease, self.model)
         except Exception as e:
@@ -611,13 +618,18 @@ class Engine:
             self._batches.clear()
         page = self.model.layout.page_tokens
         usage = TokenUsage(len(job.request.prompt), len(job.output_ids), *(n * page for n in job.cached or (0, 0, 0)))
+        ticket = self._export(job) if finish in (Finish.STOP, Finish.LENGTH) else None
         self._cache.close(job.lease)
         if job.cached is not None:
             self.counts.prompt_tokens += usage.prompt
             self.counts.cached_device += usage.device
             self.counts.cached_host += usage.host
             self.counts.cached_storage += usage.storage
-        self._finish(job.request, OutputChunk(job.text, last, finish, usage, error, likely))
+        self._finish(job.request, OutputChunk(job.text, last, finish, usage, error, likely, ticket))
+
+    def _export(self, job: Job) -> Ticket | None:
+        hand_over_s = job.request.hand_over_s
+        return None if hand_over_s is None else self._cache.export(job.lease, time.time() + hand_over_s)
 
     def _finish(self, request: Request, piece: OutputChunk) -> None:
         """Deliver the last output of a request, if it has had none."""
