@@ -42,7 +42,7 @@ from kvarve.engine.model import LoadedModel, forward, keeping_answers, load_mode
 from kvarve.engine.requests import OutputChunk, Request, Sampling
 from kvarve.engine.state import Workspace
 from kvarve.model import Tier
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 from kvarve.server.serve import quiet_libraries
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))

@@ -9,7 +9,7 @@ from kvarve.config import CacheConfig
 from kvarve.core.lease import Lease
 from kvarve.core.policies import Policies
 from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 
 PROMPT_TOKENS, PAGE_TOKENS, CHUNK_TOKENS, LAYERS = 4096, 64, 256, 8
 PAGES = PROMPT_TOKENS // PAGE_TOKENS

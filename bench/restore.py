@@ -31,7 +31,7 @@ from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import Policies
 from kvarve.memory.record import record_bytes
 from kvarve.model import Tier
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import FileStorage, Storage, StorageUsage
 from pretend import IDENTITY, KV, PAGE_TOKENS, PATIENCE_S, STATE, until
 
@@ -125,7 +125,7 @@ class Bench:
         seconds["backup"] = timed(back_up)
         if self.storage is not None:
             self.storage.open()
-            seconds["store"] = timed(lambda: until(self.cache, cache.core.idle))
+            seconds["store"] = timed(lambda: until(self.cache, cache.idle))
         for lease in leases:
             cache.close(lease)
         cache.flush([Tier.DEVICE])

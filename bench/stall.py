@@ -28,7 +28,7 @@ from kvarve.engine.engine import Engine
 from kvarve.engine.model import keeping_answers, load_model
 from kvarve.engine.requests import OutputChunk, Request, Sampling
 from kvarve.model import Tier
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 from kvarve.server.serve import quiet_libraries
 from kvarve.storage import FileStorage
 from kvarve.testing import FaultyStorage

@@ -14,9 +14,10 @@ from kvarve.core.policies import Policies, WritePolicy
 from kvarve.errors import ConfigError
 from kvarve.memory.record import record_bytes
 from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
-from kvarve.runtime import PrefixCache, check
+from kvarve.prefix_cache import PrefixCache
 from kvarve.sizes import parse_size
 from kvarve.storage import MemoryStorage
+from kvarve.worker import check
 
 ATTENTION = PoolSpec("attention", (BufferSpec("k", (64, 100), "float32"),), None)
 WINDOW = PoolSpec("window", (BufferSpec("w", (64, 10), "float32"),), 3)

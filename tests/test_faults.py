@@ -20,7 +20,7 @@ from kvarve.engine.state import StateLayout, Workspace
 from kvarve.keys import bind_to_chunk, extend, object_name, pack, root_key
 from kvarve.memory.record import HEADER_BYTES, Stamp
 from kvarve.model import ModelIdentity
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import FileStorage, maintenance
 from kvarve.testing.models import byte_tokenizer, tiny_model
 
@@ -114,7 +114,7 @@ class Folder:
 
     @property
     def counters(self) -> Any:
-        return self.engine.cache.core.counters
+        return self.engine.cache.scheduler.core.counters
 
     def key(self, seed: int, page: int) -> bytes:
         return extend(root_key(self.namespace), bind_to_chunk(pack(a_prompt(seed)), PAGE, CHUNK), PAGE)[page]

@@ -13,15 +13,22 @@ FLOORS = (
     {"core"},
     {"background"},  # threads
     {"memory", "transfer", "storage", "ranks"},  # hands
-    {"runtime", "admin", "metrics", "config", "balance"},  # the house
+    {"config", "balance", "messages", "changes", "ticket"},  # settings, and what scheduler and worker tell each other
+    {"scheduler", "worker"},
+    {"prefix_cache", "admin", "metrics"},  # the house
     {"engine", "simulate"},
     {"cli", "__main__", "storage_cli", "server", "bench", "demo", "verify", "integrations"},  # guests
 )
 WORDS, CORE, HANDS = FLOORS[0], FLOORS[1], FLOORS[3]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 
-# TransferEngine do not know each other; only the lanes between two of them do.
-HANDS_MAY_USE = {"transfer": {"memory", "storage"}}
+# Modules of one floor that do not know each other, except as told here: only the lanes know arenas and storages.
+STRANGERS = (HANDS, {"scheduler", "worker"})
+MAY_USE = {"transfer": {"memory", "storage"}}
+
+# A scheduler may live where no tensor is: it and what it imports know no memory, lane or storage, and read no clock.
+DECIDES = {"scheduler", "changes", "messages", "ticket", "balance", "config", "ranks"}
+HOW_RANKS_TALK = SOURCE / "ranks" / "group.py"  # a scheduler is given the agreement of its ranks
 
 NOT_PURE = {"time", "threading", "socket", "logging", "random", "os", "torch", "asyncio", "subprocess", "secrets"}
 NUMPY_ONLY_IN = {"keys"}
@@ -80,8 +87,8 @@ def test_imports_go_down_only(path: Path) -> None:
     for other in inside(path):
         assert other != "testing", f"{named(path)}: what is shipped for tests is for tests"
         assert FLOOR_OF[other] <= FLOOR_OF[own], f"{named(path)}: {other} stands above {own}"
-        if own in HANDS and other in HANDS and other != own:
-            assert other in HANDS_MAY_USE.get(own, set()), f"{named(path)}: {own} may not know {other}"
+        if other != own and any(own in floor and other in floor for floor in STRANGERS):
+            assert other in MAY_USE.get(own, set()), f"{named(path)}: {own} may not know {other}"
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if top(path) in WORDS | CORE], ids=named)
@@ -89,6 +96,16 @@ def test_words_and_core_are_pure(path: Path) -> None:
     roots = {name.split(".")[0] for name in imported(path)}
     assert not roots & NOT_PURE, f"{named(path)} is pure, and {roots & NOT_PURE} is not"
     assert "numpy" not in roots or top(path) in NUMPY_ONLY_IN
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if top(path) in DECIDES and path != HOW_RANKS_TALK], ids=named)
+def test_what_decides_knows_no_tensor_thread_or_file(path: Path) -> None:
+    roots = {name.split(".")[0] for name in imported(path)}
+    assert not (impure := roots & NOT_PURE - {"logging"}), f"{named(path)} decides, and {impure} acts"
+    assert not inside(path) & {"transfer", "storage", "worker"}, f"{named(path)} moves no bytes"
+    # How large records are and how they lie is part of the settings; arenas are not.
+    memory = {name for name in imported(path) if name.startswith("kvarve.memory")}
+    assert memory <= {"kvarve.memory.record", "kvarve.memory.layouts"}
 
 
 def test_the_checker_sees_every_way_to_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import kvarve.engine.state
 import kvarve.keys
-import kvarve.runtime
+import kvarve.scheduler
 import kvarve.transfer.engine
 import kvarve.verify.damage
 import kvarve.verify.prover
@@ -34,7 +34,7 @@ from kvarve.errors import ConfigError
 from kvarve.keys import root_key
 from kvarve.memory.copies import DeviceCopies
 from kvarve.model import BufferSpec, PoolSpec
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import maintenance
 from kvarve.testing.models import save_checkpoint, tiny_model
 from kvarve.verify.damage import damages, spoil
@@ -169,7 +169,7 @@ def nothing_is_ever_found(patch: pytest.MonkeyPatch) -> None:
 
 
 def everybody_shares_with_everybody(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kvarve.runtime, "root_key", lambda namespace, salt: root_key(namespace, salt.split()[1]))
+    patch.setattr(kvarve.scheduler, "root_key", lambda namespace, salt: root_key(namespace, salt.split()[1]))
 
 
 def a_key_is_of_its_page_alone(patch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def pages_come_up_into_each_others_slots(patch: pytest.MonkeyPatch) -> None:
 
 
 def pages_are_known_in_every_chunk(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kvarve.runtime, "bind_to_chunk", lambda packed, *_: packed)
+    patch.setattr(kvarve.scheduler, "bind_to_chunk", lambda packed, *_: packed)
 
 
 def nothing_is_kept_where_prompts_end(patch: pytest.MonkeyPatch) -> None:

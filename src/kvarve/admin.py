@@ -11,9 +11,11 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from kvarve.background import Abandoned, BackgroundCall
+from kvarve.changes import CHANGE_S
 from kvarve.errors import Busy, KvarveError, StorageError
-from kvarve.runtime import CHANGE_S, Change, PrefixCache, UnderWay
+from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import Storage
+from kvarve.worker import Change, UnderWay
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class Admin:
             usage = attached.connection.usage()
         except StorageError as e:
             trouble = str(e)
-        counters = cache.core.counters
+        counters = cache.counters
         return told | {
             "url": attached.urls[0] if len(attached.urls) == 1 else [*attached.urls] or None,
             "up": attached.storage.up,

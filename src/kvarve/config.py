@@ -8,7 +8,7 @@ from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
 from kvarve.memory.layouts import PAGE_FIRST_DIRECT, check_layout
 from kvarve.memory.record import record_bytes
-from kvarve.model import PoolSpec
+from kvarve.model import ModelIdentity, PoolSpec
 from kvarve.sizes import format_size, parse_size
 
 PROMPT_TOKENS = 8192  # assumed length of a prompt, see `spacing`
@@ -52,6 +52,12 @@ def spacing(pools: Sequence[PoolSpec], page_tokens: int, chunk_tokens: int, aske
     snapshot = sum(pool.payload_bytes * pool.lookback for pool in pools if pool.lookback is not None)
     apart = asked or max(chunk_tokens, math.isqrt(round(PROMPT_TOKENS * snapshot / token)) if token else 0)
     return min(apart, max(every, chunk_tokens)) if every else apart
+
+
+def spacing_of(identity: ModelIdentity, config: CacheConfig) -> int:
+    """The same for the pools of one model, by the settings of its cache."""
+    shape, policies = (identity.pools, identity.page_tokens, identity.chunk_tokens), config.policies
+    return spacing(*shape, asked=policies.tokens_per_snapshot, every=policies.snapshot_every)
 
 
 def split(

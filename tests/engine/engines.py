@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kvarve.config import CacheConfig, split
-from kvarve.core.audit import audit
 from kvarve.core.policies import Policies
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import LoadedModel
@@ -17,7 +16,7 @@ from kvarve.engine.requests import OutputChunk, Request, Sampling
 from kvarve.engine.state import StateLayout
 from kvarve.errors import ConfigError
 from kvarve.model import ModelIdentity
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 from kvarve.testing.models import FAMILIES, byte_tokenizer, tiny_grid, tiny_model
 
 # One of each kind of state in every run of the tests, and all of them in the long form.
@@ -118,7 +117,7 @@ def turns(engine: Engine, until: Callable[[], bool], at_most: int = 2000) -> int
             return turn
         if not engine._turn():
             engine.cache.wait(0.02)
-        audit(engine.cache.core)
+        engine.cache.audit()
     raise AssertionError(f"not within {at_most} turns")
 
 

@@ -153,7 +153,7 @@ def watched(engine: Engine) -> Engine:
 
     def admitted() -> None:
         admit()
-        assert not (why := waits_in_vain(engine.scheduler)), why
+        assert not (why := waits_in_vain(engine.scheduler, engine.cache.scheduler.core)), why
         assert not any(job.lease.ready for job in engine.scheduler.waiting), "what waits in line holds nothing"
 
     engine.scheduler.admit = admitted  # type: ignore[method-assign]
@@ -223,7 +223,7 @@ def test_in_a_crowd_no_request_waits_in_vain(family: str, write: str, make: Make
     turns(engine, lambda: not engine._accepted)
     for request, (tokens, seed, most) in zip(requests, asked, strict=True):
         assert request.result(0.1)[1] == alone(family, tokens, seed, most)
-    assert not engine.cache.core.leases
+    assert not engine.cache.scheduler.core.leases
 
 
 def test_what_waits_for_its_turn_leaves_its_pages_to_those_before_it(make: Make) -> None:

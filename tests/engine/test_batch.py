@@ -125,7 +125,7 @@ def test_a_request_that_is_aborted_harms_no_other_in_its_batch(make: Make) -> No
             assert answer == whole[: len(answer)]
         else:
             assert answer == whole
-    assert not engine.cache.core.leases
+    assert not engine.cache.scheduler.core.leases
 
 
 def test_an_answer_that_closes_a_page_of_compressed_entries_is_the_one_without_a_cache(make: Make) -> None:
@@ -173,7 +173,7 @@ def test_a_preempted_request_resumes_with_the_same_answer(family: str, make: Mak
         _, answer, last = request.result(0.1)
         assert last.finish is Finish.LENGTH
         assert answer == alone(family, tokens, seed, most), (tokens, seed)
-    assert not engine.cache.core.leases
+    assert not engine.cache.scheduler.core.leases
     assert engine.load() == (0, 0)
 
 
@@ -250,7 +250,7 @@ def test_a_crowd_leaves_nothing_behind(make: Make) -> None:
             engine.abort(request)
         turns(engine, lambda: engine.load() == (0, 0) and not engine._pending, at_most=4000)
         assert not engine._batches
-        assert not engine.cache.core.leases
+        assert not engine.cache.scheduler.core.leases
         assert not engine.scheduler.waiting._overtaken
     engine.cache.flush()
     assert not any(value for name, value in engine.cache.stats().items() if name.startswith("used."))

@@ -11,7 +11,7 @@ from kvarve.config import CacheConfig
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import LoadedModel, keeping_answers, load_model
 from kvarve.engine.requests import Request, Sampling
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 from kvarve.simulate import SimulationConfig, replay
 
 MIB = 1 << 20

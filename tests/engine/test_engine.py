@@ -197,7 +197,7 @@ def test_with_memory_for_hardly_one_prompt_two_at_once_are_still_answered_right(
         answers = by_hand(engine, *(a_request(a_prompt(PROMPT, seed)) for seed in (1, 2, 1)))
         for (_, tokens, _), seed in zip(answers, (1, 2, 1), strict=True):
             assert tokens == alone(family, PROMPT, seed, DECODED)
-    assert not engine.cache.core.leases
+    assert not engine.cache.scheduler.core.leases
     with pytest.raises(ConfigError, match="for which there is device memory"):
         engine.submit(a_request(a_prompt(PROMPT + 3 * PAGE), 40))
 
@@ -309,7 +309,7 @@ def test_pages_fetched_for_later_requests_keep_no_slots_from_the_first_in_line(m
     model = a_model()
     storage = MemoryStorage(64 * MIB, model.identity.fingerprint(), "test")
     engine = make(model, start=False, device=room_for(model, 34 * PAGE), storage=storage, max_running=1)
-    core, prompt = engine.cache.core, a_prompt(4 * CHUNK + 1, 1)
+    core, prompt = engine.cache.scheduler.core, a_prompt(4 * CHUNK + 1, 1)
     by_hand(engine, a_request(prompt, 1))
     engine.cache.settle()
     engine.cache.flush([Tier.HOST])
@@ -334,4 +334,4 @@ def test_a_requests_priority_reaches_its_pages(make: Make) -> None:
     request.priority = 7
     engine.submit(request)
     turns(engine, lambda: engine.counts.finished == 1)
-    assert {run.priority for run in engine.cache.core.slot_pools.runs() if run.parent} == {7}
+    assert {run.priority for run in engine.cache.scheduler.core.slot_pools.runs() if run.parent} == {7}

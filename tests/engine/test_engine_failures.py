@@ -22,7 +22,6 @@ from recorder import Recorder
 from torch import Tensor
 
 import kvarve.engine.engine as engine_module
-from kvarve.core.audit import audit
 from kvarve.engine.paging import PagedWorkspace
 from kvarve.engine.requests import Finish, OutputChunk, Request, Sampling
 from kvarve.engine.state import StateLayout, Workspace
@@ -46,11 +45,11 @@ def test_an_aborted_request_leaves_nothing_held_wherever_it_was(make: Make) -> N
         assert last.usage is not None
         assert last.usage.completion == len(tokens)
         assert request.pieces.empty()
-    assert not engine.cache.core.leases
+    assert not engine.cache.scheduler.core.leases
     assert engine.load() == (0, 0)
     assert engine.counts.aborted == 3
     engine.cache.flush()
-    audit(engine.cache.core)
+    engine.cache.audit()
     assert not any(value for name, value in engine.cache.stats().items() if name.startswith("used."))
     ((_, tokens, _),) = by_hand(engine, a_request(a_prompt(PROMPT, 3)))
     assert tokens == alone("qwen3_5", PROMPT, 3, DECODED)
@@ -88,7 +87,7 @@ def test_a_request_that_fails_harms_no_other(when: str, make: Make, recorder: Re
         assert last.finish is Finish.LENGTH
         assert tokens == alone("qwen3_5", PROMPT, seed, DECODED)
     assert engine.counts.failed == 1
-    assert not engine.cache.core.leases
+    assert not engine.cache.scheduler.core.leases
     assert not engine.broken
 
 
@@ -104,7 +103,7 @@ def test_a_request_whose_state_finds_no_memory_harms_no_other(make: Make, monkey
     large, small = by_hand(engine, a_request(a_prompt(600)), a_request(a_prompt(PROMPT, 1)))
     assert (large[2].finish, large[2].error) == (Finish.ERROR, "RuntimeError: out of memory")
     assert small[1] == alone("qwen3_5", PROMPT, 1, DECODED)
-    assert not engine.cache.core.leases
+    assert not engine.cache.scheduler.core.leases
 
 
 def test_a_listener_that_fails_harms_no_other(make: Make) -> None:
@@ -118,7 +117,7 @@ def test_a_listener_that_fails_harms_no_other(make: Make) -> None:
     engine.submit(other := a_request(a_prompt(PROMPT, 1)))
     turns(engine, lambda: engine.counts.finished == 2)
     assert other.result(0.1)[1] == alone("qwen3_5", PROMPT, 1, DECODED)
-    assert not engine.cache.core.leases
+    assert not engine.cache.scheduler.core.leases
 
 
 @pytest.mark.parametrize("leases_close", [True, False])

@@ -21,7 +21,7 @@ from kvarve.engine.state import StateLayout, Workspace
 from kvarve.engine.stepwise import make_resumable
 from kvarve.errors import ConfigError, ModelError
 from kvarve.model import ModelIdentity, Tier
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import MemoryStorage
 from kvarve.testing.models import FAMILIES, VOCAB, tiny_config, tiny_grid, tiny_model
 

@@ -138,7 +138,7 @@ def test_a_part_that_fails_ends_one_request_at_most(
     assert all(request.pieces.empty() for request in requests), "nothing after the last piece"
     ((_, tokens, _),) = [engine.submit(a_request(a_prompt(20, 9), 3)).result(LONG_S)]
     assert tokens == alone("qwen3_5", 20, 9, 3)
-    assert engine.ask(lambda: [*engine.cache.core.leases], LONG_S) == []
+    assert engine.ask(lambda: [*engine.cache.scheduler.core.leases], LONG_S) == []
 
 
 @pytest.mark.parametrize("callback", ["watch", "deliver"])
@@ -169,7 +169,7 @@ def test_a_tokenizer_that_fails_whenever_it_is_asked_ends_each_request_and_not_t
         last = request.result(0.1)[2]
         assert (last.finish, last.error) == (Finish.ERROR, "Fault: no such token")
     assert not engine.broken
-    assert not engine.cache.core.leases
+    assert not engine.cache.scheduler.core.leases
 
 
 @pytest.mark.parametrize("started", [False, True])
@@ -265,8 +265,8 @@ def test_a_broken_cache_writes_nothing_more_to_storage_and_shuts_down(
     store = Closing(64 << 20, a_model().identity.fingerprint(), "")
     engine = make(start=False, storage=store, write_policy="write_back")
     by_hand(engine, a_request(a_prompt(5 * CHUNK), 2))
-    assert engine.cache.core.idle() and store.usage().objects == 0
-    failing(monkeypatch, engine.cache.core, name, 0, AssertionError)
+    assert engine.cache.idle() and store.usage().objects == 0
+    failing(monkeypatch, engine.cache.scheduler.core, name, 0, AssertionError)
     request = engine.submit(a_request(a_prompt(5 * CHUNK, 1), 2))
     engine.start()
     assert request.result(LONG_S)[2].finish is Finish.ERROR

@@ -53,7 +53,7 @@ def test_a_prompt_that_is_longer_than_the_model_is_refused(tmp_path: Path) -> No
     cached = prefixes("qwen3", tmp_path, tiny_model("qwen3", max_position_embeddings=299))
     with pytest.raises(ConfigError, match="300 tokens is longer than the 299 of this model"):
         generate(cached, PROMPT)
-    assert not cached.cache.core.leases
+    assert not cached.cache.scheduler.core.leases
     cached.close()
 
 
@@ -129,7 +129,7 @@ def test_an_adapter_that_is_switched_while_a_prompt_is_computed_is_noticed_befor
         generate(cached, PROMPT)
     hook.remove()
     first.set_adapter("poet")
-    assert not cached.cache.core.leases
+    assert not cached.cache.scheduler.core.leases
     cold = generate(cached, PROMPT)
     assert cached.cached_tokens == 64, "the chunk before the switch"
     cached.close()
@@ -148,7 +148,7 @@ def test_a_cache_that_has_failed_serves_no_prompt_any_more_and_stores_nothing(
     )
     cached = PrefixCachedModel(tiny_model("qwen3"), config, page_tokens=16, chunk_tokens=64)
     generate(cached, PROMPT)
-    monkeypatch.setattr(cached.cache.core, "claim", broken)
+    monkeypatch.setattr(cached.cache.scheduler.core, "claim", broken)
     with pytest.raises(Broken, match="two owners of a slot"):
         generate(cached, PROMPT + 1)
     monkeypatch.undo()

@@ -11,7 +11,7 @@ from kvarve.errors import ConfigError
 from kvarve.memory import machine
 from kvarve.memory.machine import device_bytes, host_bytes, on_host
 from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
-from kvarve.runtime import check
+from kvarve.worker import check
 
 ALL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 GIB, MIB = 1 << 30, 1 << 20
@@ -100,7 +100,7 @@ def test_a_gpu_that_does_not_say_what_it_has_is_believed(monkeypatch: pytest.Mon
 
 
 def test_a_container_s_limit_bounds_what_may_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvarve.runtime.host_bytes", lambda: machine.host_bytes(tmp_path))
+    monkeypatch.setattr("kvarve.worker.host_bytes", lambda: machine.host_bytes(tmp_path))
     a_machine(tmp_path, "0::/\n", memory_dot_max=str(64 * MIB))
     with pytest.raises(ConfigError, match="more than this machine's 64 MiB"):
         check(IDENTITY, CacheConfig(40 * MIB, 40 * MIB))

@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from filling import Clock, Request, a_config, a_store, an_identity, nothing_is_left, prompt
 
-from kvarve.core.audit import audit
+from kvarve.changes import CHANGE_S
 from kvarve.core.effects import Began, Ended, Event
 from kvarve.errors import StorageError
 from kvarve.keys import object_name
 from kvarve.memory.record import HEADER_BYTES
+from kvarve.prefix_cache import PrefixCache
 from kvarve.ranks.group import Group
-from kvarve.runtime import CHANGE_S, Change, PrefixCache
+from kvarve.worker import Change
 
 OPS, STEPS, PAGES = 60, 25, 200
 NEVER = STEPS
@@ -82,7 +83,7 @@ def caches(rank: int, ranks: int) -> object:
     for tokens in prompts:
         serve(tokens)
     settle()
-    said.append(cache.core.flush((0, 1)))  # type: ignore[arg-type]
+    said.append(cache.scheduler.core.flush((0, 1)))  # type: ignore[arg-type]
     cache._send()
     settle()
     keys = [Request(cache, tokens, rank=rank) for tokens in (prompts[0], prompts[2], prompts[4])]
@@ -97,7 +98,7 @@ def caches(rank: int, ranks: int) -> object:
         for tokens in prompts:
             serve(tokens)
         settle()
-    said.append(vars(cache.core.counters))
+    said.append(vars(cache.scheduler.core.counters))
     said.append(nothing_is_left(cache))
     dist.barrier()
     cache.shutdown(5)
@@ -114,14 +115,14 @@ def served(cache: PrefixCache, clock: Clock, tokens: list[int], rank: int) -> li
 
 
 def settled(cache: PrefixCache) -> None:
-    stepped(cache, cache.core.idle)
+    stepped(cache, cache.idle)
 
 
 def stepped(cache: PrefixCache, until: Callable[[], bool], clock: Clock | None = None) -> None:
     """Step until something holds that all ranks agree on."""
     for _ in range(2000):
         cache.step()
-        audit(cache.core)
+        cache.audit()
         if clock is not None:
             clock.now += 0.001
         if until():
@@ -150,7 +151,7 @@ def changes(rank: int, ranks: int) -> object:
                 change = what()
             cache.step()
             attached = None if cache.attached is None else stores.index(cache.attached.storage.inner)  # type: ignore[arg-type]
-            alike.append([attached, cache.core.copies.storage])
+            alike.append([attached, cache.scheduler.core.copies.storage])
             clock.now += later_s
         why = None if change is None or not change.made.done() else change.made.exception(0)
         own.append("nothing asked" if change is None else type(why).__name__ if change.made.done() else "waits")
@@ -171,13 +172,13 @@ def changes(rank: int, ranks: int) -> object:
     alike.append(served(cache, clock, tokens, rank))
     stores[2].dead = rank == 1
     seed = 50
-    while cache.core.copies.storage:
+    while cache.scheduler.core.copies.storage:
         alike.append(served(cache, clock, prompt(4.5, seed=seed), rank))
         cache.step()
         seed += 1
     stores[2].dead = False
     alike.append(served(cache, clock, tokens, rank))
-    stepped(cache, lambda: cache.core.copies.storage)
+    stepped(cache, lambda: cache.scheduler.core.copies.storage)
     settled(cache)
     cache.flush()
     alike.append(served(cache, clock, tokens, rank))

@@ -14,8 +14,8 @@ from filling import Clock, Request, a_config, a_store, an_identity, prompt, run,
 from one_rank import NEVER, OPS, STEPS, begins_of, clock_of, ends_of
 
 from kvarve.core.effects import Began, Ended, Verified
+from kvarve.prefix_cache import PrefixCache
 from kvarve.ranks.agreement import AgreedStep, Alone, Proposal, Votes, granted
-from kvarve.runtime import PrefixCache
 from kvarve.storage import Breaker
 
 HERE = Path(__file__).parent
@@ -310,7 +310,7 @@ def test_settling_gives_up_in_the_same_step_on_every_rank(end: str) -> None:
     finally:
         for cache, store in zip(caches, stores, strict=True):
             store.release()
-            cache._transfers.close(5)
+            cache.worker.transfers.close(5)
 
 
 # --- loads that have been verified

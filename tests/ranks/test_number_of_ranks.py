@@ -6,8 +6,8 @@ from filling import POOLS, a_config, a_region, an_identity, prompt, run, settle
 from kvarve.keys import object_name, parse_object_name, root_key
 from kvarve.memory.record import Stamp, record_bytes
 from kvarve.model import PoolSpec
+from kvarve.prefix_cache import PrefixCache
 from kvarve.ranks.agreement import Alone
-from kvarve.runtime import PrefixCache
 from kvarve.testing import FaultyStorage
 
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from filling import POOLS, Clock, Make, StoreThatStays, a_config, an_identity
 
 from kvarve.model import PoolSpec
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 
 
 @pytest.fixture

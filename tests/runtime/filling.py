@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from kvarve.config import CacheConfig
-from kvarve.core.audit import audit
 from kvarve.core.lease import Lease
 from kvarve.core.policies import Policies
 from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import MemoryStorage
 from kvarve.testing import FaultyStorage, Rule
+from kvarve.ticket import Ticket
 
 PAGE, CHUNK = 64, 128
 ATTENTION = PoolSpec("attention", (BufferSpec("k", (4, 3), "float32"), BufferSpec("v", (5,), "bfloat16")), None)
@@ -105,18 +105,24 @@ class Request:
     """One prompt on its way through a cache."""
 
     def __init__(
-        self, cache: PrefixCache, tokens: Sequence[int], salt: str = "", read: bool = True, rank: int = 0
+        self,
+        cache: PrefixCache,
+        tokens: Sequence[int],
+        salt: str = "",
+        read: bool = True,
+        rank: int = 0,
+        ticket: Ticket | None = None,
     ) -> None:
         self.cache, self.tokens, self.salt, self.rank = cache, tokens, salt, rank
-        self.lease: Lease = cache.open(tokens, salt, read)
+        self.lease: Lease = cache.open(tokens, salt, read, ticket=ticket)
         self.at = 0
-        audit(cache.core)
+        cache.audit()
 
     def wait(self) -> "Request":
         """Claim a place and step until it is ready."""
         for _ in range(TURNS):
             self.cache.step()
-            audit(self.cache.core)
+            self.cache.audit()
             if self.cache.claim(self.lease):
                 self.look()
                 return self
@@ -145,15 +151,15 @@ class Request:
         """Compute up to the next line of the grid as an engine does; False when the prompt is done."""
         stop = min(len(self.tokens), (self.at // CHUNK + 1) * CHUNK)
         self.at = stop
-        if stop % CHUNK == 0 and (upto := min(stop // PAGE, self.cache.core.keepable(self.lease))) > self.lease.room:
+        if stop % CHUNK == 0 and (upto := min(stop // PAGE, self.cache.keepable(self.lease))) > self.lease.room:
             fresh = self.cache.grow(self.lease, upto)
             for pool in self.cache.pools:
                 for position, slot in fresh[pool.name].items():
                     for buffer in pool.buffers:
                         self.cache.arena(pool.name)[buffer.name][slot] = self.expected(pool, buffer, position)
-            audit(self.cache.core)
+            self.cache.audit()
             self.cache.publish(self.lease, self.lease.room)
-        audit(self.cache.core)
+        self.cache.audit()
         return stop < len(self.tokens)
 
     def compute(self) -> "Request":
@@ -163,7 +169,7 @@ class Request:
 
     def close(self) -> Lease:
         self.cache.close(self.lease)
-        audit(self.cache.core)
+        self.cache.audit()
         return self.lease
 
 
@@ -177,15 +183,15 @@ def run(
 def settle(cache: PrefixCache) -> None:
     """Step until nothing more happens by itself."""
     cache.settle(30)
-    assert cache.core.idle()
-    audit(cache.core)
+    assert cache.idle()
+    cache.audit()
 
 
 def until(cache: PrefixCache, holds: Callable[[], bool]) -> None:
     """Step until something holds."""
     for _ in range(TURNS):
         cache.step()
-        audit(cache.core)
+        cache.audit()
         if holds():
             return
         cache.wait(0.05)
@@ -204,8 +210,8 @@ def used(cache: PrefixCache) -> dict[str, int]:
 def nothing_is_left(cache: PrefixCache) -> bool:
     """Whether, after a flush, every slot is free and no lease is open."""
     cache.flush()
-    audit(cache.core)
-    return not used(cache) and not cache.core.leases and not cache.core.copies.ops
+    cache.audit()
+    return not used(cache) and not cache.scheduler.core.leases and not cache.scheduler.core.copies.ops
 
 
 def shut(caches: Sequence[PrefixCache]) -> Iterator[None]:

@@ -26,7 +26,7 @@ from kvarve.core.copies import STORE
 from kvarve.core.lease import Phase
 from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
 from kvarve.model import Tier
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import MemoryStorage
 from kvarve.transfer import storage_connection
 
@@ -121,7 +121,7 @@ def test_what_a_policy_does_not_want_is_not_stored_because_a_store_was_down(make
         run(cache, prompt(4.5, seed=store.counts["exists"]))
     run(cache, LONG)
     store.dead = False
-    until(cache, lambda: cache.core.copies.storage)
+    until(cache, lambda: cache.scheduler.core.copies.storage)
     settle(cache)
     assert store.usage().objects == 0
 
@@ -168,7 +168,8 @@ def test_a_store_that_goes_first_ends_what_was_sent_to_it(make: Make) -> None:
     until(
         cache,
         lambda: (
-            cache.stats()["backed_up"] > 0 and cache._transfers.connection.lanes[storage_connection.STORE].waiting() > 0
+            cache.stats()["backed_up"] > 0
+            and cache.worker.transfers.connection.lanes[storage_connection.STORE].waiting() > 0
         ),
     )
     change = cache.detach()
@@ -257,10 +258,10 @@ def test_a_store_that_hangs_hurts_nobody_after_it_was_detached(make: Make) -> No
     assert gone_depot.closed.wait(LONG_S), "it is given up"
     assert not old.closed.is_set(), "and not closed under a call"
     run(cache, OTHER)
-    until(cache, lambda: new.counts["put"] > 0 and not cache.core.backups.pending_backup)
-    assert cache.core.copies.ops, "what hangs keeps its slots"
+    until(cache, lambda: new.counts["put"] > 0 and not cache.scheduler.core.backups.pending_backup)
+    assert cache.scheduler.core.copies.ops, "what hangs keeps its slots"
     old.release()
-    until(cache, lambda: not cache.core.copies.ops)
+    until(cache, lambda: not cache.scheduler.core.copies.ops)
     settle(cache)
     assert old.closed.wait(LONG_S)
     cache.flush()
@@ -277,8 +278,8 @@ def test_what_waited_behind_a_call_that_hangs_ends_when_the_store_is_given_up(ma
     store.stall()
     run(cache, prompt(8.5, seed=20))
     store.wait_for_stalled_call()
-    assert cache._transfers.connection is not None
-    lane, seeds = cache._transfers.connection.lanes[STORE], count(21)
+    assert cache.worker.transfers.connection is not None
+    lane, seeds = cache.worker.transfers.connection.lanes[STORE], count(21)
     while not (lane.waiting() and lane.busy_s()):  # one call may take all that waits, as long as a worker is free
         run(cache, prompt(8.5, seed=next(seeds)))
         clock.now += 0.001
@@ -288,9 +289,9 @@ def test_what_waited_behind_a_call_that_hangs_ends_when_the_store_is_given_up(ma
     assert before is not None and before.closed.wait(LONG_S)
     cache.step()
     assert lane.counts.late > 0 and lane.waiting() == 0
-    assert cache.core.copies.ops, "what has begun hangs"
+    assert cache.scheduler.core.copies.ops, "what has begun hangs"
     store.release()
-    until(cache, lambda: not cache.core.copies.ops)
+    until(cache, lambda: not cache.scheduler.core.copies.ops)
     until(cache, lambda: nothing_is_left(cache))  # a call that hung may still be on its way back
 
 
@@ -467,7 +468,7 @@ def test_a_bug_in_the_middle_of_a_change_is_raised_by_the_step_and_told_to_the_c
 
     before = threads()
     store = a_door()
-    monkeypatch.setattr(full.core.slot_pools, "runs", broken)
+    monkeypatch.setattr(full.scheduler.core.slot_pools, "runs", broken)
     change = full.attach(store, back_up=True)
     with pytest.raises(kind, match="a bug"):
         full.step()

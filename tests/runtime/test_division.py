@@ -8,7 +8,8 @@ from filling import CHUNK, PAGE, POOLS, Clock, a_config, an_identity, prompt, ru
 from kvarve.balance import LOOK_S, SAY_S
 from kvarve.config import spacing
 from kvarve.model import Tier
-from kvarve.runtime import PrefixCache, check
+from kvarve.prefix_cache import PrefixCache
+from kvarve.worker import check
 
 SEED = 11
 

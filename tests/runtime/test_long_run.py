@@ -15,9 +15,8 @@ from filling import (
 )
 
 from kvarve.config import split
-from kvarve.core.audit import audit
 from kvarve.errors import ConfigError
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 from kvarve.sizes import parse_size
 from kvarve.testing import Rule
 
@@ -73,7 +72,7 @@ class Life:
 
     def turn(self) -> None:
         self.cache.step()
-        audit(self.cache.core)
+        self.cache.audit()
         self.clock.now += self.rng.choice([0.0, 0.0, 0.3])
         if self.rng.random() < 0.3:
             self.cache.wait(0.002)
@@ -129,7 +128,7 @@ def test_long_lives_find_pages_on_every_tier_and_see_every_trouble() -> None:
         for tier in range(3):
             found[tier] += life.found[tier]
         for name in counters:
-            counters[name] += getattr(life.cache.core.counters, name)
+            counters[name] += getattr(life.cache.scheduler.core.counters, name)
         life.cache.shutdown(10)
     assert min(found) > 0, found
     assert min(counters.values()) > 0, counters

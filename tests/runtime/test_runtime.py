@@ -27,7 +27,7 @@ from filling import (
 
 from kvarve.core.lease import Phase
 from kvarve.model import PoolSpec, Tier
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 
 ALL = 8  # pages of LONG that can be resumed from
 
@@ -205,7 +205,7 @@ def test_asking_changes_nothing(make: Make) -> None:
     assert cache.lookup(LONG).device == cache.lookup(LONG).memory == ALL
     assert cache.lookup(prompt(3, seed=9)).known == 0
     assert cache.stats() == before
-    assert cache.core.take() == []
+    assert cache.scheduler.core.take() == []
 
 
 # --- when pages are written
@@ -372,7 +372,7 @@ def test_what_arrives_after_patience_ran_out_is_kept_and_held_by_nobody(make: Ma
     request.close()
     store.reading.set()
     settle(cache)
-    assert cache.core.counters.late > 0
+    assert cache.scheduler.core.counters.late > 0
     assert used(cache)
     cache.flush()
     assert not used(cache)
@@ -428,5 +428,5 @@ def test_two_requests_that_compute_the_same_pages_keep_them_once(make: Make) -> 
     first.close()
     second.close()
     assert used(cache)["device.attention"] == ALL
-    assert cache.core.counters.duplicates > 0
+    assert cache.scheduler.core.counters.duplicates > 0
     assert run(cache, LONG) == (ALL, 0, 0)

@@ -25,12 +25,11 @@ from filling import (
     used,
 )
 
-from kvarve.core.audit import audit
 from kvarve.errors import ConfigError
 from kvarve.keys import object_name
 from kvarve.memory.record import HEADER_BYTES
 from kvarve.model import PoolSpec, Tier
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 
 ALL = 8  # pages of LONG that can be resumed from
 
@@ -85,7 +84,7 @@ def test_a_page_that_storage_damaged_or_lost_is_computed_and_stored_again(
         store.flip(names[-1], HEADER_BYTES)
     cache = make(store)
     assert sum(run(cache, LONG)) < ALL
-    assert cache.core.counters.bad_storage == (damage != "delete")
+    assert cache.scheduler.core.counters.bad_storage == (damage != "delete")
     settle(cache)
     cache.flush()
     assert run(cache, LONG) == (0, 0, ALL)
@@ -97,11 +96,11 @@ def test_a_page_that_changed_in_host_memory_is_computed_anew(make: Make, pool: P
     run(cache, LONG)
     settle(cache)
     cache.flush([Tier.DEVICE])
-    host = cache._host[POOLS.index(pool)]
+    host = cache.worker.host[POOLS.index(pool)]
     for slot in range(host.slots):
         host.record(slot)[HEADER_BYTES + 1] ^= 8
     assert run(cache, LONG) == (0, 0, 0)
-    assert cache.core.counters.bad_host > 0
+    assert cache.scheduler.core.counters.bad_host > 0
     settle(cache)
     assert run(cache, LONG) == (ALL, 0, 0)
     cache.flush([Tier.DEVICE])
@@ -117,7 +116,7 @@ def test_a_flush_while_requests_run_takes_nothing_that_they_hold(make: Make) -> 
     other = prompt(9, seed=2)
     run(cache, other)
     assert cache.flush() > 0
-    audit(cache.core)
+    cache.audit()
     first.look()
     assert cache.lookup(LONG).device == ALL
     assert cache.lookup(other).memory == 0
@@ -133,7 +132,9 @@ def test_one_flush_takes_all_that_nobody_holds_whatever_was_used_last(make: Make
     for seed in (1, 2):
         run(cache, prompt(8.5, seed, prefix=stem))
     settle(cache)
-    assert cache.core.slot_pools.evict(0, 8) == 8  # both ends leave the device, so that the stem could go next
+    assert (
+        cache.scheduler.core.slot_pools.evict(0, 8) == 8
+    )  # both ends leave the device, so that the stem could go next
     assert used(cache)["device.attention"] == 4
     assert run(cache, prompt(8.5, seed=3, prefix=stem)) == (4, 0, 0)  # but it gets a new end, used later than itself
     cache.flush([Tier.DEVICE])
@@ -177,7 +178,7 @@ def test_nobody_waits_at_the_end_for_a_storage_that_is_down(make: Make, monkeypa
     run(cache, LONG)
     while cache.up:
         cache.wait(0.01)
-        cache.core.retry()
+        cache.scheduler.core.retry()
         cache.step()
     monkeypatch.setattr(cache, "settle", waited.append)
     cache.shutdown()
@@ -197,7 +198,7 @@ def test_a_cache_that_was_shut_down_gives_its_memory_back_at_once(tmp_path: Path
     cache = PrefixCache(an_identity(), a_config(storage=f"file://{tmp_path}/store?capacity=64MiB"))
     run(cache, LONG)
     cache.shutdown()
-    kept = weakref.ref(cache._host[0])
+    kept = weakref.ref(cache.worker.host[0])
     gc.disable()  # it comes when it likes, and what a cache had is much
     try:
         del cache

@@ -10,10 +10,10 @@ from queue import Queue
 import pytest
 from filling import Clock, Request, StoreThatStays, a_config, a_region, an_identity, prompt, run, settle, until
 
-from kvarve import runtime
+from kvarve import prefix_cache
 from kvarve.core.lease import Phase
 from kvarve.model import Tier
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import MemoryStorage
 from kvarve.transfer.storage_connection import WORKERS
 
@@ -151,7 +151,7 @@ def test_all_of_fifteen_sequences_is_stored_by_a_slow_storage_with_a_third_of_th
 
     region = a_region()
     cache = make(Slow(region, seconds), device=4 << 20, host=600_000)
-    capacity = cache.core.slot_pools.capacity[len(cache.pools)]
+    capacity = cache.scheduler.core.slot_pools.capacity[len(cache.pools)]
     pages = capacity * 3 // 15 // 2 * 2
     for seed in range(15):
         run(cache, prompt(pages + 0.5, seed=seed), read=False)
@@ -167,9 +167,9 @@ def test_what_was_computed_during_an_outage_is_stored_after_it(make: Make) -> No
     store.dead = True
     for seed in range(25):
         run(cache, prompt(4.5, seed=seed))
-    until(cache, lambda: not cache.up and not cache.core.copies.storage)
+    until(cache, lambda: not cache.up and not cache.scheduler.core.copies.storage)
     store.dead = False
-    until(cache, lambda: cache.core.copies.storage)
+    until(cache, lambda: cache.scheduler.core.copies.storage)
     assert cache.settle(LONG_S)
     again = make(StoreThatStays(region), device=4 << 20)
     assert [run(again, prompt(4.5, seed=seed))[2] for seed in range(25)] == [4] * 25
@@ -182,7 +182,7 @@ def test_settling_says_no_if_something_could_not_be_stored(make: Make) -> None:
     store.dead = True
     assert not cache.settle(LONG_S)
     store.dead = False
-    until(cache, lambda: cache.core.copies.storage)
+    until(cache, lambda: cache.scheduler.core.copies.storage)
     assert cache.settle(LONG_S)
 
 
@@ -193,7 +193,7 @@ def test_a_put_that_hangs_costs_no_hit_on_the_device(make: Make) -> None:
     """20 prompts on a device that holds a third of them, each asked twice in a row."""
     store = HungPuts(a_region())
     cache = make(store, device=8000)
-    assert cache.core.slot_pools.capacity[0] < 20 * 8 / 3
+    assert cache.scheduler.core.slot_pools.capacity[0] < 20 * 8 / 3
     run(cache, prompt(8.5, seed=100))
     until(cache, store.hung.is_set)
     hits = []
@@ -213,14 +213,14 @@ def whose_put_hangs(make: Make, detached: bool) -> tuple[PrefixCache, HungPuts]:
         cache.detach()
     else:
         clock.now += 2.0
-    until(cache, lambda: not cache.core.copies.storage)
+    until(cache, lambda: not cache.scheduler.core.copies.storage)
     return cache, store
 
 
 @pytest.mark.parametrize("detached", [True, False], ids=["detached", "down"])
 def test_a_call_that_hangs_on_a_storage_that_is_gone_keeps_nobody_from_flushing(make: Make, detached: bool) -> None:
     cache, _ = whose_put_hangs(make, detached)
-    assert cache.core.copies.ops, "the call hangs"
+    assert cache.scheduler.core.copies.ops, "the call hangs"
     before = cache.now()
     assert cache.flush([Tier.DEVICE], timeout_s=1e9) > 0
     assert cache.now() == before, "by a clock that stands still, it took no time"
@@ -230,7 +230,7 @@ def test_a_call_that_hangs_on_a_storage_that_is_gone_keeps_nobody_from_flushing(
 def test_a_shutdown_gives_calls_that_hang_on_a_storage_that_is_gone_a_moment_and_no_more(
     make: Make, detached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime, "CLOSE_S", 0.1)
+    monkeypatch.setattr(prefix_cache, "CLOSE_S", 0.1)
     cache, store = whose_put_hangs(make, detached)
     ended = threading.Event()
     closing = threading.Thread(target=lambda: (cache.shutdown(1000.0), ended.set()), daemon=True)

@@ -19,7 +19,7 @@ from kvarve.cli import main
 from kvarve.keys import group_name, root_key
 from kvarve.memory.record import HEADER_BYTES
 from kvarve.model import ModelIdentity
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import FileStorage, maintenance
 from kvarve.storage.disk import Disk
 

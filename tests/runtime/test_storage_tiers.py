@@ -16,7 +16,7 @@ from filling import (
     until,
 )
 
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import Breaker, Tiers, open_storage
 from kvarve.storage.memory import forget_memory
 from kvarve.transfer.storage_connection import WORKERS

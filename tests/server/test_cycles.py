@@ -216,7 +216,7 @@ def let_end(threads: set[threading.Thread]) -> None:
 
 
 def nothing_is_left(server: Server) -> None:
-    core = server.engine.cache.core
+    core = server.engine.cache.scheduler.core
     audit(core)
     assert not core.leases and not core.copies.ops and not core.backups.in_flight
     for place, capacity in enumerate(core.slot_pools.capacity):

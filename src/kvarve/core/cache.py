@@ -225,6 +225,16 @@ class Core(Growing):
             run.wanted = True
             self.backups.mark_dirty(run)
 
+    def hand_over(self, lease: Lease) -> int:
+        """The boundary at which another cache could resume a lease's prompt from what memory has now. All pages before
+        it are dirty from now on, whatever the write policy."""
+        boundary = self.lookup(lease.root, lease.tokens).memory
+        run, _, _ = self.paths.find(lease.root, lease.tokens)
+        for each, _ in upward(run, ones(boundary)):
+            each.wanted = True
+            self.backups.mark_dirty(each)
+        return boundary
+
     def write_by(self, policy: WritePolicy) -> None:
         """Change the write policy; pages that are dirty by the policy before it stay dirty."""
         policies = replace(self.config.policies, write_policy=policy.value)

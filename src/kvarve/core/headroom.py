@@ -3,9 +3,12 @@
 A query, built once for many requests: it changes nothing, and its cost grows with pinned pages, not resident ones.
 """
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 from kvarve.boundaries import of, ones
 from kvarve.core.cache import Core
-from kvarve.core.copies import BACKUP, LOAD, STORE, Op
+from kvarve.core.copies import BACKUP, LOAD, PROBE, STORE, Op
 from kvarve.core.lease import Lease
 from kvarve.core.tree import Run, same_pages
 
@@ -68,6 +71,27 @@ class Headroom:
         copies = [self._core.copies.ops[op] for op in lease.ops]
         coming = [page.pool for copy in copies if copy.edge == LOAD for page in copy.pages]
         return [max(0, upto - pages - coming.count(pool)) for pages, pool in zip(have, self._chains, strict=True)]
+
+
+class Demand(NamedTuple):
+    """Of each chain the `loose` device slots, free or evictable, and how many of them each lease asked about would
+    take: plain data."""
+
+    loose: list[int]
+    needs: list[list[int]]
+
+
+def demand(core: Core, asked: Iterable[tuple[Lease, int]]) -> Demand:
+    """The loose slots, and what leases would take to hold all pages before a page each."""
+    headroom = Headroom(core)
+    return Demand([*headroom.loose], [headroom.needs(lease, upto) for lease, upto in asked])
+
+
+def device_state(core: Core) -> tuple[tuple[int, ...], frozenset[int]]:
+    """What has to change before a request finds more device slots: the free slots of each chain, and the copies in
+    flight. Probes are left out, as they hold no slots."""
+    free = tuple(len(core.slot_pools.free[pool]) for pool in core.slot_pools.chains)
+    return free, frozenset(number for number, op in core.copies.ops.items() if op.edge != PROBE)
 
 
 def making_room(core: Core) -> bool:

@@ -47,7 +47,9 @@ from kvarve.engine.tails import Tails, tails
 from kvarve.errors import Broken, Busy, ConfigError
 from kvarve.metrics import Histogram
 from kvarve.model import MEMORY_TIERS, Tier
-from kvarve.runtime import PrefixCache, Prompt
+from kvarve.prefix_cache import PrefixCache
+from kvarve.scheduler import Prompt
+from kvarve.ticket import Ticket
 
 log = logging.getLogger(__name__)
 
@@ -171,6 +173,10 @@ class Engine:
                 checked[same] = self._checked(one.prompt, ways)
             if (same, one.salt) not in known:
                 known[same, one.salt] = self.cache.prompt(checked[same], one.salt)
+            if one.ticket is not None:
+                self.cache.check_ticket(one.ticket, known[same, one.salt])
+            if one.hand_over_s is not None and self.cache.attached is None:
+                raise ConfigError("a prompt is handed over through a storage that both servers share: attach one")
         if len(requests) > limit:
             raise ConfigError(f"{len(requests)} requests at once are more than the {limit} that the engine takes")
         with self._lock:
@@ -208,16 +214,16 @@ class Engine:
         gone = 0
         while True:
             self.settle(end - time.monotonic())
-            pages, idle = self.ask(lambda: (self._cache.evict(tiers), self.cache.core.idle()), timeout_s)
+            pages, idle = self.ask(lambda: (self._cache.evict(tiers), self.cache.idle()), timeout_s)
             gone += int(pages)
             if idle or time.monotonic() >= end:  # write-back copies pages down before it evicts them
                 return gone
 
     def settle(self, timeout_s: float = 60.0) -> bool:
         """Wait until all backups are written; False if there are dirty pages after that."""
-        core, end = self.cache.core, time.monotonic() + timeout_s
+        cache, end = self.cache, time.monotonic() + timeout_s
         while True:
-            idle, dirty = self.ask(lambda: (core.idle(), core.idle() and core.dirty()), max(timeout_s, 1.0))
+            idle, dirty = self.ask(lambda: (cache.idle(), cache.idle() and cache.dirty()), max(timeout_s, 1.0))
             if idle or time.monotonic() >= end:
                 return idle and not dirty
             time.sleep(POLL_S)
@@ -358,7 +364,9 @@ class Engine:
     def _enqueue(self, request: Request, prompt: Prompt) -> None:
         if self._ended:
             return  # `_notify_all` tells it
-        lease = self._cache.open(prompt, read=request.read_cache, priority=request.priority)
+        lease = self._cache.open(
+            prompt, read=request.read_cache, priority=request.priority, ticket=request.ticket, unix_s=time.time()
+        )
         try:
             job = Job(request, prompt, lease, self.model)
         except Exception as e:
@@ -610,13 +618,18 @@ class Engine:
             self._batches.clear()
         page = self.model.layout.page_tokens
         usage = TokenUsage(len(job.request.prompt), len(job.output_ids), *(n * page for n in job.cached or (0, 0, 0)))
+        ticket = self._export(job) if finish in (Finish.STOP, Finish.LENGTH) else None
         self._cache.close(job.lease)
         if job.cached is not None:
             self.counts.prompt_tokens += usage.prompt
             self.counts.cached_device += usage.device
             self.counts.cached_host += usage.host
             self.counts.cached_storage += usage.storage
-        self._finish(job.request, OutputChunk(job.text, last, finish, usage, error, likely))
+        self._finish(job.request, OutputChunk(job.text, last, finish, usage, error, likely, ticket))
+
+    def _export(self, job: Job) -> Ticket | None:
+        hand_over_s = job.request.hand_over_s
+        return None if hand_over_s is None else self._cache.export(job.lease, time.time() + hand_over_s)
 
     def _finish(self, request: Request, piece: OutputChunk) -> None:
         """Deliver the last output of a request, if it has had none."""

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from kvarve.errors import Broken
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 
 
 class _FatalErrors:

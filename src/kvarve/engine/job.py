@@ -8,7 +8,7 @@ from kvarve.engine.paging import PagedWorkspace
 from kvarve.engine.requests import Request
 from kvarve.engine.sampling import Draw
 from kvarve.engine.scheduler import Task
-from kvarve.runtime import Prompt
+from kvarve.scheduler import Prompt
 
 
 class Job(Task):

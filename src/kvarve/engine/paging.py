@@ -17,7 +17,7 @@ from kvarve.engine.layers import Tape
 from kvarve.engine.prefill import keep
 from kvarve.engine.state import StateLayout, Workspace, window_capacity
 from kvarve.model import BufferSpec, PoolSpec
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 
 
 class Table:

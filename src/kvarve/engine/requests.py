@@ -1,6 +1,7 @@
 """Requests to the engine and its output: plain data and a channel between two threads."""
 
 import itertools
+import math
 import queue
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvarve.errors import ConfigError
+from kvarve.ticket import Ticket
 
 MOST_LOGPROBS = 20  # alternatives that a request may ask for, as OpenAI's
 
@@ -133,7 +135,8 @@ class OutputChunk:
     """A part of an answer: some text (perhaps none), and in the last one why it ended.
 
     Text that could become a stop text, or half a character, comes in a later chunk than its tokens. `likelihoods` are
-    those of this chunk's tokens, for a request that asked for them.
+    those of this chunk's tokens, for a request that asked for them. The last one of a request that is handed over has
+    its `ticket`, unless it failed or no storage was attached by then.
     """
 
     text: str
@@ -142,6 +145,7 @@ class OutputChunk:
     usage: TokenUsage | None = None
     error: str = ""
     likelihoods: tuple[Likelihood, ...] = ()
+    ticket: Ticket | None = None
 
 
 _numbers = itertools.count(1)
@@ -151,7 +155,9 @@ _numbers = itertools.count(1)
 class Request:
     """One prompt to be answered. Its output goes to `deliver`, on the engine's thread; by default into `pieces`.
 
-    `watch` gets the logits [vocabulary] of each token, just before it is sampled, on the same thread.
+    `watch` gets the logits [vocabulary] of each token, just before it is sampled, on the same thread. With
+    `hand_over_s` the answer comes with a ticket, by which another server may expect the pages in the shared storage
+    within so many seconds; with a `ticket` this is that server.
     """
 
     prompt: Sequence[int]
@@ -161,6 +167,8 @@ class Request:
     read_cache: bool = True
     deliver: Callable[[OutputChunk], None] | None = None
     watch: Callable[[Tensor], None] | None = None
+    hand_over_s: float | None = None
+    ticket: Ticket | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     submitted_s: float = field(default_factory=time.monotonic)
     pieces: "queue.SimpleQueue[OutputChunk]" = field(default_factory=queue.SimpleQueue)
@@ -175,6 +183,8 @@ class Request:
             raise ConfigError(f"the salt has half a character (a lone surrogate): {self.salt!r}") from None
         if not isinstance(self.priority, int):
             raise ConfigError(f"the priority must be a whole number, not {self.priority!r}")
+        if self.hand_over_s is not None and not 0 <= self.hand_over_s < math.inf:
+            raise ConfigError(f"a prompt is handed over within a finite number of seconds, not {self.hand_over_s}")
 
     def give(self, piece: OutputChunk) -> None:
         (self.deliver or self.pieces.put)(piece)

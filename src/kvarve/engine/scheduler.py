@@ -5,14 +5,13 @@ tensor, text or thread, so the simulated world of `kvarve.testing` tests this ve
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from kvarve.core.cache import Core
-from kvarve.core.copies import PROBE
-from kvarve.core.headroom import Headroom, copying, making_room
+from kvarve.core.headroom import Demand
 from kvarve.core.lease import Lease, Phase
 from kvarve.engine.admission import OVERTAKEN, Running, Waiting, begins, youngest
+from kvarve.keys import TOKEN_BYTES
 
 T = TypeVar("T")
 
@@ -24,10 +23,15 @@ NEVER = 1 << 62  # `admitted_seq` of a request that has never been admitted
 
 
 class Cache(Protocol):
-    """What the scheduler needs of a cache (`runtime.PrefixCache`)."""
+    """What the scheduler needs of a cache (`CacheScheduler` says what each does)."""
 
-    @property
-    def core(self) -> Core: ...
+    def demand(self, asked: Sequence[tuple[Lease, int]]) -> Demand: ...
+    def device_state(self) -> object: ...
+    def making_room(self) -> bool: ...
+    def copying(self) -> bool: ...
+    def found(self, lease: Lease) -> int: ...
+    def shape(self) -> int: ...
+    def parting(self, ahead: Lease, behind: Lease) -> int: ...
     def claim(self, lease: Lease) -> bool: ...
     def seat(self, lease: Lease, upto: int) -> bool: ...
     def mark(self, lease: Lease, boundary: int) -> bool: ...
@@ -195,13 +199,11 @@ class Scheduler(Generic[Each]):
         if not line:
             return False
         heads, state = self._heads(), self._state()
-        core = self.cache.core
-        headroom = Headroom(core)
-        available = [*headroom.loose]
-        for task in self.coming:
-            needs = headroom.needs(task.lease, self._pages(task.length))
+        asked = [(task.lease, self._pages(task.length)) for task in (*self.coming, *line)]
+        available, all_needs = self.cache.demand(asked)
+        for needs in all_needs[: len(self.coming)]:
             available = [slots - need for slots, need in zip(available, needs, strict=True)]
-        wanted = [headroom.needs(task.lease, self._pages(task.length)) for task in line]
+        wanted = all_needs[len(self.coming) :]
         growth = sum(self._grows(task) for task in (*self.running, *self.coming))
         if not any(
             all(need + growth <= slots for need, slots in zip(needs, available, strict=True)) for needs in wanted
@@ -209,7 +211,7 @@ class Scheduler(Generic[Each]):
             return False  # the usual case where many wait
         ahead = [lease.done for leases in heads.values() for lease in leases]
         phases = [(task.lease.number, task.lease.phase) for task in line]
-        seen = state, available, growth, wanted, core.slot_pools.shape, ahead, phases
+        seen = state, available, growth, wanted, self.cache.shape(), ahead, phases
         if seen == self._refused:
             return False
         running = [
@@ -261,7 +263,7 @@ class Scheduler(Generic[Each]):
             again = task.stalled_s is not None
             task.stalled_s = self._clock() if task.stalled_s is None else task.stalled_s
             patient = self._clock() - task.stalled_s < STALL_S
-            if patient and making_room(self.cache.core):
+            if patient and self.cache.making_room():
                 return
             if self.running:
                 before = self._needs(task)
@@ -290,7 +292,7 @@ class Scheduler(Generic[Each]):
         pages = self._pages(task.length)
         if self.cache.seat(task.lease, pages):
             return True
-        if self.running or making_room(self.cache.core):
+        if self.running or self.cache.making_room():
             return False
         self._release_others(task)  # slots have become fewer, and only waiting requests can give some back
         return self.cache.seat(task.lease, pages)
@@ -325,15 +327,12 @@ class Scheduler(Generic[Each]):
         return bool(coming or holders)
 
     def _needs(self, task: Each) -> list[int]:
-        return Headroom(self.cache.core).needs(task.lease, self._pages(task.length))
+        return self.cache.demand([(task.lease, self._pages(task.length))]).needs[0]
 
     def _state(self) -> object:
         """What has to change, or else the request's needs, before a rejected request is tried again."""
-        core = self.cache.core
-        free = [len(core.slot_pools.free[pool]) for pool in core.slot_pools.chains]
-        # Probes hold no slots, and each try sends one: two denied requests would retry each other for ever.
-        copies = frozenset(number for number, op in core.copies.ops.items() if op.edge != PROBE)
-        return free, copies, len(self.running), len(self.coming)
+        # Probes are not part of it: each try sends one, so two denied requests would retry each other for ever.
+        return self.cache.device_state(), len(self.running), len(self.coming)
 
     # --- what a request would find and need
 
@@ -352,11 +351,11 @@ class Scheduler(Generic[Each]):
 
     def _found(self, task: Each) -> int:
         """How many pages a waiting request would find in memory."""
-        lease, shape = task.lease, self.cache.core.slot_pools.shape
+        lease, shape = task.lease, self.cache.shape()
         if not lease.reads:
             return 0
         if task.found[0] != shape:
-            task.found = shape, self.cache.core.lookup(lease.root, lease.tokens).memory
+            task.found = shape, self.cache.found(lease)
         return max(lease.promised, task.found[1])
 
     def _waits(self, task: Each, heads: Mapping[tuple[bytes, bytes], list[Lease]], fetching: int) -> bool:
@@ -377,18 +376,17 @@ class Scheduler(Generic[Each]):
         return heads
 
     def _head(self, lease: Lease) -> tuple[bytes, bytes]:
-        return lease.root, lease.tokens[: self.cache.core.width]
+        return lease.root, lease.tokens[: self._page * TOKEN_BYTES]
 
     def _is_behind(self, task: Each, other: Lease) -> bool:
         """Whether the other lease's prompt will publish more of a waiting request's prefix than memory has now.
 
         That ends when it has published so far or has closed, so no request waits for ever.
         """
-        core = self.cache.core
         if other.number not in task.partings:
-            task.partings[other.number] = core.parting(other, task.lease)
+            task.partings[other.number] = self.cache.parting(other, task.lease)
         parting = task.partings[other.number]
-        if parting <= other.done or parting <= core.lookup(task.lease.root, task.lease.tokens).memory:
+        if parting <= other.done or parting <= self.cache.found(task.lease):
             return False
         return not other.ready or self.cache.mark(other, parting)
 
@@ -403,13 +401,13 @@ class Scheduler(Generic[Each]):
                 break
             task.stalled_s = self._clock() if task.stalled_s is None else task.stalled_s
             patient = self._clock() - task.stalled_s < STALL_S
-            if patient and making_room(self.cache.core):
+            if patient and self.cache.making_room():
                 return False
             holders = [*reversed(self.coming), *self.running]
             if len(holders) == 1:  # only waiting requests and copies can give some back
                 if self._release_others(task):
                     continue
-                if patient and copying(self.cache.core):
+                if patient and self.cache.copying():
                     return False
             last = holders[youngest([each.admitted_seq for each in holders])]
             self.preempt(last)

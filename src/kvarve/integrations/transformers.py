@@ -24,7 +24,7 @@ from kvarve.engine.prefill import keep, resumed, wait_for_room
 from kvarve.engine.state import StateLayout, Workspace
 from kvarve.engine.stepwise import make_resumable
 from kvarve.errors import Broken, ConfigError
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 
 
 class PrefixCachedModel:

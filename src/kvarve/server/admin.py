@@ -8,10 +8,10 @@ from fastapi import Request as Http
 from fastapi.responses import JSONResponse, Response
 
 from kvarve.admin import Admin
-from kvarve.runtime import UnderWay
 from kvarve.server.access import AccessControl, no_pages
 from kvarve.server.api import AttachRequest, Refused, parse
 from kvarve.server.lanes import apart
+from kvarve.worker import UnderWay
 
 
 def admin_routes(

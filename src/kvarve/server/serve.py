@@ -24,12 +24,13 @@ from kvarve.engine.families import reads, takes
 from kvarve.engine.model import check_model, keeping_answers, load_model
 from kvarve.errors import ConfigError, StorageError
 from kvarve.memory.heap import bound_heaps
-from kvarve.runtime import PrefixCache, check
+from kvarve.prefix_cache import PrefixCache
 from kvarve.server.app import MAX_BODY_BYTES, create_app
 from kvarve.server.connections import KEEP_ALIVE_S, SEND_BYTES, Connections, most_connections, raise_descriptors
 from kvarve.server.logs import OncePerSecond
 from kvarve.sizes import format_size
 from kvarve.storage.urls import parse_urls
+from kvarve.worker import check
 
 log = logging.getLogger(__name__)
 

@@ -19,22 +19,21 @@ from kvarve.model import Tier
 PASSED = 8
 
 
-def waits_in_vain(scheduler: Scheduler[Any]) -> str:
-    """Describes a request that waits although it could be admitted; empty if there is none."""
-    core: Core = scheduler.cache.core
+def waits_in_vain(scheduler: Scheduler[Any], core: Core) -> str:
+    """Describes a request that waits although it could be admitted to `core`; empty if there is none."""
     here = [*scheduler.running, *scheduler.coming]
     if len(here) >= scheduler.max_running or _makes_room(core):
         return ""
     page = core.config.page_tokens
     too_large: list[tuple[int, int]] = []  # times passed, and steps until its slots could be free
-    for task, wants, available, room in _asked(scheduler):
+    for task, wants, available, room in _asked(scheduler, core):
         if room is not None:
             too_large.append((scheduler.waiting.overtaken(task), room))
             continue
         if task.lease.phase is not Phase.QUEUED:
             continue  # it waits for a copy
         turns = _turns(task, core.config.chunk_tokens)
-        if any(passed >= PASSED and turns > room for passed, room in too_large) or _is_behind(scheduler, task):
+        if any(passed >= PASSED and turns > room for passed, room in too_large) or _is_behind(scheduler, core, task):
             continue
         if task.rejected_at is not None and not _could_have(core, task, page):
             continue  # not evictable after all: its children are in the host only, and the host is full
@@ -57,21 +56,21 @@ class Passes:
         self._line: list[Task] = []
         self._rooms: list[tuple[Task, int]] = []
 
-    def before(self, scheduler: Scheduler[Any]) -> None:
+    def before(self, scheduler: Scheduler[Any], core: Core) -> None:
         """To be called just before admission."""
         self._here, self._line = [*scheduler.running, *scheduler.coming], [*scheduler.waiting]
         self._rooms = []
-        if not _makes_room(scheduler.cache.core):
+        if not _makes_room(core):
             self._rooms = [
                 (task, room)
-                for task, _, _, room in _asked(scheduler)
+                for task, _, _, room in _asked(scheduler, core)
                 if room is not None
                 and task.lease.phase is Phase.QUEUED
                 and task.rejected_at is None
-                and not _is_behind(scheduler, task)
+                and not _is_behind(scheduler, core, task)
             ]
 
-    def after(self, scheduler: Scheduler[Any]) -> str:
+    def after(self, scheduler: Scheduler[Any], core: Core) -> str:
         """Describes a request that has been passed too often; empty if there is none."""
         here, line = [*scheduler.running, *scheduler.coming], [*scheduler.waiting]
         self.passed = {id(task): self.passed.get(id(task), 0) for task in line}
@@ -79,7 +78,7 @@ class Passes:
         if len(begun) != 1 or len(here) != len(self._here) + 1 or begun[0] not in self._line:
             return ""
         place = self._line.index(begun[0])
-        turns = _turns(begun[0], scheduler.cache.core.config.chunk_tokens)
+        turns = _turns(begun[0], core.config.chunk_tokens)
         for task, room in self._rooms:
             if task in line and self._line.index(task) < place and turns > room:
                 self.passed[id(task)] += 1
@@ -88,10 +87,9 @@ class Passes:
         return ""
 
 
-def _asked(scheduler: Scheduler[Any]) -> Iterator[tuple[Any, dict[int, int], dict[int, int], int | None]]:
+def _asked(scheduler: Scheduler[Any], core: Core) -> Iterator[tuple[Any, dict[int, int], dict[int, int], int | None]]:
     """For each waiting request that does not wait for storage: the slots it needs by chain, with growth; the slots that
     are free or evictable; and if these are too few, after how many steps there could be enough."""
-    core: Core = scheduler.cache.core
     here = [*scheduler.running, *scheduler.coming]
     page, chunk = core.config.page_tokens, core.config.chunk_tokens
     if not len(scheduler.waiting):
@@ -121,9 +119,9 @@ def _makes_room(core: Core) -> bool:
     return any(op.leaving and op.edge[0] is Tier.DEVICE for op in core.copies.ops.values())
 
 
-def _is_behind(scheduler: Scheduler[Any], task: Task) -> bool:
+def _is_behind(scheduler: Scheduler[Any], core: Core, task: Task) -> bool:
     """Whether a running prompt is about to publish more of the task's prefix than is cached now."""
-    core, lease = scheduler.cache.core, task.lease
+    lease = task.lease
     found = core.lookup(lease.root, lease.tokens).memory if lease.reads else 0
     width, grid = core.width, core.grid
     for other in (*scheduler.running, *scheduler.coming):

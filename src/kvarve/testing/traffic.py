@@ -42,7 +42,7 @@ from kvarve.engine.state import Workspace
 from kvarve.errors import KvarveError
 from kvarve.memory.heap import bound_heaps
 from kvarve.model import MEMORY_TIERS, Tier
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 from kvarve.server.serve import quiet_libraries
 from kvarve.testing.law import waits_in_vain
 
@@ -278,7 +278,7 @@ class Traffic:
 
     def _check_leaks(self, engine: Engine) -> None:
         """No request may leave a pin or a slot behind."""
-        core = engine.cache.core
+        core = engine.cache.scheduler.core
         audit(core)
         if engine.broken or core.leases or core.copies.ops:
             raise Wrong(f"left behind: {engine.broken or (len(core.leases), len(core.copies.ops))}")
@@ -303,7 +303,7 @@ class Traffic:
 def _admit(engine: Engine, admit: Callable[[], None]) -> None:
     """Check the law of admission after every admission."""
     admit()
-    if why := waits_in_vain(engine.scheduler):
+    if why := waits_in_vain(engine.scheduler, engine.cache.scheduler.core):
         raise Wrong(f"a request that could be admitted waits: {why}")
 
 

@@ -20,7 +20,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvarve.config import room_for
 from kvarve.engine.model import LoadedModel, check_model, load_model
 from kvarve.errors import ConfigError
-from kvarve.runtime import check
 from kvarve.server.serve import check_device, quiet_libraries
 from kvarve.sizes import format_size
 from kvarve.storage import open_storage
@@ -31,6 +30,7 @@ from kvarve.verify.plan import Plan
 from kvarve.verify.prover import Prover
 from kvarve.verify.report import Path, ProofReport
 from kvarve.verify.serving import answers, together
+from kvarve.worker import check
 
 LOG = logging.getLogger("kvarve")
 STEPS = (*PATHS, together, answers, damages)

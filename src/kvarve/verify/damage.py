@@ -14,7 +14,7 @@ from torch import Tensor
 from kvarve.keys import object_name
 from kvarve.memory.record import HEADER_BYTES, Stamp
 from kvarve.model import MEMORY_TIERS, PoolSpec, Tier
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 from kvarve.verify.prover import Prover
 from kvarve.verify.report import Damage
 from kvarve.verify.requests import ProofRequest, differences

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 from kvarve.keys import object_name
 from kvarve.model import MEMORY_TIERS, PoolSpec, Tier
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 from kvarve.verify.plan import TURNS
 from kvarve.verify.prover import Prover
 from kvarve.verify.requests import ProofRequest, differences

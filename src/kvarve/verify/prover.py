@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvarve.config import CacheConfig, room_for
-from kvarve.core.audit import audit
 from kvarve.core.policies import Policies
 from kvarve.engine.model import LoadedModel
 from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import open_storage
 from kvarve.verify.plan import Plan
 from kvarve.verify.report import TIERS, Path, ProofReport
@@ -122,7 +121,7 @@ class Prover:
         """Wait until all backups are written."""
         if not cache.settle(SETTLE_S):
             raise Stuck(f"backups were not written within {SETTLE_S:.0f} s")
-        audit(cache.core)
+        cache.audit()
 
     def empty(self, cache: PrefixCache, tiers: Sequence[Tier] = MEMORY_TIERS) -> None:
         """Empty memory tiers after the backups; Stuck if pages are left."""
@@ -153,7 +152,7 @@ class Prover:
             request.resume()
             while request.advance():
                 pass
-        audit(cache.core)
+        cache.audit()
         return request
 
     def check(

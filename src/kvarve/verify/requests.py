@@ -12,7 +12,7 @@ from torch import Tensor
 from kvarve.engine.model import LoadedModel, forward
 from kvarve.engine.prefill import keep, resumed, wait_for_room
 from kvarve.engine.state import Workspace
-from kvarve.runtime import PrefixCache
+from kvarve.prefix_cache import PrefixCache
 
 Step = Callable[[Tensor], Tensor]
 READY_S = 120.0  # every deadline in a cache is well below this

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from kvarve.core.audit import audit
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import LoadedModel, keeping_answers
 from kvarve.engine.requests import Finish, Request, Sampling, TokenUsage
@@ -46,7 +45,7 @@ def _engine(
             yield ask
         finally:
             engine.shutdown()
-        audit(cache.core)
+        cache.audit()
 
 
 def _ask(engine: Engine, salt: str, question: Question, leaves: bool) -> tuple[Request, Transcript]:

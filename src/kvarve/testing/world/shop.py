@@ -6,12 +6,11 @@ of admission is checked (`testing/law.py`), and at the end every accepted reques
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvarve.core.cache import Core
 from kvarve.core.effects import Copy
-from kvarve.core.headroom import copying
+from kvarve.core.headroom import Demand, copying, demand, device_state, making_room
 from kvarve.core.lease import Lease
 from kvarve.engine.scheduler import STALL_S, Scheduler, Task, within
 from kvarve.keys import TOKEN_BYTES
@@ -53,9 +52,26 @@ class Pages:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    @property
-    def core(self) -> Core:
-        return self._world.core
+    def demand(self, asked: Sequence[tuple[Lease, int]]) -> Demand:
+        return demand(self._world.core, asked)
+
+    def device_state(self) -> object:
+        return device_state(self._world.core)
+
+    def making_room(self) -> bool:
+        return making_room(self._world.core)
+
+    def copying(self) -> bool:
+        return copying(self._world.core)
+
+    def found(self, lease: Lease) -> int:
+        return self._world.core.lookup(lease.root, lease.tokens).memory
+
+    def shape(self) -> int:
+        return self._world.core.slot_pools.shape
+
+    def parting(self, ahead: Lease, behind: Lease) -> int:
+        return self._world.core.parting(ahead, behind)
 
     def claim(self, lease: Lease) -> bool:
         return self._world.claim(lease)
@@ -135,10 +151,10 @@ class Shop:
             if world.flying:
                 ended.append(world.end([*world.flying][pick % len(world.flying)], lost, rotten))
         world.step(ended, later_s)
-        self.passes.before(self.scheduler)
+        self.passes.before(self.scheduler, world.core)
         self.scheduler.admit()
-        assert not (why := waits_in_vain(self.scheduler)), f"no request waits in vain: {why}"
-        assert not (why := self.passes.after(self.scheduler)), f"no request is passed for ever: {why}"
+        assert not (why := waits_in_vain(self.scheduler, world.core)), f"no request waits in vain: {why}"
+        assert not (why := self.passes.after(self.scheduler, world.core)), f"no request is passed for ever: {why}"
         running = len(self.scheduler.running) + len(self.scheduler.coming)
         assert running <= self.scheduler.max_running, "no more run than there are places"
         assert not any(order.lease.ready for order in self.scheduler.waiting), "what waits in line holds nothing"

@@ -1,0 +1,304 @@
+"""`PrefixCache`, a scheduler and its worker in one process: all that the reference engine and Transformers need.
+
+One thread (the engine's) calls it. After each call it hands the scheduler's orders to the worker.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from kvarve.config import CacheConfig
+from kvarve.core.cache import Hit
+from kvarve.core.headroom import Demand
+from kvarve.core.lease import Lease
+from kvarve.core.policies import WritePolicy
+from kvarve.core.settings import Counters
+from kvarve.errors import KvarveError
+from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
+from kvarve.ranks.agreement import Agreement, Alone
+from kvarve.scheduler import CacheScheduler, Prompt, Tokens
+from kvarve.storage import Storage, StorageUsage
+from kvarve.ticket import Ticket
+from kvarve.worker import CLOSE_S, Attached, CacheWorker, Change
+
+log = logging.getLogger(__name__)
+
+LEAST_WAIT_S = 0.001  # after a deadline: by the time that the ranks agree on, it may pass only some steps later
+
+
+class PrefixCache:
+    """Finds, keeps and brings back the pages of one model on one rank.
+
+    A request's life: `open`, then `step` and `claim` until ready, `pages` to resume from, `grow` and `publish` for each
+    chunk computed, `close`. `lookup` changes nothing. Settings come from `config`; a `storage` object may be given
+    instead of a URL. Raises ConfigError or StorageError, before anything has been touched. Methods without a text are
+    those of `CacheScheduler` or `CacheWorker`.
+    """
+
+    def __init__(
+        self,
+        identity: ModelIdentity,
+        config: CacheConfig,
+        *,
+        device: str = "cpu",
+        storage: Storage | None = None,
+        rank: int = 0,
+        agreement: Agreement | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        agreement = agreement or Alone()
+        identity = replace(identity, ranks=agreement.ranks)
+        self.identity, self.pools, self._clock = identity, identity.pools, clock
+        self.worker = CacheWorker(identity, config, device=device, storage=storage, rank=rank, clock=clock)
+        attached = self.worker.attached is not None
+        self.scheduler = CacheScheduler(identity, config, self.worker.slots, storage=attached, agreement=agreement)
+
+    # --- a request's life
+
+    def lookup(self, tokens: Tokens, salt: str = "") -> Hit:
+        return self.scheduler.lookup(tokens, salt)
+
+    def prompt(self, tokens: Tokens, salt: str = "") -> Prompt:
+        return self.scheduler.prompt(tokens, salt)
+
+    def open(
+        self,
+        tokens: Tokens | Prompt,
+        salt: str = "",
+        read: bool = True,
+        priority: int = 0,
+        ticket: Ticket | None = None,
+        unix_s: float = 0.0,
+    ) -> Lease:
+        lease = self.scheduler.open(tokens, salt, read, priority, ticket, unix_s)
+        self._send()
+        return lease
+
+    def claim(self, lease: Lease) -> bool:
+        ready = self.scheduler.claim(lease)
+        self._send()
+        return ready
+
+    def resumed(self, lease: Lease) -> None:
+        self.scheduler.resumed(lease)
+        self._send()
+
+    def extend(self, lease: Lease, tokens: Tokens) -> None:
+        self.scheduler.extend(lease, tokens)
+
+    def pages(self, lease: Lease) -> dict[str, tuple[range, list[int]]]:
+        return self.scheduler.pages(lease)
+
+    def seat(self, lease: Lease, upto: int) -> bool:
+        seated = self.scheduler.seat(lease, upto)
+        self._send()
+        return seated
+
+    def seats(self, lease: Lease, pool: str, start: int = 0) -> list[int]:
+        return self.scheduler.seats(lease, pool, start)
+
+    def mark(self, lease: Lease, boundary: int) -> bool:
+        return self.scheduler.mark(lease, boundary)
+
+    def short(self, lease: Lease, upto: int) -> bool:
+        short = self.scheduler.short(lease, upto)
+        self._send()
+        return short
+
+    def keepable(self, lease: Lease) -> int:
+        return self.scheduler.keepable(lease)
+
+    def grow(self, lease: Lease, upto: int) -> dict[str, dict[int, int]]:
+        fresh = self.scheduler.grow(lease, upto)
+        self._send()
+        return fresh
+
+    def publish(self, lease: Lease, upto: int) -> None:
+        self.scheduler.publish(lease, upto)
+        self._send()
+
+    def close(self, lease: Lease) -> None:
+        self.scheduler.close(lease)
+        self._send()
+
+    def export(self, lease: Lease, until_s: float) -> Ticket | None:
+        return self.scheduler.export(lease, until_s)
+
+    def check_ticket(self, ticket: Ticket, prompt: Prompt) -> None:
+        self.scheduler.check_ticket(ticket, prompt)
+
+    def arena(self, pool: str) -> Mapping[str, Tensor]:
+        return self.worker.arena(pool)
+
+    def records(self, pool: str, key: bytes) -> list[memoryview]:
+        return self.worker.records(pool, key)
+
+    # --- what admission asks
+
+    def room_tokens(self) -> int:
+        return self.scheduler.room_tokens()
+
+    def demand(self, asked: Sequence[tuple[Lease, int]]) -> Demand:
+        return self.scheduler.demand(asked)
+
+    def device_state(self) -> tuple[tuple[int, ...], frozenset[int]]:
+        return self.scheduler.device_state()
+
+    def making_room(self) -> bool:
+        return self.scheduler.making_room()
+
+    def copying(self) -> bool:
+        return self.scheduler.copying()
+
+    def found(self, lease: Lease) -> int:
+        return self.scheduler.found(lease)
+
+    def shape(self) -> int:
+        return self.scheduler.shape()
+
+    def parting(self, ahead: Lease, behind: Lease) -> int:
+        return self.scheduler.parting(ahead, behind)
+
+    # --- time passes
+
+    def step(self) -> None:
+        """Once per scheduler turn: apply the copies that have ended, and send new ones."""
+        try:
+            self.scheduler.step(self.worker.report(), self._clock())
+        except Exception as e:  # a bug of ours: what waits for a change is told, and nothing more is sent
+            self.worker.refuse(e)
+            raise
+        self._send()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until a copy has ended, a request's patience has, or `wake` was called; at most `timeout_s`."""
+        patience_s = max(LEAST_WAIT_S, self.scheduler.patience_ends() - self._clock())
+        return self.worker.wait(min(timeout_s, patience_s)) or patience_s <= timeout_s
+
+    def wake(self) -> None:
+        self.worker.wake()
+
+    def now(self) -> float:
+        """The time by the cache's clock."""
+        return self._clock()
+
+    def idle(self) -> bool:
+        return self.scheduler.idle()
+
+    def dirty(self) -> int:
+        return self.scheduler.dirty()
+
+    def settle(self, timeout_s: float = 30.0) -> bool:
+        """Step until every copy has ended and every pending backup and store has been made; False if pages are still
+        dirty.
+
+        A failed store is retried at once; after some failures in a row, or if the storage is down, it is not waited
+        for.
+        """
+        self.scheduler.retry()
+        self.step()
+        end = self.scheduler.now + timeout_s  # by the agreed time, so that all ranks give up in the same step
+        while not self.idle() and self.scheduler.now < end:
+            self.wait(0.05)
+            self.scheduler.retry()
+            self.step()
+        return self.idle() and not self.dirty()
+
+    def flush(self, tiers: Sequence[Tier] = MEMORY_TIERS, timeout_s: float = 30.0) -> int:
+        """Evict every unpinned page from memory tiers, after pending backups; storage keeps its own. Pages evicted."""
+        end, gone = self.scheduler.now + timeout_s, 0
+        while True:
+            self.settle(end - self.scheduler.now)
+            gone += self.evict(tiers)
+            if self.idle() or self.scheduler.now >= end:  # write-back copies pages down before they go
+                return gone
+
+    def evict(self, tiers: Sequence[Tier]) -> int:
+        """Evict every unpinned page from memory tiers now, backed up or not. Pages evicted at once."""
+        gone = self.scheduler.flush(tiers)
+        self._send()
+        return gone
+
+    def shutdown(self, timeout_s: float = 30.0, *, store: bool = True) -> None:
+        """Write dirty pages to storage, stop the lanes and close the storage, all within `timeout_s`.
+
+        A storage that is down is not waited for, and calls that hang on one that is down or detached get some seconds
+        at most. The count of pages that could not be stored is logged. `store` false: the core is not used any more, as
+        it has broken a law and a slot may hold another page's bytes.
+        """
+        end = time.monotonic() + timeout_s
+        close_s = min(CLOSE_S, timeout_s / 4)
+        if store:
+            self._store_all(timeout_s - 2 * close_s)
+        self.worker.close(max(0.0, end - time.monotonic()), close_s, up=self.scheduler.storage_up)
+
+    def _store_all(self, timeout_s: float) -> None:
+        attached = self.attached is not None
+        # By the agreed state of the storage, since all ranks must take the same number of steps.
+        up = self.scheduler.storage_up
+        if up and self.config.policies.write is WritePolicy.WRITE_BACK:
+            self.scheduler.back_up()
+        if not self.settle(timeout_s if up or not attached else 0.0) and attached:
+            log.warning("%d pages in memory could not be stored before the end", self.dirty())
+
+    # --- attaching and detaching a storage
+
+    def opened(self, setting: str | Sequence[str], *, prefetch: str | None = None, write: str | None = None) -> Storage:
+        return self.worker.opened(setting, prefetch=prefetch, write=write)
+
+    def attach(
+        self,
+        storage: Storage,
+        *,
+        setting: str | Sequence[str] = (),
+        back_up: bool = False,
+        prefetch: str | None = None,
+        write: str | None = None,
+    ) -> Change:
+        return self.worker.attach(storage, setting=setting, back_up=back_up, prefetch=prefetch, write=write)
+
+    def detach(self) -> Change:
+        return self.worker.detach()
+
+    def decline(self, why: KvarveError) -> Change:
+        return self.worker.decline(why)
+
+    @property
+    def config(self) -> CacheConfig:
+        """The settings now: a change of the storage may bring other policies."""
+        return self.worker.config
+
+    @property
+    def attached(self) -> Attached | None:
+        return self.worker.attached
+
+    @property
+    def up(self) -> bool:
+        return self.worker.up
+
+    @property
+    def ranks(self) -> int:
+        return self.scheduler.ranks
+
+    # --- figures
+
+    @property
+    def counters(self) -> Counters:
+        return self.scheduler.counters
+
+    def stats(self) -> dict[str, float]:
+        """The figures of the scheduler and of the worker's lanes, by name."""
+        return self.scheduler.stats() | self.worker.stats()
+
+    def usage(self) -> StorageUsage | None:
+        return self.worker.usage()
+
+    def audit(self) -> None:
+        self.scheduler.audit()
+
+    def _send(self) -> None:
+        if orders := self.scheduler.take():
+            self.worker.do(orders)

@@ -1,0 +1,365 @@
+"""`CacheScheduler` decides which pages a request resumes from, and which copies come next; workers move the bytes.
+
+It is the pure core with what an engine's scheduler process needs beside it: keys of prompts, the time and the inputs
+that the ranks agree on, and changes of the storage. It knows no tensor, thread or file, and reads no clock. Reports of
+a worker come in (`step`), orders for it go out (`take`), both plain data (`messages.py`): the worker may live in
+another process. Leases stay here; across a process they are known by their number.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from kvarve.balance import Watch
+from kvarve.changes import Changes
+from kvarve.config import CacheConfig, spacing_of
+from kvarve.core import headroom
+from kvarve.core.audit import audit
+from kvarve.core.cache import Core, Hit
+from kvarve.core.headroom import Demand
+from kvarve.core.lease import Lease
+from kvarve.core.settings import CoreConfig, Counters
+from kvarve.errors import ConfigError
+from kvarve.keys import KEY_BYTES, TOKEN_BYTES, bind_to_chunk, names, pack, root_key
+from kvarve.messages import ChangeMade, ChangeProposed, Order, Report
+from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
+from kvarve.ranks.agreement import Agreement, Alone
+from kvarve.ticket import Ticket
+
+log = logging.getLogger(__name__)
+
+Tokens = Sequence[int] | npt.NDArray[np.integer]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Packed tokens and the root key, as the core takes them (`CacheScheduler.prompt`)."""
+
+    root: bytes
+    tokens: bytes
+
+
+class CacheScheduler:
+    """Decides for one rank of one model; its worker has the same identity and settings.
+
+    A request's life: `open`, then `step` and `claim` until ready, `pages` to resume from, `grow` and `publish` for each
+    chunk computed, `close`. After any of these the orders in `take` go to the worker.
+    """
+
+    def __init__(
+        self,
+        identity: ModelIdentity,
+        config: CacheConfig,
+        slots: dict[Tier, tuple[int, ...]],
+        *,
+        storage: bool = False,
+        agreement: Agreement | None = None,
+    ) -> None:
+        """`slots`: of each memory tier and pool, as the worker has them (`CacheWorker.slots`). `storage`: whether the
+        worker begins with one."""
+        self.identity, self.config = identity, config
+        self.pools = identity.pools
+        self.now = 0.0  # the ranks agree on the time in each step
+        self._agreement = agreement or Alone()
+        self._early: list[Lease] = []  # opened before the first step, which sets their deadlines
+        self._namespace = identity.fingerprint()
+        shape = (self.pools, slots, identity.page_tokens, identity.chunk_tokens)
+        self.core = Core(CoreConfig(*shape, storage=storage, policies=config.policies))
+        self._attached = storage
+        self._changes = Changes()
+        self._orders: list[Order] = []  # not taken yet; those of the core come after them
+        self._balance = Watch()
+
+    # --- a request's life
+
+    def lookup(self, tokens: Tokens, salt: str = "") -> Hit:
+        """How deep a prompt could resume now, in pages; changes nothing."""
+        known = self.prompt(tokens, salt)
+        return self.core.lookup(known.root, known.tokens)
+
+    def prompt(self, tokens: Tokens, salt: str = "") -> Prompt:
+        """Prepare a prompt for `open`; from any thread, since a long prompt takes a while.
+
+        ValueError if a token does not fit into 32 bits or the salt cannot be encoded.
+        """
+        return Prompt(root_key(self._namespace, salt), self._known_by(pack(tokens)))
+
+    def open(
+        self,
+        tokens: Tokens | Prompt,
+        salt: str = "",
+        read: bool = True,
+        priority: int = 0,
+        ticket: Ticket | None = None,
+        unix_s: float = 0.0,
+    ) -> Lease:
+        """Open a lease for a request that begins to wait: its pages in storage are prefetched. With `read` false it
+        resumes from nothing; pages used at a high `priority` are evicted last, if eviction is by priority.
+
+        With a `ticket` it waits for storage, if need be, until the ticket's time, but no longer than for a call that
+        hangs; `unix_s` is the Unix time now, on all ranks the same. ConfigError for a ticket of another prompt, salt,
+        model, layout or sharding.
+        """
+        known = tokens if isinstance(tokens, Prompt) else self.prompt(tokens, salt)
+        patience = self.config.policies.patience()
+        if ticket is not None:
+            self.check_ticket(ticket, known)
+            coming_s = min(ticket.until_s - unix_s, self.config.policies.storage_deadline_s)
+            patience = replace(patience, base_s=max(patience.base_s, coming_s))
+        lease = self.core.open(known.root, known.tokens, self.now, patience, read, priority)
+        if not self.now:
+            self._early.append(lease)
+        return lease
+
+    def claim(self, lease: Lease) -> bool:
+        """The engine admits this request, so its pages are loaded to the device; True once the lease is ready.
+
+        Ask again after each `step` (see `Core.claim`).
+        """
+        return self.core.claim(lease, self.now)
+
+    def resumed(self, lease: Lease) -> None:
+        """Unpin the windows and states that the engine resumed from (see `Core.resumed`)."""
+        self.core.resumed(lease)
+
+    def extend(self, lease: Lease, tokens: Tokens) -> None:
+        """Append tokens to the sequence of a ready lease (see `Core.extend`)."""
+        chunk_bytes = self.identity.chunk_tokens * TOKEN_BYTES
+        begun = lease.tokens[len(lease.tokens) // chunk_bytes * chunk_bytes :]
+        self.core.extend(lease, self._known_by(begun + pack(tokens)), len(begun))
+
+    def pages(self, lease: Lease) -> dict[str, tuple[range, list[int]]]:
+        """The pages that a ready lease resumes from: for each pool the positions and their device slots."""
+        return {pool.name: self.core.slots(lease, i) for i, pool in enumerate(self.pools)}
+
+    def seat(self, lease: Lease, upto: int) -> bool:
+        """Reserve device slots for a ready lease to compute in, up to a page; False if there are too few now (see
+        `Core.seat`)."""
+        return self.core.seat(lease, upto)
+
+    def seats(self, lease: Lease, pool: str, start: int = 0) -> list[int]:
+        """The device slots of a chain's pages from `start` on, as far as a ready lease has them (see `Core.seats`)."""
+        return self.core.seats(lease, next(i for i, each in enumerate(self.pools) if each.name == pool), start)
+
+    def mark(self, lease: Lease, boundary: int) -> bool:
+        """Have a ready lease keep its windows and states at a boundary too (see `Core.mark`)."""
+        return self.core.mark(lease, boundary)
+
+    def short(self, lease: Lease, upto: int) -> bool:
+        """Whether `grow` would keep fewer pages now than in a moment, when evictions that this starts have freed
+        slots."""
+        return self.core.short(lease, upto)
+
+    def keepable(self, lease: Lease) -> int:
+        """The page up to which this request can be kept (see `Core.keepable`)."""
+        return self.core.keepable(lease)
+
+    def grow(self, lease: Lease, upto: int) -> dict[str, dict[int, int]]:
+        """Reserve slots for the pages up to `upto` that are worth keeping: for each pool the device slots by position.
+
+        If slots run out fewer pages are kept. Never waits: under write-back ask `short` first.
+        """
+        fresh = self.core.grow(lease, upto)
+        return {pool.name: slots for pool, slots in zip(self.pools, fresh, strict=True)}
+
+    def publish(self, lease: Lease, upto: int) -> None:
+        """Give the pages before `upto`, which the engine has filled, to the tree."""
+        self.core.publish(lease, upto)
+
+    def close(self, lease: Lease) -> None:
+        """Close a lease in any phase."""
+        self.core.close(lease)
+
+    def export(self, lease: Lease, until_s: float) -> Ticket | None:
+        """Hand a ready lease's prompt over: a ticket for the pages that have been published, which go to storage now
+        whatever the write policy, and are expected there until `until_s` (Unix time). None without a storage."""
+        if not self._attached:
+            return None
+        boundary, identity = self.core.hand_over(lease), self.identity
+        key = lease.key(boundary - 1).hex() if boundary else ""
+        model = self._namespace.hex()
+        return Ticket(lease.root.hex(), key, boundary, until_s, model, identity.layout, identity.ranks)
+
+    def check_ticket(self, ticket: Ticket, prompt: Prompt) -> None:
+        """ConfigError unless `open` takes this ticket for a prompt; from any thread, since it hashes the prompt."""
+        ticket.check(self.identity, prompt.root)
+        width = self.identity.page_tokens * TOKEN_BYTES
+        keys = names(prompt.root, b"", prompt.tokens[: ticket.boundary * width], self.identity.page_tokens)
+        if len(keys) != ticket.boundary * KEY_BYTES or keys[-KEY_BYTES:].hex() != ticket.key:
+            raise ConfigError("the ticket is of another prompt: give the request the prompt that was prefilled")
+
+    # --- what admission asks: these change nothing
+
+    def room_tokens(self) -> int:
+        """The longest sequence that fits on the device, in tokens."""
+        slot_pools = self.core.slot_pools
+        pages = min((slot_pools.capacity[pool] for pool in slot_pools.chains), default=1 << 40)
+        return pages * self.identity.page_tokens
+
+    def demand(self, asked: Sequence[tuple[Lease, int]]) -> Demand:
+        """The loose device slots, and how many each lease would take up to a page (see `headroom.demand`)."""
+        return headroom.demand(self.core, asked)
+
+    def device_state(self) -> tuple[tuple[int, ...], frozenset[int]]:
+        """What a request waits for that got too few device slots (see `headroom.device_state`)."""
+        return headroom.device_state(self.core)
+
+    def making_room(self) -> bool:
+        """Whether evictions wait for copies in flight (see `headroom.making_room`)."""
+        return headroom.making_room(self.core)
+
+    def copying(self) -> bool:
+        """Whether copies in flight pin device pages or own device slots."""
+        return headroom.copying(self.core)
+
+    def found(self, lease: Lease) -> int:
+        """The boundary at which a lease's prompt could resume from memory now."""
+        return self.core.lookup(lease.root, lease.tokens).memory
+
+    def shape(self) -> int:
+        """A number that changes with every page position that enters or leaves the tree, as `found` may then."""
+        return self.core.slot_pools.shape
+
+    def parting(self, ahead: Lease, behind: Lease) -> int:
+        """The deepest boundary at which `behind` could resume from pages that `ahead` keeps."""
+        return self.core.parting(ahead, behind)
+
+    # --- time passes
+
+    def step(self, report: Report, now: float) -> None:
+        """Once per turn of the engine, at this rank's time `now`: apply what the worker reports, as far as all ranks
+        agree on it; then what is due."""
+        if report.proposed is not None:
+            self._changes.propose(report.proposed)
+        agreed = self._agreement.agree(report.events, now, report.up, self._changes.proposal)
+        self.now = agreed.now
+        while self._early:
+            self._early.pop().postpone(self.now)
+        self.core.step(agreed.events, self.now)
+        if self.now >= self._balance.due_s:
+            for imbalance in self._balance.look(self._levels(), self.now):
+                log.warning("%s", imbalance.advice(spacing_of(self.identity, self.config)))
+        if self._changes.pending is None or not self._decide(self._changes.pending, agreed.granted):
+            self._follow_storage(agreed.up)
+
+    def take(self) -> list[Order]:
+        """The orders since the last call, for the worker to carry out in this order."""
+        if not self._orders:
+            return [*self.core.take()]
+        orders, self._orders = self._orders, []
+        return orders + self.core.take()
+
+    def flush(self, tiers: Sequence[Tier] = MEMORY_TIERS) -> int:
+        """Evict every unpinned page from memory tiers; returns how many went at once."""
+        return self.core.flush(tiers)
+
+    def retry(self) -> None:
+        """End the back-off of stores: one is tried in the next step."""
+        self.core.retry()
+
+    def back_up(self) -> None:
+        """Mark all pages in memory dirty, whatever the write policy."""
+        self.core.back_up()
+
+    def idle(self) -> bool:
+        """Whether no copy is in flight, except to or from a storage that is gone or down, and no pending backup can be
+        sent."""
+        return self.core.idle()
+
+    def dirty(self) -> int:
+        """How many pages in memory are dirty; 0 without a storage, but not with one that is down."""
+        return self.core.dirty()
+
+    def patience_ends(self) -> float:
+        """The earliest deadline of a claimed lease that still waits: it then goes on with the pages that it has."""
+        return self.core.patience_ends()
+
+    @property
+    def storage_up(self) -> bool:
+        """Whether a storage is attached and answers, by what the ranks agreed on."""
+        return self.core.copies.storage
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks, each with a scheduler, share this cache."""
+        return self._agreement.ranks
+
+    # --- changes of the storage
+
+    def _decide(self, change: ChangeProposed, granted: bool | None) -> bool:
+        """Make a change that all ranks propose, or give it up; whether it was made."""
+        decision = self._changes.decide(granted, self.now)
+        if decision is None:
+            return False
+        made = isinstance(decision, ChangeMade)
+        if made:
+            self.core.write_by(change.config.policies.write)  # first: the new policy decides which pages are dirty
+            if change.attach:
+                self.core.attach(change.back_up)
+            else:
+                self.core.detach()
+            self.config, self._attached = change.config, change.attach
+        self._orders += [*self.core.take(), decision]  # copies sent before it go to the storage before
+        if made:
+            self.core.step((), self.now)  # the copies that follow from it are sent at once
+        return made
+
+    def _follow_storage(self, up: bool) -> None:
+        """Go on without a storage that is down on any rank; once it is up again it gets the pages that are dirty."""
+        if not self._attached or up == self.storage_up:
+            return
+        log.warning("storage %s", "is back: it gets what was written meanwhile" if up else "is down: on without it")
+        if up:
+            self.core.attach(again=True)
+        else:
+            self.core.detach(down=True)
+        self.core.step((), self.now)
+
+    # --- figures
+
+    @property
+    def counters(self) -> Counters:
+        """Totals since the start, in pages."""
+        return self.core.counters
+
+    def stats(self) -> dict[str, float]:
+        """Counters, levels and sizes by name; a lookback of 0 stands for all pages."""
+        stats: dict[str, float] = asdict(self.core.counters)
+        stats |= self._levels()
+        stats["page_tokens"] = self.identity.page_tokens
+        stats["tokens_per_snapshot"] = spacing_of(self.identity, self.config)
+        for place in self._places():
+            stats[f"imbalance.{'.'.join(place)}"] = place in self._balance.found
+        stats["offload_paused"] = self.core.governor.paused
+        stats["offload_used_share"] = self.core.governor.used_share
+        stats["stores_backing_off"] = self.core.backups.backing_off()
+        stats["leases"] = len(self.core.leases)
+        return stats
+
+    def audit(self) -> None:
+        """Check the laws of the core (`core/audit.py`), page by page. BrokenLaw, an assertion: a bug."""
+        audit(self.core)
+
+    def _places(self) -> list[tuple[str, str]]:
+        """Tier and pool of each slot pool, in the core's order."""
+        return [(tier.name.lower(), pool.name) for tier in MEMORY_TIERS for pool in self.pools]
+
+    def _levels(self) -> dict[str, float]:
+        """Size, fill and evictions of each slot pool."""
+        levels: dict[str, float] = {}
+        for pool in self.pools:
+            levels[f"page_bytes.{pool.name}"] = pool.payload_bytes
+            levels[f"lookback.{pool.name}"] = pool.lookback or 0
+        slot_pools = self.core.slot_pools
+        for number, place in enumerate(self._places()):
+            name = ".".join(place)
+            levels[f"slots.{name}"] = slot_pools.capacity[number]
+            levels[f"used.{name}"] = slot_pools.capacity[number] - len(slot_pools.free[number])
+            levels[f"evicted.{name}"] = slot_pools.evicted[number]
+        return levels
+
+    def _known_by(self, packed: bytes) -> bytes:
+        return bind_to_chunk(packed, self.identity.page_tokens, self.identity.chunk_tokens)

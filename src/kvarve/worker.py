@@ -1,0 +1,333 @@
+"""`CacheWorker` moves the pages of one rank: device and host arenas, lanes between tiers, and the storage.
+
+It carries out the orders of a `CacheScheduler` (`do`) and tells it how they ended (`report`); both are plain data, so
+the scheduler may live in another process. It decides nothing about pages. One thread (the engine's) calls it; lane
+threads touch only slots that the scheduler gave them.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from torch import Tensor
+
+from kvarve.config import NO_HOST, CacheConfig, spacing_of, split
+from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
+from kvarve.memory.arenas import DeviceArena, HostArena
+from kvarve.memory.machine import device_bytes, host_bytes, on_host
+from kvarve.memory.record import whole
+from kvarve.messages import ChangeMade, ChangeProposed, ChangeRefused, Order, Report
+from kvarve.model import ModelIdentity, PoolSpec, Tier
+from kvarve.sizes import format_size
+from kvarve.storage import Breaker, Storage, StorageUsage, Tiers, check_storage, open_storage
+from kvarve.storage.urls import SCHEMES, parse_urls
+from kvarve.transfer.engine import TransferEngine
+from kvarve.transfer.storage_connection import StorageConnection
+
+CLOSE_S = 5.0  # how long closing a storage waits for a call that hangs
+
+
+class UnderWay(Busy):
+    """Another change of the storage is in progress."""
+
+
+def check(identity: ModelIdentity, config: CacheConfig, device: str = "cpu") -> dict[Tier, tuple[int, ...]]:
+    """The slots of each memory tier. ConfigError, before any allocation, for settings that cannot work."""
+    shape, apart = _shape(identity), spacing_of(identity, config)
+    slots = {Tier.DEVICE: split(config.device_memory, *shape, records=False, what="device", per_snapshot=apart)}
+    if config.host_memory:
+        slots[Tier.HOST] = split(config.host_memory, *shape, records=True, what="host", per_snapshot=apart)
+    wanted, what, have = config.host_memory, "host memory", host_bytes()
+    if on_host(device):
+        wanted, what = wanted + config.device_memory, "device and host memory together"
+    elif config.device_memory > (total := device_bytes(device) or config.device_memory):
+        raise ConfigError(
+            f"device memory of {format_size(config.device_memory)} is more than the {format_size(total)} of {device}: "
+            f"give less"
+        )
+    if wanted > have:
+        raise ConfigError(f"{what}: {format_size(wanted)} are more than this machine's {format_size(have)}: give less")
+    if config.storages:
+        check_setting(identity, config)
+    return slots
+
+
+def check_setting(identity: ModelIdentity, config: CacheConfig) -> None:
+    """ConfigError for storages that cannot work, as far as their URLs show it."""
+    shape, apart = _shape(identity), spacing_of(identity, config)
+    for url in parse_urls(config.storages):
+        if "capacity" not in SCHEMES[url.scheme].parameters:
+            continue  # its size is set elsewhere
+        try:
+            split(url.size_bytes("capacity"), *shape, records=True, what="storage", per_snapshot=apart)
+            if "quota" in url.parameters:  # a smaller one could not hold one prompt's pages
+                split(url.size_bytes("quota"), *shape, records=True, what="quota", per_snapshot=apart)
+        except ConfigError as e:
+            raise ConfigError(f"{url.text}: {e}") from None
+    check_storage(config.storages, label=identity.fingerprint(), description=str(identity))
+
+
+def _shape(identity: ModelIdentity) -> tuple[tuple[PoolSpec, ...], int, int]:
+    return identity.pools, identity.page_tokens, identity.chunk_tokens
+
+
+@dataclass(frozen=True)
+class Attached:
+    """An attached storage and its connection. One that was given as an object has no URLs, tiers have several."""
+
+    urls: tuple[str, ...]
+    storage: Breaker | Tiers
+    connection: StorageConnection
+
+
+@dataclass
+class Change:
+    """A pending attach or detach (`attached` is None), which the scheduler has made in a step, or not at all."""
+
+    number: int
+    attached: Attached | None
+    config: CacheConfig  # once it is made
+    why: KvarveError | None = None  # why this rank declines it
+    # The connection that it replaced, or the error for which it was not made.
+    made: "Future[StorageConnection | None]" = field(default_factory=Future)
+
+
+class CacheWorker:
+    """The memory and the storage of one model on one rank; `identity.ranks` of them are one cache.
+
+    Settings come from `config`; a `storage` object may be given instead of a URL. Raises ConfigError or StorageError,
+    before anything has been touched.
+    """
+
+    def __init__(
+        self,
+        identity: ModelIdentity,
+        config: CacheConfig,
+        *,
+        device: str = "cpu",
+        storage: Storage | None = None,
+        rank: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not 0 <= rank < identity.ranks:
+            raise ConfigError(f"there is no rank {rank} among {identity.ranks} ranks")
+        self.slots = check(identity, config, device)  # of each memory tier and pool
+        if storage is not None and not config.host_memory:
+            raise ConfigError(NO_HOST)
+        self.identity, self.config = identity, config
+        self._clock = clock
+        self._namespace = identity.fingerprint()
+        pools = identity.pools
+        self.device = [DeviceArena(pool, n, device) for pool, n in zip(pools, self.slots[Tier.DEVICE], strict=True)]
+        self.host = [
+            HostArena(pool, n, self._namespace, rank, identity.ranks, layout=config.host_layout, device=device)
+            for pool, n in zip(pools, self.slots.get(Tier.HOST, ()), strict=False)
+        ]
+        opened = storage is None and bool(config.storages)
+        if opened:
+            storage = self._open(config, answers=False)
+        self.transfers = TransferEngine(
+            pools,
+            self.device,
+            self.host,
+            rank=rank,
+            ranks=identity.ranks,
+            verify_host=config.policies.verify_host,
+            deadline_s=config.policies.storage_deadline_s,
+            clock=clock,
+        )
+        self._change: Change | None = None  # proposed, and not decided
+        self._proposed: ChangeProposed | None = None  # not reported yet
+        self._changes = 0  # proposed so far
+        self.attached: Attached | None = None
+        if storage is not None:
+            self.attached = self._guarded(storage, config.storages)
+            self.transfers.attach(self.attached.connection)
+            if opened:
+                self.attached.storage.look()  # the cache starts even if the storage is down
+
+    # --- between the scheduler and the lanes
+
+    def report(self) -> Report:
+        """What has happened since the last report; every report has to reach the scheduler, in order."""
+        proposed, self._proposed = self._proposed, None
+        return Report(self.transfers.collect(), self.up, proposed)
+
+    def do(self, orders: Iterable[Order]) -> None:
+        """Carry out the scheduler's orders; all of them, in the order given."""
+        for order in orders:
+            if isinstance(order, ChangeMade):
+                self._switch(order)
+            elif isinstance(order, ChangeRefused):
+                # An earlier one may have been declined, and its place taken, while the order was on its way.
+                if self._change is not None and self._change.number == order.change:
+                    self._refuse(Busy(order.why) if order.busy else StorageError(order.why))
+            else:
+                self.transfers.send(order)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until a copy has ended or `wake` was called, at most `timeout_s`; False if nothing has happened."""
+        return self.transfers.ends.wait(timeout_s)
+
+    def wake(self) -> None:
+        """End a `wait`, from any thread."""
+        self.transfers.ends.wake()
+
+    def arena(self, pool: str) -> Mapping[str, Tensor]:
+        """The device tensors of a pool, by buffer name: [slots, *shape]."""
+        return next(arena.buffers for arena in self.device if arena.pool.name == pool)
+
+    def records(self, pool: str, key: bytes) -> list[memoryview]:
+        """A page's records in host memory, writable: for tests that damage is noticed.
+
+        There may be more than one, since a freed slot still holds its last record.
+        """
+        arena = next(arena for arena in self.host if arena.pool.name == pool)
+        records = (arena.record(slot) for slot in range(arena.slots))
+        return [record for record in records if arena.stamp.names(record, key)]
+
+    def close(self, timeout_s: float, storage_s: float, *, up: bool) -> None:
+        """Let the lanes finish, then close the storage, all within `timeout_s`, of which the storage may take
+        `storage_s`; one that is not `up` is not waited for. A change that is pending is not made."""
+        self.refuse(Busy("the cache is shutting down"))
+        self.transfers.close(timeout_s, storage_s, up)
+        if self.attached is not None:
+            # Break the reference cycle, which would keep host memory until a garbage collection.
+            self.attached.storage.changed = lambda: None
+
+    # --- the storage: attached and detached as the scheduler decides
+
+    def opened(self, setting: str | Sequence[str], *, prefetch: str | None = None, write: str | None = None) -> Storage:
+        """Open a storage (several URLs are tiers) for this model's pages, to be attached. From any thread, since it may
+        take long.
+
+        ConfigError, StorageError: it cannot be used, or not with these policies, and nothing has been touched.
+        """
+        config = self._with(setting, prefetch, write)
+        check_setting(self.identity, config)
+        return self._open(config, answers=True)
+
+    def attach(
+        self,
+        storage: Storage,
+        *,
+        setting: str | Sequence[str] = (),
+        back_up: bool = False,
+        prefetch: str | None = None,
+        write: str | None = None,
+    ) -> Change:
+        """Propose to attach an open storage in place of the present one; it belongs to the worker then.
+
+        The scheduler makes the change in its next step; with several ranks in the first step in which all of them
+        propose the same, and on none if one declines or after `CHANGE_S`. The change's `made` tells the outcome; if it
+        is not made, the present storage stays and the new one is closed. With `back_up`, all pages in memory are dirty,
+        whatever the write policy. Policies stay as they are unless given.
+
+        ConfigError, StorageError, UnderWay: refused at once, and the storage is still the caller's.
+        """
+        if not self.config.host_memory:
+            raise ConfigError(NO_HOST)
+        config = self._with(setting, prefetch, write)
+        self._check_free()
+        return self._propose(self._guarded(storage, config.storages), config, back_up=back_up)
+
+    def detach(self) -> Change:
+        """Propose to detach the storage, if there is one; it ends the copies sent to it and is closed in the
+        background.
+
+        When, and whether on all ranks: as for `attach`. UnderWay: refused at once.
+        """
+        self._check_free()
+        return self._propose(None, replace(self.config, storage=None))
+
+    def decline(self, why: KvarveError) -> Change:
+        """Tell the other ranks that this one cannot make the change that all were asked for, so that they do not wait
+        for it; `made` raises `why`."""
+        self._check_free()
+        return self._propose(None, self.config, why=why)
+
+    def refuse(self, why: Exception) -> None:
+        """Give up the pending change, if there is one: the scheduler takes no more steps."""
+        if self._change is not None:
+            self._refuse(why)
+
+    @property
+    def up(self) -> bool:
+        """Whether this rank's storage answers; True without one."""
+        attached = self.attached
+        return attached is None or (attached.storage.up and not attached.connection.hangs())
+
+    def usage(self) -> StorageUsage | None:
+        """What the storage holds, if there is one. From any thread; if the storage hangs, its last answer after a
+        moment. StorageError: the storage cannot tell."""
+        attached = self.attached
+        return attached.connection.usage() if attached is not None else None
+
+    def stats(self) -> dict[str, float]:
+        """The figures of each lane, by name."""
+        stats: dict[str, float] = {}
+        for lane in self.transfers.lanes:
+            stats[f"lane_waiting.{lane.name}"] = lane.waiting()
+            stats[f"lane_failed.{lane.name}"] = lane.counts.failed + lane.counts.late + lane.counts.refused
+            stats[f"lane_stuck_s.{lane.name}"] = lane.stuck_s()
+        return stats
+
+    def _with(self, setting: str | Sequence[str], prefetch: str | None, write: str | None) -> CacheConfig:
+        """The settings with another storage, and other policies where they are given."""
+        policies = replace(
+            self.config.policies,
+            prefetch_policy=self.config.policies.prefetch_policy if prefetch is None else prefetch,
+            write_policy=self.config.policies.write_policy if write is None else write,
+        )
+        return replace(self.config, storage=setting if isinstance(setting, str) else tuple(setting), policies=policies)
+
+    def _open(self, config: CacheConfig, *, answers: bool) -> Storage:
+        return open_storage(
+            config.storages,
+            label=self._namespace,
+            description=str(self.identity),
+            guard=partial(Breaker, deadline_s=config.policies.storage_deadline_s, clock=self._clock),
+            whole=whole,
+            answers=answers,
+        )
+
+    def _guarded(self, storage: Storage, urls: tuple[str, ...]) -> Attached:
+        if isinstance(storage, Breaker | Tiers):
+            guarded = storage
+            guarded.changed = self.wake
+        else:
+            deadline_s = self.config.policies.storage_deadline_s
+            close_s = min(CLOSE_S, deadline_s)
+            guarded = Breaker(storage, deadline_s=deadline_s, close_s=close_s, changed=self.wake, clock=self._clock)
+        return Attached(urls, guarded, self.transfers.connect(guarded))
+
+    def _check_free(self) -> None:
+        if self._change is not None and self._change.why is None:
+            raise UnderWay("another change of the storage is under way")
+
+    def _propose(
+        self, attached: Attached | None, config: CacheConfig, back_up: bool = False, why: KvarveError | None = None
+    ) -> Change:
+        self.refuse(Busy("another change took its place"))  # this rank declined an earlier request, which is over
+        self._changes += 1
+        self._change = change = Change(self._changes, attached, config, why)
+        change.made.set_running_or_notify_cancel()  # it cannot be cancelled: all ranks make it or none
+        self._proposed = ChangeProposed(change.number, config, attached is not None, back_up, why is None)
+        self.wake()
+        return change
+
+    def _switch(self, made: ChangeMade) -> None:
+        change, self._change = self._change, None
+        assert change is not None and change.number == made.change, "the change was pending until now"
+        self.config, self.attached = change.config, change.attached
+        change.made.set_result(self.transfers.attach(None if change.attached is None else change.attached.connection))
+
+    def _refuse(self, why: Exception) -> None:
+        """Give up the pending change: close its storage, and fail its future."""
+        change, self._change, self._proposed = self._change, None, None
+        assert change is not None
+        if change.attached is not None:
+            self.transfers.retire(change.attached.connection)
+        change.made.set_exception(change.why or why)

@@ -1,0 +1,69 @@
+"""Whatever crosses between a scheduler and a worker is plain data: it can be pickled, and comes back equal."""
+
+import pickle
+from typing import Any
+
+import pytest
+from wire import MESSAGES, PLAIN, SETTINGS, VALUES, PlainReader
+
+from kvarve.config import CacheConfig
+from kvarve.core.cache import Hit
+from kvarve.core.effects import Began, Copy, Ended, Page, Probe, Verified
+from kvarve.core.headroom import Demand
+from kvarve.core.lease import Lease, Phase
+from kvarve.core.settings import Counters
+from kvarve.messages import ChangeMade, ChangeProposed, ChangeRefused, Report
+from kvarve.model import BufferSpec, ModelIdentity, PoolSpec, Tier
+from kvarve.scheduler import Prompt
+
+BUFFER = BufferSpec("k", (4, 3), "float32")
+POOL = PoolSpec("attention", (BUFFER,), None)
+CONFIG = CacheConfig(1 << 20, 1 << 20, ("file:///tmp/near?capacity=1GiB", "file:///tmp/far?capacity=1GiB"))
+PAGE = Page(0, bytes(32), -1, 7)
+PROPOSED = ChangeProposed(3, CONFIG, back_up=True)
+SAMPLES: list[Any] = [
+    PAGE,
+    Copy(1, Tier.HOST, Tier.DEVICE, (PAGE, PAGE), b"root", 0.5),
+    Probe(2, (PAGE,), b"root", 0.5),
+    Began(2),
+    Verified(2, 1 << 200, 3),
+    Ended(2, 1 << 200, 3),
+    Report([Began(1), Verified(1, 5), Ended(1, 5)], up=False, proposed=PROPOSED),
+    PROPOSED,
+    ChangeMade(3),
+    ChangeRefused(3, "another rank cannot", busy=False),
+    CONFIG,
+    CONFIG.policies,
+    CONFIG.policies.write,
+    CONFIG.policies.snapshots,
+    ModelIdentity("test", "w", "float32", 64, 128, (POOL,)),
+    POOL,
+    BUFFER,
+    Tier.STORAGE,
+    Prompt(b"root", b"tokens"),
+    Demand([1], [[2], [3]]),
+    Hit(1, 2, 3, (2,)),
+    Counters(fetched=3),
+    Phase.READY,
+    range(3),
+    frozenset({1}),
+]
+
+
+def test_there_is_a_sample_of_every_kind() -> None:
+    assert {Copy, Probe, Began, Verified, Ended, Report, ChangeProposed, ChangeMade, ChangeRefused} <= MESSAGES
+    assert {type(sample) for sample in SAMPLES} == MESSAGES | SETTINGS | VALUES
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)
+def test_a_message_comes_back_equal_and_is_made_of_plain_data(sample: Any) -> None:
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        assert pickle.loads(pickle.dumps(sample, protocol)) == sample
+    made_of: set[type] = set()
+    assert PlainReader(pickle.dumps(sample), made_of).load() == sample
+    assert made_of <= PLAIN
+
+
+def test_the_reader_refuses_what_is_not_plain() -> None:
+    with pytest.raises(pickle.UnpicklingError, match="not plain data"):
+        PlainReader(pickle.dumps(Lease), set()).load()

@@ -1,0 +1,112 @@
+"""A scheduler without a worker, and a worker without a scheduler: what each makes of the other's messages."""
+
+from dataclasses import replace
+
+import pytest
+from filling import a_config, a_store, an_identity, prompt
+
+from kvarve.core.effects import Copy, Ended, Probe
+from kvarve.errors import Busy, StorageError
+from kvarve.messages import ChangeMade, ChangeProposed, ChangeRefused, Report
+from kvarve.ranks.agreement import AgreedStep, Alone
+from kvarve.scheduler import CacheScheduler
+from kvarve.worker import CacheWorker, check
+
+DETACHED = replace(a_config(), storage=None)
+
+
+def a_scheduler(storage: bool = True) -> CacheScheduler:
+    return CacheScheduler(an_identity(), a_config(), check(an_identity(), a_config()), storage=storage)
+
+
+class Denied(Alone):
+    """The other ranks have proposed something else."""
+
+    def agree(self, *report: object) -> AgreedStep:
+        return super().agree(*report)._replace(granted=False)  # type: ignore[arg-type]
+
+
+def test_copies_sent_before_a_change_of_the_storage_stand_before_it() -> None:
+    scheduler = a_scheduler()
+    scheduler.step(Report(), 1.0)
+    scheduler.open(prompt(4.5))
+    scheduler.step(Report(proposed=ChangeProposed(1, DETACHED, attach=False)), 2.0)
+    probe, made = scheduler.take()
+    assert isinstance(probe, Probe) and made == ChangeMade(1)
+    assert not scheduler.storage_up and scheduler.take() == []
+
+
+def test_a_change_of_the_storage_brings_its_policies() -> None:
+    scheduler = a_scheduler(storage=False)
+    selective = replace(a_config(), policies=replace(a_config().policies, write_policy="write_through_selective"))
+    scheduler.step(Report(proposed=ChangeProposed(1, selective)), 1.0)
+    assert scheduler.take() == [ChangeMade(1)] and scheduler.storage_up
+    assert scheduler.config is selective and scheduler.core.config.policies.write is selective.policies.write
+
+
+def test_a_change_that_the_ranks_do_not_grant_changes_nothing() -> None:
+    shape = an_identity(), a_config(), check(an_identity(), a_config())
+    scheduler = CacheScheduler(*shape, storage=True, agreement=Denied())
+    scheduler.step(Report(proposed=ChangeProposed(1, DETACHED, attach=False)), 1.0)
+    (refused,) = scheduler.take()
+    assert isinstance(refused, ChangeRefused) and refused.change == 1 and not refused.busy
+    assert scheduler.storage_up and scheduler.config == a_config()
+
+
+def test_a_storage_that_a_worker_reports_down_is_asked_for_nothing_until_it_is_back() -> None:
+    scheduler = a_scheduler()
+    scheduler.step(Report(up=False), 1.0)
+    scheduler.open(prompt(4.5))
+    assert scheduler.take() == [] and not scheduler.storage_up
+    scheduler.step(Report(), 2.0)
+    scheduler.open(prompt(4.5))
+    assert [type(order) for order in scheduler.take()] == [Probe]
+
+
+def test_an_answer_about_a_copy_that_is_not_in_flight_is_counted_and_changes_nothing() -> None:
+    scheduler = a_scheduler()
+    scheduler.step(Report([Ended(99, 1)]), 1.0)
+    assert scheduler.counters.strays == 1 and scheduler.take() == []
+    scheduler.audit()
+
+
+def test_a_refusal_that_was_on_its_way_leaves_the_change_that_took_the_place_pending() -> None:
+    worker, store = CacheWorker(an_identity(), a_config()), a_store()
+    declined = worker.decline(StorageError("not on this rank"))
+    assert worker.report().proposed == ChangeProposed(declined.number, a_config(), attach=False, ready=False)
+    attached = worker.attach(store)
+    with pytest.raises(StorageError, match="not on this rank"):
+        declined.made.result(0)
+    worker.do([ChangeRefused(declined.number, "another rank cannot", busy=False)])
+    assert not attached.made.done() and worker.attached is None
+    proposed = worker.report().proposed
+    assert proposed is not None and proposed.change == attached.number and worker.report().proposed is None
+    worker.do([ChangeMade(attached.number)])
+    assert attached.made.result(0) is None and worker.attached is not None
+    worker.close(5, 1, up=True)
+
+
+def test_a_worker_that_closes_gives_its_pending_change_up() -> None:
+    worker = CacheWorker(an_identity(), a_config(), storage=a_store())
+    change = worker.detach()
+    worker.close(5, 1, up=True)
+    with pytest.raises(Busy, match="shutting down"):
+        change.made.result(0)
+    assert worker.report().proposed is None
+
+
+def test_a_worker_answers_each_order_once_whatever_becomes_of_it() -> None:
+    store = a_store()
+    worker, scheduler = CacheWorker(an_identity(), a_config(), storage=store), a_scheduler()
+    scheduler.step(worker.report(), 1.0)
+    scheduler.open(prompt(4.5))
+    (probe,) = scheduler.take()
+    assert isinstance(probe, Probe | Copy)
+    store.dead = True
+    worker.do([probe])
+    ends: list[Ended] = []
+    while not ends:
+        worker.wait(1.0)
+        ends += [event for event in worker.report().events if isinstance(event, Ended)]
+    assert ends == [Ended(probe.op, 0)]
+    worker.close(5, 1, up=True)
