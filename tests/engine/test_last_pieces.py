@@ -161,7 +161,8 @@ def test_a_tokenizer_that_fails_whenever_it_is_asked_ends_each_request_and_not_t
         raise Fault("no such token")
 
     engine = make(start=False)
-    monkeypatch.setattr(Detokenizer, "_decode", broken)
+    monkeypatch.setattr(Detokenizer, "push", broken)
+    monkeypatch.setattr(Detokenizer, "flush", broken)
     waiting, running = (engine.submit(a_request(a_prompt(20, seed), 5)) for seed in range(2))
     engine.abort(waiting)
     turns(engine, lambda: not engine._accepted)

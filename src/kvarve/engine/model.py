@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 import torch
 import transformers
+from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -37,7 +38,6 @@ QUANTIZED = frozenset({"quantization_config", "compression_config"})
 PACKED_TYPES = ("F8_", "F6_", "F4")
 PACKED_NAMES = ("qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv", "_blocks", "absmax", "SCB")
 WHOLE_NUMBERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
-UNDECODED = "\ufffd"  # in place of bytes that are not, or not yet, a character
 
 
 @dataclass(frozen=True)
@@ -86,34 +86,38 @@ class LoadedModel:
 class Detokenizer:
     """Tokens in one by one, text out as soon as it is certain: never half a character.
 
-    The last tokens that gave text are decoded again together with those after them, since some tokenizers write the
-    first token of a text without its leading space.
+    Each token is decoded together with those of the last text, since some tokenizers write the first token of a text
+    without its leading space. Where bytes turn out to be no character, text that has been returned stays.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._ids: list[int] = []  # those of the last text that was returned, then the ones still held back
-        self._returned = 0  # how many of them belong to that text
+        self._tokenizer, self._skip = tokenizer.backend_tokenizer, skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._last: list[int] = []  # tokens of the last whole text
+        self._held: list[int] = []  # tokens after it, of which no text has been returned
 
     def push(self, token_id: int) -> str:
         """The text that this token completes, often empty in the middle of a character."""
-        self._ids.append(token_id)
+        self._held.append(token_id)
+        try:
+            text: str | None = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # noqa: BLE001  of no narrower type: with this token, those before it decode to another text
+            return self.flush()
+        if text is not None:
+            self._last, self._held = self._held, []
+            return text
         # A character has 4 bytes at most; bytes still undecodable after many tokens will stay so.
-        return self._decoded(final=len(self._ids) - self._returned > 16)
+        return self.flush() if len(self._held) > 16 else ""
 
     def flush(self) -> str:
         """The text that was held back, at the end."""
-        return self._decoded(final=True)
-
-    def _decoded(self, final: bool) -> str:
-        known, text = self._decode(self._ids[: self._returned]), self._decode(self._ids)
-        if len(text) <= len(known) or (text.endswith(UNDECODED) and not final):
-            return ""
-        self._ids, self._returned = self._ids[self._returned :], len(self._ids) - self._returned
-        return text[len(known) :]
+        text = self._decode(self._last + self._held)[len(self._decode(self._last)) :]
+        self._held = []
+        self._stream = DecodeStream(self._last, self._skip)
+        return text
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip))
 
 
 def forward(model: Any, workspace: Workspace, ids: Tensor) -> Tensor:
