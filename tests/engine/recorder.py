@@ -8,7 +8,7 @@ import torch
 from engines import Make, a_model, a_prompt, a_request, turns
 from torch import Tensor
 
-import kvarve.engine.engine as engine_module
+from kvarve.engine import turns as turns_module
 from kvarve.engine.requests import OutputChunk, Request
 from kvarve.engine.state import Workspace
 
@@ -17,12 +17,12 @@ class Recorder:
     """Stands between the engine and the model and keeps the logits after every forward, by position, per workspace."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._forward = engine_module.forward
+        self._forward = turns_module.forward
         self.calls: list[tuple[Workspace, int, int]] = []  # workspace, tokens before and after
         self.logits: list[Tensor] = []
         self.before: Callable[[Workspace, Tensor], None] = lambda workspace, ids: None
         self.after: Callable[[Workspace, Tensor], Tensor] = lambda workspace, logits: logits
-        monkeypatch.setattr(engine_module, "forward", self._record)
+        monkeypatch.setattr(turns_module, "forward", self._record)
 
     def _record(self, model: Any, workspace: Workspace, ids: Tensor) -> Tensor:
         self.before(workspace, ids)

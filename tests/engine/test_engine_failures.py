@@ -21,8 +21,8 @@ from engines import (
 from recorder import Recorder
 from torch import Tensor
 
-import kvarve.engine.engine as engine_module
 from kvarve.core.audit import audit
+from kvarve.engine import turns as turns_module
 from kvarve.engine.paging import PagedWorkspace
 from kvarve.engine.requests import Finish, OutputChunk, Request, Sampling
 from kvarve.engine.state import StateLayout, Workspace
@@ -99,7 +99,7 @@ def test_a_request_whose_state_finds_no_memory_harms_no_other(make: Make, monkey
                 raise RuntimeError("out of memory")
             super().__init__(layout, max_tokens, *args)
 
-    monkeypatch.setattr(engine_module, "PagedWorkspace", Small)
+    monkeypatch.setattr(turns_module, "PagedWorkspace", Small)
     engine = make(start=False)
     large, small = by_hand(engine, a_request(a_prompt(600)), a_request(a_prompt(PROMPT, 1)))
     assert (large[2].finish, large[2].error) == (Finish.ERROR, "RuntimeError: out of memory")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from engines import CHUNK, LONG_S, PAGE, Make, a_model, a_prompt, a_request, alone, by_hand, room_for, turns
 
-import kvarve.engine.engine as engine_module
+from kvarve.engine import turns as turns_module
 from kvarve.engine.batch import Batch
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import Detokenizer
@@ -100,10 +100,10 @@ def test_a_call_of_the_cache_that_fails_stops_the_engine_and_each_request_gets_o
 
 
 PARTS: list[tuple[Any, str, int]] = [
-    (engine_module, "forward", 4),
-    (engine_module, "forward", 0),
-    (engine_module, "choose_all", 0),
-    (engine_module, "likelihood", 2),
+    (turns_module, "forward", 4),
+    (turns_module, "forward", 0),
+    (turns_module, "choose_all", 0),
+    (turns_module, "likelihood", 2),
     (Batch, "forward", 3),
     (Batch, "__init__", 0),
     (Tails, "forward", 0),
@@ -192,14 +192,14 @@ def test_when_the_engine_hangs_shutdown_ends_every_request_and_no_piece_comes_af
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, going, begun = make(start=False), threading.Event(), threading.Event()
-    real = engine_module.forward
+    real = turns_module.forward
 
     def hang(*args: Any) -> Any:
         begun.set()
         assert going.wait(LONG_S)
         return real(*args)
 
-    monkeypatch.setattr(engine_module, "forward", hang)
+    monkeypatch.setattr(turns_module, "forward", hang)
     requests = [engine.submit(a_request(a_prompt(5 * CHUNK, seed), 2)) for seed in range(2)]
     engine.start()
     assert begun.wait(LONG_S)
