@@ -54,8 +54,8 @@ def say(recorder: Recorder, script: Sequence[int], prompt_tokens: int = 5) -> No
 
 def pieces_of(request: Request) -> list[OutputChunk]:
     found = []
-    while not request.pieces.empty():
-        found.append(request.pieces.get())
+    while not request.outputs.empty():
+        found.append(request.outputs.get())
     return found
 
 

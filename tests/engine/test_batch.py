@@ -289,7 +289,7 @@ def first_token_turns(engine: Engine, arrivals: dict[int, list[Request]]) -> dic
             came[request.number] = turn
         engine._turn()
         for request in all_requests:
-            if request.number not in waits and not request.pieces.empty():
+            if request.number not in waits and not request.outputs.empty():
                 waits[request.number] = turn - came[request.number]
         if len(waits) == len(all_requests):
             return waits

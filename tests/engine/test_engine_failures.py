@@ -1,4 +1,4 @@
-"""A request that goes away or fails harms no other; each gets its last piece even if the engine stops or dies."""
+"""A request that goes away or fails harms no other; each gets its last output even if the engine stops or dies."""
 
 import queue
 import threading
@@ -45,7 +45,7 @@ def test_an_aborted_request_leaves_nothing_held_wherever_it_was(make: Make) -> N
         assert last.finish is Finish.ABORT
         assert last.usage is not None
         assert last.usage.completion == len(tokens)
-        assert request.pieces.empty()
+        assert request.outputs.empty()
     assert not engine.cache.core.leases
     assert engine.load() == (0, 0)
     assert engine.counts.aborted == 3
@@ -63,7 +63,7 @@ def test_aborting_what_is_over_or_never_came_is_nothing(make: Make) -> None:
     engine.abort(request)
     engine.abort(a_request())
     engine._turn()
-    assert request.pieces.empty()
+    assert request.outputs.empty()
     assert engine.counts.finished == 1
 
 
@@ -122,7 +122,7 @@ def test_a_listener_that_fails_harms_no_other(make: Make) -> None:
 
 
 @pytest.mark.parametrize("leases_close", [True, False])
-def test_when_the_engine_dies_every_request_gets_its_last_piece(
+def test_when_the_engine_dies_every_request_gets_its_last_output(
     leases_close: bool, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, steps = make(start=False, max_running=2), iter(range(1000))
@@ -151,7 +151,7 @@ def test_when_the_engine_dies_every_request_gets_its_last_piece(
         engine.submit(a_request())
 
 
-def test_when_the_cache_cannot_open_a_request_every_request_gets_its_last_piece(
+def test_when_the_cache_cannot_open_a_request_every_request_gets_its_last_output(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(start=False)
@@ -166,12 +166,12 @@ def test_when_the_cache_cannot_open_a_request_every_request_gets_its_last_piece(
         engine.start()
         engine._thread.join(LONG_S)
     assert not engine._thread.is_alive() or not engine.broken
-    told = [request.pieces.qsize() for request in requests]
+    told = [request.outputs.qsize() for request in requests]
     assert told == [1, 1, 1], "a request waits for ever"
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_request_that_comes_while_the_engine_stops_gets_its_last_piece(
+def test_a_request_that_comes_while_the_engine_stops_gets_its_last_output(
     broken: bool, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whenever it comes: before the last look at what has come, or after it."""

@@ -92,7 +92,7 @@ class Engine(Turns):
                 )
         return ids
 
-    def places_left(self) -> int:
+    def capacity_left(self) -> int:
         """How many more requests `submit` would take now."""
         return self._max_running + self._max_waiting - self._pending
 

@@ -395,20 +395,20 @@ class Turns:
             self.counts.cached_storage += usage.storage
         self._finish(job.request, OutputChunk(job.text, last, finish, usage, error, likely))
 
-    def _finish(self, request: Request, piece: OutputChunk) -> None:
+    def _finish(self, request: Request, output: OutputChunk) -> None:
         """Deliver the last output of a request, if it has had none."""
         with self._lock:
             if self._accepted.pop(request.number, None) is None:
                 return
             self._jobs.pop(request.number, None)
             self.counts.finished += 1
-            self.counts.failed += piece.finish is Finish.ERROR
-            self.counts.aborted += piece.finish is Finish.ABORT
-        self._deliver(request, piece)
+            self.counts.failed += output.finish is Finish.ERROR
+            self.counts.aborted += output.finish is Finish.ABORT
+        self._deliver(request, output)
 
-    def _deliver(self, request: Request, piece: OutputChunk) -> None:
+    def _deliver(self, request: Request, output: OutputChunk) -> None:
         try:
-            request.give(piece)
+            (request.deliver or request.outputs.put)(output)
         except Exception:  # the listener is gone or broken (a closed event loop, say), which is not our error
             log.exception("request %d: its listener failed", request.number)
 
