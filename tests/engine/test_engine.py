@@ -144,9 +144,7 @@ def test_pages_computed_in_half_a_chunk_are_not_shared(family: str, make: Make, 
 
 
 @every_family
-def test_what_another_computed_in_a_whole_chunk_is_no_part_of_half_a_chunk(
-    family: str, make: Make, recorder: Recorder
-) -> None:
+def test_pages_of_a_whole_chunk_do_not_serve_half_a_chunk(family: str, make: Make, recorder: Recorder) -> None:
     """The same the other way round: a prompt that ends in the middle of a chunk computes all of that middle itself."""
     model, prompt = a_model(family), a_prompt(5 * CHUNK)
     page, chunk = model.layout.page_tokens, model.layout.chunk_tokens
@@ -238,7 +236,7 @@ def test_prompts_take_turns(make: Make, recorder: Recorder) -> None:
     assert all(request.result(0.1)[2].finish is Finish.LENGTH for request in requests)
 
 
-def test_who_waits_for_storage_is_passed_by(make: Make) -> None:
+def test_a_request_that_waits_for_storage_is_overtaken(make: Make) -> None:
     model = a_model()
     storage = FaultyStorage(MemoryStorage(64 * MIB, model.identity.fingerprint(), "test"))
     engine = make(start=False, storage=storage, max_running=1, clock=lambda: 1000.0, prefetch_policy="wait_complete")

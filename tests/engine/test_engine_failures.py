@@ -261,7 +261,7 @@ def test_an_engine_that_was_never_started_shuts_down(make: Make) -> None:
     make(start=False).shutdown(5)
 
 
-def test_what_others_ask_of_the_engine_is_answered_by_its_thread(make: Make) -> None:
+def test_calls_of_other_threads_are_made_by_the_engines_thread(make: Make) -> None:
     engine = make()
     engine.submit(a_request()).result(LONG_S)
     assert engine.settle(LONG_S)
@@ -272,7 +272,7 @@ def test_what_others_ask_of_the_engine_is_answered_by_its_thread(make: Make) -> 
         engine.ask(lambda: 1, 0.01)
 
 
-def test_what_the_engine_did_not_get_round_to_in_time_is_never_done(make: Make) -> None:
+def test_a_call_that_the_engine_did_not_make_in_time_is_never_made(make: Make) -> None:
     engine, done, may_go_on, begun = make(), [], threading.Event(), threading.Event()
 
     def busy() -> None:

@@ -43,7 +43,7 @@ def test_what_is_put_is_carried_to_every_tier(row: Row) -> None:
     assert row.storage.counts["copied"] == 2
 
 
-def test_a_far_tier_that_hangs_keeps_nobody_waiting(row: Row) -> None:
+def test_a_far_tier_that_hangs_delays_no_call(row: Row) -> None:
     row.sick[1].stall()
     assert row.put("a") == [True]
     row.sick[1].wait_for_stalled_call()
@@ -81,7 +81,7 @@ def test_a_tier_that_is_late_with_what_it_has_is_passed_over_until_it_answers(ma
     assert read(row.storage, "b") == page("b")
 
 
-def test_storages_that_are_all_late_are_waited_for_by_who_reads(make_row: MakeRow) -> None:
+def test_a_read_waits_if_all_tiers_are_late(make_row: MakeRow) -> None:
     row = make_row(patience_s=0.01)
     row.put("a")
     row.settle()
