@@ -143,7 +143,7 @@ def test_after_three_failures_in_a_row_no_call_reaches_the_storage(ward: Ward) -
         "get missed: down": 2,
         "put dropped: down": 3,
         "delete dropped: down": 1,
-        "usage of before: down": 1,
+        "last known usage: down": 1,
     }
 
 

@@ -290,7 +290,7 @@ def test_a_full_segment_takes_no_more_until_leases_end(
     assert True in second
     assert False in second, "what has been asked for is under a lease, so it is not evicted for this"
     evicted = storage.counts["not there after a put"]  # what is put is under no lease until somebody has asked for it
-    assert storage.counts["no room"] + evicted == second.count(False)
+    assert storage.counts["no space"] + evicted == second.count(False)
     assert storage.usage().capacity_bytes == 16 * MIB
     until(lambda: all(storage.put(["later"], pages.views[:1])), "an eviction")
     until(lambda: not all(storage.exists(pages.names)), "an eviction of the oldest")
