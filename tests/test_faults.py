@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvarve.engine.engine as engine_module
 from kvarve.config import CacheConfig
 from kvarve.core.policies import Policies
+from kvarve.engine import turns as turns_module
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import LoadedModel
 from kvarve.engine.requests import Request, Sampling, TokenUsage
@@ -83,8 +83,8 @@ class Folder:
     def __init__(self, path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path, self.model = path, a_model(family)
         self.namespace = self.model.identity.fingerprint()
-        self._forward, self._logits = engine_module.forward, {}  # type: ignore[var-annotated]
-        monkeypatch.setattr(engine_module, "forward", self._record)
+        self._forward, self._logits = turns_module.forward, {}  # type: ignore[var-annotated]
+        monkeypatch.setattr(turns_module, "forward", self._record)
         self.engine = self.opened()
 
     def _record(self, model: Any, workspace: Workspace, ids: Tensor) -> Tensor:

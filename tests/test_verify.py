@@ -36,6 +36,7 @@ from kvarve.memory.copies import DeviceCopies
 from kvarve.model import BufferSpec, PoolSpec
 from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import maintenance
+from kvarve.storage.altered import AlteredStorage
 from kvarve.testing.models import save_checkpoint, tiny_model
 from kvarve.verify.damage import damages, spoil
 from kvarve.verify.paths import abort, branches, conversation, deepest, eviction, partial, tiers
@@ -43,7 +44,6 @@ from kvarve.verify.plan import TURNS, Plan
 from kvarve.verify.prover import Prover
 from kvarve.verify.requests import same_bits
 from kvarve.verify.serving import answers, together
-from kvarve.verify.veil import Veil
 
 PAGE, CHUNK = 16, 64
 
@@ -232,7 +232,7 @@ def nothing_is_checked(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_bad_page_stays_in_storage(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Veil, "delete", lambda self, names: [True] * len(names))
+    patch.setattr(AlteredStorage, "delete", lambda self, names: [True] * len(names))
 
 
 def answers_change_each_others_rounding(patch: pytest.MonkeyPatch) -> None:

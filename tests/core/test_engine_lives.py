@@ -1,4 +1,4 @@
-"""Lives of an engine's scheduler over the core, in which no request waits in vain and each gets one last piece."""
+"""Lives of an engine's scheduler over the core, in which no request waits in vain and each gets one last output."""
 
 from collections import Counter
 from pathlib import Path
@@ -14,7 +14,7 @@ LIVES = sorted((Path(__file__).parent / "engine_lives").glob("*.json"))
 
 
 @pytest.mark.parametrize("chunk", [0, 1, *(pytest.param(at, marks=pytest.mark.long) for at in range(2, 6))])
-def test_no_request_waits_in_vain_and_each_has_one_last_piece(chunk: int) -> None:
+def test_no_request_waits_in_vain_and_each_has_one_last_output(chunk: int) -> None:
     seen = Counter[str]()
     for seed in range(10 * chunk, 10 * chunk + 10):
         print(f"python -m kvarve.testing.world --engine --seeds {seed}:{seed + 1}")
@@ -57,7 +57,7 @@ def test_a_request_that_is_forgotten_is_noticed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Shop, "_end", forgetful)
     found, _ = attempt(life)
     assert isinstance(found, Trouble)
-    assert "every accepted request has a last piece" in found.text
+    assert "every accepted request has a last output" in found.text
 
 
 def test_a_scheduler_that_lets_requests_be_passed_for_ever_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

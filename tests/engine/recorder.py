@@ -8,7 +8,7 @@ import torch
 from engines import Make, a_model, a_prompt, a_request, turns
 from torch import Tensor
 
-import kvarve.engine.engine as engine_module
+from kvarve.engine import turns as turns_module
 from kvarve.engine.requests import OutputChunk, Request
 from kvarve.engine.state import Workspace
 
@@ -17,12 +17,12 @@ class Recorder:
     """Stands between the engine and the model and keeps the logits after every forward, by position, per workspace."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._forward = engine_module.forward
+        self._forward = turns_module.forward
         self.calls: list[tuple[Workspace, int, int]] = []  # workspace, tokens before and after
         self.logits: list[Tensor] = []
         self.before: Callable[[Workspace, Tensor], None] = lambda workspace, ids: None
         self.after: Callable[[Workspace, Tensor], Tensor] = lambda workspace, logits: logits
-        monkeypatch.setattr(engine_module, "forward", self._record)
+        monkeypatch.setattr(turns_module, "forward", self._record)
 
     def _record(self, model: Any, workspace: Workspace, ids: Tensor) -> Tensor:
         self.before(workspace, ids)
@@ -54,8 +54,8 @@ def say(recorder: Recorder, script: Sequence[int], prompt_tokens: int = 5) -> No
 
 def pieces_of(request: Request) -> list[OutputChunk]:
     found = []
-    while not request.pieces.empty():
-        found.append(request.pieces.get())
+    while not request.outputs.empty():
+        found.append(request.outputs.get())
     return found
 
 

@@ -167,7 +167,7 @@ def test_one_that_fits_does_not_wait_for_one_that_was_preempted(make: Make) -> N
     long = [engine.submit(a_request(a_prompt(8 * PAGE + 2, seed), 11 * PAGE)) for seed in range(2)]
     turns(engine, lambda: engine.counts.preempted == 1)
     short = engine.submit(a_request(a_prompt(PAGE, 3), 4))
-    waited = turns(engine, lambda: not short.pieces.empty(), at_most=40)
+    waited = turns(engine, lambda: not short.outputs.empty(), at_most=40)
     assert waited <= 2
     assert engine.counts.finished == 0
     turns(engine, lambda: engine.counts.finished == 3)
@@ -194,9 +194,9 @@ def test_a_large_prompt_is_not_starved_by_small_ones(make: Make) -> None:
     for _ in range(400):
         another()
         engine._turn()
-        if not large.pieces.empty():
+        if not large.outputs.empty():
             break
-    assert not large.pieces.empty(), "it starves"
+    assert not large.outputs.empty(), "it starves"
     turns(engine, lambda: not engine._accepted)
 
 

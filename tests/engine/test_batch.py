@@ -23,8 +23,8 @@ from engines import (
 )
 from torch import Tensor
 
-import kvarve.engine.engine as engine_module
 from kvarve.engine import batch as batch_module
+from kvarve.engine import turns as turns_module
 from kvarve.engine.batch import Batch, batches
 from kvarve.engine.engine import Engine
 from kvarve.engine.paging import PagedTape, PagedWorkspace
@@ -96,14 +96,14 @@ def test_answers_take_one_forward_a_turn(make: Make, monkeypatch: pytest.MonkeyP
         return forward(self, model, tokens)
 
     monkeypatch.setattr(Batch, "forward", counted)
-    monkeypatch.setattr(engine_module, "forward", whole_chunks_only)
+    monkeypatch.setattr(turns_module, "forward", whole_chunks_only)
     requests = [engine.submit(a_request(a_prompt(CHUNK, seed), 10)) for seed in range(6)]
     turns(engine, lambda: engine.counts.finished == 6)
     assert all(len(request.result(0.1)[1]) == 10 for request in requests)
     assert sizes == [6] * 9
 
 
-real = engine_module.forward
+real = turns_module.forward
 
 
 def test_a_request_that_is_aborted_harms_no_other_in_its_batch(make: Make) -> None:
@@ -191,7 +191,7 @@ def test_a_deterministic_answer_is_the_same_to_the_last_bit_whichever_requests_r
             differed.append((state.max_tokens, state.tokens))
         return found
 
-    monkeypatch.setattr(engine_module, "forward", recorded)
+    monkeypatch.setattr(turns_module, "forward", recorded)
     for tokens, seed, most in ASKED:
         by_hand(make(model, start=False, deterministic=True), a_request(a_prompt(tokens, seed), most))
     engine = make(model, start=False, deterministic=True, device=room_for(model, 200), host=4 * MIB)
@@ -289,7 +289,7 @@ def first_token_turns(engine: Engine, arrivals: dict[int, list[Request]]) -> dic
             came[request.number] = turn
         engine._turn()
         for request in all_requests:
-            if request.number not in waits and not request.pieces.empty():
+            if request.number not in waits and not request.outputs.empty():
                 waits[request.number] = turn - came[request.number]
         if len(waits) == len(all_requests):
             return waits

@@ -144,9 +144,7 @@ def test_pages_computed_in_half_a_chunk_are_not_shared(family: str, make: Make, 
 
 
 @every_family
-def test_what_another_computed_in_a_whole_chunk_is_no_part_of_half_a_chunk(
-    family: str, make: Make, recorder: Recorder
-) -> None:
+def test_pages_of_a_whole_chunk_do_not_serve_half_a_chunk(family: str, make: Make, recorder: Recorder) -> None:
     """The same the other way round: a prompt that ends in the middle of a chunk computes all of that middle itself."""
     model, prompt = a_model(family), a_prompt(5 * CHUNK)
     page, chunk = model.layout.page_tokens, model.layout.chunk_tokens
@@ -210,21 +208,21 @@ def test_a_long_prompt_delays_no_answer_by_more_than_one_chunk(make: Make, recor
         lambda: all(not run.prefilling for run in engine.scheduler.running) and len(engine.scheduler.running) == 3,
     )
     for request in short:
-        while not request.pieces.empty():
-            request.pieces.get()
+        while not request.outputs.empty():
+            request.outputs.get()
     long = engine.submit(a_request(a_prompt(6 * CHUNK), 4))
     recorder.calls.clear()
     for turn in range(1, 7):
         assert engine._turn()
         for request in short:
-            assert len(request.pieces.get_nowait().tokens) == 1
-            assert request.pieces.empty()
+            assert len(request.outputs.get_nowait().tokens) == 1
+            assert request.outputs.empty()
         chunks = [stop - start for _, start, stop in recorder.calls if stop - start > 1]
         assert chunks == [CHUNK] * turn, "one chunk for the prompt in each turn"
-    assert len(long.pieces.get_nowait().tokens) == 1
+    assert len(long.outputs.get_nowait().tokens) == 1
     for _ in range(3):
         engine._turn()
-        assert len(long.pieces.get_nowait().tokens) == 1
+        assert len(long.outputs.get_nowait().tokens) == 1
 
 
 def test_prompts_take_turns(make: Make, recorder: Recorder) -> None:
@@ -238,7 +236,7 @@ def test_prompts_take_turns(make: Make, recorder: Recorder) -> None:
     assert all(request.result(0.1)[2].finish is Finish.LENGTH for request in requests)
 
 
-def test_who_waits_for_storage_is_passed_by(make: Make) -> None:
+def test_a_request_that_waits_for_storage_is_overtaken(make: Make) -> None:
     model = a_model()
     storage = FaultyStorage(MemoryStorage(64 * MIB, model.identity.fingerprint(), "test"))
     engine = make(start=False, storage=storage, max_running=1, clock=lambda: 1000.0, prefetch_policy="wait_complete")
@@ -246,8 +244,8 @@ def test_who_waits_for_storage_is_passed_by(make: Make) -> None:
     slow = engine.submit(a_request(a_prompt(PROMPT, 1)))
     quick = engine.submit(a_request(a_prompt(PROMPT, 2), read_cache=False))
     try:
-        turns(engine, lambda: not quick.pieces.empty(), at_most=30)
-        assert slow.pieces.empty()
+        turns(engine, lambda: not quick.outputs.empty(), at_most=30)
+        assert slow.outputs.empty()
     finally:
         storage.release()
     turns(engine, lambda: engine.counts.finished == 2)
@@ -295,7 +293,7 @@ def test_a_crowd_that_comes_at_once_hits_as_if_it_came_one_by_one(make: Make) ->
     prompts = [a_prompt(PROMPT, seed) for seed in range(12)]
     for prompt in prompts:
         request = engine.submit(a_request(prompt))
-        turns(engine, lambda request=request: not request.pieces.empty() and not any(engine.load()))
+        turns(engine, lambda request=request: not request.outputs.empty() and not any(engine.load()))
         engine.cache.settle()
     engine.cache.flush([Tier.DEVICE])
     crowd = [engine.submit(a_request(prompt)) for prompt in prompts]
@@ -319,7 +317,7 @@ def test_pages_fetched_for_later_requests_keep_no_slots_from_the_first_in_line(m
     turns(engine, lambda: engine.load()[0] == 1)
     first, behind = engine.submit(a_request(a_prompt(31 * PAGE, 3), 1)), engine.submit(a_request(prompt, 1))
     turns(engine, lambda: any(job.lease.holds for job in engine.scheduler.waiting))
-    assert running.pieces.qsize() < 24
+    assert running.outputs.qsize() < 24
     engine.scheduler.waiting._overtaken = {
         id(job): OVERTAKEN for job in engine.scheduler.waiting if job.request is first
     }

@@ -1,4 +1,4 @@
-"""A request that goes away or fails harms no other; each gets its last piece even if the engine stops or dies."""
+"""A request that goes away or fails harms no other; each gets its last output even if the engine stops or dies."""
 
 import queue
 import threading
@@ -21,7 +21,7 @@ from engines import (
 from recorder import Recorder
 from torch import Tensor
 
-import kvarve.engine.engine as engine_module
+from kvarve.engine import turns as turns_module
 from kvarve.engine.paging import PagedWorkspace
 from kvarve.engine.requests import Finish, OutputChunk, Request, Sampling
 from kvarve.engine.state import StateLayout, Workspace
@@ -44,7 +44,7 @@ def test_an_aborted_request_leaves_nothing_held_wherever_it_was(make: Make) -> N
         assert last.finish is Finish.ABORT
         assert last.usage is not None
         assert last.usage.completion == len(tokens)
-        assert request.pieces.empty()
+        assert request.outputs.empty()
     assert not engine.cache.scheduler.core.leases
     assert engine.load() == (0, 0)
     assert engine.counts.aborted == 3
@@ -62,7 +62,7 @@ def test_aborting_what_is_over_or_never_came_is_nothing(make: Make) -> None:
     engine.abort(request)
     engine.abort(a_request())
     engine._turn()
-    assert request.pieces.empty()
+    assert request.outputs.empty()
     assert engine.counts.finished == 1
 
 
@@ -98,7 +98,7 @@ def test_a_request_whose_state_finds_no_memory_harms_no_other(make: Make, monkey
                 raise RuntimeError("out of memory")
             super().__init__(layout, max_tokens, *args)
 
-    monkeypatch.setattr(engine_module, "PagedWorkspace", Small)
+    monkeypatch.setattr(turns_module, "PagedWorkspace", Small)
     engine = make(start=False)
     large, small = by_hand(engine, a_request(a_prompt(600)), a_request(a_prompt(PROMPT, 1)))
     assert (large[2].finish, large[2].error) == (Finish.ERROR, "RuntimeError: out of memory")
@@ -121,7 +121,7 @@ def test_a_listener_that_fails_harms_no_other(make: Make) -> None:
 
 
 @pytest.mark.parametrize("leases_close", [True, False])
-def test_when_the_engine_dies_every_request_gets_its_last_piece(
+def test_when_the_engine_dies_every_request_gets_its_last_output(
     leases_close: bool, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, steps = make(start=False, max_running=2), iter(range(1000))
@@ -150,7 +150,7 @@ def test_when_the_engine_dies_every_request_gets_its_last_piece(
         engine.submit(a_request())
 
 
-def test_when_the_cache_cannot_open_a_request_every_request_gets_its_last_piece(
+def test_when_the_cache_cannot_open_a_request_every_request_gets_its_last_output(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(start=False)
@@ -165,12 +165,12 @@ def test_when_the_cache_cannot_open_a_request_every_request_gets_its_last_piece(
         engine.start()
         engine._thread.join(LONG_S)
     assert not engine._thread.is_alive() or not engine.broken
-    told = [request.pieces.qsize() for request in requests]
+    told = [request.outputs.qsize() for request in requests]
     assert told == [1, 1, 1], "a request waits for ever"
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_request_that_comes_while_the_engine_stops_gets_its_last_piece(
+def test_a_request_that_comes_while_the_engine_stops_gets_its_last_output(
     broken: bool, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whenever it comes: before the last look at what has come, or after it."""
@@ -260,7 +260,7 @@ def test_an_engine_that_was_never_started_shuts_down(make: Make) -> None:
     make(start=False).shutdown(5)
 
 
-def test_what_others_ask_of_the_engine_is_answered_by_its_thread(make: Make) -> None:
+def test_calls_of_other_threads_are_made_by_the_engines_thread(make: Make) -> None:
     engine = make()
     engine.submit(a_request()).result(LONG_S)
     assert engine.settle(LONG_S)
@@ -271,7 +271,7 @@ def test_what_others_ask_of_the_engine_is_answered_by_its_thread(make: Make) -> 
         engine.ask(lambda: 1, 0.01)
 
 
-def test_what_the_engine_did_not_get_round_to_in_time_is_never_done(make: Make) -> None:
+def test_a_call_that_the_engine_did_not_make_in_time_is_never_made(make: Make) -> None:
     engine, done, may_go_on, begun = make(), [], threading.Event(), threading.Event()
 
     def busy() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvarve.engine.model import Detokenizer, check_model, forward, load_model
+from kvarve.engine.model import check_model, forward, load_model
 from kvarve.engine.state import Workspace
 from kvarve.errors import ConfigError, ModelError
 from kvarve.testing.models import VOCAB, byte_tokenizer, save_checkpoint, tiny_model
@@ -205,29 +205,3 @@ def test_a_chat_is_written_as_the_template_says_or_refused(qwen: Path) -> None:
     bare.chat_template = None
     with pytest.raises(ModelError, match="has no chat template"):
         replace(loaded, tokenizer=bare).render_chat([])
-
-
-@pytest.mark.parametrize("text", ["varve", "hvarv på åkern", "日本語", "👩‍👩‍👧 ok", "", " leading", "a\ufffdb\ufffd"])
-def test_text_comes_out_whole_and_never_half_a_character(text: str) -> None:
-    tokenizer = byte_tokenizer()
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    assert len(ids) == len(text.encode())
-    detokenizer = Detokenizer(tokenizer)
-    pieces = [detokenizer.push(token) for token in ids]
-    if "\ufffd" not in text:
-        assert all("\ufffd" not in piece for piece in pieces)
-        assert "".join(pieces) == text
-    assert "".join(pieces) + detokenizer.flush() == text
-    assert detokenizer.flush() == ""
-
-
-def test_bytes_that_never_become_a_character_are_not_held_back_for_ever() -> None:
-    tokenizer = byte_tokenizer()
-    half = tokenizer.encode("å", add_special_tokens=False)[0]
-    detokenizer = Detokenizer(tokenizer)
-    pieces = [detokenizer.push(half) for _ in range(100)]
-    assert "".join(pieces) + detokenizer.flush() == "\ufffd" * 100
-    assert max(map(len, pieces)) < 30
-    # A special token says nothing, and what is cut off inside a character is said at the end.
-    assert [detokenizer.push(token) for token in (256, *tokenizer.encode("ok"), half)] == ["", "o", "k", ""]
-    assert detokenizer.flush() == "\ufffd"

@@ -202,6 +202,23 @@ def deep_header(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
 
 
+def tensors_at(*places: tuple[int, int], dtype: str = "F32") -> Break:
+    """A file of small tensors at these places."""
+
+    def change(folder: Path) -> None:
+        tensors = {f"t{i}": {"dtype": dtype, "shape": [2], "data_offsets": at} for i, at in enumerate(places)}
+        header = json.dumps(tensors).encode()
+        data = bytes(max(end for _, end in places))
+        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data)
+
+    return change
+
+
+def append(folder: Path, data: bytes, anew: bool = False) -> None:
+    with (folder / "model.safetensors").open("wb" if anew else "ab") as file:
+        file.write(data)
+
+
 BROKEN: list[tuple[str, Break, str]] = [
     ("no-shard", no_shard, "no model-00002-of-00002.safetensors, which model.safetensors.index.json names"),
     ("dangling-shard", dangling_shard, "model-00002-of-00002.safetensors: No such file"),
@@ -212,9 +229,18 @@ BROKEN: list[tuple[str, Break, str]] = [
     ("empty-index", lambda folder: (in_shards(folder), write_index(folder, {}))[1], "it has no weight_map"),
     ("numbers-in-index", lambda folder: (in_shards(folder), write_index(folder, {"a": 1}))[1], "it has no weight_map"),
     ("another-name", another_name, "no model.safetensors and no model.safetensors.index.json, only consolidated"),
-    ("a-folder", a_folder, "model.safetensors: Is a directory"),
-    ("huge-header", huge_header, "not a safetensors file: a header of 200000000 bytes"),
-    ("deep-header", deep_header, "not a safetensors file"),
+    ("a-folder", a_folder, "model.safetensors: not a file"),
+    ("huge-header", huge_header, "not a safetensors file: Error while deserializing header: header too large"),
+    ("deep-header", deep_header, "not a safetensors file: Error while deserializing header: invalid JSON in header"),
+    ("overlapping", tensors_at((0, 8), (4, 12)), "damaged or not a safetensors file: Error while deserializing"),
+    (
+        "with-a-hole",
+        tensors_at((0, 8), (12, 20)),
+        "damaged or not a safetensors file: Error while deserializing header",
+    ),
+    ("too-long", lambda folder: append(folder, b"more"), "damaged or not a safetensors file"),
+    ("other-type", tensors_at((0, 8), dtype="Q4"), "invalid JSON in header: unknown variant `Q4`"),
+    ("zip", lambda folder: append(folder, b"PK\x03\x04" + bytes(500), anew=True), "not a safetensors file"),
     ("no-tokenizer", lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer.json"),
     ("tokenizer", lambda folder: (folder / "tokenizer.json").write_text('{"model": 7}') and None, "tokenizer"),
     ("adapter", lambda folder: (folder / "adapter_config.json").write_text("{}") and None, "it holds an adapter"),

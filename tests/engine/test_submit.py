@@ -49,10 +49,10 @@ def test_a_salt_that_has_no_bytes_is_refused_and_the_engine_serves_on(salt: str,
 )
 def test_a_request_of_another_form_is_refused_and_takes_no_place(wrong: dict[str, Any], told: str, make: Make) -> None:
     engine = make(start=False, max_running=1, max_waiting=1)
-    places = engine.places_left()
+    places = engine.capacity_left()
     for _ in range(3):
         refused(engine, told, **wrong)
-    assert engine.places_left() == places == 2
+    assert engine.capacity_left() == places == 2
     by_hand(engine, a_request([1] * 20, 2), a_request([2] * 20, 2))
 
 
@@ -87,11 +87,11 @@ def test_a_prompt_is_looked_at_once_however_many_answers_it_gets(make: Make) -> 
     assert twice.looks == 1
 
 
-def test_places_left_are_those_that_submit_would_take(make: Make) -> None:
+def test_capacity_left_are_those_that_submit_would_take(make: Make) -> None:
     engine = make(start=False, max_running=1, max_waiting=2)
     for left in (3, 2, 1):
-        assert engine.places_left() == left
+        assert engine.capacity_left() == left
         engine.submit(a_request([1, 2, 3], 1))
-    assert engine.places_left() == 0
+    assert engine.capacity_left() == 0
     with pytest.raises(Busy):
         engine.submit(a_request([1, 2, 3], 1))

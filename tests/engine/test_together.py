@@ -190,7 +190,7 @@ def test_a_prompt_that_waits_for_slots_lets_others_go_on(make: Make, monkeypatch
     turns(engine, lambda: len(engine.scheduler.running) == 2)
     short = engine._jobs[slow.number].lease
     monkeypatch.setattr(engine.cache, "short", lambda lease, upto: lease is short and quick.number in engine._accepted)
-    monkeypatch.setattr("kvarve.engine.engine.GROW_WAIT_S", 1e9)
+    monkeypatch.setattr("kvarve.engine.turns.GROW_WAIT_S", 1e9)
     monkeypatch.setattr(engine.cache, "wait", lambda timeout_s: pytest.fail("the engine sleeps"))
     at = engine._jobs[slow.number].computed
     while quick.number in engine._accepted:
@@ -204,7 +204,7 @@ def test_a_prompt_that_waits_for_slots_lets_others_go_on(make: Make, monkeypatch
 def test_a_prompt_waits_only_a_moment_for_slots_to_keep_its_pages(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(start=False, write_policy="write_back")
     monkeypatch.setattr(engine.cache, "short", lambda lease, upto: True)
-    monkeypatch.setattr("kvarve.engine.engine.GROW_WAIT_S", 0.0)
+    monkeypatch.setattr("kvarve.engine.turns.GROW_WAIT_S", 0.0)
     ((_, tokens, _),) = by_hand(engine, a_request(a_prompt(2 * CHUNK, 1), 2))
     assert tokens == alone("qwen3_5", 2 * CHUNK, 1, 2)
 

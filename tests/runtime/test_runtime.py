@@ -121,7 +121,7 @@ def test_prompts_that_part_inside_of_a_chunk_share_nothing_of_it(make: Make) -> 
     assert run(cache, other) == (6, 0, 4)
 
 
-def test_a_sequence_that_goes_on_is_found_by_who_asks_for_all_of_it(make: Make) -> None:
+def test_a_sequence_that_goes_on_is_found_by_a_prompt_of_all_of_it(make: Make) -> None:
     """A chunk that a prompt began and its answer filled is known as one that a prompt had from the beginning."""
     cache = make(a_store(), pools=(ATTENTION,))
     begun = Request(cache, LONG[: 5 * PAGE + 7]).wait()
@@ -358,7 +358,7 @@ def test_a_request_waits_for_a_stalled_storage_as_long_as_its_patience_and_no_lo
     until(cache, lambda: nothing_is_left(cache))  # a storage that is back gets what it missed, whenever that is
 
 
-def test_what_arrives_after_patience_ran_out_is_kept_and_held_by_nobody(make: Make) -> None:
+def test_pages_that_arrive_after_patience_ran_out_are_kept_unpinned(make: Make) -> None:
     store, clock = a_full_store(), Clock()
     cache = make(store, clock, prefetch_policy="timeout", prefetch_base_s=1.0)
     store.hold_reads()

@@ -107,7 +107,7 @@ def test_a_page_that_changed_in_host_memory_is_computed_anew(make: Make, pool: P
     assert run(cache, LONG) == (0, ALL, 0)
 
 
-def test_a_flush_while_requests_run_takes_nothing_that_they_hold(make: Make) -> None:
+def test_a_flush_while_requests_run_evicts_no_page_that_they_pin(make: Make) -> None:
     cache = make(a_store())
     run(cache, LONG)
     settle(cache)
@@ -127,7 +127,7 @@ def test_a_flush_while_requests_run_takes_nothing_that_they_hold(make: Make) -> 
     assert nothing_is_left(cache)
 
 
-def test_one_flush_takes_all_that_nobody_holds_whatever_was_used_last(make: Make) -> None:
+def test_one_flush_evicts_all_unpinned_pages_whatever_was_used_last(make: Make) -> None:
     cache, stem = make(pools=(ATTENTION,)), prompt(4)
     for seed in (1, 2):
         run(cache, prompt(8.5, seed, prefix=stem))
@@ -171,7 +171,7 @@ def test_shutting_down_ends_in_time_when_storage_hangs(make: Make) -> None:
     store.release()
 
 
-def test_nobody_waits_at_the_end_for_a_storage_that_is_down(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shutdown_does_not_wait_for_a_storage_that_is_down(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     store, waited = a_store(), list[float]()
     cache = make(store)
     store.dead = True
@@ -251,7 +251,7 @@ def test_two_models_on_one_folder_do_not_see_each_other(tmp_path: Path) -> None:
         cache.shutdown()
 
 
-def test_what_one_cache_has_stored_another_one_on_the_same_folder_finds(tmp_path: Path) -> None:
+def test_a_cache_finds_what_another_one_on_the_same_folder_has_stored(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store?capacity=64MiB"
     one, two = (PrefixCache(an_identity(), a_config(storage=url)) for _ in range(2))
     assert run(one, LONG) == (0, 0, 0)

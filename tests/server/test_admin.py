@@ -83,7 +83,7 @@ def test_a_storage_comes_and_goes_while_the_server_serves(
     assert cold["choices"] == warm["choices"] == again["choices"]
 
 
-def test_what_is_in_memory_goes_to_a_new_storage_if_asked(
+def test_pages_in_memory_are_backed_up_to_a_new_storage_if_asked(
     client: httpx.Client, tmp_path: Path, operated: Server, song: str, salt: str
 ) -> None:
     complete(client, song * 2, cache_salt=salt)

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from talk import CHAT, COMPLETIONS, Body, cached, complete, metrics, refused, stream, text, until
 
-from kvarve.engine import engine as engine_module
+from kvarve.engine import turns as turns_module
 from kvarve.server.serve import Server
 
 # --- several answers
@@ -97,7 +97,7 @@ def test_a_client_that_disconnects_ends_all_n_answers(client: httpx.Client, song
 def test_one_of_n_that_fails_fails_them_all(
     server: Server, client: httpx.Client, song: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = engine_module.forward
+    forward = turns_module.forward
     prompts: list[int] = []
 
     def fails_together(*args: Any) -> Any:
@@ -111,7 +111,7 @@ def test_one_of_n_that_fails_fails_them_all(
         return forward(model, workspace, ids)
 
     monkeypatch.setattr(type(server.engine._tails), "forward", fails_together)  # so each is computed alone
-    monkeypatch.setattr(engine_module, "forward", fails)
+    monkeypatch.setattr(turns_module, "forward", fails)
     body = {"prompt": song, "max_tokens": 900, "temperature": 0, "ignore_eos": True, "n": 3}
     before = metrics(client)
     assert "no room for that" in refused(client.post(COMPLETIONS, json=body), 500)

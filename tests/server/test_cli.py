@@ -348,7 +348,7 @@ def test_a_storage_that_is_slow_to_say_what_it_holds_keeps_no_server_from_starti
     assert any(line.split()[0] == "storage" for line in server.describe().splitlines())
 
 
-def test_a_second_ctrl_c_does_not_wait_for_anybody(serve: Run, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_waits_for_no_request(serve: Run, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
 
     def interrupt_twice(pid: int, out: Path) -> None:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from talk import COMPLETIONS, events, metrics, refused, stream, text, until
 
-from kvarve.engine import engine as engine_module
+from kvarve.engine import turns as turns_module
 from kvarve.server.serve import Server
 
 
@@ -71,14 +71,14 @@ def test_one_request_too_many_gets_503(own_client: httpx.Client, song: str) -> N
 def test_one_requests_trouble_is_an_error_and_not_the_others(
     client: httpx.Client, song: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = engine_module.forward
+    forward = turns_module.forward
 
     def fails(model: Any, workspace: Any, ids: Any) -> Any:
         if workspace.tokens == len((song * 2).encode()) + 4:
             raise MemoryError("no room for that")
         return forward(model, workspace, ids)
 
-    monkeypatch.setattr(engine_module, "forward", fails)
+    monkeypatch.setattr(turns_module, "forward", fails)
     body = {"prompt": song * 2, "max_tokens": 9, "temperature": 0}
     assert "no room for that" in refused(client.post(COMPLETIONS, json=body), 500)
     chunks = stream(client, COMPLETIONS, body)

@@ -118,7 +118,7 @@ class TestABreakerThatIsUpIsItsInner(StorageSuite, CapacitySuite):
             yield make
 
 
-def test_after_three_failures_in_a_row_nobody_is_asked_any_more(ward: Ward) -> None:
+def test_after_three_failures_in_a_row_no_call_reaches_the_storage(ward: Ward) -> None:
     put(ward.storage, a=b"1", b=b"22")
     assert ward.storage.usage().objects == 2
     ward.sick.dead = True
@@ -143,11 +143,11 @@ def test_after_three_failures_in_a_row_nobody_is_asked_any_more(ward: Ward) -> N
         "get missed: down": 2,
         "put dropped: down": 3,
         "delete dropped: down": 1,
-        "usage of before: down": 1,
+        "last known usage: down": 1,
     }
 
 
-def test_one_that_does_not_answer_when_it_is_first_asked_is_down_from_the_beginning(ward: Ward) -> None:
+def test_a_storage_that_does_not_answer_its_first_call_is_down_from_the_start(ward: Ward) -> None:
     ward.storage.look()
     assert ward.storage.up
     ward.sick.dead = True
@@ -198,7 +198,7 @@ def test_what_an_index_in_memory_may_have_answered_does_not_break_the_row(ward: 
     assert ward.turn() is False
 
 
-def test_a_call_that_hangs_takes_it_down_as_soon_as_somebody_looks(ward: Ward) -> None:
+def test_a_call_that_hangs_opens_the_circuit_at_the_next_look(ward: Ward) -> None:
     put(ward.storage, a=b"1")
     hanging = ward.hang(lambda: get(ward.storage, "a"))
     ward.clock.now += DEADLINE_S
@@ -242,7 +242,7 @@ def test_one_hang_is_held_against_it_once(ward: Ward) -> None:
     assert not lost.done()
 
 
-def test_it_is_asked_twice_as_seldom_each_time_up_to_a_limit_until_it_answers(ward: Ward) -> None:
+def test_probes_back_off_up_to_a_limit_until_the_storage_answers(ward: Ward) -> None:
     ward.go_down()
     for expected in (0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0):
         assert ward.next_pause() == pytest.approx(expected)
@@ -256,7 +256,7 @@ def test_it_is_asked_twice_as_seldom_each_time_up_to_a_limit_until_it_answers(wa
     assert (ward.storage.counts["went down"], ward.storage.counts["came up"]) == (1, 1)
 
 
-def test_who_only_seems_to_be_back_is_down_at_the_next_failure_and_asked_more_seldom(
+def test_a_half_open_circuit_opens_at_the_next_failure_and_probes_back_off_further(
     make_ward: Callable[..., Ward],
 ) -> None:
     ward = make_ward(Rule("raise", "put"))  # a folder that became read-only

@@ -147,7 +147,7 @@ def test_an_idle_model_makes_room_on_a_disk_that_is_full(opened, folder):
     assert sum(storage.exists(those)) >= 120
 
 
-def test_somebody_who_takes_all_that_is_freed_does_not_get_the_whole_store(opened, folder):
+def test_a_program_that_takes_all_freed_bytes_of_the_disk_does_not_get_the_whole_store(opened, folder):
     """Room is asked for once in ten seconds then, whatever is put meanwhile."""
     disk = Limited(folder, 10 * GIB, 2 * GIB)
     storage = opened(2 * MIB, disk=disk)

@@ -188,7 +188,7 @@ def test_a_sync_that_fails_is_trouble_and_nothing_is_stored(opened):
     assert there(storage, "a", "b") == ""
 
 
-def test_what_somebody_else_is_about_to_sync_is_synced_before_it_is_said_to_be_stored(opened):
+def test_a_put_of_an_object_that_another_put_stores_waits_for_the_sync(opened):
     class Counting(WithoutSync):
         syncs = 0
 

@@ -137,7 +137,7 @@ def test_the_folder_of_a_model_that_is_dropped_stays_with_what_is_not_ours(opene
     storage.close()
     assert main(["storage", "drop", str(folder), "--all", "--yes"]) == 0
     assert [*notes.parent.iterdir()] == [notes]
-    assert "somebody else's files are in it" in caplog.text
+    assert "it holds files that are not of this store" in caplog.text
     assert main(["storage", "stat", str(folder)]) == 0
     assert there(opened(), "a") == "", "and the model can come back"
 

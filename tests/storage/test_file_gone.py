@@ -135,7 +135,7 @@ def test_what_stands_in_the_place_of_a_folder_is_looked_at_as_if_it_were_opened(
 
 @pytest.mark.parametrize("how", ["removed", "moved away", "another name is kept"])
 @pytest.mark.parametrize("which", ["both", "slots", "table"])
-def test_slabs_that_somebody_removes_are_lost_alone_and_nothing_is_confirmed_in_them(tmp_path, which, how, caplog):
+def test_slabs_removed_from_outside_are_lost_alone_and_nothing_is_confirmed_in_them(tmp_path, which, how, caplog):
     """A file that has another name, or (on NFS) gets one when it is removed while it is open, is as gone as others."""
     folder = tmp_path / "store"
     storage = filled(folder)
@@ -250,7 +250,7 @@ def test_behind_a_breaker_a_store_that_is_gone_is_down_and_up_again_when_it_has_
     storage.close()
 
 
-def test_rows_that_were_being_filled_when_all_was_removed_are_nobodys_in_what_comes_then(tmp_path):
+def test_rows_that_were_being_filled_when_the_folder_was_removed_stay_out_of_the_new_one(tmp_path):
     folder, disk = tmp_path / "store", Rigged()
     storage = opened(folder, disk)
     assert all(store(storage, SOME))
@@ -293,7 +293,7 @@ def test_processes_are_never_two_in_one_table_though_the_file_of_their_mutex_was
 
 
 @pytest.mark.parametrize("others", [0, 1, 2])
-def test_a_process_whose_number_somebody_has_removed_takes_another_one(tmp_path, others):
+def test_a_process_whose_number_was_removed_takes_another_one(tmp_path, others):
     folder = tmp_path / "store"
     storage = filled(folder)
     (path,) = folder.rglob("process-0")

@@ -218,7 +218,7 @@ def test_slabs_that_one_call_has_filled_have_an_order():
 
 @pytest.mark.parametrize("capacity", [64 << 10, CAPACITY - 1, CAPACITY + 1, 4 * CAPACITY])
 @pytest.mark.parametrize("label", [LABEL, OTHER_LABEL])
-def test_who_comes_with_another_capacity_is_refused_and_takes_nothing_from_who_is_there(
+def test_an_opening_with_another_capacity_is_refused_and_takes_nothing_from_the_open_store(
     opened, folder, capacity, label
 ):
     storage = opened(CAPACITY)
@@ -237,7 +237,7 @@ def test_who_comes_with_another_capacity_is_refused_and_takes_nothing_from_who_i
     storage.close()
 
 
-def test_a_capacity_is_free_to_change_when_nobody_has_the_folder_open_any_more(opened):
+def test_a_capacity_may_change_when_no_process_has_the_folder_open(opened):
     for capacity in (CAPACITY, 2 * CAPACITY, CAPACITY // 2):
         storage = opened(capacity)
         assert put(storage, a=b"1") == [True]
@@ -253,7 +253,7 @@ sys.stdin.read()
 """
 
 
-def test_the_capacity_of_a_process_that_has_died_binds_nobody(opened, folder):
+def test_the_capacity_of_a_process_that_has_died_binds_no_other(opened, folder):
     words = [sys.executable, "-c", HOLDER, str(folder), str(CAPACITY), LABEL.hex()]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
@@ -281,7 +281,7 @@ def test_who_looks_after_a_store_needs_to_know_no_capacity(opened, folder):
 @pytest.mark.parametrize(
     "said", [b"", b"capacity", b"capacity -1\n", b"capacity 1", "capacity ٣\n".encode(), b"\xff" * 90]
 )
-def test_a_capacity_that_cannot_be_read_binds_nobody(opened, folder, said):
+def test_a_capacity_that_cannot_be_read_binds_no_process(opened, folder, said):
     opened(CAPACITY)
     (path,) = folder.rglob("process-0")
     path.write_bytes(said)
@@ -298,7 +298,7 @@ class Full(Clockwork):
         return super().write(file, data, at)
 
 
-def test_a_store_on_a_disk_that_takes_no_more_bytes_still_opens_and_nobody_shrinks_it(opened, folder):
+def test_a_store_on_a_full_disk_still_opens_and_is_not_shrunk(opened, folder):
     """Its capacity could not be written down, so a second opener with a smaller one took what it had stored."""
     first = opened(CAPACITY)
     put(first, a=b"1")

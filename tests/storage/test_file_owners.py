@@ -136,7 +136,7 @@ def test_a_slab_that_is_a_link_costs_itself_alone(opened, folder, tmp_path, capl
     assert "slab-000000 is a link" in caplog.text
 
 
-def test_a_link_that_takes_the_place_of_the_folder_while_it_is_open_leads_nobody_astray(opened, folder, tmp_path):
+def test_a_link_that_replaces_the_folder_while_it_is_open_is_not_followed(opened, folder, tmp_path):
     """As somebody can do who may write to the folder above."""
     storage = opened()
     put(storage, a=b"1")
@@ -209,7 +209,7 @@ def test_a_slab_of_another_user_is_left_alone_and_the_rest_goes_on(opened, folde
     assert everything(model / "slab-000000", model / "slab-000000.table") == before
 
 
-def test_a_number_that_another_user_has_taken_is_nobodys_and_the_next_one_is_taken(opened, folder):
+def test_a_process_number_that_another_user_has_taken_is_skipped(opened, folder):
     """As `sudo kvarve storage stat` left one behind: the server could not open its own store any more."""
     filled(opened, folder)
     storage = opened(disk=Given("process-0"))
@@ -260,7 +260,7 @@ def test_folders_and_files_are_for_their_owner_alone_whatever_the_umask(opened, 
     assert {mode for path, mode in found.items() if path.is_file()} == {0o600}
 
 
-def test_folders_above_a_new_one_are_nobody_elses_to_write_to(tmp_path):
+def test_folders_made_above_a_new_one_are_writable_by_their_owner_alone(tmp_path):
     before = os.umask(0)
     try:
         FileStorage(tmp_path / "a" / "b" / "store", MIB, LABEL, "model A", disk=WithoutSync()).close()
@@ -278,7 +278,7 @@ def test_a_folder_in_a_world_writable_one_is_as_good_as_its_own_mode(opened, fol
     storage.close()
 
 
-def test_who_looks_may_be_another_user_and_who_changes_something_may_not(opened, folder):
+def test_another_user_may_read_a_store_and_may_not_change_it(opened, folder):
     filled(opened, folder)
     before = everything(folder)
     (model,) = maintenance.models(folder)

@@ -118,7 +118,7 @@ def test_a_change_that_comes_while_another_is_taken_in_is_taken_in_by_the_next_c
     assert there(other, "a", "b") == "a b"
 
 
-def test_a_row_that_a_process_is_filling_is_nobody_elses(opened):
+def test_a_row_that_a_process_is_filling_is_used_by_no_other(opened):
     """Who opens the folder meanwhile looks for rows that the dead have left."""
     others = []
 
@@ -187,7 +187,7 @@ def test_of_two_objects_of_one_name_one_goes_for_good(opened):
     assert storage.trouble()["lost"] == 0
 
 
-def test_an_object_that_went_to_another_place_is_found_there_by_who_never_changes_anything(opened):
+def test_a_process_that_only_reads_finds_an_object_that_has_moved(opened):
     one, other = opened(), opened()
     names = [f"page-{i:02}" for i in range(20)]
     assert all(one.put(names, [memoryview(b"1")] * 20))

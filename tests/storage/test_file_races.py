@@ -197,7 +197,7 @@ def test_a_slab_that_cannot_be_opened_is_left_alone_and_found_again(tmp_path: Pa
     storage.close()
 
 
-def test_a_store_in_use_whose_file_of_changes_somebody_removed_is_not_opened_and_loses_nothing(tmp_path: Path) -> None:
+def test_an_open_store_whose_file_of_changes_was_removed_is_not_opened_again_and_loses_nothing(tmp_path: Path) -> None:
     folder, some = tmp_path / "store", pages("full", 1)
     storage = opened(folder, capacity=MIB)
     store(storage, some)
@@ -211,7 +211,7 @@ def test_a_store_in_use_whose_file_of_changes_somebody_removed_is_not_opened_and
     storage.close()
 
 
-def test_a_write_that_ends_after_the_store_was_closed_lands_on_nobodys_page(tmp_path: Path) -> None:
+def test_a_write_that_ends_after_the_store_was_closed_overwrites_no_page(tmp_path: Path) -> None:
     folder, disk, calls = tmp_path / "store", Gate("slab-000000"), Calls()
     storage = opened(folder, disk, capacity=MIB)
     store(storage, pages("full", 1))

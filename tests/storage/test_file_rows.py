@@ -33,7 +33,7 @@ class Blind(Quick):
 
 
 @pytest.mark.parametrize("blind", ["who fills it", "another"])
-def test_a_row_that_is_being_filled_is_nobody_elses_though_its_entry_cannot_be_read(tmp_path: Path, blind: str) -> None:
+def test_a_row_that_is_being_filled_is_not_reused_though_its_entry_cannot_be_read(tmp_path: Path, blind: str) -> None:
     folder, disks, (mine, theirs) = tmp_path / "store", (Blind(), Blind()), pages("full", 20, 21)
     one, other = (opened(folder, disk, capacity=MIB) for disk in disks)
     assert all(store(other, pages("full", *range(3))))
@@ -145,7 +145,7 @@ def test_rows_of_a_put_that_was_interrupted_while_it_reserved_are_free_again(tmp
     storage.close()
 
 
-def test_rows_are_nobody_elses_while_threads_write_for_a_put_that_was_interrupted(
+def test_rows_are_not_reused_while_threads_write_for_a_put_that_was_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Slow(WithoutSync):
@@ -192,7 +192,7 @@ def test_rows_are_nobody_elses_while_threads_write_for_a_put_that_was_interrupte
 # --- a disk that is smaller than the capacity
 
 
-def test_what_is_removed_gives_up_its_room_although_somebody_idle_has_it_open(tmp_path: Path) -> None:
+def test_a_removed_slab_frees_its_bytes_although_an_idle_process_has_it_open(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     idle, busy = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
     assert all(store(idle, pages("full", *range(30))))

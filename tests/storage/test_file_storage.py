@@ -228,7 +228,7 @@ def test_what_is_larger_than_the_whole_store_finds_no_room_and_evicts_nothing(op
     assert there(storage, *"abcd") == "a b d"
 
 
-def test_objects_of_another_size_get_the_room_of_those_that_nobody_uses_any_more(opened):
+def test_objects_of_another_size_get_the_slots_of_idle_ones(opened):
     disk = Clockwork()
     storage = opened(256 << 10, disk=disk)
     small = [f"small-{i}" for i in range(70)]

@@ -70,7 +70,7 @@ def test_a_foreign_folder_that_cannot_be_listed_is_refused_and_left_alone(
     assert [each.name for each in folder.iterdir()] == ["thesis.txt"]
 
 
-def test_a_disk_that_takes_a_few_bytes_at_a_time_hears_of_all_slabs(tmp_path: Path) -> None:
+def test_on_a_disk_that_takes_a_few_bytes_at_a_time_all_slabs_are_announced(tmp_path: Path) -> None:
     class Stingy(Quick):
         def write(self, file: int, data: Any, at: int) -> int:
             return super().write(file, [memoryview(data[0])[:30]], at)
@@ -100,7 +100,7 @@ def test_a_file_that_cannot_be_opened_for_a_moment_is_not_taken_for_read_only(tm
         opened(tmp_path / "store", Once())
 
 
-def test_a_model_in_use_is_not_removed_by_who_cannot_see_who_uses_it(
+def test_a_model_in_use_is_not_removed_though_its_folder_cannot_be_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, capacity, some = tmp_path / "store", 400 << 10, pages("full", *range(20))
@@ -141,7 +141,7 @@ def test_a_folder_that_only_root_may_look_into_is_none_of_ours(tmp_path: Path, m
     storage.close()
 
 
-def test_a_slab_that_could_not_be_opened_when_it_was_told_of_is_opened_later(tmp_path: Path) -> None:
+def test_a_slab_that_could_not_be_opened_when_it_was_announced_is_opened_later(tmp_path: Path) -> None:
     class Short(Quick):
         short = False
 
@@ -192,7 +192,7 @@ def test_slabs_that_were_cut_do_not_outgrow_the_capacity_when_they_are_found(tmp
 
 @pytest.mark.parametrize("at", [HEAD, ANYWHERE_BUT_THE_HEAD])
 @pytest.mark.parametrize("others", ["others", "nobody else"])
-def test_a_slab_of_which_nobody_could_be_told_is_a_slab_for_all_later(tmp_path: Path, at: range, others: str) -> None:
+def test_a_slab_that_could_not_be_announced_is_found_by_later_calls(tmp_path: Path, at: range, others: str) -> None:
     folder, disk = tmp_path / "store", Rigged()
     one, other = opened(folder, disk, capacity=MIB), opened(folder, capacity=MIB)
     some = pages("full", 1, 2, 3)
@@ -212,7 +212,7 @@ def test_a_slab_of_which_nobody_could_be_told_is_a_slab_for_all_later(tmp_path: 
 
 @pytest.mark.parametrize("at", [HEAD, ANYWHERE_BUT_THE_HEAD])
 @pytest.mark.parametrize("who", ["another", "the same"])
-def test_a_slab_whose_removal_could_not_be_told_is_no_trap(tmp_path: Path, at: range, who: str) -> None:
+def test_a_slab_whose_removal_could_not_be_announced_is_no_trap(tmp_path: Path, at: range, who: str) -> None:
     folder, disk = tmp_path / "store", Rigged()
     one, other = opened(folder, disk, capacity=MIB), opened(folder, capacity=MIB)
     base = pages("full", *range(15))
@@ -238,7 +238,7 @@ def test_a_slab_whose_removal_could_not_be_told_is_no_trap(tmp_path: Path, at: r
 
 @pytest.mark.parametrize("how", ["EIO", "killed"])
 @pytest.mark.parametrize("skip", [0, 1, 2])
-def test_what_is_gone_from_the_tables_is_confirmed_by_nobody(tmp_path: Path, how: str, skip: int) -> None:
+def test_an_object_that_is_gone_from_the_tables_is_not_confirmed(tmp_path: Path, how: str, skip: int) -> None:
     folder, disk = tmp_path / "store", Rigged()
     lagging, one = opened(folder, capacity=MIB), opened(folder, disk, capacity=MIB)
     base = pages("full", *range(15))
@@ -255,7 +255,7 @@ def test_what_is_gone_from_the_tables_is_confirmed_by_nobody(tmp_path: Path, how
     assert intact_anew(folder, base) == set(base)
 
 
-def test_what_somebody_read_while_a_dying_process_changed_it_is_read_again(tmp_path: Path) -> None:
+def test_a_stripe_that_was_read_while_a_dying_process_changed_it_is_read_again(tmp_path: Path) -> None:
     folder, disk = tmp_path / "store", Rigged()
     lagging, third, dying = (
         opened(folder, capacity=MIB),
@@ -282,7 +282,7 @@ def test_what_somebody_read_while_a_dying_process_changed_it_is_read_again(tmp_p
     assert intact_anew(folder, base[:14]) == set(base[:14])
 
 
-def test_what_was_changed_is_heard_of_though_the_call_that_heard_of_it_was_interrupted(
+def test_a_change_is_noticed_though_the_call_that_noticed_it_first_was_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, base = tmp_path / "store", pages("full", *range(60))
@@ -341,7 +341,7 @@ def test_a_stripes_number_never_goes_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nth", range(6))
 @pytest.mark.parametrize("what", ["begin_write", "end_write"])
-def test_who_is_interrupted_while_he_tells_of_a_change_knows_what_is_on_the_disk(
+def test_a_process_that_is_interrupted_while_it_announces_a_change_knows_the_disk(
     tmp_path: Path, what: str, nth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, base, some = tmp_path / "store", pages("full", *range(15)), [*pages("window", 1, 2), *pages("full", 20, 21)]
@@ -367,9 +367,7 @@ def test_who_is_interrupted_while_he_tells_of_a_change_knows_what_is_on_the_disk
     assert intact_anew(folder, base + some) == {*base, *some}
 
 
-def test_who_is_interrupted_while_he_takes_the_mutex_does_not_keep_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_call_does_not_keep_the_mutex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted(Quick):
         now = False
 

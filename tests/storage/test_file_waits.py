@@ -50,7 +50,7 @@ def while_it_waits(monkeypatch: pytest.MonkeyPatch, where: Any, what: str) -> tu
     return began, goes_on
 
 
-def test_who_asks_does_not_wait_until_it_is_worked_out_who_goes(opened, monkeypatch):
+def test_a_lookup_does_not_wait_while_victims_are_chosen(opened, monkeypatch):
     """With a million objects that took up to 0.8 s, once for every 64th of them that went."""
     storage = opened(CAPACITY)
     some = full(storage)

@@ -22,7 +22,7 @@ def storage(folder: Path) -> Iterator[FileStorage]:
     storage.close()
 
 
-def test_the_models_of_a_folder_are_told_and_whether_somebody_has_them_open(storage, folder):
+def test_the_models_of_a_folder_are_listed_and_whether_they_are_open(storage, folder):
     put(storage, a=b"1")
     FileStorage(folder, MIB, OTHER_LABEL, "model B").close()
     found = {model.description: model for model in maintenance.models(folder)}
@@ -33,7 +33,7 @@ def test_the_models_of_a_folder_are_told_and_whether_somebody_has_them_open(stor
     assert found["model A"].file_bytes > 8192
 
 
-def test_a_folder_of_somebody_else_is_not_looked_after(folder):
+def test_maintenance_refuses_a_foreign_folder(folder):
     folder.mkdir()
     (folder / "thesis.tex").write_text("precious")
     with pytest.raises(StorageError, match="not a kvarve storage folder"):
@@ -121,7 +121,7 @@ def test_gc_gives_back_what_is_too_old_and_slots_that_can_be_read_again(folder, 
     assert get(storage, "b") == b"2"
 
 
-def test_objects_are_dropped_alone_and_a_model_only_when_nobody_uses_it(storage, folder):
+def test_objects_are_dropped_alone_and_a_model_only_while_no_process_uses_it(storage, folder):
     put(storage, **{"aaaa-1": b"1", "aaaa-2": b"2", "bbbb-1": b"3"})
     (model,) = maintenance.models(folder)
     with maintenance.opened(folder, model) as beside:

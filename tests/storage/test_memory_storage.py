@@ -28,7 +28,7 @@ def test_memory_without_a_name_is_gone_when_it_is_closed():
     assert get(MemoryStorage(100, LABEL, "model A"), "a") is None
 
 
-def test_two_who_open_one_name_share_it_and_close_alone():
+def test_two_storages_of_one_name_share_its_objects_and_close_alone():
     name = uuid4().hex
     one, two = MemoryStorage(100, LABEL, "model A", name), MemoryStorage(100, LABEL, "model A", name)
     put(one, a=b"1")

@@ -183,7 +183,7 @@ def test_what_an_owner_that_stands_still_does_not_take_is_not_there(
 # --- the master
 
 
-def test_without_a_master_a_call_ends_before_the_library_is_asked() -> None:
+def test_without_a_master_a_call_ends_before_it_enters_the_library() -> None:
     require_mooncake()
     client = Client(Settings(MASTER), make=lambda: pytest.fail("setup would block for 90 s"))
     with own_network(), pytest.raises(StorageError, match=f"no Mooncake master answers at {MASTER}: .*refused") as told:
@@ -290,7 +290,7 @@ def test_a_full_segment_takes_no_more_until_leases_end(
     assert True in second
     assert False in second, "what has been asked for is under a lease, so it is not evicted for this"
     evicted = storage.counts["not there after a put"]  # what is put is under no lease until somebody has asked for it
-    assert storage.counts["no room"] + evicted == second.count(False)
+    assert storage.counts["no space"] + evicted == second.count(False)
     assert storage.usage().capacity_bytes == 16 * MIB
     until(lambda: all(storage.put(["later"], pages.views[:1])), "an eviction")
     until(lambda: not all(storage.exists(pages.names)), "an eviction of the oldest")
@@ -335,7 +335,7 @@ def test_a_version_that_cannot_remove_under_a_lease_hides_the_object_until_it_ca
     assert get(storage, "page") == b"good" * 9
 
 
-def test_what_somebody_here_may_be_reading_is_not_removed_by_force(
+def test_an_object_that_this_process_may_be_reading_is_not_removed_by_force(
     cluster: Cluster, opened: Callable[..., MooncakeStorage]
 ) -> None:
     owner, storage = cluster.owner(), opened()
@@ -384,7 +384,7 @@ def test_a_client_that_was_killed_leaves_its_pages_with_their_owner(
     assert get(opened(), "page") == bytes(range(256)) * 400
 
 
-def test_replicas_and_pins_are_asked_for(cluster: Cluster, opened: Callable[..., MooncakeStorage]) -> None:
+def test_replicas_and_pins_are_passed_to_the_library(cluster: Cluster, opened: Callable[..., MooncakeStorage]) -> None:
     owners = [cluster.owner(), cluster.owner()]
     storage = opened(replicas=2, soft_pin=True, hard_pin=True)
     assert works(storage)

@@ -43,7 +43,7 @@ def test_what_is_put_is_carried_to_every_tier(row: Row) -> None:
     assert row.storage.counts["copied"] == 2
 
 
-def test_a_far_tier_that_hangs_keeps_nobody_waiting(row: Row) -> None:
+def test_a_far_tier_that_hangs_delays_no_call(row: Row) -> None:
     row.sick[1].stall()
     assert row.put("a") == [True]
     row.sick[1].wait_for_stalled_call()
@@ -81,7 +81,7 @@ def test_a_tier_that_is_late_with_what_it_has_is_passed_over_until_it_answers(ma
     assert read(row.storage, "b") == page("b")
 
 
-def test_storages_that_are_all_late_are_waited_for_by_who_reads(make_row: MakeRow) -> None:
+def test_a_read_waits_if_all_tiers_are_late(make_row: MakeRow) -> None:
     row = make_row(patience_s=0.01)
     row.put("a")
     row.settle()
@@ -114,7 +114,7 @@ def test_a_tier_that_was_down_gets_its_backlog(row: Row) -> None:
     row.put("a", "b")
     row.settle()
     assert row.has(1, "a", "b") == ""
-    assert row.storage.counts["owed: down"] == 2
+    assert row.storage.counts["backlog: down"] == 2
     assert [part.backlog for part in row.storage.parts()] == [0, 2]
     row.come_up(1)
     row.settle()
@@ -139,7 +139,7 @@ def test_a_copy_that_raises_joins_the_backlog_until_another_goes_through(make_ro
     row.put("a")
     row.settle()
     assert row.breakers[1].up
-    assert (row.has(1, "a"), row.storage.counts["owed: down"]) == ("", 1)
+    assert (row.has(1, "a"), row.storage.counts["backlog: down"]) == ("", 1)
     row.put("b")
     row.settle()
     assert row.has(1, "a", "b") == "a b"
@@ -149,7 +149,7 @@ def test_of_a_backlog_that_is_too_long_the_oldest_name_is_dropped(make_row: Make
     row = make_row(backlog=2)
     row.go_down(1)
     row.put("a", "b", "c")
-    assert row.storage.counts["owed no more: too many"] == 1
+    assert row.storage.counts["dropped: backlog full"] == 1
     row.come_up(1)
     row.settle()
     assert row.has(1, "a", "b", "c") == "b c"
@@ -163,7 +163,7 @@ def test_what_is_gone_leaves_the_backlog(make_row: MakeRow) -> None:
     row.come_up(1)
     row.settle()
     assert row.has(1, "a", "b", "c") == "a c"
-    assert row.storage.counts["owed no more: gone"] == 1
+    assert row.storage.counts["dropped: gone from all tiers"] == 1
 
 
 def test_a_backlog_is_not_served_from_a_damaged_copy(make_row: MakeRow) -> None:
@@ -187,7 +187,7 @@ def test_a_tier_that_is_behind_gets_a_backlog_instead_of_filling_memory(make_row
     row.sick[1].wait_for_stalled_call()
     assert row.put("a", "b", "c", "d") == [True] * 4
     assert [part.waiting_bytes for part in row.storage.parts()] == [0, 80]
-    assert row.storage.counts["owed: too much waits"] == 2
+    assert row.storage.counts["backlog: behind"] == 2
     row.sick[1].release()
     row.settle()
     assert row.has(1, *"abcd") == "a b c d"
@@ -202,7 +202,7 @@ def test_an_object_larger_than_may_wait_waits_alone(make_row: MakeRow) -> None:
     row.put("a")
     row.settle()
     assert (row.has(0, "far"), row.has(1, "a")) == ("far", "a")
-    assert row.storage.counts["owed: too much waits"] == row.storage.counts["promotion dropped: too much waits"] == 0
+    assert row.storage.counts["backlog: behind"] == row.storage.counts["promotion dropped: behind"] == 0
 
 
 def test_what_one_tier_has_no_room_for_another_takes(make_row: MakeRow) -> None:
@@ -219,7 +219,7 @@ def test_a_far_tier_without_space_has_no_backlog(make_row: MakeRow) -> None:
     row = make_row((ROOM, 30))
     assert row.put("a") == [True]
     row.settle()
-    assert row.storage.counts["dropped: no room"] == 1
+    assert row.storage.counts["dropped: no space"] == 1
     assert [part.backlog for part in row.storage.parts()] == [0, 0]
 
 
@@ -285,7 +285,7 @@ def test_a_near_tier_that_hangs_is_no_place_to_promote_to(make_row: MakeRow) -> 
     assert stalled.wait(LONG_S)
     assert read(row.storage, "b") == page("b")
     assert read(row.storage, "c") == page("c")
-    assert row.storage.counts["promotion dropped: too much waits"] == 1
+    assert row.storage.counts["promotion dropped: behind"] == 1
     event.set()
     row.settle()
 

@@ -41,7 +41,7 @@ def test_what_is_deleted_before_it_was_carried_is_not_carried(row: Row) -> None:
     assert row.storage.counts["copied"] == 2
 
 
-def test_what_is_deleted_on_its_way_is_there_for_nobody_and_goes_when_it_has_arrived(row: Row) -> None:
+def test_an_object_that_is_deleted_in_flight_is_hidden_and_removed_when_it_has_arrived(row: Row) -> None:
     arrived, go_on, real = threading.Event(), threading.Event(), row.sick[1].put
 
     def slow(names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
@@ -126,7 +126,7 @@ def test_each_tier_can_be_looked_at(make_row: MakeRow) -> None:
     assert row.storage.since == row.breakers[1].since
 
 
-def test_a_tier_that_hangs_keeps_nobody_waiting_who_looks(row: Row) -> None:
+def test_a_tier_that_hangs_does_not_delay_the_status(row: Row) -> None:
     row.put("a")
     row.settle()
     row.storage.parts()

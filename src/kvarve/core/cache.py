@@ -12,14 +12,14 @@ from math import inf
 from typing import NamedTuple
 
 from kvarve import boundaries
-from kvarve.boundaries import deepest
+from kvarve.boundaries import deepest, ones
 from kvarve.core.copies import FETCH, LOAD, PROBE, STORE, CopyOutcome, Op
 from kvarve.core.effects import Began, Effect, Ended, Event, Verified
 from kvarve.core.growth import Growing
 from kvarve.core.lease import WAITS_FOR, Cause, Lease, Phase
 from kvarve.core.policies import BEST_EFFORT, Patience, WritePolicy
 from kvarve.core.resume import outcomes_of
-from kvarve.core.tree import same_pages, walk
+from kvarve.core.tree import same_pages, upward, walk
 from kvarve.errors import ConfigError
 from kvarve.model import Tier
 

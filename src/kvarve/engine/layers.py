@@ -377,7 +377,7 @@ def new_cache(cache_class: type, layers: Sequence[Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class Probe:
+class DryRun:
     """How a model computed a few tokens."""
 
     cache_class: type  # of transformers, which the model requires
@@ -385,7 +385,7 @@ class Probe:
     one_for_both: frozenset[int]  # layers that got one tensor as keys and as values
 
 
-def probe(model: Any, plans: Sequence[LayerPlan]) -> Probe:
+def dry_run(model: Any, plans: Sequence[LayerPlan]) -> DryRun:
     """Have a model compute a few tokens; ModelError if it works with no cache that is known here."""
     name = type(model).__name__
     # Enough to fill an entry, as some buffers are made only then.
@@ -405,7 +405,7 @@ def probe(model: Any, plans: Sequence[LayerPlan]) -> Probe:
                 model(input_ids=ids, past_key_values=cache, use_cache=True)
     except (TypeError, ValueError, AttributeError) as e:
         raise ModelError(f"{name} does not compute with a cache that this version knows: {e}") from e
-    return Probe(cache_class, list(cache.layers), frozenset(one_for_both))
+    return DryRun(cache_class, list(cache.layers), frozenset(one_for_both))
 
 
 def _watched(cache_class: type, plans: Sequence[LayerPlan]) -> tuple[Any, set[int]]:

@@ -6,7 +6,6 @@ line, raised before any weight is read if possible.
 
 import inspect
 import json
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Any
 import jinja2
 import torch
 import transformers
+from safetensors import SafetensorError, safe_open
+from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -29,7 +30,6 @@ from kvarve.model import ModelIdentity, check_grid
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BUILTIN = Path(__file__).parent / "builtin"
 UNKNOWN_LIMIT = 32768  # tokens, for a model whose config names no limit, such as one without positions
-HEADER_LIMIT_BYTES = 100_000_000  # of a safetensors file, by its format
 CONFIG, TOKENIZER, INDEX = "config.json", "tokenizer.json", "model.safetensors.index.json"
 NAMES = {"kimi_k2": "Kimi-K2"}  # common names of types that transformers does not know
 # Signs of quantized weights: keys of a config, and dtypes and names in a file of weights.
@@ -37,7 +37,6 @@ QUANTIZED = frozenset({"quantization_config", "compression_config"})
 PACKED_TYPES = ("F8_", "F6_", "F4")
 PACKED_NAMES = ("qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv", "_blocks", "absmax", "SCB")
 WHOLE_NUMBERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
-UNDECODED = "\ufffd"  # in place of bytes that are not, or not yet, a character
 
 
 @dataclass(frozen=True)
@@ -86,34 +85,38 @@ class LoadedModel:
 class Detokenizer:
     """Tokens in one by one, text out as soon as it is certain: never half a character.
 
-    The last tokens that gave text are decoded again together with those after them, since some tokenizers write the
-    first token of a text without its leading space.
+    Each token is decoded together with those of the last text, since some tokenizers write the first token of a text
+    without its leading space. Where bytes turn out to be no character, text that has been returned stays.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._ids: list[int] = []  # those of the last text that was returned, then the ones still held back
-        self._returned = 0  # how many of them belong to that text
+        self._tokenizer, self._skip = tokenizer.backend_tokenizer, skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._last: list[int] = []  # tokens of the last whole text
+        self._held: list[int] = []  # tokens after it, of which no text has been returned
 
     def push(self, token_id: int) -> str:
         """The text that this token completes, often empty in the middle of a character."""
-        self._ids.append(token_id)
+        self._held.append(token_id)
+        try:
+            text: str | None = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # noqa: BLE001  of no narrower type: with this token, those before it decode to another text
+            return self.flush()
+        if text is not None:
+            self._last, self._held = self._held, []
+            return text
         # A character has 4 bytes at most; bytes still undecodable after many tokens will stay so.
-        return self._decoded(final=len(self._ids) - self._returned > 16)
+        return self.flush() if len(self._held) > 16 else ""
 
     def flush(self) -> str:
         """The text that was held back, at the end."""
-        return self._decoded(final=True)
-
-    def _decoded(self, final: bool) -> str:
-        known, text = self._decode(self._ids[: self._returned]), self._decode(self._ids)
-        if len(text) <= len(known) or (text.endswith(UNDECODED) and not final):
-            return ""
-        self._ids, self._returned = self._ids[self._returned :], len(self._ids) - self._returned
-        return text[len(known) :]
+        text = self._decode(self._last + self._held)[len(self._decode(self._last)) :]
+        self._held = []
+        self._stream = DecodeStream(self._last, self._skip)
+        return text
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip))
 
 
 def forward(model: Any, workspace: Workspace, ids: Tensor) -> Tensor:
@@ -353,37 +356,21 @@ def _check_weights(folder: Path) -> None:
 
 
 def _check_safetensors(path: Path) -> set[str]:
-    """The names of its tensors. The format: the header's length (8 bytes, little-endian), the header in JSON, then all
-    tensors without a gap."""
+    """The names of its tensors; none of them is read."""
+    if not path.is_file():
+        raise ModelError(f"{path}: {'No such file: the link leads nowhere' if path.is_symlink() else 'not a file'}")
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(8)
-            header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-            if header_bytes + 8 > size:
-                raise ModelError(f"{path}: truncated: {size} bytes do not even hold its header")
-            if header_bytes > HEADER_LIMIT_BYTES:
-                raise ModelError(f"{path}: not a safetensors file: a header of {header_bytes} bytes")
-            header = json.loads(file.read(header_bytes))
-            tensors = {
-                str(key): (str(entry["dtype"]), int(entry["data_offsets"][1]))
-                for key, entry in header.items()
-                if key != "__metadata__"
-            }
+        with safe_open(path, framework="pt") as file:
+            dtypes = {name: str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118  no mapping
     except OSError as e:
-        raise ModelError(f"{path}: {e.strerror or _line(e)}") from e
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:
-        raise ModelError(f"{path}: not a safetensors file: {_line(e)}") from e
-    expected = 8 + header_bytes + max((end for _, end in tensors.values()), default=0)
-    if size != expected:
-        raise ModelError(
-            f"{path}: {'truncated' if size < expected else 'too long'}: {size} bytes instead of {expected}"
-        )
-    for name, (dtype, _) in tensors.items():
+        raise ModelError(f"{path}: {_line(e)}") from e
+    except SafetensorError as e:
+        raise ModelError(f"{path}: truncated, damaged or not a safetensors file: {_line(e)}") from e
+    for name, dtype in dtypes.items():
         numbers = dtype in WHOLE_NUMBERS and name.endswith(".weight")
         if numbers or dtype.startswith(PACKED_TYPES) or name.endswith(PACKED_NAMES):
             raise ModelError(f"{path}: {name} is quantized ({dtype}), which this version cannot load yet")
-    return set(tensors)
+    return {*dtypes}
 
 
 def token_limit(config: Any) -> int:

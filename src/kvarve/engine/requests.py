@@ -153,7 +153,7 @@ _numbers = itertools.count(1)
 
 @dataclass(eq=False)
 class Request:
-    """One prompt to be answered. Its output goes to `deliver`, on the engine's thread; by default into `pieces`.
+    """One prompt to be answered. Its output goes to `deliver`, on the engine's thread; by default into `outputs`.
 
     `watch` gets the logits [vocabulary] of each token, just before it is sampled, on the same thread. With
     `hand_over_s` the answer comes with a ticket, by which another server may expect the pages in the shared storage
@@ -171,7 +171,7 @@ class Request:
     ticket: Ticket | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     submitted_s: float = field(default_factory=time.monotonic)
-    pieces: "queue.SimpleQueue[OutputChunk]" = field(default_factory=queue.SimpleQueue)
+    outputs: "queue.SimpleQueue[OutputChunk]" = field(default_factory=queue.SimpleQueue)
 
     def check(self) -> None:
         """ConfigError for a salt or priority that the cache could not use; the engine checks the prompt."""
@@ -186,16 +186,13 @@ class Request:
         if self.hand_over_s is not None and not 0 <= self.hand_over_s < math.inf:
             raise ConfigError(f"a prompt is handed over within a finite number of seconds, not {self.hand_over_s}")
 
-    def give(self, piece: OutputChunk) -> None:
-        (self.deliver or self.pieces.put)(piece)
-
     def result(self, timeout_s: float = 300.0) -> tuple[str, list[int], OutputChunk]:
         """Wait for the whole answer: its text, tokens and last chunk. `queue.Empty` after `timeout_s` without one."""
         text = ""
         tokens: list[int] = []
         while True:
-            piece = self.pieces.get(timeout=timeout_s)
-            text += piece.text
-            tokens.extend(piece.tokens)
-            if piece.finish is not None:
-                return text, tokens, piece
+            output = self.outputs.get(timeout=timeout_s)
+            text += output.text
+            tokens.extend(output.tokens)
+            if output.finish is not None:
+                return text, tokens, output

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvarve import boundaries
-from kvarve.engine.layers import LayerPlan, Tape, new_cache, page_multiple, plan_layers, probe
+from kvarve.engine.layers import LayerPlan, Tape, dry_run, new_cache, page_multiple, plan_layers
 from kvarve.engine.stepwise import layers_ignoring_state
 from kvarve.errors import ConfigError, ModelError
 from kvarve.model import BufferSpec, PoolSpec, window_lookback
@@ -38,8 +38,8 @@ class StateLayout:
         name = type(model).__name__
         plans = plan_layers(model.config, name)
         check_pages(plans, page_tokens, name)
-        probed = probe(model, plans)
-        if model.device.type != "meta" and (lost := layers_ignoring_state(model, plans, probed.cache_class)):
+        tried = dry_run(model, plans)
+        if model.device.type != "meta" and (lost := layers_ignoring_state(model, plans, tried.cache_class)):
             raise ModelError(
                 f"{name}: layer {min(lost)} forgets its state when several tokens are computed at once, so a prompt "
                 f"cannot be resumed: call kvarve.engine.stepwise.make_resumable(model) first"
@@ -47,11 +47,11 @@ class StateLayout:
         # By the tokens of one entry, and those of its window or None.
         entries: dict[tuple[int, int | None], list[BufferSpec]] = {}
         states: list[BufferSpec] = []
-        for number, (plan, layer) in enumerate(zip(plans, probed.layers, strict=True)):
+        for number, (plan, layer) in enumerate(zip(plans, tried.layers, strict=True)):
             per_token, per_sequence = plan.mixin.per_token(layer), plan.mixin.per_sequence(layer)
             if not (per_token or per_sequence) and plan.keeps:
                 raise ModelError(f"{name}: layer {number} ({layer}) kept nothing to put in a page")
-            if number in probed.one_for_both:
+            if number in tried.one_for_both:
                 del per_token["values"]
             for what, found in per_token.items():
                 shape = (page_tokens // found.tokens, *found.entries.shape[1:])
@@ -72,7 +72,7 @@ class StateLayout:
         ]
         if states:
             pools.append(PoolSpec("state", tuple(states), lookback=1, in_place=True))
-        return cls(page_tokens, chunk_tokens, tuple(pools), plans, probed.cache_class)
+        return cls(page_tokens, chunk_tokens, tuple(pools), plans, tried.cache_class)
 
     @property
     def page_multiple(self) -> int:

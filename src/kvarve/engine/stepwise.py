@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers.cache_utils import Cache
 
-from kvarve.engine.layers import LayerPlan, new_cache, plan_layers, probe
+from kvarve.engine.layers import LayerPlan, dry_run, new_cache, plan_layers
 
 
 def layers_ignoring_state(model: Any, plans: Sequence[LayerPlan], cache_class: type) -> dict[int, Any]:
@@ -35,7 +35,7 @@ def layers_ignoring_state(model: Any, plans: Sequence[LayerPlan], cache_class: t
 def make_resumable(model: Any) -> None:
     """Make the layers that ignore their state continue from it, one token at a time. Changes no other layer."""
     plans = plan_layers(model.config, type(model).__name__)
-    for number, module in layers_ignoring_state(model, plans, probe(model, plans).cache_class).items():
+    for number, module in layers_ignoring_state(model, plans, dry_run(model, plans).cache_class).items():
         module.forward = _one_by_one(module.forward, number)
 
 

@@ -176,7 +176,7 @@ class _Front:
         """Prepare a body on a lane, and submit it to the engine."""
         if self._engine.broken:
             raise Refused(500, self._engine.broken)
-        if (before := len(self._preparing)) >= self._engine.places_left():
+        if (before := len(self._preparing)) >= self._engine.capacity_left():
             raise Busy(f"every place is taken, {before} by requests that are being tokenized: try again later")
 
         def work() -> RequestBody:

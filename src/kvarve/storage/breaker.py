@@ -28,7 +28,7 @@ _REFUSED = {
     "get": "get missed: down",
     "put": "put dropped: down",
     "delete": "delete dropped: down",
-    "usage": "usage of before: down",
+    "usage": "last known usage: down",
 }
 
 

@@ -401,7 +401,7 @@ def remove_model(disk: Disk, models: Directory, name: str, why: str) -> None:
     except OSError as error:
         if error.errno != errno.ENOTEMPTY:
             raise
-        log.warning("%s: the folder stays, as somebody else's files are in it", models.path / name)
+        log.warning("%s: the folder stays, as it holds files that are not of this store", models.path / name)
     disk.sync_folder(models)
 
 

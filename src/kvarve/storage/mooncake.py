@@ -161,7 +161,7 @@ class MooncakeStorage(Storage):
                 elif code in UNREADABLE:
                     failed += 1
                 elif code == NO_ROOM:
-                    self.counts["no room"] += 1
+                    self.counts["no space"] += 1
                 else:
                     raise StorageError(f"{self._where}: stored {len(sent)} of {len(names)} objects: {code}")
             if failed and not sent:

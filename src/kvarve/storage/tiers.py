@@ -385,7 +385,7 @@ class Tiers(Storage):
                 continue
             with self._lock:
                 if self._wanted(call, name):
-                    self.counts["owed: too much waits" if up else "owed: down"] += 1
+                    self.counts["backlog: behind" if up else "backlog: down"] += 1
                     replicator.healthy &= up or replicator.recoveries != recoveries
                     self._add_to_backlog(replicator, name, view.nbytes)
 
@@ -399,7 +399,7 @@ class Tiers(Storage):
         for name, view in objects:
             if not up or not self._send(call, replicator, _Replication(name, view, promotion=True, damaged=damaged)):
                 with self._lock:
-                    self.counts[f"promotion dropped: {'too much waits' if up else 'down'}"] += 1
+                    self.counts[f"promotion dropped: {'behind' if up else 'down'}"] += 1
 
     def _send(self, call: _Call, replicator: _Replicator, replication: _Replication) -> bool:
         """Add to the pending, with a copy of the bytes as the buffer is the caller's; False if too much is pending."""
@@ -433,7 +433,7 @@ class Tiers(Storage):
         replicator.backlog[name] = size_bytes
         while len(replicator.backlog) > self._max_backlog:
             replicator.backlog.popitem(last=False)
-            self.counts["owed no more: too many"] += 1
+            self.counts["dropped: backlog full"] += 1
         self._moved.notify_all()
 
     def _forget(self, replicator: _Replicator, names: set[str]) -> None:
@@ -506,7 +506,7 @@ class Tiers(Storage):
                         found.append(_Replication(name, buffer, from_backlog=True))
                         break
         with self._lock:
-            self.counts["owed no more: gone"] += len(backlog) - len(found)
+            self.counts["dropped: gone from all tiers"] += len(backlog) - len(found)
         return found
 
     def _deliver(self, replicator: _Replicator, replications: Sequence[_Replication], recoveries: int) -> None:
@@ -525,13 +525,13 @@ class Tiers(Storage):
                 if done:
                     self.counts["promoted" if replication.promotion else "copied"] += 1
                 elif not lost:
-                    self.counts["dropped: no room"] += 1
+                    self.counts["dropped: no space"] += 1
                 elif replication.promotion:
                     self.counts["promotion dropped: down"] += 1
                 elif self._closed:
                     self.counts["dropped: closed"] += 1
                 elif replication.name not in replicator.deleted_in_flight:
-                    self.counts["owed: down"] += not replication.from_backlog
+                    self.counts["backlog: down"] += not replication.from_backlog
                     self._add_to_backlog(replicator, replication.name, replication.data.nbytes)
             if any(stored):
                 replicator.healthy = True

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvarve.errors import StorageError
+from kvarve.storage.altered import AlteredStorage
 from kvarve.storage.base import Storage, StorageUsage, check_batch
 
 Call = Literal["exists", "get", "put", "delete", "usage"]
@@ -39,11 +40,11 @@ class Rule:
         assert self.call in (None, _CALL_OF.get(self.fault, self.call)), f"a {self.call} cannot {self.fault}"
 
 
-class FaultyStorage(Storage):
+class FaultyStorage(AlteredStorage):
     """`inner` with the faults of `rules`. `counts`: of calls, and of faults injected."""
 
     def __init__(self, inner: Storage, rules: Iterable[Rule] = (), *, seed: int = 0, stall_limit_s: float = 30) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.rules = list(rules)  # a test may change it between calls
         self.dead = False  # while a test sets it, every call but close raises
         self.counts: Counter[str] = Counter()
@@ -88,14 +89,14 @@ class FaultyStorage(Storage):
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         self._begin("exists", len(names), lambda done: self.inner.exists(names[:done]))
-        return self.inner.exists(names)
+        return super().exists(names)
 
     def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
         check_batch(names, into)
         nth = self._begin("get", len(names), lambda done: self.inner.get(names[:done], into[:done]))
         # A short read goes through other memory, so that the rest of the caller's buffer stays as it was.
         read = [memoryview(bytearray(view.nbytes)) if self._strikes("short", nth) else view for view in into]
-        sizes = self.inner.get(names, read)
+        sizes = super().get(names, read)
         for i, (size_bytes, view) in enumerate(zip(sizes, into, strict=True)):
             whole = min(size_bytes or 0, view.nbytes)
             if read[i] is not view and whole:
@@ -109,7 +110,7 @@ class FaultyStorage(Storage):
         nth = self._begin("put", len(names), lambda done: self.inner.put(names[:done], data[:done]))
         lost = [self._strikes("lose", nth) for _ in names]
         kept = [(name, self._worn(view, nth)) for name, view, gone in zip(names, data, lost, strict=True) if not gone]
-        answers = iter(self.inner.put([name for name, _ in kept], [view for _, view in kept]))
+        answers = iter(super().put([name for name, _ in kept], [view for _, view in kept]))
         self._count("lose", sum(lost))
         stored = [gone or next(answers) for gone in lost]
         for name, was_stored, gone in zip(names, stored, lost, strict=True):
@@ -119,17 +120,11 @@ class FaultyStorage(Storage):
 
     def delete(self, names: Sequence[str]) -> list[bool]:
         self._begin("delete", len(names), lambda done: self.inner.delete(names[:done]))
-        return self.inner.delete(names)
+        return super().delete(names)
 
     def usage(self) -> StorageUsage:
         self._begin("usage", 0, lambda _: None)
-        return self.inner.usage()
-
-    def register(self, memory: memoryview) -> None:
-        self.inner.register(memory)
-
-    def close(self) -> None:
-        self.inner.close()
+        return super().usage()
 
     # Faults.
 
@@ -184,16 +179,12 @@ class FaultyStorage(Storage):
                 self.swap(name, present[self._below(len(present))])
 
     def _stored(self, name: str) -> bytearray:
-        (size_bytes,) = self.inner.get([name], [memoryview(bytearray())])
-        assert size_bytes is not None, f"{name} is not stored"
-        data = bytearray(size_bytes)
-        self.inner.get([name], [memoryview(data)])
-        return data
+        data = self.read(name)
+        assert data is not None, f"{name} is not stored"
+        return bytearray(data)
 
     def _overwrite(self, fault: Fault, objects: dict[str, bytearray]) -> None:
-        self.inner.delete(list(objects))  # a put replaces nothing
-        answers = self.inner.put(list(objects), [memoryview(data) for data in objects.values()])
-        assert all(answers), f"no room to {fault} {', '.join(objects)}"
+        self.write(objects)
         self._count(fault)
 
     def _below(self, end: int) -> int:

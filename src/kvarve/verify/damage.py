@@ -15,10 +15,10 @@ from kvarve.keys import object_name
 from kvarve.memory.record import HEADER_BYTES, Stamp
 from kvarve.model import MEMORY_TIERS, PoolSpec, Tier
 from kvarve.prefix_cache import PrefixCache
+from kvarve.storage.altered import AlteredStorage
 from kvarve.verify.prover import Prover
 from kvarve.verify.report import Damage
 from kvarve.verify.requests import ProofRequest, differences
-from kvarve.verify.veil import Veil
 
 SALT = "damage"
 Before = Callable[[ProofRequest], None]
@@ -189,7 +189,7 @@ def in_the_host_unchecked(target: _Target) -> None:
     target.healthy((Tier.DEVICE,))
 
 
-def in_storage(target: _Target, store: Veil) -> None:
+def in_storage(target: _Target, store: AlteredStorage) -> None:
     """Damage to stored bytes is caught; a wrong page with a valid checksum is noticed."""
     identity = target.prover.model.identity
     pools = target.cache.pools
@@ -215,13 +215,13 @@ def in_storage(target: _Target, store: Veil) -> None:
         for what, data in damages.items():
             with target.damage(pool, what, "storage", "caught", "on") as row:
                 target.prover.empty(target.cache)
-                store.write(target.name(pool), data)
+                store.write({target.name(pool): data})
                 before = target.cache.stats()["bad_storage"]
                 target.caught(row, "bad_storage", before, target.ask())
                 target.prover.settle(target.cache)
                 if store.read(target.name(pool)) != good:
                     row.troubles.append("the page was not recomputed and stored with the same bits")
-                    store.write(target.name(pool), good)
+                    store.write({target.name(pool): good})
                 target.healthy(MEMORY_TIERS)
         with target.damage(pool, "a sealed page", "storage", "noticed", "on") as row:
             target.prover.empty(target.cache)
@@ -229,10 +229,10 @@ def in_storage(target: _Target, store: Veil) -> None:
             for page in payload(pool, forged).values():
                 spoil(page)
             Stamp(identity.fingerprint(), pool.name, pool.payload_bytes).seal(forged, target.key)
-            store.write(target.name(pool), bytes(forged))
+            store.write({target.name(pool): bytes(forged)})
             target.noticed(row, target.ask())
             target.prover.empty(target.cache)
-            store.write(target.name(pool), good)
+            store.write({target.name(pool): good})
 
 
 def damages(prover: Prover) -> None:

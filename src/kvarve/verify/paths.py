@@ -135,7 +135,7 @@ def partial(prover: Prover) -> None:
             store.hidden = frozenset(names[page] for page in hidden)
             store.lost = frozenset(names[page] for page in lost)
             prover.check(prover.run(cache, prompt, "partial"), boundary, Tier.STORAGE, about)
-            store.lift()
+            store.restore()
             prover.settle(cache)
 
         if reachable(stored) != plan.whole:
@@ -146,7 +146,7 @@ def partial(prover: Prover) -> None:
             prover.empty(cache)
             store.broken = frozenset([call])
             prover.check(prover.run(cache, prompt, "partial"), 0, None, f"storage fails in {call}")
-            store.lift()
+            store.restore()
             prover.settle(cache)
 
 

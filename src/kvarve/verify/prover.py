@@ -11,10 +11,10 @@ from kvarve.engine.model import LoadedModel
 from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
 from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import open_storage
+from kvarve.storage.altered import AlteredStorage
 from kvarve.verify.plan import Plan
 from kvarve.verify.report import TIERS, Path, ProofReport
 from kvarve.verify.requests import ProofRequest, Stuck, Transcript, Uncached, differences, largest
-from kvarve.verify.veil import Veil
 
 SETTLE_S = 60.0
 STORAGE_S = 30.0  # a storage that takes longer never answers
@@ -88,20 +88,20 @@ class Prover:
         )
 
     @contextmanager
-    def store(self) -> Iterator[Veil]:
-        """The storage, reopened, in a Veil."""
+    def store(self) -> Iterator[AlteredStorage]:
+        """The storage, reopened, in an AlteredStorage."""
         identity = self.model.identity
-        veil = Veil(open_storage(self.storage, label=identity.fingerprint(), description=str(identity)))
+        store = AlteredStorage(open_storage(self.storage, label=identity.fingerprint(), description=str(identity)))
         try:
-            yield veil
+            yield store
         finally:
-            self.written |= veil.written
-            veil.close()
+            self.written |= store.written
+            store.close()
 
     @contextmanager
     def cache(
         self,
-        store: Veil | None = None,
+        store: AlteredStorage | None = None,
         device: int = 0,
         host: int = 0,
         identity: ModelIdentity | None = None,
@@ -114,7 +114,7 @@ class Prover:
             yield cache
         finally:
             if store is not None:
-                store.lift()
+                store.restore()
             cache.shutdown(10.0)
 
     def settle(self, cache: PrefixCache) -> None:

@@ -256,7 +256,7 @@ class Shop:
                 break
             self.turn(0.5, [[0, 0, 0]] * len(world.flying))
             assert turn < TURNS - 1, f"{len(self.orders)} requests are never answered"
-        assert sorted(self.last) == [*range(1, self.accepted + 1)], "every accepted request has a last piece"
+        assert sorted(self.last) == [*range(1, self.accepted + 1)], "every accepted request has a last output"
         assert set(self.last.values()) <= {1}, "and only one"
         assert not self.scheduler.running and not self.scheduler.coming and not len(self.scheduler.waiting)
         world.drain()

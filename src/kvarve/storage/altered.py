@@ -1,12 +1,12 @@
-"""A storage whose objects can be hidden, lost on reading or damaged. Names and bytes only."""
+"""A storage around another one, whose objects can be hidden, lost on reading or overwritten. Names and bytes only."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvarve.errors import StorageError
-from kvarve.storage import Storage, StorageUsage
+from kvarve.storage.base import Storage, StorageUsage
 
 
-class Veil(Storage):
+class AlteredStorage(Storage):
     """`inner`, except that `hidden` objects do not exist and `lost` ones exist but cannot be read.
 
     `broken`: the calls that fail altogether. `written`: every name that was ever put here.
@@ -19,7 +19,7 @@ class Veil(Storage):
         self.broken: frozenset[str] = frozenset()
         self.written: set[str] = set()
 
-    def lift(self) -> None:
+    def restore(self) -> None:
         """Make all objects exist and readable again."""
         self.hidden = self.lost = self.broken = frozenset()
 
@@ -32,11 +32,12 @@ class Veil(Storage):
         self.inner.get([name], [memoryview(data)])
         return bytes(data)
 
-    def write(self, name: str, data: bytes) -> None:
-        """Store an object in place of the one there."""
-        self.inner.delete([name])
-        if self.inner.put([name], [memoryview(data)]) != [True]:
-            raise StorageError(f"no space for {len(data)} bytes in the storage: give it more capacity")
+    def write(self, objects: Mapping[str, bytes | bytearray]) -> None:
+        """Store objects in place of those there, all of which are deleted first, since a put replaces nothing."""
+        self.inner.delete([*objects])
+        if not all(self.inner.put([*objects], [memoryview(data) for data in objects.values()])):
+            size_bytes = sum(map(len, objects.values()))
+            raise StorageError(f"no space for {size_bytes} bytes in the storage: give it more capacity")
 
     # The calls of the cache.
 
@@ -74,4 +75,4 @@ class Veil(Storage):
 
     def _fail(self, call: str) -> None:
         if call in self.broken:
-            raise StorageError(f"the prover made this {call} fail")
+            raise StorageError(f"injected: this {call} fails")

@@ -1,4 +1,4 @@
-"""Who looks at a store changes nothing in it, whatever state it is in; and what is damaged is put away, not removed."""
+"""Reading a store changes nothing in it, whatever its state; damaged files are put away, not removed."""
 
 import errno
 import fcntl
@@ -135,7 +135,7 @@ def test_looking_works_where_nothing_can_be_written(store_of_two, read_only, cap
     assert read_only == []
 
 
-def test_looking_at_an_open_store_takes_no_number_and_is_in_nobodys_way(tmp_path):
+def test_reading_an_open_store_takes_no_process_number_and_blocks_no_call(tmp_path):
     folder = tmp_path / "store"
     storage = opened(folder, capacity=MIB)
     assert all(store(storage, pages("full", *range(12))))
@@ -158,7 +158,7 @@ def test_looking_holds_no_file_open_afterwards(store_of_two):
     assert len([*Path("/proc/self/fd").iterdir()]) == before
 
 
-def test_a_slab_that_is_being_removed_while_somebody_looks_is_no_damage(store_of_two):
+def test_a_slab_that_is_removed_during_a_check_is_no_damage(store_of_two):
     (model,) = (each for each in maintenance.models(store_of_two) if each.label == LABEL)
     with maintenance.inspect(store_of_two, model) as inspection:
         storage = opened(store_of_two, capacity=MIB)
@@ -169,7 +169,7 @@ def test_a_slab_that_is_being_removed_while_somebody_looks_is_no_damage(store_of
         assert inspection.verify(lambda name, data: False) == (0, [])
 
 
-def test_an_entry_that_is_being_written_while_somebody_looks_is_no_damage(store_of_two, monkeypatch):
+def test_an_entry_that_is_written_during_a_check_is_no_damage(store_of_two, monkeypatch):
     whole = table(store_of_two).read_bytes()
     flip(table(store_of_two), ENTRY_BYTES + 40)
     pauses = []
@@ -284,7 +284,7 @@ MARKERS += [json.dumps({"label": OTHER_LABEL.hex(), "description": "of another f
 
 
 @pytest.mark.parametrize("marker", MARKERS, ids=lambda marker: repr(marker[:30]))
-def test_a_damaged_model_stops_nobody_elses_start_and_is_reported(store_of_two, caplog, capsys, marker):
+def test_a_damaged_model_hinders_no_other_models_opening_and_is_reported(store_of_two, caplog, capsys, marker):
     (store_of_two / "models" / MODEL / "model.json").write_bytes(marker)
     before = everything(store_of_two / "models" / MODEL)
     check_folder(store_of_two, MIB, OTHER_LABEL, "model B")
@@ -356,7 +356,7 @@ def test_gc_and_drop_refuse_a_folder_of_another_user_and_change_nothing(store_of
     assert everything(store_of_two) == before
 
 
-def test_looking_is_possible_beside_one_who_stores_and_evicts(tmp_path):
+def test_a_store_can_be_read_while_another_process_stores_and_evicts(tmp_path):
     folder = tmp_path / "store"
     storage = opened(folder)
     (model,) = maintenance.models(folder)
@@ -416,7 +416,7 @@ class Unreadable(WithoutSync):
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.EBADMSG, errno.EACCES], ids=errno.errorcode.get)
 @pytest.mark.parametrize("name", ["slab-000000.table", "slab-000000", "clock"])
-def test_a_file_that_cannot_be_read_costs_who_looks_that_file_alone(store_of_two, name, error):
+def test_a_file_that_cannot_be_read_costs_a_check_that_file_alone(store_of_two, name, error):
     (model,) = (each for each in maintenance.models(store_of_two) if each.label == LABEL)
     with maintenance.inspect(store_of_two, model, Unreadable(name, error)) as inspection:
         lost, found = inspection.lost, {each.name for each in inspection.objects()}
@@ -428,7 +428,7 @@ def test_a_file_that_cannot_be_read_costs_who_looks_that_file_alone(store_of_two
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.EBADMSG, errno.EACCES], ids=errno.errorcode.get)
 @pytest.mark.parametrize("name", ["model.json", MODEL])
-def test_a_model_that_cannot_be_read_stops_nobody_elses_start_and_is_reported(
+def test_a_model_that_cannot_be_read_hinders_no_other_models_opening_and_is_reported(
     store_of_two, name, error, caplog, capsys, monkeypatch
 ):
     disk = Unreadable(name, error)
@@ -444,7 +444,7 @@ def test_a_model_that_cannot_be_read_stops_nobody_elses_start_and_is_reported(
         assert ("cannot be read" in capsys.readouterr().out) == (damaged and does == "stat")
 
 
-def test_a_clock_that_cannot_be_read_stops_nobodys_start(store_of_two):
+def test_a_clock_that_cannot_be_read_hinders_no_opening(store_of_two):
     storage = FileStorage(store_of_two, MIB, LABEL, "model A", disk=Unreadable("clock", errno.EIO))
     assert intact(storage, pages("full", *range(12))) == set(pages("full", *range(12)))
     storage.close()

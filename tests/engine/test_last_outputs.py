@@ -1,4 +1,4 @@
-"""Every accepted request gets exactly one last piece, whatever breaks, and a broken cache ends the engine."""
+"""Every accepted request gets exactly one last output, whatever breaks, and a broken cache ends the engine."""
 
 import threading
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from engines import CHUNK, LONG_S, PAGE, Make, a_model, a_prompt, a_request, alone, by_hand, room_for, turns
 
-import kvarve.engine.engine as engine_module
+from kvarve.engine import turns as turns_module
 from kvarve.engine.batch import Batch
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import Detokenizer
@@ -52,10 +52,10 @@ def served(engine: Engine) -> list[Request]:
     return requests
 
 
-def last_pieces(request: Request) -> list[Finish]:
+def last_outputs(request: Request) -> list[Finish]:
     found = []
-    while not request.pieces.empty():
-        piece = request.pieces.get()
+    while not request.outputs.empty():
+        piece = request.outputs.get()
         if piece.finish is not None:
             found.append(piece.finish)
     return found
@@ -80,7 +80,7 @@ CACHE_CALLS = [
 @pytest.mark.parametrize(
     ("name", "at"), [(name, at) for name in CACHE_CALLS for at in (0, 1) if (name, at) != ("extend", 1)]
 )
-def test_a_call_of_the_cache_that_fails_stops_the_engine_and_each_request_gets_one_last_piece(
+def test_a_call_of_the_cache_that_fails_stops_the_engine_and_each_request_gets_one_last_output(
     name: str, at: int, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = crowded(make)
@@ -90,7 +90,7 @@ def test_a_call_of_the_cache_that_fails_stops_the_engine_and_each_request_gets_o
     assert calls[0] > at, "it was never called"
     assert not engine._thread.is_alive()
     assert engine.broken == f"the engine has stopped: AssertionError: {name} fails"
-    told = [last_pieces(request) for request in requests]
+    told = [last_outputs(request) for request in requests]
     assert all(len(each) == 1 for each in told), told
     assert Finish.ERROR in {finish for each in told for finish in each}
     with pytest.raises(Busy, match=f"{name} fails"):
@@ -100,10 +100,10 @@ def test_a_call_of_the_cache_that_fails_stops_the_engine_and_each_request_gets_o
 
 
 PARTS: list[tuple[Any, str, int]] = [
-    (engine_module, "forward", 4),
-    (engine_module, "forward", 0),
-    (engine_module, "choose_all", 0),
-    (engine_module, "likelihood", 2),
+    (turns_module, "forward", 4),
+    (turns_module, "forward", 0),
+    (turns_module, "choose_all", 0),
+    (turns_module, "likelihood", 2),
     (Batch, "forward", 3),
     (Batch, "__init__", 0),
     (Tails, "forward", 0),
@@ -135,7 +135,7 @@ def test_a_part_that_fails_ends_one_request_at_most(
             assert tokens == alone("qwen3_5", length, seed, most)
         else:
             assert last.error == f"Fault: {name} fails"
-    assert all(request.pieces.empty() for request in requests), "nothing after the last piece"
+    assert all(request.outputs.empty() for request in requests), "nothing after the last output"
     ((_, tokens, _),) = [engine.submit(a_request(a_prompt(20, 9), 3)).result(LONG_S)]
     assert tokens == alone("qwen3_5", 20, 9, 3)
     assert engine.ask(lambda: [*engine.cache.scheduler.core.leases], LONG_S) == []
@@ -161,7 +161,8 @@ def test_a_tokenizer_that_fails_whenever_it_is_asked_ends_each_request_and_not_t
         raise Fault("no such token")
 
     engine = make(start=False)
-    monkeypatch.setattr(Detokenizer, "_decode", broken)
+    monkeypatch.setattr(Detokenizer, "push", broken)
+    monkeypatch.setattr(Detokenizer, "flush", broken)
     waiting, running = (engine.submit(a_request(a_prompt(20, seed), 5)) for seed in range(2))
     engine.abort(waiting)
     turns(engine, lambda: not engine._accepted)
@@ -173,7 +174,7 @@ def test_a_tokenizer_that_fails_whenever_it_is_asked_ends_each_request_and_not_t
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_a_request_submitted_before_the_start_gets_its_last_piece_at_shutdown(started: bool, make: Make) -> None:
+def test_a_request_submitted_before_the_start_gets_its_last_output_at_shutdown(started: bool, make: Make) -> None:
     engine = make(start=False)
     requests = [engine.submit(a_request(a_prompt(20, seed), 5)) for seed in range(3)]
     engine.abort(requests[0])
@@ -182,7 +183,7 @@ def test_a_request_submitted_before_the_start_gets_its_last_piece_at_shutdown(st
         engine.start()
     engine.shutdown(LONG_S)
     engine.shutdown(LONG_S)
-    assert [last_pieces(request) for request in requests] == [[Finish.ABORT]] * 3
+    assert [last_outputs(request) for request in requests] == [[Finish.ABORT]] * 3
     with pytest.raises(Busy):
         engine.submit(a_request())
 
@@ -191,23 +192,23 @@ def test_when_the_engine_hangs_shutdown_ends_every_request_and_no_piece_comes_af
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, going, begun = make(start=False), threading.Event(), threading.Event()
-    real = engine_module.forward
+    real = turns_module.forward
 
     def hang(*args: Any) -> Any:
         begun.set()
         assert going.wait(LONG_S)
         return real(*args)
 
-    monkeypatch.setattr(engine_module, "forward", hang)
+    monkeypatch.setattr(turns_module, "forward", hang)
     requests = [engine.submit(a_request(a_prompt(5 * CHUNK, seed), 2)) for seed in range(2)]
     engine.start()
     assert begun.wait(LONG_S)
     engine.shutdown(0.01)
-    assert [last_pieces(request) for request in requests] == [[Finish.ABORT]] * 2
+    assert [last_outputs(request) for request in requests] == [[Finish.ABORT]] * 2
     going.set()
     engine._thread.join(LONG_S)
     assert not engine._thread.is_alive()
-    assert all(request.pieces.empty() for request in requests)
+    assert all(request.outputs.empty() for request in requests)
     assert not engine.broken
 
 
@@ -231,7 +232,7 @@ def test_the_same_request_is_served_once(make: Make) -> None:
     with pytest.raises(ConfigError, match="being served already"):
         engine.submit(*[a_request(a_prompt(20), 2)] * 2)
     turns(engine, lambda: not engine._accepted)
-    assert last_pieces(request) == [Finish.LENGTH]
+    assert last_outputs(request) == [Finish.LENGTH]
 
 
 @pytest.mark.parametrize("at", [0, 1, 9])
