@@ -13,7 +13,7 @@ FLOORS = (
     {"core"},
     {"background"},  # threads
     {"memory", "transfer", "storage", "ranks"},  # hands
-    {"runtime", "admin", "metrics", "config", "balance"},  # the house
+    {"runtime", "admin", "metrics", "config", "balance", "options", "commands"},  # the house
     {"engine", "simulate"},
     {"cli", "__main__", "storage_cli", "server", "bench", "demo", "verify", "integrations"},  # guests
 )

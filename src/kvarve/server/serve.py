@@ -9,7 +9,6 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import cast
@@ -18,16 +17,16 @@ import torch
 import transformers
 import uvicorn
 
-from kvarve.config import CacheConfig
-from kvarve.engine.engine import TURN_TOKENS, Engine
+from kvarve.engine.engine import Engine
 from kvarve.engine.families import reads, takes
 from kvarve.engine.model import check_model, keeping_answers, load_model
 from kvarve.errors import ConfigError, StorageError
 from kvarve.memory.heap import bound_heaps
 from kvarve.runtime import PrefixCache, check
-from kvarve.server.app import MAX_BODY_BYTES, create_app
+from kvarve.server.app import create_app
 from kvarve.server.connections import KEEP_ALIVE_S, SEND_BYTES, Connections, most_connections, raise_descriptors
 from kvarve.server.logs import OncePerSecond
+from kvarve.server.settings import Settings
 from kvarve.sizes import format_size
 from kvarve.storage.urls import parse_urls
 
@@ -37,30 +36,6 @@ BACKLOG = 128
 MOST_THREADS = 1024  # of torch, which aborts the process if it cannot start more
 TICKS_PER_SWEEP = 10  # uvicorn's ticks, each a tenth of a second
 LEAVE_S = 5.0  # how long clients may take to read the end of their answers at shutdown
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What an operator sets for a server. Port 0 is any free one."""
-
-    cache: CacheConfig = field(default_factory=lambda: CacheConfig(device_memory=256 << 20, host_memory=512 << 20))
-    model: str = "builtin:tiny-hybrid"
-    served_model_name: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    page_tokens: int = 64
-    chunk_tokens: int = 256
-    dtype: str = "auto"
-    device: str = "cpu"
-    max_running: int = 64
-    max_waiting: int = 256
-    turn_tokens: int = TURN_TOKENS
-    deterministic: bool = False
-    threads: int | None = None
-    api_key: str | None = None
-    admin_key: str | None = None
-    max_body_bytes: int = MAX_BODY_BYTES
-    ready_file: Path | None = None
 
 
 class Server:
