@@ -7,7 +7,8 @@ then), 130 interrupted. Heavy modules are imported only after the arguments are 
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 from cyclopts import App, Parameter
@@ -69,6 +70,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+@contextmanager
+def needs(extra: str, command: str) -> Iterator[None]:
+    """Imports for a command; ConfigError says which extra brings a library that is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as e:
+        if (e.name or "kvarve").partition(".")[0] == "kvarve":
+            raise
+        raise ConfigError(f"{command} needs what is not installed: pip install 'kvarve[{extra}]'") from None
+
+
 @app.default
 def _which() -> None:
     raise ConfigError(f"which command? known: {', '.join(_commands(app))} (see kvarve --help)")
@@ -91,7 +103,8 @@ def serve(*, settings: Settings = Settings(), config: ConfigFile = None) -> None
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("httpx", "httpcore", "uvicorn", "asyncio"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, logging.getLogger().level))
-    from kvarve.server import serve  # torch and transformers take seconds to import
+    with needs("server", "serve"):
+        from kvarve.server import serve  # torch and transformers take seconds to import
 
     serve.run(settings, lambda text: print(text, flush=True))
 
@@ -99,7 +112,8 @@ def serve(*, settings: Settings = Settings(), config: ConfigFile = None) -> None
 @app.command
 def demo(*, options: Demo = Demo(), config: ConfigFile = None) -> int:
     """Measure what the cache does on this machine."""
-    from kvarve import demo
+    with needs("demo", "demo"):
+        from kvarve import demo
 
     return demo.main(options)
 
@@ -112,7 +126,8 @@ def verify(*, options: Verify = Verify(), config: ConfigFile = None) -> int:
     bit for bit; then it damages pages of every pool on purpose and checks that the damage is noticed. Exit codes: 0
     proved, 1 logits differ or damage went unnoticed, 2 it cannot run.
     """
-    from kvarve import verify
+    with needs("engine", "verify"):
+        from kvarve import verify
 
     return verify.main(options)
 
@@ -127,7 +142,8 @@ app.command(
 @app.command
 def models(*, options: Models = Models(), config: ConfigFile = None) -> int:
     """List which models can be cached, and what is cached of each."""
-    from kvarve.engine import families  # torch and transformers take seconds to import
+    with needs("engine", "models"):
+        from kvarve.engine import families  # torch and transformers take seconds to import
 
     return families.main(options)
 
@@ -158,7 +174,8 @@ def status(*, options: Remote = Remote()) -> None:
 
 
 def _ask_server(method: str, options: Remote, body: dict[str, Any] | None = None) -> None:
-    from kvarve.server import remote
+    with needs("server", "this"):
+        from kvarve.server import remote
 
     if not options.admin_key:
         raise ConfigError("this needs the server's admin key: give --admin-key or $KVARVE_ADMIN_KEY")

@@ -21,6 +21,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import httpx
+import matplotlib as mpl
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -300,7 +301,6 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 def chart(report: dict[str, Any], path: Path) -> None:
     """Draw TTFT and the source of the tokens by round."""
-    import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt

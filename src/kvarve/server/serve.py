@@ -14,12 +14,11 @@ from types import FrameType, TracebackType
 from typing import cast
 
 import torch
-import transformers
 import uvicorn
 
 from kvarve.engine.engine import Engine
 from kvarve.engine.families import reads, takes
-from kvarve.engine.model import check_model, keeping_answers, load_model
+from kvarve.engine.model import check_device, check_model, keeping_answers, load_model, quiet_libraries
 from kvarve.errors import ConfigError, StorageError
 from kvarve.memory.heap import bound_heaps
 from kvarve.runtime import PrefixCache, check
@@ -196,6 +195,7 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
     bound_heaps()
     raise_descriptors()
     quiet_libraries()
+    logging.getLogger("uvicorn.error").addFilter(_not_cancelled)  # connections that are dropped at shutdown
     for handler in logging.getLogger().handlers:
         handler.addFilter(OncePerSecond())
     serving, stop = threading.Event(), threading.Event()
@@ -214,13 +214,6 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
         say(f"kvarve serves\n{server.describe()}\nready: Ctrl-C stops it")
         stop.wait()
         say("kvarve stops: ending requests, finishing backups (Ctrl-C again: at once)")
-
-
-def quiet_libraries() -> None:
-    """Silence the libraries' messages about checkpoint loading and about connections dropped at shutdown."""
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    logging.getLogger("uvicorn.error").addFilter(_not_cancelled)
 
 
 def _not_cancelled(record: logging.LogRecord) -> bool:
@@ -256,14 +249,6 @@ def check_settings(settings: Settings) -> None:
     if settings.ready_file is not None and not settings.ready_file.absolute().parent.is_dir():
         raise ConfigError(f"{settings.ready_file}: no such folder to write the ready file to")
     check_device(settings.device)
-
-
-def check_device(device: str) -> None:
-    """ConfigError unless torch can compute there."""
-    try:
-        torch.ones(1, device=device).item()  # the "meta" device holds no data
-    except (RuntimeError, AssertionError, NotImplementedError) as e:
-        raise ConfigError(f"device {device!r} cannot be used: {str(e).splitlines()[0]}") from None
 
 
 def bind(host: str, port: int) -> socket.socket:

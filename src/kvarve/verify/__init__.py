@@ -18,10 +18,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvarve.commands import Verify
 from kvarve.config import room_for
-from kvarve.engine.model import LoadedModel, check_model, load_model
+from kvarve.engine.model import LoadedModel, check_device, check_model, load_model, quiet_libraries
 from kvarve.errors import ConfigError
 from kvarve.runtime import check
-from kvarve.server.serve import check_device, quiet_libraries
 from kvarve.sizes import format_size
 from kvarve.storage import open_storage
 from kvarve.storage.urls import parse_url
