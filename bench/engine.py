@@ -38,12 +38,11 @@ from kvarve.config import CacheConfig
 from kvarve.core.policies import Policies
 from kvarve.engine.engine import Engine
 from kvarve.engine.job import Job
-from kvarve.engine.model import LoadedModel, forward, keeping_answers, load_model
+from kvarve.engine.model import LoadedModel, forward, keeping_answers, load_model, quiet_libraries
 from kvarve.engine.requests import OutputChunk, Request, Sampling
 from kvarve.engine.state import Workspace
 from kvarve.model import Tier
 from kvarve.prefix_cache import PrefixCache
-from kvarve.server.serve import quiet_libraries
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 

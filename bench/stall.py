@@ -25,11 +25,10 @@ from kvarve.config import CacheConfig
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import Policies
 from kvarve.engine.engine import Engine
-from kvarve.engine.model import keeping_answers, load_model
+from kvarve.engine.model import keeping_answers, load_model, quiet_libraries
 from kvarve.engine.requests import OutputChunk, Request, Sampling
 from kvarve.model import Tier
 from kvarve.prefix_cache import PrefixCache
-from kvarve.server.serve import quiet_libraries
 from kvarve.storage import FileStorage
 from kvarve.testing import FaultyStorage
 

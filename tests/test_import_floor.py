@@ -1,6 +1,8 @@
 """Imports go down only. A module that is not placed on a floor yet fails here, so that somebody has to place it."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +17,7 @@ FLOORS = (
     {"memory", "transfer", "storage", "ranks"},  # hands
     {"config", "balance", "messages", "changes", "ticket"},  # settings, and what scheduler and worker tell each other
     {"scheduler", "worker"},
-    {"prefix_cache", "admin", "metrics"},  # the house
+    {"prefix_cache", "admin", "metrics", "options", "commands"},  # the house
     {"engine", "simulate"},
     {"cli", "__main__", "storage_cli", "server", "bench", "demo", "verify", "integrations"},  # guests
 )
@@ -106,6 +108,68 @@ def test_what_decides_knows_no_tensor_thread_or_file(path: Path) -> None:
     # How large records are and how they lie is part of the settings; arenas are not.
     memory = {name for name in imported(path) if name.startswith("kvarve.memory")}
     assert memory <= {"kvarve.memory.record", "kvarve.memory.layouts"}
+
+
+# What each install brings, besides the standard library; an extra includes the one before it.
+INSTALLS = {
+    "base": {"torch", "numpy", "xxhash", "cyclopts", "rich"},
+    "engine": {"transformers", "tokenizers", "jinja2", "prometheus_client"},
+    "server": {"fastapi", "starlette", "pydantic", "pydantic_core", "uvicorn", "httpx"},
+    "demo": {"matplotlib"},
+}
+INSTALL_OF = {
+    "engine": "engine",
+    "metrics": "engine",
+    "integrations": "engine",
+    "verify": "engine",
+    "server": "server",
+    "demo": "demo",
+}
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if top(path) != "testing"], ids=named)
+def test_a_module_imports_what_its_install_brings(path: Path) -> None:
+    names = [*INSTALLS]
+    own = "base" if named(path) == "server/settings.py" else INSTALL_OF.get(top(path), "base")
+    brought = set().union(*(INSTALLS[name] for name in names[: names.index(own) + 1]))
+    roots = {name.split(".")[0] for name in imported(path)} - {"kvarve", "mooncake"} - sys.stdlib_module_names
+    assert roots <= brought, f"{named(path)} is of the {own} install, which lacks {roots - brought}"
+
+
+BARE = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {absent}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "extra"), [("models", "engine"), ("verify", "engine"), ("serve", "server"), ("demo", "demo")]
+)
+def test_a_command_whose_extra_is_missing_says_which_one(command: str, extra: str) -> None:
+    code = BARE.format(absent=INSTALLS[extra]) + f"from kvarve.cli import main; sys.exit(main([{command!r}]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    told = f"kvarve: {command} needs what is not installed: pip install 'kvarve[{extra}]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
+
+
+def test_the_base_install_runs_the_cache_with_a_file_storage_and_looks_into_its_folder(tmp_path: Path) -> None:
+    absent = INSTALLS["engine"] | INSTALLS["server"] | INSTALLS["demo"]
+    code = BARE.format(absent=absent - {"jinja2"}) + (  # torch itself brings jinja2
+        "from kvarve.config import CacheConfig\nfrom kvarve.model import BufferSpec, ModelIdentity, PoolSpec\n"
+        "from kvarve.prefix_cache import PrefixCache\nfrom kvarve.cli import main\n"
+        "pools = (PoolSpec('kv', (BufferSpec('k', (64, 8), 'float32'),), None),)\n"
+        f"url = 'file://{tmp_path}/pages?capacity=64MiB'\n"
+        "identity = ModelIdentity('test', 'weights', 'float32', 64, 256, pools)\n"
+        "PrefixCache(identity, CacheConfig(1 << 20, 1 << 20, url)).shutdown()\n"
+        f"sys.exit(main(['storage', 'stat', '{tmp_path}/pages']) or main(['--help']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "simulate" in done.stdout
 
 
 def test_the_checker_sees_every_way_to_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ It starts `kvarve serve` as a user would and talks to it over HTTP only. The sam
 server was restarted, and memory is emptied before each request). All rounds have to give the same answers.
 """
 
-import argparse
 import hashlib
 import json
 import signal
@@ -22,12 +21,14 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import httpx
+import matplotlib as mpl
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvarve.commands import Demo
 from kvarve.engine.recall import CHARS_PER_TOKEN, RecallTask, recall_task, score
 from kvarve.errors import KvarveError
 
@@ -155,16 +156,15 @@ class Client:
 
 
 @contextmanager
-def server(args: argparse.Namespace, folder: Path, log: Path) -> Iterator[Client]:
+def server(options: Demo, folder: Path, log: Path) -> Iterator[Client]:
     """`kvarve serve` in a process of its own, ended by Ctrl-C as a user would end it."""
     ready = folder / "ready"
     ready.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "kvarve", "serve", "--model", args.model, "--port", str(args.port)]
+    command = [sys.executable, "-m", "kvarve", "serve", "--model", options.model, "--port", str(options.port)]
     command += ["--device-memory", "1GiB", "--host-memory", "2GiB", "--ready-file", str(ready)]
-    storage = args.storage or f"file://{(folder / 'storage').resolve()}?capacity=8GiB"
+    storage = options.storage or f"file://{(folder / 'storage').resolve()}?capacity=8GiB"
     command += ["--storage", storage, "--prefetch-policy", "wait_complete"]
-    if args.tokens_per_snapshot is not None:
-        command += ["--tokens-per-snapshot", str(args.tokens_per_snapshot)]
+    command += ["--tokens-per-snapshot", str(options.tokens_per_snapshot)]
     with log.open("ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
     try:
@@ -301,7 +301,6 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 def chart(report: dict[str, Any], path: Path) -> None:
     """Draw TTFT and the source of the tokens by round."""
-    import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
@@ -336,11 +335,11 @@ def chart(report: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def main(args: argparse.Namespace) -> int:
-    """Run the demo; 0 if every round gave the same answers, 1 if not. Writes demo.json and demo.png into `args.out`."""
+def main(options: Demo) -> int:
+    """Run the demo; 0 if every round gave the same answers, 1 if not. Writes demo.json and demo.png."""
     console = Console()
-    size = QUICK if args.quick else Size()
-    out = Path(args.out)
+    size = QUICK if options.quick else Size()
+    out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     log = out / "demo-server.log"
     log.unlink(missing_ok=True)
@@ -351,7 +350,7 @@ def main(args: argparse.Namespace) -> int:
     per_round = (len(opening) + len(tasks)) * size.turns
     rounds = [Round(name) for name in ROUNDS]
     console.print(
-        f"[bold]kvarve demo[/bold]: {args.model}, {per_round} requests of about {size.tokens:,} tokens in each of "
+        f"[bold]kvarve demo[/bold]: {options.model}, {per_round} requests of about {size.tokens:,} tokens in each of "
         f"four rounds; the server's log is {log}"
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -373,17 +372,17 @@ def main(args: argparse.Namespace) -> int:
             progress.start_task(bars[result.name])
             run_round(result, client, size, opening, tasks, tick)
 
-        with server(args, Path(folder), log) as client:
+        with server(options, Path(folder), log) as client:
             client.chat([{"role": "user", "content": "hello"}], 2, read_cache=False)  # first-use costs are not TTFT
             for result in rounds[:3]:
                 work(result, client)
-        with server(args, Path(folder), log) as client:
+        with server(options, Path(folder), log) as client:
             client.chat([{"role": "user", "content": "hello"}], 2, read_cache=False)
             work(rounds[3], client)
             limits = bound(client.metrics(), rounds)
     rows = [result.row() for result in rounds]
     report = {
-        "model": args.model,
+        "model": options.model,
         "rounds": rows,
         "outputs_equal": len({row["outputs_sha256"] for row in rows}) == 1,
         "bound": limits,

@@ -8,16 +8,17 @@ per block of `block_tokens` tokens, of which the last block may be short and may
 block *and all blocks before it*. Only prompts are cached: traces do not have the tokens of answers.
 """
 
-import argparse
 import gzip
-import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import islice
+from json import dumps, loads
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Annotated, Any, cast
 
+from cyclopts import Parameter
+from cyclopts.types import PositiveInt
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -25,14 +26,14 @@ from rich.table import Table
 from kvarve.config import NO_HOST, spacing, split
 from kvarve.core.cache import Core
 from kvarve.core.effects import Copy, Effect, Ended, Page, Probe
-from kvarve.core.eviction import ORDERS
 from kvarve.core.policies import WAIT_COMPLETE, Policies
 from kvarve.core.settings import CoreConfig
 from kvarve.errors import ConfigError
 from kvarve.keys import TOKEN_BYTES, object_name, root_key
 from kvarve.memory.record import record_bytes
 from kvarve.model import BufferSpec, PoolSpec, Tier, window_lookback
-from kvarve.sizes import format_size, parse_size
+from kvarve.options import FLAT, ConfigFile
+from kvarve.sizes import Size, format_size
 from kvarve.storage.base import LruIndex
 
 MOST_TOKENS = 1 << 27  # in one prompt: a longer one is a damaged line, not a request
@@ -42,23 +43,29 @@ Advance = Callable[[int, int], None]  # bytes of the trace file that are done, a
 
 @dataclass(frozen=True)
 class SimulationConfig:
-    """A model as bytes, and the memory that it gets. Sizes in bytes; ConfigError for values that cannot work.
+    """A model as bytes, and the memory that it gets. Sizes in bytes; ConfigError for values that cannot work."""
 
-    `state_bytes` is a recurrent model's state after any token, 0 for none; a window keeps
-    `window_bytes_per_token` for the last `window_tokens` tokens.
-    """
-
-    device_memory: int
-    host_memory: int = 0
-    storage_memory: int = 0
-    kv_bytes_per_token: int = 128 * 1024  # Llama 3 8B: 32 layers, 8 heads of 128, keys and values, 2 bytes each
-    state_bytes: int = 0
+    device_memory: Size
+    """for pages on the device, such as 40GiB"""
+    host_memory: Size = Size(0)
+    """for pages that left the device, 0 for none"""
+    storage_memory: Size = Size(0)
+    """for pages in storage, 0 for none"""
+    kv_bytes_per_token: Size = Size(128 << 10)  # Llama 3 8B: 32 layers, 8 heads of 128, keys and values, 2 bytes each
+    """bytes of attention KV per token, 0 for none"""
+    state_bytes: Size = Size(0)
+    """of a recurrent model's state after any token, 0 for none"""
     window_tokens: int = 0
-    window_bytes_per_token: int = 0
+    """length of a sliding window, 0 for none"""
+    window_bytes_per_token: Size = Size(0)
+    """that the window keeps for each of its last tokens"""
     block_tokens: int = 512
+    """tokens that one id stands for"""
     page_tokens: int = 512
-    chunk_tokens: int = 0  # 0: the page size
-    policies: Policies = Policies()
+    """tokens of a page"""
+    chunk_tokens: int = 0
+    """the prefill grid; 0: the page size"""
+    policies: Annotated[Policies, FLAT] = Policies()
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -200,7 +207,7 @@ def read_trace(path: Path, block_tokens: int, advance: Advance = lambda done, si
 def _request(text: bytes, block_tokens: int) -> TraceRequest:
     """Parse one line of a trace; ValueError if it is not a request."""
     try:
-        row = json.loads(text)
+        row = loads(text)
     except ValueError:
         raise ValueError("not JSON") from None
     if not isinstance(row, dict):
@@ -372,75 +379,35 @@ def replayed(requests: Iterable[TraceRequest], config: SimulationConfig) -> Simu
 # --- the command
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `kvarve simulate`."""
-    preset, chosen = SimulationConfig(1 << 40), Policies()
-    add = parser.add_argument
-    add("trace", type=Path, metavar="TRACE", help="JSON lines, plain or gzip, with hash_ids per block")
-    add("--device-memory", type=_size, required=True, metavar="SIZE", help="for pages on the device, such as 40GiB")
-    add(
-        "--host-memory", type=_size, default=0, metavar="SIZE", help="for pages that left the device; none unless given"
-    )
-    add("--storage-memory", type=_size, default=0, metavar="SIZE", help="for pages in storage; none unless given")
-    kv = "bytes of attention KV per token, 0 for none (default 128KiB)"
-    add("--kv-bytes-per-token", type=_size, default=preset.kv_bytes_per_token, metavar="SIZE", help=kv)
-    add("--state-bytes", type=_size, default=0, metavar="SIZE", help="of a recurrent state; none unless given")
-    add("--window-tokens", type=int, default=0, metavar="N", help="length of a sliding window; none unless given")
-    add("--window-bytes-per-token", type=_size, default=0, metavar="SIZE", help="that the window keeps")
-    count: dict[str, Any] = {"type": int, "metavar": "N"}
-    add(
-        "--block-tokens",
-        default=preset.block_tokens,
-        help="tokens that one id stands for (default %(default)s)",
-        **count,
-    )
-    add("--page-tokens", default=preset.page_tokens, help="tokens of a page (default %(default)s)", **count)
-    add("--chunk-tokens", default=0, help="the prefill grid; the page size unless given", **count)
-    policies = "write_through, write_through_selective or write_back (default %(default)s)"
-    add("--write-policy", default=chosen.write_policy, metavar="POLICY", help=policies)
-    add("--selective-uses", default=chosen.selective_uses, help="uses before write_through_selective writes", **count)
-    add("--snapshot-every", default=0, help="keep windows and states every so many tokens too", **count)
-    add("--snapshot-gap", default=0, help="the fewest tokens that a kept window or state has to save", **count)
-    apart = "tokens between two windows or states for which memory is divided (default: by the model)"
-    add("--tokens-per-snapshot", default=0, help=apart, **count)
-    orders = f"which page is evicted first: {', '.join(ORDERS)} (default %(default)s)"
-    add("--eviction", default=chosen.eviction, metavar="ORDER", help=orders)
-    doubles = "context length at which attention costs as much as all other computing, for --eviction flops (0: never)"
-    add("--cost-doubles-at", default=0, help=doubles, **count)
-    pays = "of the bytes stored, the share that has to be used, or storing pauses; 0: never (default %(default)s)"
-    add("--offload-pays-at", type=float, default=chosen.offload_pays_at, metavar="X", help=pays)
-    add("--limit", default=None, help="only the first N requests of the trace", **count)
-    add("--json", type=Path, metavar="FILE", help="write the report there too")
-
-
-def main(args: argparse.Namespace) -> int:
-    """`kvarve simulate`: replay, print a table; returns the exit code."""
-    own, chosen = (
-        {each.name: vars(args)[each.name] for each in fields(kind) if each.name in args}
-        for kind in (SimulationConfig, Policies)
-    )
-    config = SimulationConfig(**own, policies=Policies(**chosen))
-    if args.limit is not None and args.limit < 1:
-        raise ConfigError(f"a limit of {args.limit} requests leaves nothing to replay")
-    if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
-        raise ConfigError(f"{args.json}: not a file that can be written")  # better before the replay than after it
+def main(
+    trace: Annotated[Path, Parameter(help="JSON lines, plain or gzip, with hash_ids per block")],
+    /,
+    *,
+    settings: Annotated[SimulationConfig, FLAT],
+    limit: Annotated[PositiveInt | None, Parameter(help="only the first N requests of the trace")] = None,
+    json: Annotated[Path | None, Parameter(help="write the report there too")] = None,
+    config: ConfigFile = None,
+) -> int:
+    """Replay a trace through the cache's own code and say what memory buys."""
+    if json is not None and (json.is_dir() or not json.absolute().parent.is_dir()):
+        raise ConfigError(f"{json}: not a file that can be written")  # better before the replay than after it
     console = Console()
     errors = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        task = progress.add_task(args.trace.name)
+        task = progress.add_task(trace.name)
         report = replay(
-            args.trace,
-            config,
-            limit=args.limit,
+            trace,
+            settings,
+            limit=limit,
             advance=lambda done, size: progress.update(task, completed=done, total=size),
         )
-    console.print(_table(report, config))
-    if args.json is not None:
+    console.print(_table(report, settings))
+    if json is not None:
         try:
-            args.json.write_text(json.dumps({"config": asdict(config), **report.as_json()}, indent=1) + "\n")
+            json.write_text(dumps({"config": asdict(settings), **report.as_json()}, indent=1) + "\n")
         except OSError as e:
-            raise ConfigError(f"{args.json}: {e}") from e
+            raise ConfigError(f"{json}: {e}") from e
     return 0
 
 
@@ -471,10 +438,3 @@ def _table(report: SimulationReport, config: SimulationConfig) -> Table:
         used = f"{report.used_bytes / max(1, report.stored_bytes):.1%} of the {format_size(report.stored_bytes)} stored"
         table.caption += f"; {used} was used, storing paused for {report.paused_requests:,} requests"
     return table
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ConfigError as e:
-        raise argparse.ArgumentTypeError(str(e)) from None

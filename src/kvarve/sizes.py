@@ -2,8 +2,17 @@
 
 import re
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from kvarve.errors import ConfigError
+
+if TYPE_CHECKING:
+    Size = int
+else:
+
+    class Size(int):
+        """A number of bytes. For the type checker it is an int; an option of this type is given as "10GiB"."""
+
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("B", "KB", "MB", "GB", "TB", "PB")

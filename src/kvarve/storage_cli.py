@@ -5,7 +5,6 @@ work is in `kvarve.storage.maintenance`. Exit codes: 0 done, 1 verify found dama
 why).
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvarve.commands import Drop, Gc, Ls, Maintain
 from kvarve.errors import ConfigError, StorageError
 from kvarve.keys import parse_object_name
 from kvarve.memory.record import title, whole
@@ -52,10 +52,10 @@ class StoreLocation:
     ttl_s: float | None
 
 
-def main(args: argparse.Namespace) -> int:
+def main(does: str, url: str, options: Maintain) -> int:
     """Run one of the commands; returns the exit code."""
-    place, out = _place(args.url), Printer(args.json)
-    code = COMMANDS[args.does](place, args, out)
+    place, out = _place(url), Printer(options.json)
+    code = COMMANDS[does](place, options, out)
     out.write()
     return code
 
@@ -108,16 +108,16 @@ def _place(text: str) -> StoreLocation:
 # --- the commands
 
 
-def _ls(place: StoreLocation, args: argparse.Namespace, out: Printer) -> int:
-    if args.by not in ORDERS:
-        raise ConfigError(f"--by: {args.by!r} is no order; known: {', '.join(ORDERS)}")
+def _ls(place: StoreLocation, options: Ls, out: Printer) -> int:
+    if options.by not in ORDERS:
+        raise ConfigError(f"--by: {options.by!r} is no order; known: {', '.join(ORDERS)}")
     models = maintenance.models(place.folder)
     found = [(model, each) for model, objects in _objects(place, models) for each in objects]
-    if args.group is not None:
-        group = _the_one(place, "group", args.group, {each.group for _, each in found})
+    if options.group is not None:
+        group = _the_one(place, "group", options.group, {each.group for _, each in found})
         found = [(model, each) for model, each in found if each.group == group]
-    found.sort(key=lambda pair: ORDERS[args.by](pair[1]))
-    shown = found[: args.limit or None]
+    found.sort(key=lambda pair: ORDERS[options.by](pair[1]))
+    shown = found[: options.limit or None]
     more = len(found) - len(shown)
     out.json = {
         "folder": str(place.folder),
@@ -145,7 +145,7 @@ def _ls(place: StoreLocation, args: argparse.Namespace, out: Printer) -> int:
     return 0
 
 
-def _stat(place: StoreLocation, _: argparse.Namespace, out: Printer) -> int:
+def _stat(place: StoreLocation, _: Maintain, out: Printer) -> int:
     contents = maintenance.contents(place.folder)
     models = contents.models
     text = f"{place.folder}: {format_size(contents.bytes)} in {_many(len(models), 'model')}"
@@ -193,7 +193,7 @@ def _stat(place: StoreLocation, _: argparse.Namespace, out: Printer) -> int:
     return 0
 
 
-def _verify(place: StoreLocation, _: argparse.Namespace, out: Printer) -> int:
+def _verify(place: StoreLocation, _: Maintain, out: Printer) -> int:
     reports: list[dict[str, Any]] = []
     contents = maintenance.contents(place.folder)
     for damage in contents.damaged:
@@ -246,11 +246,11 @@ class Inspector:
         return name not in self.whys
 
 
-def _gc(place: StoreLocation, args: argparse.Namespace, out: Printer) -> int:
+def _gc(place: StoreLocation, options: Gc, out: Printer) -> int:
     unused_for_s = None
-    if args.unused_for is not None:
+    if options.unused_for is not None:
         try:
-            unused_for_s = parse_time(args.unused_for)
+            unused_for_s = parse_time(options.unused_for)
         except ConfigError as e:
             raise ConfigError(f"--unused-for: {e}") from None
     reports: list[dict[str, Any]] = []
@@ -264,7 +264,7 @@ def _gc(place: StoreLocation, args: argparse.Namespace, out: Printer) -> int:
             counts = maintenance.gc(storage)
         old = unused_for_s is not None and not model.in_use and unused_s >= unused_for_s
         removed = old and maintenance.drop_model(
-            place.folder, model, f"kvarve storage gc --unused-for {args.unused_for}"
+            place.folder, model, f"kvarve storage gc --unused-for {options.unused_for}"
         )
         reports.append(_model_json(model) | counts | {"unused_s": unused_s, "removed": removed})
         model_text = f"{model.description} ({_short(model)}): "
@@ -282,17 +282,17 @@ def _gc(place: StoreLocation, args: argparse.Namespace, out: Printer) -> int:
     return 0
 
 
-def _drop(place: StoreLocation, args: argparse.Namespace, out: Printer) -> int:
+def _drop(place: StoreLocation, options: Drop, out: Printer) -> int:
     models = maintenance.models(place.folder)
     out.json = {"folder": str(place.folder), "dropped": False}
-    if args.group is not None:
+    if options.group is not None:
         objects = {model.label: found for model, found in _objects(place, models)}
-        group = _the_one(place, "group", args.group, {each.group for found in objects.values() for each in found})
+        group = _the_one(place, "group", options.group, {each.group for found in objects.values() for each in found})
         models = [model for model in models if any(each.group == group for each in objects[model.label])]
         mine = [each for model in models for each in objects[model.label] if each.group == group]
         out.json |= {"group": group, "objects": len(mine), "bytes": sum(each.size_bytes for each in mine)}
         size = format_size(out.json["bytes"])
-        if not _agreed(f"drop group {group}: {_many(len(mine), 'object')}, {size}", args, out):
+        if not _agreed(f"drop group {group}: {_many(len(mine), 'object')}, {size}", options, out):
             return 0
         count = 0
         for model in models:
@@ -301,8 +301,8 @@ def _drop(place: StoreLocation, args: argparse.Namespace, out: Printer) -> int:
         out.json |= {"dropped": True, "objects": count}
         out.say(f"{_many(count, 'object')} dropped")
         return 0
-    if args.model is not None:
-        label = _the_one(place, "model", args.model.lower(), {model.label.hex() for model in models})
+    if options.model is not None:
+        label = _the_one(place, "model", options.model.lower(), {model.label.hex() for model in models})
         models = [model for model in models if model.label.hex() == label]
     for model in models:
         if model.in_use:
@@ -310,7 +310,7 @@ def _drop(place: StoreLocation, args: argparse.Namespace, out: Printer) -> int:
     size = format_size(sum(model.file_bytes for model in models))
     out.json |= {"models": [_model_json(model) for model in models]}
     what = "; ".join(f"{model.description} ({_short(model)})" for model in models) or "nothing"
-    if not _agreed(f"drop {_many(len(models), 'model')}, {size}: {what}", args, out):
+    if not _agreed(f"drop {_many(len(models), 'model')}, {size}: {what}", options, out):
         return 0
     for model in models:
         if not maintenance.drop_model(place.folder, model, "kvarve storage drop"):  # it has been opened since
@@ -320,7 +320,7 @@ def _drop(place: StoreLocation, args: argparse.Namespace, out: Printer) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[StoreLocation, argparse.Namespace, Printer], int]] = {
+COMMANDS: dict[str, Callable[[StoreLocation, Any, Printer], int]] = {
     "ls": _ls,
     "stat": _stat,
     "verify": _verify,
@@ -349,10 +349,10 @@ def _the_one(place: StoreLocation, kind: str, begins: str, known: set[str]) -> s
     raise ConfigError(f"--{kind}: {problem}; kvarve storage stat {place.folder} lists them")
 
 
-def _agreed(what: str, args: argparse.Namespace, out: Printer) -> bool:
+def _agreed(what: str, options: Drop, out: Printer) -> bool:
     """Whether the user agrees, by --yes or at a terminal. ConfigError if there is no terminal."""
-    out.say(("" if args.yes else "would ") + what)
-    if args.yes:
+    out.say(("" if options.yes else "would ") + what)
+    if options.yes:
         return True
     if not sys.stdin.isatty():
         raise ConfigError("nothing was dropped: say --yes to do it")

@@ -17,8 +17,6 @@ import pytest
 from servers import settings
 
 from kvarve import __version__
-from kvarve.config import CacheConfig
-from kvarve.core.policies import Policies
 from kvarve.errors import StorageError
 from kvarve.server.serve import Server
 from kvarve.testing.models import tiny_config
@@ -125,14 +123,14 @@ def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
         ("serve --admin-key=", "an admin key cannot be empty"),
         ("serve --api-key one --admin-key one", "the admin key must not be the API key"),
         ("storage atach x", "unknown command 'atach': did you mean attach?; known: attach, detach, status"),
-        ("storage attach", "the following arguments are required: URL (see kvarve storage attach --help)"),
+        ("storage attach", "URL is required (see kvarve storage attach --help)"),
         ("storage status", "this needs the server's admin key: give --admin-key or $KVARVE_ADMIN_KEY"),
-        ("serve --page-tokens 0", "--page-tokens: '0' is not a whole number above zero"),
-        ("serve --chunk-tokens many", "--chunk-tokens: 'many' is not a whole number above zero"),
+        ("serve --page-tokens 0", "page tokens must be at least 1, not 0"),
+        ("serve --chunk-tokens many", "--chunk-tokens: 'many' is not a whole number"),
         ("serve --write-policy later", "unknown write policy 'later'; known: write_through"),
-        ("serve --selective-uses 0", "--selective-uses"),
+        ("serve --selective-uses 0", "selective uses must be at least 1"),
         ("serve --prefetch-policy hope", "unknown prefetch policy 'hope'; known: best_effort"),
-        ("serve --prefetch-base-s soon", "'soon' is not a number of seconds"),
+        ("serve --prefetch-base-s soon", "--prefetch-base-s: 'soon' is not a number"),
         ("serve --prefetch-base-s nan", "cannot be negative"),
         ("serve --storage-deadline-s 0", "the storage deadline must be above zero seconds"),
         ("serve --snapshot-every 1.5", "--snapshot-every"),
@@ -141,12 +139,12 @@ def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
         ("serve --device meta", "device 'meta' cannot be used"),
         ("serve --model /no/such/folder", "/no/such/folder: no such folder"),
         ("serve --model builtin:huge", "there is no builtin:huge"),
-        ("serve --port 65536", "--port: '65536' is not a port"),
-        ("serve --port http", "--port: 'http' is not a port"),
+        ("serve --port 65536", "port 65536: a port is a number from 0"),
+        ("serve --port http", "--port: 'http' is not a whole number"),
         ("serve --host 192.0.2.1", "cannot listen on 192.0.2.1"),
-        ("serve --max-running 0", "--max-running"),
-        ("serve --max-waiting 0", "--max-waiting"),
-        ("serve --threads 0", "--threads"),
+        ("serve --max-running 0", "max running must be at least 1"),
+        ("serve --max-waiting 0", "max waiting must be at least 1"),
+        ("serve --threads 0", "threads must be at least 1"),
         ("serve --log-level loud", "unknown log level 'loud'; known: debug, info, warning, error"),
         ("serve --ready-file /no/such/folder/ready", "no such folder to write the ready file to"),
         ("serve --api-key=", "an API key cannot be empty"),
@@ -166,7 +164,8 @@ def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
             "models --model builtin:tiny-hybrid --page-tokens 48 --chunk-tokens 64",
             "chunks of 64 tokens are not whole pages of 48",
         ),
-        ("models --page-tokens none", "--page-tokens: 'none' is not a whole number above zero"),
+        ("models --page-tokens many", "--page-tokens: 'many' is not a whole number"),
+        ("models --page-tokens 0", "--page-tokens: Must be > 0"),
         ("models --model builtin:tiny-hybrid --json /no/such/folder/out.json", "no such folder to write to"),
         ("models --model builtin:tiny-hybrid --json /", "/: Is a directory"),
     ],
@@ -265,7 +264,7 @@ def test_a_quantized_checkpoint_is_refused_by_all_commands_in_the_same_line(
 def test_help_is_short_and_shows_an_example_and_the_defaults(run: Run) -> None:
     code, out, error = run("serve", "--help")
     assert (code, error) == (0, "")
-    assert "default 256MiB" in out
+    assert "[default: 256MiB]" in out
     assert "example:" in out
     code, out, error = run("--help")
     assert (code, error) == (0, "")
@@ -318,8 +317,7 @@ def test_ctrl_c_ends_it_whole_and_what_it_knew_is_there_after_a_restart(
         assert (tmp_path / "log").read_text() == ""
     for _ in range(2):  # what another process stored, this one finds: it is the same model on the same machine
         tiers = str(tmp_path / "storage"), f"file://{tmp_path}/far?capacity=64MiB"
-        cache = CacheConfig(8 << 20, 16 << 20, storage=tiers, policies=Policies(prefetch_policy="wait_complete"))
-        with Server(settings(checkpoint, cache=cache)) as again:
+        with Server(settings(checkpoint, storage=tiers)) as again:
             answers.append(httpx.post(f"{again.url}/v1/completions", json=prompt, timeout=60).json())
         shutil.rmtree(tmp_path / "storage")
     cold, warm, from_afar = answers

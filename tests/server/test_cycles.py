@@ -13,7 +13,6 @@ from servers import CHUNK, settings
 from torch import Tensor
 
 import kvarve.admin
-from kvarve.config import CacheConfig
 from kvarve.core.audit import audit
 from kvarve.core.policies import Policies
 from kvarve.engine.requests import Request, Sampling
@@ -115,12 +114,8 @@ class Traffic:
 
 @pytest.fixture
 def server(checkpoint: Path) -> Iterator[Server]:
-    cache = CacheConfig(
-        device_memory=8 << 20,
-        host_memory=16 << 20,
-        policies=Policies(prefetch_base_s=0.03, prefetch_per_ki_token_s=0.0),
-    )
-    with Server(settings(checkpoint, cache=cache, admin_key=KEY, deterministic=True)) as server:
+    policies = Policies(prefetch_base_s=0.03, prefetch_per_ki_token_s=0.0)
+    with Server(settings(checkpoint, policies=policies, admin_key=KEY, deterministic=True)) as server:
         yield server
 
 

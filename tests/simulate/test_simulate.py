@@ -1,6 +1,5 @@
 """The replayer runs the product's own core, so what small traces must give can be worked out by hand."""
 
-import argparse
 import gzip
 import json
 import random
@@ -10,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvarve import simulate
+from kvarve.cli import app
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
 from kvarve.model import Tier
+from kvarve.options import call
 from kvarve.simulate import SimulationConfig, replay
 
 BLOCK = 512
@@ -236,9 +236,8 @@ def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any], complaint:
 
 
 def command(*words: str | Path) -> int:
-    parser = argparse.ArgumentParser()
-    simulate.add_arguments(parser)
-    return simulate.main(parser.parse_args([str(word) for word in words]))
+    code: int = call(app, ["simulate", *map(str, words)])
+    return code
 
 
 def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,9 +269,9 @@ def test_the_command_refuses_before_it_works(tmp_path: Path) -> None:
     path = trace(tmp_path, line([1]))
     with pytest.raises(ConfigError, match="not a file that can be written"):
         command(path, "--device-memory", "1GiB", "--json", tmp_path / "missing" / "report.json")
-    with pytest.raises(ConfigError, match="a limit of 0 requests"):
+    with pytest.raises(ConfigError, match="--limit"):
         command(path, "--device-memory", "1GiB", "--limit", "0")
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigError, match="'plenty' is not a size"):
         command(path, "--device-memory", "plenty")
 
 

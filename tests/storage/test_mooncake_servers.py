@@ -1,6 +1,5 @@
 """Two servers, each a process as an operator starts it, on one master."""
 
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 from mooncake_cluster import MASTER, METRICS, MIB, Cluster, kill, own_network, require_mooncake, until
 
 from kvarve import demo
+from kvarve.commands import Demo
 
 WORDS = ("cat", "sat", "mat", "and", "dog", "lay", "under", "the", "tree", "while", "rain", "fell", "all", "night")
 
@@ -28,8 +28,9 @@ class Servers:
         stack = self._stacks[name] = ExitStack()
         (self._folder / name).mkdir(exist_ok=True)
         storage = f"mooncake://{MASTER}?metrics={METRICS}"
-        args = Namespace(model="builtin:tiny-hybrid", port=0, storage=storage, tokens_per_snapshot=None)
-        return stack.enter_context(demo.server(args, self._folder / name, self._folder / f"{name}.log"))
+        return stack.enter_context(
+            demo.server(Demo(storage=storage), self._folder / name, self._folder / f"{name}.log")
+        )
 
     def stop(self, name: str) -> None:
         self._stacks.pop(name).close()

@@ -4,7 +4,6 @@ A model is built from its config on torch's meta device, where tensors have shap
 are described in seconds, and no weight is read.
 """
 
-import argparse
 import importlib
 import json
 import math
@@ -17,6 +16,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
+from kvarve.commands import Models
 from kvarve.engine.layers import page_multiple, plan_layers
 from kvarve.engine.model import DTYPES, build_model, check_model, is_bare, load_model, read_config
 from kvarve.engine.state import StateLayout
@@ -264,24 +264,24 @@ def columns(fact: Facts) -> tuple[str, ...]:
 HEADINGS = ("family", "model type", "pools (what they read)", "a token", "a snapshot", "page", "shortest hit")
 
 
-def main(args: argparse.Namespace) -> int:
+def main(options: Models) -> int:
     """Print the table; with --model, of that model alone, and an error if it cannot be cached."""
     transformers.utils.logging.set_verbosity_error()
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise ConfigError(f"{args.json}: no such folder to write to")
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise ConfigError(f"{options.json}: no such folder to write to")
     console = Console()
-    if args.model is not None:
-        found = [describe_model(args.model, args.dtype, args.page_tokens, args.chunk_tokens)]
+    if options.model is not None:
+        found = [describe_model(options.model, options.dtype, options.page_tokens, options.chunk_tokens)]
     else:
         with console.status("building models without weights"):
-            found = [*survey(FAMILIES, args.page_tokens, args.chunk_tokens)]
-    if args.json is not None:
+            found = [*survey(FAMILIES, options.page_tokens, options.chunk_tokens)]
+    if options.json is not None:
         document = {"transformers": transformers.__version__, "models": [asdict(fact) for fact in found]}
         try:
-            args.json.write_text(json.dumps(document, indent=2) + "\n")
+            options.json.write_text(json.dumps(document, indent=2) + "\n")
         except OSError as e:
-            raise ConfigError(f"{args.json}: {e.strerror}") from e
-    if args.model is not None:
+            raise ConfigError(f"{options.json}: {e.strerror}") from e
+    if options.model is not None:
         print(lines(found[0]))
         return 0
     table = Table(*HEADINGS, caption=CAPTION.format(version=transformers.__version__), caption_justify="left")

@@ -401,3 +401,17 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 def _line(error: Exception) -> str:
     """The message of an exception, on one line and not too long."""
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def check_device(device: str) -> None:
+    """ConfigError unless torch can compute there."""
+    try:
+        torch.ones(1, device=device).item()  # the "meta" device holds no data
+    except (RuntimeError, AssertionError, NotImplementedError) as e:
+        raise ConfigError(f"device {device!r} cannot be used: {str(e).splitlines()[0]}") from None
+
+
+def quiet_libraries() -> None:
+    """Silence the messages of transformers about the loading of checkpoints."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()

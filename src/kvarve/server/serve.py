@@ -9,25 +9,23 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import cast
 
 import torch
-import transformers
 import uvicorn
 
-from kvarve.config import CacheConfig
-from kvarve.engine.engine import TURN_TOKENS, Engine
+from kvarve.engine.engine import Engine
 from kvarve.engine.families import reads, takes
-from kvarve.engine.model import check_model, keeping_answers, load_model
+from kvarve.engine.model import check_device, check_model, keeping_answers, load_model, quiet_libraries
 from kvarve.errors import ConfigError, StorageError
 from kvarve.memory.heap import bound_heaps
 from kvarve.prefix_cache import PrefixCache
-from kvarve.server.app import MAX_BODY_BYTES, create_app
+from kvarve.server.app import create_app
 from kvarve.server.connections import KEEP_ALIVE_S, SEND_BYTES, Connections, most_connections, raise_descriptors
 from kvarve.server.logs import OncePerSecond
+from kvarve.server.settings import Settings
 from kvarve.sizes import format_size
 from kvarve.storage.urls import parse_urls
 from kvarve.worker import check
@@ -38,30 +36,6 @@ BACKLOG = 128
 MOST_THREADS = 1024  # of torch, which aborts the process if it cannot start more
 TICKS_PER_SWEEP = 10  # uvicorn's ticks, each a tenth of a second
 LEAVE_S = 5.0  # how long clients may take to read the end of their answers at shutdown
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What an operator sets for a server. Port 0 is any free one."""
-
-    cache: CacheConfig = field(default_factory=lambda: CacheConfig(device_memory=256 << 20, host_memory=512 << 20))
-    model: str = "builtin:tiny-hybrid"
-    served_model_name: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    page_tokens: int = 64
-    chunk_tokens: int = 256
-    dtype: str = "auto"
-    device: str = "cpu"
-    max_running: int = 64
-    max_waiting: int = 256
-    turn_tokens: int = TURN_TOKENS
-    deterministic: bool = False
-    threads: int | None = None
-    api_key: str | None = None
-    admin_key: str | None = None
-    max_body_bytes: int = MAX_BODY_BYTES
-    ready_file: Path | None = None
 
 
 class Server:
@@ -222,6 +196,7 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
     bound_heaps()
     raise_descriptors()
     quiet_libraries()
+    logging.getLogger("uvicorn.error").addFilter(_not_cancelled)  # connections that are dropped at shutdown
     for handler in logging.getLogger().handlers:
         handler.addFilter(OncePerSecond())
     serving, stop = threading.Event(), threading.Event()
@@ -240,13 +215,6 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
         say(f"kvarve serves\n{server.describe()}\nready: Ctrl-C stops it")
         stop.wait()
         say("kvarve stops: ending requests, finishing backups (Ctrl-C again: at once)")
-
-
-def quiet_libraries() -> None:
-    """Silence the libraries' messages about checkpoint loading and about connections dropped at shutdown."""
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    logging.getLogger("uvicorn.error").addFilter(_not_cancelled)
 
 
 def _not_cancelled(record: logging.LogRecord) -> bool:
@@ -282,14 +250,6 @@ def check_settings(settings: Settings) -> None:
     if settings.ready_file is not None and not settings.ready_file.absolute().parent.is_dir():
         raise ConfigError(f"{settings.ready_file}: no such folder to write the ready file to")
     check_device(settings.device)
-
-
-def check_device(device: str) -> None:
-    """ConfigError unless torch can compute there."""
-    try:
-        torch.ones(1, device=device).item()  # the "meta" device holds no data
-    except (RuntimeError, AssertionError, NotImplementedError) as e:
-        raise ConfigError(f"device {device!r} cannot be used: {str(e).splitlines()[0]}") from None
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -36,14 +36,13 @@ from kvarve.core.audit import audit
 from kvarve.core.policies import Policies
 from kvarve.engine.batch import ROUNDING
 from kvarve.engine.engine import Engine
-from kvarve.engine.model import LoadedModel, forward, keeping_answers, load_model
+from kvarve.engine.model import LoadedModel, forward, keeping_answers, load_model, quiet_libraries
 from kvarve.engine.requests import Finish, OutputChunk, Request, Sampling
 from kvarve.engine.state import Workspace
 from kvarve.errors import KvarveError
 from kvarve.memory.heap import bound_heaps
 from kvarve.model import MEMORY_TIERS, Tier
 from kvarve.prefix_cache import PrefixCache
-from kvarve.server.serve import quiet_libraries
 from kvarve.testing.law import waits_in_vain
 
 AT_ONCE = 16

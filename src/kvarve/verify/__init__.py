@@ -4,7 +4,6 @@ It computes random prompts without any cache, then sends them through caches of 
 compares all logits bit for bit; then it damages pages of every pool on purpose.
 """
 
-import argparse
 import json
 import logging
 import secrets
@@ -17,10 +16,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvarve.commands import Verify
 from kvarve.config import room_for
-from kvarve.engine.model import LoadedModel, check_model, load_model
+from kvarve.engine.model import LoadedModel, check_device, check_model, load_model, quiet_libraries
 from kvarve.errors import ConfigError
-from kvarve.server.serve import check_device, quiet_libraries
 from kvarve.sizes import format_size
 from kvarve.storage import open_storage
 from kvarve.storage.urls import parse_url
@@ -36,30 +35,31 @@ LOG = logging.getLogger("kvarve")
 STEPS = (*PATHS, together, answers, damages)
 
 
-def main(args: argparse.Namespace) -> int:
-    """Run the proof; 0 if all logits are equal and every damage was noticed, 1 if not. Writes `args.json` if given."""
+def main(options: Verify) -> int:
+    """Run the proof; 0 if all logits are equal and every damage was noticed, 1 if not. Writes a JSON file if asked."""
     console = Console()
     start = time.perf_counter()
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise ConfigError(f"{args.json}: no such folder to write the report to")
-    if args.storage is not None:
-        parse_url(args.storage)
-    check_device(args.device)
-    shape: dict[str, Any] = {"page_tokens": args.page_tokens, "chunk_tokens": args.chunk_tokens, "dtype": args.dtype}
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise ConfigError(f"{options.json}: no such folder to write the report to")
+    if options.storage is not None:
+        parse_url(options.storage)
+    check_device(options.device)
+    page, chunk = options.page_tokens, options.chunk_tokens
+    shape: dict[str, Any] = {"page_tokens": page, "chunk_tokens": chunk, "dtype": options.dtype}
     quiet_libraries()
-    check_model(args.model, **shape)
-    model = load_model(args.model, device=args.device, **shape)
+    check_model(options.model, **shape)
+    model = load_model(options.model, device=options.device, **shape)
     plan = Plan.of(
-        page=args.page_tokens,
-        chunk=args.chunk_tokens,
-        reach=max((pool.lookback or 0) * args.page_tokens for pool in model.layout.pools),
+        page=page,
+        chunk=chunk,
+        reach=max((pool.lookback or 0) * page for pool in model.layout.pools),
         vocabulary=model.model.get_input_embeddings().num_embeddings,
         max_tokens=model.max_tokens,
-        tokens=args.tokens,
-        seed=args.seed,
-        quick=args.quick,
+        tokens=options.tokens,
+        seed=options.seed,
+        quick=options.quick,
     )
-    report = prove(model, plan, args.storage, console)
+    report = prove(model, plan, options.storage, console)
     report.seconds = time.perf_counter() - start
     for table in report.tables():
         console.print(table)
@@ -69,9 +69,9 @@ def main(args: argparse.Namespace) -> int:
             console.print(f"[yellow]{path.name}[/yellow]: {note}", highlight=False)
     for line in report.troubles():
         console.print(f"[red]{line}[/red]", highlight=False)
-    if args.json is not None:
-        args.json.write_text(json.dumps(report.as_json(), indent=2) + "\n")
-        console.print(f"Written: {args.json}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+        console.print(f"Written: {options.json}")
     if report.uncovered:
         console.print(
             f"[yellow]Not covered[/yellow]: {', '.join(report.uncovered)}: no answer depended on it; {ADVICE}"

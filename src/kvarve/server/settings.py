@@ -1,0 +1,69 @@
+"""What an operator sets for a server; light to import."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from kvarve.config import CacheConfig
+from kvarve.core.policies import Policies
+from kvarve.options import FLAT
+from kvarve.sizes import Size
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+@FLAT
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of a server; `check_settings` says which cannot work."""
+
+    model: str = "builtin:tiny-hybrid"
+    """builtin:... or a folder with config.json"""
+    served_model_name: str | None = None
+    """the name that clients ask for; the model's own unless given"""
+    host: str = "127.0.0.1"
+    """address to listen on"""
+    port: int = 8000
+    """port to listen on, 0 for any free one"""
+    device_memory: Size = Size(256 << 20)
+    """for pages beside the model"""
+    host_memory: Size = Size(512 << 20)
+    """for pages that left the device, 0 for none"""
+    storage: tuple[str, ...] = ()
+    """such as file:///var/kvarve?capacity=100GiB; none unless given; several are tiers, the fast one first"""
+    page_tokens: int = 64
+    """tokens of a page; has to divide --chunk-tokens"""
+    chunk_tokens: int = 256
+    """tokens of a prompt that are computed at once"""
+    dtype: str = "auto"
+    """auto, float32, bfloat16 or float16"""
+    device: str = "cpu"
+    """where to compute, as torch names it"""
+    policies: Annotated[Policies, FLAT] = Policies()
+    max_running: int = 64
+    """requests side by side, if memory allows"""
+    max_waiting: int = 256
+    """requests that may wait; more get 503"""
+    turn_tokens: int = 512
+    """tokens computed in one step, answers first; at least a chunk of a prompt"""
+    deterministic: bool = False
+    """answers depend on their prompt to the last bit"""
+    threads: int | None = None
+    """of torch; its own choice unless given"""
+    api_key: Annotated[str | None, Parameter(env_var="KVARVE_API_KEY", show_env_var=True)] = None
+    """that clients must send; the environment says it unseen by `ps`"""
+    admin_key: Annotated[str | None, Parameter(env_var="KVARVE_ADMIN_KEY", show_env_var=True)] = None
+    """opens /admin, off without one; the environment says it unseen by `ps`"""
+    max_body_bytes: Size = Size(8 << 20)
+    """of a request; a larger one gets 413"""
+    log_level: str = "info"
+    """debug, info, warning, error"""
+    ready_file: Path | None = None
+    """gets the URL as soon as connections are accepted"""
+
+    @property
+    def cache(self) -> CacheConfig:
+        """The settings of its cache."""
+        return CacheConfig(self.device_memory, self.host_memory, self.storage, self.policies)
