@@ -113,7 +113,7 @@ def test_what_decides_knows_no_tensor_thread_or_file(path: Path) -> None:
 # What each install brings, besides the standard library; an extra includes the one before it.
 INSTALLS = {
     "base": {"torch", "numpy", "xxhash", "cyclopts", "rich"},
-    "engine": {"transformers", "tokenizers", "jinja2", "prometheus_client"},
+    "engine": {"transformers", "tokenizers", "safetensors", "jinja2", "prometheus_client"},
     "server": {"fastapi", "starlette", "pydantic", "pydantic_core", "uvicorn", "httpx"},
     "demo": {"matplotlib"},
 }
