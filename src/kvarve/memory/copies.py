@@ -19,7 +19,7 @@ from kvarve.memory.arenas import DeviceArena, HostArena
 
 Slots = Sequence[tuple[int, int]]  # of pages: source and target
 Move = Callable[[Any, Any, Sequence[int], Sequence[int]], None]
-SAVED_BYTES = 4 << 20  # on the CPU, pages are sealed after so many bytes, while its cache still has them
+SAVED_BYTES = 8 << 20  # on the CPU, pages are sealed after each 8 MiB, while its cache still has most of them
 _OF_SIZE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
