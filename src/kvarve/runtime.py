@@ -31,6 +31,7 @@ from kvarve.ranks.agreement import Agreement, Alone, Proposal
 from kvarve.sizes import format_size
 from kvarve.storage import Breaker, Storage, StorageUsage, Tiers, check_storage, open_storage
 from kvarve.storage.urls import SCHEMES, parse_urls
+from kvarve.transfer.arrivals import Arrival
 from kvarve.transfer.engine import TransferEngine
 from kvarve.transfer.storage_connection import StorageConnection
 
@@ -275,6 +276,15 @@ class PrefixCache:
         """Close a lease in any phase."""
         self.core.close(lease)
         self._send()
+
+    def load_by_layers(self) -> None:
+        """From now on a lease is ready once its pages have been verified, while they are still being copied: the engine
+        waits for each layer of `arrivals` before it reads it."""
+        self._transfers.layerwise = True
+
+    def arrivals(self) -> list[Arrival]:
+        """The loads that are still being copied (see `TransferEngine.arrivals`)."""
+        return self._transfers.arrivals()
 
     def arena(self, pool: str) -> Mapping[str, Tensor]:
         """The device tensors of a pool, by buffer name: [slots, *shape]."""
