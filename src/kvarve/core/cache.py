@@ -153,6 +153,7 @@ class Core:
         self.now = self.backups.now = now
         if not lease.claimed:
             lease.claimed = True
+            self.copies.hurry(lease)
             if lease.phase is Phase.QUEUED:
                 self._begin(lease)
         self._check_deadline(lease)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvarve.core.copies import BACKUP, FETCH, LOAD, PROBE, STORE
-from kvarve.core.effects import Copy, Effect, Event, Page, Probe, Verified
+from kvarve.core.effects import Copy, Effect, Event, Hurry, Page, Probe, Verified
 from kvarve.errors import StorageError
 from kvarve.keys import object_name
 from kvarve.memory.arenas import DeviceArena, HostArena
@@ -82,6 +82,10 @@ class TransferEngine:
 
     def send(self, effect: Effect) -> None:
         """Start an effect; its `Ended` comes out of `ends`."""
+        if isinstance(effect, Hurry):
+            if self.connection is not None:
+                self.connection.lanes[FETCH].hurry(effect.op)
+            return
         if isinstance(effect, Copy) and Tier.STORAGE not in (effect.source, effect.target):
             work = self._back_up if effect.target is Tier.HOST else self._load
             ready = self._copies.ready()
@@ -98,7 +102,7 @@ class TransferEngine:
             # A put is durable when it returns, so a few large ones are cheaper.
             connection.lanes[STORE].send_part(effect.op, self._store, (storage, effect), len(effect.pages), begins_s)
         else:
-            connection.lanes[FETCH].send(effect.op, lambda: self._fetch(storage, effect), begins_s)
+            connection.lanes[FETCH].send(effect.op, lambda: self._fetch(storage, effect), begins_s, effect.urgent)
 
     def collect(self) -> list[Event]:
         return self.ends.collect()
