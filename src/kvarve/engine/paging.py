@@ -151,6 +151,8 @@ class PagedWorkspace(Workspace):
 
     def arrived(self) -> None:
         """Wait until all pages are here, and copy in the windows and states that no layer has used yet."""
+        if not (self._arrivals or self._later or self._on_arrival):  # as for nearly every token
+            return
         for layer in self.cache.layers:
             layer.arrive()
         for number in [*self._later]:
