@@ -14,7 +14,10 @@ Each figure is the best of several rounds (of a cold prompt: each chunk's; of fu
 median), because other work on a machine only ever makes a round slower. Ratios:
 `warm_host_ttft`, `warm_storage_ttft` warm over cold; `cold_ttft_on_over_off` engine with cache over bare model;
 `decode_on_over_off` tokens per second of the same; `throughput_16_over_1` tokens said per second, and
-`ttft_p99_over_mean` of those sixteen, for starvation. Then interference between requests:
+`ttft_p99_over_mean` of those sixteen, for starvation. `layer_overlap`: of a prompt in the host and 240 further tokens,
+time to first token over the longer of copying the pages to the device and computing the rest, with a sleep before each
+layer has come, so that both take as long; without overlap it would be 2 (`layer_overlap_unslowed`: no sleeps; the check
+of the pages comes before both). Then interference between requests:
 `mixed_lengths` tokens per second of 31 answers at 20 to 100 tokens beside one at 6,000, over the same 31 alone;
 `sampling_share` seconds of sampling over seconds of the whole turn, of 64 answers of a model with 152K tokens at
 temperature 1 and top-p 0.9, where 1,000 tokens have 99% of the chances (`sampling_share_flat`: all have the same);
@@ -30,6 +33,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import torch
 
@@ -41,6 +45,7 @@ from kvarve.engine.job import Job
 from kvarve.engine.model import LoadedModel, forward, keeping_answers, load_model, quiet_libraries
 from kvarve.engine.requests import OutputChunk, Request, Sampling
 from kvarve.engine.state import Workspace
+from kvarve.memory.copies import DeviceCopies
 from kvarve.model import Tier
 from kvarve.prefix_cache import PrefixCache
 
@@ -51,6 +56,7 @@ from random_qwen3_5 import make
 MIB = 1 << 20
 PATIENCE_S = 3600.0
 CONVERSATIONS = 16
+REST = 240  # tokens behind a prompt that is in the host: less than a chunk
 
 
 @dataclass(frozen=True)
@@ -226,6 +232,72 @@ def measure(model: LoadedModel, size: Size, folder: Path) -> tuple[dict[str, lis
     }
 
 
+# --- layer by layer
+
+
+class Slowed:
+    """Copies to the device, each layer of which takes `layer_s` longer; `seconds` of the last one."""
+
+    def __init__(self) -> None:
+        self.layer_s, self.seconds, self._load = 0.0, 0.0, DeviceCopies.load
+
+    def __enter__(self) -> "Slowed":
+        def load(copies: DeviceCopies, pages: Any, ready: Any, copied: Callable[[int, Any], None]) -> None:
+            def late(layer: int, event: Any) -> None:
+                time.sleep(self.layer_s)
+                copied(layer, event)
+
+            began = time.perf_counter()
+            self._load(copies, pages, ready, late)
+            self.seconds = time.perf_counter() - began
+
+        DeviceCopies.load = load  # type: ignore[method-assign,assignment]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        DeviceCopies.load = self._load  # type: ignore[method-assign]
+
+
+def overlap(model: LoadedModel, size: Size) -> dict[str, float]:
+    """Time to first token over the longer of copy and computing, slowed and not."""
+    engine = Engine(model, PrefixCache(model.identity, CacheConfig(512 * MIB, 1024 * MIB))).start()
+    prompt = tokens(size.prompt, 77)
+    Timed([*prompt, 1], 1).start(engine).wait()
+    seeds = iter(range(100, 1000))
+
+    def ask(*, host: bool) -> float:
+        engine.settle(PATIENCE_S)
+        if host:
+            engine.flush([Tier.DEVICE], PATIENCE_S)
+        timed = Timed([*prompt, *tokens(REST, next(seeds))], 1).start(engine).wait()
+        assert timed.piece and timed.piece.usage
+        assert (timed.piece.usage.host if host else timed.piece.usage.device) == size.prompt, timed.piece
+        return timed.ttft_s
+
+    best = dict[str, float]()
+
+    def note(name: str, seconds: float) -> None:
+        best[name] = min(best.get(name, seconds), seconds)
+
+    with Slowed() as slowed:
+        for number in watched(range(2 * size.rounds), "layer by layer", 2 * size.rounds):
+            note("compute", ask(host=False))
+            note("unslowed", ask(host=True))
+            note("copy", slowed.seconds)
+            if number < 2:  # warms up, and finds out how long both take
+                continue
+            slowed.layer_s = max(0.0, best["compute"] - best["copy"]) / len(model.layout.layers)
+            note("slowed", ask(host=True))
+            note("slowed_copy", slowed.seconds)
+            slowed.layer_s = 0.0
+    engine.shutdown()
+    print(", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in best.items()))
+    return {
+        "layer_overlap": best["slowed"] / max(best["slowed_copy"], best["compute"]),
+        "layer_overlap_unslowed": best["unslowed"] / max(best["copy"], best["compute"]),
+    }
+
+
 # --- concurrent requests
 
 
@@ -348,6 +420,7 @@ def main() -> int:
             make(folder / "model", small=args.quick)
         model = keeping_answers(load_model(str(args.model or folder / "model"), dtype="float32"))
         seconds, speeds = measure(model, size, folder)
+        overlaps = overlap(model, size)
         short_alone, short_mixed = mixed(model, size)
         one, many = short_prompts(keeping_answers(load_model("builtin:tiny-hybrid", dtype="float32")), size)
         del model
@@ -364,6 +437,7 @@ def main() -> int:
         "mixed_lengths": short_mixed / short_alone,
         "short_prompts_32_over_1": many / one,
         **shares,
+        **overlaps,
     }
     rows = [{"what": what, "ms": 1000 * best[name]} for name, what in WHAT.items()]
     show(f"A prompt of {size.prompt} tokens and a question of {size.question}, best of {size.rounds}", rows)

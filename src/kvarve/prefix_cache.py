@@ -22,6 +22,7 @@ from kvarve.ranks.agreement import Agreement, Alone
 from kvarve.scheduler import CacheScheduler, Prompt, Tokens
 from kvarve.storage import Storage, StorageUsage
 from kvarve.ticket import Ticket
+from kvarve.transfer.arrivals import Arrival
 from kvarve.worker import CLOSE_S, Attached, CacheWorker, Change
 
 log = logging.getLogger(__name__)
@@ -129,6 +130,15 @@ class PrefixCache:
 
     def check_ticket(self, ticket: Ticket, prompt: Prompt) -> None:
         self.scheduler.check_ticket(ticket, prompt)
+
+    def load_by_layers(self) -> None:
+        """From now on a lease is ready once its pages have been verified, while they are still being copied: the engine
+        waits for each layer of `arrivals` before it reads it."""
+        self.worker.transfers.layerwise = True
+
+    def arrivals(self) -> list[Arrival]:
+        """The loads that are still being copied (see `TransferEngine.arrivals`)."""
+        return self.worker.transfers.arrivals()
 
     def arena(self, pool: str) -> Mapping[str, Tensor]:
         return self.worker.arena(pool)

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from kvarve.config import NO_HOST, spacing, split
 from kvarve.core.cache import Core
-from kvarve.core.effects import Copy, Effect, Ended, Page, Probe
+from kvarve.core.effects import Copy, Ended, Hurry, Page, Probe, Transfer
 from kvarve.core.policies import WAIT_COMPLETE, Policies
 from kvarve.core.settings import CoreConfig
 from kvarve.errors import ConfigError
@@ -283,7 +283,7 @@ class InstantTransfers:
         self.storage = LruIndex(storage_bytes)
         self.moved_bytes: dict[str, int] = {}
 
-    def answer(self, effect: Effect) -> Ended:
+    def answer(self, effect: Transfer) -> Ended:
         if isinstance(effect, Probe):
             return Ended(effect.op, self._there([self._name(effect.root, page) for page in effect.pages]))
         sizes, good = self._payloads, (1 << len(effect.pages)) - 1
@@ -347,7 +347,7 @@ def replayed(requests: Iterable[TraceRequest], config: SimulationConfig) -> Simu
         now = request.timestamp_ms / 1000
         lease = core.open(root, prompts.packed(request), now, WAIT_COMPLETE)
         while not core.claim(lease, now):
-            core.step([transfers.answer(effect) for effect in core.take()], now)
+            core.step([transfers.answer(each) for each in core.take() if not isinstance(each, Hurry)], now)
         for tier, pages in zip(Tier, lease.from_tiers(), strict=True):
             report.hit_tokens[tier.name.lower()] += pages * config.page_tokens
         report.cost += cost.of(0, request.input_length // config.page_tokens)
@@ -355,9 +355,9 @@ def replayed(requests: Iterable[TraceRequest], config: SimulationConfig) -> Simu
         core.grow(lease, core.keepable(lease))
         core.publish(lease, lease.room)
         core.close(lease)
-        core.step([transfers.answer(effect) for effect in core.take()], now)
+        core.step([transfers.answer(each) for each in core.take() if not isinstance(each, Hurry)], now)
         while not core.idle():
-            core.step([transfers.answer(effect) for effect in core.take()], now)
+            core.step([transfers.answer(each) for each in core.take() if not isinstance(each, Hurry)], now)
         report.requests += 1
         report.paused_requests += core.governor.paused
         report.prompt_tokens += request.input_length

@@ -14,6 +14,8 @@ RATIOS = {
     "sampling_share",
     "sampling_share_flat",
     "short_prompts_32_over_1",
+    "layer_overlap",
+    "layer_overlap_unslowed",
 }
 
 

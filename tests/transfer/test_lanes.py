@@ -3,13 +3,13 @@
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from kvarve.core.effects import Ended
 from kvarve.errors import StorageError
-from kvarve.transfer.lanes import MOST_HANGING, Ends, Lane
+from kvarve.transfer.lanes import MOST_HANGING, PASSED, Ends, Lane
 
 LONG_S = 20.0  # nothing here waits so long unless something is broken
 
@@ -453,3 +453,44 @@ def test_every_piece_ends_exactly_once_whatever_becomes_of_it(seed: int) -> None
     assert Counter(end.op for end in ended) == Counter(range(300))
     counts = lane.counts
     assert counts.done + counts.failed + counts.late + counts.refused == 300
+
+
+def busy_with(lane: Lane, gate: Gate, seen: list[int]) -> Callable[..., None]:
+    """Sends pieces that wait until the gate opens, and note the order in which they are done."""
+    lane.send(0, gate, LONG_S)
+    gate.wait_until_begun()
+
+    def send(op: int, urgent: bool = False) -> None:
+        lane.send(op, lambda: (seen.append(op), (1, 0))[1], LONG_S, urgent)  # type: ignore[func-returns-value]
+
+    return send
+
+
+def test_urgent_work_passes_the_rest_and_keeps_its_own_order(gate: Gate) -> None:
+    ends, seen = Ends(), list[int]()
+    lane = Lane("test", ends)
+    send = busy_with(lane, gate, seen)
+    for op in (1, 2, 3, 4):
+        send(op, urgent=op > 2)
+    lane.hurry(2)  # its request has been claimed
+    lane.hurry(0)  # under way
+    lane.hurry(99)  # of another storage
+    gate.open.set()
+    collect(ends, 5)
+    assert seen == [2, 3, 4, 1]
+    assert lane.close(LONG_S)
+
+
+def test_work_that_is_not_urgent_is_passed_a_bounded_number_of_times(gate: Gate) -> None:
+    ends, seen = Ends(), list[int]()
+    lane = Lane("test", ends)
+    send = busy_with(lane, gate, seen)
+    send(1)
+    send(2)
+    for op in range(3, 3 + 3 * PASSED):
+        send(op, urgent=True)
+    gate.open.set()
+    collect(ends, 3 * PASSED + 3)
+    assert seen.index(1) == PASSED and seen.index(2) == 2 * PASSED + 1
+    assert [op for op in seen if op > 2] == [*range(3, 3 + 3 * PASSED)]
+    assert lane.close(LONG_S)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from kvarve.core.effects import Copy, Ended, Page, Probe
+from kvarve.core.effects import Copy, Ended, Hurry, Page, Probe
 from kvarve.keys import object_name
 from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.layouts import LAYOUTS, PAGE_FIRST_DIRECT
@@ -357,6 +357,30 @@ def test_probes_do_not_wait_behind_fetches(bench: Bench, monkeypatch: pytest.Mon
     assert ends(bench, 1) == {200: (0b1, 0)}
     reading.set()
     assert len(ends(bench, 8)) == 8
+
+
+def test_fetches_of_claimed_requests_pass_those_that_are_merely_hoped_for(bench: Bench) -> None:
+    bench.store(*((0, page) for page in range(8)))
+    order, get = list[str](), bench.storage.get
+    inside, on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def slow(names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
+        order.extend(names)
+        inside.release()
+        assert on.acquire(timeout=LONG_S)
+        return get(names, into)
+
+    bench.storage.get = slow  # type: ignore[method-assign]
+    for page, urgent in enumerate([False] * 5 + [True, False]):  # the first three have a worker each
+        bench.transfers.send(Copy(100 + page, S, H, (Page(0, bench.key(page), -1, page),), ROOT, urgent=urgent))
+        assert page > 2 or inside.acquire(timeout=LONG_S)
+    bench.transfers.send(Hurry(106))
+    for _ in range(4):
+        on.release()
+        assert inside.acquire(timeout=LONG_S)
+    on.release(3)
+    assert [order.index(bench.name(page)) for page in (5, 6, 3, 4)] == [3, 4, 5, 6]
+    assert len(ends(bench, 7)) == 7
 
 
 def test_what_storage_is_asked_for_says_when_it_begins_and_what_it_is_given_does_not(bench: Bench) -> None:

@@ -131,6 +131,7 @@ class Core(Growing):
             lease.outside = outside
         if not lease.claimed:
             lease.claimed = True
+            self.copies.hurry(lease)
             if lease.phase is Phase.QUEUED:
                 self._begin(lease)
         self._check_deadline(lease)

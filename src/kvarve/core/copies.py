@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvarve import boundaries
 from kvarve.boundaries import deepest
-from kvarve.core.effects import Copy, Effect, Page, Probe
+from kvarve.core.effects import Copy, Effect, Hurry, Page, Probe
 from kvarve.core.lease import Lease
 from kvarve.core.tree import Run, covering, root_of
 from kvarve.model import Tier
@@ -92,7 +92,12 @@ class Copies:
         if op.edge == PROBE:
             self.effects.append(Probe(self.sent, pages, root, op.wait_s))
         else:
-            self.effects.append(Copy(self.sent, *op.edge, pages, root, op.wait_s))
+            urgent = op.edge == FETCH and op.lease is not None and op.lease.claimed
+            self.effects.append(Copy(self.sent, *op.edge, pages, root, op.wait_s, urgent))
+
+    def hurry(self, lease: Lease) -> None:
+        """A lease has been claimed: its copies from storage are urgent from now on."""
+        self.effects += [Hurry(op) for op in sorted(lease.ops) if self.ops[op].edge == FETCH]
 
     def end(self, number: int) -> Op | None:
         """A copy has ended: unpin its sources; its target slots are the caller's. None if there is no such copy."""

@@ -20,7 +20,8 @@ class Page(NamedTuple):
 @dataclass(frozen=True)
 class Copy:
     """Copy `pages` from one tier to the next; all are below one root key. Answer with one `Ended`, even if the copy
-    failed or came too late; its request waits up to `wait_s` for it to begin."""
+    failed or came too late; its request waits up to `wait_s` for it to begin. One from storage is `urgent` if its
+    request has been claimed, and passes those that are not."""
 
     op: int
     source: Tier
@@ -28,6 +29,7 @@ class Copy:
     pages: tuple[Page, ...]
     root: bytes
     wait_s: float = 0.0
+    urgent: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,15 @@ class Release:
     pages: tuple[tuple[int, int], ...]
 
 
-Effect = Copy | Probe
+@dataclass(frozen=True)
+class Hurry:
+    """A copy from storage has become urgent, as its request has been claimed. No answer; it may have ended already."""
+
+    op: int
+
+
+Transfer = Copy | Probe
+Effect = Transfer | Hurry
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,7 @@ class EngineCore(Core):
                 pages.append(Moving(pool, position, covering(lease.run, position).slot(place, position), handle))
                 lease.loaded |= 1 << position
         pages.sort(key=lambda page: page.position)
-        for start in range(0, len(pages), self.config.batch_pages):
-            self.copies.send(Op(LOAD, pages[start : start + self.config.batch_pages], lease, lease.run))
+        self.copies.send(Op(LOAD, pages, lease, lease.run))
 
     def save(self, lease: Lease, pages: Sequence[Mapping[int, int]]) -> list[int]:
         """Copy pages of a ready lease's sequence out of the engine's blocks: by pool, a handle for each position.

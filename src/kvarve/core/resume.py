@@ -103,8 +103,7 @@ class Resuming(State):
                 pages.append(Moving(pool, position, source, slot))
                 lease.loaded |= 1 << position
         pages.sort(key=lambda page: page.position)
-        for start in range(0, len(pages), self.config.batch_pages):
-            self.copies.send(Op(LOAD, pages[start : start + self.config.batch_pages], lease, run))
+        self.copies.send(Op(LOAD, pages, lease, run))  # in one piece, so that it can be copied layer by layer
 
     def _arrived(self, lease: Lease) -> None:
         """All loads have ended. If one failed, a shallower boundary may still be loaded: one more round."""

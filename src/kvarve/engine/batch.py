@@ -153,6 +153,8 @@ class Batch:
 
     def __init__(self, workspaces: Sequence[PagedWorkspace]) -> None:
         self.workspaces = tuple(workspaces)
+        for workspace in workspaces:
+            workspace.arrived()
         first = workspaces[0]
         self.layout, self.device = first.layout, first.device
         layers = [_build(plan) for plan in self.layout.layers]
@@ -190,6 +192,8 @@ class Batch:
 
     def forward(self, model: Any, tokens: Sequence[int]) -> Tensor:
         """Compute one token for each row; the logits [rows, vocabulary]. If it fails, the rows' states are lost."""
+        for workspace in self.workspaces:  # a table may have moved to pages that are still being copied
+            workspace.arrived()
         lengths = torch.tensor([workspace.tokens for workspace in self.workspaces], device=self.device)
         longest = max(workspace.tokens for workspace in self.workspaces)
         self._aim(lengths, longest)

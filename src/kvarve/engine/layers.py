@@ -101,6 +101,7 @@ class Layer:
 
     tapes: dict[str, Tape]
     past: int | None  # how many tokens before the new ones the layer reads: None all of them
+    pending: Callable[[], None] | None = None  # has its pages arrive
 
     @staticmethod
     def per_token(layer: Any) -> dict[str, Kept]:
@@ -115,6 +116,12 @@ class Layer:
     def hold(self, name: str, state: Tensor) -> Tensor:
         """Keep the state `name` of `per_sequence` in a tensor like `state`, from here on only written in place."""
         raise NotImplementedError
+
+    def arrive(self) -> None:
+        """Before its buffers are used: have its pages arrive that are still being copied."""
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            pending()
 
     def resume_at(self, tokens: int) -> None:
         """The next token comes after `tokens`, to which the tapes and states belong."""
@@ -147,6 +154,7 @@ class _OnTape(Layer):
         return self.tapes["keys"].end
 
     def _push(self, name: str, tokens: Tensor) -> Tensor:
+        self.arrive()
         tape = self.tapes[name]
         start = 0 if self.past is None else max(0, tape.end - self.past)
         tape.append(tokens)
@@ -172,6 +180,7 @@ class _Indexed(_OnTape):
     @property
     def indexer_position_ids(self) -> Tensor | None:
         """Positions [dims, 1, tokens] of all tokens, or None before the first: models set it whole, we add the new."""
+        self.arrive()
         tape = self.tapes.get("indexer_position_ids")
         return tape.read(0, tape.end).T[:, None] if tape and tape.end else None
 
@@ -223,6 +232,7 @@ class _Compressing(_OnTape):
 
     def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
         """Take new entries [1, n, width], n may be 0; returns all entries."""
+        self.arrive()
         tape = self.tapes[f"compressed_kv.{name}"]
         tape.append(compressed[0])
         self.entry_count[name] = tape.end
@@ -232,6 +242,7 @@ class _Compressing(_OnTape):
         self, name: str, chunk_kv: Tensor, chunk_gate: Tensor, head_dim: int
     ) -> tuple[Tensor | None, Tensor | None]:
         """Keep the last window of [1, windows, rate, width]; returns the one before, or None at the beginning."""
+        self.arrive()
         before: list[Tensor | None] = []
         for state, windows in ((self.overlap_kv[name], chunk_kv), (self.overlap_gate[name], chunk_gate)):
             before.append(state.clone() if self.entry_count[name] else None)
@@ -243,12 +254,32 @@ class _Recurrent(Layer):
     """Linear attention and state spaces: one state for all tokens so far, overwritten by each."""
 
     number_of_states: int
-    conv_states: dict[int, Tensor]
-    recurrent_states: dict[int, Tensor]
     is_conv_states_initialized: dict[int, bool]
     is_recurrent_states_initialized: dict[int, bool]
     has_previous_state: dict[int, bool]
     lazy_initialization: Callable[..., None]
+
+    # Models read the states as attributes of the layer.
+
+    @property
+    def conv_states(self) -> dict[int, Tensor]:
+        self.arrive()
+        found: dict[int, Tensor] = self.__dict__["conv_states"]
+        return found
+
+    @conv_states.setter
+    def conv_states(self, states: dict[int, Tensor]) -> None:
+        self.__dict__["conv_states"] = states
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor]:
+        self.arrive()
+        found: dict[int, Tensor] = self.__dict__["recurrent_states"]
+        return found
+
+    @recurrent_states.setter
+    def recurrent_states(self, states: dict[int, Tensor]) -> None:
+        self.__dict__["recurrent_states"] = states
 
     @staticmethod
     def per_sequence(layer: Any) -> dict[str, Tensor]:

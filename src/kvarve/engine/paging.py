@@ -3,10 +3,14 @@
 Cached pages are read in place by all requests that share them; computed tokens go into slots of the request's own,
 which the tree takes over when they are published. Windows and recurrent states do not grow with a sequence, so each
 request has working copies, in tensors that never move, so that rows of a batch can be views of one tensor.
+
+A request may resume while its pages, or pages that it shares, are still being copied to the device. Each layer then
+waits for its own part, and copies its windows and states, when the model first uses it.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +22,7 @@ from kvarve.engine.prefill import keep
 from kvarve.engine.state import StateLayout, Workspace, window_capacity
 from kvarve.model import BufferSpec, PoolSpec
 from kvarve.prefix_cache import PrefixCache
+from kvarve.transfer.arrivals import Arrival
 
 
 class Table:
@@ -116,6 +121,9 @@ class PagedWorkspace(Workspace):
         """`arenas`: by chain, the tensors of the device arena by buffer name."""
         self._arenas = arenas
         self.tables = {name: Table(layout.page_tokens, torch.device(device)) for name in arenas}
+        self._later: dict[int, list[Callable[[], object]]] = {}  # by layer: windows and states to copy in
+        self._arrivals: list[Arrival] = []
+        self._on_arrival: Callable[[], None] | None = None
         super().__init__(layout, max_tokens, device)
 
     @classmethod
@@ -131,8 +139,44 @@ class PagedWorkspace(Workspace):
             elif positions:
                 workspace._loaded[pool] = boundaries.ones(lease.boundary)
         workspace.resume(lease.boundary)
-        cache.resumed(lease)
+        workspace._on_arrival = lambda: cache.resumed(lease)
+        if not workspace._arrivals:
+            workspace.arrived()
         return workspace
+
+    @property
+    def arriving(self) -> bool:
+        """Whether a layer would wait for its pages now."""
+        return any(not arrival.done for arrival in self._arrivals)
+
+    def arrived(self) -> None:
+        """Wait until all pages are here, and copy in the windows and states that no layer has used yet."""
+        if not (self._arrivals or self._later or self._on_arrival):  # as for nearly every token
+            return
+        for layer in self.cache.layers:
+            layer.arrive()
+        for number in [*self._later]:
+            self._arrive(number)
+        self._arrivals = []
+        if self._on_arrival is not None:
+            then, self._on_arrival = self._on_arrival, None
+            then()
+
+    def _expect(self, arrivals: list[Arrival]) -> None:
+        """Have each layer wait for these loads before it reads any page."""
+        if arrivals:
+            self._arrivals = [*self._arrivals, *arrivals]
+            for number, layer in enumerate(self.cache.layers):
+                layer.pending = partial(self._arrive, number)
+
+    def _arrive(self, number: int) -> None:
+        for arrival in self._arrivals:
+            arrival.wait(number)
+        for copy in self._later.pop(number, ()):
+            copy()
+
+    def _copy_in(self, buffer: BufferSpec, arena: Tensor, index: Tensor, into: Tensor) -> None:
+        self._later.setdefault(buffer.layer, []).append(partial(torch.index_select, arena, 0, index, out=into))
 
     def take_seats(self, cache: PrefixCache, lease: Lease, start: int) -> None:
         """Read the slots of the lease's pages from `start` on into the tables."""
@@ -140,6 +184,7 @@ class PagedWorkspace(Workspace):
             if table := self.tables.get(pool.name):
                 foreign = lease.seen[number] & ~boundaries.ones(lease.boundary)
                 table.put(start, cache.seats(lease, pool.name, start), foreign)
+        self._expect(cache.arrivals())  # other requests' pages may be among these
 
     def keep(self, cache: PrefixCache, lease: Lease) -> None:
         """Publish the computed pages, if they end at a chunk boundary. The tree owns them then."""
@@ -158,6 +203,10 @@ class PagedWorkspace(Workspace):
             tape = self._tapes[buffer.name]
             tape._reserve(tape.end + 1)
 
+    def own(self) -> None:
+        self.arrived()
+        super().own()
+
     def advance(self) -> None:
         """Count the token that a batch has written to every tape."""
         for tape in self._tapes.values():
@@ -168,6 +217,7 @@ class PagedWorkspace(Workspace):
 
     def save(self, pool_name: str, positions: Sequence[int], arena: Mapping[str, Tensor], slots: Sequence[int]) -> None:
         """Copy windows and states out; chains are in the arena already."""
+        self.arrived()
         if pool_name in self.tables:
             here = self.tables[pool_name].slots
             assert all(here[at] == slot for at, slot in zip(positions, slots, strict=True)), "a page moved"

@@ -12,6 +12,8 @@ def resumed(
 ) -> Workspace:
     """A workspace for `max_tokens` that resumes where a ready lease's pages end."""
     workspace = Workspace(layout, max_tokens, device)
+    for arrival in cache.arrivals():
+        arrival.wait_all()
     for pool, (positions, slots) in cache.pages(lease).items():
         if positions:
             workspace.load(pool, positions, cache.arena(pool), slots)

@@ -179,9 +179,15 @@ class Workspace:
         for buffer in pool.buffers:
             into = self._states[buffer.name] if pool.in_place else self._tapes[buffer.name].extend(positions)
             assert len(into) == len(slots) == len(positions)  # or torch would resize it
-            torch.index_select(arena[buffer.name], 0, index, out=into)
+            self._copy_in(buffer, arena[buffer.name], index, into)
         known = 0 if pool.in_place else self._loaded[pool_name]
         self._loaded[pool_name] = known | boundaries.span(positions.start, positions.stop)
+
+    def _copy_in(self, buffer: BufferSpec, arena: Tensor, index: Tensor, into: Tensor) -> None:
+        torch.index_select(arena, 0, index, out=into)
+
+    def arrived(self) -> None:
+        """All pages have been copied in: always, here."""
 
     def resume(self, boundary: int) -> None:
         """Let the next forward compute the first token behind `boundary` pages; 0 begins a sequence."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvarve.engine.batch import IN_ROWS, ROUNDING, computed
-from kvarve.engine.layers import Layer, LayerPlan, Tape, new_cache
+from kvarve.engine.layers import Layer, LayerPlan, new_cache
 from kvarve.engine.model import forward
 from kvarve.engine.paging import PagedWorkspace
 from kvarve.engine.state import StateLayout
@@ -31,7 +31,7 @@ PADDING = 2  # a row is padded to at most this many times its own length
 class _InTails(Layer):
     """Attention over what each row's own tape holds, aligned at the end."""
 
-    rows: list[dict[str, Tape]]
+    rows: list[Any]  # the same layer of each row's workspace
     lengths: list[int]  # of the new tokens of each row
     cumulative_length: int  # tokens before the new ones, of the longest row
 
@@ -40,7 +40,7 @@ class _InTails(Layer):
         new = key_states.shape[2]
         columns = new + (self.cumulative_length if self.past is None else min(self.past, self.cumulative_length))
         keys = values = self._push("keys", key_states, columns)
-        if "values" in self.rows[0]:
+        if "values" in self.rows[0].tapes:
             values = self._push("values", value_states, columns)
         self.cumulative_length += new
         return keys, values
@@ -51,8 +51,9 @@ class _InTails(Layer):
     def _push(self, name: str, states: Tensor, columns: int) -> Tensor:
         """Write the last tokens of each row to its tape, and read the last `columns`; zeros where it has fewer."""
         read = states.new_zeros(len(self.rows), columns, states.shape[1], states.shape[3])
-        for row, (tapes, length) in enumerate(zip(self.rows, self.lengths, strict=True)):
-            tape = tapes[name]
+        for row, (layer, length) in enumerate(zip(self.rows, self.lengths, strict=True)):
+            layer.arrive()
+            tape = layer.tapes[name]
             start = 0 if self.past is None else max(0, tape.end - self.past)
             tape.append(states[row, :, states.shape[2] - length :].transpose(0, 1))
             found = tape.read(start, tape.end)
@@ -112,12 +113,14 @@ class Tails:
         layers = [replace(plan, mixin=_in_tails(plan)).build() for plan in layout.layers]
         for number, layer in enumerate(layers):
             if isinstance(layer, _InTails):
-                layer.rows = [workspace.cache.layers[number].tapes for workspace in workspaces]
+                layer.rows = [workspace.cache.layers[number] for workspace in workspaces]
                 layer.lengths, layer.cumulative_length = lengths, before
         held: dict[str, Tensor] = {}
         for pool in layout.pools:
             for buffer in pool.buffers if pool.in_place else ():
                 _, number_, what = buffer.name.split(".", 2)
+                for workspace in workspaces:
+                    workspace.cache.layers[int(number_)].arrive()
                 states = torch.cat([workspace._states[buffer.name] for workspace in workspaces])
                 held[buffer.name] = layers[int(number_)].hold(what, states)
         for layer in layers:
@@ -141,6 +144,7 @@ class Tails:
                 logits_to_keep=1,
             )
         for row, workspace in enumerate(workspaces):
+            workspace.arrived()
             for name, states in held.items():
                 workspace._states[name].copy_(states[row : row + 1])
             for layer in workspace.cache.layers:

@@ -68,6 +68,7 @@ class Turns:
     ) -> None:
         self.model, self.cache, self.deterministic = model, cache, deterministic
         self._cache = fatal_errors(cache)
+        cache.load_by_layers()
         self.counts = EngineCounts()
         self._turn_tokens = turn_tokens
         self.batches = not deterministic and batches(model.model, model.layout)
@@ -109,6 +110,9 @@ class Turns:
         for job in alone:
             self._guarded(job, self._decode_one)
         prompts = [job for job in self.scheduler.running if job.prefilling and not self._is_short(job)]
+        here = [job for job in prompts if job.workspace is None or not job.workspace.arriving]
+        if answers or here:  # else there is nothing to compute while pages are copied but the layers that have come
+            prompts = here
         left = self._turn_tokens - len(answers)
         pieces = [*within(left, [(job, self._chunk_end(job) - job.computed) for job in prompts])]
         ends = [job for job in pieces if self._is_tail(job)]
@@ -249,6 +253,8 @@ class Turns:
         ids = [job.sequence(job.computed, self._chunk_end(job)) for job in jobs]
         try:
             logits = self._tails.forward(self.model.model, [job.state for job in jobs], ids)
+        except Broken:
+            raise
         except Exception:
             log.exception("the ends of %d prompts", len(jobs))
             self._retry_alone(jobs)
@@ -294,6 +300,8 @@ class Turns:
             if states not in self._batches:
                 self._batches[states] = Batch(states)
             logits = self._batches[states].forward(self.model.model, ids)
+        except Broken:
+            raise
         except Exception:
             log.exception("a batch of %d requests", len(jobs))
             self._batches.pop(states, None)

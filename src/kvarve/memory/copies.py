@@ -18,8 +18,8 @@ from torch import Tensor
 from kvarve.memory.arenas import DeviceArena, HostArena
 
 Slots = Sequence[tuple[int, int]]  # of pages: source and target
-Move = Callable[[Any, Any, Sequence[int], Sequence[int]], None]
-SAVED_BYTES = 4 << 20  # on the CPU, pages are sealed after so many bytes, while its cache still has them
+Move = Callable[[Any, Any, Any, Any], None]
+SAVED_BYTES = 8 << 20  # on the CPU, pages are sealed after each 8 MiB, while its cache still has most of them
 _OF_SIZE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -29,10 +29,10 @@ def by_piece(target: Any, source: Any, to: Sequence[int], at: Sequence[int]) -> 
         target[there] = source[here]
 
 
-def by_gather(target: Tensor, source: Tensor, to: Sequence[int], at: Sequence[int]) -> None:
+def by_gather(target: Tensor, source: Tensor, to: Tensor, at: Tensor) -> None:
     """Copy the rows `at` of a tensor to the rows `to` of another, all at once; it may be on another device."""
-    rows = source.index_select(0, torch.tensor(at, device=source.device)).to(target.device)
-    target.index_copy_(0, torch.tensor(to, device=target.device), rows)
+    rows = source.index_select(0, at.to(source.device)).to(target.device)
+    target.index_copy_(0, to.to(target.device), rows)
 
 
 class DeviceCopies:
@@ -69,9 +69,9 @@ class DeviceCopies:
     def load(self, pages: Mapping[int, Slots], ready: Any, copied: Callable[[int, Any], None] | None = None) -> None:
         """Copy pages by pool (host slot, device slot) to the device; done when it returns. `copied` is called with each
         layer, and the event of its copy."""
-        turned = {pool: [*zip(*slots, strict=True)][::-1] for pool, slots in pages.items() if slots}
         with self._torch.stream(self._up):
             self._up.wait_event(ready)
+            turned = {pool: self._rows(slots)[::-1] for pool, slots in pages.items() if slots}
             for layer, buffers in self._layers.items():
                 for pool, near, far in buffers:
                     if pool in turned:
@@ -93,14 +93,19 @@ class DeviceCopies:
                     self._save(pool, slots[start : start + together], keys[start : start + together])
 
     def _save(self, pool: int, slots: Slots, keys: Sequence[bytes]) -> None:
-        near_slots, far_slots = zip(*slots, strict=True)
+        near_rows, far_rows = self._rows(slots)
         for buffers in self._layers.values():
             for number, near, far in buffers:
                 if number == pool:
-                    self._move(far, near, far_slots, near_slots)
+                    self._move(far, near, far_rows, near_rows)
         self._mark(self._down).synchronize()
-        for slot, key in zip(far_slots, keys, strict=True):
+        for (_, slot), key in zip(slots, keys, strict=True):
             self._host[pool].seal(slot, key)
+
+    def _rows(self, slots: Slots) -> list[Any]:
+        """The sources and the targets of some pages, as `_move` takes them."""
+        ends = zip(*slots, strict=True)
+        return [*ends] if self._move is by_piece else [torch.tensor(end, device=self._where) for end in ends]
 
     def _mark(self, stream: Any) -> Any:
         event = self._torch.Event()

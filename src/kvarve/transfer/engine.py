@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvarve.core.copies import BACKUP, FETCH, LOAD, PROBE, STORE
-from kvarve.core.effects import Copy, Effect, Event, Page, Probe
+from kvarve.core.effects import Copy, Effect, Event, Hurry, Page, Probe, Verified
 from kvarve.errors import StorageError
 from kvarve.keys import object_name
 from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.copies import DeviceCopies
 from kvarve.model import PoolSpec, Tier
 from kvarve.storage import Storage
+from kvarve.transfer.arrivals import Arrival
 from kvarve.transfer.lanes import Ends, Lane
 from kvarve.transfer.storage_connection import StorageConnection
 
@@ -36,9 +37,13 @@ class TransferEngine:
         rank: int = 0,
         ranks: int = 1,
         verify_host: bool = True,
+        layerwise: bool = False,
         deadline_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`layerwise`: say `Verified` of a load before it is copied; its pages are in place as `arrivals` say."""
+        self.layerwise = layerwise
+        self._arrivals: list[Arrival] = []
         self._pools, self._device, self._host = pools, device, host
         self._rank, self._ranks, self._verify_host, self._deadline_s = rank, ranks, verify_host, deadline_s
         self._clock, self.ends = clock, Ends()
@@ -77,6 +82,10 @@ class TransferEngine:
 
     def send(self, effect: Effect) -> None:
         """Start an effect; its `Ended` comes out of `ends`."""
+        if isinstance(effect, Hurry):
+            if self.connection is not None:
+                self.connection.lanes[FETCH].hurry(effect.op)
+            return
         if isinstance(effect, Copy) and Tier.STORAGE not in (effect.source, effect.target):
             work = self._back_up if effect.target is Tier.HOST else self._load
             ready = self._copies.ready()
@@ -93,10 +102,15 @@ class TransferEngine:
             # A put is durable when it returns, so a few large ones are cheaper.
             connection.lanes[STORE].send_part(effect.op, self._store, (storage, effect), len(effect.pages), begins_s)
         else:
-            connection.lanes[FETCH].send(effect.op, lambda: self._fetch(storage, effect), begins_s)
+            connection.lanes[FETCH].send(effect.op, lambda: self._fetch(storage, effect), begins_s, effect.urgent)
 
     def collect(self) -> list[Event]:
         return self.ends.collect()
+
+    def arrivals(self) -> list[Arrival]:
+        """The loads that have been verified and are still being copied: whatever page is read from now on, it is in
+        place once its layer of all of these has come."""
+        return self._arrivals
 
     def close(self, timeout_s: float = 10.0, storage_s: float = 5.0, up: bool = True) -> None:
         """Let the lanes finish their work, then close the storage, all within `timeout_s`, of which closing the storage
@@ -130,8 +144,20 @@ class TransferEngine:
             pool: [(page.source, page.target) for i, page in pages if not bad >> i & 1]
             for pool, pages in _by_pool(copy.pages).items()
         }
-        self._copies.load(pages, ready)
-        return _all(copy.pages) & ~bad, bad
+        good = _all(copy.pages) & ~bad
+        if not self.layerwise or not good:
+            self._copies.load(pages, ready)
+            return good, bad
+        arrival = Arrival(self._copies.layers, self._copies.order, self._deadline_s)
+        self._arrivals = [*self._arrivals, arrival]  # before a request can resume from it
+        self.ends.put(Verified(copy.op, good, bad))
+        try:
+            self._copies.load(pages, ready, arrival.came)
+        except BaseException as e:
+            arrival.fail(e)  # it stays, so that no request takes the pages for whole
+            raise
+        self._arrivals = [each for each in self._arrivals if each is not arrival]
+        return good, bad
 
     def _store(self, sent: Sequence[tuple[Storage, Copy]]) -> list[tuple[int, int]]:
         """Several copies to one storage in one put. A put keeps an object that exists, so no probe comes first."""

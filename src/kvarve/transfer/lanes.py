@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ Work = Callable[[], Outcome]
 SharedWork = Callable[[Sequence[T]], list[Outcome]]
 
 TOGETHER = 64  # pages, at most, of pieces that become one call: these can be late together
+PASSED = 8  # urgent pieces that pass the oldest one, at most
 MOST_HANGING = 16  # hanging workers of one lane that are replaced
 
 
@@ -50,6 +51,7 @@ class _Piece:
     part: Any
     size: float
     deadline: float
+    urgent: bool = False
 
 
 class Ends:
@@ -117,6 +119,7 @@ class Lane:
 
     def __post_init__(self) -> None:
         self._waiting: deque[_Piece] = deque()
+        self._passed = 0  # urgent pieces that have passed the oldest, in a row
         self._earliest = inf  # no waiting piece has an earlier deadline
         self._running: dict[int, float] = {}  # by worker: when its call began
         self._hanging: set[int] = set()  # workers that have been replaced
@@ -134,9 +137,15 @@ class Lane:
             self.close()
             raise
 
-    def send(self, op: int, work: Work, deadline_s: float) -> None:
-        """Take a piece of work that has to start within `deadline_s`; a full or closed lane ends it at once."""
-        self._take(_Piece(op, lambda _: [work()], None, inf, self.clock() + deadline_s))
+    def send(self, op: int, work: Work, deadline_s: float, urgent: bool = False) -> None:
+        """Take a piece of work that has to start within `deadline_s`; a full or closed lane ends it at once. An
+        `urgent` one passes those that are not, at most `PASSED` in a row."""
+        self._take(_Piece(op, lambda _: [work()], None, inf, self.clock() + deadline_s, urgent))
+
+    def hurry(self, op: int) -> None:
+        """A piece is urgent from now on, if it still waits."""
+        with self._lock:
+            self._waiting = deque(replace(each, urgent=True) if each.op == op else each for each in self._waiting)
 
     def send_part(self, op: int, work: SharedWork[T], part: T, size: int, deadline_s: float) -> None:
         """The same for work that is cheaper done together: adjacent waiting pieces of equal work become one call, up to
@@ -243,7 +252,7 @@ class Lane:
                 if self._closed:
                     return None
                 self._changed.wait()
-            pieces = [self._waiting.popleft()]
+            pieces = [self._first()]
             left = self.together - pieces[0].size
             while self._waiting and self._waiting[0].work == pieces[0].work and self._waiting[0].size <= left:
                 pieces.append(self._waiting.popleft())
@@ -253,6 +262,16 @@ class Lane:
         for piece in pieces if self.tells_begin else ():
             self.ends.put(Began(piece.op))
         return pieces
+
+    def _first(self) -> _Piece:
+        """Take the oldest piece that is urgent, or the oldest of all if none is, or if that has been passed too often;
+        with the lock held."""
+        at = next((at for at, piece in enumerate(self._waiting) if piece.urgent), 0)
+        at = 0 if self._passed >= PASSED else at
+        self._passed = self._passed + 1 if at else 0
+        piece = self._waiting[at]
+        del self._waiting[at]
+        return piece
 
     def _do(self, worker: int, pieces: list[_Piece]) -> bool:
         """Do the work of some pieces in one call, without those past their deadline. False if the worker has been

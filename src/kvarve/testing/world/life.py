@@ -13,7 +13,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvarve.core.effects import Began, Effect, Ended, Probe
+from kvarve.core.effects import Began, Ended, Probe, Transfer
 from kvarve.core.lease import Lease, Phase
 from kvarve.errors import ConfigError
 from kvarve.keys import TOKEN_BYTES
@@ -530,7 +530,7 @@ class Director:
         return sum((self.dice.random() < chance) << i for i in range(12))
 
 
-def _call(effect: Effect) -> str:
+def _call(effect: Transfer) -> str:
     """The storage call of an effect; empty if it is none."""
     if isinstance(effect, Probe):
         return "exists"

@@ -7,7 +7,7 @@ caught at once. Other slots have distinct contents too: free, reserved and not f
 from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 
-from kvarve.core.effects import Copy, Effect, Page, Probe
+from kvarve.core.effects import Copy, Page, Probe, Transfer
 from kvarve.core.slot_pools import SlotPools
 from kvarve.model import Tier
 
@@ -50,7 +50,7 @@ class SimulatedTransfers:
         """A page's name in storage; a replicated page has one name for all ranks."""
         return key, pool, 0 if self.pools[pool].replicated else self.rank
 
-    def start(self, effect: Effect) -> None:
+    def start(self, effect: Transfer) -> None:
         """Check both ends of a copy that begins, and mark its targets."""
         if isinstance(effect, Probe):
             return
@@ -87,7 +87,7 @@ class SimulatedTransfers:
                 assert content == page.key, f"a page that is being copied keeps its slot, now with {content!r}"
         self.filling = {slot: op for slot, op in self.filling.items() if op != copy.op}
 
-    def carry(self, effect: Effect, store: Store, lost: int, rotten: int) -> tuple[int, int]:
+    def carry(self, effect: Transfer, store: Store, lost: int, rotten: int) -> tuple[int, int]:
         """Perform an effect on this rank; returns the good and the bad pages as bits.
 
         Bit i of `lost`: page i does not arrive; of `rotten`: its source is corrupted before it is read.

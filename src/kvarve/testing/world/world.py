@@ -16,7 +16,7 @@ from kvarve.boundaries import union
 from kvarve.core.audit import audit
 from kvarve.core.cache import Core
 from kvarve.core.copies import FETCH, LOAD, STORE, Moving, Op
-from kvarve.core.effects import Copy, Effect, Ended, Event, Verified, agreed
+from kvarve.core.effects import Copy, Ended, Event, Hurry, Transfer, Verified, agreed
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.outside import core_for
 from kvarve.core.policies import WAIT_COMPLETE, Patience
@@ -47,12 +47,13 @@ class World:
         self.transfers = [self._transfers(rank, ranks) for rank in range(ranks)]
         self.storage = Store()
         self.attached = self.core.copies.storage
-        self.flying: dict[int, Effect] = {}  # in flight, on at least one rank
-        self.lost: dict[int, Effect] = {}  # will never end by themselves
+        self.flying: dict[int, Transfer] = {}  # in flight, on at least one rank
+        self.lost: dict[int, Transfer] = {}  # will never end by themselves
         self.verified: dict[int, Verified] = {}  # loads whose pages are being copied after their check
         self.ended: list[Ended] = []  # the latest ends given to the core
         self.leases: list[Lease] = []  # those of the first rank
-        self.log: list[Effect] = []
+        self.log: list[Transfer] = []
+        self.urgent: set[int] = set()  # copies for requests that have been claimed, then or since
         self.now = 0.0
         self.steps = 0  # inputs, each followed by all checks
         self.hits = [0, 0, 0]  # pages that leases resumed from, by the farthest tier they came from
@@ -329,7 +330,7 @@ class World:
         self.seen["verified"] += 1
         return self.verified[op]
 
-    def _copied(self, op: int, effect: Effect) -> Ended:
+    def _copied(self, op: int, effect: Transfer) -> Ended:
         """A verified load has been copied."""
         told = self.verified.pop(op)
         assert isinstance(effect, Copy)
@@ -574,6 +575,10 @@ class World:
     def _take(self) -> None:
         effects = self._each(lambda core: core.take())
         for effect in effects:
+            if isinstance(effect, Hurry):
+                assert effect.op in self.flying or effect.op in self.lost, "only a copy in flight becomes urgent"
+                self.urgent.add(effect.op)
+                continue
             assert effect.pages, "an effect is about something"
             if isinstance(effect, Copy) and effect.source is Tier.STORAGE:
                 names = [transfers.name(page.key, page.pool) for transfers in self.transfers for page in effect.pages]
@@ -587,12 +592,14 @@ class World:
                 tried = [each for each in others if isinstance(each, Copy) and each.target is Tier.STORAGE]
                 assert not tried, "and then one tries alone"
             assert effect.op not in self.flying and effect.op not in self.lost, "every copy has a number of its own"
+            if isinstance(effect, Copy) and effect.urgent:
+                self.urgent.add(effect.op)
             self.flying[effect.op] = effect
             self._stores[effect.op] = self.storage
             self._carried[effect.op] = [None] * len(self.transfers)
             for transfers in self.transfers:
                 transfers.start(effect)
-        self.log += effects
+        self.log += [each for each in effects if not isinstance(each, Hurry)]
 
     def _sweep(self) -> None:
         """Mark the contents of free slots."""
