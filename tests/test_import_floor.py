@@ -152,7 +152,7 @@ sys.meta_path.insert(0, Missing())
 def test_a_command_whose_extra_is_missing_says_which_one(command: str, extra: str) -> None:
     code = BARE.format(absent=INSTALLS[extra]) + f"from kvarve.cli import main; sys.exit(main([{command!r}]))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    told = f"kvarve: {command} needs what is not installed: pip install 'kvarve[{extra}]'\n"
+    told = f"kvarve: {command} needs what is not installed: install kvarve with the extra '{extra}' (see the README)\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
 
 

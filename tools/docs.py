@@ -15,6 +15,7 @@ import transformers
 
 import residency
 from kvarve.core import copies
+from kvarve.core.lease import MOVES, Cause, Phase
 from kvarve.core.tree import Run
 from kvarve.engine import families
 from kvarve.model import Tier
@@ -45,9 +46,18 @@ def facts() -> str:
     return "\n".join(["| fact | meaning |", "|---|---|", *rows]) + "\n"
 
 
+def phases() -> str:
+    """The moves of a lease: for each cause, the next phase by the present one."""
+    rows = [f"| cause | {' | '.join(phase.name for phase in Phase)} |", "|---" * (1 + len(Phase)) + "|"]
+    for cause in Cause:
+        cells = [MOVES[phase, cause].name if (phase, cause) in MOVES else "" for phase in Phase]
+        rows.append(f"| {cause.value} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
 # By page: its blocks in order.
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "architecture.md": {"edges": edges, "facts": facts, "residency": residency.table},
+    "architecture.md": {"phases": phases, "edges": edges, "facts": facts, "residency": residency.table},
     "families.md": {"families": families.markdown},
 }
 

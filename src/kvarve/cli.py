@@ -78,7 +78,8 @@ def needs(extra: str, command: str) -> Iterator[None]:
     except ModuleNotFoundError as e:
         if (e.name or "kvarve").partition(".")[0] == "kvarve":
             raise
-        raise ConfigError(f"{command} needs what is not installed: pip install 'kvarve[{extra}]'") from None
+        what = f"{command} needs what is not installed: install kvarve with the extra {extra!r} (see the README)"
+        raise ConfigError(what) from None
 
 
 @app.default

@@ -7,7 +7,7 @@ another process. Leases stay here; across a process they are known by their numb
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -18,9 +18,11 @@ from kvarve.changes import Changes
 from kvarve.config import CacheConfig, spacing_of
 from kvarve.core import headroom
 from kvarve.core.audit import audit
-from kvarve.core.cache import Core, Hit
+from kvarve.core.cache import Hit
+from kvarve.core.effects import Release
 from kvarve.core.headroom import Demand
 from kvarve.core.lease import Lease
+from kvarve.core.outside import EngineCore, core_for
 from kvarve.core.settings import CoreConfig, Counters
 from kvarve.errors import ConfigError
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES, bind_to_chunk, names, pack, root_key
@@ -58,8 +60,8 @@ class CacheScheduler:
         storage: bool = False,
         agreement: Agreement | None = None,
     ) -> None:
-        """`slots`: of each memory tier and pool, as the worker has them (`CacheWorker.slots`). `storage`: whether the
-        worker begins with one."""
+        """`slots`: of each memory tier and pool, as the worker has them (`CacheWorker.slots`); without the device, the
+        nearest tier is an engine's. `storage`: whether the worker begins with one."""
         self.identity, self.config = identity, config
         self.pools = identity.pools
         self.now = 0.0  # the ranks agree on the time in each step
@@ -67,7 +69,7 @@ class CacheScheduler:
         self._early: list[Lease] = []  # opened before the first step, which sets their deadlines
         self._namespace = identity.fingerprint()
         shape = (self.pools, slots, identity.page_tokens, identity.chunk_tokens)
-        self.core = Core(CoreConfig(*shape, storage=storage, policies=config.policies))
+        self.core = core_for(CoreConfig(*shape, storage=storage, policies=config.policies))
         self._attached = storage
         self._changes = Changes()
         self._orders: list[Order] = []  # not taken yet; those of the core come after them
@@ -75,10 +77,11 @@ class CacheScheduler:
 
     # --- a request's life
 
-    def lookup(self, tokens: Tokens, salt: str = "") -> Hit:
-        """How deep a prompt could resume now, in pages; changes nothing."""
-        known = self.prompt(tokens, salt)
-        return self.core.lookup(known.root, known.tokens)
+    def lookup(self, tokens: Tokens | Prompt, salt: str = "", present: Sequence[int] = ()) -> Hit:
+        """How deep a prompt could resume now, in pages; changes nothing. `present`: by pool, the pages (bits) that an
+        engine has on a device of its own."""
+        known = tokens if isinstance(tokens, Prompt) else self.prompt(tokens, salt)
+        return self.core.lookup(known.root, known.tokens, present)
 
     def prompt(self, tokens: Tokens, salt: str = "") -> Prompt:
         """Prepare a prompt for `open`; from any thread, since a long prompt takes a while.
@@ -95,13 +98,14 @@ class CacheScheduler:
         priority: int = 0,
         ticket: Ticket | None = None,
         unix_s: float = 0.0,
+        present: Sequence[int] = (),
     ) -> Lease:
         """Open a lease for a request that begins to wait: its pages in storage are prefetched. With `read` false it
         resumes from nothing; pages used at a high `priority` are evicted last, if eviction is by priority.
 
         With a `ticket` it waits for storage, if need be, until the ticket's time, but no longer than for a call that
         hangs; `unix_s` is the Unix time now, on all ranks the same. ConfigError for a ticket of another prompt, salt,
-        model, layout or sharding.
+        model, layout or sharding. `present`: what an engine has of the prompt, as in `lookup`.
         """
         known = tokens if isinstance(tokens, Prompt) else self.prompt(tokens, salt)
         patience = self.config.policies.patience()
@@ -109,17 +113,34 @@ class CacheScheduler:
             self.check_ticket(ticket, known)
             coming_s = min(ticket.until_s - unix_s, self.config.policies.storage_deadline_s)
             patience = replace(patience, base_s=max(patience.base_s, coming_s))
-        lease = self.core.open(known.root, known.tokens, self.now, patience, read, priority)
+        lease = self.core.open(known.root, known.tokens, self.now, patience, read, priority, present)
         if not self.now:
             self._early.append(lease)
         return lease
 
-    def claim(self, lease: Lease) -> bool:
+    def claim(self, lease: Lease, present: Sequence[int] | None = None) -> bool:
         """The engine admits this request, so its pages are loaded to the device; True once the lease is ready.
 
-        Ask again after each `step` (see `Core.claim`).
+        Ask again after each `step` (see `Core.claim`). Over an engine's blocks: with what the engine has now
+        (`present`) and holds until it closes the lease; a lease that is OFFERED then waits for `load`.
         """
-        return self.core.claim(lease, self.now)
+        return self.core.claim(lease, self.now, present)
+
+    def load(self, lease: Lease, targets: Sequence[Mapping[int, int]]) -> None:
+        """Copy the pages that a lease offers into blocks of the engine (see `EngineCore.load`)."""
+        self._engine_core().load(lease, targets)
+
+    def save(self, lease: Lease, pages: Sequence[Mapping[int, int]]) -> list[int]:
+        """Copy pages out of blocks of the engine; which of them (see `EngineCore.save`)."""
+        return self._engine_core().save(lease, pages)
+
+    def released(self) -> list[Release]:
+        """The blocks that are the engine's again since the last call: the copies that used them have ended."""
+        return self._engine_core().released()
+
+    def _engine_core(self) -> EngineCore:
+        assert isinstance(self.core, EngineCore), "this cache has device slots of its own"
+        return self.core
 
     def resumed(self, lease: Lease) -> None:
         """Unpin the windows and states that the engine resumed from (see `Core.resumed`)."""
@@ -345,7 +366,7 @@ class CacheScheduler:
 
     def _places(self) -> list[tuple[str, str]]:
         """Tier and pool of each slot pool, in the core's order."""
-        return [(tier.name.lower(), pool.name) for tier in MEMORY_TIERS for pool in self.pools]
+        return [(tier.name.lower(), pool.name) for tier in self.core.slot_pools.memory for pool in self.pools]
 
     def _levels(self) -> dict[str, float]:
         """Size, fill and evictions of each slot pool."""

@@ -8,7 +8,7 @@ from wire import MESSAGES, PLAIN, SETTINGS, VALUES, PlainReader
 
 from kvarve.config import CacheConfig
 from kvarve.core.cache import Hit
-from kvarve.core.effects import Began, Copy, Ended, Page, Probe, Verified
+from kvarve.core.effects import Began, Copy, Ended, Hurry, Page, Probe, Release, Verified
 from kvarve.core.headroom import Demand
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.settings import Counters
@@ -25,6 +25,8 @@ SAMPLES: list[Any] = [
     PAGE,
     Copy(1, Tier.HOST, Tier.DEVICE, (PAGE, PAGE), b"root", 0.5),
     Probe(2, (PAGE,), b"root", 0.5),
+    Hurry(2),
+    Release(3, ((0, 7), (1, 8))),
     Began(2),
     Verified(2, 1 << 200, 3),
     Ended(2, 1 << 200, 3),
