@@ -108,12 +108,13 @@ class CacheScheduler:
         model, layout or sharding. `present`: what an engine has of the prompt, as in `lookup`.
         """
         known = tokens if isinstance(tokens, Prompt) else self.prompt(tokens, salt)
-        patience = self.config.policies.patience()
+        patience, expected = self.config.policies.patience(), (0, 0.0)
         if ticket is not None:
             self.check_ticket(ticket, known)
             coming_s = min(ticket.until_s - unix_s, self.config.policies.storage_deadline_s)
             patience = replace(patience, base_s=max(patience.base_s, coming_s))
-        lease = self.core.open(known.root, known.tokens, self.now, patience, read, priority, present)
+            expected = ticket.boundary, max(0.0, coming_s)
+        lease = self.core.open(known.root, known.tokens, self.now, patience, read, priority, present, expected)
         if not self.now:
             self._early.append(lease)
         return lease

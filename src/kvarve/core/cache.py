@@ -72,9 +72,11 @@ class Core(Growing):
         return self.backups.dirty()
 
     def patience_ends(self) -> float:
-        """The earliest deadline of a claimed lease that still waits: it then goes on with the pages that it has."""
+        """The earliest time at which a lease goes on without an event: a claimed one at its deadline, with the pages
+        that it has; one whose pages are being written to storage asks for them again."""
         waiting = (lease for lease in self.leases.values() if lease.claimed and lease.phase in WAITS_FOR)
-        return min((lease.deadline for lease in waiting), default=inf)
+        asks_again = min((lease.ask_again for lease in self.leases.values()), default=inf)
+        return min(min((lease.deadline for lease in waiting), default=inf), asks_again)
 
     def take(self) -> list[Effect]:
         """The effects since the last call, in order."""
@@ -92,11 +94,13 @@ class Core(Growing):
         read: bool = True,
         priority: int = 0,
         outside: Sequence[int] = (),
+        expected: tuple[int, float] = (0, 0.0),
     ) -> Lease:
         """Open a lease for a request that begins to wait: pages that memory lacks are fetched from storage to the host.
 
         It takes no device slots before `claim`. With `read` false the request resumes from nothing. `priority`: of the
-        pages that it uses, for eviction by priority. `outside`: what an engine has of it, as in `lookup`.
+        pages that it uses, for eviction by priority. `outside`: what an engine has of it, as in `lookup`. `expected`:
+        pages before that position are being written to storage, and may come for so many seconds.
         """
         self.now = now
         run, path, known = self.paths.find(root, tokens)
@@ -114,6 +118,7 @@ class Core(Growing):
             read,
         )
         lease.outside = outside if read else ()
+        lease.expected, lease.expected_until = expected[0], now + expected[1]
         self.leases[lease.number] = lease
         if read:
             self.slot_pools.touch(run, self.paths.near(known))  # it will be read soon
@@ -169,6 +174,7 @@ class Core(Growing):
         self.backups.send_staged()
         for lease in [*self.leases.values()]:
             self._check_deadline(lease)
+            self.prefetch.ask_again(lease)
             if lease.phase is Phase.LOADING and not lease.ops:  # it waits for evictions
                 self._load(lease)
         for lease in self.prefetch.next_in_line():
@@ -271,8 +277,7 @@ class Core(Growing):
                 self.prefetch.began(lease)  # at the latest
         outcomes = outcomes_of(op, end)
         if op.edge == PROBE:
-            if lease is not None and waited:
-                self.prefetch.answered(lease, outcomes)
+            if lease is not None and waited and self.prefetch.answered(lease, outcomes):
                 self._fetch(lease)
         elif op.edge == FETCH:
             assert lease is not None

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from math import inf
 
 from kvarve.boundaries import union
 from kvarve.core.policies import Patience
@@ -67,11 +68,15 @@ class Lease:
 
     __slots__ = (
         "arrived",
+        "ask_again",
+        "awaited",
         "begun",
         "boundary",
         "claimed",
         "deadline",
         "done",
+        "expected",
+        "expected_until",
         "fetched",
         "held",
         "known",
@@ -103,6 +108,7 @@ class Lease:
         "run",
         "seen",
         "snapshots",
+        "soon_until",
         "tiers",
         "tokens",
         "torn",
@@ -140,6 +146,11 @@ class Lease:
         self.wait_s = 0.0  # what is left of its patience with storage
         self.begun = False  # its patience runs: a worker has begun its copy or probe
         self.latest = 0.0  # its deadline is not moved beyond this
+        self.expected = 0  # pages before this are being written to storage
+        self.expected_until = 0.0  # and may come until then
+        self.awaited = [0] * pools  # those that storage did not have yet
+        self.soon_until = 0.0  # how long it may say that pages are being written
+        self.ask_again = inf  # when to ask for them again
         self.resumed = False  # the engine has its own copies of windows and states
         self.claimed = False
         self.run = run  # the deepest run that `held` and `prefix_pins` reach
@@ -195,6 +206,7 @@ class Lease:
 
     def postpone(self, seconds: float) -> None:
         """The clock by which it was opened was behind by `seconds`."""
+        self.expected_until += seconds
         self.deadline += seconds
         self.latest += seconds
 

@@ -18,6 +18,8 @@ from kvarve.model import Tier
 if TYPE_CHECKING:
     from kvarve.core.state import State
 
+ASK_AGAIN_S = 0.05  # until storage is asked again for pages that are being written to it
+SOON_S = 2.0  # for how long a request believes a storage that pages are being written
 ROOM_RETRIES = 8  # how often a lease waits for evictions under write-back before it takes a shallower boundary
 
 
@@ -87,10 +89,20 @@ class Prefetch:
             lease.wait_s = max(0.0, lease.deadline - self.state.now)
         lease.begun = False
 
-    def answered(self, lease: Lease, outcomes: list[CopyOutcome]) -> None:
-        """Storage has answered a probe."""
+    def answered(self, lease: Lease, outcomes: list[CopyOutcome]) -> bool:
+        """Storage has answered a probe. False if pages are still being written, so that it is asked again."""
         for page, good, _ in outcomes:
             lease.probed[page.pool] |= good << page.position
+        now, lease.awaited = self.state.now, [0] * len(self.pools)
+        if not lease.soon_until and any(soon for _, _, soon in outcomes):
+            lease.soon_until = now + SOON_S
+        for page, good, soon in outcomes:
+            expected = page.position < lease.expected and now < lease.expected_until
+            if not good and (expected or (soon and now < lease.soon_until)):
+                lease.awaited[page.pool] |= 1 << page.position
+        if any(lease.awaited):
+            lease.ask_again = now + ASK_AGAIN_S
+            return False
         # Pages that it lacks, though the tree takes them for stored, are dirty again.
         top = self.slot_pools.roots.get(lease.root)
         path, known = walk(top, lease.tokens) if top else ([], 0)
@@ -99,6 +111,15 @@ class Prefetch:
                 run = covering(path[-1], page.position)
                 run.stored[page.pool] &= ~(1 << page.position - run.first)
                 self.backups.mark_dirty(run)
+        return True
+
+    def ask_again(self, lease: Lease) -> None:
+        """Probe storage for pages that were being written to it, if it is time."""
+        if lease.phase is Phase.PROBING and not lease.ops and self.state.now >= lease.ask_again:
+            lease.ask_again = inf
+            lease.move(Cause.PROBE)
+            pages = [Moving(pool, at, NOWHERE, NOWHERE) for pool in self.pools for at in members(lease.awaited[pool])]
+            self.copies.send(Op(PROBE, pages, lease, wait_s=max(0.0, lease.latest - self.state.now)))
 
     # --- fetching
 

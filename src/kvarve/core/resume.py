@@ -3,6 +3,8 @@
 A lease is ready at the deepest boundary that the device can serve then; copies that come later change nothing for it.
 """
 
+from math import inf
+
 from kvarve import boundaries
 from kvarve.boundaries import deepest, members, needed, ones
 from kvarve.core.copies import LOAD, CopyOutcome, Moving, Op
@@ -44,6 +46,7 @@ class Resuming(State):
         if lease.phase is not Phase.QUEUED:
             lease.move(Cause.DONE)
         lease.ops.clear()
+        lease.ask_again = inf
         self.prefetch.deferred.pop(lease.number, None)
         if lease.claimed:
             self._load(lease)
@@ -210,14 +213,13 @@ class Resuming(State):
             if bad:
                 self.slot_pools.mark_bad(run, self.slot_pools.place(Tier.HOST, page.pool), page.position)
             resident = good and self.backups.make_resident(run, page.pool, page.position, page.target)
-            if op.verified is not None and good:
+            if op.verified is not None:  # another rank may be copying a page that is bad here
                 op.given |= resident << i
                 if resident and not op.filling >> page.position & 1:
                     self.slot_pools.pin(op.run, 1 << page.position, tiers=op.edge[1:])
                     op.filling |= 1 << page.position
             elif not resident:
                 self.slot_pools.give_back(page.pool, page.target)
-                op.given |= 1 << i
             if any(run.bad):
                 self.backups.heal(run)
 

@@ -154,9 +154,15 @@ class EngineWorld(World):
     # --- calls
 
     def open_packed(
-        self, tokens: bytes, salt: str, patience: Patience = WAIT_COMPLETE, read: bool = True, priority: int = 0
+        self,
+        tokens: bytes,
+        salt: str,
+        patience: Patience = WAIT_COMPLETE,
+        read: bool = True,
+        priority: int = 0,
+        expected: tuple[int, float] = (0, 0.0),
     ) -> Lease:
-        lease = super().open_packed(tokens, salt, patience, read, priority)
+        lease = super().open_packed(tokens, salt, patience, read, priority, expected)
         self._mine[lease.number] = [{} for _ in range(self._pools)]
         self._loading[lease.number] = [{} for _ in range(self._pools)]
         return lease
@@ -209,7 +215,8 @@ class EngineWorld(World):
                 self.load(lease)
             if not lease.ready:
                 mine = [op for op in sorted(lease.ops) if op in self.flying]
-                self.step([self.end(op) for op in mine or [*self.flying]], later_s=1.0 if self.lost else 0.0)
+                waits = self.lost or lease.ask_again < inf
+                self.step([self.end(op) for op in mine or [*self.flying]], later_s=1.0 if waits else 0.0)
                 self.claim(lease)
         assert lease.ready, "probe, fetch, load: no request waits for more"
         start, pages = lease.done, lease.pages

@@ -288,6 +288,16 @@ def _rot(world: World, pick: int, rank: int, storage: int) -> bool:
     return found
 
 
+def _coming(world: World, text: str, salt: str, patience: int, soon: int, for_s: float) -> bool:
+    """A prompt that another server is still writing is opened: its ticket says until when, or storage says soon."""
+    tokens = words(text)
+    if soon:
+        world.begin_stock(tokens, salt)
+    world.open_packed(tokens, salt, PATIENCES[patience], expected=(0 if soon else len(text), for_s))
+    world.seen["asked for what is coming"] += 1
+    return True
+
+
 def _elsewhere(world: World, text: str, salt: str, missing: int) -> bool:
     """Another server stores a prompt in the shared storage, without some pages (bits)."""
     world.stock(words(text), salt, missing)
@@ -374,6 +384,7 @@ ACTIONS: Mapping[str, Callable[..., bool]] = {
     "again": _again,
     "unheard": _unheard,
     "rot": _rot,
+    "coming": _coming,
     "elsewhere": _elsewhere,
     "forget": _forget,
     "mute": _mute,
@@ -437,6 +448,7 @@ class Director:
             "half": 6,
             "lose": 1.5 * faults,
             "elsewhere": dice.choice([0, 3, 6]),
+            "coming": dice.choice([0, 2]),
             "rot": 4 * faults,
             "forget": 2 * faults,
             "mute": 0.5 * faults,
@@ -497,6 +509,9 @@ class Director:
                 return ["verify", pick, self._some(self.trouble / 3), dice.choice([-1, 0, 1])]
             case "rot":
                 return ["rot", pick, dice.randrange(4), dice.randrange(2)]
+            case "coming":
+                patience, soon = dice.randrange(len(PATIENCES)), dice.randrange(2)
+                return ["coming", self._prompt(), salt, patience, soon, dice.choice([0.0, 0.5, 4.0])]
             case "elsewhere":
                 return ["elsewhere", self._prompt(), salt, self._some(self.trouble)]
             case "forget":

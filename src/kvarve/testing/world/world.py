@@ -95,15 +95,22 @@ class World:
         return self.open_packed(pack(tokens), salt, patience, read, priority)
 
     def open_packed(
-        self, tokens: bytes, salt: str, patience: Patience = WAIT_COMPLETE, read: bool = True, priority: int = 0
+        self,
+        tokens: bytes,
+        salt: str,
+        patience: Patience = WAIT_COMPLETE,
+        read: bool = True,
+        priority: int = 0,
+        expected: tuple[int, float] = (0, 0.0),
     ) -> Lease:
         root = root_key(b"world", salt)
         keys = self._learn(root, tokens)
         outside = self._outside(keys)
         hit = self.core.lookup(root, tokens, outside)  # on one rank only: if it changed state, the ranks would differ
-        expected = self._expected_hit(keys, len(tokens) // TOKEN_BYTES, outside)
-        assert (hit.device, hit.memory, hit.by_pool) == expected, "a hit is what a brute force finds"
-        twins = [core.open(root, tokens, self.now, patience, read, priority, outside) for core in self.cores]
+        right = self._expected_hit(keys, len(tokens) // TOKEN_BYTES, outside)
+        assert (hit.device, hit.memory, hit.by_pool) == right, "a hit is what a brute force finds"
+        rest = self.now, patience, read, priority, outside, expected
+        twins = [core.open(root, tokens, *rest) for core in self.cores]
         lease = twins[0]
         self._twins[lease.number] = twins
         self._prompts[lease.number] = keys
@@ -376,6 +383,12 @@ class World:
         """Let the storage lose one page of a prompt."""
         del self.storage.objects[self._key(tokens, position, salt), pool, 0]
 
+    def begin_stock(self, tokens: bytes, salt: str = "") -> None:
+        """Another server begins to store a prompt's pages."""
+        for key in self._learn(root_key(b"world", salt), tokens):
+            for pool in range(len(self.core.pools)):
+                self.storage.coming.update(transfers.name(key, pool) for transfers in self.transfers)
+
     def stock(self, tokens: bytes, salt: str = "", missing: int = 0) -> None:
         """Another server stores a prompt's pages, without some of them (bits)."""
         for position, key in enumerate(self._learn(root_key(b"world", salt), tokens)):
@@ -415,7 +428,8 @@ class World:
                 if mine and mine[0] % 2 and mine[0] in self.loads():
                     self.step([self.verify(mine[0])])
                     continue
-                self.step([self.end(op) for op in mine or [*self.flying]], later_s=1.0 if self.lost else 0.0)
+                waits = self.lost or lease.ask_again < inf
+                self.step([self.end(op) for op in mine or [*self.flying]], later_s=1.0 if waits else 0.0)
                 self.claim(lease)
         assert lease.ready, "probe, fetch, room, load: no request waits for more"
         grid = self.core.grid
@@ -706,5 +720,5 @@ class World:
         for lease in self.leases:
             if lease.claimed and not lease.ready and lease.phase is not Phase.OFFERED:
                 assert self.now < lease.deadline, f"lease {lease.number} waits longer than it should"
-                self._stalled[lease.number] += not self.flying and not self.lost
+                self._stalled[lease.number] += not self.flying and not self.lost and lease.ask_again == inf
                 assert self._stalled[lease.number] <= TURNS, f"lease {lease.number} waits for nothing"

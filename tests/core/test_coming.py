@@ -1,0 +1,102 @@
+"""Pages that another server is still writing to storage: they are asked for again, for a bounded time."""
+
+import pytest
+
+from kvarve.core.effects import Probe
+from kvarve.core.lease import Lease, Phase
+from kvarve.core.policies import BEST_EFFORT, Patience
+from kvarve.core.prefetch import ASK_AGAIN_S, SOON_S
+from kvarve.keys import pack
+from kvarve.testing.world import ATTENTION, STATE, World, config, prompt
+
+PATIENT = Patience(10)
+
+
+def opened(world: World, patience: Patience = PATIENT, expected: tuple[int, float] = (4, 5.0)) -> Lease:
+    lease = world.open_packed(pack(prompt(4)), "", patience, expected=expected)
+    world.claim(lease)
+    return lease
+
+
+def probes(world: World) -> list[Probe]:
+    return [effect for effect in world.flying.values() if isinstance(effect, Probe)]
+
+
+def answer(world: World, later_s: float = 0.0) -> None:
+    world.step([world.end(op) for op in [*world.flying]], later_s)
+
+
+def test_expected_pages_are_asked_for_again_until_they_are_there() -> None:
+    world = World(config=config(ATTENTION, STATE, host=64, storage=True))
+    lease = opened(world)
+    answer(world)
+    assert lease.phase is Phase.PROBING and not world.flying, "no page is there yet"
+    world.step(later_s=ASK_AGAIN_S / 2)
+    assert not world.flying
+    world.step(later_s=ASK_AGAIN_S)
+    assert len(probes(world)) == 1
+    answer(world)
+    world.stock(pack(prompt(4)))
+    world.step(later_s=ASK_AGAIN_S)
+    world.settle()
+    assert lease.ready and lease.boundary == 4 and lease.from_tiers() == (0, 0, 4)
+
+
+def test_only_the_missing_pages_are_asked_for_again() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    world.stock(pack(prompt(4)), missing=0b1100)
+    lease = opened(world)
+    answer(world)
+    world.step(later_s=ASK_AGAIN_S)
+    (probe,) = probes(world)
+    assert [page.key for page in probe.pages] == [lease.key(2), lease.key(3)]
+
+
+def test_a_request_waits_no_longer_than_its_ticket_says() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    world.stock(pack(prompt(4)), missing=0b1100)
+    lease = opened(world, expected=(4, 1.0))
+    for _ in range(40):
+        answer(world, ASK_AGAIN_S)
+    assert lease.ready and lease.boundary == 2, "it goes on with what has come"
+
+
+def test_a_request_waits_no_longer_than_its_patience() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    lease = opened(world, Patience(1.0), (4, 1000.0))
+    for _ in range(40):
+        answer(world, ASK_AGAIN_S)
+    assert lease.ready and lease.boundary == 0
+
+
+def test_pages_beyond_the_ticket_are_not_waited_for() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    world.stock(pack(prompt(4)), missing=0b1000)
+    lease = opened(world, expected=(3, 5.0))
+    world.settle()
+    assert lease.ready and lease.boundary == 3
+
+
+@pytest.mark.parametrize("patience", [BEST_EFFORT, Patience(10), Patience(100, each=True)])
+def test_a_storage_that_says_soon_for_ever_is_not_believed_for_ever(patience: Patience) -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    world.begin_stock(pack(prompt(4)))
+    lease = opened(world, patience, (0, 0.0))
+    for _ in range(int(SOON_S / ASK_AGAIN_S) + 4):
+        answer(world, ASK_AGAIN_S)
+    assert lease.ready and lease.boundary == 0
+
+
+def test_a_scheduler_sleeps_until_it_is_time_to_ask_again() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    opened(world)
+    answer(world)
+    assert world.core.patience_ends() == pytest.approx(world.now + ASK_AGAIN_S)
+
+
+def test_a_storage_that_goes_ends_the_wait() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    lease = opened(world)
+    answer(world)
+    world.detach()
+    assert lease.ready and lease.ask_again > 1e9
