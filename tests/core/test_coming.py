@@ -100,3 +100,14 @@ def test_a_storage_that_goes_ends_the_wait() -> None:
     answer(world)
     world.detach()
     assert lease.ready and lease.ask_again > 1e9
+
+
+def test_states_that_the_boundary_of_a_ticket_does_not_read_are_not_waited_for() -> None:
+    """They were perhaps never kept."""
+    world = World(config=config(ATTENTION, STATE, host=64, storage=True))
+    world.stock(pack(prompt(4)))
+    for position in range(3):
+        world.forget(position, prompt(4), pool=1)
+    lease = opened(world)
+    world.settle()
+    assert lease.ready and lease.boundary == 4

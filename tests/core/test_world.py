@@ -36,7 +36,7 @@ CHUNKS, SHORT, CHUNK_STEPS = 20, 5, 6000  # so many in every run of the tests
 def chunk(number: int) -> tuple[int, Counter[str]]:
     """Lives of one seed after the other until so many steps have been made: their steps, and what happened in them."""
     steps, seen = 0, Counter[str]()
-    for seed in count(1000 * number + 400):
+    for seed in count(1000 * number + 500):
         if steps >= CHUNK_STEPS:
             return steps, seen
         print(f"python -m kvarve.testing.world --seeds {seed}:{seed + 1}")

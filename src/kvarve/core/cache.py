@@ -100,7 +100,7 @@ class Core(Growing):
 
         It takes no device slots before `claim`. With `read` false the request resumes from nothing. `priority`: of the
         pages that it uses, for eviction by priority. `outside`: what an engine has of it, as in `lookup`. `expected`:
-        pages before that position are being written to storage, and may come for so many seconds.
+        the pages for that boundary are being written to storage, and may come for so many seconds.
         """
         self.now = now
         run, path, known = self.paths.find(root, tokens)

@@ -146,7 +146,7 @@ class Lease:
         self.wait_s = 0.0  # what is left of its patience with storage
         self.begun = False  # its patience runs: a worker has begun its copy or probe
         self.latest = 0.0  # its deadline is not moved beyond this
-        self.expected = 0  # pages before this are being written to storage
+        self.expected = 0  # a boundary whose pages are being written to storage
         self.expected_until = 0.0  # and may come until then
         self.awaited = [0] * pools  # those that storage did not have yet
         self.soon_until = 0.0  # how long it may say that pages are being written

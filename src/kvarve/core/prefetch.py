@@ -96,8 +96,9 @@ class Prefetch:
         now, lease.awaited = self.state.now, [0] * len(self.pools)
         if not lease.soon_until and any(soon for _, _, soon in outcomes):
             lease.soon_until = now + SOON_S
+        expects = [needed(lease.expected, back) if now < lease.expected_until else 0 for back in self.paths.lookbacks]
         for page, good, soon in outcomes:
-            expected = page.position < lease.expected and now < lease.expected_until
+            expected = expects[page.pool] >> page.position & 1
             if not good and (expected or (soon and now < lease.soon_until)):
                 lease.awaited[page.pool] |= 1 << page.position
         if any(lease.awaited):
