@@ -58,14 +58,19 @@ class EngineCore(Core):
         """Copy pages of a ready lease's sequence out of the engine's blocks: by pool, a handle for each position.
 
         Returns by pool the positions (bits) of which a copy has begun: not those that the host has already, lacks slots
-        for, or could not reach, as a chain has a gap before them. The engine keeps those blocks unchanged until
-        `released` names them.
+        for, or could not reach, as a chain has a gap before them; nor those that are still being loaded. The engine
+        keeps those blocks unchanged until `released` names them.
         """
         assert lease.phase is Phase.READY
         _, path, known = self.paths.find(lease.root, lease.tokens)
         _, host = self.paths.present(path, known)
         kept = [here | saving for here, saving in zip(host, self._saving(lease), strict=True)]
-        wanted = [of(handles) & ~here & ones(lease.pages) for handles, here in zip(pages, kept, strict=True)]
+        arriving = {(page.pool, page.target) for op in self.copies.ops.values() if op.edge == LOAD for page in op.pages}
+        there = [
+            of(at for at, handle in handles.items() if (pool, handle) not in arriving)
+            for pool, handles in enumerate(pages)
+        ]
+        wanted = [has & ~here & ones(lease.pages) for has, here in zip(there, kept, strict=True)]
         end = int(min(lease.pages, self._reach(kept, wanted)))
         taken: list[dict[int, int]] = []
         for pool, bits in enumerate(wanted):
