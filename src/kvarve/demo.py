@@ -67,6 +67,8 @@ class Answer:
     prompt: int
     completion: int
     by_tier: dict[str, int]
+    transfer: dict[str, Any] | None = None
+    """`kv_transfer_params`, if the request asked for a ticket"""
 
 
 @dataclass
@@ -105,8 +107,9 @@ class Client:
     def __init__(self, url: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=600.0, trust_env=False)
 
-    def chat(self, messages: list[dict[str, str]], max_tokens: int, read_cache: bool) -> Answer:
-        body = {
+    def chat(self, messages: list[dict[str, str]], max_tokens: int, read_cache: bool, **more: Any) -> Answer:
+        """`more`: other fields of the request."""
+        body = more | {
             "messages": messages,
             "max_tokens": max_tokens,
             "temperature": 0,
@@ -116,6 +119,7 @@ class Client:
         }
         text, first, start = "", None, time.perf_counter()
         usage: dict[str, Any] = {}
+        transfer = None
         with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != httpx.codes.OK:
                 raise KvarveError(f"the server answered {response.status_code}: {response.read().decode()[:300]}")
@@ -126,6 +130,7 @@ class Client:
                 if "error" in event:
                     raise KvarveError(f"the server failed: {event['error']['message']}")
                 usage = event.get("usage") or usage
+                transfer = event.get("kv_transfer_params", transfer)
                 for choice in event["choices"]:
                     text += choice["delta"].get("content") or ""
                     if first is None and (text or choice["finish_reason"]):
@@ -139,6 +144,7 @@ class Client:
             usage["prompt_tokens"],
             usage["completion_tokens"],
             usage["kvarve"]["cached_tokens"],
+            transfer,
         )
 
     def flush(self, tiers: str) -> None:

@@ -125,8 +125,8 @@ class PrefixCache:
         self.scheduler.close(lease)
         self._send()
 
-    def export(self, lease: Lease, until_s: float) -> Ticket | None:
-        return self.scheduler.export(lease, until_s)
+    def export(self, lease: Lease, until_s: float, prompt: Prompt | None = None) -> Ticket | None:
+        return self.scheduler.export(lease, until_s, prompt)
 
     def check_ticket(self, ticket: Ticket, prompt: Prompt) -> None:
         self.scheduler.check_ticket(ticket, prompt)

@@ -195,12 +195,16 @@ class CacheScheduler:
         """Close a lease in any phase."""
         self.core.close(lease)
 
-    def export(self, lease: Lease, until_s: float) -> Ticket | None:
+    def export(self, lease: Lease, until_s: float, prompt: Prompt | None = None) -> Ticket | None:
         """Hand a ready lease's prompt over: a ticket for the pages that have been published, which go to storage now
-        whatever the write policy, and are expected there until `until_s` (Unix time). None without a storage."""
+        whatever the write policy, and are expected there until `until_s` (Unix time). If the lease has grown beyond its
+        `prompt`, the pages of the answer go to storage too, but the ticket is for the prompt. None without a storage.
+        """
         if not self._attached:
             return None
         boundary, identity = self.core.hand_over(lease), self.identity
+        if prompt is not None:
+            boundary = min(boundary, self.core.lookup(prompt.root, prompt.tokens).memory)
         key = lease.key(boundary - 1).hex() if boundary else ""
         model = self._namespace.hex()
         return Ticket(lease.root.hex(), key, boundary, until_s, model, identity.layout, identity.ranks)

@@ -95,7 +95,7 @@ def test_an_error_names_the_supported_field(client: httpx.Client, given: Body, t
     "harmless",
     [
         {"best_of": 1, "typical_p": 1, "regex": None, "use_beam_search": False, "echo": False, "n": 1},
-        {"typical_p": 1.0, "length_penalty": 1.0, "custom_params": {}, "kv_transfer_params": {}, "stop_regex": []},
+        {"typical_p": 1.0, "length_penalty": 1.0, "custom_params": {}, "ec_transfer_params": {}, "stop_regex": []},
         {"parallel_tool_calls": False, "tools": [], "session_id": "7", "priority": 3, "extra_key": ""},
         {"response_format": {"type": "text"}, "add_special_tokens": True, "watermark": {"enabled": False}},
     ],

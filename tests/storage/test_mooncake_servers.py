@@ -63,6 +63,13 @@ def emptied(client: demo.Client) -> demo.Client:
     return client
 
 
+def handed_over(prefill: demo.Client, decode: demo.Client, seed: int) -> demo.Answer:
+    """The answer of the second server to a prompt that the first one has prefilled."""
+    asked = emptied(prefill).chat(prompt(seed), 1, True, kv_transfer_params={"hand_over_s": 60})
+    emptied(prefill)
+    return ask(decode, seed, kv_transfer_params=asked.transfer)
+
+
 def test_what_one_server_computed_the_other_has_and_a_restarted_one_has_it_at_once_and_a_lost_master_costs_nothing(
     world: tuple[Cluster, Servers], tmp_path: Path
 ) -> None:
@@ -77,6 +84,11 @@ def test_what_one_server_computed_the_other_has_and_a_restarted_one_has_it_at_on
         again = ask(two, seed)
         assert again.text == answer.text
         assert again.by_tier["storage"] >= 0.8 * again.prompt
+
+    alone = ask(one, 4, read_cache=False, cache_salt="another")
+    second = handed_over(one, two, 4)
+    assert second.text == alone.text
+    assert second.by_tier["storage"] >= 0.8 * second.prompt
 
     servers.stop("one")
     one = servers.start("one")

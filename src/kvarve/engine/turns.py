@@ -410,7 +410,7 @@ class Turns:
 
     def _export(self, job: Job) -> Ticket | None:
         hand_over_s = job.request.hand_over_s
-        return None if hand_over_s is None else self._cache.export(job.lease, time.time() + hand_over_s)
+        return None if hand_over_s is None else self._cache.export(job.lease, time.time() + hand_over_s, job.packed)
 
     def _finish(self, request: Request, output: OutputChunk) -> None:
         """Deliver the last output of a request, if it has had none."""

@@ -8,16 +8,17 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from kvarve.engine.requests import MOST_LOGPROBS, Likelihood
-from kvarve.errors import KvarveError
+from kvarve.errors import ConfigError, KvarveError
 from kvarve.server import fields
 from kvarve.server.fields import Neutral
+from kvarve.ticket import Ticket
 
 MOST_ANSWERS = 16  # to one prompt
 MOST_LETTERS = 1024  # of a salt, as vLLM, and of a stop text
@@ -26,6 +27,8 @@ MOST_OBJECTS = 1 << 14  # of JSON: messages, their parts, tools
 MOST_VALUES = 1 << 16  # of any kind, beside the tokens of a prompt; and names of them
 SMALL_BYTES = 1 << 16  # JSON up to this size is parsed fast enough, whatever is in it
 _TOKEN = re.compile(r"-?[0-9]{1,10}", re.ASCII)
+LONGEST_HAND_OVER_S = 86_400.0
+TRANSFER = "kv_transfer_params"  # vLLM's name: its routers carry it from one server's answer to the next one's request
 LEAST_LOGPROB = -9999.0  # stands for -inf, which JSON cannot express; as OpenAI
 
 
@@ -70,6 +73,34 @@ class _Body(BaseModel):
         return fields.unread(self.model_extra or {}, self.refused)
 
 
+class HandOver(NamedTuple):
+    """What a request's `kv_transfer_params` say."""
+
+    within_s: float | None = None
+    """of a prefill server: when its pages are expected in the shared storage"""
+    ticket: Ticket | None = None
+    """of a decode server: from the prefill server's answer"""
+
+    @classmethod
+    def of_json(cls, given: dict[str, Any]) -> "HandOver":
+        named = {name: value for name, value in given.items() if value is not None}
+        if odd := named.keys() - {"hand_over_s", "ticket"}:
+            raise Refused(
+                400,
+                f'{TRANSFER} has no {min(odd)[:40]!r} here: send {{"hand_over_s": SECONDS}} to the server that '
+                f"prefills, and {TRANSFER} of its answer to the one that decodes",
+                param=TRANSFER,
+            )
+        within_s, ticket = named.get("hand_over_s"), named.get("ticket")
+        if within_s is not None and (type(within_s) not in (int, float) or not 0 <= within_s <= LONGEST_HAND_OVER_S):
+            message = f"{TRANSFER}.hand_over_s must be a number of seconds from 0 to {LONGEST_HAND_OVER_S:.0f}"
+            raise Refused(400, message, param=TRANSFER)
+        try:
+            return cls(within_s, None if ticket is None else Ticket.of_json(ticket))
+        except ConfigError as e:
+            raise Refused(400, f"{TRANSFER}.ticket: {e}", param=TRANSFER) from None
+
+
 class StreamOptions(_Body):
     refused = fields.STREAM_OPTIONS
 
@@ -103,6 +134,7 @@ class RequestBody(_Body):
     extra_key: Annotated[str, Field(max_length=MOST_LETTERS)] | None = None  # as SGLang calls a tenant; "" is none
     cache_priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # for --eviction priority: high stays
     skip_reading_prefix_cache: bool | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 
     @property
@@ -111,6 +143,10 @@ class RequestBody(_Body):
         if self.cache_salt is None and not self.extra_key:
             return ""
         return json.dumps([self.cache_salt, self.extra_key or None])
+
+    @property
+    def hand_over(self) -> HandOver:
+        return HandOver.of_json(self.kv_transfer_params or {})
 
     @property
     def answers(self) -> int:
@@ -159,7 +195,7 @@ class RequestBody(_Body):
         if self.best_of not in (None, self.answers):
             message = "best_of is not supported: leave it out, all n answers are given"
             raise Refused(400, message, param="best_of", code="unsupported_parameter")
-        _ = self.biases
+        _ = self.biases, self.hand_over
         if len(self.stops) > 4:
             raise Refused(400, f"at most 4 stop texts, not {len(self.stops)}", param="stop")
         if (longest := max(map(len, self.stops), default=0)) > MOST_LETTERS:
@@ -376,13 +412,13 @@ class Form:
     model: str
     spell: Callable[[int], str] | None = None  # a token's own text, if likelihoods are to be written
 
-    def whole(self, answers: Sequence[Choice], usage: ResponseUsage) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Choice], usage: ResponseUsage, ticket: Ticket | None) -> dict[str, Any]:
         choices = []
         for index, one in enumerate(answers):
             message = {"role": "assistant", "content": one.text, "refusal": None}
             content = {"message": message} if self.chat else {"text": one.text}
             choices.append(self._choice(index, content, one.finish, one.likelihoods))
-        return self._head(self._kind) | {"choices": choices, "usage": usage.json()}
+        return self._head(self._kind) | {"choices": choices, "usage": usage.json()} | _transfer(ticket)
 
     def opening(self, index: int) -> Iterator[dict[str, Any]]:
         """The first chunk of a chat answer, which names the role; a completion has none."""
@@ -390,16 +426,17 @@ class Form:
             yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None)
 
     def chunks(
-        self, index: int, text: str, finish: str | None, likelihoods: Sequence[Likelihood]
+        self, index: int, text: str, finish: str | None, likelihoods: Sequence[Likelihood], ticket: Ticket | None
     ) -> Iterator[dict[str, Any]]:
-        """The stream chunks of one output chunk, none if it is empty; a chat's finish reason has a chunk of its own."""
+        """The stream chunks of one output chunk, none if it is empty; a chat's finish reason has a chunk of its own.
+        A ticket comes with the finish reason."""
         if self.chat:
             if text or (self.spell and likelihoods):
                 yield self._chunk(index, {"delta": {"content": text}}, None, likelihoods)
             if finish is not None:
-                yield self._chunk(index, {"delta": {}}, finish)
+                yield self._chunk(index, {"delta": {}}, finish) | _transfer(ticket)
         elif text or finish is not None or (self.spell and likelihoods):
-            yield self._chunk(index, {"text": text}, finish, likelihoods)
+            yield self._chunk(index, {"text": text}, finish, likelihoods) | _transfer(ticket)
 
     def closing(self, usage: ResponseUsage) -> dict[str, Any]:
         """The final chunk, sent if the request has `include_usage`."""
@@ -438,6 +475,10 @@ class Form:
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def _transfer(ticket: Ticket | None) -> dict[str, Any]:
+    return {} if ticket is None else {TRANSFER: {"ticket": ticket.json()}}
 
 
 def _finite(logprob: float) -> float:

@@ -47,6 +47,7 @@ from kvarve.server.api import (
 from kvarve.server.connections import Connections
 from kvarve.server.lanes import Lanes, apart
 from kvarve.server.prepare import ClientGone, Prepared, RequestPreparer
+from kvarve.ticket import Ticket
 
 MAX_BODY_BYTES = 8 << 20
 BODY_TIMEOUT_S = 60.0
@@ -205,7 +206,7 @@ class _Front:
         answer.close()
 
         def written() -> Response:
-            return JSONResponse(form.whole(choices, answer.usage()))
+            return JSONResponse(form.whole(choices, answer.usage(), answer.ticket))
 
         size = sum(len(choice.text) + LIKELIHOOD_BYTES * len(choice.likelihoods) for choice in choices)
         if size <= SMALL_BYTES and form.spell is None:
@@ -307,6 +308,7 @@ class _Answer:
         self._first_s: float | None = None
         self._usages: dict[int, TokenUsage] = {}
         self._requests: list[Request] = []
+        self.ticket: Ticket | None = None  # of a prompt that was to be handed over
         self.open: set[int] = set()  # indices of answers that run or wait
         self.left = False  # the client disconnected before submission; read by any thread
         self._watch = self._loop.create_task(self._listen(receive))
@@ -334,6 +336,7 @@ class _Answer:
     def submit(self, prepared: Prepared) -> None:
         """Submit to the engine; runs on a lane's thread."""
         request = prepared.request
+        within_s, ticket = request.hand_over
         self._requests = [
             Request(
                 prepared.prompt,
@@ -342,6 +345,8 @@ class _Answer:
                 priority=request.cache_priority or 0,
                 read_cache=not request.skip_reading_prefix_cache,
                 deliver=partial(self._deliver, index),
+                hand_over_s=None if index else within_s,  # the prompt is the same
+                ticket=ticket,
                 submitted_s=self._arrived_s,
             )
             for index, sampling in enumerate(prepared.samplings)
@@ -361,6 +366,7 @@ class _Answer:
             assert chunk.usage is not None
             self.open.remove(index)
             self._usages[index] = chunk.usage
+            self.ticket = self.ticket or chunk.ticket
         return found
 
     def close(self) -> None:
@@ -424,7 +430,7 @@ class _Stream(Response):
         index, output = self._first
         while output.finish is not Finish.ERROR:
             finish = None if output.finish is None else output.finish.value
-            for chunk in form.chunks(index, output.text, finish, output.likelihoods):
+            for chunk in form.chunks(index, output.text, finish, output.likelihoods, output.ticket):
                 await say(chunk | nothing)
             if not answer.open:
                 break

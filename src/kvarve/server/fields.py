@@ -135,7 +135,6 @@ _RETURNED: Neutral = {  # further content of the answer
     "return_flat_raw_output_top_logprobs": (False,),
     "return_entropy": (False,),
     "sampling_logprobs_mode": (),
-    "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
 }
 _ANY = _CONSTRAINED | _SAMPLED | _ENDED | _PROMPTED | _RETURNED | {"sampling_seed": ()}

@@ -1,0 +1,119 @@
+"""One server prefills, another decodes: the ticket goes over in `kv_transfer_params`, the pages through a storage."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from servers import CHUNK, settings
+from talk import CHAT, COMPLETIONS, Body, cached, complete, refused, stream
+
+from kvarve.server.api import LONGEST_HAND_OVER_S
+from kvarve.server.serve import Server
+
+SHARED = 2 * CHUNK  # tokens of three songs, in whole chunks
+PREFILL: Body = {"max_tokens": 1, "kv_transfer_params": {"hand_over_s": 60}}
+
+
+@pytest.fixture(scope="module")
+def decode(checkpoint: Path, storage: Path) -> Iterator[httpx.Client]:
+    """Another server on the storage of the first."""
+    with Server(settings(checkpoint, storage)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+def handed_over(client: httpx.Client, prompt: str, **more: Any) -> Body:
+    """What the prefill server says for the one that decodes; the pages are in storage by now."""
+    answer = complete(client, prompt, **PREFILL | more)
+    client.post("/flush_cache").raise_for_status()
+    return dict(answer["kv_transfer_params"])
+
+
+def test_what_one_server_prefills_another_decodes_with_the_same_answer(
+    client: httpx.Client, decode: httpx.Client, song: str, salt: str
+) -> None:
+    alone = complete(client, song * 3, max_tokens=20, cache_salt="another")
+    given = handed_over(client, song * 3, cache_salt=salt)
+    assert {*given} == {"ticket"}
+    answer = complete(decode, song * 3, max_tokens=20, cache_salt=salt, kv_transfer_params=given)
+    assert answer["choices"] == alone["choices"]
+    assert cached(answer) == {"storage": SHARED}
+    assert "kv_transfer_params" not in answer
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_stream_has_the_ticket_beside_the_reason_why_it_ended(client: httpx.Client, song: str, path: str) -> None:
+    asks = {"prompt": song * 3} if path == COMPLETIONS else {"messages": [{"role": "user", "content": song * 3}]}
+    whole = client.post(path, json=asks | PREFILL).json()["kv_transfer_params"]["ticket"]
+    *chunks, last = stream(client, path, asks | PREFILL)
+    assert last["choices"][0]["finish_reason"] == "length"
+    ticket = last["kv_transfer_params"]["ticket"]
+    assert ticket | {"until_s": 0} == whole | {"until_s": 0}
+    assert not any("kv_transfer_params" in chunk for chunk in chunks)
+
+
+def test_a_long_answer_does_not_change_for_which_prompt_its_ticket_is(client: httpx.Client, song: str) -> None:
+    short = complete(client, song * 3, **PREFILL)["kv_transfer_params"]["ticket"]
+    long = complete(client, song * 3, **PREFILL | {"max_tokens": 200, "ignore_eos": True})
+    assert long["kv_transfer_params"]["ticket"] | {"until_s": 0} == short | {"until_s": 0}
+
+
+def test_a_prompt_of_several_answers_is_handed_over_once(client: httpx.Client, song: str) -> None:
+    body = {"prompt": song * 3, "n": 3} | PREFILL
+    tickets = [
+        chunk["kv_transfer_params"]["ticket"]
+        for chunk in stream(client, COMPLETIONS, body)
+        if "kv_transfer_params" in chunk
+    ]
+    assert len(tickets) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"ranks": 2}, "another sharding"),
+        ({"layout": "kvarve-page/1"}, "layout 'kvarve-page/1'"),
+        ({"model": "ab" * 32}, "another model"),
+        ({"root": "ab" * 32}, "another salt"),
+        ({"key": "ab" * 32}, "another prompt"),
+        ({"boundary": "8"}, "boundary is of type int"),
+        ({"more": 1}, "exactly these fields"),
+    ],
+    ids=str,
+)
+def test_a_ticket_of_something_else_is_one_clear_error(
+    client: httpx.Client, song: str, changes: Body, told: str
+) -> None:
+    ticket = complete(client, song * 3, **PREFILL)["kv_transfer_params"]["ticket"]
+    body = {"prompt": song * 3, "max_tokens": 1, "kv_transfer_params": {"ticket": ticket | changes}}
+    for streaming in (False, True):
+        assert told in refused(client.post(COMPLETIONS, json=body | {"stream": streaming}), 400)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"do_remote_decode": True}, "has no 'do_remote_decode' here: send {\"hand_over_s\": SECONDS}"),
+        ({"hand_over_s": "60"}, "a number of seconds from 0 to 86400"),
+        ({"hand_over_s": True}, "a number of seconds"),
+        ({"hand_over_s": -1}, "a number of seconds"),
+        ({"hand_over_s": LONGEST_HAND_OVER_S + 1}, "a number of seconds"),
+        ({"ticket": "of paper"}, "a ticket is an object"),
+        ([], "kv_transfer_params: Input should be"),
+    ],
+    ids=str,
+)
+def test_what_is_no_hand_over_is_refused(client: httpx.Client, given: Any, told: str) -> None:
+    response = client.post(COMPLETIONS, json={"prompt": "hei", "max_tokens": 1, "kv_transfer_params": given})
+    assert told in refused(response, 400)
+    assert response.json()["error"]["param"] == "kv_transfer_params"
+
+
+@pytest.mark.parametrize("given", [None, {}, {"ticket": None, "hand_over_s": None}])
+def test_a_request_that_does_not_ask_for_a_ticket_gets_none(client: httpx.Client, given: Any) -> None:
+    assert "kv_transfer_params" not in complete(client, "hei", max_tokens=1, kv_transfer_params=given)
+
+
+def test_a_server_without_a_storage_hands_nothing_over(own_client: httpx.Client) -> None:
+    assert "attach one" in refused(own_client.post(COMPLETIONS, json={"prompt": "hei"} | PREFILL), 400)
