@@ -3,18 +3,24 @@ PYTHON ?= python3
 # Without a GPU any CPU build of this version will do; set TORCH to choose another wheel.
 TORCH ?= torch==2.13.0
 PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet
+UV = .venv/bin/python tools/uv.py
+UV_INSTALL = $(UV) pip install --quiet --python .venv/bin/python
+# uv, unlike pip, compiles nothing when it installs: each module's first import does, and has to be allowed to keep it.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run test test-all lint soak soak-engine mutants docs bench train lock clean
+.PHONY: setup run test test-all lint wheel soak soak-engine mutants docs bench train lock clean
 
 setup: .venv/ready
 
-.venv/ready: requirements.lock pyproject.toml
+.venv/ready: requirements.lock pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "kvarve needs Python 3.11 or newer: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@echo "Setting up .venv (torch first, then what requirements.lock pins) ..."
 	@$(PYTHON) -m venv .venv
-	@$(PIP) "$(TORCH)"
-	@$(PIP) --require-hashes --no-deps -r requirements.lock
-	@$(PIP) --no-deps -e .
+	@sed -n '/^uv==/,/[^\\]$$/p' requirements.lock > .venv/uv.txt
+	@$(PIP) --require-hashes --no-deps -r .venv/uv.txt
+	@$(UV_INSTALL) "$(TORCH)" --constraints requirements.lock
+	@$(UV_INSTALL) --require-hashes --no-deps -r requirements.lock
+	@$(UV_INSTALL) --no-deps -e .
 	@touch $@
 
 run: setup
@@ -38,6 +44,10 @@ lint: setup
 	.venv/bin/ruff check --fix
 	.venv/bin/ruff format
 	.venv/bin/mypy
+
+# The wheel is built from the source archive, so that nothing gets into it which an earlier build has left behind.
+wheel: setup
+	$(UV) build --quiet --out-dir dist
 
 # Ten million steps of the core in random lives under random faults, on all cores; another SEED gives other lives.
 SEED ?= 7
@@ -71,4 +81,4 @@ lock: setup
 		--no-annotate .venv/lock/pyproject.toml -o requirements.lock
 
 clean:
-	rm -rf .venv out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
