@@ -159,3 +159,18 @@ def test_targets_have_to_be_those_that_are_offered() -> None:
 def test_a_core_needs_slots_somewhere() -> None:
     with pytest.raises(ConfigError, match="slots on the device or in the host"):
         CoreConfig((ATTENTION,), {})
+
+
+def test_blocks_stay_in_use_until_a_verified_load_has_been_copied() -> None:
+    here = world(ATTENTION)
+    saved(here)
+    lease = claimed(here)
+    here.load(lease)
+    (op,) = here.flying
+    here.step([here.verify(op)])
+    assert lease.ready and lease.boundary == 6
+    here.close(lease)
+    assert len(+here.blocks.users) == 6
+    here.step([here.end(op)])
+    assert not +here.blocks.users
+    here.drain()
