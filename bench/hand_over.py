@@ -155,9 +155,9 @@ def main() -> int:
     rows = [
         {
             "storage": storage,
-            "prompt_tokens": round(median(each.prompt_tokens)),
-            "from_storage": round(median(each.from_storage)),
-            "at_once_from_storage": round(median(each.from_storage_at_once)),
+            "tokens": round(median(each.prompt_tokens)),
+            "hit": round(median(each.from_storage)),
+            "at_once_hit": round(median(each.from_storage_at_once)),
             "prefill_ms": median(each.prefill),
             "cold_ms": median(each.cold),
             "second_ms": median(each.second),
