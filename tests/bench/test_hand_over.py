@@ -12,6 +12,6 @@ def test_a_quick_run_hands_over_through_every_storage_and_leaves_nothing_behind(
     storages = ["file", *(["mooncake"] if find_spec("mooncake") else [])]
     figures = quick("hand_over.py").figures
     assert [row["storage"] for row in figures["rows"]] == storages
-    assert all(row["from_storage"] > 0 for row in figures["rows"])
+    assert all(row["hit"] > 0 for row in figures["rows"])
     names = {f"hand_over_{storage}{when}" for storage in storages for when in ("", "_at_once")}
     assert {name for name, ratio in figures["ratios"].items() if ratio > 0} == names

@@ -24,10 +24,8 @@ def decode(checkpoint: Path, storage: Path) -> Iterator[httpx.Client]:
 
 
 def handed_over(client: httpx.Client, prompt: str, **more: Any) -> Body:
-    """What the prefill server says for the one that decodes; the pages are in storage by now."""
-    answer = complete(client, prompt, **PREFILL | more)
-    client.post("/flush_cache").raise_for_status()
-    return dict(answer["kv_transfer_params"])
+    """What the prefill server says for the one that decodes; its pages may still be on their way to storage."""
+    return dict(complete(client, prompt, **PREFILL | more)["kv_transfer_params"])
 
 
 def test_what_one_server_prefills_another_decodes_with_the_same_answer(
