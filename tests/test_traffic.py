@@ -4,9 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from kvarve.engine.model import LoadedModel, load_model
 from kvarve.engine.paging import PagedWorkspace
+from kvarve.model import BufferSpec
 from kvarve.testing.traffic import SHORT, Answer, Traffic, Wrong, draw, figures, main, show
 
 REQUESTS = 32  # of each server; time is no measure on a machine that others use
@@ -55,14 +57,13 @@ def test_a_state_that_is_not_loaded_is_noticed(
     model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traffic = prepared(model, tmp_path)
-    load = PagedWorkspace.load
+    copy_in = PagedWorkspace._copy_in
 
-    def forgetful(self: PagedWorkspace, pool: str, *rest: object) -> None:
-        load(self, pool, *rest)  # type: ignore[arg-type]
-        for state in self._states.values():
-            state.zero_()
+    def forgetful(self: PagedWorkspace, buffer: BufferSpec, arena: Tensor, index: Tensor, into: Tensor) -> None:
+        if not any(into is state for state in self._states.values()):
+            copy_in(self, buffer, arena, index, into)
 
-    monkeypatch.setattr(PagedWorkspace, "load", forgetful)
+    monkeypatch.setattr(PagedWorkspace, "_copy_in", forgetful)
     with pytest.raises(Wrong, match="of the answer differ"):
         traffic.serve("deterministic", 0, 10 * REQUESTS)
 

@@ -319,7 +319,7 @@ def test_a_cache_that_is_wrong_is_not_proved(
             "--tokens 100",
             "--tokens 100 is too little to prove anything: the shortest prompt that can hit has 65 tokens",
         ),
-        ("--tokens many", "--tokens: 'many' is not a whole number above zero"),
+        ("--tokens many", "--tokens: 'many' is not a whole number"),
         ("--chunk-tokens 1024", "a context of 1024 is too little"),
         ("--page-tokens 48", "a page of 48 tokens does not fit the model's prefill grid of 64"),
         ("--dtype int4", "unknown dtype 'int4'"),

@@ -51,11 +51,28 @@ def root_app(name: str, text: str, version: str, **more: Any) -> App:
 
 def call(app: App, words: Sequence[str]) -> Any:
     """Run the command that the words name, and answer what it answers; ConfigError if there is none."""
+    _check_command(app, words)
     try:
         return app(words, exit_on_error=False, print_error=False, verbose=False)
     except CycloptsError as e:
         chain = " ".join([*app.name, *(e.command_chain or ())])
         raise ConfigError(f"{_complaint(e)} (see {chain} --help)") from None
+
+
+def _check_command(app: App, words: Sequence[str]) -> None:
+    """ConfigError if the words begin with one that is no command, whatever options follow it."""
+    for number, word in enumerate(words):
+        known = [name for name in app if not name.startswith("-")]
+        if not known or word.startswith("-"):
+            return
+        if word not in known:
+            chain = " ".join([*app.name, *words[:number]])
+            raise ConfigError(f"{_unknown_command(word, known)} (see {chain} --help)")
+        app = app[word]
+
+
+def _unknown_command(word: str, known: Sequence[str]) -> str:
+    return f"unknown command {word!r}{closest(word, known)}; known: {', '.join(known)}"
 
 
 def closest(word: str, known: Iterable[str]) -> str:
@@ -74,7 +91,7 @@ def _complaint(error: CycloptsError) -> str:
         known = [name for name in (error.app or ()) if not name.startswith("-")]
         if not known:
             return f"unknown argument {word!r}"
-        return f"unknown command {word!r}{closest(word, known)}; known: {', '.join(known)}"
+        return _unknown_command(word, known)
     if isinstance(error, MissingArgumentError) and error.argument is not None:
         name = error.keyword or error.argument.name
         return f"{name}: expected one argument" if error.keyword else f"{error.argument.name} is required"

@@ -289,7 +289,7 @@ def test_an_operator_attaches_and_detaches_from_the_command_line(
     ("words", "complaint"),
     [
         (("attach", "nfs://x"), "there is no storage of the kind 'nfs'"),
-        (("attach",), "the following arguments are required: URL (see kvarve storage attach --help)"),
+        (("attach",), "URL is required (see kvarve storage attach --help)"),
         (("atach", "x"), "unknown command 'atach': did you mean attach?; known: attach, detach, status"),
         (("attach", "x", "--backup"), "unknown option '--backup': did you mean --back-up?"),
         ((), "which command? known: attach, detach, status"),
