@@ -102,7 +102,7 @@ class PoolSpec:
 
 
 def check_grid(page_tokens: int, chunk_tokens: int) -> None:
-    """ConfigError unless pages of so many tokens fit a prefill grid of chunks of so many."""
+    """ConfigError unless a chunk of the prefill grid is a whole number of pages."""
     if page_tokens < 1 or chunk_tokens < 1:
         raise ConfigError("page_tokens and chunk_tokens must be at least 1")
     if chunk_tokens % page_tokens:

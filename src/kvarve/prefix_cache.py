@@ -93,13 +93,13 @@ class PrefixCache:
     def pages(self, lease: Lease) -> dict[str, tuple[range, list[int]]]:
         return self.scheduler.pages(lease)
 
-    def seat(self, lease: Lease, upto: int) -> bool:
-        seated = self.scheduler.seat(lease, upto)
+    def reserve(self, lease: Lease, upto: int) -> bool:
+        reserved = self.scheduler.reserve(lease, upto)
         self._send()
-        return seated
+        return reserved
 
-    def seats(self, lease: Lease, pool: str, start: int = 0) -> list[int]:
-        return self.scheduler.seats(lease, pool, start)
+    def block_table(self, lease: Lease, pool: str, start: int = 0) -> list[int]:
+        return self.scheduler.block_table(lease, pool, start)
 
     def mark(self, lease: Lease, boundary: int) -> bool:
         return self.scheduler.mark(lease, boundary)
@@ -148,8 +148,8 @@ class PrefixCache:
 
     # --- what admission asks
 
-    def room_tokens(self) -> int:
-        return self.scheduler.room_tokens()
+    def capacity_tokens(self) -> int:
+        return self.scheduler.capacity_tokens()
 
     def demand(self, asked: Sequence[tuple[Lease, int]]) -> Demand:
         return self.scheduler.demand(asked)
@@ -169,8 +169,8 @@ class PrefixCache:
     def shape(self) -> int:
         return self.scheduler.shape()
 
-    def parting(self, ahead: Lease, behind: Lease) -> int:
-        return self.scheduler.parting(ahead, behind)
+    def shared_prefix(self, ahead: Lease, behind: Lease) -> int:
+        return self.scheduler.shared_prefix(ahead, behind)
 
     # --- time passes
 

@@ -157,14 +157,14 @@ class CacheScheduler:
         """The pages that a ready lease resumes from: for each pool the positions and their device slots."""
         return {pool.name: self.core.slots(lease, i) for i, pool in enumerate(self.pools)}
 
-    def seat(self, lease: Lease, upto: int) -> bool:
+    def reserve(self, lease: Lease, upto: int) -> bool:
         """Reserve device slots for a ready lease to compute in, up to a page; False if there are too few now (see
-        `Core.seat`)."""
-        return self.core.seat(lease, upto)
+        `Core.reserve`)."""
+        return self.core.reserve(lease, upto)
 
-    def seats(self, lease: Lease, pool: str, start: int = 0) -> list[int]:
-        """The device slots of a chain's pages from `start` on, as far as a ready lease has them (see `Core.seats`)."""
-        return self.core.seats(lease, next(i for i, each in enumerate(self.pools) if each.name == pool), start)
+    def block_table(self, lease: Lease, pool: str, start: int = 0) -> list[int]:
+        """The device slots of a chain's pages from `start` on (see `Core.block_table`)."""
+        return self.core.block_table(lease, next(i for i, each in enumerate(self.pools) if each.name == pool), start)
 
     def mark(self, lease: Lease, boundary: int) -> bool:
         """Have a ready lease keep its windows and states at a boundary too (see `Core.mark`)."""
@@ -219,7 +219,7 @@ class CacheScheduler:
 
     # --- what admission asks: these change nothing
 
-    def room_tokens(self) -> int:
+    def capacity_tokens(self) -> int:
         """The longest sequence that fits on the device, in tokens."""
         slot_pools = self.core.slot_pools
         pages = min((slot_pools.capacity[pool] for pool in slot_pools.chains), default=1 << 40)
@@ -249,9 +249,9 @@ class CacheScheduler:
         """A number that changes with every page position that enters or leaves the tree, as `found` may then."""
         return self.core.slot_pools.shape
 
-    def parting(self, ahead: Lease, behind: Lease) -> int:
+    def shared_prefix(self, ahead: Lease, behind: Lease) -> int:
         """The deepest boundary at which `behind` could resume from pages that `ahead` keeps."""
-        return self.core.parting(ahead, behind)
+        return self.core.shared_prefix(ahead, behind)
 
     # --- time passes
 

@@ -353,7 +353,7 @@ def replayed(requests: Iterable[TraceRequest], config: SimulationConfig) -> Simu
         report.cost += cost.of(0, request.input_length // config.page_tokens)
         report.saved_cost += cost.of(0, lease.boundary)
         core.grow(lease, core.keepable(lease))
-        core.publish(lease, lease.room)
+        core.publish(lease, lease.grown)
         core.close(lease)
         core.step([transfers.answer(each) for each in core.take() if not isinstance(each, Hurry)], now)
         while not core.idle():

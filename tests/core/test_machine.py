@@ -98,15 +98,15 @@ class Life(RuleBasedStateMachine):
     @rule(pick=PICK, more=st.integers(1, 8))
     def grow(self, pick: int, more: int) -> None:
         lease, grid = self.ready()[pick % len(self.ready())], self.world.core.grid
-        upto = min(self.world.core.keepable(lease), lease.room + grid * more) // grid * grid
-        if upto > lease.room:
+        upto = min(self.world.core.keepable(lease), lease.grown + grid * more) // grid * grid
+        if upto > lease.grown:
             self.world.grow(lease, upto)
 
     @precondition(lambda self: self.ready())
     @rule(pick=PICK, less=st.integers(0, 4))
     def publish(self, pick: int, less: int) -> None:
         lease, grid = self.ready()[pick % len(self.ready())], self.world.core.grid
-        self.world.publish(lease, max(lease.done, (lease.room - less) // grid * grid))
+        self.world.publish(lease, max(lease.done, (lease.grown - less) // grid * grid))
 
     @precondition(lambda self: self.world.leases)
     @rule(pick=PICK)

@@ -109,7 +109,7 @@ def test_under_write_back_a_store_that_hangs_keeps_the_device_full_for_a_moment_
             if world.claim(lease):
                 break
         world.grow(lease, 4)
-        world.publish(lease, lease.room)
+        world.publish(lease, lease.grown)
         world.close(lease)
         world.step()
     world.flush(Tier.HOST)

@@ -42,9 +42,9 @@ def test_pages_that_are_being_copied_keep_their_slots_when_the_request_is_aborte
     world.flush(Tier.DEVICE, Tier.HOST)
     assert world.hit(prompt(4)) == (4, 4), "both ends of the copy are pinned"
     other = world.start(prompt(8, seed=3))
-    assert world.seat(other, 4) and not world.seat(other, 5)
+    assert world.reserve(other, 4) and not world.reserve(other, 5)
     world.step([world.end(op)])
-    assert world.seat(other, 8), "the pages may be evicted once they have been copied"
+    assert world.reserve(other, 8), "the pages may be evicted once they have been copied"
     world.close(other)
     world.drain()
 

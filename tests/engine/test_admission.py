@@ -112,7 +112,7 @@ def test_no_decision_takes_more_than_there_is(data: st.DataObject) -> None:
 def exact(family: str, make: Make, pages: int, **settings: Any) -> tuple[Engine, int]:
     model = a_model(family)
     engine = make(model, start=False, device=room_for(model, pages * model.layout.page_tokens), **settings)
-    return engine, engine.cache.room_tokens()
+    return engine, engine.cache.capacity_tokens()
 
 
 @pytest.mark.parametrize(
@@ -245,5 +245,5 @@ def test_what_waits_for_its_turn_leaves_its_pages_to_those_before_it(make: Make)
 def test_a_running_engine_answers_a_prompt_that_fills_the_device(make: Make) -> None:
     model = a_model()
     engine = make(model, device=room_for(model, 9 * PAGE))
-    request = engine.submit(a_request(a_prompt(engine.cache.room_tokens()), 1))
+    request = engine.submit(a_request(a_prompt(engine.cache.capacity_tokens()), 1))
     assert request.result(LONG_S)[2].finish is Finish.LENGTH

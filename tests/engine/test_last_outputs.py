@@ -64,8 +64,8 @@ def last_outputs(request: Request) -> list[Finish]:
 CACHE_CALLS = [
     "open",
     "claim",
-    "seat",
-    "seats",
+    "reserve",
+    "block_table",
     "pages",
     "resumed",
     "grow",

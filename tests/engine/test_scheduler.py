@@ -3,11 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarve.engine.scheduler import LOOK_AHEAD, OVERTAKEN, Line, within
+from kvarve.engine.scheduler import LOOK_AHEAD, OVERTAKEN, WaitingQueue, within
 
 
-def a_line(*names: str) -> Line[str]:
-    line: Line[str] = Line()
+def a_line(*names: str) -> WaitingQueue[str]:
+    line: WaitingQueue[str] = WaitingQueue()
     for name in names:
         line.join(name)
     return line

@@ -151,14 +151,14 @@ class Request:
         """Compute up to the next line of the grid as an engine does; False when the prompt is done."""
         stop = min(len(self.tokens), (self.at // CHUNK + 1) * CHUNK)
         self.at = stop
-        if stop % CHUNK == 0 and (upto := min(stop // PAGE, self.cache.keepable(self.lease))) > self.lease.room:
+        if stop % CHUNK == 0 and (upto := min(stop // PAGE, self.cache.keepable(self.lease))) > self.lease.grown:
             fresh = self.cache.grow(self.lease, upto)
             for pool in self.cache.pools:
                 for position, slot in fresh[pool.name].items():
                     for buffer in pool.buffers:
                         self.cache.arena(pool.name)[buffer.name][slot] = self.expected(pool, buffer, position)
             self.cache.audit()
-            self.cache.publish(self.lease, self.lease.room)
+            self.cache.publish(self.lease, self.lease.grown)
         self.cache.audit()
         return stop < len(self.tokens)
 

@@ -99,8 +99,9 @@ class Core(Growing):
         """Open a lease for a request that begins to wait: pages that memory lacks are fetched from storage to the host.
 
         It takes no device slots before `claim`. With `read` false the request resumes from nothing. `priority`: of the
-        pages that it uses, for eviction by priority. `outside`: what an engine has of it, as in `lookup`. `expected`:
-        the pages for that boundary are being written to storage, and may come for so many seconds.
+        pages that it uses, for eviction by priority. `outside`: what an engine has of it, as in `lookup`. `expected`
+        (boundary, seconds): another process is writing the pages before that boundary to storage, and has finished
+        within that time.
         """
         self.now = now
         run, path, known = self.paths.find(root, tokens)
@@ -249,7 +250,7 @@ class Core(Growing):
 
     # --- prompts that share
 
-    def parting(self, ahead: Lease, behind: Lease) -> int:
+    def shared_prefix(self, ahead: Lease, behind: Lease) -> int:
         """The deepest boundary at which `behind` could resume from pages that `ahead` keeps."""
         if ahead.root != behind.root or not behind.reads:
             return 0

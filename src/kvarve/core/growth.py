@@ -22,21 +22,21 @@ class Growing(Resuming):
             lease.resumed = True
             self.paths.hold(lease, lease.run, 0, lease.prefix_pins, ON_DEVICE)
 
-    def extend(self, lease: Lease, tokens: bytes, instead: int = 0) -> None:
+    def extend(self, lease: Lease, tokens: bytes, replaced_bytes: int = 0) -> None:
         """Append tokens to the sequence of a ready lease: decoded ones, or the next turn of a session.
 
-        `tokens` replaces the last `instead` bytes of the sequence. More pages may be full now, so `grow` and `publish`
-        may go further, and windows and states are kept at the new end.
+        `tokens` replaces the last `replaced_bytes` bytes of the sequence. More pages may be full now, so `grow` and
+        `publish` may go further, and windows and states are kept at the new end.
         """
         assert lease.phase is Phase.READY and len(tokens) % TOKEN_BYTES == 0
-        pages, stays = len(lease.tokens) // self.width, len(lease.tokens) - instead
+        pages, stays = len(lease.tokens) // self.width, len(lease.tokens) - replaced_bytes
         assert lease.done * self.width <= stays, "what has been published keeps its name"
         lease.tokens = lease.tokens[:stays] + tokens
         lease.named = lease.named[: stays // self.width * KEY_BYTES]
         if lease.pages < pages:  # slots ran out on the way, so no later page can be kept
             return
         lease.pages = len(lease.tokens) // self.width
-        lease.snapshots = (lease.snapshots & ones(lease.room + 1)) | self._snapshots(lease) & ~ones(lease.room + 1)
+        lease.snapshots = (lease.snapshots & ones(lease.grown + 1)) | self._snapshots(lease) & ~ones(lease.grown + 1)
 
     def slots(self, lease: Lease, pool: int) -> tuple[range, list[int]]:
         """The device pages of one pool that a ready lease resumes from: their positions and slots."""
@@ -45,7 +45,7 @@ class Growing(Resuming):
         positions = range(lease.boundary - need.bit_count(), lease.boundary)
         return positions, [covering(lease.run, position).slot(pool, position) for position in positions]
 
-    def seat(self, lease: Lease, upto: int) -> bool:
+    def reserve(self, lease: Lease, upto: int) -> bool:
         """Reserve device slots for a ready lease to compute in: of each chain all pages before `upto`, full or not.
 
         False, and none reserved, if there are too few now. `grow` keeps the pages in these slots.
@@ -75,7 +75,7 @@ class Growing(Resuming):
         own = lease.own[pool].get(before)
         return covering(lease.run, before).slot(pool, before) if own is None else own
 
-    def seats(self, lease: Lease, pool: int, start: int) -> list[int]:
+    def block_table(self, lease: Lease, pool: int, start: int) -> list[int]:
         """The device slots of a chain's pages from `start` on, as far as a ready lease has them.
 
         Pages before `done`, and those resident when the lease became ready (`seen`), belong to the tree.
@@ -99,13 +99,13 @@ class Growing(Resuming):
         """
         assert lease.phase is Phase.READY and upto <= lease.pages
         fresh: list[dict[int, int]] = [{} for _ in self.pools]
-        if upto <= lease.room:
+        if upto <= lease.grown:
             return fresh
         wanted = [
-            self._worth_keeping(lease, pool, lease.room, upto) & ~lease.seen[pool] for pool in range(len(self.pools))
+            self._worth_keeping(lease, pool, lease.grown, upto) & ~lease.seen[pool] for pool in range(len(self.pools))
         ]
         for pool in self.slot_pools.chains:
-            held = lease.own[pool]  # some may have been reserved by `seat`
+            held = lease.own[pool]  # some may have been reserved by `reserve`
             missing = [at for at in members(wanted[pool]) if at not in held]
             got = dict(zip(missing, self.slot_pools.reserve(pool, len(missing)), strict=False))
             fresh[pool] = {at: held.get(at, got.get(at, NOWHERE)) for at in members(wanted[pool])} if held else got
@@ -125,13 +125,13 @@ class Growing(Resuming):
                 if slot != NOWHERE and position not in lease.own[pool]:
                     self.slot_pools.give_back(pool, slot)
             lease.own[pool].update(fresh[pool])
-        lease.room = upto
+        lease.grown = upto
         return fresh
 
     def short(self, lease: Lease, upto: int) -> bool:
         """Whether `grow` would lack slots that are about to come free; starts the evictions, which wait for copies."""
         for pool, here in enumerate(lease.seen):
-            keep = self._worth_keeping(lease, pool, lease.room, upto) & ~here & ~boundaries.of(lease.own[pool])
+            keep = self._worth_keeping(lease, pool, lease.grown, upto) & ~here & ~boundaries.of(lease.own[pool])
             wanted = keep.bit_count() - len(self.slot_pools.free[pool])
             if wanted > 0 and self.slot_pools.evict(pool, wanted) < wanted and self.backups.leaving():
                 return True
@@ -143,7 +143,7 @@ class Growing(Resuming):
 
     def publish(self, lease: Lease, upto: int) -> None:
         """Give the filled pages before `upto` to the tree; slots of pages that are there already are freed."""
-        assert lease.phase is Phase.READY and lease.done <= upto <= lease.room
+        assert lease.phase is Phase.READY and lease.done <= upto <= lease.grown
         if upto == lease.done:
             return
         if all(not slots or max(slots) < upto for slots in lease.own):
@@ -168,7 +168,7 @@ class Growing(Resuming):
         if lease.snapshots >> boundary & 1:
             return lease.done < boundary
         reach = [lookback for lookback in self.lookbacks if lookback is not None]
-        if boundary > lease.pages or lease.room > boundary - max(reach, default=0) or lease.room >= boundary:
+        if boundary > lease.pages or lease.grown > boundary - max(reach, default=0) or lease.grown >= boundary:
             return False
         lease.snapshots |= 1 << boundary
         return True

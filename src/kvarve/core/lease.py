@@ -61,7 +61,7 @@ WAITS_FOR: Mapping[Phase, tuple[Tier, Tier]] = {
 
 
 class Lease:
-    """`[0, boundary)` resumed from the tree · `[boundary, done)` published by it · `[done, room)` in its own slots.
+    """`[0, boundary)` resumed from the tree · `[boundary, done)` published by it · `[done, grown)` in its own slots.
 
     Made by `Core.open`; fields are for reading only.
     """
@@ -78,6 +78,7 @@ class Lease:
         "expected",
         "expected_until",
         "fetched",
+        "grown",
         "held",
         "known",
         "landed",
@@ -103,7 +104,6 @@ class Lease:
         "reloaded",
         "resumed",
         "retries",
-        "room",
         "root",
         "run",
         "seen",
@@ -173,7 +173,7 @@ class Lease:
         self.offered = [0] * pools  # the pages (bits) that the engine has to name blocks for
         self.arrived = [0] * pools  # those of them that have been loaded
         self.done = 0
-        self.room = 0
+        self.grown = 0
 
     @property
     def keys(self) -> bytes:

@@ -136,7 +136,7 @@ class EngineCore(Core):
         for pool, pages in enumerate(lease.outside):
             lease.seen[pool] |= pages
         lease.boundary = deepest(self.paths.legal(lease.seen, lease) & allowed)
-        lease.done = lease.room = lease.boundary
+        lease.done = lease.grown = lease.boundary
         lease.snapshots = self._snapshots(lease)
         lease.move(Cause.READY)
         self.paths.hold(lease, run, 0, 0)  # the engine has pages of its own now

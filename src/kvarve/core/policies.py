@@ -128,7 +128,7 @@ class Policies:
         return Snapshots(self.snapshot_ends, self.snapshot_branches, self.snapshot_every, self.snapshot_gap)
 
     def cost(self, page_tokens: int) -> PageCost:
-        """The cost of recomputing a page of so many tokens."""
+        """The cost of recomputing a page of `page_tokens` tokens."""
         return PageCost(1.0, page_tokens / self.cost_doubles_at if self.cost_doubles_at else 0.0)
 
     def patience(self) -> Patience:

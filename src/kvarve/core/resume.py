@@ -128,7 +128,7 @@ class Resuming(State):
         positions, prefix_pins = self.paths.pins_for(lease.boundary, device)
         self.paths.hold(lease, run, positions, prefix_pins | self.paths.ahead(device), ON_DEVICE)
         lease.seen = device
-        lease.done = lease.room = lease.boundary
+        lease.done = lease.grown = lease.boundary
         lease.snapshots = self._snapshots(lease)
         lease.move(Cause.READY)
         if lease.reads:

@@ -78,7 +78,7 @@ class Engine(Turns):
     def _checked(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> NDArray[np.int64]:
         """The prompt's ids [tokens], if it can be answered with each of these samplings."""
         vocabulary = self.model.model.get_input_embeddings().num_embeddings
-        ids, capacity = check_prompt(prompt, vocabulary), self.cache.room_tokens()
+        ids, capacity = check_prompt(prompt, vocabulary), self.cache.capacity_tokens()
         for sampling in samplings:
             check_tokens(sampling, vocabulary)
             if len(ids) + sampling.max_tokens > self.model.max_tokens:

@@ -183,7 +183,7 @@ class PagedWorkspace(Workspace):
         for number, pool in enumerate(self.layout.pools):
             if table := self.tables.get(pool.name):
                 foreign = lease.seen[number] & ~boundaries.ones(lease.boundary)
-                table.put(start, cache.seats(lease, pool.name, start), foreign)
+                table.put(start, cache.block_table(lease, pool.name, start), foreign)
         self._expect(cache.arrivals())  # other requests' pages may be among these
 
     def keep(self, cache: PrefixCache, lease: Lease) -> None:
@@ -193,7 +193,7 @@ class PagedWorkspace(Workspace):
         if lease.done > done:  # where another request published first, the tree has other slots
             self.take_seats(cache, lease, done)
 
-    def seated(self, stop: int) -> bool:
+    def reserved(self, stop: int) -> bool:
         """Whether there is a slot for every token before `stop`."""
         return all(stop <= len(table.slots) * table.page_tokens for table in self.tables.values())
 

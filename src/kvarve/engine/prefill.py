@@ -28,7 +28,7 @@ GROW_WAIT_S = 0.5  # for evictions in flight; then a request goes on without kee
 def room_comes(cache: PrefixCache, lease: Lease, layout: StateLayout, tokens: int) -> bool:
     """Whether evictions in flight will free slots for the pages up to a chunk boundary at `tokens`."""
     upto = min(tokens // layout.page_tokens, cache.keepable(lease))
-    return tokens % layout.chunk_tokens == 0 and upto > lease.room and cache.short(lease, upto)
+    return tokens % layout.chunk_tokens == 0 and upto > lease.grown and cache.short(lease, upto)
 
 
 def wait_for_room(cache: PrefixCache, lease: Lease, workspace: Workspace) -> None:
@@ -43,8 +43,8 @@ def keep(cache: PrefixCache, lease: Lease, workspace: Workspace) -> None:
     """Publish the computed pages, if they end at a chunk boundary: only pages of whole chunks are shared."""
     layout = workspace.layout
     upto = min(workspace.tokens // layout.page_tokens, cache.keepable(lease))
-    if workspace.tokens % layout.chunk_tokens or upto <= lease.room:
+    if workspace.tokens % layout.chunk_tokens or upto <= lease.grown:
         return
     for pool, fresh in cache.grow(lease, upto).items():
         workspace.save(pool, [*fresh], cache.arena(pool), [*fresh.values()])
-    cache.publish(lease, lease.room)
+    cache.publish(lease, lease.grown)

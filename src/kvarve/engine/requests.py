@@ -156,8 +156,8 @@ class Request:
     """One prompt to be answered. Its output goes to `deliver`, on the engine's thread; by default into `outputs`.
 
     `watch` gets the logits [vocabulary] of each token, just before it is sampled, on the same thread. With
-    `hand_over_s` the answer comes with a ticket, by which another server may expect the pages in the shared storage
-    within so many seconds; with a `ticket` this is that server.
+    `hand_over_s` the answer comes with a ticket, which tells another server that the shared storage will have the pages
+    within `hand_over_s` seconds. A request with a `ticket` resumes from pages that another server handed over.
     """
 
     prompt: Sequence[int]

@@ -31,9 +31,9 @@ class Cache(Protocol):
     def copying(self) -> bool: ...
     def found(self, lease: Lease) -> int: ...
     def shape(self) -> int: ...
-    def parting(self, ahead: Lease, behind: Lease) -> int: ...
+    def shared_prefix(self, ahead: Lease, behind: Lease) -> int: ...
     def claim(self, lease: Lease) -> bool: ...
-    def seat(self, lease: Lease, upto: int) -> bool: ...
+    def reserve(self, lease: Lease, upto: int) -> bool: ...
     def mark(self, lease: Lease, boundary: int) -> bool: ...
     def close(self, lease: Lease) -> None: ...
 
@@ -46,13 +46,13 @@ class Task:
         self.lease = lease
         self.prompt = self.prefill_until = prompt  # computed in chunks up to there, then token by token
         self.max_new_tokens = max_new_tokens
-        self.seats = 0  # pages that it has slots for
+        self.reserved_pages = 0  # pages that it has slots for
         self.admitted_seq = NEVER  # its place in the order of first admissions
         self.stalled_s: float | None = None  # since when the slots that should be free are not
         self.rejected_at: object = None  # the state of the device when it got fewer slots than seemed available
         self.retried_at: object = None  # the state when it was retried all the same, as it needed fewer by then
         self.found = -1, 0  # the shape of the tree, and how many of its pages were in memory then
-        self.partings: dict[int, int] = {}  # by another lease's number: pages that both prompts share
+        self.shared_prefixes: dict[int, int] = {}  # by another lease's number: pages that both prompts share
 
     @property
     def output_tokens(self) -> int:
@@ -74,8 +74,8 @@ class Task:
         return self.computed < self.prefill_until
 
 
-class Line(Generic[T]):
-    """The queue. A request with more pages in memory may go first; none is overtaken more than `OVERTAKEN` times."""
+class WaitingQueue(Generic[T]):
+    """A request with more pages in memory may go first; none is overtaken more than `OVERTAKEN` times."""
 
     def __init__(self) -> None:
         self._waiting: list[T] = []
@@ -136,19 +136,19 @@ class Scheduler(Generic[Each]):
         max_running: int,
         page_tokens: int,
         chunk_tokens: int,
-        again: Callable[[Each], Lease],
+        reopen: Callable[[Each], Lease],
         begin: Callable[[Each], None],
         stop: Callable[[Each], None],
         fail: Callable[[Each, str], None],
         clock: Callable[[], float],
     ) -> None:
-        """`again` opens a new lease for a request that waits again, and sets its `prefill_until`. `begin` gets each
+        """`reopen` opens a new lease for a request that waits again, and sets its `prefill_until`. `begin` gets each
         request that runs from now on, `stop` each that is preempted, `fail` each for which no slots come free."""
         self.cache, self.max_running = cache, max_running
         self._page, self._chunk = page_tokens, chunk_tokens
-        self._again, self._begin, self._stop, self._fail, self._clock = again, begin, stop, fail, clock
-        self.waiting: Line[Each] = Line()
-        self.coming: list[Each] = []  # admitted, waiting only for their own copies
+        self._reopen, self._begin, self._stop, self._fail, self._clock = reopen, begin, stop, fail, clock
+        self.waiting: WaitingQueue[Each] = WaitingQueue()
+        self.loading: list[Each] = []  # admitted, waiting only for their own copies
         self.running: deque[Each] = deque()  # the first is prefilled first
         self.preempted = 0
         self._admitted = 0
@@ -161,8 +161,8 @@ class Scheduler(Generic[Each]):
         """A request has ended, wherever it was."""
         if task in self.running:
             self.running.remove(task)
-        elif task in self.coming:
-            self.coming.remove(task)
+        elif task in self.loading:
+            self.loading.remove(task)
         else:
             self.waiting.leave(task)
 
@@ -170,8 +170,8 @@ class Scheduler(Generic[Each]):
 
     def admit(self) -> None:
         """Admit all requests that may begin (`admission.py`); those that wait for copies run from a later turn."""
-        for task in [*self.coming]:
-            if task in self.coming:  # else it gave its slots back to one before it
+        for task in [*self.loading]:
+            if task in self.loading:  # else it gave its slots back to one before it
                 self._start(task)
         if self.running:
             for task in self.waiting:
@@ -180,7 +180,7 @@ class Scheduler(Generic[Each]):
         while True:
             while self._free_places() > 0 and self._admit_some():
                 pass
-            if not reclaimed and not self.running and not self.coming:  # once a turn: it may be fetched again
+            if not reclaimed and not self.running and not self.loading:  # once a turn: it may be fetched again
                 reclaimed = True
                 if self._reclaim():
                     continue
@@ -191,7 +191,7 @@ class Scheduler(Generic[Each]):
                 self._wait_again(task)
 
     def _free_places(self) -> int:
-        return self.max_running - len(self.running) - len(self.coming)
+        return self.max_running - len(self.running) - len(self.loading)
 
     def _admit_some(self) -> bool:
         """One round of decisions; whether it admitted a request, so that another round is worth it."""
@@ -199,12 +199,12 @@ class Scheduler(Generic[Each]):
         if not line:
             return False
         heads, state = self._heads(), self._state()
-        asked = [(task.lease, self._pages(task.length)) for task in (*self.coming, *line)]
+        asked = [(task.lease, self._pages(task.length)) for task in (*self.loading, *line)]
         available, all_needs = self.cache.demand(asked)
-        for needs in all_needs[: len(self.coming)]:
+        for needs in all_needs[: len(self.loading)]:
             available = [slots - need for slots, need in zip(available, needs, strict=True)]
-        wanted = all_needs[len(self.coming) :]
-        growth = sum(self._grows(task) for task in (*self.running, *self.coming))
+        wanted = all_needs[len(self.loading) :]
+        growth = sum(self._grows(task) for task in (*self.running, *self.loading))
         if not any(
             all(need + growth <= slots for need, slots in zip(needs, available, strict=True)) for needs in wanted
         ):
@@ -215,8 +215,8 @@ class Scheduler(Generic[Each]):
         if seen == self._refused:
             return False
         running = [
-            Running(task.seats or self._pages(task.length), self._turns(task), self._grows(task))
-            for task in (*self.running, *self.coming)
+            Running(task.reserved_pages or self._pages(task.length), self._turns(task), self._grows(task))
+            for task in (*self.running, *self.loading)
         ]
         fetching = sum(task.lease.claimed and not task.lease.on_device for task in line)
         waiting = [
@@ -239,7 +239,7 @@ class Scheduler(Generic[Each]):
             if number and self._waits(task, heads, fetching):  # for one that was just admitted
                 continue
             self._admit_one(task, [line[other] for other in not_delayed])
-            if task in self.coming or task in self.running:
+            if task in self.loading or task in self.running:
                 heads.setdefault(self._head(task.lease), []).append(task.lease)
         return bool(turns)
 
@@ -248,7 +248,7 @@ class Scheduler(Generic[Each]):
         self.cache.claim(task.lease)
         if task.lease.on_device:
             self.waiting.go(task, not_delayed)
-            self.coming.append(task)
+            self.loading.append(task)
             task.stalled_s = None
             self._start(task)
 
@@ -280,9 +280,14 @@ class Scheduler(Generic[Each]):
                 self._wait_again(task)
                 self.cache.claim(task.lease)
             return
-        self.coming.remove(task)
+        self.loading.remove(task)
         self.running.append(task)
-        task.seats, task.stalled_s, task.rejected_at, task.retried_at = self._pages(task.length), None, None, None
+        task.reserved_pages, task.stalled_s, task.rejected_at, task.retried_at = (
+            self._pages(task.length),
+            None,
+            None,
+            None,
+        )
         if task.admitted_seq == NEVER:
             self._admitted += 1
             task.admitted_seq = self._admitted
@@ -290,12 +295,12 @@ class Scheduler(Generic[Each]):
 
     def _take_slots(self, task: Each) -> bool:
         pages = self._pages(task.length)
-        if self.cache.seat(task.lease, pages):
+        if self.cache.reserve(task.lease, pages):
             return True
         if self.running or self.cache.making_room():
             return False
         self._release_others(task)  # slots have become fewer, and only waiting requests can give some back
-        return self.cache.seat(task.lease, pages)
+        return self.cache.reserve(task.lease, pages)
 
     def _reclaim(self) -> bool:
         """Nothing runs: release the slots of other waiting requests for the first. Whether to decide again."""
@@ -315,16 +320,16 @@ class Scheduler(Generic[Each]):
     def _release_others(self, task: Each) -> bool:
         """Release the slots of other waiting requests; whether there were any. An admitted request loses none to one
         admitted later, or two of them would take slots from each other for ever."""
-        earlier = self.coming.index(task) + 1 if task in self.coming else 0
-        coming = self.coming[earlier:]
-        for other in coming:
+        earlier = self.loading.index(task) + 1 if task in self.loading else 0
+        loading = self.loading[earlier:]
+        for other in loading:
             self._requeue(other)
         holders = [
             other for other in self.waiting if other is not task and (other.lease.on_device or other.lease.holds)
         ]
         for other in holders:
             self._wait_again(other)
-        return bool(coming or holders)
+        return bool(loading or holders)
 
     def _needs(self, task: Each) -> list[int]:
         return self.cache.demand([(task.lease, self._pages(task.length))]).needs[0]
@@ -332,7 +337,7 @@ class Scheduler(Generic[Each]):
     def _state(self) -> object:
         """What has to change, or else the request's needs, before a rejected request is tried again."""
         # Probes are not part of it: each try sends one, so two denied requests would retry each other for ever.
-        return self.cache.device_state(), len(self.running), len(self.coming)
+        return self.cache.device_state(), len(self.running), len(self.loading)
 
     # --- what a request would find and need
 
@@ -341,7 +346,7 @@ class Scheduler(Generic[Each]):
 
     def _grows(self, task: Each) -> bool:
         """Whether it may need another page later; its last token is never computed."""
-        return self._pages(task.prompt + task.max_new_tokens - 1) > max(task.seats, self._pages(task.length))
+        return self._pages(task.prompt + task.max_new_tokens - 1) > max(task.reserved_pages, self._pages(task.length))
 
     def _turns(self, task: Each) -> int:
         """After how many turns it has ended, if its answer is as long as it may be."""
@@ -370,8 +375,8 @@ class Scheduler(Generic[Each]):
     def _heads(self) -> dict[tuple[bytes, bytes], list[Lease]]:
         """The leases whose prompts are being computed, by root and first page."""
         heads: dict[tuple[bytes, bytes], list[Lease]] = {}
-        for task in (*self.running, *self.coming):
-            if task in self.coming or task.prefilling:
+        for task in (*self.running, *self.loading):
+            if task in self.loading or task.prefilling:
                 heads.setdefault(self._head(task.lease), []).append(task.lease)
         return heads
 
@@ -383,27 +388,27 @@ class Scheduler(Generic[Each]):
 
         That ends when it has published so far or has closed, so no request waits for ever.
         """
-        if other.number not in task.partings:
-            task.partings[other.number] = self.cache.parting(other, task.lease)
-        parting = task.partings[other.number]
-        if parting <= other.done or parting <= self.cache.found(task.lease):
+        if other.number not in task.shared_prefixes:
+            task.shared_prefixes[other.number] = self.cache.shared_prefix(other, task.lease)
+        shared_prefix = task.shared_prefixes[other.number]
+        if shared_prefix <= other.done or shared_prefix <= self.cache.found(task.lease):
             return False
-        return not other.ready or self.cache.mark(other, parting)
+        return not other.ready or self.cache.mark(other, shared_prefix)
 
     # --- slots for running requests
 
-    def seated(self, task: Each) -> bool:
+    def reserved(self, task: Each) -> bool:
         """Whether a running request has a slot for one more token, if need be after preempting others."""
         upto = task.computed // self._page + 1
-        while task.seats < upto:
-            if self.cache.seat(task.lease, upto):
-                task.seats, task.stalled_s = upto, None
+        while task.reserved_pages < upto:
+            if self.cache.reserve(task.lease, upto):
+                task.reserved_pages, task.stalled_s = upto, None
                 break
             task.stalled_s = self._clock() if task.stalled_s is None else task.stalled_s
             patient = self._clock() - task.stalled_s < STALL_S
             if patient and self.cache.making_room():
                 return False
-            holders = [*reversed(self.coming), *self.running]
+            holders = [*reversed(self.loading), *self.running]
             if len(holders) == 1:  # only waiting requests and copies can give some back
                 if self._release_others(task):
                     continue
@@ -427,16 +432,16 @@ class Scheduler(Generic[Each]):
             self._requeue(task)
 
     def _requeue(self, task: Each) -> None:
-        self.coming.remove(task)
+        self.loading.remove(task)
         self._wait_again(task)
         self.waiting.rejoin(task)
 
     def _wait_again(self, task: Each) -> None:
         """Wait again, with a new lease."""
         self.cache.close(task.lease)
-        task.seats, task.found = 0, (-1, 0)
-        task.partings.clear()
-        task.lease = self._again(task)
+        task.reserved_pages, task.found = 0, (-1, 0)
+        task.shared_prefixes.clear()
+        task.lease = self._reopen(task)
 
 
 def within(budget: int, pieces: Iterable[tuple[T, int]]) -> Iterator[T]:

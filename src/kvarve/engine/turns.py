@@ -80,7 +80,7 @@ class Turns:
             max_running=max_running,
             page_tokens=model.layout.page_tokens,
             chunk_tokens=model.layout.chunk_tokens,
-            again=self._reopen_lease,
+            reopen=self._reopen_lease,
             begin=self._begin,
             stop=self._stop,
             fail=self._fail,
@@ -146,7 +146,7 @@ class Turns:
         )
         try:
             job = Job(request, prompt, lease, self.model)
-        except Exception as e:
+        except Exception as e:  # one request's error (memory, say) is not the others'
             log.exception("request %d", request.number)
             self._cache.close(lease)
             usage = TokenUsage(len(request.prompt), 0, 0, 0, 0)
@@ -191,7 +191,7 @@ class Turns:
         answers = [job for job in self.scheduler.running if not job.prefilling]
         found = []
         for job in sorted(answers, key=lambda job: job.admitted_seq):
-            if job.workspace is not None and self.scheduler.seated(job):
+            if job.workspace is not None and self.scheduler.reserved(job):
                 found.append(job)
         for job in found:
             if job.workspace is not None:  # else it was preempted for another
@@ -199,7 +199,7 @@ class Turns:
         return [job for job in found if job.workspace is not None]
 
     def _take_seats(self, job: Job) -> None:
-        if not job.state.seated(job.computed + 1):
+        if not job.state.reserved(job.computed + 1):
             with fatal_assertions():
                 job.state.take_seats(self._cache, job.lease, job.computed // self.model.layout.page_tokens)
 
@@ -255,7 +255,7 @@ class Turns:
             logits = self._tails.forward(self.model.model, [job.state for job in jobs], ids)
         except Broken:
             raise
-        except Exception:
+        except Exception:  # to find the one at fault, each is computed alone
             log.exception("the ends of %d prompts", len(jobs))
             self._retry_alone(jobs)
             return
@@ -302,7 +302,7 @@ class Turns:
             logits = self._batches[states].forward(self.model.model, ids)
         except Broken:
             raise
-        except Exception:
+        except Exception:  # to find the one at fault, each is computed alone
             log.exception("a batch of %d requests", len(jobs))
             self._batches.pop(states, None)
             self._retry_alone(jobs)

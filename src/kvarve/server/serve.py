@@ -158,7 +158,7 @@ class Server:
         how = "in batches and kept" if engine.batches else "one by one and kept"
         if settings.deterministic:
             how = "one by one and not kept, so that each depends on its prompt alone"
-        room = engine.cache.room_tokens()
+        room = engine.cache.capacity_tokens()
         own = engine.model.layout.bytes_in_use
         beside = f", and {format_size(own)} beside it for each" if own else ""
         most = f"{settings.max_running} side by side"

@@ -483,7 +483,7 @@ class FileStorage(Storage):
             for slab, before in in_flight.failed_syncs.items():
                 if slab not in errors and slab.failed_syncs(wait=True) > before:
                     errors[slab] = OSError(errno.EIO, "the sync of another put failed, and with it perhaps this one's")
-        except BaseException:
+        except BaseException:  # also on an interrupt: the sync of another put settles its rows
             in_flight.given_up = True
             raise
         with self._lock:

@@ -583,7 +583,7 @@ class Index:
             if not empty:
                 self._read(slab, 0, slab.shape.slots)
             self.sequence_lock.end_write({slab.number: (slab.identity, ())})
-        except BaseException:
+        except BaseException:  # also on an interrupt
             self.forget(slab)
             raise
 

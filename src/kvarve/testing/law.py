@@ -21,7 +21,7 @@ PASSED = 8
 
 def waits_in_vain(scheduler: Scheduler[Any], core: Core) -> str:
     """Describes a request that waits although it could be admitted to `core`; empty if there is none."""
-    here = [*scheduler.running, *scheduler.coming]
+    here = [*scheduler.running, *scheduler.loading]
     if len(here) >= scheduler.max_running or _makes_room(core):
         return ""
     page = core.config.page_tokens
@@ -58,7 +58,7 @@ class Passes:
 
     def before(self, scheduler: Scheduler[Any], core: Core) -> None:
         """To be called just before admission."""
-        self._here, self._line = [*scheduler.running, *scheduler.coming], [*scheduler.waiting]
+        self._here, self._line = [*scheduler.running, *scheduler.loading], [*scheduler.waiting]
         self._rooms = []
         if not _makes_room(core):
             self._rooms = [
@@ -72,7 +72,7 @@ class Passes:
 
     def after(self, scheduler: Scheduler[Any], core: Core) -> str:
         """Describes a request that has been passed too often; empty if there is none."""
-        here, line = [*scheduler.running, *scheduler.coming], [*scheduler.waiting]
+        here, line = [*scheduler.running, *scheduler.loading], [*scheduler.waiting]
         self.passed = {id(task): self.passed.get(id(task), 0) for task in line}
         begun = [task for task in here if task not in self._here]
         if len(begun) != 1 or len(here) != len(self._here) + 1 or begun[0] not in self._line:
@@ -90,13 +90,13 @@ class Passes:
 def _asked(scheduler: Scheduler[Any], core: Core) -> Iterator[tuple[Any, dict[int, int], dict[int, int], int | None]]:
     """For each waiting request that does not wait for storage: the slots it needs by chain, with growth; the slots that
     are free or evictable; and if these are too few, after how many steps there could be enough."""
-    here = [*scheduler.running, *scheduler.coming]
+    here = [*scheduler.running, *scheduler.loading]
     page, chunk = core.config.page_tokens, core.config.chunk_tokens
     if not len(scheduler.waiting):
         return
     stuck = _stuck(core)
     available = _available(core, stuck)
-    for task in scheduler.coming:
+    for task in scheduler.loading:
         for pool in available:
             available[pool] -= _wants(core, task, pool, stuck)
     growth = sum(_grows(other, page) for other in here)
@@ -124,7 +124,7 @@ def _is_behind(scheduler: Scheduler[Any], core: Core, task: Task) -> bool:
     lease = task.lease
     found = core.lookup(lease.root, lease.tokens).memory if lease.reads else 0
     width, grid = core.width, core.grid
-    for other in (*scheduler.running, *scheduler.coming):
+    for other in (*scheduler.running, *scheduler.loading):
         ahead = other.lease
         if not lease.reads or ahead.root != lease.root or (other in scheduler.running and not other.prefilling):
             continue
@@ -204,7 +204,7 @@ def _room_after(
     """Steps until there could be enough slots, if running requests use all of their max_tokens."""
     ends = []
     for task in here:
-        ends.append((_turns(task, chunk), task.seats or -(-task.length // page), _grows(task, page)))
+        ends.append((_turns(task, chunk), task.reserved_pages or -(-task.length // page), _grows(task, page)))
     free, turns, less = dict(available), 0, 0
     for turn, pages, grows in sorted(ends, key=lambda end: end[0]):
         if all(wants[pool] - less <= free[pool] for pool in free):
@@ -216,7 +216,7 @@ def _room_after(
 def _grows(task: Task, page: int) -> bool:
     """Whether it may need more pages than it has slots for."""
     last = task.prompt + task.max_new_tokens - 1  # no KV is computed for the last output token
-    return max(task.seats * page, -(-task.length // page) * page) < last
+    return max(task.reserved_pages * page, -(-task.length // page) * page) < last
 
 
 def _could_have(core: Core, task: Task, page: int) -> bool:
@@ -224,4 +224,4 @@ def _could_have(core: Core, task: Task, page: int) -> bool:
     twin = deepcopy(core)
     lease = twin.leases[task.lease.number]
     twin.claim(lease, twin.now)
-    return lease.ready and twin.seat(lease, -(-task.length // page))
+    return lease.ready and twin.reserve(lease, -(-task.length // page))

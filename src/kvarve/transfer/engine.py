@@ -153,7 +153,7 @@ class TransferEngine:
         self.ends.put(Verified(copy.op, good, bad))
         try:
             self._copies.load(pages, ready, arrival.came)
-        except BaseException as e:
+        except BaseException as e:  # whatever it is, the requests that wait for a layer are told
             arrival.fail(e)  # it stays, so that no request takes the pages for whole
             raise
         self._arrivals = [each for each in self._arrivals if each is not arrival]

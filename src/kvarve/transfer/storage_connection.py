@@ -70,7 +70,7 @@ class StorageConnection:
             return last.result()
         except StorageError as e:
             raise StorageError(str(e)) from None
-        except Exception as e:
+        except Exception as e:  # of any backend: the caller gets an error of ours
             log.exception("a bug in a storage's usage")
             raise StorageError(f"{type(e).__name__}: {e}") from None
 

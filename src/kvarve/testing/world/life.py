@@ -140,12 +140,12 @@ def _extend(world: World, pick: int, text: str) -> bool:
     return True
 
 
-def _seat(world: World, pick: int, more: int) -> bool:
+def _reserve(world: World, pick: int, more: int) -> bool:
     lease = _one(pick, _ready(world))
     if lease is None:
         return False
-    seated = world.seat(lease, lease.done + more)
-    world.seen["seated" if seated else "not seated"] += 1
+    reserved = world.reserve(lease, lease.done + more)
+    world.seen["reserved" if reserved else "not reserved"] += 1
     return True
 
 
@@ -176,7 +176,7 @@ def _publish(world: World, pick: int, less: int) -> bool:
     lease, grid = _one(pick, _ready(world)), world.core.grid
     if lease is None:
         return False
-    world.publish(lease, max(lease.done, (lease.room - less) // grid * grid))
+    world.publish(lease, max(lease.done, (lease.grown - less) // grid * grid))
     return True
 
 
@@ -367,7 +367,7 @@ ACTIONS: Mapping[str, Callable[..., bool]] = {
     "claim": _claim,
     "resumed": _resumed,
     "extend": _extend,
-    "seat": _seat,
+    "reserve": _reserve,
     "mark": _mark,
     "grow": _grow,
     "short": _short,
@@ -399,8 +399,8 @@ def _one(pick: int, those: Sequence[T]) -> T | None:
 def _further(world: World, pick: int, more: int) -> tuple[Lease | None, int]:
     """A ready lease that can keep more pages, and a page on the prefill grid up to which it can."""
     lease, grid = _one(pick, _ready(world)), world.core.grid
-    upto = min(world.core.keepable(lease), lease.room + grid * more) // grid * grid if lease is not None else 0
-    return (lease, upto) if lease is not None and upto > lease.room else (None, 0)
+    upto = min(world.core.keepable(lease), lease.grown + grid * more) // grid * grid if lease is not None else 0
+    return (lease, upto) if lease is not None and upto > lease.grown else (None, 0)
 
 
 def _ready(world: World) -> list[Lease]:
@@ -432,7 +432,7 @@ class Director:
             "claim": dice.choice([4, 20]),
             "resumed": 3,
             "extend": dice.choice([0, 3]),
-            "seat": dice.choice([0, 6]),
+            "reserve": dice.choice([0, 6]),
             "mark": dice.choice([0, 1]),
             "grow": 12,
             "short": 2,
@@ -455,7 +455,7 @@ class Director:
             "retry": dice.choice([0, 1, 3]),
         }
         if outside:
-            for kind in ("resumed", "seat", "mark", "grow", "short", "publish"):
+            for kind in ("resumed", "reserve", "mark", "grow", "short", "publish"):
                 del weights[kind]
             weights |= {"load": 20, "forward": 14, "save": 14, "evict": dice.choice([4, 12, 30])}
         # Weights vary between lives, so that an action that is rare in one is common in another.
@@ -485,8 +485,8 @@ class Director:
                 return ["save", pick, dice.choice([2**70 - 1, 2**70 - 1, dice.getrandbits(12)])]
             case "evict":
                 return ["evict", pick % 5, dice.choice([1, 3, 100])]
-            case "seat":
-                return ["seat", pick, dice.randint(1, 12)]
+            case "reserve":
+                return ["reserve", pick, dice.randint(1, 12)]
             case "mark":
                 return ["mark", pick, dice.randint(1, 8)]
             case "publish":

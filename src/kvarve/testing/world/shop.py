@@ -70,14 +70,14 @@ class Pages:
     def shape(self) -> int:
         return self._world.core.slot_pools.shape
 
-    def parting(self, ahead: Lease, behind: Lease) -> int:
-        return self._world.core.parting(ahead, behind)
+    def shared_prefix(self, ahead: Lease, behind: Lease) -> int:
+        return self._world.core.shared_prefix(ahead, behind)
 
     def claim(self, lease: Lease) -> bool:
         return self._world.claim(lease)
 
-    def seat(self, lease: Lease, upto: int) -> bool:
-        return self._world.seat(lease, upto)
+    def reserve(self, lease: Lease, upto: int) -> bool:
+        return self._world.reserve(lease, upto)
 
     def mark(self, lease: Lease, boundary: int) -> bool:
         return self._world.mark(lease, boundary)
@@ -100,7 +100,7 @@ class Shop:
             max_running=places,
             page_tokens=self.page,
             chunk_tokens=self.chunk,
-            again=self._open_again,
+            reopen=self._open_again,
             begin=self._begin,
             stop=self._stop,
             fail=self._fail,
@@ -155,7 +155,7 @@ class Shop:
         self.scheduler.admit()
         assert not (why := waits_in_vain(self.scheduler, world.core)), f"no request waits in vain: {why}"
         assert not (why := self.passes.after(self.scheduler, world.core)), f"no request is passed for ever: {why}"
-        running = len(self.scheduler.running) + len(self.scheduler.coming)
+        running = len(self.scheduler.running) + len(self.scheduler.loading)
         assert running <= self.scheduler.max_running, "no more run than there are places"
         assert not any(order.lease.ready for order in self.scheduler.waiting), "what waits in line holds nothing"
         world.seen["ran beside others"] += running > 1
@@ -166,13 +166,13 @@ class Shop:
     def _answer(self) -> None:
         world = self.world
         answers = [order for order in self.scheduler.running if not order.prefilling]
-        holders = [*self.scheduler.running, *self.scheduler.coming]
+        holders = [*self.scheduler.running, *self.scheduler.loading]
         oldest = min(holders, key=lambda order: order.admitted_seq, default=None)
         free = not copying(world.core)  # else it may be preempted while it waits for a copy
-        seated = [order for order in sorted(answers, key=lambda order: order.admitted_seq) if self._seated(order)]
+        reserved = [order for order in sorted(answers, key=lambda order: order.admitted_seq) if self._seated(order)]
         if oldest in answers and len(holders) > 1 and free:
             assert oldest in self.scheduler.running, "the oldest is never preempted"
-        for order in seated:
+        for order in reserved:
             if order not in self.scheduler.running:  # preempted by a later one's growth
                 continue
             order.done += 1
@@ -183,7 +183,7 @@ class Shop:
             self._say(order)
 
     def _seated(self, order: Order) -> bool:
-        return order in self.scheduler.running and self.scheduler.seated(order)
+        return order in self.scheduler.running and self.scheduler.reserved(order)
 
     def _prefill(self) -> None:
         pieces = []
@@ -200,12 +200,12 @@ class Shop:
 
     def _keep(self, order: Order) -> None:
         lease, upto = order.lease, min(order.done // self.page, self.world.core.keepable(order.lease))
-        if order.done % self.chunk == 0 and upto > lease.room:
+        if order.done % self.chunk == 0 and upto > lease.grown:
             self.world.grow(lease, upto)
-            self.world.publish(lease, lease.room)
+            self.world.publish(lease, lease.grown)
 
     def _say(self, order: Order) -> None:
-        assert order.done <= order.seats * self.page, "it computes where it has room"
+        assert order.done <= order.reserved_pages * self.page, "it computes where it has room"
         if order.done == order.length:
             order.spoken += 1
             if order.spoken >= order.ends:
@@ -258,7 +258,7 @@ class Shop:
             assert turn < TURNS - 1, f"{len(self.orders)} requests are never answered"
         assert sorted(self.last) == [*range(1, self.accepted + 1)], "every accepted request has a last output"
         assert set(self.last.values()) <= {1}, "and only one"
-        assert not self.scheduler.running and not self.scheduler.coming and not len(self.scheduler.waiting)
+        assert not self.scheduler.running and not self.scheduler.loading and not len(self.scheduler.waiting)
         world.drain()
 
 

@@ -154,24 +154,24 @@ class World:
         self._all(lease, lambda core, twin: core.extend(twin, tokens))
         self._check()
 
-    def seat(self, lease: Lease, upto: int) -> bool:
+    def reserve(self, lease: Lease, upto: int) -> bool:
         """Slots to compute in, for partial pages too; checks the content of the lease's pages."""
-        seated = self._all(lease, lambda core, twin: core.seat(twin, upto))
+        reserved = self._all(lease, lambda core, twin: core.reserve(twin, upto))
         for pool in self.core.slot_pools.chains:
             for position, slot in lease.own[pool].items():
                 if position not in self._grown[lease.number][pool]:
-                    assert seated, "all or nothing"
+                    assert reserved, "all or nothing"
                     self._fill(pool, slot, empty(lease.number))
                     self._grown[lease.number][pool][position] = slot
-            slots = self.core.seats(lease, pool, 0)
-            assert not seated or len(slots) >= upto, "every page has its place"
+            slots = self.core.block_table(lease, pool, 0)
+            assert not reserved or len(slots) >= upto, "every page has its place"
             for position, slot in enumerate(slots[: lease.done]):
                 for transfers in self.transfers:
                     assert transfers.arenas[pool][slot] == self._prompts[lease.number][position], (
                         "and that page lies there"
                     )
         self._check()
-        return seated
+        return reserved
 
     def mark(self, lease: Lease, boundary: int) -> bool:
         marked = self._all(lease, lambda core, twin: core.mark(twin, boundary))
@@ -180,11 +180,11 @@ class World:
         return marked
 
     def grow(self, lease: Lease, upto: int) -> list[dict[int, int]]:
-        start = lease.room
+        start = lease.grown
         fresh = self._all(lease, lambda core, twin: core.grow(twin, upto))
         for pool, slots in enumerate(fresh):
             for position, slot in slots.items():
-                assert start <= position < lease.room, "room is where it was asked for"
+                assert start <= position < lease.grown, "room is where it was asked for"
                 self._fill(pool, slot, empty(lease.number))
             self._grown[lease.number][pool].update(slots)
         self._check()
@@ -436,8 +436,8 @@ class World:
         start, pages = lease.done, self.core.keepable(lease) // grid * grid
         for chunk in range(1, chunks + 1):
             upto = min((start + (pages - start) * chunk // chunks) // grid * grid, self.core.keepable(lease))
-            self.grow(lease, max(lease.room, upto))
-            self.publish(lease, max(lease.done, min(upto, lease.room // grid * grid)))
+            self.grow(lease, max(lease.grown, upto))
+            self.publish(lease, max(lease.done, min(upto, lease.grown // grid * grid)))
         self.close(lease)
         if rest:
             self.settle()
