@@ -97,7 +97,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     kinds = parser.add_mutually_exclusive_group()
     for kind, about in KINDS.items():
         kinds.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, default="core", help=about)
-    parser.add_argument("--steps", type=positive, help="stop after this number of inputs to the core (100,000 unless --seeds)")
+    parser.add_argument(
+        "--steps", type=positive, help="stop after this number of inputs to the core (100,000 unless --seeds)"
+    )
     parser.add_argument("--jobs", type=positive, default=1, help="processes")
     parser.add_argument("--all", action="store_true", help="go on after a failure, and report each kind once")
     parser.add_argument("--shrink", type=natural, default=60, metavar="SECONDS", help="time to shrink a failure")
