@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ASK_AGAIN_S = 0.05  # until storage is asked again for pages that are being written to it
 SOON_S = 2.0  # for how long a request believes a storage that pages are being written
-ROOM_RETRIES = 8  # how often a lease waits for evictions under write-back before it takes a shallower boundary
+EVICTION_RETRIES = 8  # how often a lease waits for evictions under write-back before it takes a shallower boundary
 
 
 class Prefetch:
@@ -191,7 +191,7 @@ class Prefetch:
     def put_off(self, lease: Lease) -> bool:
         """Whether a lease that found no slots should try again in the next step, since evictions are under way."""
         lease.retries += 1
-        return self.backups.leaving() and lease.retries <= ROOM_RETRIES
+        return self.backups.leaving() and lease.retries <= EVICTION_RETRIES
 
     def _send(self, lease: Lease, need: list[int], taken: list[list[int]], boundary: int) -> None:
         self._waits_again(lease)

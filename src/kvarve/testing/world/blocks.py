@@ -19,8 +19,9 @@ from kvarve.core.policies import WAIT_COMPLETE, Patience
 from kvarve.core.settings import CoreConfig
 from kvarve.keys import TOKEN_BYTES
 from kvarve.model import Tier
+from kvarve.testing.world.shadow import TURNS
 from kvarve.testing.world.transfers import BROKEN, FREE, SimulatedTransfers, empty
-from kvarve.testing.world.world import TURNS, World
+from kvarve.testing.world.world import World
 
 Page = tuple[int, bytes]  # pool and key
 
