@@ -5,29 +5,11 @@ import gc
 import threading
 import weakref
 from concurrent.futures import CancelledError
-from typing import Any
 
 import pytest
 
+from gates import LONG_S, Gate, threads
 from kvarve.server.lanes import LANES, Lane, Lanes, apart
-
-LONG_S = 60.0
-
-
-class Gate:
-    """Work that begins, and ends when it may."""
-
-    def __init__(self, answer: Any = None) -> None:
-        self.begun, self.may_end, self.answer = threading.Event(), threading.Event(), answer
-
-    def __call__(self) -> Any:
-        self.begun.set()
-        assert self.may_end.wait(LONG_S)
-        return self.answer
-
-
-def threads(name: str) -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
 
 
 def test_the_short_passes_the_long() -> None:
