@@ -174,3 +174,20 @@ def test_blocks_stay_in_use_until_a_verified_load_has_been_copied() -> None:
     here.step([here.end(op)])
     assert not +here.blocks.users
     here.drain()
+
+
+@pytest.mark.parametrize("engine_has", [0, 3])
+@pytest.mark.parametrize("pools", [(ATTENTION,), (ATTENTION, WINDOW, STATE)])
+def test_storage_brings_the_pages_behind_those_that_only_the_engine_has(
+    pools: tuple[object, ...], engine_has: int
+) -> None:
+    """They were fetched for nothing: the host takes no page of a chain behind a gap."""
+    here = world(*pools, storage=True)
+    here.request(prompt(6))
+    here.settle()
+    here.flush(Tier.HOST)
+    here.evict(pick=engine_has)
+    lease = claimed(here)
+    here.load(lease)
+    here.settle()
+    assert lease.ready and lease.boundary == 6 and here.core.counters.duplicates == 0

@@ -42,7 +42,7 @@ SAMPLES: list[Any] = [
     POOL,
     BUFFER,
     Tier.STORAGE,
-    Prompt(b"root", b"tokens"),
+    Prompt(b"root", b"tokens", 64),
     Demand([1], [[2], [3]]),
     Hit(1, 2, 3, (2,)),
     Counters(fetched=3),

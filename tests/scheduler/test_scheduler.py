@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from filling import a_config, a_store, an_identity, prompt
+from filling import PAGE, a_config, a_store, an_identity, prompt
 
 from kvarve.core.effects import Copy, Ended, Probe
 from kvarve.errors import Busy, StorageError
 from kvarve.messages import ChangeMade, ChangeProposed, ChangeRefused, Report
+from kvarve.model import Tier
 from kvarve.ranks.agreement import AgreedStep, Alone
 from kvarve.scheduler import CacheScheduler
 from kvarve.worker import CacheWorker, check
@@ -110,3 +111,37 @@ def test_a_worker_answers_each_order_once_whatever_becomes_of_it() -> None:
         ends += [event for event in worker.report().events if isinstance(event, Ended)]
     assert ends == [Ended(probe.op, 0)]
     worker.close(5, 1, up=True)
+
+
+# --- over an engine's blocks
+
+
+def over_blocks() -> CacheScheduler:
+    identity = replace(an_identity(), chunk_tokens=2 * PAGE)
+    slots = {Tier.HOST: (64,) * len(identity.pools)}
+    return CacheScheduler(identity, a_config(), slots, storage=True)
+
+
+def test_pages_of_an_unfinished_chunk_are_not_saved_as_their_names_still_change() -> None:
+    scheduler = over_blocks()
+    scheduler.step(Report(), 1.0)
+    lease = scheduler.open(prompt(3))
+    scheduler.claim(lease)
+    scheduler.step(Report([Ended(order.op, 0) for order in scheduler.take() if isinstance(order, Probe)]), 1.5)
+    assert scheduler.claim(lease)
+    saved = scheduler.save(lease, [{0: 100, 1: 101, 2: 102} for _ in scheduler.pools])
+    assert all(positions & 0b100 == 0 for positions in saved) and any(saved)
+    sealed = {page.target: page.key for copy in copies(scheduler, Tier.HOST) for page in copy.pages}
+    assert sealed and {*sealed.values()} <= {lease.key(0), lease.key(1)}
+
+
+def test_calls_about_device_slots_are_refused_where_an_engine_owns_the_device() -> None:
+    scheduler = over_blocks()
+    with pytest.raises(AssertionError, match="an engine owns the device"):
+        scheduler.capacity_tokens()
+    with pytest.raises(AssertionError, match="an engine owns the device"):
+        scheduler.demand([])
+
+
+def copies(scheduler: CacheScheduler, target: Tier) -> list[Copy]:
+    return [order for order in scheduler.take() if isinstance(order, Copy) and order.target is target]

@@ -8,6 +8,7 @@ from kvarve.boundaries import deepest
 from kvarve.core.effects import Copy, Effect, Hurry, Page, Probe
 from kvarve.core.lease import Lease
 from kvarve.core.tree import Run, covering, root_of
+from kvarve.keys import KEY_BYTES
 from kvarve.model import Tier
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ class Copies:
             root = root_of(op.run).named
         else:
             assert op.lease is not None
-            keys = [op.lease.key(page.position) for page in op.pages]
+            named = op.lease.keys
+            keys = [named[page.position * KEY_BYTES : (page.position + 1) * KEY_BYTES] for page in op.pages]
             root = op.lease.root
         pages = tuple(Page(page.pool, key, page.source, page.target) for page, key in zip(op.pages, keys, strict=True))
         if op.edge == PROBE:

@@ -180,6 +180,13 @@ def _publish(world: World, pick: int, less: int) -> bool:
     return True
 
 
+def _hand_over(world: World, pick: int) -> bool:
+    lease = _one(pick, _ready(world))
+    if lease is not None:
+        world.seen["handed over"] += world.hand_over(lease) > 0
+    return lease is not None
+
+
 def _close(world: World, pick: int) -> bool:
     lease = _one(pick, world.leases)
     if lease is not None:
@@ -372,6 +379,7 @@ ACTIONS: Mapping[str, Callable[..., bool]] = {
     "grow": _grow,
     "short": _short,
     "publish": _publish,
+    "hand_over": _hand_over,
     "close": _close,
     "flush": _flush,
     "attach": _attach,
@@ -437,6 +445,7 @@ class Director:
             "grow": 12,
             "short": 2,
             "publish": 10,
+            "hand_over": dice.choice([0, 0, 3]),
             "close": dice.choice([6, 14]),
             "flush": dice.choice([0, 4, 10]),
             "attach": 1,

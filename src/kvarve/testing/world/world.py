@@ -147,6 +147,12 @@ class World(Shadow):
         self._all(lease, lambda core, twin: core.publish(twin, upto))
         self._check()
 
+    def hand_over(self, lease: Lease) -> int:
+        boundary = self._all(lease, lambda core, twin: core.hand_over(twin))
+        assert boundary == self._each(lambda core: core.lookup(lease.root, lease.tokens).memory)
+        self._check()
+        return boundary
+
     def close(self, lease: Lease) -> None:
         self.seen[f"closed while {lease.phase.value}"] += 1
         self.seen["closed between grow and publish"] += any(self._grown[lease.number])
