@@ -139,7 +139,7 @@ def test_a_page_that_storage_loses_between_probe_and_fetch_lowers_the_boundary()
     world.settle()
     assert world.ready(lease) and lease.boundary == 1
     assert world.core.counters.failed == 1
-    assert world.core.counters.fetched == 4 and world.resident(HOST) == 1, "what nothing leads to is given back"
+    assert world.core.counters.fetched == 4 and world.resident(HOST) == 1, "pages that no path leads to are freed"
 
 
 def test_a_page_that_storage_corrupted_is_counted_and_lowers_the_boundary() -> None:

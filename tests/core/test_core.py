@@ -184,7 +184,7 @@ def test_a_copy_to_the_device_that_never_ends_is_not_waited_for_for_ever() -> No
     assert lease.ready and lease.boundary == 0
     world.settle()
     world.close(lease)
-    assert world.request(prompt(4)).from_tiers() == (4, 0, 0), "it arrived all the same"
+    assert world.request(prompt(4)).from_tiers() == (4, 0, 0), "it arrived after all"
 
 
 def test_an_answer_that_comes_twice_changes_nothing() -> None:

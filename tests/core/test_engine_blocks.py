@@ -1,4 +1,4 @@
-"""A core over an engine's blocks: what the engine has, what it is brought, and when its blocks are its own again."""
+"""A core over an engine's blocks: which pages the engine has, which it loads, and when its blocks are released."""
 
 from collections import Counter
 from itertools import count
@@ -23,7 +23,7 @@ def world(*pools: object, host: int = 64, **rest: object) -> EngineWorld:
 
 
 def saved(here: EngineWorld, pages: int = 6) -> None:
-    """A prompt that is in the host, and not with the engine."""
+    """A prompt that is in the host, and not in the engine's blocks."""
     here.request(prompt(pages))
     here.evict()
     assert not here.blocks.cached

@@ -41,7 +41,7 @@ class Recorder:
 
 
 def say(recorder: Recorder, script: Sequence[int], prompt_tokens: int = 5) -> None:
-    """Have the model say these tokens, whatever it thinks."""
+    """Have the model output these tokens, whatever its logits."""
 
     def scripted(workspace: Workspace, logits: Tensor) -> Tensor:
         said = workspace.tokens - prompt_tokens

@@ -162,7 +162,7 @@ def test_what_a_running_request_has_beside_its_pages_is_known_beforehand(family:
 
 @every_family
 def test_a_preempted_request_resumes_with_the_same_answer(family: str, make: Make) -> None:
-    """Room for two of them at most; each wants more the longer it talks."""
+    """Slots for two of them at most; each needs more the longer its answer gets."""
     model = a_model(family)
     engine = make(model, start=False, device=room_for(model, 200), host=4 * MIB)
     requests = [engine.submit(a_request(a_prompt(tokens, seed), most)) for tokens, seed, most in ASKED]

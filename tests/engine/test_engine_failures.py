@@ -1,4 +1,4 @@
-"""A request that goes away or fails harms no other; each gets its last output even if the engine stops or dies."""
+"""A request that is aborted or fails harms no other; each gets its last output even if the engine stops or dies."""
 
 import queue
 import threading
@@ -107,7 +107,7 @@ def test_a_request_whose_state_finds_no_memory_harms_no_other(make: Make, monkey
 
 
 def test_a_listener_that_fails_harms_no_other(make: Make) -> None:
-    """A client that is gone, say, whose event loop is closed."""
+    """A client that has gone: its event loop is closed, say."""
 
     def deliver(piece: OutputChunk) -> None:
         raise RuntimeError("the event loop is closed")

@@ -1,4 +1,4 @@
-"""The table of families says what the code does, for those it lists and for anybody's config."""
+"""The table of families says what the code does, for the families it lists and for any other config."""
 
 import re
 from functools import cache

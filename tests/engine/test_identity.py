@@ -373,7 +373,7 @@ def test_a_module_that_was_saved_whole_with_an_adapter_is_switched_with_it() -> 
         marks.require_same(model)
 
 
-# --- is it still that one?
+# --- is it still the same model?
 
 
 def in_place(model: Any) -> None:

@@ -1,4 +1,4 @@
-"""From a name to a model that computes, or one line that says why not."""
+"""From a name to a loaded model, or one line that says why not."""
 
 import json
 import shutil
@@ -176,7 +176,7 @@ def test_a_model_whose_frequencies_change_beyond_a_length_is_served_up_to_that(t
     assert loaded.max_tokens == 2 * CHUNK < model.config.max_position_embeddings
 
     def differ_by(tokens: int) -> float:
-        """By how much the logits after so many tokens differ when they are computed in chunks."""
+        """By how much the logits after `tokens` tokens differ when they are computed in chunks."""
         ids, workspace = a_prompt(tokens), Workspace(loaded.layout, 1024)
         for piece in ids.split(CHUNK, dim=1):
             logits = forward(loaded.model, workspace, piece)

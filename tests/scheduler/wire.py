@@ -1,4 +1,4 @@
-"""What may cross between the process of a scheduler and that of its worker and engine: pickled plain data, checked.
+"""Messages between the process of a scheduler and that of its worker and engine: pickled plain data, checked.
 
 Each message is its length and its pickle. The reader makes no object of a class that is not in `PLAIN`.
 """
