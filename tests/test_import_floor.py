@@ -1,4 +1,4 @@
-"""Imports go down only. A module that is not placed on a floor yet fails here, so that somebody has to place it."""
+"""Imports go down only. A module that is on no floor yet fails here, so that it has to be placed."""
 
 import ast
 import subprocess
@@ -14,12 +14,12 @@ FLOORS = (
     {"model", "keys", "boundaries", "errors", "sizes", "__init__"},  # words
     {"core"},
     {"background"},  # threads
-    {"memory", "transfer", "storage", "ranks"},  # hands
+    {"memory", "transfer", "storage", "ranks"},  # data movement
     {"config", "balance", "messages", "changes", "ticket"},  # settings, and what scheduler and worker tell each other
     {"scheduler", "worker"},
-    {"prefix_cache", "admin", "metrics", "options", "commands"},  # the house
+    {"prefix_cache", "admin", "metrics", "options", "commands"},  # the pair, and the engine
     {"engine", "simulate"},
-    {"cli", "__main__", "storage_cli", "server", "bench", "demo", "verify", "integrations"},  # guests
+    {"cli", "__main__", "storage_cli", "server", "bench", "demo", "verify", "integrations"},  # applications
 )
 WORDS, CORE, HANDS = FLOORS[0], FLOORS[1], FLOORS[3]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
@@ -57,7 +57,7 @@ def imported(path: Path) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names if module == "kvarve")
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
             name = node.args[0] if node.args else None
-            assert isinstance(name, ast.Constant), f"{path}: nobody can say what line {node.lineno} imports"
+            assert isinstance(name, ast.Constant), f"{path}: line {node.lineno} imports a computed name"
             yield str(name.value)
 
 

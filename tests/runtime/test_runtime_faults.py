@@ -34,7 +34,7 @@ from kvarve.prefix_cache import PrefixCache
 ALL = 8  # pages of LONG that can be resumed from
 
 
-# --- what goes wrong
+# --- faults
 
 
 def test_when_storage_dies_requests_go_on_with_what_memory_has(make: Make) -> None:
@@ -53,7 +53,7 @@ def test_when_storage_dies_requests_go_on_with_what_memory_has(make: Make) -> No
     cache.flush([Tier.DEVICE])
     assert run(cache, fresh) == (0, ALL, 0)
     store.dead = False
-    until(cache, lambda: cache.up)  # it is asked now and then, and gets what was written meanwhile
+    until(cache, lambda: cache.up)  # it is probed, and gets the pages stored meanwhile
     settle(cache)
     cache.flush()
     assert run(cache, fresh) == (0, 0, ALL)
@@ -240,7 +240,7 @@ def test_what_is_going_on_is_told_by_name(make: Make) -> None:
     assert cache.stats()["backed_up"] == cache.stats()["stored"] > 0
 
 
-# --- what is refused
+# --- refused settings
 
 
 def test_two_models_on_one_folder_do_not_see_each_other(tmp_path: Path) -> None:
