@@ -15,7 +15,7 @@ FLOORS = (
     {"core"},
     {"background"},  # threads
     {"memory", "transfer", "storage", "ranks"},  # data movement
-    {"config", "balance", "messages", "changes", "ticket"},  # settings, and what scheduler and worker tell each other
+    {"config", "balance", "messages", "changes", "ticket"},  # settings, and messages between scheduler and worker
     {"scheduler", "worker"},
     {"prefix_cache", "admin", "metrics", "options", "commands"},  # the pair, and the engine
     {"engine", "simulate"},
@@ -87,7 +87,7 @@ def test_imports_go_down_only(path: Path) -> None:
     if own == "testing":
         return
     for other in inside(path):
-        assert other != "testing", f"{named(path)}: what is shipped for tests is for tests"
+        assert other != "testing", f"{named(path)}: the product imports nothing of kvarve.testing"
         assert FLOOR_OF[other] <= FLOOR_OF[own], f"{named(path)}: {other} stands above {own}"
         if other != own and any(own in floor and other in floor for floor in STRANGERS):
             assert other in MAY_USE.get(own, set()), f"{named(path)}: {own} may not know {other}"
@@ -110,7 +110,7 @@ def test_what_decides_knows_no_tensor_thread_or_file(path: Path) -> None:
     assert memory <= {"kvarve.memory.record", "kvarve.memory.layouts"}
 
 
-# What each install brings, besides the standard library; an extra includes the one before it.
+# The packages of each install, besides the standard library; an extra includes the one before it.
 INSTALLS = {
     "base": {"torch", "numpy", "xxhash", "cyclopts", "rich"},
     "engine": {"transformers", "tokenizers", "safetensors", "jinja2", "prometheus_client"},

@@ -265,7 +265,7 @@ def test_what_finds_no_room_in_the_host_goes_down_when_there_is_some() -> None:
     world.stock(pack(prompt(4, seed=1)))
     waits = world.open(prompt(4, seed=1))
     world.settle()
-    assert world.resident(HOST) == 4 and waits.holds, "what storage sent for it"
+    assert world.resident(HOST) == 4 and waits.holds, "the pages fetched for it"
     write(world, 2)
     world.settle()
     assert world.core.idle() and world.core.dirty(), "it waits for host slots, and `idle` does not wait for it"

@@ -106,7 +106,7 @@ def test_blocks_are_released_only_when_their_copy_has_ended() -> None:
     (op,) = here.flying
     here.close(lease)
     held = [handle for handle, users in here.blocks.users.items() if users]
-    assert len(held) == 6, "the copy is under way"
+    assert len(held) == 6, "the copy is in flight"
     here.step([here.end(op)])
     assert not +here.blocks.users
     here.drain()
@@ -132,7 +132,7 @@ def test_a_page_behind_a_gap_is_not_saved() -> None:
     lease = here.start(prompt(6))
     here.forward(lease, 6)
     assert here.save(lease, 0b110111) == [0b000111]
-    assert here.save(lease, 0b111000) == [0b111000], "it goes on where the copies in flight end"
+    assert here.save(lease, 0b111000) == [0b111000], "the next save begins where the copies in flight end"
     here.settle()
     assert here.hit(prompt(6)) == (0, 6)
     assert here.save(lease, -1) == [0], "and nothing is saved twice"

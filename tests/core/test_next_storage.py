@@ -18,7 +18,7 @@ def hanging(settings: CoreConfig, *seeds: int) -> World:
         world.step()
         while others := [op for op in sorted(world.flying) if world.core.copies.ops[op].edge != STORE]:
             world.step([world.end(op) for op in others])
-    assert world.flying, "stores are under way"
+    assert world.flying, "stores are in flight"
     for op in [*world.flying]:
         world.lose(op)
     world.detach()

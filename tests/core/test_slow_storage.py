@@ -166,7 +166,7 @@ def test_lines_of_what_waits_remember_nothing_that_has_left_the_tree() -> None:
     assert stores(world) and len(backups.pending_store) + len(backups.pending_backup) + len(backups.quarantined) <= 32
 
 
-# --- what storage adds to the host
+# --- storage and the host's pages
 
 
 @pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH_SELECTIVE, WritePolicy.WRITE_BACK])

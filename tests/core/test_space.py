@@ -160,7 +160,7 @@ def test_the_attention_pages_that_a_request_resumed_from_stay_until_it_is_closed
     world.publish(lease, 3)
     world.flush(DEVICE)
     world.publish(lease, 8)
-    world.flush(DEVICE)  # World sees that the engine's pages are still what they were
+    world.flush(DEVICE)  # World checks that the engine's pages are unchanged
     world.close(lease)
     world.drain()
 
@@ -211,7 +211,7 @@ def test_a_sequence_computes_in_slots_that_lie_in_a_row_if_there_are_such() -> N
     assert [slot_pools.free[0].pop() for _ in range(2)] == [24, 25]
 
 
-# --- what is forgotten
+# --- roots, orders and flushes
 
 
 def test_a_salt_under_which_nothing_is_kept_is_forgotten() -> None:

@@ -148,7 +148,7 @@ def test_what_only_the_device_has_comes_down_before_it_goes_when_pages_in_the_ho
         world.request(fork(2, word), rest=False)
     world.step()
     stem = extend(root_key(b"world"), pack(prompt(2)), PAGE_TOKENS)
-    while not world.core.idle():  # the backups of what both begin with fail, those of their ends do not
+    while not world.core.idle():  # the backups of their shared pages fail, those of their ends do not
         failing = {op: effect.pages[0].key in stem for op, effect in world.flying.items()}
         world.step([world.end(op, lost=-1 if fails else 0) for op, fails in failing.items()])
     assert (world.resident(DEVICE), world.resident(HOST)) == (8, 6)

@@ -132,7 +132,7 @@ def by_hand(engine: Engine, *requests: Request) -> list[tuple[str, list[int], Ou
 
 @cached
 def alone(family: str, tokens: int, seed: int, max_tokens: int) -> list[int]:
-    """What a model answers alone and without a cache."""
+    """A model's answer, alone and without a cache."""
     model = a_model(family)
     cache = PrefixCache(model.identity, CacheConfig(MIB * 64))
     engine = Engine(model, cache)

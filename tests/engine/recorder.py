@@ -1,4 +1,4 @@
-"""What a model said: its logits at every position, or a script that it follows; and the answer's pieces."""
+"""A model's output: its logits at every position, or a script that it follows; and the answer's pieces."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

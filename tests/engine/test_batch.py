@@ -39,7 +39,7 @@ ASKED = [(20, 3, 30), (150, 4, 40), (64, 5, 24), (7, 6, 61), (130, 7, 9)]  # tok
 
 @every_family
 def test_answers_computed_together_are_those_computed_alone(family: str, make: Make) -> None:
-    """They come and go at different times, cross pages, windows and lines of the grid, and share no length."""
+    """They start and end at different times, cross pages, windows and lines of the grid, and share no length."""
     engine = make(a_model(family), start=False)
     requests = []
     for tokens, seed, most in ASKED:

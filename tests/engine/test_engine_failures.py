@@ -173,7 +173,7 @@ def test_when_the_cache_cannot_open_a_request_every_request_gets_its_last_output
 def test_a_request_that_comes_while_the_engine_stops_gets_its_last_output(
     broken: bool, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever it comes: before the last look at what has come, or after it."""
+    """Whenever it comes: before the last check for new requests, or after it."""
     engine, going, ready = make(start=False), threading.Event(), threading.Event()
     step = engine.cache.step
 

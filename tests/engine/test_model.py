@@ -31,7 +31,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def broken(qwen: Path, tmp_path: Path) -> Path:
-    """A checkpoint of one's own to break."""
+    """A copy of a checkpoint, to be damaged."""
     return Path(shutil.copytree(qwen, tmp_path / "broken"))
 
 

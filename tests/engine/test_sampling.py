@@ -103,7 +103,7 @@ def test_what_cannot_be_is_refused_by_name(settings: dict[str, Any], told: str) 
         Sampling(**settings)
 
 
-# --- what changes which token is the best
+# --- penalties and biases
 
 GIVEN = (2.0, -1.0, 1.5, 0.5, 0.0)
 

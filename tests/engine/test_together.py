@@ -16,7 +16,7 @@ from kvarve.engine.requests import Finish
 from kvarve.engine.tails import Tails, tails
 from kvarve.errors import ConfigError
 
-# By what their layers make of padding: see the docstring of engine/tails.py.
+# By how their layers treat padding: see the docstring of engine/tails.py.
 ALL_ROWS = {"qwen3", "llama", "gpt_oss", "gpt_oss_wide", "gemma3", "gemma4", "deepseek_v3"}
 ONE_BY_ONE = {"deepseek_v32", "glm_moe_dsa", "deepseek_v4", "qwen4_exp"}
 

@@ -1,4 +1,4 @@
-"""Format 2 of the record, field by field as its documentation gives them, and what a reader makes of any other."""
+"""Format 2 of the record, field by field as its documentation gives them, and how a reader treats any other."""
 
 import struct
 

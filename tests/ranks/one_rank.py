@@ -106,7 +106,7 @@ def caches(rank: int, ranks: int) -> object:
 
 
 def served(cache: PrefixCache, clock: Clock, tokens: list[int], rank: int) -> list[int]:
-    """A whole request, and what it found: all ranks take the same steps."""
+    """A whole request, and its hits: all ranks take the same steps."""
     request = Request(cache, tokens, rank=rank)
     stepped(cache, lambda: cache.claim(request.lease), clock)
     request.look()

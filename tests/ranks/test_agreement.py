@@ -180,7 +180,7 @@ class AtMeeting:
 
 
 def side_by_side(what: Callable[[int], None], ranks: int = 2) -> list[BaseException]:
-    """Do something on every rank at once; what was raised."""
+    """Call something on every rank at once; the exceptions."""
     raised: list[BaseException] = []
 
     def guarded(rank: int) -> None:

@@ -59,7 +59,7 @@ def a_region(identity: ModelIdentity | None = None) -> MemoryStorage:
 
 
 class StoreThatStays(FaultyStorage):
-    """Outlives a cache's shutdown, as a disk would; `hold_reads` makes it answer what it has but not read it."""
+    """Outlives a cache's shutdown, as a disk would; `hold_reads` lets it answer lookups but not reads."""
 
     def __init__(self, inner: MemoryStorage, rules: Sequence[Rule] = (), seed: int = 0) -> None:
         super().__init__(inner, rules, seed=seed)
@@ -130,7 +130,7 @@ class Request:
         raise AssertionError(f"not ready after {TURNS} turns, but {self.lease.phase}")
 
     def look(self) -> None:
-        """Compare every page that this request resumes from with what it must hold."""
+        """Compare every page that this request resumes from with its expected content."""
         boundary = self.lease.boundary
         assert boundary % (CHUNK // PAGE) == 0
         assert boundary * PAGE < max(1, len(self.tokens)), "nothing is left to compute"

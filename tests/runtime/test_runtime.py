@@ -108,7 +108,7 @@ def test_prompts_that_part_share_what_is_before(make: Make) -> None:
 
 
 def test_prompts_that_part_inside_of_a_chunk_share_nothing_of_it(make: Make) -> None:
-    """What a model computes for a token may depend, in its last bits, on all tokens of its chunk."""
+    """The last bits of a token's state may depend on all tokens of its chunk."""
     cache = make(a_store(), pools=(ATTENTION,))
     first, other = (prompt(10.5, seed, prefix=LONG[: 7 * PAGE]) for seed in (1, 2))
     run(cache, first)

@@ -199,7 +199,7 @@ def test_a_cache_that_was_shut_down_gives_its_memory_back_at_once(tmp_path: Path
     run(cache, LONG)
     cache.shutdown()
     kept = weakref.ref(cache.worker.host[0])
-    gc.disable()  # it comes when it likes, and what a cache had is much
+    gc.disable()  # its timing is arbitrary, and a cache's memory is large
     try:
         del cache
         assert kept() is None

@@ -223,7 +223,7 @@ def test_a_call_that_hangs_on_a_storage_that_is_gone_blocks_no_flush(make: Make,
     assert cache.scheduler.core.copies.ops, "the call hangs"
     before = cache.now()
     assert cache.flush([Tier.DEVICE], timeout_s=1e9) > 0
-    assert cache.now() == before, "by a clock that stands still, it took no time"
+    assert cache.now() == before, "it took no time by the frozen clock"
 
 
 @pytest.mark.parametrize("detached", [True, False], ids=["detached", "down"])

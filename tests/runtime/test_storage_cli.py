@@ -108,7 +108,7 @@ def say(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def told(said: Said, code: int = 0) -> Any:
-    """What a command has said by `--json -`."""
+    """A command's output with `--json -`."""
     assert (said[0], said[2]) == (code, "")
     return json.loads(said[1])
 
@@ -185,7 +185,7 @@ def record_of(folder: Path, identity: ModelIdentity, name: str) -> bytes:
 
 
 def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file and folder: when it was changed, and what it holds."""
+    """Every file and folder: its time of change and content."""
     return {
         str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
         for path in (folder, *folder.rglob("*"))

@@ -31,7 +31,7 @@ class Number(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """What an engine reads of a lease."""
+    """The fields of a lease that an engine reads."""
 
     number: int
     root: bytes

@@ -126,7 +126,7 @@ def test_no_page_makes_the_model_compute_by_a_form_without_preflight(
 
 @pytest.mark.parametrize("headers", FROM_A_PAGE, ids=str)
 def test_a_page_may_ask_what_costs_nothing_and_says_so(client: httpx.Client, headers: Body) -> None:
-    """What it gets it can read only if it comes from the same site, through a proxy in front of both."""
+    """It can read the answer only if it comes from the same site, through a proxy in front of both."""
     assert client.get("/v1/models", headers=headers).status_code == 200
     assert client.get("/health", headers=headers).status_code == 200
     assert client.post(COMPLETIONS, json=ASK, headers=headers).status_code == 200

@@ -254,7 +254,7 @@ def teller(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def rendered(client: httpx.Client, expected: str, **body: Any) -> None:
-    """A chat has become this very prompt: as long as it, and the model goes on from it with the very same chances."""
+    """A chat is rendered as this very prompt: it has as many tokens, and the next token has the same chances."""
     answer = client.post(CHAT, json={"max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 5} | body)
     assert answer.status_code == 200, answer.text
     same = complete(client, expected, max_tokens=1, logprobs=5)

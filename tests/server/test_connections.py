@@ -284,7 +284,7 @@ def test_the_system_holds_little_of_an_answer_so_that_slow_reading_is_seen(host:
     listener = bind(host, 0)
     with listener:
         room = listener.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-        assert room in (SEND_BYTES, 2 * SEND_BYTES)  # Linux doubles it, and grows what is not set
+        assert room in (SEND_BYTES, 2 * SEND_BYTES)  # Linux doubles it, and grows buffers that are not set
 
 
 # --- turns

@@ -1,4 +1,4 @@
-"""The replayer runs the product's own core, so what small traces must give can be worked out by hand."""
+"""The replayer runs the product's own core, so the results of small traces can be worked out by hand."""
 
 import gzip
 import json

@@ -62,7 +62,7 @@ class Clockwork(WithoutSync):
 
 
 class Failing(WithoutSync):
-    """Every call of the kinds in `fails` raises what is said there, from `after` such calls on."""
+    """Every call of the kinds in `fails` raises the exception given there, from `after` such calls on."""
 
     def __init__(self) -> None:
         self.fails: dict[str, int] = {}

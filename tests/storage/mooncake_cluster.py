@@ -1,7 +1,7 @@
 """A real Mooncake master and real owners of memory, in processes of their own and a network of their own.
 
 Mooncake's data listeners bind every interface, so its tests live in a network namespace with nothing but loopback. This
-process enters it for the time of a test; what is started meanwhile, threads too, stays in it.
+process enters it for the time of a test; processes and threads started meanwhile stay in it.
 """
 
 import ctypes
@@ -72,7 +72,7 @@ def _network() -> int:
 
 @contextmanager
 def own_network() -> Iterator[None]:
-    """This thread, and what it starts, in the namespace."""
+    """This thread, and all that it starts, in the namespace."""
     network, before = _network(), os.open(_OWN_NETWORK, os.O_RDONLY)
     _libc("setns", network, _CLONE_NEWNET)
     try:
@@ -109,7 +109,7 @@ def until(holds: Callable[[], bool], what: str = "it") -> None:
 
 
 class Cluster:
-    """A master with no owner yet; `close` ends what it started, whatever state it is in."""
+    """A master with no owner yet; `close` ends all processes that it started, in any state."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.folder, self._flags = folder, flags
@@ -179,9 +179,9 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def stopped(process: subprocess.Popen[str]) -> Iterator[None]:
-    """The process stands still, with its connections open."""
+    """Freeze the process, with its connections open."""
     process.send_signal(signal.SIGSTOP)
-    state = Path(f"/proc/{process.pid}/task")  # each thread answers calls until it stands
+    state = Path(f"/proc/{process.pid}/task")  # each thread answers calls until it is frozen
     until(lambda: all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in state.iterdir()))
     try:
         yield

@@ -191,7 +191,7 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> History:
 
 @pytest.fixture
 def scratch(tmp_path: Path) -> Iterator[Callable[[], Path]]:
-    """A fresh folder each time; the one before is gone."""
+    """A fresh folder each time; the previous one is removed."""
     count = 0
 
     def fresh() -> Path:

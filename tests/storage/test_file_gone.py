@@ -136,7 +136,7 @@ def test_what_stands_in_the_place_of_a_folder_is_looked_at_as_if_it_were_opened(
 @pytest.mark.parametrize("how", ["removed", "moved away", "another name is kept"])
 @pytest.mark.parametrize("which", ["both", "slots", "table"])
 def test_slabs_removed_from_outside_are_lost_alone_and_nothing_is_confirmed_in_them(tmp_path, which, how, caplog):
-    """A file that has another name, or (on NFS) gets one when it is removed while it is open, is as gone as others."""
+    """A file that was renamed, or (on NFS) is renamed when it is removed while open, counts as removed."""
     folder = tmp_path / "store"
     storage = filled(folder)
     slab = storage._index.place(SOME[0].name)[0]

@@ -129,7 +129,7 @@ def test_a_lagging_process_sees_changes_where_another_died_before_it_announced_a
     (slab,) = {first._index.place(page.name)[0] for page in some}
     same = [page for page in some if slab.stripe(first._index.place(page.name)[1]) == slab.stripe(3)]
     for page in same:
-        assert first.delete([page.name]) == [page != some[3]], "it has read what the dead one wrote"
+        assert first.delete([page.name]) == [page != some[3]], "it has read the dead process's change"
         assert lagging.exists([page.name]) == [False], page
     assert intact(lagging, some) == intact(first, some) == set(some) - set(same) - {some[3]}
     first.close()

@@ -79,7 +79,7 @@ def test_on_a_disk_that_takes_a_few_bytes_at_a_time_all_slabs_are_announced(tmp_
     storage = opened(folder, capacity=MIB)
     assert all(store(storage, some))
     storage.close()
-    (storage._folder.model.path / "changes").write_bytes(b"")  # as a power cut leaves what was never synced
+    (storage._folder.model.path / "changes").write_bytes(b"")  # as after a power cut: it was never synced
     first, second = opened(folder, Stingy(), capacity=MIB), opened(folder, Stingy(), capacity=MIB)
     assert intact(second, some) == set(some)
     assert store(first, pages("window", 1)) == [True]
@@ -158,7 +158,9 @@ def test_a_slab_that_could_not_be_opened_when_it_was_announced_is_opened_later(t
     disk.short = False
     assert store(other, [*some, *pages("window", 1)]) == [True, True]
     assert one.usage().objects == other.usage().objects == 2
-    assert set(one._index.slabs) == set(other._index.slabs) == {0, 1}, "and none was made for what was there"
+    assert set(one._index.slabs) == set(other._index.slabs) == {0, 1}, (
+        "and no slab was made for objects that were there"
+    )
     one.close()
     other.close()
 

@@ -33,7 +33,7 @@ class Library:
     """A library that holds one object, and whose transfers hang when told; the hanging ones end when it is closed."""
 
     def __init__(self, seconds: list[float]) -> None:
-        self.seconds = seconds  # what the clock shows
+        self.seconds = seconds  # the time of the clock
         self.hang = self.closed = False
         self.late: list[int] = []  # addresses that may still be written to
         self.registered: list[tuple[int, int]] = []

@@ -165,7 +165,7 @@ def test_what_an_owner_that_stands_still_does_not_take_is_not_there(
     owner, storage = cluster.owner(), opened()
     pages = Pages(storage, 4)
     pages.fill(1)
-    assert works(storage), "or the first contact with an owner that stands still would cost a minute for each object"
+    assert works(storage), "or the first contact with a frozen owner would cost a minute for each object"
     with stopped(owner), pytest.raises(StorageError, match="stored 0 of 4 objects"):
         storage.put(pages.names, pages.views)
 
@@ -423,7 +423,7 @@ def test_closing_waits_for_the_call_that_is_inside(cluster: Cluster, opened: Cal
 
 
 class Watched:
-    """The real library, which here insists on what RDMA insists on: that every byte it is to touch is registered."""
+    """The real library, with RDMA's rule: every byte that it touches has to be registered."""
 
     def __init__(self) -> None:
         self.real = library()
@@ -465,7 +465,7 @@ def test_every_byte_that_mooncake_moves_is_registered_and_pages_are_moved_where_
         assert storage.get(pages.names, pages.views) == [PAGE] * 40
         assert pages.holds(1)
         assert watched.moved == [address_of(view) for view in pages.views] * 2
-        # What lies elsewhere goes through memory of the storage's own: read-only, small, large, and more than that has.
+        # Other buffers go through the bounce buffer: read-only, small, large, and larger than the bounce buffer.
         objects = {"small": b"1", "none": b"", "large": bytes(9 * MIB), "other": b"o" * MIB}
         assert all(put(storage, **objects))
         assert {name: get(storage, name, 10 * MIB) for name in objects} == objects

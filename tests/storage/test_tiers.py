@@ -64,7 +64,9 @@ def test_a_tier_that_is_late_with_what_it_has_is_passed_over_until_it_answers(ma
     row.sick[other].inner.delete(["b"])
     row.sick[number].stall()
     asked = row.sick[number].counts["exists"]
-    assert there(row.storage, "a", "b") == "a", "what both have is found, and what only that one has is not"
+    assert there(row.storage, "a", "b") == "a", (
+        "an object that both have is found, and one that only that tier has is not"
+    )
     row.sick[number].wait_for_stalled_call()
     assert there(row.storage, "a", "b") == "a"
     assert read(row.storage, "a") == page("a")

@@ -244,7 +244,7 @@ def test_the_same_trouble_again_is_not_logged_again(caplog: pytest.LogCaptureFix
 
 
 class Carrier:
-    """Shared work that notes what it was called with; part `n` is good in bit n, and bad in the next."""
+    """Shared work that notes its arguments; part `n` is good in bit n, and bad in the next."""
 
     def __init__(self) -> None:
         self.calls: list[list[int]] = []
@@ -473,7 +473,7 @@ def test_urgent_work_passes_the_rest_and_keeps_its_own_order(gate: Gate) -> None
     for op in (1, 2, 3, 4):
         send(op, urgent=op > 2)
     lane.hurry(2)  # its request has been claimed
-    lane.hurry(0)  # under way
+    lane.hurry(0)  # in flight
     lane.hurry(99)  # of another storage
     gate.open.set()
     collect(ends, 5)
