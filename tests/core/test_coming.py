@@ -89,7 +89,7 @@ def test_a_request_waits_no_longer_than_its_ticket_says() -> None:
     lease = opened(world, expected=(4, 1.0))
     for _ in range(40):
         answer(world, ASK_AGAIN_S)
-    assert lease.ready and lease.boundary == 2, "it goes on with what has come"
+    assert lease.ready and lease.boundary == 2, "it continues with the pages that have landed"
 
 
 def test_a_request_waits_no_longer_than_its_patience() -> None:

@@ -40,7 +40,7 @@ def failing(
 
 
 def crowded(make: Make, **settings: Any) -> Engine:
-    """An engine in which some requests give way to others."""
+    """An engine in which some requests are preempted."""
     return make(start=False, device=room_for(a_model(), 14 * PAGE + 5 * CHUNK), max_running=4, **settings)
 
 

@@ -1,4 +1,4 @@
-"""What `submit` refuses on the caller's thread, so that the engine's own thread never meets it."""
+"""`submit` refuses bad requests on the caller's thread, so that they never reach the engine's own."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

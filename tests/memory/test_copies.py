@@ -1,4 +1,4 @@
-"""Copies between device and host change nothing but what they are for, whichever way and layout."""
+"""Copies between device and host change only their target slots, whatever the method and layout."""
 
 import random
 

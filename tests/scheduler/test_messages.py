@@ -1,4 +1,4 @@
-"""Whatever crosses between a scheduler and a worker is plain data: it can be pickled, and comes back equal."""
+"""Every message between a scheduler and a worker is plain data: it can be pickled, and comes back equal."""
 
 import pickle
 from typing import Any

@@ -1,4 +1,4 @@
-"""A scheduler without a worker, and a worker without a scheduler: what each makes of the other's messages."""
+"""A scheduler without a worker, and a worker without a scheduler: how each handles the other's messages."""
 
 from dataclasses import replace
 

@@ -45,7 +45,7 @@ def region() -> MemoryStorage:
 
 @pytest.fixture
 def servers(region: MemoryStorage) -> Iterator[tuple[PrefixCache, PrefixCache]]:
-    """A prefill server, whose write policy alone would store nothing of a prompt's first use, and a decode server."""
+    """A prefill server with a write policy that would not store a prompt at its first use, and a decode server."""
     prefill = PrefixCache(an_identity(), a_config(write_policy="write_through_selective"), storage=Shared(region))
     decode = PrefixCache(an_identity(), a_config(), storage=Shared(region))
     yield prefill, decode

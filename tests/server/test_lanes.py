@@ -1,4 +1,4 @@
-"""Threads for long work: the short passes the long, what is cancelled is gone, and nothing outlives its owner."""
+"""Threads for long work: short work passes long work, cancelled work is dropped, and no thread outlives its owner."""
 
 import asyncio
 import gc
@@ -39,7 +39,7 @@ def test_what_is_cancelled_before_it_begins_is_never_done_and_holds_nothing() ->
     assert held() is not None
     assert waiting.cancel()
     gc.collect()
-    assert held() is None  # although the lane's thread has not come to it
+    assert held() is None  # although the lane's thread has not reached it
     gate.may_end.set()
     with pytest.raises(CancelledError):
         waiting.result(LONG_S)

@@ -1,4 +1,4 @@
-"""A piece of work ends exactly once, whatever happens to it and to those before it."""
+"""A piece ends exactly once, whatever happens to it and to those before it."""
 
 import random
 import threading
@@ -127,14 +127,14 @@ def test_what_waits_behind_a_call_that_hangs_ends_at_its_deadline(gate: Gate) ->
     assert ends.collect() == [Ended(1, 0)], "no worker was free, and none was needed"
     assert ends.collect() == [] and lane.waiting() == 1
     clock.now += 100
-    assert ends.collect() == [Ended(2, 0)], "but what really runs keeps what it holds"
+    assert ends.collect() == [Ended(2, 0)], "but a piece that really runs keeps its slots"
     gate.open.set()
     assert lane.close(LONG_S)
     assert ends.collect() == [Ended(0, 1)], "and ends when it comes back"
     assert (lane.counts.done, lane.counts.late) == (1, 2)
 
 
-def test_another_worker_takes_the_place_of_one_that_hangs_who_goes_when_he_comes_back(gate: Gate) -> None:
+def test_another_worker_replaces_one_that_hangs_which_exits_when_its_call_returns(gate: Gate) -> None:
     ends, clock, threads = Ends(), Clock(), threading.active_count()
     lane = Lane("test", ends, clock=clock, patience_s=10.0)
     lane.send(0, gate, LONG_S)
@@ -244,7 +244,7 @@ def test_the_same_trouble_again_is_not_logged_again(caplog: pytest.LogCaptureFix
 
 
 class Carrier:
-    """Shared work that notes what it was called with; part `n` is good in bit n, and bad in the next."""
+    """Shared work that notes its arguments; part `n` is good in bit n, and bad in the next."""
 
     def __init__(self) -> None:
         self.calls: list[list[int]] = []
@@ -404,7 +404,7 @@ def test_closing_a_full_lane_does_not_wait_for_a_worker_that_hangs(gate: Gate) -
         closing.join(LONG_S)
 
 
-def test_a_wait_ends_when_something_ends_or_somebody_wakes_it(gate: Gate) -> None:
+def test_a_wait_ends_when_something_ends_or_it_is_woken(gate: Gate) -> None:
     ends = Ends()
     assert not ends.wait(0.0)
     waker = threading.Thread(target=ends.wake)
@@ -473,7 +473,7 @@ def test_urgent_work_passes_the_rest_and_keeps_its_own_order(gate: Gate) -> None
     for op in (1, 2, 3, 4):
         send(op, urgent=op > 2)
     lane.hurry(2)  # its request has been claimed
-    lane.hurry(0)  # under way
+    lane.hurry(0)  # in flight
     lane.hurry(99)  # of another storage
     gate.open.set()
     collect(ends, 5)

@@ -1,4 +1,4 @@
-"""Whatever a storage or a stray write does to a page, only the right bytes ever count as good."""
+"""Only the right bytes of a page count as good, whatever a storage or a stray write does to it."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ D, H, S = Tier.DEVICE, Tier.HOST, Tier.STORAGE
 
 
 class Recording(MemoryStorage):
-    """Remembers the names that were written, in order; what is there already is not."""
+    """Remembers the names that were written, in order; an object that exists is not written."""
 
     def __init__(self) -> None:
         super().__init__(1 << 20, NAMESPACE, "test")
@@ -182,7 +182,7 @@ def test_a_flipped_byte_in_storage_is_bad_and_deleted_and_the_others_are_good(
 def test_a_truncated_object_is_bad_and_deleted(bench: Bench, size_bytes: int) -> None:
     bench.store((0, 0), (0, 1))
     bench.storage.truncate(bench.name(0), size_bytes)
-    # What lies in memory already is the right page, so that only the length can tell.
+    # The right page is in memory already, so only the length can reveal it.
     assert bench.fetch((0, 0, 0), (0, 1, 1)) == Ended(bench.ops, 0b10, 0b01)
     assert bench.stored((0, 0), (0, 1)) == [False, True]
 
@@ -408,7 +408,7 @@ def test_a_page_that_changed_in_host_memory_is_never_stored(bench: Bench) -> Non
     bench.host[0].record(0)[HEADER_BYTES + 9] ^= 4
     assert bench.copy(H, S, (0, 0, 0, -1), (0, 1, 1, -1)) == Ended(bench.ops, 0b10, 0b01)
     assert bench.inner.written == [bench.name(1)]
-    # Not even where storage has a good one: what is in memory must not count as the same.
+    # Not even where storage has a good one: the page in memory must not count as the same.
     bench.inner.replace(bench.name(0), memoryview(bytes(4096)))
     assert bench.copy(H, S, (0, 0, 0, -1)) == Ended(bench.ops, 0, 1)
 
