@@ -43,7 +43,7 @@ class Standing(NamedTuple):
     holds: bool
     boundary: int
     done: int
-    room: int
+    grown: int
     seen: tuple[int, ...]
     tiers: tuple[int, int, int]
 

@@ -238,7 +238,7 @@ class World(Shadow):
             return
         told = end.good | end.bad
         if any(not told >> i & 1 for i in range(len(op.pages))):
-            self.seen["stores rested"] += 1
+            self.seen["stores backed off"] += 1
             if self.now >= self._back_off_until:
                 self._back_off_until = self.now + min(30.0, 0.1 * 2.0**self._failures)
                 self._failures += 1
