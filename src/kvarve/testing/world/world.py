@@ -52,13 +52,15 @@ class World(Shadow):
         assert (hit.device, hit.memory, hit.by_pool) == right, "a hit is what a brute force finds"
         rest = self.now, patience, read, priority, outside, expected
         twins = [core.open(root, tokens, *rest) for core in self.cores]
-        lease = twins[0]
-        self._twins[lease.number] = twins
-        self._prompts[lease.number] = keys
-        self._grown[lease.number] = [{} for _ in self.core.pools]
-        self.leases.append(lease)
+        self._opened(twins, keys)
         self._check()
-        return lease
+        return twins[0]
+
+    def _opened(self, twins: list[Lease], keys: list[bytes]) -> None:
+        number = twins[0].number
+        self._twins[number], self._prompts[number] = twins, keys
+        self._grown[number] = [{} for _ in self.core.pools]
+        self.leases.append(twins[0])
 
     def start(self, tokens: Sequence[int], salt: str = "", read: bool = True) -> Lease:
         """A request that is claimed at once."""
