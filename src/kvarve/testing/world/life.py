@@ -285,7 +285,7 @@ def _rot(world: World, pick: int, rank: int, storage: int) -> bool:
         found = name is not None
     else:
         transfers, pools = world.transfers[rank % len(world.transfers)], range(len(world.core.pools))
-        arenas = [transfers.arena(Tier.HOST, pool) for pool in pools]
+        arenas = [transfers.arenas[world.core.slot_pools.place(Tier.HOST, pool)] for pool in pools]
         pages = [(arena, at) for arena in arenas for at, content in enumerate(arena) if len(content) == PAGE]
         page = _one(pick, pages)
         if page is not None:

@@ -325,7 +325,7 @@ class World(Shadow):
             assert (key, pool, 0) in self.storage.objects
             self.storage.objects[key, pool, 0] = ROTTEN
         else:
-            arena = self.transfers[0].arena(tier, pool)
+            arena = self.transfers[0].arenas[self.core.slot_pools.place(tier, pool)]
             arena[arena.index(key)] = ROTTEN
 
     def forget(self, position: int, tokens: Sequence[int], pool: int = 0, salt: str = "") -> None:
