@@ -14,6 +14,7 @@ from typing import Any
 
 from kvarve.core.copies import BACKUP, FETCH, LOAD, PROBE, STORE
 from kvarve.core.effects import Copy, Effect, Event, Hurry, Page, Probe, Verified
+from kvarve.core.settings import LOAD_DEADLINE_S
 from kvarve.errors import StorageError
 from kvarve.keys import object_name
 from kvarve.memory.arenas import DeviceArena, HostArena
@@ -41,7 +42,8 @@ class TransferEngine:
         deadline_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`layerwise`: say `Verified` of a load before it is copied; its pages are in place as `arrivals` say."""
+        """`layerwise`: say `Verified` of a load before it is copied; its pages are in place as `arrivals` say.
+        `deadline_s` is the storage's; copies between device and host have `LOAD_DEADLINE_S`."""
         self.layerwise = layerwise
         self._arrivals: list[Arrival] = []
         self._pools, self._device, self._host = pools, device, host
@@ -89,7 +91,7 @@ class TransferEngine:
         if isinstance(effect, Copy) and Tier.STORAGE not in (effect.source, effect.target):
             work = self._back_up if effect.target is Tier.HOST else self._load
             ready = self._copies.ready()
-            self._lanes[effect.source, effect.target].send(effect.op, lambda: work(effect, ready), self._deadline_s)
+            self._lanes[effect.source, effect.target].send(effect.op, lambda: work(effect, ready), LOAD_DEADLINE_S)
             return
         connection = self.connection
         assert connection is not None, "the core knows that there is no storage"
@@ -148,7 +150,7 @@ class TransferEngine:
         if not self.layerwise or not good:
             self._copies.load(pages, ready)
             return good, bad
-        arrival = Arrival(self._copies.layers, self._copies.order, self._deadline_s)
+        arrival = Arrival(self._copies.layers, self._copies.order, LOAD_DEADLINE_S)
         self._arrivals = [*self._arrivals, arrival]  # before a request can resume from it
         self.ends.put(Verified(copy.op, good, bad))
         try:
