@@ -322,12 +322,19 @@ class CacheWorker:
         change, self._change = self._change, None
         assert change is not None and change.number == made.change, "the change was pending until now"
         self.config, self.attached = change.config, change.attached
-        change.made.set_result(self.transfers.attach(None if change.attached is None else change.attached.connection))
+        try:
+            before = self.transfers.attach(None if change.attached is None else change.attached.connection)
+        except BaseException as e:  # whatever it is, the thread that waits for the change is told
+            change.made.set_exception(e)
+            raise
+        change.made.set_result(before)
 
     def _refuse(self, why: Exception) -> None:
         """Give up the pending change: close its storage, and fail its future."""
         change, self._change, self._proposed = self._change, None, None
         assert change is not None
-        if change.attached is not None:
-            self.transfers.retire(change.attached.connection)
-        change.made.set_exception(change.why or why)
+        try:
+            if change.attached is not None:
+                self.transfers.retire(change.attached.connection)
+        finally:
+            change.made.set_exception(change.why or why)

@@ -1,5 +1,7 @@
 """A scheduler without a worker, and a worker without a scheduler: what each makes of the other's messages."""
 
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -93,6 +95,43 @@ def test_a_worker_that_closes_gives_its_pending_change_up() -> None:
     with pytest.raises(Busy, match="shutting down"):
         change.made.result(0)
     assert worker.report().proposed is None
+
+
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """From its call on the system starts no more threads."""
+
+    def fails(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    yield lambda: monkeypatch.setattr(threading.Thread, "start", fails)
+
+
+def test_a_change_is_answered_though_the_storage_before_it_cannot_be_retired(
+    no_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = CacheWorker(an_identity(), a_config(), storage=a_store())
+    change = worker.detach()
+    no_threads()
+    with pytest.raises(StorageError, match="can't start new thread") as raised:
+        worker.do([ChangeMade(change.number)])
+    assert change.made.exception(0) is raised.value
+    monkeypatch.undo()
+    worker.close(5, 1, up=True)
+
+
+def test_a_refused_change_is_answered_though_its_storage_cannot_be_retired(
+    no_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = CacheWorker(an_identity(), a_config())
+    change = worker.attach(a_store())
+    no_threads()
+    with pytest.raises(StorageError, match="can't start new thread"):
+        worker.do([ChangeRefused(change.number, "another rank cannot", busy=False)])
+    with pytest.raises(StorageError, match="another rank cannot"):
+        change.made.result(0)
+    monkeypatch.undo()
+    worker.close(5, 1, up=True)
 
 
 def test_a_worker_answers_each_order_once_whatever_becomes_of_it() -> None:

@@ -78,9 +78,10 @@ class TransferEngine:
         return before
 
     def retire(self, connection: StorageConnection) -> None:
-        """Have a connection end the copies sent to it, and close, on a thread of its own."""
-        self._retired = [each for each in self._retired if not each.closed.is_set()] + [connection]
+        """Have a connection end the copies sent to it, and close, on a thread of its own. StorageError: the system
+        starts no more threads."""
         connection.retire(self._deadline_s)
+        self._retired = [each for each in self._retired if not each.closed.is_set()] + [connection]
 
     def send(self, effect: Effect) -> None:
         """Start an effect; its `Ended` comes out of `ends`."""
