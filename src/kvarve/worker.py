@@ -14,6 +14,7 @@ from functools import partial
 from torch import Tensor
 
 from kvarve.config import NO_HOST, CacheConfig, spacing_of, split
+from kvarve.core.effects import Effect
 from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
 from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.machine import device_bytes, host_bytes, on_host
@@ -157,15 +158,19 @@ class CacheWorker:
 
     def do(self, orders: Iterable[Order]) -> None:
         """Carry out the scheduler's orders; all of them, in the order given."""
+        effects: list[Effect] = []
         for order in orders:
             if isinstance(order, ChangeMade):
+                self.transfers.send(*effects)  # to the storage before
+                effects.clear()
                 self._switch(order)
             elif isinstance(order, ChangeRefused):
                 # An earlier one may have been declined, and its place taken, while the order was on its way.
                 if self._change is not None and self._change.number == order.change:
                     self._refuse(Busy(order.why) if order.busy else StorageError(order.why))
             else:
-                self.transfers.send(order)
+                effects.append(order)
+        self.transfers.send(*effects)
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until a copy has ended or `wake` was called, at most `timeout_s`; False if nothing has happened."""

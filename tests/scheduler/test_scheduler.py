@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from filling import a_config, a_store, an_identity, prompt
 
-from kvarve.core.effects import Copy, Ended, Probe
+from kvarve.core.effects import Copy, Ended, Hurry, Probe
 from kvarve.errors import Busy, StorageError
 from kvarve.messages import ChangeMade, ChangeProposed, ChangeRefused, Report
 from kvarve.ranks.agreement import AgreedStep, Alone
@@ -63,6 +63,26 @@ def test_a_storage_that_a_worker_reports_down_is_asked_for_nothing_until_it_is_b
     scheduler.step(Report(), 2.0)
     scheduler.open(prompt(4.5))
     assert [type(order) for order in scheduler.take()] == [Probe]
+
+
+def test_a_claim_makes_all_fetches_of_its_request_urgent_with_one_order() -> None:
+    scheduler = a_scheduler()
+    scheduler.step(Report(), 1.0)
+    lease = scheduler.open(prompt(100.5))
+    (probe,) = scheduler.take()
+    assert isinstance(probe, Probe)
+    scheduler.step(Report([Ended(probe.op, (1 << len(probe.pages)) - 1)]), 2.0)
+    fetches = [order.op for order in scheduler.take() if isinstance(order, Copy) and not order.urgent]
+    assert len(fetches) > 5
+    scheduler.claim(lease)
+    assert scheduler.take() == [Hurry(tuple(fetches))]
+
+
+def test_a_claim_of_a_request_without_fetches_makes_nothing_urgent() -> None:
+    scheduler = a_scheduler(storage=False)
+    scheduler.step(Report(), 1.0)
+    scheduler.claim(scheduler.open(prompt(4.5)))
+    assert not any(isinstance(order, Hurry) for order in scheduler.take())
 
 
 def test_an_answer_about_a_copy_that_is_not_in_flight_is_counted_and_changes_nothing() -> None:

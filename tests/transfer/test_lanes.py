@@ -472,9 +472,7 @@ def test_urgent_work_passes_the_rest_and_keeps_its_own_order(gate: Gate) -> None
     send = busy_with(lane, gate, seen)
     for op in (1, 2, 3, 4):
         send(op, urgent=op > 2)
-    lane.hurry(2)  # its request has been claimed
-    lane.hurry(0)  # under way
-    lane.hurry(99)  # of another storage
+    lane.hurry([2, 0, 99])  # their request has been claimed; 0 is under way, and 99 of another storage
     gate.open.set()
     collect(ends, 5)
     assert seen == [2, 3, 4, 1]

@@ -383,7 +383,7 @@ def test_fetches_of_claimed_requests_pass_those_that_are_merely_hoped_for(bench:
     for page, urgent in enumerate([False] * 5 + [True, False]):  # the first three have a worker each
         bench.transfers.send(Copy(100 + page, S, H, (Page(0, bench.key(page), -1, page),), ROOT, urgent=urgent))
         assert page > 2 or inside.acquire(timeout=LONG_S)
-    bench.transfers.send(Hurry(106))
+    bench.transfers.send(Hurry((106,)))
     for _ in range(4):
         on.release()
         assert inside.acquire(timeout=LONG_S)
@@ -488,3 +488,15 @@ def test_a_device_copy_may_wait_longer_than_a_storage_may_take_to_begin_but_not_
     assert bench.transfers.collect() == [Ended(98, 0)]
     held.on.set()
     assert bench.ends(2) == [Ended(97, 1), Ended(99, 1)]
+
+
+def test_copies_that_are_sent_together_wait_for_one_event_of_the_compute_stream(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marked, ready = list[object](), bench.transfers._copies.ready
+    monkeypatch.setattr(bench.transfers._copies, "ready", lambda: marked.append(ready()) or marked[-1])
+    saves = [Copy(op, D, H, (Page(0, bench.key(op), op, op),), ROOT) for op in range(3)]
+    bench.transfers.send(*saves, probe(bench, 3, (0, 7)))
+    assert sorted(ends(bench, 4).items()) == [(0, (1, 0)), (1, (1, 0)), (2, (1, 0)), (3, (0, 0))]
+    assert len(marked) == 1
+    assert all(bench.host[0].intact(op, bench.key(op)) for op in range(3))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvarve.core.copies import BACKUP, FETCH, LOAD, PROBE, STORE
-from kvarve.core.effects import Copy, Effect, Event, Hurry, Page, Probe, Verified
+from kvarve.core.effects import Copy, Effect, Event, Hurry, Page, Probe, Transfer, Verified
 from kvarve.core.settings import LOAD_DEADLINE_S
 from kvarve.errors import StorageError
 from kvarve.keys import object_name
@@ -83,17 +83,26 @@ class TransferEngine:
         connection.retire(self._deadline_s)
         self._retired = [each for each in self._retired if not each.closed.is_set()] + [connection]
 
-    def send(self, effect: Effect) -> None:
-        """Start an effect; its `Ended` comes out of `ends`."""
-        if isinstance(effect, Hurry):
-            if self.connection is not None:
-                self.connection.lanes[FETCH].hurry(effect.op)
-            return
-        if isinstance(effect, Copy) and Tier.STORAGE not in (effect.source, effect.target):
-            work = self._back_up if effect.target is Tier.HOST else self._load
-            ready = self._copies.ready()
-            self._lanes[effect.source, effect.target].send(effect.op, lambda: work(effect, ready), LOAD_DEADLINE_S)
-            return
+    def send(self, *effects: Effect) -> None:
+        """Start effects, in this order; the `Ended` of each comes out of `ends`. Copies from and to the device come
+        after all that the calling thread has sent to its compute stream before this call."""
+        ready: Any = None
+        for effect in effects:
+            if isinstance(effect, Copy) and Tier.STORAGE not in (effect.source, effect.target):
+                ready = self._copies.ready() if ready is None else ready
+                self._send_to_device(effect, ready)
+            elif not isinstance(effect, Hurry):
+                self._send_to_storage(effect)
+            elif self.connection is not None:
+                self.connection.lanes[FETCH].hurry(effect.ops)
+
+    def _send_to_device(self, copy: Copy, ready: Any) -> None:
+        """Or from it."""
+        work = self._back_up if copy.target is Tier.HOST else self._load
+        self._lanes[copy.source, copy.target].send(copy.op, lambda: work(copy, ready), LOAD_DEADLINE_S)
+
+    def _send_to_storage(self, effect: Transfer) -> None:
+        """Or from it, or a question."""
         connection = self.connection
         assert connection is not None, "the core knows that there is no storage"
         # Each piece carries its storage: another may be attached before it runs.
