@@ -156,3 +156,20 @@ def test_a_page_larger_than_a_slice_of_a_gather_is_copied_whole() -> None:
     source, target = torch.arange(12).view(3, 4), torch.zeros(3, 4, dtype=torch.int64)
     by_gather(target, source, torch.tensor([2, 0]), torch.tensor([0, 1]), most_bytes=1)
     assert target.tolist() == [[4, 5, 6, 7], [0] * 4, [0, 1, 2, 3]]
+
+
+class CountedEvent(torch.cpu.Event):
+    awaited = 0
+
+    def synchronize(self) -> None:
+        CountedEvent.awaited += 1
+
+
+def test_a_gather_of_several_pools_is_awaited_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = [PoolSpec(name, (BufferSpec("layers.0.keys", (4,), "int32"),), None) for name in ("one", "other")]
+    device, host = [filled(pool, 2) for pool in pools], [HostArena(pool, 2, NAMESPACE) for pool in pools]
+    monkeypatch.setattr(torch.cpu, "Event", CountedEvent)
+    copies, keys = DeviceCopies(device, host, by_gather), [b"0" * 32, b"1" * 32]
+    copies.save({pool: ([(0, 1), (1, 0)], keys) for pool in (0, 1)}, copies.ready())
+    assert CountedEvent.awaited == 1
+    assert all(arena.intact(1 - slot, keys[slot]) for arena in host for slot in (0, 1))

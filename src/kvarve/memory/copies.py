@@ -92,22 +92,25 @@ class DeviceCopies:
         returns."""
         with self._torch.stream(self._down):
             self._down.wait_event(ready)
+            if self._move is not by_piece:  # a part would be waited for, and gains nothing from the CPU's cache
+                self._save(pages)
+                return
             for pool, (slots, keys) in pages.items():
-                together = len(slots)
-                if self._where.type == "cpu":
-                    together = max(1, SAVED_BYTES // self._host[pool].stride)
+                together = max(1, SAVED_BYTES // self._host[pool].stride)
                 for start in range(0, len(slots), together):
-                    self._save(pool, slots[start : start + together], keys[start : start + together])
+                    self._save({pool: (slots[start : start + together], keys[start : start + together])})
 
-    def _save(self, pool: int, slots: Slots, keys: Sequence[bytes]) -> None:
-        near_rows, far_rows = self._rows(slots)
+    def _save(self, pages: Mapping[int, tuple[Slots, Sequence[bytes]]]) -> None:
+        rows = {pool: self._rows(slots) for pool, (slots, _) in pages.items() if slots}
         for buffers in self._layers.values():
-            for number, near, far in buffers:
-                if number == pool:
+            for pool, near, far in buffers:
+                if pool in rows:
+                    near_rows, far_rows = rows[pool]
                     self._move(far, near, far_rows, near_rows)
         self._mark(self._down).synchronize()
-        for (_, slot), key in zip(slots, keys, strict=True):
-            self._host[pool].seal(slot, key)
+        for pool, (slots, keys) in pages.items():
+            for (_, slot), key in zip(slots, keys, strict=True):
+                self._host[pool].seal(slot, key)
 
     def _rows(self, slots: Slots) -> list[Any]:
         """The sources and the targets of some pages, as `_move` takes them."""
