@@ -8,6 +8,7 @@ threads touch only slots that the scheduler gave them.
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -121,33 +122,40 @@ class CacheWorker:
         self._clock = clock
         self._namespace = identity.fingerprint()
         pools = identity.pools
-        self.device = [DeviceArena(pool, n, device) for pool, n in zip(pools, self.slots[Tier.DEVICE], strict=True)]
-        self.host = [
-            HostArena(pool, n, self._namespace, rank, identity.ranks, layout=config.host_layout, device=device)
-            for pool, n in zip(pools, self.slots.get(Tier.HOST, ()), strict=False)
-        ]
-        opened = storage is None and bool(config.storages)
-        if opened:
-            storage = self._open(config, answers=False)
-        self.transfers = TransferEngine(
-            pools,
-            self.device,
-            self.host,
-            rank=rank,
-            ranks=identity.ranks,
-            verify_host=config.policies.verify_host,
-            deadline_s=config.policies.storage_deadline_s,
-            clock=clock,
-        )
         self._change: Change | None = None  # proposed, and not decided
         self._proposed: ChangeProposed | None = None  # not reported yet
         self._changes = 0  # proposed so far
         self.attached: Attached | None = None
-        if storage is not None:
-            self.attached = self._guarded(storage, config.storages)
-            self.transfers.attach(self.attached.connection)
+        self.device = [DeviceArena(pool, n, device) for pool, n in zip(pools, self.slots[Tier.DEVICE], strict=True)]
+        self.host: list[HostArena] = []
+        with ExitStack() as undo:
+            for pool, n in zip(pools, self.slots.get(Tier.HOST, ()), strict=False):
+                arena = HostArena(
+                    pool, n, self._namespace, rank, identity.ranks, layout=config.host_layout, device=device
+                )
+                undo.callback(arena.close)
+                self.host.append(arena)
+            opened = storage is None and bool(config.storages)
             if opened:
-                self.attached.storage.look()  # the cache starts even if the storage is down
+                storage = self._open(config, answers=False)
+                undo.callback(storage.close)
+            self.transfers = TransferEngine(
+                pools,
+                self.device,
+                self.host,
+                rank=rank,
+                ranks=identity.ranks,
+                verify_host=config.policies.verify_host,
+                deadline_s=config.policies.storage_deadline_s,
+                clock=clock,
+            )
+            undo.callback(self.transfers.close)
+            if storage is not None:
+                self.attached = self._guarded(storage, config.storages)
+                self.transfers.attach(self.attached.connection)
+            undo.pop_all()
+        if self.attached is not None and opened:
+            self.attached.storage.look()  # the cache starts even if the storage is down
 
     # --- between the scheduler and the lanes
 
@@ -197,10 +205,12 @@ class CacheWorker:
         """Let the lanes finish, then close the storage, all within `timeout_s`, of which the storage may take
         `storage_s`; one that is not `up` is not waited for. A change that is pending is not made."""
         self.refuse(Busy("the cache is shutting down"))
-        self.transfers.close(timeout_s, storage_s, up)
-        if self.attached is not None:
-            # Break the reference cycle, which would keep host memory until a garbage collection.
-            self.attached.storage.changed = lambda: None
+        try:
+            self.transfers.close(timeout_s, storage_s, up)
+        finally:
+            if self.attached is not None:
+                # Break the reference cycle, which would keep host memory until a garbage collection.
+                self.attached.storage.changed = lambda: None
 
     # --- the storage: attached and detached as the scheduler decides
 

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -491,4 +492,19 @@ def test_work_that_is_not_urgent_is_passed_a_bounded_number_of_times(gate: Gate)
     collect(ends, 3 * PASSED + 3)
     assert seen.index(1) == PASSED and seen.index(2) == 2 * PASSED + 1
     assert [op for op in seen if op > 2] == [*range(3, 3 + 3 * PASSED)]
+    assert lane.close(LONG_S)
+
+
+def test_a_worker_that_waits_keeps_nothing_of_what_it_has_done() -> None:
+    class Buffers:
+        def work(self) -> tuple[int, int]:
+            return 1, 0
+
+    ends, freed, buffers = Ends(), threading.Event(), Buffers()
+    lane = Lane("test", ends)
+    weakref.finalize(buffers, freed.set)
+    lane.send(0, buffers.work, LONG_S)
+    assert collect(ends, 1) == [Ended(0, 1)]
+    del buffers
+    assert freed.wait(LONG_S)
     assert lane.close(LONG_S)

@@ -132,13 +132,13 @@ class TransferEngine:
         idle = True
         for lane in self._lanes.values():
             idle &= lane.close(max(0.0, end - time.monotonic()))
+        for arena in self._host if idle else ():  # else the GPU may still read or write the memory
+            arena.close()
         if self.connection is not None:
             self.connection.close(max(0.0, end - time.monotonic()) if up else 0.0, storage_s)
         end = min(end + storage_s, time.monotonic() + storage_s)
         for connection in self._retired:
             connection.closed.wait(max(0.0, end - time.monotonic()))
-        for arena in self._host if idle else ():  # else the GPU may still read or write the memory
-            arena.close()
 
     # --- work, on the lanes' threads; each returns (good, bad) as bit sets over the effect's pages
 

@@ -244,7 +244,9 @@ class Lane:
 
     def _serve(self, worker: int) -> None:
         while (pieces := self._next(worker)) is not None:
-            if not self._do(worker, pieces):
+            stays = self._do(worker, pieces)
+            del pieces  # else what their work refers to, such as pinned memory, would live on while the worker waits
+            if not stays:
                 return
 
     def _next(self, worker: int) -> list[_Piece] | None:
