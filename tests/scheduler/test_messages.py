@@ -25,7 +25,7 @@ SAMPLES: list[Any] = [
     PAGE,
     Copy(1, Tier.HOST, Tier.DEVICE, (PAGE, PAGE), b"root", 0.5),
     Probe(2, (PAGE,), b"root", 0.5),
-    Hurry(2),
+    Hurry((2, 3)),
     Release(3, ((0, 7), (1, 8))),
     Began(2),
     Verified(2, 1 << 200, 3),

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -472,9 +473,7 @@ def test_urgent_work_passes_the_rest_and_keeps_its_own_order(gate: Gate) -> None
     send = busy_with(lane, gate, seen)
     for op in (1, 2, 3, 4):
         send(op, urgent=op > 2)
-    lane.hurry(2)  # its request has been claimed
-    lane.hurry(0)  # in flight
-    lane.hurry(99)  # of another storage
+    lane.hurry([2, 0, 99])  # their request has been claimed; 0 is in flight, and 99 of another storage
     gate.open.set()
     collect(ends, 5)
     assert seen == [2, 3, 4, 1]
@@ -493,4 +492,19 @@ def test_work_that_is_not_urgent_is_passed_a_bounded_number_of_times(gate: Gate)
     collect(ends, 3 * PASSED + 3)
     assert seen.index(1) == PASSED and seen.index(2) == 2 * PASSED + 1
     assert [op for op in seen if op > 2] == [*range(3, 3 + 3 * PASSED)]
+    assert lane.close(LONG_S)
+
+
+def test_a_worker_that_waits_keeps_nothing_of_what_it_has_done() -> None:
+    class Buffers:
+        def work(self) -> tuple[int, int]:
+            return 1, 0
+
+    ends, freed, buffers = Ends(), threading.Event(), Buffers()
+    lane = Lane("test", ends)
+    weakref.finalize(buffers, freed.set)
+    lane.send(0, buffers.work, LONG_S)
+    assert collect(ends, 1) == [Ended(0, 1)]
+    del buffers
+    assert freed.wait(LONG_S)
     assert lane.close(LONG_S)

@@ -2,11 +2,13 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from kvarve.core.effects import Copy, Ended, Hurry, Page, Probe
+from kvarve.core.settings import LOAD_DEADLINE_S
 from kvarve.keys import object_name
 from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.layouts import LAYOUTS, PAGE_FIRST_DIRECT
@@ -44,12 +46,19 @@ class Recording(MemoryStorage):
 class Bench:
     """Real arenas and lanes around a storage; page `i` of a pool has the key `key(i)` and content of its own."""
 
-    def __init__(self, *rules: Rule, rank: int = 0, verify_host: bool = True, layout: str = PAGE_FIRST_DIRECT) -> None:
+    def __init__(
+        self,
+        *rules: Rule,
+        rank: int = 0,
+        verify_host: bool = True,
+        layout: str = PAGE_FIRST_DIRECT,
+        **times: Any,  # of the engine: its storage's deadline, its clock
+    ) -> None:
         self.device = [DeviceArena(pool, SLOTS) for pool in POOLS]
         self.host = [HostArena(pool, SLOTS, NAMESPACE, rank, layout=layout) for pool in POOLS]
         self.inner = Recording()
         self.storage = FaultyStorage(self.inner, rules, seed=3)
-        self.transfers = TransferEngine(POOLS, self.device, self.host, rank=rank, verify_host=verify_host)
+        self.transfers = TransferEngine(POOLS, self.device, self.host, rank=rank, verify_host=verify_host, **times)
         self.attach(self.storage)
         self.rank, self.ops = rank, 0
         self.begun: list[int] = []
@@ -374,7 +383,7 @@ def test_fetches_of_claimed_requests_pass_those_that_are_merely_hoped_for(bench:
     for page, urgent in enumerate([False] * 5 + [True, False]):  # the first three have a worker each
         bench.transfers.send(Copy(100 + page, S, H, (Page(0, bench.key(page), -1, page),), ROOT, urgent=urgent))
         assert page > 2 or inside.acquire(timeout=LONG_S)
-    bench.transfers.send(Hurry(106))
+    bench.transfers.send(Hurry((106,)))
     for _ in range(4):
         on.release()
         assert inside.acquire(timeout=LONG_S)
@@ -432,3 +441,62 @@ def test_closing_finishes_what_was_sent_and_closes_the_storage(bench: Bench) -> 
     assert bench.transfers.collect() == [Ended(99, 1)]
     assert bench.inner.written == [bench.name(0)]
     assert bench.inner._region is None
+
+
+# --- device copies do not know the storage's deadline
+
+
+class HeldCopies:
+    """Has the copies of an engine between device and host wait, page by page, until it is let on."""
+
+    def __init__(self, transfers: TransferEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._move, self.begun, self.on = transfers._copies._move, threading.Semaphore(0), threading.Event()
+        monkeypatch.setattr(transfers._copies, "_move", self._held)
+
+    def _held(self, *args: Any) -> None:
+        self.begun.release()
+        assert self.on.wait(LONG_S)
+        self._move(*args)
+
+
+def test_a_device_copy_slower_than_a_storage_may_be_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(deadline_s=1e-9)
+    bench.copy(D, H, (0, 0, 0, 0))
+    bench.transfers.layerwise = True
+    held = HeldCopies(bench.transfers, monkeypatch)
+    bench.transfers.send(Copy(99, H, D, (Page(0, bench.key(0), 0, 5),), ROOT))
+    assert held.begun.acquire(timeout=LONG_S)
+    (arrival,) = bench.transfers.arrivals()
+    assert not arrival.done
+    held.on.set()
+    arrival.wait_all()
+    assert all(torch.equal(*tensors) for tensors in zip(bench.content(0, 0), bench.content(0, 5), strict=True))
+
+
+def test_a_device_copy_may_wait_longer_than_a_storage_may_take_to_begin_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    bench = Bench(deadline_s=1.0, clock=lambda: now[0])
+    bench.copy(D, H, (0, 0, 0, 0), (0, 1, 1, 1))
+    held = HeldCopies(bench.transfers, monkeypatch)
+    for op in (97, 98, 99):
+        bench.transfers.send(Copy(op, H, D, (Page(0, bench.key(0), 0, op - 94),), ROOT))
+        assert op > 97 or held.begun.acquire(timeout=LONG_S)
+        now[0] += LOAD_DEADLINE_S / 2
+    now[0] += 1.0
+    assert bench.transfers.collect() == [Ended(98, 0)]
+    held.on.set()
+    assert bench.ends(2) == [Ended(97, 1), Ended(99, 1)]
+
+
+def test_copies_that_are_sent_together_wait_for_one_event_of_the_compute_stream(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marked, ready = list[object](), bench.transfers._copies.ready
+    monkeypatch.setattr(bench.transfers._copies, "ready", lambda: marked.append(ready()) or marked[-1])
+    saves = [Copy(op, D, H, (Page(0, bench.key(op), op, op),), ROOT) for op in range(3)]
+    bench.transfers.send(*saves, probe(bench, 3, (0, 7)))
+    assert sorted(ends(bench, 4).items()) == [(0, (1, 0)), (1, (1, 0)), (2, (1, 0)), (3, (0, 0))]
+    assert len(marked) == 1
+    assert all(bench.host[0].intact(op, bench.key(op)) for op in range(3))

@@ -99,7 +99,8 @@ class Copies:
 
     def hurry(self, lease: Lease) -> None:
         """A lease has been claimed: its copies from storage are urgent from now on."""
-        self.effects += [Hurry(op) for op in sorted(lease.ops) if self.ops[op].edge == FETCH]
+        if fetches := tuple(op for op in sorted(lease.ops) if self.ops[op].edge == FETCH):
+            self.effects.append(Hurry(fetches))
 
     def end(self, number: int) -> Op | None:
         """A copy has ended: unpin its sources; its target slots are the caller's. None if there is no such copy."""

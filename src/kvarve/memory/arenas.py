@@ -62,8 +62,8 @@ class HostArena:
         self._gaps = _gaps(pool)
         nbytes, self._spans = spans(layout, pool, slots)
         try:
-            self._memory = HostMemory(nbytes, torch.device(device))
             self._headers = bytearray(0 if self._in_place else slots * HEADER_BYTES)
+            self._memory = HostMemory(nbytes, torch.device(device))
         except (ConfigError, MemoryError) as e:
             raise ConfigError(f"{slots} pages of {pool.name}: {e}") from e
         self._pieces = _pieces(pool, self._spans, self._memory.tensor, slots)

@@ -180,8 +180,10 @@ class Shadow:
         effects = self._each(lambda core: core.take())
         for effect in effects:
             if isinstance(effect, Hurry):
-                assert effect.op in self.flying or effect.op in self.lost, "only a copy in flight becomes urgent"
-                self.urgent.add(effect.op)
+                assert effect.ops and {*self.flying, *self.lost}.issuperset(effect.ops), (
+                    "only a copy in flight becomes urgent"
+                )
+                self.urgent.update(effect.ops)
                 continue
             assert effect.pages, "an effect is about something"
             if isinstance(effect, Copy) and effect.source is Tier.STORAGE:
