@@ -2,6 +2,7 @@
 
 import mmap
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -52,6 +53,17 @@ class HostMemory:
         """Unpin it; no copy of the GPU may be under way. The memory is freed with the last view of it."""
         if self._unpin is not None:
             self._unpin()  # once
+
+
+def zeros(nbytes: int) -> memoryview:
+    """Memory for a while, on whole pages for direct I/O: huge ones where the system has them, since small ones would
+    cost more than what is written to them."""
+    if not nbytes:
+        return memoryview(b"")
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):  # another system, or a kernel built without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
 
 
 def _unpin(cudart: Any, address: int, memory: mmap.mmap) -> None:

@@ -17,7 +17,7 @@ from kvarve.core.effects import Copy, Effect, Event, Hurry, Page, Probe, Transfe
 from kvarve.core.settings import LOAD_DEADLINE_S
 from kvarve.errors import StorageError
 from kvarve.keys import object_name
-from kvarve.memory.arenas import DeviceArena, HostArena
+from kvarve.memory.arenas import DeviceArena, HostArena, apart
 from kvarve.memory.copies import DeviceCopies
 from kvarve.model import PoolSpec, Tier
 from kvarve.storage import Storage
@@ -67,7 +67,8 @@ class TransferEngine:
     def connect(self, storage: Storage) -> StorageConnection:
         """A connection for a storage that may be attached; it owns the storage. StorageError if no threads start."""
         for arena in self._host:
-            storage.register(arena.memory)
+            if arena.in_place:  # else a storage moves copies
+                storage.register(arena.memory)
         return StorageConnection(storage, self.ends, deadline_s=self._deadline_s, clock=self._clock)
 
     def attach(self, connection: StorageConnection | None) -> StorageConnection | None:
@@ -174,21 +175,21 @@ class TransferEngine:
     def _store(self, sent: Sequence[tuple[Storage, Copy]]) -> list[tuple[int, int]]:
         """Several copies to one storage in one put. A put keeps an object that exists, so no probe comes first."""
         storage = sent[0][0]
-        outcomes, names, records, told = [], [], [], []
+        outcomes: list[list[int]] = [[0, 0] for _ in sent]
+        pages = [(at, i, copy.root, page) for at, (_, copy) in enumerate(sent) for i, page in enumerate(copy.pages)]
+        memory = apart([self._host[page.pool] for *_, page in pages])
+        names, records, told = [], [], []
         with self._checking:  # one worker at a time, so that the first one's put starts early
-            broken = [self._broken(copy.pages) if self._verify_host else 0 for _, copy in sent]
-        for at, ((_, copy), bad) in enumerate(zip(sent, broken, strict=True)):
-            good = 0
-            for i, page in enumerate(copy.pages):
-                if bad >> i & 1:
-                    continue
-                if self._writes(page):
-                    names.append(self._name(copy.root, page))
-                    records.append(self._host[page.pool].record(page.source))
+            for (at, i, root, page), into in zip(pages, memory, strict=True):
+                record = self._host[page.pool].record(page.source, into)
+                if self._verify_host and not self._host[page.pool].stamp.intact(record, page.key):
+                    outcomes[at][1] |= 1 << i
+                elif self._writes(page):
+                    names.append(self._name(root, page))
+                    records.append(record)
                     told.append((at, i))
                 else:
-                    good |= 1 << i
-            outcomes.append([good, bad])
+                    outcomes[at][0] |= 1 << i
         stored = storage.put(names, records) if names else []
         for (at, i), done in zip(told, stored, strict=True):
             outcomes[at][0] |= done << i
@@ -196,7 +197,10 @@ class TransferEngine:
 
     def _fetch(self, storage: Storage, copy: Copy) -> tuple[int, int]:
         names = [self._name(copy.root, page) for page in copy.pages]
-        records = [self._host[page.pool].blank(page.target) for page in copy.pages]
+        memory = apart([self._host[page.pool] for page in copy.pages])
+        records = [
+            self._host[page.pool].blank(page.target, into) for page, into in zip(copy.pages, memory, strict=True)
+        ]
         sizes = storage.get(names, records)
         good = bad = 0
         for i, (page, record, size) in enumerate(zip(copy.pages, records, sizes, strict=True)):
