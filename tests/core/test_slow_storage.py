@@ -86,15 +86,16 @@ def test_what_the_host_lost_before_it_was_stored_is_stored_from_the_device() -> 
     assert world.core.counters.dropped_evicted == 0
 
 
-def test_after_an_outage_everything_that_is_in_memory_is_stored() -> None:
-    world = World(config=config(ATTENTION, device=1024, host=85, storage=True))
+@pytest.mark.parametrize("prompts", [90, pytest.param(255, marks=pytest.mark.long)])
+def test_after_an_outage_everything_that_is_in_memory_is_stored(prompts: int) -> None:
+    world = World(config=config(ATTENTION, device=4 * prompts, host=prompts // 3, storage=True))
     store = world.storage
     world.detach(down=True)
-    for seed in range(255):
+    for seed in range(prompts):
         world.request(prompt(1, seed=seed, extra=1))
     world.attach(store)
     world.settle()
-    assert len(store.objects) == 255 and not world.core.dirty()
+    assert len(store.objects) == prompts and not world.core.dirty()
 
 
 def test_a_prompt_longer_than_the_host_is_stored_whole() -> None:
