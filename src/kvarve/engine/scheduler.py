@@ -237,10 +237,12 @@ class Scheduler(Generic[Each]):
         for number, (at, not_delayed) in enumerate(turns):
             task = line[at]
             if number and self._waits(task, heads, fetching):  # for one that was just admitted
-                continue
+                break
             self._admit_one(task, [line[other] for other in not_delayed])
-            if task in self.loading or task in self.running:
-                heads.setdefault(self._head(task.lease), []).append(task.lease)
+            if task not in self.loading and task not in self.running:  # it waits for storage after all
+                break
+            heads.setdefault(self._head(task.lease), []).append(task.lease)
+        # Decisions after a request that was not admitted had counted on its end: the next round makes them anew.
         return bool(turns)
 
     def _admit_one(self, task: Each, not_delayed: list[Each]) -> None:
