@@ -77,7 +77,7 @@ train: setup
 # torch is installed first and by itself (see TORCH), so the lock leaves it out; it has hashes and no URLs.
 lock: setup
 	mkdir -p .venv/lock && grep -v '"torch' pyproject.toml > .venv/lock/pyproject.toml
-	.venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --extra dev --extra mooncake --no-header \
+	$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --extra dev --extra mooncake --no-header \
 		--no-annotate .venv/lock/pyproject.toml -o requirements.lock
 
 clean:

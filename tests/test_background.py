@@ -105,11 +105,22 @@ def test_work_is_done_in_its_order_and_its_error_goes_to_its_caller() -> None:
     assert all(each.done() for each in later)
 
 
-def test_work_that_is_cancelled_before_it_begins_is_never_done() -> None:
+def test_work_that_is_cancelled_before_it_begins_is_never_done_and_holds_nothing() -> None:
     pool, gate = WorkerPool(1, "test cancel"), Gate()
+
+    class Book:
+        pass
+
+    book = Book()
+    held = weakref.ref(book)
     pool.run(gate)
-    waiting = pool.run(lambda: pytest.fail("it was done"))
+    assert gate.begun.wait(LONG_S)
+    waiting = pool.run(lambda book=book: pytest.fail(f"{book} was read"))  # type: ignore[misc]
+    del book
+    assert held() is not None
     assert waiting.cancel()
+    gc.collect()
+    assert held() is None  # although the pool's thread has not come to it
     gate.may_end.set()
     with pytest.raises(CancelledError):
         waiting.result(LONG_S)

@@ -35,6 +35,12 @@ def test_the_docs_install_no_package_that_is_not_ours() -> None:
     assert not {page: found for page, found in told.items() if found}
 
 
+def test_whatever_is_installed_for_mooncake_brings_the_command_that_uses_it() -> None:
+    """The extra `mooncake` is the client library alone."""
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.py")]
+    assert not [str(page) for page in pages if ".[mooncake]" in page.read_text()]
+
+
 def test_no_example_names_a_folder_that_all_users_may_write_to() -> None:
     paths = [ROOT / "README.md", ROOT / "Makefile"]
     for folder, kind in (("docs", "*.md"), ("src", "*.py"), ("bench", "*.py")):

@@ -17,7 +17,7 @@ FLOORS = (
     {"memory", "transfer", "storage", "ranks"},  # data movement
     {"config", "balance", "messages", "changes", "ticket"},  # settings, and messages between scheduler and worker
     {"scheduler", "worker"},
-    {"prefix_cache", "admin", "metrics", "options", "commands"},  # the pair, and the engine
+    {"prefix_cache", "admin", "metrics", "options", "commands", "reports"},  # the pair, and the engine
     {"engine", "simulate"},
     {"cli", "__main__", "storage_cli", "server", "bench", "demo", "verify", "integrations"},  # applications
 )

@@ -3,15 +3,19 @@
 import ast
 import inspect
 import os
+from dataclasses import is_dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from kvarve import commands
+from kvarve.cli import app as real
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
 from kvarve.options import FILE_BYTES, ConfigFile, call, root_app
 from kvarve.server.settings import Settings
+from kvarve.simulate import SimulationConfig
 
 app = root_app("kvarve", "", "kvarve 0")
 
@@ -102,10 +106,12 @@ def test_keys_come_from_variables_without_the_command_and_stay_out_of_the_help(
 
 
 def test_every_setting_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    for kind in (Settings, Policies):
+    told_apart = [kind for kind in vars(commands).values() if isinstance(kind, type) and is_dataclass(kind)]
+    assert len(told_apart) > 8
+    for kind in (Settings, Policies, SimulationConfig, *told_apart):
         (definition,) = ast.parse(inspect.getsource(kind)).body
         assert isinstance(definition, ast.ClassDef)
-        for field, after in pairwise(definition.body):
+        for field, after in pairwise([*definition.body, ast.Pass()]):
             if isinstance(field, ast.AnnAssign) and ast.unparse(field.target) != "policies":
                 assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), ast.unparse(field)
     call(app, ["serve", "--help"])
@@ -119,16 +125,29 @@ def test_every_setting_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> No
     [
         ("prt = 1", "unknown setting 'prt': did you mean port?"),
         ("config = 'other.toml'", "unknown setting 'config'"),
+        ("nonsense = 1", "unknown setting 'nonsense'"),
         ("no-verify-host = true", "unknown setting 'no-verify-host'"),
         ("[serve]\nport = 1", "'serve' is a table: give settings without a heading"),
         ("port = {a = 1}", "'port' is a table"),
-        ("port = 1.5", "port: '1.5' is not a whole number"),
-        ("port = true", "port: 'True' is not a whole number"),
-        ("port = 'http'", "port: 'http' is not a whole number"),
-        ("port = [1, 2]", "port: expected one value"),
+        ("port = 1.5", "port must be a whole number"),
+        ("port = true", "port must be a whole number"),
+        ("port = 'http'", "port must be a whole number"),
+        ("port = '8000'", "port must be a whole number, without quotes"),
+        ("port = [1, 2]", "port must be a whole number"),
+        ("port = 1979-05-27", "port must be a whole number"),
         ("host_memory = 'lots'", "host_memory: 'lots' is not a size"),
-        ("host_share = 'much'", "host_share: 'much' is not a number"),
-        ("verify_host = 'maybe'", "verify_host: 'maybe' is neither true nor false"),
+        ("device_memory = 1.5", "device_memory must be a size such as '10GiB', or a whole number of bytes"),
+        ("host_share = 'much'", "host_share must be a number"),
+        ("host_share = false", "host_share must be a number"),
+        ("verify_host = 'maybe'", "verify_host must be true or false"),
+        ("deterministic = 'true'", "deterministic must be true or false, without quotes"),
+        ("deterministic = 1", "deterministic must be true or false"),
+        ("model = 5", "model must be a string in quotes"),
+        ("model = ['a']", "model must be a string in quotes"),
+        ("storage = [1, 2]", "storage must be a string in quotes"),
+        ("ready_file = 5", "ready_file must be a string in quotes"),
+        ("threads = '2'", "threads must be a whole number"),
+        ("page_tokens = '16'\npage_tokns = 2", "page_tokens must be a whole number"),
         ("write_policy = 'later'", "unknown write policy 'later'"),
         ("port = ", "not TOML"),
         ("port = 1\nport = 2", "not TOML"),
@@ -142,14 +161,17 @@ def test_a_file_that_cannot_be_is_one_clear_line(file: Path, text: str, says: st
     file.write_text(text)
     with pytest.raises(ConfigError) as refusal:
         told("--config", file)
+    assert "mean config" not in str(refusal.value)
     assert says in str(refusal.value) and len(str(refusal.value)) < 300
     if "policy" not in says:
         assert str(file) in str(refusal.value)
 
 
 def test_a_file_that_is_not_there_or_no_text_is_refused(file: Path) -> None:
-    for path in (file, file.parent):
-        with pytest.raises(ConfigError, match="no such config file"):
+    fifo = file.parent / "fifo"
+    os.mkfifo(fifo)
+    for path in (file, file.parent, fifo, ""):
+        with pytest.raises(ConfigError, match=f"--config: '{path}' is not a file"):
             told("--config", path)
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not TOML"):
@@ -162,7 +184,7 @@ def test_a_mistake_names_where_it_stands_and_repeats_no_key(file: Path, monkeypa
         told()
     monkeypatch.delenv("KVARVE_SERVE_PORT")
     file.write_text("api_key = ['secret']")
-    for words in (["--api-kye=secret"], ["--config", file]):
+    for words in (["--api-kye=secret"], ["--config", file], ["--api-key", "my", "secret"], ["--api-key", "-secret"]):
         with pytest.raises(ConfigError) as refusal:
             told(*words)
         assert "secret" not in str(refusal.value)
@@ -170,5 +192,84 @@ def test_a_mistake_names_where_it_stands_and_repeats_no_key(file: Path, monkeypa
 
 @pytest.mark.parametrize("text", ["1.5", "0x10", "1_000", "1e3", "", " 1", "9" * 40])
 def test_a_number_is_written_as_one(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not a whole number"):
+    with pytest.raises(ConfigError, match="is too large" if len(text) > 30 else "is not a whole number"):
         told(f"--port={text}")
+
+
+def test_a_value_that_begins_with_a_hyphen_is_given_with_an_equals_sign() -> None:
+    with pytest.raises(ConfigError, match=r"--device-memory: expected one argument; .* is given as --device-memory=-"):
+        told("--device-memory", "-1GiB")
+    with pytest.raises(ConfigError, match="'-1GiB' is not a size"):
+        told("--device-memory=-1GiB")
+
+
+@pytest.mark.parametrize(("text", "value"), [("yes", True), ("0", False), ("TRUE", True), ("maybe", None)])
+def test_a_switch_reads_the_same_words_as_a_flag_and_as_a_variable(
+    monkeypatch: pytest.MonkeyPatch, text: str, value: bool | None
+) -> None:
+    monkeypatch.setenv("KVARVE_SERVE_DETERMINISTIC", text)
+    for words in ([], [f"--deterministic={text}"]):
+        if value is None:
+            with pytest.raises(ConfigError):
+                told(*words)
+        else:
+            assert told(*words).deterministic is value
+        monkeypatch.delenv("KVARVE_SERVE_DETERMINISTIC", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("KVARVE_SERVE_NO_DETERMINISTIC", "is the variable of no option: did you mean KVARVE_SERVE_DETERMINISTIC"),
+        ("KVARVE_SERVE_PROT", "did you mean KVARVE_SERVE_PORT?"),
+        ("KVARVE_SERVE_HOST_MEMORY_", "did you mean KVARVE_SERVE_HOST_MEMORY?"),
+    ],
+)
+def test_a_variable_of_no_option_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, says: str) -> None:
+    monkeypatch.setenv(name, "true")
+    with pytest.raises(ConfigError) as refusal:
+        told()
+    assert f"${name} " in str(refusal.value) and says in str(refusal.value)
+
+
+def test_variables_of_other_commands_and_of_no_command_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KVARVE_DEMO_QUIK", "KVARVE_TEST_MOONCAKE", "KVARVE_SERVER", "SERVE_PORT"):
+        monkeypatch.setenv(name, "7")
+    assert told() == Settings()
+
+
+def test_no_variable_is_read_by_a_command_without_a_config_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nothing which a shell has exported agrees to a deletion."""
+    tool = root_app("kvarve", "", "kvarve 0")
+
+    @tool.command
+    def drop(url: str, /, *, yes: bool = False) -> tuple[str, bool]:
+        return url, yes
+
+    for name in ("YES", "URL", "NO_YES"):
+        monkeypatch.setenv(f"KVARVE_DROP_{name}", "true")
+    assert call(tool, ["drop", "x"]) == ("x", False)
+    with pytest.raises(ConfigError, match="URL is required"):
+        call(tool, ["drop"])
+
+
+def test_a_group_of_commands_is_named_as_it_is_called() -> None:
+    for words, says in (
+        (["storage", "bogus"], r"unknown command 'bogus'; known: attach.*\(see kvarve storage --help\)"),
+        (["storage"], r"which command\? known: attach.*\(see kvarve storage --help\)"),
+        (["storage", "--frob"], r"unknown option '--frob'.*\(see kvarve storage --help\)"),
+        ([], r"which command\? known: serve.*\(see kvarve --help\)"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            call(real, words)
+
+
+def test_a_help_promises_only_what_its_command_does(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("serve", "demo", "verify", "models", "simulate", "storage drop"):
+        call(real, [*command.split(), "--help"])
+        text = capsys.readouterr().out
+        assert ("kvarve serve --storage" in text) == (command == "serve"), command
+        assert ("--config" in text) == (command != "storage drop"), command
+        assert "()" not in text and "host_memory = " not in text, command
+    call(real, ["verify", "--help"])
+    assert "and compares all logits\nbit" not in capsys.readouterr().out

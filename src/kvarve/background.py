@@ -64,9 +64,15 @@ class WorkerPool:
 
     def run(self, work: Callable[[], T], future: "Future[T] | None" = None) -> "Future[T]":
         """Queue `work`; its result or exception goes to the future, which the caller may supply. Cancelled before it
-        begins, it is never done."""
+        begins, it is never done, and lets go at once of everything that it references."""
         asked: Future[T] = Future() if future is None else future
-        self._works.put(lambda: answer(asked, work))
+        held = [work]
+
+        def take_and_do() -> T:
+            return held.pop()()
+
+        asked.add_done_callback(lambda _: held.clear())
+        self._works.put(lambda: answer(asked, take_and_do))
         return asked
 
     def shutdown(self) -> None:

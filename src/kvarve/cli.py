@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from kvarve import __version__
-from kvarve.commands import Attach, Demo, Drop, Gc, Ls, Maintain, Models, Remote, Verify
+from kvarve.commands import Attach, Demo, Models, Remote, Verify
 from kvarve.errors import ConfigError, KvarveError
 from kvarve.options import ConfigFile, call, root_app
 from kvarve.server.settings import LEVELS, Settings
@@ -32,7 +32,6 @@ example:
   kvarve storage stat /var/kvarve
 """
 
-Url = Annotated[str, Parameter(name="URL", help="such as file:///var/kvarve or /var/kvarve, its capacity or not")]
 Urls = Annotated[
     tuple[str, ...],
     Parameter(
@@ -43,10 +42,9 @@ Urls = Annotated[
 
 app = root_app(
     "kvarve",
-    "A hierarchical prefix cache for hybrid language models. Each option of a command is also read from the "
-    "environment ($KVARVE_SERVE_HOST_MEMORY) and from the TOML file that --config names, in this order.",
+    "A hierarchical prefix cache for hybrid language models. The options of a command that has --config are also read "
+    "from the environment ($KVARVE_SERVE_HOST_MEMORY) and from the TOML file that --config names, in this order.",
     f"kvarve {__version__}",
-    help_epilogue=_EXAMPLE,
 )
 storage = App(
     "storage",
@@ -82,21 +80,7 @@ def needs(extra: str, command: str) -> Iterator[None]:
         raise ConfigError(what) from None
 
 
-@app.default
-def _which() -> None:
-    raise ConfigError(f"which command? known: {', '.join(_commands(app))} (see kvarve --help)")
-
-
-@storage.default
-def _which_of_storage() -> None:
-    raise ConfigError(f"which command? known: {', '.join(_commands(storage))} (see kvarve storage --help)")
-
-
-def _commands(group: App) -> list[str]:
-    return [name for name in group if not name.startswith("-")]
-
-
-@app.command
+@app.command(help_epilogue=_EXAMPLE)
 def serve(*, settings: Settings = Settings(), config: ConfigFile = None) -> None:
     """Run an OpenAI-compatible server with the cache inside."""
     if settings.log_level not in LEVELS:
@@ -119,13 +103,14 @@ def demo(*, options: Demo = Demo(), config: ConfigFile = None) -> int:
     return demo.main(options)
 
 
-@app.command
+@app.command(help_format="markdown")
 def verify(*, options: Verify = Verify(), config: ConfigFile = None) -> int:
     """Prove on a model of your own that the cache never changes a logit.
 
     It computes random prompts without a cache, then through caches of its own on every path, and compares all logits
-    bit for bit; then it damages pages of every pool on purpose and checks that the damage is noticed. Exit codes: 0
-    proved, 1 logits differ or damage went unnoticed, 2 it cannot run.
+    bit for bit; then it damages pages of every pool on purpose and checks that the damage is noticed.
+
+    Exit codes: 0 proved, 1 logits differ or damage went unnoticed, 2 it cannot run.
     """
     with needs("engine", "verify"):
         from kvarve import verify
@@ -158,8 +143,7 @@ app.command(storage)
 def attach(urls: Urls, /, *, options: Attach = Attach()) -> None:
     """Attach a storage to a running server, in place of the one that it has."""
     policies = {"prefetch_policy": options.prefetch_policy, "write_policy": options.write_policy}
-    asked = {"url": [*urls], "back_up": options.back_up}
-    _ask_server("PUT", options, asked | {name: policy for name, policy in policies.items() if policy is not None})
+    _ask_server("PUT", options, {"url": [*urls], "back_up": options.back_up} | policies)
 
 
 @storage.command
@@ -175,50 +159,21 @@ def status(*, options: Remote = Remote()) -> None:
 
 
 def _ask_server(method: str, options: Remote, body: dict[str, Any] | None = None) -> None:
-    with needs("server", "this"):
+    with needs("server", "storage"):
         from kvarve.server import remote
 
     if not options.admin_key:
         raise ConfigError("this needs the server's admin key: give --admin-key or $KVARVE_ADMIN_KEY")
-    print(remote.describe(remote.storage(method, options.server, options.admin_key, body)))
+    print(remote.storage(method, options.server, options.admin_key, body))
 
 
 # --- of a folder
 
-
-@storage.command
-def ls(url: Url, /, *, options: Ls = Ls()) -> int:
-    """List the pages in a folder, most recently used first."""
-    return _maintain("ls", url, options)
-
-
-@storage.command
-def stat(url: Url, /, *, options: Maintain = Maintain()) -> int:
-    """Summarize the pages in a folder by model, group and pool."""
-    return _maintain("stat", url, options)
-
-
-@storage.command(name="verify")
-def check(url: Url, /, *, options: Maintain = Maintain()) -> int:
-    """Read every page in a folder and report damaged ones; exits with 1 if there are any."""
-    return _maintain("verify", url, options)
-
-
-@storage.command
-def gc(url: Url, /, *, options: Gc = Gc()) -> int:
-    """Free pages past the URL's ttl and leftovers of dead processes in a folder."""
-    return _maintain("gc", url, options)
-
-
-@storage.command
-def drop(url: Url, /, *, options: Drop = Drop()) -> int:
-    """Remove a group's pages, a model's, or all, from a folder: one of --group, --model and --all."""
-    if (options.group is not None) + (options.model is not None) + options.all != 1:
-        raise ConfigError("give one of --group, --model and --all (see kvarve storage drop --help)")
-    return _maintain("drop", url, options)
-
-
-def _maintain(does: str, url: str, options: Maintain) -> int:
-    from kvarve import storage_cli
-
-    return storage_cli.main(does, url, options)
+for _name, _help in {
+    "ls": "List the pages in a folder, most recently used first.",
+    "stat": "Summarize the pages in a folder by model, group and pool.",
+    "verify": "Read every page in a folder and report damaged ones; exits with 1 if there are any.",
+    "gc": "Free pages past the URL's ttl and leftovers of dead processes in a folder.",
+    "drop": "Remove a group's pages, a model's, or all, from a folder: one of --group, --model and --all.",
+}.items():
+    storage.command(f"kvarve.storage_cli:{_name}", name=_name, help=_help)

@@ -100,7 +100,7 @@ class Attach(Remote):
 class Maintain:
     """What all commands on a folder may be told."""
 
-    json: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None
+    json: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None
     """write all of it there too; -: to standard output, and nothing else"""
 
 

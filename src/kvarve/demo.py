@@ -7,6 +7,7 @@ server was restarted, and memory is emptied before each request). All rounds hav
 
 import hashlib
 import json
+import os
 import signal
 import statistics
 import subprocess
@@ -23,14 +24,15 @@ from typing import Any
 import httpx
 import matplotlib as mpl
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvarve.commands import Demo
 from kvarve.engine.recall import CHARS_PER_TOKEN, RecallTask, recall_task, score
-from kvarve.errors import KvarveError
+from kvarve.errors import ConfigError, KvarveError
+from kvarve.reports import plain_table, write_json
 
 ROUNDS = ("cold", "device", "host", "storage")
 FLUSH = {"host": "device", "storage": "device,host"}  # tiers emptied before each request of a round
@@ -171,8 +173,10 @@ def server(options: Demo, folder: Path, log: Path) -> Iterator[Client]:
     storage = options.storage or f"file://{(folder / 'storage').resolve()}?capacity=8GiB"
     command += ["--storage", storage, "--prefetch-policy", "wait_complete"]
     command += ["--tokens-per-snapshot", str(options.tokens_per_snapshot)]
+    # The server is set by these words alone: a key, say, would keep this client out.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KVARVE_")}
     with log.open("ab") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(command, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
     try:
         end = time.monotonic() + READY_S
         while not ready.exists() or not ready.read_text().strip():
@@ -184,6 +188,8 @@ def server(options: Demo, folder: Path, log: Path) -> Iterator[Client]:
         client = Client(ready.read_text().strip())
         try:
             yield client
+        except httpx.HTTPError as e:
+            raise KvarveError(f"the server: {e} (its log is {log})") from None
         finally:
             client.close()
         process.send_signal(signal.SIGINT)
@@ -277,15 +283,10 @@ def bound(metrics: dict[str, float], rounds: list[Round]) -> dict[str, float]:
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """The rounds side by side, narrow enough for 80 columns."""
-    shown = Table(
-        title=f"{rows[0]['requests']} requests, {rows[0]['prompt_tokens']:,} prompt tokens, four times",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        show_edge=False,
+    shown = plain_table(
+        "round", right=("cached", "from", "TTFT ms", "p50", "p99", "/cold", "tok/s", "right", "answers")
     )
-    shown.add_column("round", no_wrap=True)
-    for column in ("cached", "from", "TTFT ms", "p50", "p99", "/cold", "tok/s", "right", "answers"):
-        shown.add_column(column, justify="right", no_wrap=True)
+    shown.title = f"{rows[0]['requests']} requests, {rows[0]['prompt_tokens']:,} prompt tokens, four times"
     cold = rows[0]["ttft_ms"]["mean"]
     for row in rows:
         ttft = row["ttft_ms"]
@@ -345,10 +346,13 @@ def main(options: Demo) -> int:
     """Run the demo; 0 if every round gave the same answers, 1 if not. Writes demo.json and demo.png."""
     console = Console()
     size = QUICK if options.quick else Size()
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
+    out = options.out
     log = out / "demo-server.log"
-    log.unlink(missing_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        log.unlink(missing_ok=True)
+    except OSError as e:
+        raise ConfigError(f"--out: {out}: {e.strerror}") from None
     opening = conversations(size)
     tasks = [
         recall_task(seed, tokens=size.tokens, facts=size.facts, questions=size.turns) for seed in range(size.tasks)
@@ -356,8 +360,8 @@ def main(options: Demo) -> int:
     per_round = (len(opening) + len(tasks)) * size.turns
     rounds = [Round(name) for name in ROUNDS]
     console.print(
-        f"[bold]kvarve demo[/bold]: {options.model}, {per_round} requests of about {size.tokens:,} tokens in each of "
-        f"four rounds; the server's log is {log}"
+        f"[bold]kvarve demo[/bold]: {escape(options.model)}, {per_round} requests of about {size.tokens:,} tokens in "
+        f"each of four rounds; the server's log is {escape(str(log))}"
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
@@ -393,7 +397,7 @@ def main(options: Demo) -> int:
         "outputs_equal": len({row["outputs_sha256"] for row in rows}) == 1,
         "bound": limits,
     }
-    (out / "demo.json").write_text(json.dumps(report, indent=2) + "\n")
+    write_json(out / "demo.json", report)
     chart(report, out / "demo.png")
     console.print(table(rows))
     console.print(
@@ -401,7 +405,7 @@ def main(options: Demo) -> int:
         f"{limits['memcpy_gb_s']:.1f} GB/s takes {limits['copy_only_ttft_ms']:.2f} ms "
         f"({limits['copy_only_ttft_over_cold']:.4f} of cold). The rest of a warm TTFT is the prompt's own last chunk."
     )
-    console.print(f"Written: {out / 'demo.json'}, {out / 'demo.png'}")
+    console.print(f"Written: {out / 'demo.json'}, {out / 'demo.png'}", markup=False)
     if not report["outputs_equal"]:
         console.print("[bold red]The answers differ between rounds: this is a bug in kvarve.[/bold red]")
         return 1

@@ -5,11 +5,13 @@ before the file, the file before the default. Every mistake is one ConfigError.
 """
 
 import difflib
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin
 
 from cyclopts import (
     App,
@@ -18,31 +20,37 @@ from cyclopts import (
     MissingArgumentError,
     Parameter,
     Token,
-    UnknownCommandError,
     UnknownOptionError,
     UnusedCliTokensError,
     ValidationError,
     convert,
 )
-from cyclopts.argument import ArgumentCollection, update_argument_collection
-from cyclopts.config import Env
+from cyclopts.argument import Argument, ArgumentCollection
 
 from kvarve.errors import ConfigError
 from kvarve.sizes import Size, format_size, parse_size
 
 FILE_BYTES = 64 * 1024  # of a config file at most: a longer one is something else
 FLAT = Parameter(name="*")  # a dataclass whose fields are options without a prefix
-ConfigFile = Annotated[Path | None, Parameter(help="a TOML file, such as host_memory = '4GiB'")]
+ConfigFile = Annotated[Path | None, Parameter(help="a TOML file of options, each as some_option = value")]
+
+# By the type of a setting: which types of TOML it takes, and in words; a string for all others.
+_TOML: dict[Any, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false, without quotes"),
+    int: ((int,), "a whole number, without quotes"),
+    float: ((int, float), "a number, without quotes"),
+    Size: ((int, str), "a size such as '10GiB', or a whole number of bytes"),
+}
 
 
 def root_app(name: str, text: str, version: str, **more: Any) -> App:
-    """An application. Each command reads $NAME_COMMAND_OPTION and, with --config, a file."""
+    """An application. A command with an option --config also reads $NAME_COMMAND_OPTION, and the file of --config."""
     return App(
         name,
         help=text,
         help_format="plaintext",
         version=version,
-        config=[Env(f"{name.upper()}_", show=False), _read_file],
+        config=[_read],
         default_parameter=Parameter(converter=_parse, allow_repeating=True, negative_iterable=(), show_default=_shown),
         result_action="return_value",
         **more,
@@ -60,19 +68,18 @@ def call(app: App, words: Sequence[str]) -> Any:
 
 
 def _check_command(app: App, words: Sequence[str]) -> None:
-    """ConfigError if the words begin with one that is no command, whatever options follow it."""
-    for number, word in enumerate(words):
+    """ConfigError unless the words begin with a command, or ask for help; whatever options follow it."""
+    chain = [*app.name]
+    for word in [*words, ""]:
         known = [name for name in app if not name.startswith("-")]
-        if not known or word.startswith("-"):
+        if not known or (word.startswith("-") and word in app):
             return
         if word not in known:
-            chain = " ".join([*app.name, *words[:number]])
-            raise ConfigError(f"{_unknown_command(word, known)} (see {chain} --help)")
+            kind, names = ("option", app) if word.startswith("-") else ("command", known)
+            problem = f"unknown {kind} {word!r}{closest(word, names)};" if word else "which command?"
+            raise ConfigError(f"{problem} known: {', '.join(known)} (see {' '.join(chain)} --help)")
         app = app[word]
-
-
-def _unknown_command(word: str, known: Sequence[str]) -> str:
-    return f"unknown command {word!r}{closest(word, known)}; known: {', '.join(known)}"
+        chain.append(word)
 
 
 def closest(word: str, known: Iterable[str]) -> str:
@@ -86,15 +93,12 @@ def _complaint(error: CycloptsError) -> str:
         flags = [name for argument in error.argument_collection for name in argument.names if name.startswith("--")]
         word = (error.token.keyword or error.token.value).partition("=")[0]
         return f"unknown option {word!r}{closest(word, flags)}"
-    if isinstance(error, UnknownCommandError | UnusedCliTokensError):
-        word = (error.unused_tokens or [""])[0]
-        known = [name for name in (error.app or ()) if not name.startswith("-")]
-        if not known:
-            return f"unknown argument {word!r}"
-        return _unknown_command(word, known)
+    if isinstance(error, UnusedCliTokensError):
+        return "an argument that belongs to no option: put a value that has a space into quotes"
     if isinstance(error, MissingArgumentError) and error.argument is not None:
         name = error.keyword or error.argument.name
-        return f"{name}: expected one argument" if error.keyword else f"{error.argument.name} is required"
+        hyphen = f"expected one argument; one that begins with - is given as {name}=-..."
+        return f"{name}: {hyphen}" if error.keyword else f"{name} is required"
     if isinstance(error, CoercionError) and error.token is not None:
         return f"{_origin(error.token)}: {error.msg or 'expected one value'}"
     if isinstance(error, ValidationError) and error.argument is not None:
@@ -104,7 +108,7 @@ def _complaint(error: CycloptsError) -> str:
 
 def _origin(token: Token) -> str:
     """The option that a token sets: "--port", "$KVARVE_SERVE_PORT", or "FILE: port"."""
-    name = (token.keyword or "").strip("[]")
+    name = token.keyword or ""
     if token.source == "env":
         return f"${name}"
     return name if token.source in ("", "cli") else f"{token.source}: {name}"
@@ -125,44 +129,72 @@ def _value(kind: Any, text: str) -> Any:
         except ConfigError as e:
             raise CoercionError(msg=str(e)) from None
     if kind is int and not re.fullmatch(r"-?[0-9]{1,30}", text):
-        raise CoercionError(msg=f"{text!r} is not a whole number")
+        wrong = "too large" if re.fullmatch("-?[0-9]+", text) else "not a whole number"
+        raise CoercionError(msg=f"{text[:40]!r} is {wrong}")
     if kind is float:
         try:
             return float(text)
         except ValueError:
             raise CoercionError(msg=f"{text!r} is not a number") from None
-    if kind is bool and text.lower() not in ("true", "false"):
-        raise CoercionError(msg=f"{text!r} is neither true nor false")
+    if kind is bool:
+        try:
+            return convert(bool, [text])  # as for --flag=yes
+        except CoercionError:
+            raise CoercionError(msg=f"{text!r} is neither true nor false") from None
     return convert(kind, [text])
 
 
 def _shown(value: Any) -> Any:
     """A default in the help; nothing for the empty ones."""
-    return format_size(value).replace(" ", "") if isinstance(value, Size) else value
+    return format_size(value).replace(" ", "") if isinstance(value, Size) else "" if value == () else value
 
 
-# --- the file
+# --- the environment and the file
 
 
-def _read_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Settings from the file that --config names, for options that neither a flag nor the environment sets."""
-    given = [token for argument in arguments if argument.name == "--config" for token in argument.tokens]
-    if not given:
+def _read(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Settings from the environment for options without a flag, and from the file of --config for the rest.
+
+    A command without --config reads neither: no variable that a shell has exported agrees to a deletion.
+    """
+    options = {each.name[2:].replace("-", "_"): each for each in arguments if each.name.startswith("--")}
+    if "config" not in options:
         return
-    path = Path(given[-1].value)
-    settings = _settings(path)
-    known = {argument.name[2:].replace("-", "_") for argument in arguments if argument.name.startswith("--")}
-    for key in settings:
-        if key not in known - {"config"}:
-            raise ConfigError(f"{path}: unknown setting {key!r}{closest(key, known)}")
-    update_argument_collection(settings, str(path), arguments, root_keys=(), allow_unknown=False)
+    prefix = "_".join(["kvarve", *commands, ""]).upper()
+    variables = {f"{prefix}{name.upper()}": each for name, each in options.items()}
+    for variable, text in os.environ.items():
+        if variable.startswith(prefix):
+            if variable not in variables:
+                raise ConfigError(f"${variable} is the variable of no option{closest(variable, variables)}")
+            option = variables[variable]
+            _give(option, option.env_var_split(text), variable, "env")
+    config = options.pop("config")
+    if config.tokens:
+        path = config.tokens[-1].value
+        for key, value in _settings(path).items():
+            if key not in options:
+                raise ConfigError(f"{path}: unknown setting {key!r}{closest(key, options)}")
+            hint = options[key].hint
+            kind = next((each for each in get_args(hint) if each not in (NoneType, ...)), hint)
+            several = get_origin(hint) is tuple and isinstance(value, list)
+            types, what = _TOML.get(kind, ((str,), "a string in quotes"))
+            values = value if several else [value]
+            if not all(type(each) in types for each in values):
+                raise ConfigError(f"{path}: {key} must be {what}")
+            _give(options[key], values, key, path)
 
 
-def _settings(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such config file")
+def _give(option: Argument, values: Sequence[Any], keyword: str, source: str) -> None:
+    if not option.has_tokens:
+        for index, value in enumerate(values):
+            option.append(Token(keyword=keyword, value=str(value), source=source, index=index))
+
+
+def _settings(path: str) -> dict[str, Any]:
+    if not Path(path).is_file():
+        raise ConfigError(f"--config: {path!r} is not a file")
     try:
-        with path.open("rb") as file:
+        with Path(path).open("rb") as file:
             content = file.read(FILE_BYTES + 1)
         if len(content) > FILE_BYTES:
             raise ConfigError(f"{path}: a config file has at most {format_size(FILE_BYTES)}")

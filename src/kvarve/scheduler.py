@@ -25,12 +25,11 @@ from kvarve.core.headroom import Demand
 from kvarve.core.lease import Lease
 from kvarve.core.outside import EngineCore, core_for
 from kvarve.core.settings import CoreConfig, Counters
-from kvarve.errors import ConfigError
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES, bind_to_chunk, names, pack, root_key
 from kvarve.messages import ChangeMade, ChangeProposed, Order, Report
 from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
 from kvarve.ranks.agreement import Agreement, Alone
-from kvarve.ticket import Ticket
+from kvarve.ticket import HandOverError, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -224,11 +223,11 @@ class CacheScheduler:
         return Ticket(lease.root.hex(), key, boundary, until_s, model, identity.layout, identity.ranks)
 
     def check_ticket(self, ticket: Ticket, prompt: Prompt) -> None:
-        """ConfigError unless `open` takes this ticket for a prompt; from any thread, since it hashes the prompt."""
+        """HandOverError unless `open` takes this ticket for a prompt; from any thread, since it hashes the prompt."""
         ticket.check(self.identity, prompt.root)
         end = ticket.boundary * KEY_BYTES
         if len(prompt.keys) < end or prompt.keys[max(0, end - KEY_BYTES) : end].hex() != ticket.key:
-            raise ConfigError("the ticket is of another prompt: give the request the prompt that was prefilled")
+            raise HandOverError("the ticket is of another prompt: give the request the prompt that was prefilled")
 
     # --- what admission asks: these change nothing
 

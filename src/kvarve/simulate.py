@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from json import dumps, loads
+from json import loads
 from pathlib import Path
 from typing import IO, Annotated, Any, cast
 
@@ -33,9 +33,12 @@ from kvarve.keys import TOKEN_BYTES, object_name, root_key
 from kvarve.memory.record import record_bytes
 from kvarve.model import BufferSpec, PoolSpec, Tier, window_lookback
 from kvarve.options import FLAT, ConfigFile
+from kvarve.reports import check_file, write_json
 from kvarve.sizes import Size, format_size
 from kvarve.storage.base import LruIndex
 
+# Of `Policies`: a replay waits for all pages, no copy of it takes time, and no byte of it can be wrong.
+MEANINGLESS = ("prefetch_policy", "prefetch_base_s", "prefetch_per_ki_token_s", "storage_deadline_s", "verify_host")
 MOST_TOKENS = 1 << 27  # in one prompt: a longer one is a damaged line, not a request
 
 Advance = Callable[[int, int], None]  # bytes of the trace file that are done, and its size
@@ -71,6 +74,11 @@ class SimulationConfig:
         for name, value in asdict(self).items():
             if isinstance(value, int) and value < 0:
                 raise ConfigError(f"{name.replace('_', ' ')} cannot be below zero, and is {value}")
+        for name in MEANINGLESS:
+            if getattr(self.policies, name) != getattr(Policies, name):
+                raise ConfigError(
+                    f"a replay does not depend on the setting {name}, as its copies are instant: leave it out"
+                )
         if not self.block_tokens or not self.page_tokens:
             raise ConfigError("a block and a page have at least one token each")
         if self.grid % self.page_tokens:
@@ -190,14 +198,13 @@ def read_trace(path: Path, block_tokens: int, advance: Advance = lambda done, si
                         raise ValueError("it happened before the line above: sort the trace by timestamp")
                     for last, each in zip([None, *request.ids], request.ids, strict=False):
                         if rests_on.setdefault(each, last) != last:
-                            raise ValueError(
-                                f"hash id {each} comes after {rests_on[each]} elsewhere, here after {last}"
-                            )
+                            raise ValueError(f"hash id {each} follows another block here than in a line above")
                     before, found = request.timestamp_ms, True
                     yield request
                     advance(raw.tell(), size)
     except (OSError, EOFError, zlib.error) as e:
-        raise ConfigError(f"trace {path}: cannot be read after line {line}: {e}") from e
+        after = f" after line {line}" if line else ""
+        raise ConfigError(f"trace {path}: cannot be read{after}: {getattr(e, 'strerror', None) or e}") from e
     except (ValueError, RecursionError) as e:
         raise ConfigError(f"trace {path}, line {line}: {e}") from e
     if not found:
@@ -338,7 +345,11 @@ def replay(
 
 def replayed(requests: Iterable[TraceRequest], config: SimulationConfig) -> SimulationReport:
     """Run requests, in the order of their time, through a new core."""
-    core = Core(config.core())
+    core, now = Core(config.core()), 0.0
+
+    def step() -> None:
+        core.step([transfers.answer(each) for each in core.take() if not isinstance(each, Hurry)], now)
+
     transfers = InstantTransfers(core.pools, config.storage_memory)
     prompts, infinite = Prompts(config.block_tokens), Infinite(config.block_tokens)
     cost = config.policies.cost(config.page_tokens)
@@ -347,7 +358,7 @@ def replayed(requests: Iterable[TraceRequest], config: SimulationConfig) -> Simu
         now = request.timestamp_ms / 1000
         lease = core.open(root, prompts.packed(request), now, WAIT_COMPLETE)
         while not core.claim(lease, now):
-            core.step([transfers.answer(each) for each in core.take() if not isinstance(each, Hurry)], now)
+            step()
         for tier, pages in zip(Tier, lease.from_tiers(), strict=True):
             report.hit_tokens[tier.name.lower()] += pages * config.page_tokens
         report.cost += cost.of(0, request.input_length // config.page_tokens)
@@ -355,9 +366,9 @@ def replayed(requests: Iterable[TraceRequest], config: SimulationConfig) -> Simu
         core.grow(lease, core.keepable(lease))
         core.publish(lease, lease.grown)
         core.close(lease)
-        core.step([transfers.answer(each) for each in core.take() if not isinstance(each, Hurry)], now)
+        step()
         while not core.idle():
-            core.step([transfers.answer(each) for each in core.take() if not isinstance(each, Hurry)], now)
+            step()
         report.requests += 1
         report.paused_requests += core.governor.paused
         report.prompt_tokens += request.input_length
@@ -389,11 +400,11 @@ def main(
     config: ConfigFile = None,
 ) -> int:
     """Replay a trace through the cache's own code and say what memory buys."""
-    if json is not None and (json.is_dir() or not json.absolute().parent.is_dir()):
-        raise ConfigError(f"{json}: not a file that can be written")  # better before the replay than after it
+    check_file("--json", json)
     console = Console()
     errors = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    name = TextColumn("{task.description}", markup=False)
+    columns = (name, BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task(trace.name)
         report = replay(
@@ -403,11 +414,7 @@ def main(
             advance=lambda done, size: progress.update(task, completed=done, total=size),
         )
     console.print(_table(report, settings))
-    if json is not None:
-        try:
-            json.write_text(dumps({"config": asdict(settings), **report.as_json()}, indent=1) + "\n")
-        except OSError as e:
-            raise ConfigError(f"{json}: {e}") from e
+    write_json(json, {"config": asdict(settings), **report.as_json()})
     return 0
 
 

@@ -25,14 +25,17 @@ _SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)\s*")
 def parse_size(text: str) -> int:
     """Bytes meant by `text`: "1024", "512MB", "1.5 GiB", in any case; a part of a byte is dropped.
 
-    ConfigError for anything else, a minus sign included. Zero is a size; the caller decides whether it will do.
+    ConfigError for anything else, a minus sign included, and for more than any machine can address. Zero is a size; the
+    caller decides whether it will do.
     """
     match = _SIZE.fullmatch(text)
     unit = match[2].lower() or "b" if match else ""
     if match is None or unit not in _BYTES_PER_UNIT:
         known = ", ".join(_BINARY + _DECIMAL[1:])
         raise ConfigError(f"{text!r} is not a size: write a number and one of {known}, such as 10GiB")
-    return int(Fraction(match[1]) * _BYTES_PER_UNIT[unit])
+    if (size := int(Fraction(match[1]) * _BYTES_PER_UNIT[unit])) >> 63:
+        raise ConfigError(f"{text!r} is too large: a size is below {1 << 13} PiB")
+    return size
 
 
 def format_size(size_bytes: int) -> str:

@@ -9,11 +9,11 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from rich.box import SIMPLE_HEAD
+from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -22,10 +22,13 @@ from kvarve.commands import Drop, Gc, Ls, Maintain
 from kvarve.errors import ConfigError, StorageError
 from kvarve.keys import parse_object_name
 from kvarve.memory.record import title, whole
+from kvarve.reports import check_file, plain_table, write_json
 from kvarve.sizes import format_size
 from kvarve.storage import maintenance
 from kvarve.storage.maintenance import Model, Stored
-from kvarve.storage.urls import SCHEMES, file_settings, parse_time, parse_url
+from kvarve.storage.urls import SCHEMES, FileSettings, file_settings, parse_time, parse_url
+
+Url = Annotated[str, Parameter(name="URL", help="such as file:///var/kvarve or /var/kvarve, its capacity or not")]
 
 ORDERS: dict[str, Callable[[Stored], float]] = {
     "used": lambda each: each.used_s_ago,
@@ -43,37 +46,16 @@ _UNITS = ((2 * 86400, 86400, "d"), (2 * 3600, 3600, "h"), (2 * 60, 60, "min"), (
 _WIDE = 200  # columns if the output is no terminal, so that nothing is cut
 
 
-@dataclass(frozen=True)
-class StoreLocation:
-    """The settings of a URL that these commands need."""
-
-    folder: Path
-    capacity_bytes: int | None
-    ttl_s: float | None
-
-
-def main(does: str, url: str, options: Maintain) -> int:
-    """Run one of the commands; returns the exit code."""
-    place, out = _place(url), Printer(options.json)
-    code = COMMANDS[does](place, options, out)
-    out.write()
-    return code
-
-
 class Printer:
     """A command's results, for people on standard output, and as JSON if requested."""
 
-    def __init__(self, json_to: str | None) -> None:
+    def __init__(self, json_to: Path | None) -> None:
         self._json_to = json_to
-        self.json: dict[str, Any] = {}
-        if json_to not in (None, "-"):  # checked before the work is done
-            path = Path(str(json_to))
-            if path.is_dir() or not path.absolute().parent.is_dir():
-                raise ConfigError(f"--json: {path}: not a file that can be written")
-        # JSON on standard output is mixed with nothing else.
-        self._console = Console(
-            quiet=json_to == "-", width=None if sys.stdout.isatty() else _WIDE, markup=False, highlight=False
-        )
+        self._only_json = str(json_to) == "-"  # JSON on standard output is mixed with nothing else
+        if not self._only_json:
+            check_file("--json", json_to)
+        width = None if sys.stdout.isatty() else _WIDE
+        self._console = Console(quiet=self._only_json, width=width, markup=False, highlight=False)
 
     def say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True)
@@ -81,34 +63,30 @@ class Printer:
     def table(self, table: Table) -> None:
         self._console.print(table)
 
-    def write(self) -> None:
-        if self._json_to is None:
-            return
-        text = json.dumps(self.json, indent=1) + "\n"
-        if self._json_to == "-":
-            sys.stdout.write(text)
-            return
-        try:
-            Path(self._json_to).write_text(text)
-        except OSError as e:
-            raise ConfigError(f"--json: {self._json_to}: {e.strerror}") from e
+    def write(self, report: dict[str, Any], code: int = 0) -> int:
+        """Write the JSON, if requested; answers the exit code."""
+        if self._only_json:
+            print(json.dumps(report, indent=1))
+        else:
+            write_json(self._json_to, report)
+        return code
 
 
-def _place(text: str) -> StoreLocation:
+def _place(text: str) -> FileSettings:
     """Parse a URL. Nothing is created; the capacity may be left out."""
     scheme, colon, _ = text.partition("://")
     if colon and scheme != "file" and (scheme in _ELSEWHERE or scheme in SCHEMES):
         raise ConfigError(f"{text}: {_ELSEWHERE.get(scheme, 'only folders (file://) are managed here')}")
-    url = parse_url(text)
-    settings = file_settings(url)
+    settings = file_settings(parse_url(text))
     # The capacity of a plain path is a default, not the user's.
-    return StoreLocation(settings.folder, settings.capacity_bytes if "://" in text else None, settings.ttl_s)
+    return settings if colon else replace(settings, capacity_bytes=None)
 
 
 # --- the commands
 
 
-def _ls(place: StoreLocation, options: Ls, out: Printer) -> int:
+def ls(url: Url, /, *, options: Ls = Ls()) -> int:
+    place, out = _place(url), Printer(options.json)
     if options.by not in ORDERS:
         raise ConfigError(f"--by: {options.by!r} is no order; known: {', '.join(ORDERS)}")
     models = maintenance.models(place.folder)
@@ -119,12 +97,7 @@ def _ls(place: StoreLocation, options: Ls, out: Printer) -> int:
     found.sort(key=lambda pair: ORDERS[options.by](pair[1]))
     shown = found[: options.limit or None]
     more = len(found) - len(shown)
-    out.json = {
-        "folder": str(place.folder),
-        "objects": [_object_json(model, each) for model, each in shown],
-        "more": more,
-    }
-    table = _table("group", "page", "pool", right=("rank", "size", "stored", "used", "uses"))
+    table = plain_table("group", "page", "pool", right=("rank", "size", "stored", "used", "uses"))
     for _, each in shown:  # `stat` has the groups by model
         about = parse_object_name(each.name)
         table.add_row(
@@ -142,10 +115,12 @@ def _ls(place: StoreLocation, options: Ls, out: Printer) -> int:
         out.table(table)
     size = format_size(sum(each.size_bytes for _, each in found))
     out.say(f"{_many(len(found), 'object')}, {size}" + (f"; {more:,} more are not shown (--limit)" if more else ""))
-    return 0
+    objects = [_object_json(model, each) for model, each in shown]
+    return out.write({"folder": str(place.folder), "objects": objects, "more": more})
 
 
-def _stat(place: StoreLocation, _: Maintain, out: Printer) -> int:
+def stat(url: Url, /, *, options: Maintain = Maintain()) -> int:
+    place, out = _place(url), Printer(options.json)
     contents = maintenance.contents(place.folder)
     models = contents.models
     text = f"{place.folder}: {format_size(contents.bytes)} in {_many(len(models), 'model')}"
@@ -155,13 +130,6 @@ def _stat(place: StoreLocation, _: Maintain, out: Printer) -> int:
     for damage in contents.damaged:
         out.say(f"  {damage}")
     reports: list[dict[str, Any]] = []
-    out.json = {
-        "folder": str(place.folder),
-        "bytes": contents.bytes,
-        "capacity_bytes": place.capacity_bytes,
-        "models": reports,
-        "damaged": contents.damaged,
-    }
     for model in models:
         with maintenance.inspect(place.folder, model) as inspection:
             objects, slots, lost, quarantined = (
@@ -184,16 +152,18 @@ def _stat(place: StoreLocation, _: Maintain, out: Printer) -> int:
             out.say(f"  {damage}")
         if quarantined:
             out.say(f"  {format_size(quarantined)} of slabs that were damaged, until their space is needed, or gc")
-        table = _table("group", "pool", right=("objects", "size", "oldest", "newest", "last used"))
+        table = plain_table("group", "pool", right=("objects", "size", "oldest", "newest", "last used"))
         for row in rows:
             ages = (_age(row[f"{when}_s_ago"]) for when in ("oldest", "newest", "used"))
             table.add_row(row["group"], row["pool"], f"{row['objects']:,}", format_size(row["bytes"]), *ages)
         if rows:
             out.table(table)
-    return 0
+    sizes = {"bytes": contents.bytes, "capacity_bytes": place.capacity_bytes}
+    return out.write({"folder": str(place.folder)} | sizes | {"models": reports, "damaged": contents.damaged})
 
 
-def _verify(place: StoreLocation, _: Maintain, out: Printer) -> int:
+def verify(url: Url, /, *, options: Maintain = Maintain()) -> int:
+    place, out = _place(url), Printer(options.json)
     reports: list[dict[str, Any]] = []
     contents = maintenance.contents(place.folder)
     for damage in contents.damaged:
@@ -221,8 +191,8 @@ def _verify(place: StoreLocation, _: Maintain, out: Printer) -> int:
             out.say(f"  {damage}")
         if inspector.unknown:
             out.say(f"  {_many(inspector.unknown, 'object')} without a page's name: not checked")
-    out.json = {"folder": str(place.folder), "ok": not damages, "models": reports, "damaged": contents.damaged}
-    return 1 if damages else 0
+    report = {"folder": str(place.folder), "ok": not damages, "models": reports, "damaged": contents.damaged}
+    return out.write(report, 1 if damages else 0)
 
 
 class Inspector:
@@ -246,7 +216,8 @@ class Inspector:
         return name not in self.whys
 
 
-def _gc(place: StoreLocation, options: Gc, out: Printer) -> int:
+def gc(url: Url, /, *, options: Gc = Gc()) -> int:
+    place, out = _place(url), Printer(options.json)
     unused_for_s = None
     if options.unused_for is not None:
         try:
@@ -278,29 +249,31 @@ def _gc(place: StoreLocation, options: Gc, out: Printer) -> int:
                 (counts["quarantined_bytes"], "bytes were those of damaged slabs"),
             ]
             out.say(model_text + (", ".join(f"{count:,} {what}" for count, what in done if count) or "nothing to free"))
-    out.json = {"folder": str(place.folder), "models": reports, "damaged": contents.damaged}
-    return 0
+    return out.write({"folder": str(place.folder), "models": reports, "damaged": contents.damaged})
 
 
-def _drop(place: StoreLocation, options: Drop, out: Printer) -> int:
+def drop(url: Url, /, *, options: Drop = Drop()) -> int:
+    if (options.group is not None) + (options.model is not None) + options.all != 1:
+        raise ConfigError("give one of --group, --model and --all (see kvarve storage drop --help)")
+    place, out = _place(url), Printer(options.json)
     models = maintenance.models(place.folder)
-    out.json = {"folder": str(place.folder), "dropped": False}
+    report: dict[str, Any] = {"folder": str(place.folder), "dropped": False}
     if options.group is not None:
         objects = {model.label: found for model, found in _objects(place, models)}
         group = _the_one(place, "group", options.group, {each.group for found in objects.values() for each in found})
         models = [model for model in models if any(each.group == group for each in objects[model.label])]
         mine = [each for model in models for each in objects[model.label] if each.group == group]
-        out.json |= {"group": group, "objects": len(mine), "bytes": sum(each.size_bytes for each in mine)}
-        size = format_size(out.json["bytes"])
+        report |= {"group": group, "objects": len(mine), "bytes": sum(each.size_bytes for each in mine)}
+        size = format_size(report["bytes"])
         if not _agreed(f"drop group {group}: {_many(len(mine), 'object')}, {size}", options, out):
-            return 0
+            return out.write(report)
         count = 0
         for model in models:
             with maintenance.opened(place.folder, model) as storage:
                 count += maintenance.drop(storage, [each.name for each in objects[model.label] if each.group == group])
-        out.json |= {"dropped": True, "objects": count}
+        report |= {"dropped": True, "objects": count}
         out.say(f"{_many(count, 'object')} dropped")
-        return 0
+        return out.write(report)
     if options.model is not None:
         label = _the_one(place, "model", options.model.lower(), {model.label.hex() for model in models})
         models = [model for model in models if model.label.hex() == label]
@@ -308,37 +281,27 @@ def _drop(place: StoreLocation, options: Drop, out: Printer) -> int:
         if model.in_use:
             raise StorageError(_in_use(model))
     size = format_size(sum(model.file_bytes for model in models))
-    out.json |= {"models": [_model_json(model) for model in models]}
+    report |= {"models": [_model_json(model) for model in models]}
     what = "; ".join(f"{model.description} ({_short(model)})" for model in models) or "nothing"
     if not _agreed(f"drop {_many(len(models), 'model')}, {size}: {what}", options, out):
-        return 0
+        return out.write(report)
     for model in models:
         if not maintenance.drop_model(place.folder, model, "kvarve storage drop"):  # it has been opened since
             raise StorageError(_in_use(model))
         out.say(f"{model.description} ({_short(model)}): dropped")
-    out.json["dropped"] = True
-    return 0
-
-
-COMMANDS: dict[str, Callable[[StoreLocation, Any, Printer], int]] = {
-    "ls": _ls,
-    "stat": _stat,
-    "verify": _verify,
-    "gc": _gc,
-    "drop": _drop,
-}
+    return out.write(report | {"dropped": True})
 
 
 # --- shared
 
 
-def _objects(place: StoreLocation, models: Iterable[Model]) -> Iterator[tuple[Model, list[Stored]]]:
+def _objects(place: FileSettings, models: Iterable[Model]) -> Iterator[tuple[Model, list[Stored]]]:
     for model in models:
         with maintenance.inspect(place.folder, model) as inspection:
             yield model, inspection.objects()
 
 
-def _the_one(place: StoreLocation, kind: str, begins: str, known: set[str]) -> str:
+def _the_one(place: FileSettings, kind: str, begins: str, known: set[str]) -> str:
     """The one name with this prefix, as for git commits; ConfigError if there is none, or several."""
     found = sorted({each for each in known if each.startswith(begins)} if begins not in known else {begins})
     if len(found) == 1:
@@ -426,15 +389,6 @@ def _object_json(model: Model, each: Stored) -> dict[str, Any]:
         "used_s_ago": each.used_s_ago,
         "uses": each.uses,
     }
-
-
-def _table(*left: str, right: Sequence[str]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for name in left:
-        table.add_column(name, no_wrap=True)
-    for name in right:
-        table.add_column(name, no_wrap=True, justify="right")
-    return table
 
 
 def _short(model: Model) -> str:

@@ -18,11 +18,15 @@ MOST_TEXT = 512  # characters of a field
 MOST = 1 << 53  # a number that every reader of JSON knows exactly is smaller
 
 
+class HandOverError(ConfigError):
+    """A ticket that is not of this prompt, model or server, or a hand-over that cannot be."""
+
+
 @dataclass(frozen=True)
 class Ticket:
     """The pages of a prompt before a boundary, which the storage has or is about to have.
 
-    `ConfigError` for values that cannot be, also from `of_json`.
+    `HandOverError` for values that cannot be, also from `of_json`.
     """
 
     root: str
@@ -46,52 +50,50 @@ class Ticket:
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
-            raise ConfigError(f"a ticket of format {self.format!r}: this version reads {FORMAT!r}")
+            raise HandOverError(f"a ticket of format {self.format!r}: this version reads {FORMAT!r}")
         if min(self.boundary, self.first_head, self.heads, self.ranks - 1) < 0 or not isfinite(self.until_s):
-            raise ConfigError("a ticket's numbers are finite and not negative, and it is of at least one rank")
+            raise HandOverError("a ticket's numbers are finite and not negative, and it is of at least one rank")
         keys = (self.root, self.model, *((self.key,) if self.boundary else ()))
         if not all(_is_key(each) for each in keys) or bool(self.key) != bool(self.boundary):
-            raise ConfigError(f"a ticket's root, key and model are {2 * KEY_BYTES} hexadecimal digits each")
+            raise HandOverError(f"a ticket's root, key and model are {2 * KEY_BYTES} hexadecimal digits each")
 
     def json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def of_json(cls, value: Any) -> "Ticket":
-        """A ticket that came from another server. ConfigError unless every field is there, and of its type."""
+        """A ticket that came from another server. HandOverError unless every field is there, and of its type."""
         kinds: dict[str, Any] = {each.name: each.type for each in fields(cls)}
         if not isinstance(value, Mapping) or value.keys() != kinds.keys():
-            raise ConfigError(f"a ticket is an object with exactly these fields: {', '.join(kinds)}")
+            raise HandOverError(f"a ticket is an object with exactly these fields: {', '.join(kinds)}")
         for name, kind in kinds.items():
             found = value[name]
             if type(found) is not kind and not (kind is float and type(found) is int):
-                raise ConfigError(f"a ticket's {name} is of type {kind.__name__}, not {type(found).__name__}")
+                raise HandOverError(f"a ticket's {name} is of type {kind.__name__}, not {type(found).__name__}")
             if len(found) > MOST_TEXT if kind is str else not abs(found) < MOST:
-                raise ConfigError(
-                    f"a ticket's {name} is too long" if kind is str else f"a ticket's {name} is too large"
-                )
+                raise HandOverError(f"a ticket's {name} is {'too long' if kind is str else 'too large, or no number'}")
         return cls(**value)
 
     def check(self, identity: ModelIdentity, root: bytes) -> None:
-        """ConfigError unless these are pages of this model, layout, sharding and salt."""
+        """HandOverError unless these are pages of this model, layout, sharding and salt."""
         if (self.ranks, self.first_head, self.heads) != (identity.ranks, 0, 0):
             theirs = f"{self.ranks} ranks" + f", {self.heads} heads from {self.first_head} on" * bool(self.heads)
-            raise ConfigError(
+            raise HandOverError(
                 f"the ticket is of another sharding ({theirs}; this server: {identity.ranks} ranks): hand over between "
                 f"servers that divide the model alike"
             )
         if self.layout != identity.layout:
-            raise ConfigError(
+            raise HandOverError(
                 f"the ticket's pages have the layout {self.layout!r}, this server's {identity.layout!r}: hand over "
                 f"between servers of one version"
             )
         if self.model != identity.fingerprint().hex():
-            raise ConfigError(
+            raise HandOverError(
                 f"the ticket is of another model (or page size, adapter, precision or machine) than {identity}: hand "
                 f"over between servers with one identity"
             )
         if self.root != root.hex():
-            raise ConfigError("the ticket is of another salt: give the request the salt that the prefill had")
+            raise HandOverError("the ticket is of another salt: give the request the salt that the prefill had")
 
 
 def _is_key(text: str) -> bool:

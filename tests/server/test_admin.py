@@ -1,9 +1,11 @@
 """/admin/storage: storages are attached to a running server and detached from it, with the admin key."""
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +313,7 @@ def test_what_cannot_be_is_one_clear_line(
         ("http://127.0.0.1:9", "http://127.0.0.1:9: no answer: "),
         ("127.0.0.1:8000", "is not the URL of a server, such as http://127.0.0.1:8000"),
         ("http://[::1", "no answer"),
+        ("http://a..b", "no answer"),
     ],
 )
 def test_a_server_that_is_not_there_is_named(say: Say, server: str, complaint: str) -> None:
@@ -322,3 +325,42 @@ def test_a_server_that_is_not_there_is_named(say: Say, server: str, complaint: s
 def test_a_server_that_is_not_kvarve_is_reported(operated: Server, say: Say) -> None:
     code, _, error = say("status", server=operated.url + "/v1")
     assert code == 2 and error.count("\n") == 1 and "/v1/admin/storage" in error
+
+
+@pytest.mark.parametrize("key", ["SECRET\n", "\nSECRET", "SEC\x00RET", "SECRET\x7f", " SECRET"])
+def test_a_key_that_no_header_carries_is_refused_and_never_repeated(
+    say: Say, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setattr(os, "environ", os.environ | {"KVARVE_ADMIN_KEY": key})
+    code, out, error = say("status")
+    assert (code, out) == (2, "") and "SEC" not in error
+    assert error.startswith("kvarve: an admin key has no spaces or line ends") and error.count("\n") == 1
+
+
+def test_a_key_or_url_of_bytes_that_are_no_text_is_one_clear_line(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, error = say("attach", "x\udcff")
+    assert (code, out) == (2, "") and error.count("\n") == 1 and "Traceback" not in error
+    monkeypatch.setenv("KVARVE_ADMIN_KEY", "x\udcff")
+    assert "wrong admin key" in say("status")[2]
+
+
+class Impostor(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(type(self).text)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    text = b""
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"null", b'{"attached": true}', b'"x"', b"[" * 200_000], ids=repr)
+def test_a_server_that_answers_something_else_is_no_kvarve_server(say: Say, text: bytes) -> None:
+    Impostor.text = text
+    with ThreadingHTTPServer(("127.0.0.1", 0), Impostor) as impostor:
+        threading.Thread(target=impostor.serve_forever, daemon=True).start()
+        code, out, error = say("status", server=f"http://127.0.0.1:{impostor.server_port}")
+        impostor.shutdown()
+    assert (code, out) == (2, "") and error.count("\n") == 1 and "this is no kvarve server" in error

@@ -48,9 +48,7 @@ Meanwhile = Callable[[int, Path], None]  # gets the process and the file of its 
 
 
 def a_process(*argv: str, **kwargs: Any) -> "subprocess.Popen[str]":
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("KVARVE_API_KEY", "KVARVE_ADMIN_KEY")
-    }
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVARVE_")}
     return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment, **kwargs)
 
 
@@ -104,7 +102,7 @@ def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
         ("--frob", "unknown option '--frob'"),
         ("serve --pge-tokens 64", "unknown option '--pge-tokens': did you mean --page-tokens?"),
         ("serve --device-memori=1GiB", "unknown option '--device-memori': did you mean --device-memory?"),
-        ("serve extra", "unknown argument 'extra'"),
+        ("serve extra", "an argument that belongs to no option: put a value that has a space into quotes"),
         ("serve --model", "--model: expected one argument"),
         ("demo --quik", "did you mean --quick?"),
         ("serve --device-memory 10XB", "--device-memory: '10XB' is not a size"),
@@ -146,7 +144,14 @@ def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
         ("serve --max-waiting 0", "max waiting must be at least 1"),
         ("serve --threads 0", "threads must be at least 1"),
         ("serve --log-level loud", "unknown log level 'loud'; known: debug, info, warning, error"),
-        ("serve --ready-file /no/such/folder/ready", "no such folder to write the ready file to"),
+        ("serve --ready-file /no/such/folder/ready", "--ready-file: /no/such/folder/ready: not a file"),
+        ("serve --ready-file /proc", "--ready-file: /proc: not a file that can be written"),
+        ("serve --admin-key=a\x01b", "an admin key has no spaces or line ends around it, and no control characters"),
+        ("serve --api-key=a\x7f", "an API key has no spaces"),
+        ("demo --out /dev/null", "--out: /dev/null: "),
+        ("demo --out /proc/no/such", "--out: /proc/no/such: "),
+        ("verify --json /", "--json: /: not a file that can be written"),
+        ("storage bogus", "unknown command 'bogus'"),
         ("serve --api-key=", "an API key cannot be empty"),
         ("serve --storage tape:///dev/st0", "there is no storage of the kind 'tape'"),
         ("serve --storage=", "is not a storage"),
@@ -166,8 +171,11 @@ def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
         ),
         ("models --page-tokens many", "--page-tokens: 'many' is not a whole number"),
         ("models --page-tokens 0", "--page-tokens: Must be > 0"),
-        ("models --model builtin:tiny-hybrid --json /no/such/folder/out.json", "no such folder to write to"),
-        ("models --model builtin:tiny-hybrid --json /", "/: Is a directory"),
+        (
+            "models --model builtin:tiny-hybrid --json /no/such/folder/out.json",
+            "--json: /no/such/folder/out.json: not a file",
+        ),
+        ("models --model builtin:tiny-hybrid --json /", "--json: /: not a file that can be written"),
     ],
 )
 def test_a_bad_setting_is_one_clear_line_and_nothing_is_touched(

@@ -77,6 +77,7 @@ def test_a_prompt_of_several_answers_is_handed_over_once(client: httpx.Client, s
         ({"key": "ab" * 32}, "another prompt"),
         ({"boundary": "8"}, "boundary is of type int"),
         ({"more": 1}, "exactly these fields"),
+        ({"until_s": 1e300}, "until_s is too large, or no number"),
     ],
     ids=str,
 )
@@ -86,17 +87,19 @@ def test_a_ticket_of_something_else_is_one_clear_error(
     ticket = complete(client, song * 3, **PREFILL)["kv_transfer_params"]["ticket"]
     body = {"prompt": song * 3, "max_tokens": 1, "kv_transfer_params": {"ticket": ticket | changes}}
     for streaming in (False, True):
-        assert told in refused(client.post(COMPLETIONS, json=body | {"stream": streaming}), 400)
+        response = client.post(COMPLETIONS, json=body | {"stream": streaming})
+        assert told in refused(response, 400)
+        assert response.json()["error"]["param"] == "kv_transfer_params"
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
         ({"do_remote_decode": True}, "has no 'do_remote_decode' here: send {\"hand_over_s\": SECONDS}"),
-        ({"hand_over_s": "60"}, "a number of seconds from 0 to 86400"),
-        ({"hand_over_s": True}, "a number of seconds"),
-        ({"hand_over_s": -1}, "a number of seconds"),
-        ({"hand_over_s": LONGEST_HAND_OVER_S + 1}, "a number of seconds"),
+        ({"hand_over_s": "60"}, "kv_transfer_params.hand_over_s: Input should be a valid number"),
+        ({"hand_over_s": True}, "should be a valid number"),
+        ({"hand_over_s": -1}, "should be greater than or equal to 0"),
+        ({"hand_over_s": LONGEST_HAND_OVER_S + 1}, "should be less than or equal to 86400"),
         ({"ticket": "of paper"}, "a ticket is an object"),
         ([], "kv_transfer_params: Input should be"),
     ],
@@ -114,4 +117,15 @@ def test_a_request_that_does_not_ask_for_a_ticket_gets_none(client: httpx.Client
 
 
 def test_a_server_without_a_storage_hands_nothing_over(own_client: httpx.Client) -> None:
-    assert "attach one" in refused(own_client.post(COMPLETIONS, json={"prompt": "hei"} | PREFILL), 400)
+    response = own_client.post(COMPLETIONS, json={"prompt": "hei"} | PREFILL)
+    assert "attach one" in refused(response, 400) and response.json()["error"]["param"] == "kv_transfer_params"
+
+
+def test_a_ticket_is_refused_where_nothing_can_be_read_with_it(
+    client: httpx.Client, own_client: httpx.Client, song: str
+) -> None:
+    """Else the prompt would be computed cold, and nothing would tell."""
+    body = {"prompt": song * 3, "max_tokens": 1, "kv_transfer_params": handed_over(client, song * 3)}
+    assert "attach one" in refused(own_client.post(COMPLETIONS, json=body), 400)
+    response = client.post(COMPLETIONS, json=body | {"skip_reading_prefix_cache": True})
+    assert "leave out skip_reading_prefix_cache" in refused(response, 400)

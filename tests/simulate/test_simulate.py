@@ -185,8 +185,8 @@ def test_a_trace_may_be_packed_and_cut_short(tmp_path: Path) -> None:
         (line([1], hash_ids=7), "hash_ids is not a list of whole numbers"),
         (line([1], hash_ids=[]), "0 hash_ids do not stand for 513 tokens in blocks of 512"),
         (line([1], hash_ids=[0, 1, 2]), "3 hash_ids do not stand for 513 tokens"),
-        (line([0, 5, 5]), "hash id 5 comes after 0 elsewhere, here after 5"),
-        (line([4, 0]), "hash id 0 comes after None elsewhere, here after 4"),
+        (line([0, 5, 5]), "hash id 5 follows another block here than in a line above"),
+        (line([4, 0]), "hash id 0 follows another block here than in a line above"),
         ('{"timestamp": 1, "input_length": \udcff}\n', "not JSON"),
     ],
 )
@@ -205,7 +205,7 @@ def test_time_does_not_run_backwards(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="nowhere: cannot be read: No such file or directory"):
         replay(tmp_path / "nowhere", settings(16))
     with pytest.raises(ConfigError, match="cannot be read"):
         replay(tmp_path, settings(16))
@@ -235,6 +235,22 @@ def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any], complaint:
         SimulationConfig(**({"device_memory": 1 << 40} | wrong))
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"prefetch_policy": "best_effort"},
+        {"prefetch_base_s": 1.0},
+        {"prefetch_per_ki_token_s": 1.0},
+        {"storage_deadline_s": 1.0},
+        {"verify_host": False},
+    ],
+    ids=str,
+)
+def test_a_setting_that_changes_nothing_in_a_replay_is_refused(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"a replay does not depend on the setting {min(setting)}"):
+        settings(16, policies=Policies(**setting))
+
+
 def command(*words: str | Path) -> int:
     code: int = call(app, ["simulate", *map(str, words)])
     return code
@@ -252,6 +268,12 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pyte
     assert f"{report['hit_rate']:.1%}" in printed.out and "a snapshot every" not in printed.out
     assert "storage" in printed.out
     assert printed.err == ""
+
+
+@pytest.mark.parametrize("size", ["99999999999PiB", "8192PiB"])
+def test_a_size_that_no_machine_has_is_one_line(tmp_path: Path, size: str) -> None:
+    with pytest.raises(ConfigError, match="too large"):
+        command(trace(tmp_path, *branching(2)), "--device-memory", size)
 
 
 def test_the_command_divides_memory_as_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

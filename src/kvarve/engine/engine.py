@@ -31,6 +31,7 @@ from kvarve.errors import Broken, Busy, ConfigError
 from kvarve.model import MEMORY_TIERS, Tier
 from kvarve.prefix_cache import PrefixCache
 from kvarve.scheduler import Prompt
+from kvarve.ticket import HandOverError
 
 log = logging.getLogger(__name__)
 
@@ -116,8 +117,8 @@ class Engine(Turns):
                 known[same, one.salt] = self.cache.prompt(checked[same], one.salt)
             if one.ticket is not None:
                 self.cache.check_ticket(one.ticket, known[same, one.salt])
-            if one.hand_over_s is not None and self.cache.attached is None:
-                raise ConfigError("a prompt is handed over through a storage that both servers share: attach one")
+            if (one.ticket is not None or one.hand_over_s is not None) and self.cache.attached is None:
+                raise HandOverError("a prompt is handed over through a storage that both servers share: attach one")
         if len(requests) > limit:
             raise ConfigError(f"{len(requests)} requests at once are more than the {limit} that the engine takes")
         with self._lock:

@@ -5,7 +5,6 @@ are described in seconds, and no weight is read.
 """
 
 import importlib
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -21,6 +20,7 @@ from kvarve.engine.layers import page_multiple, plan_layers
 from kvarve.engine.model import DTYPES, build_model, check_model, is_bare, load_model, read_config
 from kvarve.engine.state import StateLayout
 from kvarve.errors import ConfigError, KvarveError, ModelError
+from kvarve.reports import check_file, write_json
 from kvarve.sizes import format_size
 
 # Where a shape depends on the number of nonzero values, torch can be told to assume that all are.
@@ -267,20 +267,14 @@ HEADINGS = ("family", "model type", "pools (what they read)", "a token", "a snap
 def main(options: Models) -> int:
     """Print the table; with --model, of that model alone, and an error if it cannot be cached."""
     transformers.utils.logging.set_verbosity_error()
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise ConfigError(f"{options.json}: no such folder to write to")
+    check_file("--json", options.json)
     console = Console()
     if options.model is not None:
         found = [describe_model(options.model, options.dtype, options.page_tokens, options.chunk_tokens)]
     else:
         with console.status("building models without weights"):
             found = [*survey(FAMILIES, options.page_tokens, options.chunk_tokens)]
-    if options.json is not None:
-        document = {"transformers": transformers.__version__, "models": [asdict(fact) for fact in found]}
-        try:
-            options.json.write_text(json.dumps(document, indent=2) + "\n")
-        except OSError as e:
-            raise ConfigError(f"{options.json}: {e.strerror}") from e
+    write_json(options.json, {"transformers": transformers.__version__, "models": [asdict(fact) for fact in found]})
     if options.model is not None:
         print(lines(found[0]))
         return 0

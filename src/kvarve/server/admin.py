@@ -11,7 +11,6 @@ from kvarve.admin import Admin
 from kvarve.server.access import AccessControl, no_pages
 from kvarve.server.api import AttachRequest, Refused, parse
 from kvarve.server.lanes import apart
-from kvarve.worker import UnderWay
 
 
 def admin_routes(
@@ -39,20 +38,13 @@ def admin_routes(
                 )
             )
 
-        return await _changed(change)
+        return await apart(change)
 
     async def detach() -> Response:
-        return await _changed(lambda: JSONResponse(admin.detach()))
+        return await apart(lambda: JSONResponse(admin.detach()))
 
     router = APIRouter(prefix="/admin/storage", dependencies=[Depends(no_pages), Depends(admit)])
     router.get("")(status)
     router.put("")(attach)
     router.delete("")(detach)
     return router
-
-
-async def _changed(change: Callable[[], Response]) -> Response:
-    try:
-        return await apart(change)
-    except UnderWay as e:
-        raise Refused(409, str(e), code="change_under_way") from None

@@ -8,17 +8,17 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from kvarve.engine.requests import MOST_LOGPROBS, Likelihood
-from kvarve.errors import ConfigError, KvarveError
+from kvarve.errors import KvarveError
 from kvarve.server import fields
 from kvarve.server.fields import Neutral
-from kvarve.ticket import Ticket
+from kvarve.ticket import HandOverError, Ticket
 
 MOST_ANSWERS = 16  # to one prompt
 MOST_LETTERS = 1024  # of a salt, as vLLM, and of a stop text
@@ -28,7 +28,8 @@ MOST_VALUES = 1 << 16  # of any kind, beside the tokens of a prompt; and names o
 SMALL_BYTES = 1 << 16  # JSON up to this size is parsed fast enough, whatever is in it
 _TOKEN = re.compile(r"-?[0-9]{1,10}", re.ASCII)
 LONGEST_HAND_OVER_S = 86_400.0
-TRANSFER = "kv_transfer_params"  # vLLM's name: its routers carry it from one server's answer to the next one's request
+# vLLM's name: its routers carry this field from one server's answer to the next one's request. What is in it is ours.
+TRANSFER = "kv_transfer_params"
 LEAST_LOGPROB = -9999.0  # stands for -inf, which JSON cannot express; as OpenAI
 
 
@@ -73,32 +74,29 @@ class _Body(BaseModel):
         return fields.unread(self.model_extra or {}, self.refused)
 
 
-class HandOver(NamedTuple):
+class HandOver(_Body):
     """What a request's `kv_transfer_params` say."""
 
-    within_s: float | None = None
+    hand_over_s: Annotated[float, Field(ge=0, le=LONGEST_HAND_OVER_S)] | None = None
     """of a prefill server: when its pages are expected in the shared storage"""
-    ticket: Ticket | None = None
+    ticket: Any = None
     """of a decode server: from the prefill server's answer"""
 
-    @classmethod
-    def of_json(cls, given: dict[str, Any]) -> "HandOver":
-        named = {name: value for name, value in given.items() if value is not None}
-        if odd := named.keys() - {"hand_over_s", "ticket"}:
+    def check(self) -> None:
+        if odd := [name for name, value in (self.model_extra or {}).items() if value is not None]:
             raise Refused(
                 400,
                 f'{TRANSFER} has no {min(odd)[:40]!r} here: send {{"hand_over_s": SECONDS}} to the server that '
                 f"prefills, and {TRANSFER} of its answer to the one that decodes",
                 param=TRANSFER,
             )
-        within_s, ticket = named.get("hand_over_s"), named.get("ticket")
-        if within_s is not None and (type(within_s) not in (int, float) or not 0 <= within_s <= LONGEST_HAND_OVER_S):
-            message = f"{TRANSFER}.hand_over_s must be a number of seconds from 0 to {LONGEST_HAND_OVER_S:.0f}"
-            raise Refused(400, message, param=TRANSFER)
         try:
-            return cls(within_s, None if ticket is None else Ticket.of_json(ticket))
-        except ConfigError as e:
+            self.opened()
+        except HandOverError as e:
             raise Refused(400, f"{TRANSFER}.ticket: {e}", param=TRANSFER) from None
+
+    def opened(self) -> Ticket | None:
+        return None if self.ticket is None else Ticket.of_json(self.ticket)
 
 
 class StreamOptions(_Body):
@@ -134,7 +132,7 @@ class RequestBody(_Body):
     extra_key: Annotated[str, Field(max_length=MOST_LETTERS)] | None = None  # as SGLang calls a tenant; "" is none
     cache_priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # for --eviction priority: high stays
     skip_reading_prefix_cache: bool | None = None
-    kv_transfer_params: dict[str, Any] | None = None
+    kv_transfer_params: HandOver | None = None
     parallel_tool_calls: bool | None = None
 
     @property
@@ -146,7 +144,7 @@ class RequestBody(_Body):
 
     @property
     def hand_over(self) -> HandOver:
-        return HandOver.of_json(self.kv_transfer_params or {})
+        return self.kv_transfer_params or HandOver()
 
     @property
     def answers(self) -> int:
@@ -195,7 +193,12 @@ class RequestBody(_Body):
         if self.best_of not in (None, self.answers):
             message = "best_of is not supported: leave it out, all n answers are given"
             raise Refused(400, message, param="best_of", code="unsupported_parameter")
-        _ = self.biases, self.hand_over
+        _ = self.biases
+        self.hand_over.check()
+        if self.hand_over.ticket is not None and self.skip_reading_prefix_cache:
+            raise Refused(
+                400, "a ticket is to be read from the cache: leave out skip_reading_prefix_cache", param=TRANSFER
+            )
         if len(self.stops) > 4:
             raise Refused(400, f"at most 4 stop texts, not {len(self.stops)}", param="stop")
         if (longest := max(map(len, self.stops), default=0)) > MOST_LETTERS:

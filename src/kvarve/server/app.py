@@ -33,6 +33,7 @@ from kvarve.server.access import AccessControl, no_forms, no_pages, no_simple_re
 from kvarve.server.admin import admin_routes
 from kvarve.server.api import (
     SMALL_BYTES,
+    TRANSFER,
     ChatRequest,
     Choice,
     CompletionRequest,
@@ -47,7 +48,8 @@ from kvarve.server.api import (
 from kvarve.server.connections import Connections
 from kvarve.server.lanes import Lanes, apart
 from kvarve.server.prepare import ClientGone, Prepared, RequestPreparer
-from kvarve.ticket import Ticket
+from kvarve.ticket import HandOverError, Ticket
+from kvarve.worker import UnderWay
 
 MAX_BODY_BYTES = 8 << 20
 BODY_TIMEOUT_S = 60.0
@@ -336,7 +338,7 @@ class _Answer:
     def submit(self, prepared: Prepared) -> None:
         """Submit to the engine; runs on a lane's thread."""
         request = prepared.request
-        within_s, ticket = request.hand_over
+        within_s, ticket = request.hand_over.hand_over_s, request.hand_over.opened()
         self._requests = [
             Request(
                 prepared.prompt,
@@ -473,7 +475,9 @@ async def _error(http: Http, e: Exception) -> Response:
     if isinstance(e, Refused):
         refused = e
     elif isinstance(e, ConfigError | ModelError):
-        refused = Refused(400, str(e))
+        refused = Refused(400, str(e), param=TRANSFER if isinstance(e, HandOverError) else None)
+    elif isinstance(e, UnderWay):
+        refused = Refused(409, str(e), code="change_under_way")
     elif isinstance(e, Busy):
         refused = Refused(503, str(e), code="busy", headers=RETRY_AFTER)
     else:

@@ -13,29 +13,11 @@ T = TypeVar("T")
 LANES = ((64 << 10, 2), (1 << 20, 1), (None, 1))
 
 
-class Lane:
-    """Worker threads over one FIFO queue. They end when the lane is collected."""
-
-    def __init__(self, threads: int, name: str) -> None:
-        self._pool = WorkerPool(threads, name)
-
-    def run(self, work: Callable[[], T]) -> "Future[T]":
-        """Queue work. Cancelled before it starts, it leaves the queue at once with everything it references."""
-        held = [work]
-
-        def take_and_do() -> T:
-            return held.pop()()
-
-        future = self._pool.run(take_and_do)
-        future.add_done_callback(lambda _: held.clear())
-        return future
-
-
 class Lanes:
     """Lanes by size."""
 
     def __init__(self, name: str) -> None:
-        self._lanes = [(most, Lane(threads, f"{name} {i}")) for i, (most, threads) in enumerate(LANES)]
+        self._lanes = [(most, WorkerPool(threads, f"{name} {i}")) for i, (most, threads) in enumerate(LANES)]
 
     def run(self, size: int, work: Callable[[], T]) -> "Future[T]":
         """Queue work on a text of `size` bytes."""

@@ -22,10 +22,11 @@ from kvarve.engine.model import check_device, check_model, keeping_answers, load
 from kvarve.errors import ConfigError, StorageError
 from kvarve.memory.heap import bound_heaps
 from kvarve.prefix_cache import PrefixCache
+from kvarve.reports import check_file
 from kvarve.server.app import create_app
 from kvarve.server.connections import KEEP_ALIVE_S, SEND_BYTES, Connections, most_connections, raise_descriptors
 from kvarve.server.logs import OncePerSecond
-from kvarve.server.settings import Settings
+from kvarve.server.settings import Settings, check_key
 from kvarve.sizes import format_size
 from kvarve.storage.urls import parse_urls
 from kvarve.worker import check
@@ -104,12 +105,17 @@ class Server:
             self.stop()
             raise ConfigError(f"cannot serve on {self.url}")
         if settings.ready_file is not None:
-            _announce(settings.ready_file, self.url)
+            try:
+                _announce(settings.ready_file, self.url)
+            except OSError as e:
+                self.stop()
+                raise ConfigError(f"--ready-file: {settings.ready_file}: {e.strerror}") from None
 
     def stop(self) -> None:
         """Refuse new requests, end running ones, finish the backups and close the storage. Idempotent."""
         if self.settings.ready_file is not None:
-            self.settings.ready_file.unlink(missing_ok=True)
+            with suppress(OSError):
+                self.settings.ready_file.unlink()
         self._http.should_exit = True
         self.engine.shutdown()
         self._thread.join(LEAVE_S)
@@ -241,14 +247,13 @@ def check_settings(settings: Settings) -> None:
     if settings.served_model_name == "":
         raise ConfigError("the model's name cannot be empty")
     for name, key in (("API", settings.api_key), ("admin", settings.admin_key)):
-        if key is not None and not key.strip():
-            raise ConfigError(f"an {name} key cannot be empty")
+        if key is not None:
+            check_key(name, key)
     if settings.admin_key is not None and settings.admin_key == settings.api_key:
         raise ConfigError("the admin key must not be the API key: every client could change the storage")
     if settings.cache.storages:
         parse_urls(settings.cache.storages)
-    if settings.ready_file is not None and not settings.ready_file.absolute().parent.is_dir():
-        raise ConfigError(f"{settings.ready_file}: no such folder to write the ready file to")
+    check_file("--ready-file", settings.ready_file)
     check_device(settings.device)
 
 
@@ -285,5 +290,8 @@ def _url(listener: socket.socket) -> str:
 def _announce(path: Path, url: str) -> None:
     """Write the URL atomically: a reader that sees the file finds it complete."""
     unfinished = path.with_name(path.name + "~")
-    unfinished.write_text(url + "\n")
-    unfinished.replace(path)
+    try:
+        unfinished.write_text(url + "\n")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -8,10 +8,19 @@ from cyclopts import Parameter
 
 from kvarve.config import CacheConfig
 from kvarve.core.policies import Policies
+from kvarve.errors import ConfigError
 from kvarve.options import FLAT
 from kvarve.sizes import Size
 
 LEVELS = ("debug", "info", "warning", "error")
+
+
+def check_key(name: str, key: str) -> None:
+    """ConfigError for an API or admin key that no HTTP header carries as it is. The message does not repeat it."""
+    if not key.strip():
+        raise ConfigError(f"an {name} key cannot be empty")
+    if key != key.strip() or min(key) < " " or "\x7f" in key:
+        raise ConfigError(f"an {name} key has no spaces or line ends around it, and no control characters")
 
 
 @FLAT

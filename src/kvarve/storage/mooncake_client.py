@@ -59,8 +59,8 @@ def load() -> Any:
         return importlib.import_module("mooncake.store")
     except ImportError as error:
         raise ConfigError(
-            f"the Mooncake client cannot be loaded ({error}): pip install '.[mooncake]' in kvarve's checkout, and "
-            f"on Debian apt-get install libibverbs1 libnuma1 libcurl4"
+            f"the Mooncake client cannot be loaded ({error}): pip install '.[server,mooncake]' in kvarve's checkout, "
+            f"and on Debian apt-get install libibverbs1 libnuma1 libcurl4"
         ) from error
 
 

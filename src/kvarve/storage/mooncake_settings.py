@@ -15,7 +15,7 @@ DEFAULT_PORT, METRICS_PORT = 50051, 9003  # of mooncake_master
 PARAMETERS = frozenset(
     {"protocol", "device", "segment", "metadata", "hostname", "replicas", "soft_pin", "hard_pin", "metrics"}
 )
-_MISSING = "mooncake:// needs the Mooncake client: pip install '.[mooncake]' in kvarve's checkout"
+_MISSING = "mooncake:// needs the Mooncake client: pip install '.[server,mooncake]' in kvarve's checkout"
 
 # By parameter: the variable, and the name in the file of MOONCAKE_CONFIG_PATH, as Mooncake itself reads them.
 _ELSEWHERE = {

@@ -4,7 +4,6 @@ It computes random prompts without any cache, then sends them through caches of 
 compares all logits bit for bit; then it damages pages of every pool on purpose.
 """
 
-import json
 import logging
 import secrets
 import tempfile
@@ -14,12 +13,14 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvarve.commands import Verify
 from kvarve.config import room_for
 from kvarve.engine.model import LoadedModel, check_device, check_model, load_model, quiet_libraries
 from kvarve.errors import ConfigError
+from kvarve.reports import check_file, write_json
 from kvarve.sizes import format_size
 from kvarve.storage import open_storage
 from kvarve.storage.urls import parse_url
@@ -39,8 +40,7 @@ def main(options: Verify) -> int:
     """Run the proof; 0 if all logits are equal and every damage was noticed, 1 if not. Writes a JSON file if asked."""
     console = Console()
     start = time.perf_counter()
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise ConfigError(f"{options.json}: no such folder to write the report to")
+    check_file("--json", options.json)
     if options.storage is not None:
         parse_url(options.storage)
     check_device(options.device)
@@ -66,12 +66,12 @@ def main(options: Verify) -> int:
         console.print()
     for path in report.paths:
         for note in path.notes:
-            console.print(f"[yellow]{path.name}[/yellow]: {note}", highlight=False)
+            console.print(f"[yellow]{path.name}[/yellow]: {escape(note)}", highlight=False)
     for line in report.troubles():
-        console.print(f"[red]{line}[/red]", highlight=False)
+        console.print(line, style="red", markup=False, highlight=False)
+    write_json(options.json, report.as_json())
     if options.json is not None:
-        options.json.write_text(json.dumps(report.as_json(), indent=2) + "\n")
-        console.print(f"Written: {options.json}")
+        console.print(f"Written: {options.json}", markup=False)
     if report.uncovered:
         console.print(
             f"[yellow]Not covered[/yellow]: {', '.join(report.uncovered)}: no answer depended on it; {ADVICE}"
@@ -136,8 +136,8 @@ def _about(model: LoadedModel, plan: Plan) -> dict[str, Any]:
 def _headline(report: ProofReport, model: LoadedModel) -> list[str]:
     about = report.about
     lines = [
-        f"[bold]kvarve verify[/bold]: {model.name} on {about['device']}",
-        f"{about['identity']}",
+        f"[bold]kvarve verify[/bold]: {escape(model.name)} on {about['device']}",
+        escape(about["identity"]),
         about["numerics"],
     ]
     for pool in model.layout.pools:

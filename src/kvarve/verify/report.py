@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from kvarve.model import Tier
+from kvarve.reports import plain_table
 
 TIERS = tuple(tier.name.lower() for tier in Tier)
 SHOWN = 3  # of a path's troubles, in a terminal
@@ -110,20 +110,21 @@ class ProofReport:
 
     def tables(self) -> list[Table]:
         """Narrow enough for 80 columns."""
-        paths = _table("path", "requests", "device", "host", "storage", "logits", "differ", "s")
+        figures = ("requests", "device", "host", "storage", "logits", "differ", "s")
+        paths = plain_table("path", right=figures)
         for path in self.paths:
             mark = "-" if path.ok else "[bold red]X[/bold red]"
             found = f"{path.differ:,}" if path.differ else mark
             tiers = [f"{path.resumed[tier]:,}" for tier in TIERS]
             paths.add_row(path.name, f"{path.requests:,}", *tiers, f"{path.compared:,}", found, f"{path.seconds:.1f}")
-        damages = _table("damage to", "what", "where", "check", "has to be", "was")
+        damages = plain_table("damage to", "what", "where", "check", "has to be", "was")
         for damage in self.damages:
             was = "[yellow]idle[/yellow]" if damage.idle else damage.expected
             was = was if damage.ok else "[bold red]not[/bold red]"
             damages.add_row(damage.pool, damage.what, damage.where, damage.check, damage.expected, was)
         if self.rounding is None:
             return [paths, damages]
-        kept, by = _table("kept of answers", "logits differ by", "of the largest"), self.rounding
+        kept, by = plain_table("kept of answers", right=("logits differ by", "of the largest")), self.rounding
         kept.add_row(f"{by.decoded_tokens} tokens", f"{by.difference:.2g}", f"{by.share:.2g}")
         return [paths, kept, damages]
 
@@ -137,11 +138,3 @@ class ProofReport:
             if len(troubles) > SHOWN:
                 lines.append(f"{name}: and {len(troubles) - SHOWN} more")
         return lines
-
-
-def _table(first: str, *columns: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column(first, no_wrap=True)
-    for column in columns:
-        table.add_column(column, no_wrap=True, justify="left" if first == "damage to" else "right")
-    return table
