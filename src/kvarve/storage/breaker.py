@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from kvarve.background import BackgroundCall
 from kvarve.errors import ConfigError, StorageError
-from kvarve.storage.base import ANY_NAME, Storage, StorageUsage, check_batch, check_names
+from kvarve.storage.base import ANY_NAME, Storage, StorageUsage, check_batch, check_names, check_pieces
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +128,16 @@ class Breaker(Storage):
             "put",
             len(names),
             lambda: self.inner.put(names, data),
+            [False] * len(names),
+            lambda stored: _first(names, [done or None for done in stored]),
+        )
+
+    def put_pieces(self, names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> list[bool]:
+        check_pieces(names, data)
+        return self._ask(
+            "put",
+            len(names),
+            lambda: self.inner.put_pieces(names, data),
             [False] * len(names),
             lambda stored: _first(names, [done or None for done in stored]),
         )

@@ -86,6 +86,16 @@ class StorageSuite:
         assert put(storage, page=b"a second one") == [True]
         assert get(storage, "page") == b"a second one"
 
+    @pytest.mark.parametrize("sizes", [(3,), (0, 5), (1, 4 << 10, 7), (4 << 10, 1 << 20, 4 << 10)])
+    def test_what_is_put_in_pieces_comes_back_as_one(self, make_storage: MakeStorage, sizes: tuple[int, ...]) -> None:
+        storage = make_storage()
+        pieces = [bytes([number]) * size for number, size in enumerate(sizes, 1)]
+        views = [memoryview(piece) for piece in pieces]
+        assert storage.put_pieces(["page", "other"], [views, views[:1]]) == [True, True]
+        assert (get(storage, "page"), get(storage, "other")) == (b"".join(pieces), pieces[0])
+        with pytest.raises(ConfigError, match="cannot name an object"):
+            storage.put_pieces(["a/b"], [views])
+
     def test_the_first_of_one_name_in_a_call_stays(self, make_storage: MakeStorage) -> None:
         storage = make_storage()
         assert storage.put(["page", "page"], [memoryview(b"first"), memoryview(b"second")]) == [True, True]
