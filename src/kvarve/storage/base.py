@@ -70,6 +70,13 @@ class Storage(Protocol):
         """
         return self.put(names, [memoryview(b"".join(pieces)) for pieces in data])
 
+    def touch(self, names: Sequence[str]) -> None:
+        """Count these objects as used, the first as most recently: their caller uses copies that it has in memory.
+
+        A backend that has no say in what is evicted does nothing.
+        """
+        return
+
     def delete(self, names: Sequence[str]) -> list[bool]:
         """Remove each object; True where there was one."""
         ...

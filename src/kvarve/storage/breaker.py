@@ -27,6 +27,7 @@ _REFUSED = {
     "exists": "exists missed: down",
     "get": "get missed: down",
     "put": "put dropped: down",
+    "touch": "touch dropped: down",
     "delete": "delete dropped: down",
     "usage": "last known usage: down",
 }
@@ -141,6 +142,10 @@ class Breaker(Storage):
             [False] * len(names),
             lambda stored: _first(names, [done or None for done in stored]),
         )
+
+    def touch(self, names: Sequence[str]) -> None:
+        check_names(names)
+        self._ask("touch", len(names), lambda: self.inner.touch(names), None)
 
     def delete(self, names: Sequence[str]) -> list[bool]:
         check_names(names)

@@ -238,9 +238,7 @@ class FileStorage(Storage):
                 else:
                     gone.append((piece.slab, piece.row, generation))
             stamps = self._index.use(used) if not self._for_maintenance else []
-        with suppress(OSError):  # on a disk that became read-only the order does not matter
-            for slab, row, when, uses in stamps:
-                slab.stamp(row, when, uses)
+        self._stamp(stamps)
         if gone:
             self._retire(gone)
         if removed:
@@ -289,6 +287,17 @@ class FileStorage(Storage):
             raise StorageError(f"{self._directory}: stored {done} of {len(names)} objects: {error}") from error
         self._used(call, names, answers)
         return [answers[first[name]] for name in names]
+
+    def touch(self, names: Sequence[str]) -> None:
+        check_names(names)
+        self._require_in_place()
+        with self._lock, medium(self._directory):
+            self._require_open()
+            self._index.refresh()
+            now_ns = self._index.clock.now_ns()
+            found = [place for name in dict.fromkeys(names) if (place := self._index.find(name, now_ns)) is not None]
+            stamps = self._index.use(found) if not self._for_maintenance else []
+        self._stamp(stamps)
 
     def delete(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
@@ -553,7 +562,10 @@ class FileStorage(Storage):
             stamps = self._index.use(places, count=False)
         if len(call.stored) == 1 and call.stored[0].issuperset(places):
             return  # their entries were just written, in this order
-        with suppress(OSError):
+        self._stamp(stamps)
+
+    def _stamp(self, stamps: Iterable[tuple[Slab, int, int, int]]) -> None:
+        with suppress(OSError):  # on a disk that became read-only the order does not matter
             for slab, row, when, uses in stamps:
                 slab.stamp(row, when, uses)
 

@@ -339,6 +339,17 @@ class CapacitySuite:
         assert put(storage, b=bytes(10), c=bytes(10), d=bytes(10)) == [True, True, False]
         assert there(storage, *"abcd") == "b c"
 
+    def test_a_touch_is_a_use_and_reads_nothing(self, make_small: Callable[..., Storage]) -> None:
+        storage = make_small(3)
+        for name in "abc":
+            put(storage, **{name: bytes(10)})
+        storage.touch(["b", "a", "x", "b"])
+        put(storage, d=bytes(10))
+        put(storage, e=bytes(10))
+        assert there(storage, *"abcde") == "b d e"
+        with pytest.raises(ConfigError, match="cannot name an object"):
+            storage.touch(["a/b"])
+
     def test_putting_again_is_a_use(self, make_small: Callable[..., Storage]) -> None:
         storage = make_small(3)
         for name in "abc":
