@@ -370,9 +370,12 @@ class ChunkStore:
             self._progress[job.storing] = self._clock()
         job.good.update(key for i, key in enumerate(batch.keys) if batch.good >> i & 1)
         bad = len(batch.keys) - batch.good.bit_count()
-        for why, count in (*batch.reasons.items(), ("error", bad - batch.reasons.total())):
+        for why, count in (
+            *batch.reasons.items(),
+            ("error", bad - batch.reasons.total()),
+            ("done", len(batch.keys) - bad),
+        ):
             self.counts[f"{'store' if job.storing else 'load'}: {why}"] += count
-        self.counts["stored" if job.storing else "loaded"] += len(batch.keys) - bad
         job.batches -= 1
         if not job.batches:
             self._finish(job)
