@@ -281,6 +281,16 @@ def test_stores_that_fall_behind_pin_a_share_of_the_rows_and_drop_the_rest(bed: 
     assert [(ended.job, len(ended.good)) for ended in bed.chunks.ended()] == [(jobs[0], 4), (jobs[1], 2)]
 
 
+def test_no_count_goes_down(bed: Bed) -> None:
+    bed.sick.stall()
+    for number in range(3):  # each has room for more than it needs
+        bed.send_store(number)
+    bed.sick.release()
+    bed.chunks.drain(LONG_S)
+    assert min(bed.chunks.counts.values()) == 0
+    assert bed.chunks.counts["store: done"] == 3
+
+
 def test_a_chunk_that_is_known_to_be_there_is_not_stored_again(bed: Bed) -> None:
     bed.store(1)
     puts = bed.sick.counts["put"]

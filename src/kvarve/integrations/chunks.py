@@ -230,9 +230,10 @@ class ChunkStore:
         missing = [(key, row) for key, row in zip(sent.keys, rows, strict=True) if key not in self._there]
         sent.good.update(key for key in sent.keys if key in self._there)
         self.counts["store: there already"] += len(sent.good)
-        room = len(missing) if not self._storing else max(0, self._storing_most - self._storing)
-        room = room if self._storage.up else 0
-        self.counts["store: behind" if self._storage.up else "store: down"] += len(missing) - room
+        up = self._storage.up
+        room = max(0, self._storing_most - self._storing) if self._storing else len(missing)
+        room = min(room, len(missing)) if up else 0
+        self.counts["store: behind" if up else "store: down"] += len(missing) - room
         self._start(sent, missing[:room], TOGETHER)
 
     def load(self, job: int, keys: Collection[bytes], rows: Sequence[int]) -> None:

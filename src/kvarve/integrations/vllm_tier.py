@@ -73,17 +73,25 @@ class KvarveTier(SecondaryTierManager):
         assert rows.ctypes.data == np.asarray(primary_kv_view).ctypes.data, "the view is not all of its object"
         identity = _identity(offloading_spec, self.settings, rows.shape[1])
         namespace = namespace_of(identity)
-        storage = _opened(self.settings, namespace, f"vLLM {offloading_spec.config.model.name}")
-        self.chunks = ChunkStore(storage, rows, namespace, deadline_s=self.settings.deadline_s)
-        self._storage = storage
+        self._storage = self._opened(namespace, f"vLLM {offloading_spec.config.model.name}")
+        self.chunks = ChunkStore(self._storage, rows, namespace, deadline_s=self.settings.deadline_s)
         self._events: list[OffloadingEvent] | None = None
         if self.settings.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
             self._events = []
         self._told: Mapping[str, int] = {}  # of the counts
-        BackgroundCall("kvarve asks a storage whether it is up", storage.look)
+        BackgroundCall("kvarve asks a storage whether it is up", self._storage.look)
         log.info(
             "kvarve keeps chunks of %d bytes as %s in %s", rows.shape[1], namespace.hex()[:16], self.settings.storage
         )
+
+    def _opened(self, namespace: bytes, description: str) -> Breaker | Tiers:
+        def guard(storage: Storage) -> Breaker:
+            return Breaker(storage, deadline_s=self.settings.deadline_s, close_s=CLOSE_S)
+
+        storage = open_storage(
+            self.settings.storage, label=namespace, description=description, guard=guard, whole=whole, answers=False
+        )
+        return storage if isinstance(storage, Tiers) else guard(storage)
 
     # --- lookups
 
@@ -105,7 +113,10 @@ class KvarveTier(SecondaryTierManager):
     # --- jobs
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self.chunks.store(job_metadata.job_id, job_metadata.keys, job_metadata.chunk_ids.tolist())
+        chunks = [*zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True)]
+        context = job_metadata.req_context  # the first of a prompt are stored first: the others are of no use without
+        chunks.sort(key=lambda chunk: context.get_offload_key_position(chunk[0]) or 0)
+        self.chunks.store(job_metadata.job_id, [key for key, _ in chunks], [row for _, row in chunks])
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         self.chunks.load(job_metadata.job_id, job_metadata.keys, job_metadata.chunk_ids.tolist())
@@ -178,16 +189,6 @@ def _written(spec: Any, tier_type: str) -> set[str] | None:
     if not isinstance(tiers, list):
         return None
     return {key for tier in tiers if isinstance(tier, dict) and tier.get("type") == tier_type for key in tier}
-
-
-def _opened(settings: TierSettings, namespace: bytes, description: str) -> Breaker | Tiers:
-    def guard(storage: Storage) -> Breaker:
-        return Breaker(storage, deadline_s=settings.deadline_s, close_s=CLOSE_S)
-
-    storage = open_storage(
-        settings.storage, label=namespace, description=description, guard=guard, whole=whole, answers=False
-    )
-    return storage if isinstance(storage, Tiers) else guard(storage)
 
 
 def _identity(spec: Any, settings: TierSettings, row_bytes: int) -> Fields:
