@@ -243,11 +243,8 @@ def main() -> None:
     if TIERS:
         tier = engine.tier
         found |= {"compared": tier.compared, "differ": tier.differ, "counts": dict(tier.chunks.counts)}
-        found["metrics"] = {
-            " ".join([metric.name, *(f"{name}={value}" for name, value in sorted(metric.labels.items()))]): metric.value
-            for metric in engine.llm.get_metrics()
-            if "kvarve" in metric.name
-        }
+        metrics = [metric for metric in engine.llm.get_metrics() if "kvarve" in metric.name]
+        found["metrics"] = [{"name": each.name, "labels": each.labels, "value": each.value} for each in metrics]
     engine.close()
     path.with_suffix(".out").write_text(json.dumps(found))
 

@@ -172,7 +172,7 @@ class KvarveTier(SecondaryTierManager):
             new = count - self._told.get(name, 0)
             if new:
                 operation, _, result = name.partition(": ")
-                stats.increase_counter(CHUNKS, new, (operation, result))
+                stats.increase_counter(CHUNKS, new, (operation, result.replace(" ", "_")))
         self._told = counts
         stats.set_gauge(UP, int(self._storage.up))
         usage = self.chunks.usage
