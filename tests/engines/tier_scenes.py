@@ -103,7 +103,7 @@ class Engine:
 
     def objects(self) -> list[str]:
         """The names of all that is stored."""
-        return sorted({self.tier.chunks._named(key)[2] for key in self.tier.stored})
+        return sorted({self.tier.chunks.name(key) for key in self.tier.stored})
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()

@@ -85,8 +85,11 @@ class CpuTieringSpec(TieringOffloadingSpec):
 
 
 class WatchedTier(KvarveTier):
-    """The tier, with a storage that fails as told. `differ`: chunks whose bytes after a load are none of those that were
-    to be stored under their key. (The same chunk computed in another batch may differ in its last bits.)"""
+    """The tier, with a storage that fails as told.
+
+    `differ`: chunks whose bytes after a load are none of those that were to be stored under their key. (The same chunk
+    computed in another batch may differ in its last bits.)
+    """
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)

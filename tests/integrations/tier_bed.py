@@ -120,7 +120,7 @@ class Bed:
         return bytes(self.rows[row]) == bytes(page(number))
 
     def name(self, number: int, group: int = 0) -> str:
-        return self.chunks._named(key(number, group))[2]
+        return self.chunks.name(key(number, group))
 
     def close(self) -> None:
         self.sick.release()

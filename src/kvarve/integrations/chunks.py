@@ -251,9 +251,9 @@ class ChunkStore:
         done, self._done = self._done, []
         return done
 
-    def pending(self) -> bool:
-        """Whether a job or a question is under way."""
-        return bool(self._jobs or self._questions or self._unsent or self._done)
+    def name(self, key: bytes) -> str:
+        """The name of a chunk's object in the storage."""
+        return self._named(key)[2]
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until something has ended, or a deadline may have passed; False after `timeout_s`."""
