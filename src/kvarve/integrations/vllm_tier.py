@@ -68,9 +68,8 @@ class KvarveTier(SecondaryTierManager):
         self.settings = read_settings(config, _written(offloading_spec, tier_type))
         self.locality = Locality[self.settings.locality] if self.settings.locality else None
         # A view of our own: vLLM releases its view at shutdown, which fails while an array is made of it.
-        assert primary_kv_view.shape is not None
-        rows = np.asarray(primary_kv_view.obj).view(np.uint8).reshape(primary_kv_view.shape[0], -1)
-        assert rows.ctypes.data == np.asarray(primary_kv_view).ctypes.data, "the view is not all of its object"
+        whose = primary_kv_view.obj if isinstance(primary_kv_view.obj, np.ndarray) else primary_kv_view
+        rows = np.asarray(whose).view(np.uint8).reshape(len(primary_kv_view), -1)
         identity = _identity(offloading_spec, self.settings, rows.shape[1])
         namespace = namespace_of(identity)
         self._storage = self._opened(namespace, f"vLLM {offloading_spec.config.model.name}")
