@@ -14,8 +14,8 @@ from kvarve.errors import ConfigError
 from kvarve.integrations.chunks import ChunkStore, Found, namespace_of
 from kvarve.keys import parse_object_name
 from kvarve.memory.record import title, whole
-from kvarve.storage import Breaker, MemoryStorage
-from kvarve.testing import Rule
+from kvarve.storage import Breaker, MemoryStorage, Storage, Tiers, open_storage
+from kvarve.testing import FaultyStorage, Rule
 
 MakeBed = Callable[..., Bed]
 
@@ -372,3 +372,27 @@ def test_a_namespace_has_every_field_and_plain_values_only() -> None:
     assert namespace_of(dict(reversed(fields.items()))) == namespace_of(fields)
     with pytest.raises(ConfigError, match="plain values"):
         namespace_of({"model": object()})
+
+
+def test_several_storages_are_tiers_and_a_damaged_near_copy_is_read_from_the_far_one(bed: Bed, tmp_path: Path) -> None:
+    sick = list[FaultyStorage]()
+
+    def guard(storage: Storage) -> Breaker:
+        sick.append(FaultyStorage(storage))
+        return Breaker(sick[-1], deadline_s=LONG_S)
+
+    urls = [f"file://{tmp_path / 'near'}?capacity=8MiB", f"file://{tmp_path / 'far'}?capacity=8MiB"]
+    tiers = open_storage(urls, label=bed.namespace, description="two", guard=guard, whole=whole)
+    assert isinstance(tiers, Tiers)
+    chunks = ChunkStore(tiers, bed.rows, bed.namespace, deadline_s=LONG_S)
+    bed.fill(0, 1)
+    chunks.store(1, [key(1)], [0])
+    chunks.drain()
+    assert [ended.good for ended in chunks.ended()] == [(key(1),)] and tiers.settle(LONG_S)
+    sick[0].flip(chunks.name(key(1)))
+    for job, trouble in enumerate((lambda: None, lambda: setattr(sick[0], "dead", True)), 2):
+        trouble()
+        chunks.load(job, [key(1)], [job])
+        chunks.drain()
+        assert [ended.good for ended in chunks.ended()] == [(key(1),)] and bed.holds(job, 1)
+    chunks.close()
