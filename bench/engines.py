@@ -33,7 +33,7 @@ class Size:
     moved_bytes: int = GIB  # by each way, in each round
     row_bytes: int = MIB
     job_chunks: int = 32  # what a prompt of 512 tokens in blocks of 16 sends at once
-    rounds: int = 6
+    rounds: int = 10
 
     @property
     def chunks(self) -> int:
