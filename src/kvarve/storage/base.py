@@ -63,6 +63,20 @@ class Storage(Protocol):
         """
         ...
 
+    def put_pieces(self, names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> list[bool]:
+        """`put` of objects whose bytes lie in a few pieces of memory, such as a header and a page of someone else's.
+
+        A backend that can gather them moves them in place; here each object is copied into one buffer first.
+        """
+        return self.put(names, [memoryview(b"".join(pieces)) for pieces in data])
+
+    def touch(self, names: Sequence[str]) -> None:
+        """Count these objects as used, the first as most recently: their caller uses copies that it has in memory.
+
+        A backend that has no say in what is evicted does nothing.
+        """
+        return
+
     def delete(self, names: Sequence[str]) -> list[bool]:
         """Remove each object; True where there was one."""
         ...
@@ -103,6 +117,14 @@ def check_batch(names: Sequence[str], buffers: Sequence[memoryview]) -> None:
     """Raise ConfigError unless every name can be an object's; one buffer per name is the caller's duty."""
     assert len(names) == len(buffers), f"{len(names)} names, {len(buffers)} buffers"
     assert all(view.itemsize == view.ndim == 1 and view.contiguous for view in buffers), "buffers must be plain bytes"
+    check_names(names)
+
+
+def check_pieces(names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> None:
+    """The same for objects in pieces, of which each has at least one."""
+    assert len(names) == len(data) and all(data), "every object has at least one piece"
+    for pieces in data:
+        assert all(view.itemsize == view.ndim == 1 and view.contiguous for view in pieces), "pieces must be plain bytes"
     check_names(names)
 
 

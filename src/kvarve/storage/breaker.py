@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from kvarve.background import BackgroundCall
 from kvarve.errors import ConfigError, StorageError
-from kvarve.storage.base import ANY_NAME, Storage, StorageUsage, check_batch, check_names
+from kvarve.storage.base import ANY_NAME, Storage, StorageUsage, check_batch, check_names, check_pieces
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ _REFUSED = {
     "exists": "exists missed: down",
     "get": "get missed: down",
     "put": "put dropped: down",
+    "touch": "touch dropped: down",
     "delete": "delete dropped: down",
     "usage": "last known usage: down",
 }
@@ -131,6 +132,20 @@ class Breaker(Storage):
             [False] * len(names),
             lambda stored: _first(names, [done or None for done in stored]),
         )
+
+    def put_pieces(self, names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> list[bool]:
+        check_pieces(names, data)
+        return self._ask(
+            "put",
+            len(names),
+            lambda: self.inner.put_pieces(names, data),
+            [False] * len(names),
+            lambda stored: _first(names, [done or None for done in stored]),
+        )
+
+    def touch(self, names: Sequence[str]) -> None:
+        check_names(names)
+        self._ask("touch", len(names), lambda: self.inner.touch(names), None)
 
     def delete(self, names: Sequence[str]) -> list[bool]:
         check_names(names)

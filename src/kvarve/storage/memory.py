@@ -100,6 +100,12 @@ class MemoryStorage(Storage):
             region.index.touch(list(mine))
         return stored
 
+    def touch(self, names: Sequence[str]) -> None:
+        check_names(names)
+        region = self._open_region()
+        with region.lock:
+            region.index.touch(names)
+
     def delete(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
         region = self._open_region()

@@ -281,6 +281,16 @@ class Tiers(Storage):
                 )
         return stored
 
+    def touch(self, names: Sequence[str]) -> None:
+        check_names(names)
+        self._check_open()
+        errors: list[StorageError] = []
+        for replicator in self._replicators:
+            if not self._passed_over(replicator):
+                with _collected(errors):
+                    replicator.tier.touch(names)
+        self._raise_if_all(errors)
+
     def delete(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
         self._check_open()

@@ -86,6 +86,16 @@ class StorageSuite:
         assert put(storage, page=b"a second one") == [True]
         assert get(storage, "page") == b"a second one"
 
+    @pytest.mark.parametrize("sizes", [(3,), (0, 5), (1, 4 << 10, 7), (4 << 10, 1 << 20, 4 << 10)])
+    def test_what_is_put_in_pieces_comes_back_as_one(self, make_storage: MakeStorage, sizes: tuple[int, ...]) -> None:
+        storage = make_storage()
+        pieces = [bytes([number]) * size for number, size in enumerate(sizes, 1)]
+        views = [memoryview(piece) for piece in pieces]
+        assert storage.put_pieces(["page", "other"], [views, views[:1]]) == [True, True]
+        assert (get(storage, "page"), get(storage, "other")) == (b"".join(pieces), pieces[0])
+        with pytest.raises(ConfigError, match="cannot name an object"):
+            storage.put_pieces(["a/b"], [views])
+
     def test_the_first_of_one_name_in_a_call_stays(self, make_storage: MakeStorage) -> None:
         storage = make_storage()
         assert storage.put(["page", "page"], [memoryview(b"first"), memoryview(b"second")]) == [True, True]
@@ -328,6 +338,17 @@ class CapacitySuite:
         put(storage, a=bytes(10), b=bytes(10))
         assert put(storage, b=bytes(10), c=bytes(10), d=bytes(10)) == [True, True, False]
         assert there(storage, *"abcd") == "b c"
+
+    def test_a_touch_is_a_use_and_reads_nothing(self, make_small: Callable[..., Storage]) -> None:
+        storage = make_small(3)
+        for name in "abc":
+            put(storage, **{name: bytes(10)})
+        storage.touch(["b", "a", "x", "b"])
+        put(storage, d=bytes(10))
+        put(storage, e=bytes(10))
+        assert there(storage, *"abcde") == "b d e"
+        with pytest.raises(ConfigError, match="cannot name an object"):
+            storage.touch(["a/b"])
 
     def test_putting_again_is_a_use(self, make_small: Callable[..., Storage]) -> None:
         storage = make_small(3)
