@@ -297,7 +297,7 @@ def _drop(place: StoreLocation, options: Drop, out: Printer) -> int:
         count = 0
         for model in models:
             with maintenance.opened(place.folder, model) as storage:
-                count += maintenance.drop(storage, [each.name for each in objects[model.label] if each.group == group])
+                count += storage.drop(group)
         out.json |= {"dropped": True, "objects": count}
         out.say(f"{_many(count, 'object')} dropped")
         return 0

@@ -328,3 +328,25 @@ def test_a_tier_that_raises_is_passed_by(row: Row) -> None:
     row.sick[0].dead = row.sick[1].dead = True
     with pytest.raises(StorageError):
         read(row.storage, "a")
+
+
+def test_what_is_dropped_comes_back_from_no_tier(row: Row) -> None:
+    row.sick[1].stall()
+    row.put("a", "b")
+    row.sick[1].wait_for_stalled_call()  # "a" is on its way to the far tier
+    row.sick[1].release()
+    assert row.storage.drop() >= 2
+    row.settle()
+    assert (row.has(0, "a", "b"), row.has(1, "a", "b")) == ("", "")
+
+
+def test_a_drop_that_a_tier_fails_is_done_in_the_others_and_told(row: Row, caplog: pytest.LogCaptureFixture) -> None:
+    row.put("a")
+    row.settle()
+    row.sick[1].rules = [Rule("raise", "drop")]
+    assert row.storage.drop() == 1
+    assert (row.has(0, "a"), row.has(1, "a")) == ("", "a")
+    assert "keeps objects that were dropped" in caplog.text
+    row.sick[0].rules = [Rule("raise", "drop")]
+    with pytest.raises(StorageError, match="injected"):
+        row.storage.drop()
