@@ -88,7 +88,7 @@ def opened() -> Iterator[Open]:
 
     def make(storage: Storage, deadline_s: float = LONG_S, **settings: int) -> Objects:
         guarded = storage if isinstance(storage, (Breaker, Tiers)) else Breaker(storage, deadline_s=deadline_s)
-        settings = {"buffer_bytes": 40_000, **settings}
+        settings = {"buffer_memory": 6 * 40_000, **settings}
         made.append(Objects(lambda: guarded, deadline_s=deadline_s, **settings))
         return made[-1]
 
@@ -297,7 +297,7 @@ def test_a_storage_that_hangs_is_not_waited_for_again_until_it_is_back(memory: M
 
 
 def test_a_full_storage_refuses_what_does_not_fit(opened: Open) -> None:
-    objects, slots = opened(MemoryStorage(KV.record_bytes * 2, LABEL, "a model"), buffer_bytes=1 << 20), Slots()
+    objects, slots = opened(MemoryStorage(KV.record_bytes * 2, LABEL, "a model"), buffer_memory=6 << 20), Slots()
     assert slots.store(objects).count(True) == 2
     assert objects.counts["no space"] == 10
 

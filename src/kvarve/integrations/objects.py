@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-BUFFERS = 6  # all calls in flight, of loads and stores together
-BUFFER_BYTES = 16 << 20  # of one buffer, unless a single record is larger
+BUFFERS = 6  # of all calls in flight, of loads and stores together
+BUFFER_MEMORY = 96 << 20  # of all buffers; more if a single record is larger than one
 AHEAD = 3  # pieces of one call in flight: one is checked and copied while others are read
 _ASKED = 4  # calls in flight that need no buffer
 _CLOSE_S = 8.0
@@ -136,18 +136,17 @@ class Objects:
         opened: Callable[[], Breaker | Tiers],
         *,
         deadline_s: float,
-        buffers: int = BUFFERS,
-        buffer_bytes: int = BUFFER_BYTES,
+        buffer_memory: int = BUFFER_MEMORY,
     ) -> None:
         """Open the storage, for at most `deadline_s`: if that takes longer, all is a miss until it is open.
 
         ConfigError and StorageError of opening it, if they come in time.
         """
-        assert deadline_s > 0 and buffers >= 1
+        assert deadline_s > 0
         self.deadline_s = deadline_s
         self.counts: Counter[str] = Counter()
-        self._buffers = _Buffers(buffers, buffer_bytes)
-        self._buffer_bytes = buffer_bytes
+        self._buffer_bytes = max(1, buffer_memory // BUFFERS)
+        self._buffers = _Buffers(BUFFERS, self._buffer_bytes)
         self._asked = threading.BoundedSemaphore(_ASKED)
         self._lock = threading.Lock()  # guards everything below and the counts; never held during a call
         self._damaged: OrderedDict[str, None] = OrderedDict()  # not deleted yet, as far as known
