@@ -166,7 +166,6 @@ class HostPool(Protocol):
     layout: str
 
     def get_data_page(self, index: int, flat: bool = True) -> Tensor: ...
-    def get_dummy_flat_data_page(self) -> Tensor: ...
     def set_from_flat_data_page(self, index: int, data_page: Tensor) -> None: ...
     def get_page_buffer_meta(self, indices: Tensor) -> tuple[list[int], list[int]] | None: ...
 
@@ -295,10 +294,9 @@ def _address(view: memoryview) -> int:
 
 
 def _flat_page(pool: HostPool) -> tuple[Tensor | None, str]:
-    """An empty flat page; None, and why, if the pool makes none."""
+    """The first flat page, of which only the form counts; None, and why, if the pool makes none."""
     try:
-        pool.get_data_page(0, flat=True)
-        return pool.get_dummy_flat_data_page(), ""
+        return pool.get_data_page(0, flat=True), ""
     except Exception as e:  # noqa: BLE001  each pool refuses in its own way
         return None, f"{type(e).__name__}: {e}"
 
