@@ -93,8 +93,8 @@ class Witness(connector.HiCacheKvarve):
 class SickStorage(FaultyStorage):
     """With a gate as well, at which calls of one kind wait."""
 
-    def __init__(self, inner: Storage) -> None:
-        super().__init__(inner)
+    def __init__(self, inner: Storage, seed: int) -> None:
+        super().__init__(inner, seed=seed)
         self.shut = ""
         self.gate = threading.Event()
 
@@ -111,7 +111,9 @@ class Sick:
         self.storages: list[SickStorage] = []
 
     def open(self, setting: Any, *, label: bytes, description: str, deadline_s: float) -> Breaker:
-        self.storages.append(SickStorage(open_storage(setting, label=label, description=description)))
+        self.storages.append(
+            SickStorage(open_storage(setting, label=label, description=description), len(self.storages))
+        )
         return Breaker(self.storages[-1], deadline_s=deadline_s, probe_first_s=0.001, probe_most_s=0.01)
 
     def heal(self) -> None:

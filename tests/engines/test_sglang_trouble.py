@@ -7,12 +7,15 @@ import pytest
 import torch
 from sglang.srt.environ import envs
 from sglang_engines import KINDS, MakeFixtures
-from sglang_witness import Sick
+from sglang_witness import Sick, Witness
 
 from kvarve.integrations import sglang as connector
+from kvarve.integrations.hicache import page_key
 from kvarve.testing import Rule
+from kvarve.testing.faulty import Fault
 
 FULL, SWA, MAMBA, ALL = KINDS
+DAMAGE: tuple[Fault, ...] = ("lose", "truncate", "flip", "swap")
 SOON_S = 0.05  # of calls that never answer
 
 
@@ -35,9 +38,11 @@ def test_a_page_that_is_damaged_or_gone_is_no_hit_and_is_stored_anew(
 ) -> None:
     fixtures = make(cfg)
     prompt = fixtures.prompt(fixtures.pages)
-    fixtures.engine().produce(prompt)
+    producer = fixtures.engine()
+    producer.produce(prompt)
     (storage,) = sick.storages
-    victim = [name for name in storage.written if f".{pool}." in name][-1]
+    deepest = [key for of, key in Witness.saved if of == pool][-1]
+    victim = producer.witness._pages.pools[pool].kind.name(page_key(deepest))
     engine = fixtures.engine()
     if harm == "lost":
         sick.storages[1].lost = frozenset([victim])
@@ -137,7 +142,7 @@ def test_a_store_with_random_trouble_of_its_own_restores_no_wrong_byte(make: Mak
     for turn in range(1, 9):
         prompt = fixtures.prompt(fixtures.pages, start=turn * 100_000)
         producer = fixtures.engine()
-        sick.storages[-1].rules = [Rule(fault, probability=0.1) for fault in ("lose", "truncate", "flip", "swap")]
+        sick.storages[-1].rules = [Rule(fault, probability=0.15) for fault in DAMAGE]
         producer.produce(prompt)
         for _ in range(3):
             consumer = fixtures.engine()
