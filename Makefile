@@ -8,7 +8,7 @@ UV_INSTALL = $(UV) pip install --quiet --python .venv/bin/python
 # uv, unlike pip, compiles nothing when it installs: each module's first import does, and has to be allowed to keep it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run test test-all lint wheel soak soak-engine mutants docs bench train lock clean
+.PHONY: setup run test test-all test-sglang lint wheel soak soak-engine mutants docs bench train lock clean
 
 setup: .venv/ready
 
@@ -39,6 +39,18 @@ test-all: setup
 
 test-%: setup
 	.venv/bin/python -m pytest -m '' --numprocesses 3 --dist loadfile $(wildcard tests/$* tests/test_$**.py)
+
+# kvarve inside SGLang: SGLang's own storage fixtures, without a GPU. It wants other versions, hence a venv of its own.
+SGLANG ?= sglang==0.5.23
+test-sglang: .venv-sglang/ready
+	.venv-sglang/bin/python -m pytest -W ignore tests/engines/test_sglang*.py
+
+.venv-sglang/ready: tools/engines/sglang.txt pyproject.toml
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip --disable-pip-version-check install --quiet "$(TORCH)"
+	.venv-sglang/bin/python -m pip --disable-pip-version-check install --quiet -r tools/engines/sglang.txt
+	.venv-sglang/bin/python -m pip --disable-pip-version-check install --quiet --no-deps "$(SGLANG)" -e .
+	@touch $@
 
 lint: setup
 	.venv/bin/ruff check --fix
@@ -81,4 +93,4 @@ lock: setup
 		--no-annotate .venv/lock/pyproject.toml -o requirements.lock
 
 clean:
-	rm -rf .venv dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-sglang dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
