@@ -40,16 +40,17 @@ test-all: setup
 test-%: setup
 	.venv/bin/python -m pytest -m '' --numprocesses 3 --dist loadfile $(wildcard tests/$* tests/test_$**.py)
 
-# kvarve inside SGLang: SGLang's own storage fixtures, without a GPU. It wants other versions, hence a venv of its own.
-SGLANG ?= sglang==0.5.23
+# kvarve inside of SGLang on this CPU, in a venv of its own: SGLang's shipped storage fixtures. SGLang is installed without
+# its own requirements, which want CUDA.
 test-sglang: .venv-sglang/ready
-	.venv-sglang/bin/python -m pytest -W ignore tests/engines/test_sglang*.py
+	.venv-sglang/bin/python -m pytest -m '' -W ignore --confcutdir tests/engines/hicache tests/engines/hicache
 
-.venv-sglang/ready: tools/engines/sglang.txt pyproject.toml
-	$(PYTHON) -m venv .venv-sglang
-	.venv-sglang/bin/python -m pip --disable-pip-version-check install --quiet "$(TORCH)"
-	.venv-sglang/bin/python -m pip --disable-pip-version-check install --quiet -r tools/engines/sglang.txt
-	.venv-sglang/bin/python -m pip --disable-pip-version-check install --quiet --no-deps "$(SGLANG)" -e .
+.venv-sglang/ready: tests/engines/hicache/requirements.txt Makefile | setup
+	@echo "Setting up .venv-sglang ..."
+	@$(PYTHON) -m venv .venv-sglang
+	@$(UV) pip install --quiet --python .venv-sglang/bin/python "$(TORCH)"
+	@$(UV) pip install --quiet --python .venv-sglang/bin/python -r tests/engines/hicache/requirements.txt
+	@$(UV) pip install --quiet --python .venv-sglang/bin/python --no-deps sglang==0.5.23 -e .
 	@touch $@
 
 lint: setup

@@ -117,8 +117,8 @@ INSTALLS = {
     "server": {"fastapi", "starlette", "pydantic", "pydantic_core", "uvicorn", "httpx"},
     "demo": {"matplotlib"},
 }
-# An engine's own process loads its connector; no install of kvarve brings the engine.
-ENGINE_OF = {"integrations/sglang.py": {"sglang"}, "integrations/weights.py": {"huggingface_hub"}}
+# What a module loaded by an engine finds there.
+ENGINES = {"integrations/sglang.py": {"sglang"}, "integrations/hicache.py": {"huggingface_hub"}}
 INSTALL_OF = {
     "engine": "engine",
     "metrics": "engine",
@@ -135,7 +135,7 @@ def test_a_module_imports_what_its_install_brings(path: Path) -> None:
     own = "base" if named(path) == "server/settings.py" else INSTALL_OF.get(top(path), "base")
     brought = set().union(*(INSTALLS[name] for name in names[: names.index(own) + 1]))
     roots = {name.split(".")[0] for name in imported(path)} - {"kvarve", "mooncake"} - sys.stdlib_module_names
-    roots -= ENGINE_OF.get(named(path), set())
+    roots -= ENGINES.get(named(path), set())
     assert roots <= brought, f"{named(path)} is of the {own} install, which lacks {roots - brought}"
 
 

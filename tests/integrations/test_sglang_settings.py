@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from kvarve.errors import ConfigError
-from kvarve.integrations.hicache import Asked, Identity, Ranks, Settings, page_key, resumable
-from kvarve.integrations.weights import weights_of
+from kvarve.integrations.hicache import Asked, Identity, Ranks, Settings, checkpoint, page_key, resumable
 
 URL = "file:///var/kvarve?capacity=100GiB"
 
@@ -114,18 +113,18 @@ def write_model(tmp_path: Path) -> Callable[..., str]:
 
 
 def test_a_copy_of_the_weights_has_their_fingerprint_and_a_changed_one_another(write_model: Callable[..., str]) -> None:
-    usual = weights_of(write_model("a"))
-    assert weights_of(write_model("b")) == usual
+    usual = checkpoint(write_model("a"))
+    assert checkpoint(write_model("b")) == usual
     others = [
         write_model("c", seed=1),
         write_model("d", change=17),
         write_model("e", change=39),
         write_model("f", config='{"rope_theta": 5}'),
     ]
-    assert usual not in {*map(weights_of, others)}
+    assert usual not in {*map(checkpoint, others)}
 
 
-def test_weights_of_another_format_are_sampled(tmp_path: Path) -> None:
+def test_checkpoint_another_format_are_sampled(tmp_path: Path) -> None:
     prints = []
     for number in range(3):
         folder = tmp_path / str(number)
@@ -133,14 +132,16 @@ def test_weights_of_another_format_are_sampled(tmp_path: Path) -> None:
         data = bytearray(1 << 20)
         data[: 1 << 19] = b"x" * (1 << 19) if number == 2 else data[: 1 << 19]
         (folder / ("model.safetensors" if number else "model.gguf")).write_bytes(data)
-        prints.append(weights_of(str(folder)))
+        prints.append(checkpoint(str(folder)))
     assert len({*prints}) == 3
 
 
 def test_weights_that_are_not_on_this_machine_are_an_error_that_says_what_to_set(tmp_path: Path) -> None:
-    for model in (str(tmp_path), str(tmp_path / "none"), "dummy", "no-such/model-here"):
+    with pytest.raises(ConfigError, match="no weights"):
+        checkpoint(str(tmp_path))
+    for model in (str(tmp_path / "none"), "dummy", "no-such/model-here"):
         with pytest.raises(ConfigError, match='set "weights" to a name that changes whenever they do'):
-            weights_of(model)
+            checkpoint(model)
 
 
 # --- where a prompt may resume

@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 from kvarve import boundaries
 from kvarve.errors import ConfigError
 from kvarve.integrations.objects import Kind, Objects
+from kvarve.integrations.weights import weights_of
 from kvarve.keys import KEY_BYTES
 from kvarve.memory.record import FORMAT
 from kvarve.sizes import parse_size
@@ -154,6 +156,36 @@ def page_key(key: str) -> bytes:
         except ValueError:
             pass
     return hashlib.sha256(b"kvarve-hicache-key" + key.encode()).digest()
+
+
+def checkpoint(model: str, revision: str | None = None) -> str:
+    """A fingerprint of the config and weights of a folder, or of a model in the local cache of Hugging Face.
+
+    ConfigError: they are not on this machine.
+    """
+    folder = Path(model) if Path(model).is_dir() else _cached(model, revision)
+    config = folder / "config.json"
+    read = config.read_bytes() if config.is_file() else b""
+    return hashlib.sha256(read + weights_of(folder).encode()).hexdigest()
+
+
+def _cached(model: str, revision: str | None) -> Path:
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            found = try_to_load_from_cache(model, "config.json", revision=revision)
+        except HFValidationError:
+            found = None
+    except ImportError:
+        found = None
+    if not isinstance(found, str):
+        raise ConfigError(
+            f"the weights of {model!r} cannot be identified: it is neither a folder nor in the local cache of Hugging "
+            f'Face; set "weights" to a name that changes whenever they do'
+        )
+    return Path(found).parent
 
 
 # --- the pages of a host pool, as bytes

@@ -22,9 +22,19 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.runtime_context import get_server_args, get_serving
 
-from kvarve.integrations.hicache import KV, Asked, Identity, Pages, Ranks, Settings, copy_from, copy_to, page_key
+from kvarve.integrations.hicache import (
+    KV,
+    Asked,
+    Identity,
+    Pages,
+    Ranks,
+    Settings,
+    checkpoint,
+    copy_from,
+    copy_to,
+    page_key,
+)
 from kvarve.integrations.objects import Kind, Objects, open_guarded
-from kvarve.integrations.weights import weights_of
 
 log = logging.getLogger(__name__)
 
@@ -258,10 +268,10 @@ def _identity(settings: Settings, model_name: str | None, ranks: Ranks) -> Ident
     model = settings.model or path
     weights = settings.weights
     if not weights:
-        weights = weights_of(path, getattr(args, "revision", None))
+        weights = checkpoint(path, getattr(args, "revision", None))
         draft = getattr(args, "speculative_draft_model_path", None)
         if draft and draft != path:
-            weights += weights_of(draft, getattr(args, "speculative_draft_model_revision", None))
+            weights += checkpoint(draft, getattr(args, "speculative_draft_model_revision", None))
     version = _weight_version()
     if version not in (None, "default"):
         weights += f" version {version}"

@@ -1,91 +1,63 @@
-"""Which weights does an engine serve? An answer in seconds from the files that it loads, as its own are out of reach.
+"""Which weights an engine serves, by the files of a checkpoint: a connector is not shown the weights in memory.
 
-Every tensor of a safetensors file is sampled, so that a fine-tuned or quantised model gets another fingerprint, and a
-copy of the same files the same one, on any machine. A tensor that is changed only between the samples goes unnoticed.
+Of each tensor its name, type, shape and some of its bytes count; all bytes of a large checkpoint would take minutes to
+read. Training changes a tensor nearly everywhere, so a sample tells one checkpoint from another.
 """
 
 import hashlib
 import json
-import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from kvarve.errors import ConfigError
 
-_SAMPLE_BYTES = 256
-_TENSORS = 16_384  # of a file that has more, every second, third ... is sampled
-_BLOCKS = 512  # sampled of a file of another kind
-_HEADER_MOST = 256 << 20
-_KINDS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+SAMPLE_BYTES = 4096
+SAMPLES = 64  # of a file that does not say where its tensors are
+HEADER_BYTES = 100 << 20  # of a safetensors file, by its specification
+_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 
 
-def weights_of(model: str, revision: str | None = None) -> str:
-    """The fingerprint (64 hex digits) of the config and weights in a folder, or in the local cache of Hugging Face.
-
-    ConfigError: they are not found on this machine.
-    """
-    folder = Path(model)
-    if not folder.is_dir():
-        folder = _cached(model, revision)
+def weights_of(path: Path) -> str:
+    """A fingerprint of a checkpoint (a folder, or one file), 64 hex digits. ConfigError if there are no weights."""
+    files = [path] if path.is_file() else []
+    for pattern in _PATTERNS:
+        files = files or sorted(path.glob(pattern))
+    if not files:
+        raise ConfigError(f"{path}: no weights to tell this model from others: name them in 'weights'")
+    digest = hashlib.sha256()
     try:
-        files = sorted(path for path in folder.iterdir() if path.suffix in _KINDS)
-        if not files:
-            raise _unknown(model, f"there are no weights in {folder}")
-        found = hashlib.sha256(b"kvarve-weights/1")
-        config = folder / "config.json"
-        found.update(config.read_bytes() if config.is_file() else b"")
-        for path in files:
-            found.update(f"{path.name} {path.stat().st_size}".encode())
-            for sample in _samples(path):
-                found.update(sample)
+        for file in files:
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size};".encode())
+            with file.open("rb") as stream:
+                header, places = _tensors(stream.read(8), stream.read, size)
+                digest.update(header)
+                for start, length in places or _spread(size):
+                    stream.seek(start)
+                    digest.update(stream.read(length))
     except OSError as e:
-        raise _unknown(model, str(e)) from e
-    return found.hexdigest()
+        raise ConfigError(f"{path}: its weights cannot be read: {e}") from e
+    return digest.hexdigest()
 
 
-def _unknown(model: str, why: str) -> ConfigError:
-    return ConfigError(
-        f'the weights of {model!r} cannot be identified ({why}): set "weights" to a name that changes whenever they do'
-    )
-
-
-def _cached(model: str, revision: str | None) -> Path:
+def _tensors(start: bytes, read: Callable[[int], bytes], size: int) -> tuple[bytes, list[tuple[int, int]]]:
+    """The header of a safetensors file, and a place in the middle of each tensor; nothing for another file."""
+    length = int.from_bytes(start, "little")
+    if not 2 <= length <= min(HEADER_BYTES, size - 8):
+        return b"", []
+    header = read(length)
     try:
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-    except ImportError:
-        raise _unknown(model, "it is no folder") from None
-    try:
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
-    except HFValidationError:
-        found = None
-    if not isinstance(found, str):
-        raise _unknown(model, "it is neither a folder nor in the local cache of Hugging Face")
-    return Path(found).parent
+        entries = json.loads(header)
+        spans = [entry["data_offsets"] for name, entry in sorted(entries.items()) if name != "__metadata__"]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return b"", []
+    return header, [_middle(8 + length + begin, 8 + length + end) for begin, end in spans]
 
 
-def _samples(path: Path) -> Iterator[bytes]:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        starts, header = _tensors(file, path)
-        yield header
-        for start in starts:
-            yield os.pread(file, _SAMPLE_BYTES, start)
-    finally:
-        os.close(file)
+def _middle(begin: int, end: int) -> tuple[int, int]:
+    length = min(SAMPLE_BYTES, end - begin)
+    return begin + (end - begin - length) // 2, length
 
 
-def _tensors(file: int, path: Path) -> tuple[list[int], bytes]:
-    """Where to sample a file, and its table of contents if it has one: the middle of each tensor."""
-    size = os.fstat(file).st_size
-    length = int.from_bytes(os.pread(file, 8, 0), "little")
-    if path.suffix == ".safetensors" and length <= min(_HEADER_MOST, size):
-        header = os.pread(file, length, 8)
-        try:
-            spans = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
-            middles = [8 + length + (int(start) + int(end)) // 2 for start, end in spans]
-        except (ValueError, TypeError, KeyError, AttributeError):
-            middles = []  # not what its name says
-        if middles:
-            return middles[:: -(-len(middles) // _TENSORS)], header
-    return list(range(0, size, max(1, size // _BLOCKS))), b""
+def _spread(size: int) -> list[tuple[int, int]]:
+    return [_middle(size * at // SAMPLES, size * (at + 1) // SAMPLES) for at in range(SAMPLES)]

@@ -1,4 +1,4 @@
-"""Tests inside other engines, each run by the interpreter of its engine; without that they are not collected."""
+"""Tests inside SGLang, run by its interpreter (`make test-sglang`); where it is missing they are not collected."""
 
 import importlib.util
 import sys
