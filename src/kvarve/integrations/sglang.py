@@ -302,9 +302,9 @@ def _weight_version() -> str | None:
 
 
 class _Metrics:
-    """For Prometheus, if SGLang's metrics are on: `kvarve_hicache_objects_total`, `kvarve_hicache_storage_up`."""
+    """For Prometheus, if SGLang's metrics are on: what became of objects, bytes, and whether the storage is up."""
 
-    _made: tuple[Any, Any] | None = None  # a process can register a name once, however often storage is attached
+    _made: tuple[Any, ...] | None = None  # a process can register a name once, however often storage is attached
 
     def __init__(self, tp_rank: int) -> None:
         from prometheus_client import Counter as Count
@@ -314,17 +314,18 @@ class _Metrics:
             labels = ["what", "tp_rank"]
             _Metrics._made = (
                 Count("kvarve_hicache_objects", "Objects of kvarve's storage, by what happened to them", labels),
+                Count("kvarve_hicache_bytes", "Bytes of pages loaded from and stored in kvarve's storage", labels),
                 Gauge("kvarve_hicache_storage_up", "Whether kvarve's storage answers", ["tp_rank"]),
             )
-        self._objects: Any
-        self._up: Any
-        self._objects, self._up = _Metrics._made
         self._rank = str(tp_rank)
         self._before: Counter[str] = Counter()
 
     def update(self, objects: Objects) -> None:
+        assert _Metrics._made is not None
+        by_object, by_byte, up = _Metrics._made
         now = Counter(objects.counts)
         for what, count in (now - self._before).items():
-            self._objects.labels(what, self._rank).inc(count)
+            counter = by_byte if what.endswith(" bytes") else by_object
+            counter.labels(what.removesuffix(" bytes"), self._rank).inc(count)
         self._before = now
-        self._up.labels(self._rank).set(objects.up)
+        up.labels(self._rank).set(objects.up)

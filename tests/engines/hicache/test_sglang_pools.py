@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import prometheus_client as prometheus
 import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer
@@ -31,9 +32,9 @@ def backend(tmp_path: Path) -> Iterator[Backend]:
     """Makes a rank's backend, all on one store."""
     made: list[HiCacheKvarve] = []
 
-    def make(tp_rank: int = 0, tp_size: int = 1, *, mla: bool = True) -> HiCacheKvarve:
+    def make(tp_rank: int = 0, tp_size: int = 1, *, metrics: bool = False) -> HiCacheKvarve:
         extra = {"storage": f"file://{tmp_path}/pages?capacity=256MiB", "weights": "w", "interface_v1": 1}
-        config = HiCacheStorageConfig(tp_rank, tp_size, 0, 1, 0, 1, mla, False, False, "m", extra_config=extra)
+        config = HiCacheStorageConfig(tp_rank, tp_size, 0, 1, 0, 1, True, metrics, False, "m", extra_config=extra)
         made.append(HiCacheKvarve(config, {}))
         return made[-1]
 
@@ -184,3 +185,17 @@ def test_whole_groups_are_told_and_bound_no_hit(backend: Backend) -> None:
     )
     found = saver.batch_exists_v2(KEYS, [groups])
     assert (found.kv_hit_pages, found.extra_pool_hit_pages) == (6, {PoolName.KV: 6, PoolName.INDEXER: 6})
+
+
+def test_metrics_are_there_however_often_storage_is_attached(backend: Backend) -> None:
+
+    for turn in range(1, 3):
+        attached = registered(backend(metrics=True), mla_pools(LAYOUTS[1]))
+        attached.batch_set_v1(KEYS[turn : turn + 1], tokens([0]))
+        attached.get_stats()
+        page_bytes = attached._pages.pools["kv"].kind.payload_bytes
+        labels = {"what": "stored", "tp_rank": "0"}
+        assert prometheus.REGISTRY.get_sample_value("kvarve_hicache_objects_total", labels) == turn
+        assert prometheus.REGISTRY.get_sample_value("kvarve_hicache_bytes_total", labels) == turn * page_bytes
+        assert prometheus.REGISTRY.get_sample_value("kvarve_hicache_storage_up", {"tp_rank": "0"}) == 1
+        attached.close()
