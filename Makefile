@@ -8,7 +8,7 @@ UV_INSTALL = $(UV) pip install --quiet --python .venv/bin/python
 # uv, unlike pip, compiles nothing when it installs: each module's first import does, and has to be allowed to keep it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run test test-all lint wheel soak soak-engine mutants docs bench train lock clean
+.PHONY: setup run test test-all test-sglang lint wheel soak soak-engine mutants docs bench train lock clean
 
 setup: .venv/ready
 
@@ -39,6 +39,19 @@ test-all: setup
 
 test-%: setup
 	.venv/bin/python -m pytest -m '' --numprocesses 3 --dist loadfile $(wildcard tests/$* tests/test_$**.py)
+
+# kvarve inside of SGLang on this CPU, in a venv of its own: SGLang's shipped storage fixtures. SGLang is installed without
+# its own requirements, which want CUDA.
+test-sglang: .venv-sglang/ready
+	.venv-sglang/bin/python -m pytest -m '' -W ignore --confcutdir tests/engines/hicache tests/engines/hicache
+
+.venv-sglang/ready: tests/engines/hicache/requirements.txt Makefile | setup
+	@echo "Setting up .venv-sglang ..."
+	@$(PYTHON) -m venv .venv-sglang
+	@$(UV) pip install --quiet --python .venv-sglang/bin/python "$(TORCH)"
+	@$(UV) pip install --quiet --python .venv-sglang/bin/python -r tests/engines/hicache/requirements.txt
+	@$(UV) pip install --quiet --python .venv-sglang/bin/python --no-deps sglang==0.5.23 -e .
+	@touch $@
 
 lint: setup
 	.venv/bin/ruff check --fix
@@ -81,4 +94,4 @@ lock: setup
 		--no-annotate .venv/lock/pyproject.toml -o requirements.lock
 
 clean:
-	rm -rf .venv dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-sglang dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis

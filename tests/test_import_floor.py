@@ -118,7 +118,11 @@ INSTALLS = {
     "demo": {"matplotlib"},
 }
 # What a module loaded by an engine finds there.
-ENGINES = {"integrations/vllm_tier.py": {"vllm", "huggingface_hub"}}
+ENGINES = {
+    "integrations/vllm_tier.py": {"vllm", "huggingface_hub"},
+    "integrations/sglang.py": {"sglang"},
+    "integrations/hicache.py": {"huggingface_hub"},
+}
 INSTALL_OF = {
     "engine": "engine",
     "metrics": "engine",

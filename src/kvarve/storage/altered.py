@@ -68,6 +68,10 @@ class AlteredStorage(Storage):
         self._fail("delete")
         return self.inner.delete(names)
 
+    def drop(self, group: str | None = None) -> int:
+        self._fail("drop")
+        return self.inner.drop(group)
+
     def usage(self) -> StorageUsage:
         return self.inner.usage()
 

@@ -81,6 +81,13 @@ class Storage(Protocol):
         """Remove each object; True where there was one."""
         ...
 
+    def drop(self, group: str | None = None) -> int:
+        """Remove all objects of one group, or all that this storage's label has; returns how many there were.
+
+        An object that a put stores meanwhile may stay.
+        """
+        ...
+
     def usage(self) -> StorageUsage: ...
 
     def register(self, memory: memoryview) -> None:
@@ -94,6 +101,11 @@ class Storage(Protocol):
     def close(self) -> None:
         """Release all resources. May be called twice; any other call afterwards raises StorageError."""
         ...
+
+
+def in_group(name: str, group: str | None) -> bool:
+    """Whether a name belongs to the group; all do if that is None."""
+    return group is None or name.startswith(f"{group}-")
 
 
 def is_name(name: str) -> bool:

@@ -29,6 +29,7 @@ _REFUSED = {
     "put": "put dropped: down",
     "touch": "touch dropped: down",
     "delete": "delete dropped: down",
+    "drop": "drop missed: down",
     "usage": "last known usage: down",
 }
 
@@ -156,6 +157,13 @@ class Breaker(Storage):
             [False] * len(names),
             lambda removed: ANY_NAME if any(removed) else None,
         )
+
+    def drop(self, group: str | None = None) -> int:
+        """As the protocol. StorageError while the circuit is open, as nothing is removed."""
+        count = self._ask("drop", 1, lambda: self.inner.drop(group), -1, lambda count: ANY_NAME if count else None)
+        if count < 0:
+            raise StorageError("the storage is down: nothing was removed")
+        return count
 
     def usage(self) -> StorageUsage:
         """The storage's usage, or while it is down the last one known."""

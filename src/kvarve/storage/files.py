@@ -29,7 +29,7 @@ import numpy as np
 
 from kvarve.background import WorkerPool
 from kvarve.errors import ConfigError, StorageError
-from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_pieces
+from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_pieces, in_group
 from kvarve.storage.disk import Disk
 from kvarve.storage.folder import Folder, check_contents, check_folder, medium
 from kvarve.storage.index import Call, Index, Limits, RowAddress
@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 DEFAULT_THREADS = 4
 _MOVE, _SYNC = 0, 1  # two pools: else a sync would queue behind the writes of other puts
 _Work = TypeVar("_Work")
+_DROPPED = 1024  # objects per change that other processes wait for
 _SAVE_CLOCK_NS = 30_000_000_000
 _YOUNG_NS = 60_000_000_000  # the kernel has written older data of any process, even one that died
 
@@ -314,6 +315,12 @@ class FileStorage(Storage):
                         deleted.append(place is not None)
             self._index.publish(self._lock)
         return deleted
+
+    def drop(self, group: str | None = None) -> int:
+        check_names([] if group is None else [group])
+        with self.looking() as index:
+            names = [name for name in index.entries if in_group(name, group)]
+        return sum(sum(self.delete(names[at : at + _DROPPED])) for at in range(0, len(names), _DROPPED))
 
     def usage(self) -> StorageUsage:
         self._require_in_place()

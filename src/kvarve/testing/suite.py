@@ -109,6 +109,24 @@ class StorageSuite:
         assert get(storage, "a") is None
         assert (storage.usage().objects, storage.usage().bytes) == (1, 1)
 
+    def test_a_group_is_dropped_alone_and_a_label_whole(self, make_storage: MakeStorage) -> None:
+        storage = make_storage()
+        names = ["aa-1", "aa-2", "a-1", "aa"]
+        put(storage, **dict.fromkeys(names, b"1"))
+        assert storage.drop("aa") == 2
+        assert there(storage, *names) == "a-1 aa"
+        assert (storage.drop("aa"), storage.drop(), storage.drop()) == (0, 2, 0)
+        assert there(storage, *names) == ""
+        assert put(storage, **{"aa-1": b"new"}) == [True]
+        assert get(storage, "aa-1") == b"new"
+
+    def test_another_labels_objects_are_not_dropped(self, make_storage: MakeStorage) -> None:
+        storage, other = make_storage(place="one"), make_storage(label=OTHER_LABEL, place="another")
+        put(storage, page=b"1")
+        put(other, page=b"2")
+        storage.drop()
+        assert get(other, "page") == b"2"
+
     def test_a_larger_buffer_keeps_its_end(self, make_storage: MakeStorage) -> None:
         storage = make_storage()
         put(storage, page=b"four")
@@ -213,6 +231,7 @@ class StorageSuite:
             lambda: storage.put(["a"], [one]),
             lambda: storage.put([], []),
             lambda: storage.delete(["a"]),
+            storage.drop,
             storage.usage,
         ]
         for call in calls:
