@@ -135,6 +135,10 @@ class CacheScheduler:
         """Copy pages out of blocks of the engine; which of them (see `EngineCore.save`)."""
         return self._engine_core().save(lease, pages)
 
+    def kept(self, lease: Lease) -> int:
+        """How many of the first pages need no saving any more (see `EngineCore.kept`)."""
+        return self._engine_core().kept(lease)
+
     def released(self) -> list[Release]:
         """The blocks that are the engine's again since the last call: the copies that used them have ended."""
         return self._engine_core().released()
@@ -147,11 +151,12 @@ class CacheScheduler:
         """Unpin the windows and states that the engine resumed from (see `Core.resumed`)."""
         self.core.resumed(lease)
 
-    def extend(self, lease: Lease, tokens: Tokens) -> None:
-        """Append tokens to the sequence of a ready lease (see `Core.extend`)."""
+    def extend(self, lease: Lease, tokens: Tokens, replaced: int = 0) -> None:
+        """Append tokens to the sequence of a ready lease, in place of its last `replaced` ones (see `Core.extend`)."""
         chunk_bytes = self.identity.chunk_tokens * TOKEN_BYTES
-        begun = lease.tokens[len(lease.tokens) // chunk_bytes * chunk_bytes :]
-        self.core.extend(lease, self._known_by(begun + pack(tokens)), len(begun))
+        stays = len(lease.tokens) - replaced * TOKEN_BYTES
+        whole = stays // chunk_bytes * chunk_bytes
+        self.core.extend(lease, self._known_by(lease.tokens[whole:stays] + pack(tokens)), len(lease.tokens) - whole)
 
     def pages(self, lease: Lease) -> dict[str, tuple[range, list[int]]]:
         """The pages that a ready lease resumes from: for each pool the positions and their device slots."""
