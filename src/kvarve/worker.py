@@ -16,6 +16,7 @@ from torch import Tensor
 from kvarve.config import NO_HOST, CacheConfig, spacing_of, split
 from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
 from kvarve.memory.arenas import DeviceArena, HostArena
+from kvarve.memory.engine_arena import EngineArena
 from kvarve.memory.machine import device_bytes, host_bytes, on_host
 from kvarve.memory.record import whole
 from kvarve.messages import ChangeMade, ChangeProposed, ChangeRefused, Order, Report
@@ -33,10 +34,15 @@ class UnderWay(Busy):
     """Another change of the storage is in progress."""
 
 
-def check(identity: ModelIdentity, config: CacheConfig, device: str = "cpu") -> dict[Tier, tuple[int, ...]]:
-    """The slots of each memory tier. ConfigError, before any allocation, for settings that cannot work."""
+def check(
+    identity: ModelIdentity, config: CacheConfig, device: str = "cpu", *, blocks: bool = False
+) -> dict[Tier, tuple[int, ...]]:
+    """The slots of each memory tier; with `blocks`, the device's are an engine's own. ConfigError, before any
+    allocation, for settings that cannot work."""
     shape, apart = _shape(identity), spacing_of(identity, config)
-    slots = {Tier.DEVICE: split(config.device_memory, *shape, records=False, what="device", per_snapshot=apart)}
+    slots = {}
+    if not blocks:
+        slots[Tier.DEVICE] = split(config.device_memory, *shape, records=False, what="device", per_snapshot=apart)
     if config.host_memory:
         slots[Tier.HOST] = split(config.host_memory, *shape, records=True, what="host", per_snapshot=apart)
     wanted, what, have = config.host_memory, "host memory", host_bytes()
@@ -110,17 +116,21 @@ class CacheWorker:
         storage: Storage | None = None,
         rank: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        blocks: Sequence[EngineArena] = (),
     ) -> None:
+        """`blocks`: by pool, the tensors of an engine whose blocks are the nearest tier."""
         if not 0 <= rank < identity.ranks:
             raise ConfigError(f"there is no rank {rank} among {identity.ranks} ranks")
-        self.slots = check(identity, config, device)  # of each memory tier and pool
+        self.slots = check(identity, config, device, blocks=bool(blocks))  # of each memory tier and pool
         if storage is not None and not config.host_memory:
             raise ConfigError(NO_HOST)
         self.identity, self.config = identity, config
         self._clock = clock
         self._namespace = identity.fingerprint()
         pools = identity.pools
-        self.device = [DeviceArena(pool, n, device) for pool, n in zip(pools, self.slots[Tier.DEVICE], strict=True)]
+        self.device = [
+            DeviceArena(pool, n, device) for pool, n in zip(pools, self.slots.get(Tier.DEVICE, ()), strict=False)
+        ]
         self.host = [
             HostArena(pool, n, self._namespace, rank, identity.ranks, layout=config.host_layout, device=device)
             for pool, n in zip(pools, self.slots.get(Tier.HOST, ()), strict=False)
@@ -130,7 +140,7 @@ class CacheWorker:
             storage = self._open(config, answers=False)
         self.transfers = TransferEngine(
             pools,
-            self.device,
+            blocks or self.device,
             self.host,
             rank=rank,
             ranks=identity.ranks,

@@ -16,8 +16,8 @@ from kvarve.core.copies import BACKUP, FETCH, LOAD, PROBE, STORE
 from kvarve.core.effects import Copy, Effect, Event, Hurry, Page, Probe, Verified
 from kvarve.errors import StorageError
 from kvarve.keys import object_name
-from kvarve.memory.arenas import DeviceArena, HostArena
-from kvarve.memory.copies import DeviceCopies
+from kvarve.memory.arenas import HostArena
+from kvarve.memory.copies import DeviceCopies, NearArena
 from kvarve.model import PoolSpec, Tier
 from kvarve.storage import Storage
 from kvarve.transfer.arrivals import Arrival
@@ -31,7 +31,7 @@ class TransferEngine:
     def __init__(
         self,
         pools: Sequence[PoolSpec],
-        device: Sequence[DeviceArena],
+        device: Sequence[NearArena],
         host: Sequence[HostArena],
         *,
         rank: int = 0,
