@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarve.boundaries import members, needed, ones, union
-from kvarve.core.effects import Copy
+from kvarve.core.effects import Copy, Ended, Page
 from kvarve.core.lease import Lease, Phase
 from kvarve.errors import ConfigError
 from kvarve.handles import blocks_of, handle_of
@@ -51,6 +51,8 @@ class Group:
     block_tokens: int
     lookback: int | None
     offered: bool = False
+    kind: str = ""  # in the engine's words
+    window_tokens: int | None = None
 
     def blocks(self, page_tokens: int) -> int:
         """How many blocks make up a page: of a state only the last one, at the page's end."""
@@ -103,6 +105,16 @@ class Offer(NamedTuple):
     tokens: int
 
 
+class Stored(NamedTuple):
+    """A page of one group that the host has now: `name` is the engine's hash at its end, `parent` at its start."""
+
+    request: Request
+    pool: int
+    page: int
+    name: bytes
+    parent: bytes | None
+
+
 @dataclass
 class Plan:
     """What a step's worker does, and what the engine does with its blocks beside it; plain data.
@@ -123,6 +135,7 @@ class _Standing:
     """Where a request stands with the planner."""
 
     request: Request
+    salt: str
     lease: Lease
     computed: int  # the engine's own prefix when it asked, in tokens
     named: int  # pages whose names the lease has
@@ -135,11 +148,13 @@ class _Standing:
 class BlockPlanner:
     """Plans for one engine; called by the engine's scheduler, in its process and thread."""
 
-    def __init__(self, scheduler: CacheScheduler, groups: Sequence[Group], hash_tokens: int, salt: str = "") -> None:
-        """`groups` as the scheduler's pools; `hash_tokens`: of a request's block hashes. ConfigError if a page cannot
-        be named by them."""
-        self._scheduler, self._groups, self._salt = scheduler, tuple(groups), salt
-        self._page = scheduler.identity.page_tokens
+    def __init__(
+        self, scheduler: CacheScheduler, groups: Sequence[Group], hash_tokens: int, tells: bool = False
+    ) -> None:
+        """`groups` as the scheduler's pools; `hash_tokens`: of a request's block hashes. `tells`: `take_stored` is
+        called. ConfigError if a page cannot be named by the hashes."""
+        self._scheduler, self._groups, self._epoch, self._tells = scheduler, tuple(groups), "", tells
+        self.page_tokens = self._page = scheduler.identity.page_tokens
         assert [group.name for group in groups] == [pool.name for pool in scheduler.pools]
         assert [group.lookback for group in groups] == [pool.lookback for pool in scheduler.pools]
         if self._page < HASH_WORDS or self._page % hash_tokens:
@@ -155,14 +170,18 @@ class BlockPlanner:
         self._ceiling: dict[str, int] = {}  # by request: claim no more than this, in pages, since a load failed
         self._loads: dict[int, str] = {}  # copies to the engine that have not been sent
         self._freed: list[int] = []
+        self._saving: dict[tuple[int, bytes], Stored] = {}  # by pool and key, if they are told
+        self._copies: dict[int, tuple[Page, ...]] = {}  # in flight from the engine, if they are told
+        self._stored: list[Stored] = []
         self._up, self._now = True, 0.0
         self.failed_loads = 0
         self.claimed_tokens = 0
 
     # --- what the engine asks
 
-    def ask(self, request: Request, computed: int, now: float, read: bool = True) -> int | None:
+    def ask(self, request: Request, computed: int, now: float, read: bool = True, salt: str = "") -> int | None:
         """Tokens that can be loaded beyond the `computed` ones that the engine has itself; None: ask again later.
+        `salt`: what tells its pages apart beside the engine's hashes.
 
         The answer is a promise until the request is asked about again, finishes, or gets blocks.
         """
@@ -173,7 +192,7 @@ class BlockPlanner:
             self._close(request.request_id)
             standing = None
         if standing is None:
-            standing = self._open(request, computed, read and not computed % self._page)
+            standing = self._open(request, salt, computed, read and not computed % self._page)
         lease = standing.lease
         if not self._scheduler.claim(lease) and lease.phase is not Phase.OFFERED:
             return None
@@ -183,7 +202,7 @@ class BlockPlanner:
         """The engine has allocated blocks, `external` tokens of them to be loaded (0: none, whatever was claimed)."""
         standing = self._standing.get(request.request_id)
         if standing is None:
-            standing = self._open(request, 0, False)
+            standing = self._open(request, "", 0, False)
         lease = standing.lease
         standing.allocated = True
         if not external:
@@ -191,7 +210,7 @@ class BlockPlanner:
                 self._scheduler.load(lease, [{} for _ in self._groups])
             elif lease.phase is not Phase.READY:
                 self._close(request.request_id)
-                self._open(request, standing.computed, False).allocated = True
+                self._open(request, standing.salt, standing.computed, False).allocated = True
             return
         assert lease.phase is Phase.OFFERED, "the engine loads what was claimed"
         assert lease.boundary * self._page == standing.computed + external, "the engine loads all that was claimed"
@@ -226,6 +245,8 @@ class BlockPlanner:
         self._loads = {}
         for order in plan.orders:
             if isinstance(order, Copy) and Tier.DEVICE in (order.source, order.target):
+                if self._tells and order.target is Tier.HOST:
+                    self._copies[order.op] = order.pages
                 for page in order.pages:
                     plan.held += self._blocks(page.pool, page.target if order.target is Tier.DEVICE else page.source)
         plan.freed, self._freed = self._freed, []
@@ -234,21 +255,32 @@ class BlockPlanner:
     def ended(self, report: Report, now: float) -> list[int]:
         """Apply what the worker reports; the blocks to which references are given back."""
         self._up, self._now = report.up, now
+        for event in report.events if self._copies else ():
+            if isinstance(event, Ended):
+                for at, page in enumerate(self._copies.pop(event.op, ())):
+                    stored = self._saving.pop((page.pool, page.key), None)
+                    if stored is not None and event.good >> at & 1:
+                        self._stored.append(stored)
         self._step(report)
         freed, self._freed = self._freed, []
         return freed
+
+    def take_stored(self) -> list[Stored]:
+        """The pages that the host has got since the last call."""
+        stored, self._stored = self._stored, []
+        return stored
 
     def finished(self, request_id: str) -> None:
         """A request has ended, in any state; copies in flight still hold their blocks."""
         self._close(request_id)
         self._ceiling.pop(request_id, None)
 
-    def reset(self, salt: str) -> bool:
-        """Forget all that is cached, for requests from now on: their pages are named with another salt, so that pages
+    def reset(self, epoch: str) -> bool:
+        """Forget all that is cached, for requests from now on: their pages are named with this `epoch`, so that pages
         in storage, which other engines may share, are not found either. False while a request is being loaded."""
         if any(standing.lease.phase is Phase.LOADING for standing in self._standing.values()):
             return False
-        self._salt = salt
+        self._epoch = epoch
         for request_id, standing in [*self._standing.items()]:
             if not standing.lease.ready:
                 self._close(request_id)
@@ -278,7 +310,7 @@ class BlockPlanner:
     def _blocks(self, pool: int, handle: int) -> list[int]:
         return [block for block in blocks_of(handle, self._pieces[pool]) if block != NULL_BLOCK]
 
-    def _open(self, request: Request, computed: int, read: bool) -> _Standing:
+    def _open(self, request: Request, salt: str, computed: int, read: bool) -> _Standing:
         """Open and claim a lease for a request, of which the engine has the pages before `computed`."""
         self._step(Report(up=self._up))  # it waits for storage from now on, not from the last step
         tokens = request.num_tokens
@@ -288,10 +320,10 @@ class BlockPlanner:
         named = min(tokens // self._page, len(request.block_hashes) // self._hashes)
         words = np.concatenate([self._words(request, 0, named), np.zeros(tokens - named * self._page, np.uint32)])
         present = [needed(computed // self._page, group.lookback) for group in self._groups]
-        prompt = self._scheduler.prompt(words, self._salt)
+        prompt = self._scheduler.prompt(words, f"{self._epoch} {salt}" if self._epoch or salt else "")
         lease = self._scheduler.open(prompt, read=read, present=present)
         self._scheduler.claim(lease, present)
-        standing = self._standing[request.request_id] = _Standing(request, lease, computed, named)
+        standing = self._standing[request.request_id] = _Standing(request, salt, lease, computed, named)
         return standing
 
     def _words(self, request: Request, start: int, stop: int) -> npt.NDArray[np.uint32]:
@@ -334,9 +366,20 @@ class BlockPlanner:
                     if len(blocks) == pieces and NULL_BLOCK not in blocks:
                         mine[at] = handle_of(blocks)
             pages.append(mine)
-        self._scheduler.save(lease, pages)
+        taken = self._scheduler.save(lease, pages)
+        if self._tells:
+            self._note(standing, taken)
         standing.offered = max(full, standing.offered)
         standing.saved = min(standing.offered, self._scheduler.kept(lease))
+
+    def _note(self, standing: _Standing, taken: Sequence[int]) -> None:
+        """Remember the pages whose copies have begun, to tell when they are in the host."""
+        hashes = [bytes(each) for each in standing.request.block_hashes]
+        for pool, positions in enumerate(taken):
+            for at in members(positions):
+                name = hashes[(at + 1) * self._hashes - 1]
+                parent = hashes[at * self._hashes - 1] if at else None
+                self._saving[pool, standing.lease.key(at)] = Stored(standing.request, pool, at, name, parent)
 
     def _close(self, request_id: str) -> None:
         standing = self._standing.pop(request_id, None)
