@@ -29,19 +29,22 @@ _LINEAR = {
     "linear_num_value_heads": 2,
 }
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-# By name: transformers' model type, what differs from the common config, and the dtype that vLLM computes it in.
-MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "qwen3_5": ("qwen3_5_text", _LINEAR | {"num_hidden_layers": 4}, "bfloat16"),
+# By name: transformers' model type, what differs from the common config, the dtype in which vLLM computes it, and the
+# tokens of a step: a block of vLLM's, so that a prompt is computed in the same pieces wherever it resumes.
+MODELS: dict[str, tuple[str, dict[str, Any], str, int]] = {
+    "qwen3_5": ("qwen3_5_text", _LINEAR | {"num_hidden_layers": 4}, "bfloat16", 384),
     "qwen3_next": (
         "qwen3_next",
         _LINEAR | _EXPERTS | {"num_hidden_layers": 4, "shared_expert_intermediate_size": 64},
         "bfloat16",
+        384,
     ),
-    "gemma3": ("gemma3_text", {"num_hidden_layers": 6, "sliding_window": 128}, "float32"),
+    "gemma3": ("gemma3_text", {"num_hidden_layers": 6, "sliding_window": 128}, "float32", 128),
     "gpt_oss": (
         "gpt_oss",
         {"num_hidden_layers": 4, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128},
         "bfloat16",
+        128,
     ),
 }
 
@@ -53,7 +56,7 @@ def made(name: str, folder: Path) -> Path:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        kind, fields, _ = MODELS[name]
+        kind, fields, _, _ = MODELS[name]
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(_COMMON | fields)), dtype=torch.float32)
         model.save_pretrained(path)
