@@ -36,7 +36,7 @@ def extra_config(given: Mapping[str, Any], where: str) -> ExtraConfig:
     if isinstance(size, bool) or not isinstance(size, int | str) or (isinstance(size, int) and size < 1):
         raise ConfigError(f"{where}: 'host_memory' is {size!r}; it has to be {_OWN['host_memory']}")
     storage = given.get("storage")
-    urls = (storage,) if isinstance(storage, str) else tuple(storage) if isinstance(storage, list) else storage
+    urls = None if storage is None else tuple(storage) if isinstance(storage, list) else (storage,)
     if urls is not None and (not urls or not all(isinstance(url, str) and url for url in urls)):
         raise ConfigError(f"{where}: 'storage' is {storage!r}; it has to be {_OWN['storage']}")
     for key in ("host_layout", "weights"):

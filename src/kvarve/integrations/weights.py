@@ -6,6 +6,7 @@ read. Training changes a tensor nearly everywhere, so a sample tells one checkpo
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from kvarve.errors import ConfigError
@@ -39,7 +40,7 @@ def weights_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _tensors(start: bytes, read, size: int) -> tuple[bytes, list[tuple[int, int]]]:  # type: ignore[no-untyped-def]
+def _tensors(start: bytes, read: Callable[[int], bytes], size: int) -> tuple[bytes, list[tuple[int, int]]]:
     """The header of a safetensors file, and a place in the middle of each tensor; nothing for another file."""
     length = int.from_bytes(start, "little")
     if not 2 <= length <= min(HEADER_BYTES, size - 8):
