@@ -143,6 +143,17 @@ class CacheScheduler:
         """The blocks that are the engine's again since the last call: the copies that used them have ended."""
         return self._engine_core().released()
 
+    def waiting_for(self, op: int) -> Lease | None:
+        """The lease for which a copy is made."""
+        return self.core.copies.ops[op].lease
+
+    def freed(self) -> list[tuple[int, int]]:
+        """The host's slots (pool, slot) that have become free since the last call; the first call says nothing."""
+        slot_pools = self.core.slot_pools
+        freed, slot_pools.freed = slot_pools.freed or [], []
+        tiers = ((slot_pools.tier(place), place % len(self.pools), slot) for place, slot in freed)
+        return [(pool, slot) for tier, pool, slot in tiers if tier is Tier.HOST]
+
     def _engine_core(self) -> EngineCore:
         assert isinstance(self.core, EngineCore), "this cache has device slots of its own"
         return self.core

@@ -38,7 +38,7 @@ def engine(
     scheduler = CacheScheduler(identity, config, slots, storage=storage is not None)
     by_number = [Group(at, g.name, g.block_tokens, g.lookback, g.offered) for at, g in enumerate(groups)]
     hashes = min(group.block_tokens for group in groups)
-    planner = BlockPlanner(scheduler, by_number, hashes)
+    planner = BlockPlanner(scheduler, by_number, hashes, tells=True)
     return SimulatedVllm(planner, by_number, PAGE, hash_tokens=hashes, storage=storage, **more)
 
 
@@ -337,6 +337,28 @@ def test_a_life_full_of_trouble_reads_no_wrong_page_and_ends_every_request(seed:
     sim.run()
     sim.worker.hangs, sim.choose = False, lambda due: due
     settled(sim)
+
+
+def test_what_is_told_of_the_host_is_what_it_has() -> None:
+    """Pages come from the engine and from storage, and go when the host is full."""
+    storage: dict = {}  # type: ignore[type-arg]
+    told: set[tuple[int, bytes]] = set()
+    for sim in (engine(storage=storage, host=8), engine(storage=storage, host=8)):
+        sim.planner.take_changes()
+        told.clear()
+        seen = {True: 0, False: 0}
+        for number in range(12):
+            ask(sim, prompt(70, number % 5), str(number))
+            sim.reset()
+            for stored, here in sim.planner.take_changes():
+                page = (stored.pool, stored.name)
+                assert (page in told) != here, "a page comes before it goes, and goes before it comes again"
+                (told.add if here else told.discard)(page)
+                seen[here] += 1
+        assert min(seen.values()) > 5
+        core = sim.planner._scheduler.core
+        there = sum(run.here[place].bit_count() for run in core.slot_pools.runs() for place in range(3))
+        assert len(told) == there
 
 
 def test_a_lookback_by_the_kind_of_group() -> None:

@@ -106,7 +106,7 @@ class Offer(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A page of one group that the host has now: `name` is the engine's hash at its end, `parent` at its start."""
+    """A page of one group in the host: `name` is the engine's hash at its end, `parent` at its start."""
 
     request: Request
     pool: int
@@ -151,7 +151,7 @@ class BlockPlanner:
     def __init__(
         self, scheduler: CacheScheduler, groups: Sequence[Group], hash_tokens: int, tells: bool = False
     ) -> None:
-        """`groups` as the scheduler's pools; `hash_tokens`: of a request's block hashes. `tells`: `take_stored` is
+        """`groups` as the scheduler's pools; `hash_tokens`: of a request's block hashes. `tells`: `take_changes` is
         called. ConfigError if a page cannot be named by the hashes."""
         self._scheduler, self._groups, self._epoch, self._tells = scheduler, tuple(groups), "", tells
         self.page_tokens = self._page = scheduler.identity.page_tokens
@@ -170,9 +170,10 @@ class BlockPlanner:
         self._ceiling: dict[str, int] = {}  # by request: claim no more than this, in pages, since a load failed
         self._loads: dict[int, str] = {}  # copies to the engine that have not been sent
         self._freed: list[int] = []
-        self._saving: dict[tuple[int, bytes], Stored] = {}  # by pool and key, if they are told
-        self._copies: dict[int, tuple[Page, ...]] = {}  # in flight from the engine, if they are told
-        self._stored: list[Stored] = []
+        # If they are told: pages that are copied to the host, by copy; those in its slots, by pool and slot.
+        self._copies: dict[int, list[tuple[Page, Stored]]] = {}
+        self._in_host: dict[tuple[int, int], Stored] = {}
+        self._changes: list[tuple[Stored, bool]] = []
         self._up, self._now = True, 0.0
         self.failed_loads = 0
         self.claimed_tokens = 0
@@ -244,9 +245,9 @@ class BlockPlanner:
         plan = Plan(self._scheduler.take(), self._loads)
         self._loads = {}
         for order in plan.orders:
+            if self._tells and isinstance(order, Copy) and order.target is Tier.HOST:
+                self._note(order)
             if isinstance(order, Copy) and Tier.DEVICE in (order.source, order.target):
-                if self._tells and order.target is Tier.HOST:
-                    self._copies[order.op] = order.pages
                 for page in order.pages:
                     plan.held += self._blocks(page.pool, page.target if order.target is Tier.DEVICE else page.source)
         plan.freed, self._freed = self._freed, []
@@ -255,20 +256,22 @@ class BlockPlanner:
     def ended(self, report: Report, now: float) -> list[int]:
         """Apply what the worker reports; the blocks to which references are given back."""
         self._up, self._now = report.up, now
+        self._note_freed()  # before the slots are filled again
         for event in report.events if self._copies else ():
             if isinstance(event, Ended):
-                for at, page in enumerate(self._copies.pop(event.op, ())):
-                    stored = self._saving.pop((page.pool, page.key), None)
-                    if stored is not None and event.good >> at & 1:
-                        self._stored.append(stored)
+                for at, (page, stored) in enumerate(self._copies.pop(event.op, ())):
+                    if event.good >> at & 1:
+                        self._in_host[page.pool, page.target] = stored
+                        self._changes.append((stored, True))
         self._step(report)
         freed, self._freed = self._freed, []
         return freed
 
-    def take_stored(self) -> list[Stored]:
-        """The pages that the host has got since the last call."""
-        stored, self._stored = self._stored, []
-        return stored
+    def take_changes(self) -> list[tuple[Stored, bool]]:
+        """The pages that the host has got (true) or given up since the last call, in order."""
+        self._note_freed()
+        changes, self._changes = self._changes, []
+        return changes
 
     def finished(self, request_id: str) -> None:
         """A request has ended, in any state; copies in flight still hold their blocks."""
@@ -366,20 +369,29 @@ class BlockPlanner:
                     if len(blocks) == pieces and NULL_BLOCK not in blocks:
                         mine[at] = handle_of(blocks)
             pages.append(mine)
-        taken = self._scheduler.save(lease, pages)
-        if self._tells:
-            self._note(standing, taken)
+        self._scheduler.save(lease, pages)
         standing.offered = max(full, standing.offered)
         standing.saved = min(standing.offered, self._scheduler.kept(lease))
 
-    def _note(self, standing: _Standing, taken: Sequence[int]) -> None:
-        """Remember the pages whose copies have begun, to tell when they are in the host."""
-        hashes = [bytes(each) for each in standing.request.block_hashes]
-        for pool, positions in enumerate(taken):
-            for at in members(positions):
-                name = hashes[(at + 1) * self._hashes - 1]
-                parent = hashes[at * self._hashes - 1] if at else None
-                self._saving[pool, standing.lease.key(at)] = Stored(standing.request, pool, at, name, parent)
+    def _note(self, copy: Copy) -> None:
+        """Remember what a copy brings to the host, to tell it when it has ended."""
+        lease = self._scheduler.waiting_for(copy.op)
+        standing = next((each for each in self._standing.values() if each.lease is lease), None)
+        if lease is None or standing is None:
+            return
+        hashes, found = standing.request.block_hashes, []
+        positions = {lease.key(at): at for at in range(lease.pages)}
+        for page in copy.pages:
+            at = positions[page.key]
+            parent = bytes(hashes[at * self._hashes - 1]) if at else None
+            name = bytes(hashes[(at + 1) * self._hashes - 1])
+            found.append((page, Stored(standing.request, page.pool, at, name, parent)))
+        self._copies[copy.op] = found
+
+    def _note_freed(self) -> None:
+        for place in self._scheduler.freed() if self._tells else ():
+            if (stored := self._in_host.pop(place, None)) is not None:
+                self._changes.append((stored, False))
 
     def _close(self, request_id: str) -> None:
         standing = self._standing.pop(request_id, None)

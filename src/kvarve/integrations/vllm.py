@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm import __version__ as VLLM_VERSION
-from vllm.distributed.kv_events import BlockStored
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -42,7 +42,7 @@ from kvarve.core.effects import Copy, Ended
 from kvarve.engine.identity import config_digest, numerics
 from kvarve.errors import ConfigError
 from kvarve.integrations.extra_config import extra_config
-from kvarve.integrations.plan import BlockPlanner, Group, Offer, Plan, Scheduled, lookback_of
+from kvarve.integrations.plan import BlockPlanner, Group, Offer, Plan, Scheduled, Stored, lookback_of
 from kvarve.integrations.weights import weights_of
 from kvarve.memory.engine_arena import EngineArena, block_bytes, pool_of
 from kvarve.messages import Report
@@ -60,6 +60,7 @@ log = logging.getLogger("vllm.kvarve")  # below vLLM's own, whose settings apply
 WHERE = "kv_connector_extra_config"
 IDLE_WAIT_S = 0.002  # of a step without tokens, for a copy to end: the engine would spin
 CLOSING_S = 30.0
+MEDIUM_CPU = "CPU"  # of events
 SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.STORAGE: CacheHitSource.DISK}
 
 
@@ -264,25 +265,27 @@ class SchedulerSide:
         return any(self.pool.blocks[block].ref_cnt == users for block, users in self._held.items())
 
     def take_events(self) -> list[Any]:
-        events = []
-        for stored in self.planner.take_stored():
-            group, request = self._groups[stored.pool], cast(Any, stored.request)
-            end = (stored.page + 1) * self.planner.page_tokens
-            events.append(
-                BlockStored(
-                    block_hashes=[maybe_convert_block_hash(stored.name)],
-                    parent_block_hash=None if stored.parent is None else maybe_convert_block_hash(stored.parent),
-                    token_ids=[*request.all_token_ids[end - self.planner.page_tokens : end]],
-                    block_size=self.planner.page_tokens,
-                    lora_id=None,
-                    medium="CPU",
-                    lora_name=None,
-                    group_idx=group.number,
-                    kv_cache_spec_kind=group.kind,
-                    kv_cache_spec_sliding_window=group.window_tokens,
-                )
-            )
-        return events
+        return [self._stored(page) if here else self._removed(page) for page, here in self.planner.take_changes()]
+
+    def _stored(self, page: Stored) -> Any:
+        group, request = self._groups[page.pool], cast(Any, page.request)
+        start = page.page * self.planner.page_tokens
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(page.name)],
+            parent_block_hash=None if page.parent is None else maybe_convert_block_hash(page.parent),
+            token_ids=[*request.all_token_ids[start : start + self.planner.page_tokens]],
+            block_size=self.planner.page_tokens,
+            lora_id=None,
+            medium=MEDIUM_CPU,
+            lora_name=None if request.lora_request is None else request.lora_request.lora_name,
+            group_idx=group.number,
+            kv_cache_spec_kind=group.kind,
+            kv_cache_spec_sliding_window=group.window_tokens,
+        )
+
+    def _removed(self, page: Stored) -> Any:
+        name = maybe_convert_block_hash(page.name)
+        return BlockRemoved(block_hashes=[name], medium=MEDIUM_CPU, group_idx=self._groups[page.pool].number)
 
     def stats(self) -> KVConnectorStats | None:
         """Counters since the last call, and levels."""
