@@ -44,7 +44,7 @@ def begin(cache: Core, prompt: bytes, read: bool = True) -> Lease:
 
 
 def keep(cache: Core, lease: Lease) -> None:
-    """Take slots for all of a prompt's new pages and publish them: what the peer's alloc and insert do."""
+    """Take slots for all of a prompt's new pages and publish them: as alloc and insert do elsewhere."""
     pages = cache.keepable(lease)
     cache.grow(lease, pages)
     cache.publish(lease, pages)
@@ -120,7 +120,7 @@ def match_rows(page: int, pools: int, tree: int, quick: bool) -> list[dict[str, 
 
 
 def insert_rows(page: int, pools: int, tree: int, quick: bool) -> list[dict[str, Any]]:
-    """Of two requests that computed the same, the first one's pages are fresh, the other's are given back.
+    """Of two requests that computed the same, the first one's pages are fresh, the other's are freed.
 
     Half of a prompt of 2,048 tokens is shared with others; prompts of other lengths are all new.
     """
@@ -179,8 +179,8 @@ def turn_rows(page: int, pools: int, quick: bool) -> list[dict[str, Any]]:
 
 
 def ten_times(page: int, tree: int) -> dict[str, float]:
-    """What a match and an eviction cost in a tree, over what they cost in one of a tenth: asked in turn, as a shared
-    machine's speed comes and goes."""
+    """The cost of a match and an eviction in a tree, over their cost in one of a tenth: measured in turns, since the
+    speed of a shared machine varies."""
     rng = random.Random(13)
     trees = [core(1, page, (held + 20_000) // page) for held in (tree // 10, tree)]
     prompt = tokens(rng, 10_240)

@@ -69,7 +69,7 @@ class Size:
     turn_answer: int = 64
     alone: int = 3  # conversations that are measured one after the other
     long: int = 6000  # tokens of the long one beside 31 short ones
-    said: int = 24  # tokens that each of those says
+    said: int = 24  # tokens of each of those answers
     vocabulary: int = 151_936
     clients: int = 32
     short_prompts: int = 96
@@ -191,7 +191,7 @@ def one_round(
 
 
 def talk(engine: Engine, size: Size, seeds: Sequence[int]) -> tuple[float, list[float]]:
-    """Conversations of two turns side by side; tokens said per second, and the times to each first token."""
+    """Conversations of two turns side by side; tokens generated per second, and the times to each first token."""
     began, said, waits = time.perf_counter(), 0, list[float]()
     histories = [tokens(size.turn_prompt, seed) for seed in seeds]
     for turn in range(2):

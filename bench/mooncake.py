@@ -4,9 +4,9 @@
 
 A real master and an owner of memory, each a process of its own, and this one, in a network of their own with nothing
 but loopback (which takes root). Raw: the library's batch calls from registered memory, by the same client, because two
-clients differ by more than what is measured here. kvarve: what its lanes do, so each page's checksum is computed before
-it is written and after it is read, and a put has asked whether what it wrote is there. Both move the same pages, batch
-by batch in turns.
+clients differ by more than what is measured here. kvarve: the work of its lanes, so each page's checksum is computed
+before it is written and after it is read, and a put looks its objects up afterwards. Both move the same pages, batch by
+batch in turns.
 
 Then questions about 128 names, and a prompt of 4,096 tokens on its way from the store to the device: probe, reads,
 checks, copies. Each figure is the median, of many batches: on few processors both processes of a transfer share them
@@ -70,7 +70,7 @@ class Pages:
             self.stamp.seal(view, key)
 
     def check(self) -> None:
-        """What a lane does before it writes and after it has read."""
+        """Checksums, as a lane makes them before a write and verifies them after a read."""
         for view, key in zip(self.views, self.keys, strict=True):
             assert self.stamp.intact(view, key), "these are not the bytes that were written"
 
@@ -100,7 +100,7 @@ class Raw:
 
 
 class Lane:
-    """What kvarve's lanes do with a storage."""
+    """Puts and gets as kvarve's lanes make them."""
 
     def __init__(self, pages: Pages, storage: MooncakeStorage) -> None:
         self.pages, self.storage = pages, storage
@@ -132,7 +132,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def moves(ways: dict[str, Raw | Lane], pages: Pages, size: Size, number: int) -> Iterator[tuple[str, float]]:
-    """Seconds of a batch, put and got each way; each way's objects go before the next one's come."""
+    """Seconds of a batch, put and got each way; each way's objects are deleted before the next one's are put."""
     for batch in range(size.batches):
         some = names(number * size.batches + batch)
         for way, what in [*ways.items()][:: 1 if batch % 2 else -1]:
@@ -144,7 +144,7 @@ def moves(ways: dict[str, Raw | Lane], pages: Pages, size: Size, number: int) ->
 
 
 def restored(restore: Restore, raw: Raw | Lane, size: Size, number: int) -> Iterator[tuple[float, float]]:
-    """Seconds of a prompt's restore, and of as many raw gets as bring about as many bytes, one pair after the other."""
+    """Seconds of a prompt's restore, and of raw gets of about as many bytes, in turns."""
     for pair in range(size.restores):
         some = [names((1 << 20) + 2 * pair + half) for half in range(2)]
         for batch in some:

@@ -148,7 +148,7 @@ class Bench:
         lease = self.cache.open(prompt)
         self._claimed(lease)
         fresh = self.cache.grow(lease, self.size.pages)
-        assert [len(slots) for slots in fresh.values()] == [self.size.pages, 1], "there is room for everything"
+        assert [len(slots) for slots in fresh.values()] == [self.size.pages, 1], "there are slots for everything"
         for name, slots in fresh.items():
             for buffer in self.cache.arena(name).values():
                 for position, slot in slots.items():
@@ -167,7 +167,7 @@ class Bench:
         return seconds
 
     def _finish(self, lease: Lease, prompt: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        """What a request resumes from is what was computed for it."""
+        """A request resumes from the pages that were computed for it."""
         self._claimed(lease)
         assert lease.boundary == self.size.pages, f"only {lease.boundary} of {self.size.pages} pages came back"
         for name, (positions, slots) in self.cache.pages(lease).items():
@@ -193,7 +193,7 @@ class Bench:
 
 
 class Limits:
-    """What the machine can do with the same sizes, on one thread."""
+    """The limits of the machine at the same sizes, on one thread."""
 
     def __init__(self, size: Size, folder: Path) -> None:
         self._file = folder / "raw"

@@ -103,10 +103,10 @@ def talks(ids: Ids) -> Prompts:
 def documents(ids: Ids) -> Prompts:
     """Questions about documents, of which some are asked about far more often than others."""
     length = ids.between(1_000, 100_000)
-    shelf = [ids.longer([], ids.between(0.5, 2) * length) for _ in range(ids.dice.randint(5, 40))]
-    weights = [1 / (rank + 1) for rank in range(len(shelf))]
+    known = [ids.longer([], ids.between(0.5, 2) * length) for _ in range(ids.dice.randint(5, 40))]
+    weights = [1 / (rank + 1) for rank in range(len(known))]
     for _ in range(160):
-        (document,) = ids.dice.choices(shelf, weights)
+        (document,) = ids.dice.choices(known, weights)
         yield ids.longer(document, ids.between(50, 500))
 
 
@@ -212,7 +212,7 @@ def rules() -> dict[str, Rule]:
 
 @dataclass
 class Lost:
-    """What one rule lost with one shape, and what the best fixed spacing found."""
+    """The hits that one rule lost with one shape, and those of the best fixed spacing."""
 
     rule: str
     tokens_per_snapshot: int
@@ -231,7 +231,7 @@ def measured(shape: Shape, asked: Sequence[TraceRequest]) -> list[Lost]:
     for tokens in {*SPACINGS, *apart.values()}:
         try:
             report: SimulationReport = replayed(asked, shape.config(memory, tokens))
-        except ConfigError:  # not even two chunks have room
+        except ConfigError:  # not even two chunks fit
             return []
         found[tokens] = report.hit_rate
     best = max(found[tokens] for tokens in SPACINGS)

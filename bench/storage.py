@@ -5,7 +5,7 @@
 The limits of this run: `pwrite` and `preadv` of pages into one file that has been written before, past the page cache
 (direct) and through it (buffered; reads after the page cache is dropped), by one thread and by eight. The
 usual way: a file for each page, written beside and renamed, one after the other, without a sync and with one of the
-file and the folder. And this store: what its lanes do, so each page's checksum is computed before it is written and
+file and the folder. And this store: the work of its lanes, so each page's checksum is computed before it is written and
 after it is read, by one of several workers while others write or read, and a put answers when it is durable.
 
 Then lookups and opening with a million small objects, a prompt of 4,096 tokens on its way from storage to the device
@@ -83,7 +83,7 @@ class Records:
         return [f"0123456789abcdef-{of_round:08x}{key.hex()[:56]}.kv.0" for key in self.keys]
 
     def check(self, part: slice = slice(None)) -> None:
-        """What a lane does before it writes and after it has read."""
+        """Checksums, as a lane makes them before a write and verifies them after a read."""
         for view, key in zip(self.views[part], self.keys[part], strict=True):
             assert self.stamp.intact(view, key), "these are not the bytes that were written"
 
@@ -186,7 +186,7 @@ def forget(*paths: Path) -> None:
 
 
 def moves(folder: Path, records: Records, of_round: int) -> Iterator[tuple[str, Taken]]:
-    # What goes past the page cache comes first, and all of ours: what is dirty there keeps the disk busy for a while.
+    # Direct I/O comes first, and all of ours: dirty pages of the page cache keep the disk busy for a while.
     # Some disks are fast for a first amount of data only: the limit and the store take turns in going first.
     direct = [raw_moves(folder / "raw", records, direct=True), store_moves(folder / "store", records, of_round)]
     for each in direct if of_round % 2 else reversed(direct):
@@ -372,7 +372,7 @@ def ratios_of(
         "durable_put_over_file_per_page": speed("store put, durable", "file per page, synced"),
         "holds_128_us": objects["holds_128_us"],
         "recovery_1m_s": objects["recovery_s"] * 1e6 / size.objects,
-        # What checking adds to the time that reading takes, since one worker checks while others read.
+        # The time that checking adds to reading, since one worker checks while others read.
         "checksum_share": max(0.0, 1 - over(checks[False], checks[True])),
         "restore_over_raw": over(restores["raw"], restores["restore"]),
     }

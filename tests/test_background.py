@@ -9,28 +9,9 @@ from typing import Any
 
 import pytest
 
+from gates import LONG_S, Gate, threads
 from kvarve.background import Abandoned, BackgroundCall, WorkerPool
 from kvarve.errors import StorageError
-
-LONG_S = 60.0
-
-
-class Gate:
-    """Work that begins, and ends when it may."""
-
-    def __init__(self, answer: Any = None) -> None:
-        self.begun, self.may_end, self.answer = threading.Event(), threading.Event(), answer
-
-    def __call__(self) -> Any:
-        self.begun.set()
-        assert self.may_end.wait(LONG_S)
-        if isinstance(self.answer, BaseException):
-            raise self.answer
-        return self.answer
-
-
-def threads(name: str) -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
 
 
 def refuse_threads(monkeypatch: pytest.MonkeyPatch, after: int = 0) -> None:

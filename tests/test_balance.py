@@ -1,4 +1,4 @@
-"""When one pool evicts beside an idle one, and only then, something is said."""
+"""When one pool evicts beside an idle one, and only then, a warning is logged."""
 
 from itertools import pairwise
 from typing import Any

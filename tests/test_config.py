@@ -1,4 +1,4 @@
-"""Settings that cannot work are refused in words that say what would, and before anything is made."""
+"""Settings that cannot work are refused with a message that says which would, and before anything is made."""
 
 import math
 import os
@@ -227,7 +227,7 @@ def test_the_room_for_so_many_tokens_holds_their_pages_and_a_snapshot_as_often_a
 
 
 def two_pools(token_bytes: int, snapshot_bytes: int) -> tuple[PoolSpec, ...]:
-    """A model of so many bytes a token and a snapshot, at 64 tokens a page."""
+    """A model with these bytes a token and a snapshot, at 64 tokens a page."""
     chain = PoolSpec("attention", (BufferSpec("k", (64 * token_bytes,), "uint8"),), None)
     return (chain, PoolSpec("state", (BufferSpec("s", (snapshot_bytes,), "uint8"),), 1, in_place=True))
 

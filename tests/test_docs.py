@@ -1,4 +1,4 @@
-"""What the documentation takes from the code is what the code says, and what it tells people to type does no harm."""
+"""The documentation's tables agree with the code, and its commands do no harm."""
 
 import re
 import subprocess
@@ -28,14 +28,14 @@ def test_every_link_to_a_file_leads_somewhere() -> None:
         assert not lost, page
 
 
-def test_nobody_is_told_to_install_a_package_that_is_not_ours() -> None:
-    """The package index may have something else under our name: extras are installed from a checkout."""
+def test_the_docs_install_no_package_that_is_not_ours() -> None:
+    """The package index may have another project under our name: extras are installed from a checkout."""
     pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.py")]
     told = {str(page): re.findall(r"pip install[^`\n]*kvarve\[", page.read_text()) for page in pages}
     assert not {page: found for page, found in told.items() if found}
 
 
-def test_no_example_names_a_folder_that_everybody_may_write_to() -> None:
+def test_no_example_names_a_folder_that_all_users_may_write_to() -> None:
     paths = [ROOT / "README.md", ROOT / "Makefile"]
     for folder, kind in (("docs", "*.md"), ("src", "*.py"), ("bench", "*.py")):
         paths += (ROOT / folder).rglob(kind)

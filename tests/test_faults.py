@@ -1,4 +1,4 @@
-"""A real engine on a real folder: whatever happens to a page there, the answer is right and the page is made good."""
+"""A real engine on a real folder: whatever happens to a page there, the answer is right and the page is replaced."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
@@ -49,7 +49,7 @@ def a_prompt(seed: int) -> list[int]:
 
 
 class Stored:
-    """A page as it lies in a slab, for those who damage it: through the store, or behind its back."""
+    """A page's bytes in a slab, to be damaged: through the store, or past it."""
 
     def __init__(self, folder: "Folder", name: str) -> None:
         self.folder, self.name = folder, name
@@ -78,7 +78,7 @@ class Stored:
 
 
 class Folder:
-    """A folder of pages, and engines that come and go on it."""
+    """A folder of pages, and engines that open and close it."""
 
     def __init__(self, path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path, self.model = path, a_model(family)
@@ -120,7 +120,7 @@ class Folder:
         return extend(root_key(self.namespace), bind_to_chunk(pack(a_prompt(seed)), PAGE, CHUNK), PAGE)[page]
 
     def beside(self) -> AbstractContextManager[FileStorage]:
-        """The same store, opened by somebody else."""
+        """The same store, opened by another process."""
         return closing(FileStorage(self.path, 1 << 30, self.namespace, str(self.model.identity)))
 
     def everything(self) -> list[Stored]:

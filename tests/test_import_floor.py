@@ -1,4 +1,4 @@
-"""Imports go down only. A module that is not placed on a floor yet fails here, so that somebody has to place it."""
+"""Imports go down only. A module that is on no floor yet fails here, so that it has to be placed."""
 
 import ast
 import subprocess
@@ -14,12 +14,12 @@ FLOORS = (
     {"model", "keys", "boundaries", "errors", "sizes", "handles", "__init__"},  # words
     {"core"},
     {"background"},  # threads
-    {"memory", "transfer", "storage", "ranks"},  # hands
-    {"config", "balance", "messages", "changes", "ticket"},  # settings, and what scheduler and worker tell each other
+    {"memory", "transfer", "storage", "ranks"},  # data movement
+    {"config", "balance", "messages", "changes", "ticket"},  # settings, and messages between scheduler and worker
     {"scheduler", "worker"},
-    {"prefix_cache", "admin", "metrics", "options", "commands"},  # the house
+    {"prefix_cache", "admin", "metrics", "options", "commands"},  # the pair, and the engine
     {"engine", "simulate"},
-    {"cli", "__main__", "storage_cli", "server", "bench", "demo", "verify", "integrations"},  # guests
+    {"cli", "__main__", "storage_cli", "server", "bench", "demo", "verify", "integrations"},  # applications
 )
 WORDS, CORE, HANDS = FLOORS[0], FLOORS[1], FLOORS[3]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
@@ -57,7 +57,7 @@ def imported(path: Path) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names if module == "kvarve")
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
             name = node.args[0] if node.args else None
-            assert isinstance(name, ast.Constant), f"{path}: nobody can say what line {node.lineno} imports"
+            assert isinstance(name, ast.Constant), f"{path}: line {node.lineno} imports a computed name"
             yield str(name.value)
 
 
@@ -87,7 +87,7 @@ def test_imports_go_down_only(path: Path) -> None:
     if own == "testing":
         return
     for other in inside(path):
-        assert other != "testing", f"{named(path)}: what is shipped for tests is for tests"
+        assert other != "testing", f"{named(path)}: the product imports nothing of kvarve.testing"
         assert FLOOR_OF[other] <= FLOOR_OF[own], f"{named(path)}: {other} stands above {own}"
         if other != own and any(own in floor and other in floor for floor in STRANGERS):
             assert other in MAY_USE.get(own, set()), f"{named(path)}: {own} may not know {other}"
@@ -110,7 +110,7 @@ def test_what_decides_knows_no_tensor_thread_or_file(path: Path) -> None:
     assert memory <= {"kvarve.memory.record", "kvarve.memory.layouts"}
 
 
-# What each install brings, besides the standard library; an extra includes the one before it.
+# The packages of each install, besides the standard library; an extra includes the one before it.
 INSTALLS = {
     "base": {"torch", "numpy", "xxhash", "cyclopts", "rich"},
     "engine": {"transformers", "tokenizers", "safetensors", "jinja2", "prometheus_client"},

@@ -1,4 +1,4 @@
-"""Names of pages: one for everything that could have been read, and no other."""
+"""Names of pages: pages that depend on different tokens, salts or models have different names."""
 
 import hashlib
 
@@ -162,7 +162,7 @@ def test_sealed_prompts_share_whole_chunks_and_no_page_of_another(
     left, right = (bind_to_chunk(pack(tokens), page, chunk) for tokens in (one, other))
     assert len(left) == len(one) * TOKEN_BYTES
     whole = len(one) // chunk * chunk
-    assert left[whole * TOKEN_BYTES :] == pack(one[whole:]), "what no whole chunk holds stays as it is"
+    assert left[whole * TOKEN_BYTES :] == pack(one[whole:]), "tokens after the last whole chunk stay as they are"
     for at in range(0, min(whole, len(other) // chunk * chunk), page):
         same = one[at // chunk * chunk :][:chunk] == other[at // chunk * chunk :][:chunk]
         place = slice(at * TOKEN_BYTES, (at + page) * TOKEN_BYTES)

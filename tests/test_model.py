@@ -1,4 +1,4 @@
-"""What a model keeps, as rows: which rows are refused, and that no two models that differ share a page."""
+"""A model's pools as rows: which rows are refused, and that no two models that differ share a page."""
 
 from dataclasses import fields, replace
 from typing import Any

@@ -23,7 +23,7 @@ def storage() -> None:
 
 @app.command
 def serve(*, settings: Settings = Settings(), config: ConfigFile = None) -> Settings:
-    """Answers what it was told."""
+    """Returns its settings."""
     return settings
 
 

@@ -91,7 +91,7 @@ def verify(checkpoint: Callable[[str], Path], tmp_path: Path) -> Verify:
     return Verify(checkpoint, tmp_path)
 
 
-# --- what is right
+# --- a cache that is right
 
 
 @pytest.mark.long
@@ -107,14 +107,14 @@ def test_the_model_inside_kvarve_is_proved_on_the_command_line(tmp_path: Path) -
     assert json.loads(report.read_text())["ok"] is True
 
 
-# --- what is wrong: each of these is a bug that a cache could have
+# --- caches that are wrong: each of these is a bug that a cache could have
 
 Arena = Mapping[str, Tensor]
 Change = Callable[[str, Tensor], Tensor]
 
 
 def loads_wrongly(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
-    """What comes back into a workspace is not what was saved."""
+    """The restored workspace is not the saved one."""
     load = Workspace.load
 
     def wrong(self: Workspace, pool: str, positions: range, arena: Arena, slots: Sequence[int]) -> None:
@@ -161,14 +161,14 @@ def a_hit_is_the_least_of_the_pools_lengths(patch: pytest.MonkeyPatch) -> None:
         return 1 << min(map(boundaries.deepest, each))
 
     patch.setattr(boundaries, "resume_at", resume_at)
-    patch.setattr(kvarve.verify.prover, "STORAGE_S", 1.0)  # it waits for pages that nobody has
+    patch.setattr(kvarve.verify.prover, "STORAGE_S", 1.0)  # it waits for pages that no tier has
 
 
 def nothing_is_ever_found(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(boundaries, "resume_at", lambda *_, **__: 1)
 
 
-def everybody_shares_with_everybody(patch: pytest.MonkeyPatch) -> None:
+def all_salts_share_pages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(kvarve.scheduler, "root_key", lambda namespace, salt: root_key(namespace, salt.split()[1]))
 
 
@@ -208,7 +208,7 @@ def what_is_evicted_is_still_in_use(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Paths, "hold", lambda *_: None)
 
 
-def who_gives_up_keeps_its_pins(patch: pytest.MonkeyPatch) -> None:
+def an_aborted_request_keeps_its_pins(patch: pytest.MonkeyPatch) -> None:
     def close(self: Core, lease: Lease) -> None:
         if lease.phase is Phase.READY and lease.done < lease.pages:
             lease.prefix_pins = 0
@@ -218,7 +218,7 @@ def who_gives_up_keeps_its_pins(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Core, "close", close)
 
 
-def nobody_reads_the_pages(patch: pytest.MonkeyPatch) -> None:
+def the_pages_are_not_read(patch: pytest.MonkeyPatch) -> None:
     """The run that is compared is the one that it is compared with."""
     patch.setattr(kvarve.verify.damage, "differences", lambda *_: [])
 
@@ -246,7 +246,7 @@ def answers_change_each_others_rounding(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Engine, "_emit", noisy)
 
 
-def what_answers_computed_is_kept_whoever_asks(patch: pytest.MonkeyPatch) -> None:
+def answers_are_kept_in_every_mode(patch: pytest.MonkeyPatch) -> None:
     computed = Engine._decoded
 
     def keeping(self: Engine, job: Any, logits: Tensor) -> None:
@@ -274,16 +274,14 @@ EVERY_TIER = {"device", "host", "storage", "restart"}
         pytest.param(the_length_of_a_window_is_forgotten, "gemma3", tiers, EVERY_TIER, marks=LONG),
         pytest.param(nothing_is_ever_found, "qwen3", tiers, EVERY_TIER, marks=LONG),
         (pages_come_up_into_each_others_slots, "qwen3", tiers, EVERY_TIER - {"device"}),
-        pytest.param(everybody_shares_with_everybody, "qwen3", tiers, {"salt"}, marks=LONG),
+        pytest.param(all_salts_share_pages, "qwen3", tiers, {"salt"}, marks=LONG),
         pytest.param(a_hit_is_the_least_of_the_pools_lengths, "lfm2", partial, {"partial"}, marks=LONG),
         (a_key_is_of_its_page_alone, "qwen3", branches, {"branches"}),
         pytest.param(nothing_is_kept_where_prompts_end, "lfm2", conversation, {"conversation"}, marks=LONG),
         (what_is_evicted_is_still_in_use, "lfm2", eviction, {"eviction"}),
-        (who_gives_up_keeps_its_pins, "lfm2", abort, {"abort"}),
+        (an_aborted_request_keeps_its_pins, "lfm2", abort, {"abort"}),
         pytest.param(answers_change_each_others_rounding, "lfm2", together, {"together"}, marks=LONG),
-        pytest.param(
-            what_answers_computed_is_kept_whoever_asks, "lfm2", together, {"together"}, marks=pytest.mark.long
-        ),
+        pytest.param(answers_are_kept_in_every_mode, "lfm2", together, {"together"}, marks=pytest.mark.long),
         pytest.param(pages_are_known_in_every_chunk, "gpt_oss", together, {"together"}, marks=LONG),
         (answers_are_not_kept, "lfm2", answers, {"answers"}),
         pytest.param(the_host_is_not_checked, "lfm2", damages, {"a bit in host"}, marks=LONG),
@@ -291,7 +289,7 @@ EVERY_TIER = {"device", "host", "storage", "restart"}
             nothing_is_checked, "lfm2", damages, {"a bit in host", "a bit in storage"}, marks=pytest.mark.long
         ),
         pytest.param(a_bad_page_stays_in_storage, "lfm2", damages, {"a bit in storage"}, marks=LONG),
-        (nobody_reads_the_pages, "lfm2", damages, {"a page in device", "a page in host", "a sealed page in storage"}),
+        (the_pages_are_not_read, "lfm2", damages, {"a page in device", "a page in host", "a sealed page in storage"}),
     ],
     ids=lambda it: getattr(it, "__name__", ""),
 )
@@ -309,7 +307,7 @@ def test_a_cache_that_is_wrong_is_not_proved(
     assert wrong <= verify.wrong(), verify.report
 
 
-# --- what cannot be proved
+# --- proofs that are refused
 
 
 @pytest.mark.parametrize(

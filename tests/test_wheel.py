@@ -23,7 +23,7 @@ import kvarve
 ROOT = Path(__file__).parents[1]
 UV = Path(sys.executable).with_name("uv")
 LONG_S = 240.0
-# Not the checkout's source; what a first import compiles is kept for the next command; one thread, as in all tests.
+# Not the checkout's source; compiled files are kept for the next command; one thread, as in all tests.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 ENVIRONMENT["OMP_NUM_THREADS"] = "1"
 
@@ -36,12 +36,12 @@ def run(*words: object, cwd: Path) -> str:
 
 
 def uv(*words: object, cwd: Path) -> str:
-    """For what needs the package index."""
+    """For tests that need the package index."""
     return run(sys.executable, ROOT / "tools" / "uv.py", *words, cwd=cwd)
 
 
 class CleanVenv:
-    """A venv with nothing but what `install` was asked for."""
+    """A venv with only the packages given to `install`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.bin = folder, folder / "venv" / "bin"

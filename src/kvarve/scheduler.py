@@ -9,6 +9,7 @@ another process. Leases stay here; across a process they are known by their numb
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from kvarve.changes import Changes
 from kvarve.config import CacheConfig, spacing_of
 from kvarve.core import headroom
 from kvarve.core.audit import audit
-from kvarve.core.cache import Hit
+from kvarve.core.cache import Core, Hit
 from kvarve.core.effects import Release
 from kvarve.core.headroom import Demand
 from kvarve.core.lease import Lease
@@ -42,6 +43,12 @@ class Prompt:
 
     root: bytes
     tokens: bytes
+    page_tokens: int
+
+    @cached_property
+    def keys(self) -> bytes:
+        """The keys of all full pages, concatenated; computed when they are first asked for."""
+        return names(self.root, b"", self.tokens, self.page_tokens)
 
 
 class CacheScheduler:
@@ -88,7 +95,7 @@ class CacheScheduler:
 
         ValueError if a token does not fit into 32 bits or the salt cannot be encoded.
         """
-        return Prompt(root_key(self._namespace, salt), self._known_by(pack(tokens)))
+        return Prompt(root_key(self._namespace, salt), self._known_by(pack(tokens)), self.identity.page_tokens)
 
     def open(
         self,
@@ -104,8 +111,8 @@ class CacheScheduler:
         resumes from nothing; pages used at a high `priority` are evicted last, if eviction is by priority.
 
         With a `ticket` it waits for storage, if need be, until the ticket's time, but no longer than for a call that
-        hangs; `unix_s` is the Unix time now, on all ranks the same. ConfigError for a ticket of another prompt, salt,
-        model, layout or sharding. `present`: what an engine has of the prompt, as in `lookup`.
+        hangs; `unix_s` is the Unix time of the request, on all ranks the same. ConfigError for a ticket of another
+        prompt, salt, model, layout or sharding. `present`: what an engine has of the prompt, as in `lookup`.
         """
         known = tokens if isinstance(tokens, Prompt) else self.prompt(tokens, salt)
         patience, expected = self.config.policies.patience(), (0, 0.0)
@@ -114,7 +121,8 @@ class CacheScheduler:
             coming_s = min(ticket.until_s - unix_s, self.config.policies.storage_deadline_s)
             patience = replace(patience, base_s=max(patience.base_s, coming_s))
             expected = ticket.boundary, max(0.0, coming_s)
-        lease = self.core.open(known.root, known.tokens, self.now, patience, read, priority, present, expected)
+        named = known.keys if ticket is not None else b""
+        lease = self.core.open(known.root, known.tokens, self.now, patience, read, priority, present, expected, named)
         if not self.now:
             self._early.append(lease)
         return lease
@@ -158,6 +166,10 @@ class CacheScheduler:
         assert isinstance(self.core, EngineCore), "this cache has device slots of its own"
         return self.core
 
+    def _own_device(self) -> Core:
+        assert not isinstance(self.core, EngineCore), "an engine owns the device and its slots"
+        return self.core
+
     def resumed(self, lease: Lease) -> None:
         """Unpin the windows and states that the engine resumed from (see `Core.resumed`)."""
         self.core.resumed(lease)
@@ -171,16 +183,18 @@ class CacheScheduler:
 
     def pages(self, lease: Lease) -> dict[str, tuple[range, list[int]]]:
         """The pages that a ready lease resumes from: for each pool the positions and their device slots."""
-        return {pool.name: self.core.slots(lease, i) for i, pool in enumerate(self.pools)}
+        return {pool.name: self._own_device().slots(lease, i) for i, pool in enumerate(self.pools)}
 
     def reserve(self, lease: Lease, upto: int) -> bool:
         """Reserve device slots for a ready lease to compute in, up to a page; False if there are too few now (see
         `Core.reserve`)."""
-        return self.core.reserve(lease, upto)
+        return self._own_device().reserve(lease, upto)
 
     def block_table(self, lease: Lease, pool: str, start: int = 0) -> list[int]:
         """The device slots of a chain's pages from `start` on (see `Core.block_table`)."""
-        return self.core.block_table(lease, next(i for i, each in enumerate(self.pools) if each.name == pool), start)
+        return self._own_device().block_table(
+            lease, next(i for i, each in enumerate(self.pools) if each.name == pool), start
+        )
 
     def mark(self, lease: Lease, boundary: int) -> bool:
         """Have a ready lease keep its windows and states at a boundary too (see `Core.mark`)."""
@@ -189,7 +203,7 @@ class CacheScheduler:
     def short(self, lease: Lease, upto: int) -> bool:
         """Whether `grow` would keep fewer pages now than in a moment, when evictions that this starts have freed
         slots."""
-        return self.core.short(lease, upto)
+        return self._own_device().short(lease, upto)
 
     def keepable(self, lease: Lease) -> int:
         """The page up to which this request can be kept (see `Core.keepable`)."""
@@ -200,12 +214,12 @@ class CacheScheduler:
 
         If slots run out fewer pages are kept. Never waits: under write-back ask `short` first.
         """
-        fresh = self.core.grow(lease, upto)
+        fresh = self._own_device().grow(lease, upto)
         return {pool.name: slots for pool, slots in zip(self.pools, fresh, strict=True)}
 
     def publish(self, lease: Lease, upto: int) -> None:
         """Give the pages before `upto`, which the engine has filled, to the tree."""
-        self.core.publish(lease, upto)
+        self._own_device().publish(lease, upto)
 
     def close(self, lease: Lease) -> None:
         """Close a lease in any phase."""
@@ -228,26 +242,25 @@ class CacheScheduler:
     def check_ticket(self, ticket: Ticket, prompt: Prompt) -> None:
         """ConfigError unless `open` takes this ticket for a prompt; from any thread, since it hashes the prompt."""
         ticket.check(self.identity, prompt.root)
-        width = self.identity.page_tokens * TOKEN_BYTES
-        keys = names(prompt.root, b"", prompt.tokens[: ticket.boundary * width], self.identity.page_tokens)
-        if len(keys) != ticket.boundary * KEY_BYTES or keys[-KEY_BYTES:].hex() != ticket.key:
+        end = ticket.boundary * KEY_BYTES
+        if len(prompt.keys) < end or prompt.keys[max(0, end - KEY_BYTES) : end].hex() != ticket.key:
             raise ConfigError("the ticket is of another prompt: give the request the prompt that was prefilled")
 
     # --- what admission asks: these change nothing
 
     def capacity_tokens(self) -> int:
         """The longest sequence that fits on the device, in tokens."""
-        slot_pools = self.core.slot_pools
+        slot_pools = self._own_device().slot_pools
         pages = min((slot_pools.capacity[pool] for pool in slot_pools.chains), default=1 << 40)
         return pages * self.identity.page_tokens
 
     def demand(self, asked: Sequence[tuple[Lease, int]]) -> Demand:
         """The loose device slots, and how many each lease would take up to a page (see `headroom.demand`)."""
-        return headroom.demand(self.core, asked)
+        return headroom.demand(self._own_device(), asked)
 
     def device_state(self) -> tuple[tuple[int, ...], frozenset[int]]:
         """What a request waits for that got too few device slots (see `headroom.device_state`)."""
-        return headroom.device_state(self.core)
+        return headroom.device_state(self._own_device())
 
     def making_room(self) -> bool:
         """Whether evictions wait for copies in flight (see `headroom.making_room`)."""
@@ -289,10 +302,8 @@ class CacheScheduler:
 
     def take(self) -> list[Order]:
         """The orders since the last call, for the worker to carry out in this order."""
-        if not self._orders:
-            return [*self.core.take()]
-        orders, self._orders = self._orders, []
-        return orders + self.core.take()
+        orders, self._orders = [*self._orders, *self.core.take()], []
+        return orders
 
     def flush(self, tiers: Sequence[Tier] = MEMORY_TIERS) -> int:
         """Evict every unpinned page from memory tiers; returns how many went at once."""

@@ -8,12 +8,14 @@ threads touch only slots that the scheduler gave them.
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import Tensor
 
 from kvarve.config import NO_HOST, CacheConfig, spacing_of, split
+from kvarve.core.effects import Effect
 from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
 from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.engine_arena import EngineArena
@@ -128,35 +130,42 @@ class CacheWorker:
         self._clock = clock
         self._namespace = identity.fingerprint()
         pools = identity.pools
-        self.device = [
-            DeviceArena(pool, n, device) for pool, n in zip(pools, self.slots.get(Tier.DEVICE, ()), strict=False)
-        ]
-        self.host = [
-            HostArena(pool, n, self._namespace, rank, identity.ranks, layout=config.host_layout, device=device)
-            for pool, n in zip(pools, self.slots.get(Tier.HOST, ()), strict=False)
-        ]
-        opened = storage is None and bool(config.storages)
-        if opened:
-            storage = self._open(config, answers=False)
-        self.transfers = TransferEngine(
-            pools,
-            blocks or self.device,
-            self.host,
-            rank=rank,
-            ranks=identity.ranks,
-            verify_host=config.policies.verify_host,
-            deadline_s=config.policies.storage_deadline_s,
-            clock=clock,
-        )
         self._change: Change | None = None  # proposed, and not decided
         self._proposed: ChangeProposed | None = None  # not reported yet
         self._changes = 0  # proposed so far
         self.attached: Attached | None = None
-        if storage is not None:
-            self.attached = self._guarded(storage, config.storages)
-            self.transfers.attach(self.attached.connection)
+        self.device = [
+            DeviceArena(pool, n, device) for pool, n in zip(pools, self.slots.get(Tier.DEVICE, ()), strict=False)
+        ]
+        self.host: list[HostArena] = []
+        with ExitStack() as undo:
+            for pool, n in zip(pools, self.slots.get(Tier.HOST, ()), strict=False):
+                arena = HostArena(
+                    pool, n, self._namespace, rank, identity.ranks, layout=config.host_layout, device=device
+                )
+                undo.callback(arena.close)
+                self.host.append(arena)
+            opened = storage is None and bool(config.storages)
             if opened:
-                self.attached.storage.look()  # the cache starts even if the storage is down
+                storage = self._open(config, answers=False)
+                undo.callback(storage.close)
+            self.transfers = TransferEngine(
+                pools,
+                blocks or self.device,
+                self.host,
+                rank=rank,
+                ranks=identity.ranks,
+                verify_host=config.policies.verify_host,
+                deadline_s=config.policies.storage_deadline_s,
+                clock=clock,
+            )
+            undo.callback(self.transfers.close)
+            if storage is not None:
+                self.attached = self._guarded(storage, config.storages)
+                self.transfers.attach(self.attached.connection)
+            undo.pop_all()
+        if self.attached is not None and opened:
+            self.attached.storage.look()  # the cache starts even if the storage is down
 
     # --- between the scheduler and the lanes
 
@@ -167,15 +176,19 @@ class CacheWorker:
 
     def do(self, orders: Iterable[Order]) -> None:
         """Carry out the scheduler's orders; all of them, in the order given."""
+        effects: list[Effect] = []
         for order in orders:
             if isinstance(order, ChangeMade):
+                self.transfers.send(*effects)  # to the storage before
+                effects.clear()
                 self._switch(order)
             elif isinstance(order, ChangeRefused):
                 # An earlier one may have been declined, and its place taken, while the order was on its way.
                 if self._change is not None and self._change.number == order.change:
                     self._refuse(Busy(order.why) if order.busy else StorageError(order.why))
             else:
-                self.transfers.send(order)
+                effects.append(order)
+        self.transfers.send(*effects)
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until a copy has ended or `wake` was called, at most `timeout_s`; False if nothing has happened."""
@@ -202,10 +215,12 @@ class CacheWorker:
         """Let the lanes finish, then close the storage, all within `timeout_s`, of which the storage may take
         `storage_s`; one that is not `up` is not waited for. A change that is pending is not made."""
         self.refuse(Busy("the cache is shutting down"))
-        self.transfers.close(timeout_s, storage_s, up)
-        if self.attached is not None:
-            # Break the reference cycle, which would keep host memory until a garbage collection.
-            self.attached.storage.changed = lambda: None
+        try:
+            self.transfers.close(timeout_s, storage_s, up)
+        finally:
+            if self.attached is not None:
+                # Break the reference cycle, which would keep host memory until a garbage collection.
+                self.attached.storage.changed = lambda: None
 
     # --- the storage: attached and detached as the scheduler decides
 
@@ -332,12 +347,19 @@ class CacheWorker:
         change, self._change = self._change, None
         assert change is not None and change.number == made.change, "the change was pending until now"
         self.config, self.attached = change.config, change.attached
-        change.made.set_result(self.transfers.attach(None if change.attached is None else change.attached.connection))
+        try:
+            before = self.transfers.attach(None if change.attached is None else change.attached.connection)
+        except BaseException as e:  # whatever it is, the thread that waits for the change is told
+            change.made.set_exception(e)
+            raise
+        change.made.set_result(before)
 
     def _refuse(self, why: Exception) -> None:
         """Give up the pending change: close its storage, and fail its future."""
         change, self._change, self._proposed = self._change, None, None
         assert change is not None
-        if change.attached is not None:
-            self.transfers.retire(change.attached.connection)
-        change.made.set_exception(change.why or why)
+        try:
+            if change.attached is not None:
+                self.transfers.retire(change.attached.connection)
+        finally:
+            change.made.set_exception(change.why or why)

@@ -1,4 +1,4 @@
-"""Benchmarks run as a person would run them; what they measure is nobody's promise, that they measure is."""
+"""Benchmarks run as a person would run them; they have to complete; no figure is asserted."""
 
 import json
 import os
@@ -24,7 +24,7 @@ class Quick:
 
 @pytest.fixture
 def quick(tmp_path: Path) -> Callable[..., Quick]:
-    """Runs `bench/NAME --quick`, where warnings are errors, and sees that nothing is left behind in its folder."""
+    """Runs `bench/NAME --quick`, where warnings are errors, and checks that it leaves no file in its folder."""
 
     def run(name: str, *, folder: bool = True) -> Quick:
         out, work = tmp_path / "figures.json", tmp_path / "work"

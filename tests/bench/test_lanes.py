@@ -1,4 +1,4 @@
-"""bench/lanes.py: its figures are promised by no test, that it measures is."""
+"""bench/lanes.py: it has to complete; no figure is asserted."""
 
 from collections.abc import Callable
 from typing import Any

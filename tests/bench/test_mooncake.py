@@ -1,4 +1,4 @@
-"""bench/mooncake.py: what it measures is nobody's promise, that it measures is."""
+"""bench/mooncake.py: it has to complete; no figure is asserted."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""bench/restore.py: what it measures is nobody's promise, that it measures is."""
+"""bench/restore.py: it has to complete; no figure is asserted."""
 
 from collections.abc import Callable
 from typing import Any

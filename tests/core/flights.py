@@ -1,4 +1,4 @@
-"""Copies in a World: which its core asked for, and a request that waits for some from storage."""
+"""Copies in a World: those that its core sent, and a request that waits for some from storage."""
 
 from kvarve.core.effects import Copy, Probe
 from kvarve.core.lease import Phase

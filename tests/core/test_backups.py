@@ -23,7 +23,7 @@ def others(world: World) -> list[int]:
 
 
 def write(world: World, *seeds: int, pages: int = 4) -> None:
-    """Prompts are computed and come down to the host; their stores are sent, if any may be, and have not ended."""
+    """Prompts are computed and backed up to the host; their stores are sent if allowed, and stay in flight."""
     for seed in seeds:
         lease = world.start(prompt(pages, seed=seed), read=False)  # so that nothing asks storage
         world.grow(lease, pages)
@@ -35,7 +35,7 @@ def write(world: World, *seeds: int, pages: int = 4) -> None:
 
 
 def fail(world: World, later_s: float = 0.0) -> None:
-    """Storage fails whatever is on its way there."""
+    """All stores in flight fail."""
     world.step([world.end(op, lost=-1) for op in stores(world)], later_s)
 
 
@@ -56,7 +56,7 @@ def test_after_a_failed_store_nothing_is_stored_for_a_while_and_then_one_copy_tr
         world.step(later_s=1.0)
     assert len(stores(world)) == 1, "storage is half-open until that store has ended"
     world.step([world.end(op) for op in stores(world)])
-    assert len(stores(world)) == 2, "and when it has gone well the others follow at once"
+    assert len(stores(world)) == 2, "and when it has succeeded the others follow at once"
     world.settle()
     assert len(world.storage.objects) == 12
 
@@ -94,7 +94,7 @@ def test_a_page_that_was_bad_in_the_host_is_not_the_storages_fault() -> None:
     first, second = stores(world)
     world.step([world.end(first, rotten=0b1), world.end(second)])
     world.settle()
-    assert world.now == 0.0 and len(world.storage.objects) == 8, "it came down anew, and nothing had to rest"
+    assert world.now == 0.0 and len(world.storage.objects) == 8, "it was backed up anew, and nothing backed off"
 
 
 def test_what_was_sent_before_a_rest_does_not_make_it_longer() -> None:
@@ -108,7 +108,7 @@ def test_what_was_sent_before_a_rest_does_not_make_it_longer() -> None:
 
 
 def test_a_storage_that_was_away_gets_all_that_is_still_in_memory() -> None:
-    """However often it failed: the pages are not to blame."""
+    """However often it failed: an outage uses up no retry budget."""
     world = World(config=config(ATTENTION, host=64, storage=True))
     for seed in range(1, 6):
         write(world, seed)
@@ -179,7 +179,7 @@ def test_under_write_back_nothing_leaves_the_host_before_it_has_to_while_stores_
     world.flush(DEVICE)
     while others(world):
         world.step([world.end(op) for op in others(world)])
-    assert stores(world), "room is made before it is needed"
+    assert stores(world), "slots are freed before they are needed"
     fail(world)
     full = world.resident(HOST)
     for _ in range(3):
@@ -189,7 +189,7 @@ def test_under_write_back_nothing_leaves_the_host_before_it_has_to_while_stores_
     assert world.resident(HOST) == 0 and world.core.counters.dropped_evicted == 8, "but it is not held back"
 
 
-def test_who_asks_for_it_has_a_storage_tried_at_once() -> None:
+def test_retry_tries_a_storage_at_once() -> None:
     world = World(config=config(ATTENTION, host=64, storage=True))
     write(world, 1)
     fail(world)
@@ -265,7 +265,7 @@ def test_what_finds_no_room_in_the_host_goes_down_when_there_is_some() -> None:
     world.stock(pack(prompt(4, seed=1)))
     waits = world.open(prompt(4, seed=1))
     world.settle()
-    assert world.resident(HOST) == 4 and waits.holds, "what storage sent for it"
+    assert world.resident(HOST) == 4 and waits.holds, "the pages fetched for it"
     write(world, 2)
     world.settle()
     assert world.core.idle() and world.core.dirty(), "it waits for host slots, and `idle` does not wait for it"

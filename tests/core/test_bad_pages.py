@@ -78,7 +78,7 @@ def test_a_state_with_a_bad_copy_in_the_host_gives_its_room_though_that_copy_is_
     one, two = world.start(prompt(4)), world.start(prompt(4))
     first, second = world.flying
     world.step([world.end(first)])
-    world.close(two)  # whose copy goes on
+    world.close(two)  # its copy stays in flight
     world.compute(one, rest=False)
     assert world.resident(DEVICE, pool=1) == 1
     world.flush(DEVICE)
@@ -139,7 +139,7 @@ def test_a_page_that_storage_loses_between_probe_and_fetch_lowers_the_boundary()
     world.settle()
     assert world.ready(lease) and lease.boundary == 1
     assert world.core.counters.failed == 1
-    assert world.core.counters.fetched == 4 and world.resident(HOST) == 1, "what nothing leads to is given back"
+    assert world.core.counters.fetched == 4 and world.resident(HOST) == 1, "pages that no path leads to are freed"
 
 
 def test_a_page_that_storage_corrupted_is_counted_and_lowers_the_boundary() -> None:
@@ -157,7 +157,7 @@ def test_a_page_that_storage_corrupted_is_counted_and_lowers_the_boundary() -> N
     lease = world.request(prompt(5))
     assert lease.boundary == 3 and world.core.counters.bad_storage == 1
     world.flush(DEVICE, HOST)
-    assert world.request(prompt(5)).boundary == 5, "what was recomputed has been stored again"
+    assert world.request(prompt(5)).boundary == 5, "recomputed pages have been stored again"
 
 
 def test_a_page_that_storage_lost_is_stored_again_when_it_was_recomputed() -> None:

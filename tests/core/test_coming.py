@@ -5,9 +5,9 @@ import pytest
 from kvarve.core.effects import Probe
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import BEST_EFFORT, Patience
-from kvarve.core.prefetch import ASK_AGAIN_S, SOON_S
+from kvarve.core.prefetch import ASK_AGAIN_S, ASK_ALL_S, SOON_S
 from kvarve.keys import pack
-from kvarve.testing.world import ATTENTION, STATE, World, config, prompt
+from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, World, config, prompt
 
 PATIENT = Patience(10)
 
@@ -42,14 +42,45 @@ def test_expected_pages_are_asked_for_again_until_they_are_there() -> None:
     assert lease.ready and lease.boundary == 4 and lease.from_tiers() == (0, 0, 4)
 
 
-def test_only_the_missing_pages_are_asked_for_again() -> None:
+def asked(world: World, lease: Lease) -> list[int]:
+    (probe,) = probes(world)
+    return [position for page in probe.pages for position in range(4) if page.key == lease.key(position)]
+
+
+def test_the_last_of_the_missing_pages_is_asked_for_until_it_has_come_and_then_the_others() -> None:
+    """All of a long prompt's pages every 50 ms would keep the engine's thread from its work."""
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    world.stock(pack(prompt(4)), missing=0b1110)
+    lease = opened(world)
+    answer(world)
+    for _ in range(3):
+        world.step(later_s=ASK_AGAIN_S)
+        assert asked(world, lease) == [3]
+        answer(world)
+    world.stock(pack(prompt(4)))
+    world.step(later_s=ASK_AGAIN_S)
+    answer(world)
+    world.step()
+    assert asked(world, lease) == [1, 2], "at once"
+
+
+def test_all_missing_pages_are_asked_for_now_and_then() -> None:
+    """So that a request whose time is up resumes from those that have come."""
     world = World(config=config(ATTENTION, host=64, storage=True))
     world.stock(pack(prompt(4)), missing=0b1100)
     lease = opened(world)
     answer(world)
-    world.step(later_s=ASK_AGAIN_S)
-    (probe,) = probes(world)
-    assert [page.key for page in probe.pages] == [lease.key(2), lease.key(3)]
+    seen = set()
+    for _ in range(int(2 * ASK_ALL_S / ASK_AGAIN_S)):
+        world.step(later_s=ASK_AGAIN_S)
+        seen.add(tuple(asked(world, lease)))
+        answer(world)
+    assert seen == {(3,), (2, 3)}
+    world.stock(pack(prompt(4)), missing=0b1000)
+    for _ in range(int(5.0 / ASK_AGAIN_S) + 1):
+        answer(world, ASK_AGAIN_S)
+    world.settle()
+    assert lease.ready and lease.boundary == 3
 
 
 def test_a_request_waits_no_longer_than_its_ticket_says() -> None:
@@ -58,7 +89,7 @@ def test_a_request_waits_no_longer_than_its_ticket_says() -> None:
     lease = opened(world, expected=(4, 1.0))
     for _ in range(40):
         answer(world, ASK_AGAIN_S)
-    assert lease.ready and lease.boundary == 2, "it goes on with what has come"
+    assert lease.ready and lease.boundary == 2, "it continues with the pages that have landed"
 
 
 def test_a_request_waits_no_longer_than_its_patience() -> None:
@@ -111,3 +142,20 @@ def test_states_that_the_boundary_of_a_ticket_does_not_read_are_not_waited_for()
     lease = opened(world)
     world.settle()
     assert lease.ready and lease.boundary == 4
+
+
+def test_pages_that_storage_has_lost_are_dirty_again_though_others_are_awaited() -> None:
+    settings = config(ATTENTION, STATE, device=(64, 2), host=(64, 2), storage=True, snapshot_every=PAGE_TOKENS)
+    world = World(config=settings)
+    world.request(prompt(6))
+    world.request(prompt(4, seed=9))  # its states take the slots of the first prompt's
+    run = next(run for run in world.core.slot_pools.runs() if run.pages == 6)
+    stored = run.stored[1]
+    assert stored & 0b11 == 0b11
+    for position in (0, 1):
+        world.forget(position, prompt(6), pool=1)
+    lease = world.open_packed(pack(prompt(6)), "", PATIENT, expected=(1, 1.0))
+    world.claim(lease)
+    answer(world)
+    assert lease.phase is Phase.PROBING and lease.awaited == [0, 0b01]
+    assert run.stored[1] == stored & ~0b10

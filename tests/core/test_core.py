@@ -97,7 +97,9 @@ def test_windows_and_states_may_go_once_the_engine_has_its_own_copy() -> None:
     assert world.flush(DEVICE) == 0
     world.resumed(lease)
     world.flush(DEVICE)
-    assert [world.resident(DEVICE, pool) for pool in range(3)] == [6, 0, 0], "what it publishes rests on attention"
+    assert [world.resident(DEVICE, pool) for pool in range(3)] == [6, 0, 0], (
+        "its later pages depend on the attention pages"
+    )
 
 
 def test_a_sequence_that_goes_on_is_kept_where_it_ends_now() -> None:
@@ -184,7 +186,7 @@ def test_a_copy_to_the_device_that_never_ends_is_not_waited_for_for_ever() -> No
     assert lease.ready and lease.boundary == 0
     world.settle()
     world.close(lease)
-    assert world.request(prompt(4)).from_tiers() == (4, 0, 0), "it arrived all the same"
+    assert world.request(prompt(4)).from_tiers() == (4, 0, 0), "it arrived after all"
 
 
 def test_an_answer_that_comes_twice_changes_nothing() -> None:
@@ -200,7 +202,7 @@ def test_an_answer_that_comes_twice_changes_nothing() -> None:
     assert dump(world.core)["trees"] == before["trees"] and dump(world.core)["free"] == before["free"]
 
 
-# --- what is illegal raises, and changes nothing
+# --- illegal calls raise, and change nothing
 
 
 def test_illegal_calls_raise_and_change_nothing() -> None:

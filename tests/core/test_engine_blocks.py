@@ -1,4 +1,4 @@
-"""A core over an engine's blocks: what the engine has, what it is brought, and when its blocks are its own again."""
+"""A core over an engine's blocks: which pages the engine has, which it loads, and when its blocks are released."""
 
 from collections import Counter
 from itertools import count
@@ -23,7 +23,7 @@ def world(*pools: object, host: int = 64, **rest: object) -> EngineWorld:
 
 
 def saved(here: EngineWorld, pages: int = 6) -> None:
-    """A prompt that is in the host, and not with the engine."""
+    """A prompt that is in the host, and not in the engine's blocks."""
     here.request(prompt(pages))
     here.evict()
     assert not here.blocks.cached
@@ -106,7 +106,7 @@ def test_blocks_are_released_only_when_their_copy_has_ended() -> None:
     (op,) = here.flying
     here.close(lease)
     held = [handle for handle, users in here.blocks.users.items() if users]
-    assert len(held) == 6, "the copy is under way"
+    assert len(held) == 6, "the copy is in flight"
     here.step([here.end(op)])
     assert not +here.blocks.users
     here.drain()
@@ -132,7 +132,7 @@ def test_a_page_behind_a_gap_is_not_saved() -> None:
     lease = here.start(prompt(6))
     here.forward(lease, 6)
     assert here.save(lease, 0b110111) == [0b000111]
-    assert here.save(lease, 0b111000) == [0b111000], "it goes on where the copies in flight end"
+    assert here.save(lease, 0b111000) == [0b111000], "the next save begins where the copies in flight end"
     here.settle()
     assert here.hit(prompt(6)) == (0, 6)
     assert here.save(lease, -1) == [0], "and nothing is saved twice"
@@ -174,3 +174,20 @@ def test_blocks_stay_in_use_until_a_verified_load_has_been_copied() -> None:
     here.step([here.end(op)])
     assert not +here.blocks.users
     here.drain()
+
+
+@pytest.mark.parametrize("engine_has", [0, 3])
+@pytest.mark.parametrize("pools", [(ATTENTION,), (ATTENTION, WINDOW, STATE)])
+def test_storage_brings_the_pages_behind_those_that_only_the_engine_has(
+    pools: tuple[object, ...], engine_has: int
+) -> None:
+    """They were fetched for nothing: the host takes no page of a chain behind a gap."""
+    here = world(*pools, storage=True)
+    here.request(prompt(6))
+    here.settle()
+    here.flush(Tier.HOST)
+    here.evict(pick=engine_has)
+    lease = claimed(here)
+    here.load(lease)
+    here.settle()
+    assert lease.ready and lease.boundary == 6 and here.core.counters.duplicates == 0

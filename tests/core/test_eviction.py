@@ -1,4 +1,4 @@
-"""Who goes first when room is short, by example; that every order obeys the laws is for the random lives."""
+"""Which page each order evicts first, by example; random lives check that every order keeps the invariants."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def test_s3fifo_lets_pages_that_are_used_once_pass_by() -> None:
         world.request(prompt(2, seed=seed))
     for seed in range(2, 30):
         world.request(prompt(2, seed=seed))
-    assert survivors(world, 2) == [0, 1], "a scan does not push out what was used again"
+    assert survivors(world, 2) == [0, 1], "a scan does not evict pages that were used again"
 
 
 def test_s3fifo_remembers_what_left_it_lately() -> None:

@@ -10,7 +10,7 @@ from kvarve.testing.world import ATTENTION, INDEX, PAGE_TOKENS, STATE, WINDOW, W
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
 
 
-# --- what is a hit
+# --- hits
 
 
 def test_six_attention_pages_a_state_after_page_three_and_three_index_keys_give_boundary_zero() -> None:
@@ -74,7 +74,7 @@ def test_a_model_without_attention_resumes_where_its_states_and_windows_are() ->
     world.request(prompt(6))
     assert world.request(prompt(6)).boundary == 6
     assert world.request(prompt(9)).boundary == 6
-    assert [world.resident(DEVICE, pool) for pool in (0, 1)] == [2, 6], "what 6 and 9 need"
+    assert [world.resident(DEVICE, pool) for pool in (0, 1)] == [2, 6], "windows and states of 6 and 9"
 
 
 def test_salts_share_nothing() -> None:
@@ -145,7 +145,7 @@ def test_a_hit_in_storage_says_so_and_outlives_a_restart() -> None:
     lease = reborn.request(prompt(5))
     assert (lease.boundary, lease.from_tiers()) == (5, (0, 0, 5))
     assert reborn.core.counters.fetched == reborn.core.counters.loaded == 6
-    assert reborn.core.counters.stored == 0, "what came from storage is not written to it again"
+    assert reborn.core.counters.stored == 0, "pages from storage are not stored again"
 
 
 def test_a_hit_in_all_three_tiers_is_told_apart() -> None:

@@ -1,4 +1,4 @@
-"""What hangs on a storage that is gone takes nothing from the one that comes after it."""
+"""Copies that hang on a detached storage take nothing from the next one."""
 
 from kvarve.core.backups import ROOM_S
 from kvarve.core.copies import STORE
@@ -18,7 +18,7 @@ def hanging(settings: CoreConfig, *seeds: int) -> World:
         world.step()
         while others := [op for op in sorted(world.flying) if world.core.copies.ops[op].edge != STORE]:
             world.step([world.end(op) for op in others])
-    assert world.flying, "stores are under way"
+    assert world.flying, "stores are in flight"
     for op in [*world.flying]:
         world.lose(op)
     world.detach()
@@ -26,7 +26,7 @@ def hanging(settings: CoreConfig, *seeds: int) -> World:
 
 
 def carry_all(world: World, lost: int = 0) -> None:
-    """All that has been sent to the storage there is now ends, and what follows from it."""
+    """All copies in flight to the attached storage end, and those that follow from them."""
     for _ in range(100):
         world.step([world.end(op, lost=lost) for op in [*world.flying]], later_s=0.0 if world.flying else 1.0)
         lost = 0
@@ -40,7 +40,7 @@ def test_the_share_of_stores_that_hang_on_a_storage_that_is_gone_is_there_for_th
 
 
 def test_a_store_that_fails_is_tried_again_though_others_hang_on_a_storage_that_is_gone() -> None:
-    """One copy tries alone after a rest, and those that hang elsewhere are no company."""
+    """One store probes alone after a back-off; stores that hang on another storage do not count."""
     world = hanging(config(ATTENTION, device=64, host=64, storage=True), 1)
     world.attach(back_up=True)
     world.request(prompt(4, seed=2), rest=False)
@@ -68,7 +68,7 @@ def test_the_share_of_fetches_that_hang_on_a_storage_that_is_gone_is_there_for_t
 
 
 def test_evictions_do_not_wait_for_a_copy_to_a_storage_that_is_gone() -> None:
-    """Under write-back; what hangs will never make the room that an eviction would wait for."""
+    """Under write-back; a store that hangs never frees the slots that an eviction would wait for."""
     world = World(config=config(ATTENTION, device=8, host=8, storage=True, write_policy="write_back"))
     world.request(prompt(4))
     world.flush(Tier.DEVICE)

@@ -1,4 +1,4 @@
-"""How long a request whose turn has come waits for storage: for its own copies, not for those before them."""
+"""How long a claimed request waits for storage: for its own copies, not for those before them."""
 
 import pytest
 
@@ -88,7 +88,7 @@ def test_a_request_without_patience_waits_for_no_worker() -> None:
 
 
 @pytest.mark.parametrize("each", [True, False])
-def test_who_waits_for_all_copies_waits_as_long_as_they_end_one_by_one(each: bool) -> None:
+def test_wait_complete_waits_as_long_as_copies_end_one_by_one(each: bool) -> None:
     """100 pages, a second for each copy, and a patience of two."""
     world = World(config=config(ATTENTION, STATE, device=128, host=256, storage=True, batch_pages=4))
     world.stock(b"".join(token.to_bytes(4, "little") for token in prompt(100)))

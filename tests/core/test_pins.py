@@ -60,7 +60,7 @@ def test_what_was_added_and_removed_again_leaves_nothing(sets: list[int]) -> Non
     assert pins.held() == 0 and pins._planes == []
 
 
-def test_letting_go_of_what_nobody_holds_is_a_bug_and_changes_nothing() -> None:
+def test_unpinning_an_unpinned_position_is_a_bug_and_changes_nothing() -> None:
     pins = Pins()
     pins.add(0b011)
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""A storage that is slow, failing or away takes nothing but its own hits, and gets what the policy wants in the end."""
+"""A storage that is slow, failing or down costs only its own hits, and gets what the policy wants in the end."""
 
 import random
 
@@ -35,7 +35,7 @@ def write(world: World, *seeds: int, pages: int = 4) -> None:
             world.step([world.end(op) for op in others(world)])
 
 
-# --- what a store holds
+# --- what a store pins
 
 
 def test_a_store_that_hangs_keeps_its_pages_in_the_host_and_nothing_on_the_device() -> None:
@@ -44,7 +44,7 @@ def test_a_store_that_hangs_keeps_its_pages_in_the_host_and_nothing_on_the_devic
     assert stores(world), "they hang from here on"
     write(world, 3, 4)
     assert world.hit(prompt(4, seed=3, extra=2))[0] == world.hit(prompt(4, seed=4, extra=2))[0] == 4
-    assert world.hit(prompt(4, seed=1, extra=2)) == (0, 4), "the host has what the device had to give"
+    assert world.hit(prompt(4, seed=1, extra=2)) == (0, 4), "the host has the pages that the device evicted"
 
 
 def test_a_hung_storage_costs_no_device_hit() -> None:
@@ -104,7 +104,7 @@ def test_a_prompt_longer_than_the_host_is_stored_whole() -> None:
 
 
 def test_copies_for_storage_do_not_chase_each_other_through_the_host() -> None:
-    """While a store hangs, no page comes down for storage that has to wait there and is lost again."""
+    """While a store hangs, no page is backed up for storage only to be evicted from the host again."""
     world = World(config=config(ATTENTION, device=128, host=16, storage=True))
     write(world, *range(20))
     copied = world.core.counters.backed_up
@@ -166,13 +166,13 @@ def test_lines_of_what_waits_remember_nothing_that_has_left_the_tree() -> None:
     assert stores(world) and len(backups.pending_store) + len(backups.pending_backup) + len(backups.quarantined) <= 32
 
 
-# --- what storage adds to the host
+# --- storage and the host's pages
 
 
 @pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH_SELECTIVE, WritePolicy.WRITE_BACK])
 def test_a_storage_leaves_the_host_what_it_keeps_without_one(policy: WritePolicy) -> None:
-    """Pages that pass through the host on their way up do not stay there, if the write policy would not put them there:
-    within a twentieth, memory hits as much as without a storage."""
+    """Pages fetched through the host do not stay there, if the write policy would not put them there:
+    memory hits as much as without a storage, within a twentieth."""
     dice = random.Random(1)
     picks = dice.choices(range(60), [1 / (at + 1) ** 0.9 for at in range(60)], k=500)
     found = []
@@ -197,7 +197,7 @@ def test_nothing_is_fetched_for_a_boundary_that_the_device_cannot_hold() -> None
     assert world.core.counters.fetched == 16 + 1
 
 
-# --- eviction orders and room ahead of time
+# --- eviction orders and slots freed ahead of time
 
 
 def test_an_eviction_order_remembers_no_run_that_has_left_the_tree() -> None:
@@ -218,7 +218,7 @@ def test_an_order_of_runs_starts_with_nothing() -> None:
 
 
 def test_room_that_is_coming_in_one_pool_is_not_taken_for_room_in_another() -> None:
-    """Under write-back each pool has room made ahead, however much is leaving others."""
+    """Under write-back each pool has slots freed ahead, however many pages leave other pools."""
     world = World(config=config(ATTENTION, STATE, device=(56, 8), host=256, write_policy="write_back"))
     for seed in range(8):
         world.request(prompt(7, seed=seed), rest=False)

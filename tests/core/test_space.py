@@ -11,7 +11,7 @@ from kvarve.testing.world import ATTENTION, INDEX, PAGE_TOKENS, STATE, WINDOW, W
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
 
 
-# --- when room is short
+# --- when slots are short
 
 
 def test_a_request_on_a_device_full_of_pinned_pages_is_computed_without_keeping() -> None:
@@ -22,7 +22,7 @@ def test_a_request_on_a_device_full_of_pinned_pages_is_computed_without_keeping(
     world.publish(first, 4)
     second = world.start(prompt(3, seed=1))
     world.settle()
-    assert world.ready(second) and second.boundary == 0, "it is in the host, but there is nowhere to bring it"
+    assert world.ready(second) and second.boundary == 0, "it is in the host, but no device slot is free for it"
     assert world.grow(second, 3) == [{}, {}]
     assert world.core.keepable(second) == 0 and world.core.counters.uncached == 3
     world.publish(second, 0)
@@ -119,7 +119,7 @@ def test_a_flush_says_how_many_pages_went() -> None:
     assert world.flush(DEVICE) == 5, "four attention pages and the state that rested on them"
 
 
-# --- pages that were here when a request began, and went while it ran
+# --- pages that were here when a request began, and were evicted while it ran
 
 
 def test_pages_seen_at_the_start_may_leave_the_device_before_the_rest_is_published() -> None:
@@ -151,7 +151,7 @@ def test_the_attention_pages_that_a_request_resumed_from_stay_until_it_is_closed
     world = World(config=config(ATTENTION, STATE, device=[64, 4], host=[64, 4]))
     for tokens in (prompt(10), fork(6, 7, 3), fork(4, 7, 3)):
         world.request(tokens)
-    for seed in range(1, 7):  # other states push out those of our prompt
+    for seed in range(1, 7):  # other states evict those of our prompt
         world.request(prompt(2, seed=seed))
     world.request(prompt(2))
     lease = world.open(prompt(8))
@@ -160,7 +160,7 @@ def test_the_attention_pages_that_a_request_resumed_from_stay_until_it_is_closed
     world.publish(lease, 3)
     world.flush(DEVICE)
     world.publish(lease, 8)
-    world.flush(DEVICE)  # World sees that the engine's pages are still what they were
+    world.flush(DEVICE)  # World checks that the engine's pages are unchanged
     world.close(lease)
     world.drain()
 
@@ -182,7 +182,7 @@ def test_making_room_for_a_deep_hit_may_cost_the_pages_of_a_shallower_one() -> N
         world.settle()
     assert [world.resident(tier, pool) for tier in (DEVICE, HOST) for pool in (0, 1)] == [0, 0, 4, 4]
     world.request(prompt(3, seed=1))  # takes three of the device's four windows, and the host has none of them
-    # Boundary 4 needs three windows, one is free, so others move down, where they push out the window of boundary 1.
+    # Boundary 4 needs three windows, one is free, so others move down, where they evict the window of boundary 1.
     lease = world.open(prompt(4))
     world.settle()
     assert world.ready(lease)
@@ -211,7 +211,7 @@ def test_a_sequence_computes_in_slots_that_lie_in_a_row_if_there_are_such() -> N
     assert [slot_pools.free[0].pop() for _ in range(2)] == [24, 25]
 
 
-# --- what is forgotten
+# --- roots, orders and flushes
 
 
 def test_a_salt_under_which_nothing_is_kept_is_forgotten() -> None:
@@ -239,7 +239,7 @@ def test_an_eviction_order_does_not_remember_what_left_the_tree() -> None:
     assert all(len(order.runs()) <= 4 * alive for order in world.core.slot_pools.orders)
 
 
-def test_a_flush_spares_what_somebody_holds() -> None:
+def test_a_flush_spares_pinned_pages() -> None:
     world = World(config=config(ATTENTION, STATE, device=16, host=16))
     world.request(prompt(2, seed=1))
     world.request(prompt(4))

@@ -46,7 +46,7 @@ def insert(root: Run, tokens: bytes, named: int = 99) -> Run:
 
 
 def facts(root: Run) -> dict[bytes, Any]:
-    """What the tree knows of each position, by the position's key."""
+    """The tree's facts of each position, by the position's key."""
     known, stack = {}, [root]
     while stack:
         run = stack.pop()
@@ -100,7 +100,7 @@ def test_a_split_changes_nothing_that_is_known_of_a_position(prompts: list[list[
     for tokens in prompts:
         before = facts(root)
         tail = insert(root, pack(tokens))
-        assert {key: facts(root)[key] for key in before} == before, "making room for a prompt is not news of another"
+        assert {key: facts(root)[key] for key in before} == before, "a new prompt changes no fact of another"
         for position in range(tail.end):
             run = covering(tail, position)
             for place in range(2 * POOLS):
@@ -118,7 +118,7 @@ def test_a_split_changes_nothing_that_is_known_of_a_position(prompts: list[list[
             run.pins[0].add(share)
         held.append((tail, positions))
         check_shape(root)
-    # Who held a run before it was split still finds every position by walking up from it.
+    # A reference to a run from before its split still finds every position by walking up from it.
     for tail, positions in held:
         for run, share in upward(tail, positions):
             run.pins[0].remove(share)
@@ -226,7 +226,7 @@ def test_keys_and_tokens_stay_together() -> None:
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=18), st.integers(0, 9), st.booleans()), max_size=12))
-def test_a_page_gets_its_name_when_somebody_asks_whatever_came_between(
+def test_a_page_gets_its_name_when_it_is_needed_whatever_came_between(
     prompts: list[tuple[list[int], int, bool]],
 ) -> None:
     root = top()

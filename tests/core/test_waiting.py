@@ -1,4 +1,4 @@
-"""Requests that wait: for a storage within their patience, and for their turn."""
+"""Requests that wait: for a storage within their patience, and to be claimed."""
 
 import pytest
 from flights import fetching, in_flight
@@ -127,7 +127,7 @@ def test_waiting_requests_hold_what_came_from_storage_and_nothing_on_the_device(
     world.settle()
     assert waiting.phase is Phase.QUEUED and world.resident(HOST) == 6
     world.flush(HOST)
-    assert world.resident(HOST) == 6, "what landed for a request stays until its turn"
+    assert world.resident(HOST) == 6, "pages that landed for a request stay until it is claimed"
     world.request(prompt(6, seed=1))
     world.request(prompt(6, seed=2))
     assert world.ready(waiting) and waiting.boundary == 6 and waiting.from_tiers() == (0, 0, 6)
@@ -157,7 +157,7 @@ def test_waiting_for_storage_never_holds_more_of_the_host_than_its_share() -> No
         world.close(lease)
 
 
-def test_who_has_its_turn_takes_the_share_of_those_who_wait() -> None:
+def test_a_claimed_request_takes_the_share_of_waiting_requests() -> None:
     world = World(config=config(ATTENTION, host=16, storage=True, device=16, host_share=0.5))
     for seed in range(2):
         world.request(prompt(8, seed=seed))

@@ -110,8 +110,8 @@ def test_a_request_that_resumes_and_goes_on_is_one_use() -> None:
 def test_write_back_demotes_before_it_drops() -> None:
     world = World(config=config(ATTENTION, device=8, host=8, storage=True, write_policy="write_back"))
     world.request(prompt(6))
-    assert not copies(world, DEVICE, HOST), "nothing is copied before it has to go"
-    assert world.flush(DEVICE) == 0 and world.resident(DEVICE) == 6, "it goes when its copy has landed"
+    assert not copies(world, DEVICE, HOST), "nothing is copied before it has to be evicted"
+    assert world.flush(DEVICE) == 0 and world.resident(DEVICE) == 6, "it is evicted when its copy has landed"
     world.settle()
     assert (world.resident(DEVICE), world.resident(HOST)) == (0, 6)
     for _ in range(2):  # a storage may hold half of the share of the host at once
@@ -138,7 +138,7 @@ def test_what_loses_its_copy_below_to_another_that_comes_down_stays_itself() -> 
     world.request(prompt(2))
     world.request(prompt(4))
     assert [world.resident(tier, pool=1) for tier in (DEVICE, HOST)] == [2, 1]
-    world.request(prompt(6, seed=1, extra=0))  # needs the room of both states, of which the host can keep only one
+    world.request(prompt(6, seed=1, extra=0))  # needs the slots of both states, of which the host can keep only one
     assert world.hit(prompt(2)) == (2, 2) and world.hit(prompt(4))[1] == 4
 
 
@@ -148,7 +148,7 @@ def test_what_only_the_device_has_comes_down_before_it_goes_when_pages_in_the_ho
         world.request(fork(2, word), rest=False)
     world.step()
     stem = extend(root_key(b"world"), pack(prompt(2)), PAGE_TOKENS)
-    while not world.core.idle():  # the backups of what both begin with fail, those of their ends do not
+    while not world.core.idle():  # the backups of their shared pages fail, those of their ends do not
         failing = {op: effect.pages[0].key in stem for op, effect in world.flying.items()}
         world.step([world.end(op, lost=-1 if fails else 0) for op, fails in failing.items()])
     assert (world.resident(DEVICE), world.resident(HOST)) == (8, 6)
@@ -178,7 +178,7 @@ def test_a_run_with_more_states_than_the_host_holds_comes_to_rest() -> None:
     assert world.resident(HOST, pool=1) == 2
 
 
-# --- a storage that comes and goes
+# --- a storage that is attached and detached
 
 
 def test_a_storage_that_is_detached_is_asked_nothing_and_given_nothing() -> None:

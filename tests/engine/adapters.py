@@ -1,7 +1,7 @@
 """Adapters as PEFT puts them into a model: linear layers that hold several, of which some are at work.
 
-PEFT itself is not installed where these tests run. What a layer is called, has and does here is what `peft.tuners.lora`
-0.21 calls, has and does, as far as it decides what is computed.
+PEFT itself is not installed where these tests run. Layers have the names, attributes and behaviour of those in
+`peft.tuners.lora` 0.21, as far as they affect the result.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Engines on tiny models, turned by hand or running, and what is asked of them."""
+"""Engines on tiny models, stepped by hand or running, and their requests."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
@@ -97,7 +97,7 @@ def engines() -> Iterator[Make]:
 
 
 def room_for(model: LoadedModel, tokens: int) -> int:
-    """The least device memory in which one sequence of so many tokens has a place."""
+    """The least device memory that holds one sequence of this many tokens."""
     page, chunk = model.layout.page_tokens, model.layout.chunk_tokens
     low, high = 0, 64 * MIB
     while low < high:
@@ -132,7 +132,7 @@ def by_hand(engine: Engine, *requests: Request) -> list[tuple[str, list[int], Ou
 
 @cached
 def alone(family: str, tokens: int, seed: int, max_tokens: int) -> list[int]:
-    """What a model answers without anybody else and without a cache."""
+    """A model's answer, alone and without a cache."""
     model = a_model(family)
     cache = PrefixCache(model.identity, CacheConfig(MIB * 64))
     engine = Engine(model, cache)

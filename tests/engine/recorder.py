@@ -1,13 +1,13 @@
-"""What a model said: its logits at every position, or a script that it follows; and the answer's pieces."""
+"""A model's output: its logits at every position, or a script that it follows; and the answer's pieces."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from engines import Make, a_model, a_prompt, a_request, turns
 from torch import Tensor
 
+from engines import Make, a_model, a_prompt, a_request, turns
 from kvarve.engine import turns as turns_module
 from kvarve.engine.requests import OutputChunk, Request
 from kvarve.engine.state import Workspace
@@ -41,7 +41,7 @@ class Recorder:
 
 
 def say(recorder: Recorder, script: Sequence[int], prompt_tokens: int = 5) -> None:
-    """Have the model say these tokens, whatever it thinks."""
+    """Have the model output these tokens, whatever its logits."""
 
     def scripted(workspace: Workspace, logits: Tensor) -> Tensor:
         said = workspace.tokens - prompt_tokens

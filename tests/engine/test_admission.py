@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from engines import CHUNK, LONG_S, MIB, PAGE, Make, a_model, a_prompt, a_request, alone, by_hand, room_for, turns
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines import CHUNK, LONG_S, MIB, PAGE, Make, a_model, a_prompt, a_request, alone, by_hand, room_for, turns
 from kvarve.engine.admission import OVERTAKEN, Running, Waiting, begins, turns_until, youngest
 from kvarve.engine.engine import Engine
 from kvarve.engine.requests import Finish
@@ -61,7 +61,7 @@ def test_a_request_that_waits_for_a_copy_delays_no_other_and_counts_those_that_o
 
 
 def test_a_request_that_could_begin_is_not_overtaken_more_often_in_one_round() -> None:
-    """The other is asked first, since it finds more in memory; then the first is due, and has to be asked."""
+    """The other is tried first, since it finds more in memory; then the first is due, and has to be tried."""
     line = [waiting(5, passed=OVERTAKEN - 1), waiting(5), waiting(5)]
     assert [each.at for each in begins(9, [100], line, [1, 2, 0], [])] == [1]
 
@@ -154,14 +154,14 @@ def watched(engine: Engine) -> Engine:
     def admitted() -> None:
         admit()
         assert not (why := waits_in_vain(engine.scheduler, engine.cache.scheduler.core)), why
-        assert not any(job.lease.ready for job in engine.scheduler.waiting), "what waits in line holds nothing"
+        assert not any(job.lease.ready for job in engine.scheduler.waiting), "waiting requests hold nothing"
 
     engine.scheduler.admit = admitted  # type: ignore[method-assign]
     return engine
 
 
 def test_one_that_fits_does_not_wait_for_one_that_was_preempted(make: Make) -> None:
-    """Two long answers crowd each other out; a short prompt that comes then begins at once."""
+    """Two long answers preempt each other; a short prompt that arrives then is admitted at once."""
     model = a_model()
     engine = watched(make(model, start=False, device=room_for(model, 20 * PAGE)))
     long = [engine.submit(a_request(a_prompt(8 * PAGE + 2, seed), 11 * PAGE)) for seed in range(2)]
@@ -176,7 +176,7 @@ def test_one_that_fits_does_not_wait_for_one_that_was_preempted(make: Make) -> N
 
 
 def test_a_large_prompt_is_not_starved_by_small_ones(make: Make) -> None:
-    """Small requests go on coming for ever; the large one is passed by some and then has its turn."""
+    """Small requests keep arriving; some of them pass the large one, then it is admitted."""
     engine, room = exact("qwen3_5", make, 12)
     watched(engine)
     small = 0

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from recorder import Recorder, pieces_of, say, scripted
+
 from engines import (
     Make,
     a_model,
@@ -11,8 +13,6 @@ from engines import (
     room_for,
     turns,
 )
-from recorder import Recorder, pieces_of, say, scripted
-
 from kvarve.engine.requests import Finish, Request, TokenUsage
 
 # --- the text of an answer
@@ -95,7 +95,7 @@ def test_a_small_top_p_leaves_only_the_likeliest_token(make: Make) -> None:
 
 
 @pytest.mark.parametrize(("least", "expected"), [(0, "a "), (2, "a "), (3, "a END b "), (4, "a END b "), (13, None)])
-def test_a_stop_text_is_heeded_if_it_begins_after_min_tokens(
+def test_a_stop_text_counts_if_it_begins_after_min_tokens(
     least: int, expected: str | None, make: Make, recorder: Recorder
 ) -> None:
     pieces = scripted(make, recorder, "a END b END c", ("END",), most=13, min_tokens=least)

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from engines import (
     CHUNK,
     DECODED,
@@ -21,8 +23,6 @@ from engines import (
     room_for,
     turns,
 )
-from torch import Tensor
-
 from kvarve.engine import batch as batch_module
 from kvarve.engine import turns as turns_module
 from kvarve.engine.batch import Batch, batches
@@ -39,7 +39,7 @@ ASKED = [(20, 3, 30), (150, 4, 40), (64, 5, 24), (7, 6, 61), (130, 7, 9)]  # tok
 
 @every_family
 def test_answers_computed_together_are_those_computed_alone(family: str, make: Make) -> None:
-    """They come and go at different times, cross pages, windows and lines of the grid, and share no length."""
+    """They start and end at different times, cross pages, windows and lines of the grid, and share no length."""
     engine = make(a_model(family), start=False)
     requests = []
     for tokens, seed, most in ASKED:
@@ -162,7 +162,7 @@ def test_what_a_running_request_has_beside_its_pages_is_known_beforehand(family:
 
 @every_family
 def test_a_preempted_request_resumes_with_the_same_answer(family: str, make: Make) -> None:
-    """Room for two of them at most; each wants more the longer it talks."""
+    """Slots for two of them at most; each needs more the longer its answer gets."""
     model = a_model(family)
     engine = make(model, start=False, device=room_for(model, 200), host=4 * MIB)
     requests = [engine.submit(a_request(a_prompt(tokens, seed), most)) for tokens, seed, most in ASKED]

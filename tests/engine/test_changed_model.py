@@ -1,11 +1,11 @@
-"""An engine whose model is changed under its hands answers nothing by it, and keeps nothing of it."""
+"""An engine whose model is changed while it runs refuses requests, and keeps no page of the changed model."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
 from adapters import adapt, adapted
-from engines import CHUNK, a_model, a_prompt, a_request, by_hand
 
+from engines import CHUNK, a_model, a_prompt, a_request, by_hand
 from kvarve.engine.engine import Engine
 from kvarve.engine.identity import Marks, identity_of
 from kvarve.engine.model import LoadedModel
@@ -43,7 +43,7 @@ def test_a_request_after_another_adapter_was_switched_on_ends_with_an_error_and_
     ((_, again, last),) = by_hand(engine, a_request())
     assert again == poem and cached(last) == 5 * CHUNK
     ((_, _, last),) = by_hand(engine, a_request(fresh))
-    assert cached(last) == 0, "of the prompt that was refused nothing is there"
+    assert cached(last) == 0, "no page of the refused prompt is kept"
 
 
 def test_what_was_computed_as_the_adapter_was_switched_is_not_kept(make: Callable[..., Engine]) -> None:

@@ -135,6 +135,6 @@ def test_bytes_that_never_become_a_character_are_not_held_back_for_ever() -> Non
     pieces = [detokenizer.push(half) for _ in range(100)]
     assert "".join(pieces) + detokenizer.flush() == "\ufffd" * 100
     assert 0 < max(map(len, pieces)) < 30
-    # A special token says nothing, and what is cut off inside a character is said at the end.
+    # A special token says nothing, and bytes of an incomplete character are returned at the end.
     assert [detokenizer.push(token) for token in (256, *tokenizer.encode("ok"), half)] == ["", "o", "k", ""]
     assert detokenizer.flush() == "\ufffd"

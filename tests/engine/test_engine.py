@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from recorder import Recorder
+
 from engines import (
     CHUNK,
     DECODED,
@@ -23,8 +25,6 @@ from engines import (
     room_for,
     turns,
 )
-from recorder import Recorder
-
 from kvarve.engine.engine import Engine
 from kvarve.engine.requests import Finish, TokenUsage
 from kvarve.engine.scheduler import OVERTAKEN
@@ -161,7 +161,7 @@ def test_pages_of_a_whole_chunk_do_not_serve_half_a_chunk(family: str, make: Mak
             assert torch.equal(logits, cold[position]), f"{tokens} tokens, at {position}"
 
 
-def test_another_salt_or_no_wish_to_read_computes_everything(make: Make) -> None:
+def test_another_salt_or_a_skipped_lookup_computes_everything(make: Make) -> None:
     engine = make()
     engine.submit(a_request()).result(LONG_S)
     for request in (a_request(salt="another"), a_request(read_cache=False)):

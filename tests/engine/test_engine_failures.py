@@ -1,4 +1,4 @@
-"""A request that goes away or fails harms no other; each gets its last output even if the engine stops or dies."""
+"""A request that is aborted or fails harms no other; each gets its last output even if the engine stops or dies."""
 
 import queue
 import threading
@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recorder import Recorder
+from torch import Tensor
+
 from engines import (
     DECODED,
     GRID_FLOOR,
@@ -18,9 +21,6 @@ from engines import (
     by_hand,
     turns,
 )
-from recorder import Recorder
-from torch import Tensor
-
 from kvarve.engine import turns as turns_module
 from kvarve.engine.paging import PagedWorkspace
 from kvarve.engine.requests import Finish, OutputChunk, Request, Sampling
@@ -107,7 +107,7 @@ def test_a_request_whose_state_finds_no_memory_harms_no_other(make: Make, monkey
 
 
 def test_a_listener_that_fails_harms_no_other(make: Make) -> None:
-    """A client that is gone, say, whose event loop is closed."""
+    """A client that has gone: its event loop is closed, say."""
 
     def deliver(piece: OutputChunk) -> None:
         raise RuntimeError("the event loop is closed")
@@ -173,7 +173,7 @@ def test_when_the_cache_cannot_open_a_request_every_request_gets_its_last_output
 def test_a_request_that_comes_while_the_engine_stops_gets_its_last_output(
     broken: bool, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever it comes: before the last look at what has come, or after it."""
+    """Whenever it comes: before the last check for new requests, or after it."""
     engine, going, ready = make(start=False), threading.Event(), threading.Event()
     step = engine.cache.step
 

@@ -65,7 +65,7 @@ def compute(
     decoded: int = DECODED,
     kept: tuple[PrefixCache, Lease] | None = None,
 ) -> Run:
-    """Prefill what the workspace lacks of a prompt on the grid, then decode greedily."""
+    """Prefill the rest of a prompt on the grid, then decode greedily."""
     run, chunk = Run(), workspace.layout.chunk_tokens
     while workspace.tokens < prompt.shape[1]:
         start = workspace.tokens
@@ -169,7 +169,7 @@ def test_a_wrong_buffer_of_any_page_is_noticed(family: str) -> None:
 
         def next_few(arenas: dict[str, dict[str, Tensor]]) -> Tensor:
             workspace = resume(arenas)
-            start = workspace.tokens  # what a short convolution forgets soon has to be seen at once
+            start = workspace.tokens  # a short convolution soon forgets: compare the first tokens
             pieces = [(start, start + 1), (start + 1, start + 3), (start + 3, start + 8), (start + 8, prompt.shape[1])]
             return torch.stack([forward(model, workspace, prompt[:, first:last]) for first, last in pieces])
 
@@ -189,7 +189,7 @@ def test_a_wrong_buffer_of_any_page_is_noticed(family: str) -> None:
 
 @every_family
 def test_a_prompt_means_in_chunks_what_it_means_at_once(family: str) -> None:
-    """Else what is restored so faithfully might never have been right: the split changes the rounding and no more."""
+    """Else the restored state could have been wrong from the start: the split changes only the rounding."""
     model, layout = a_model(family, torch.float32)
     prompt = a_prompt(layout)
     with torch.no_grad():
@@ -277,7 +277,7 @@ def test_a_model_that_remembers_is_left_as_it_is() -> None:
 
 
 def test_a_mixer_that_forgets_is_found_behind_one_that_remembers() -> None:
-    """What the first layer says differs with its state, and so does all that comes after it."""
+    """The first layer's output depends on its state, and so do all later layers."""
     model = tiny_model("qwen3_5")
     mixer = model.model.layers[2].linear_attn
 

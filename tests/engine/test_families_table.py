@@ -1,4 +1,4 @@
-"""The table of families says what the code does, for those it lists and for anybody's config."""
+"""The table of families agrees with the code, for the families it lists and for any other config."""
 
 import re
 from functools import cache
@@ -39,7 +39,7 @@ def grid(config: Any, family: str) -> tuple[int, int]:
 
 @cache
 def tiny(family: str) -> Facts:
-    """What the meta device says of a tiny model."""
+    """The description of a tiny model on the meta device."""
     config = tiny_config(family)
     return describe(family, config, torch.bfloat16, *grid(config, family))
 

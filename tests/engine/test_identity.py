@@ -182,7 +182,7 @@ def test_another_process_makes_the_same_identity() -> None:
     assert said.split()[-1] == ours
 
 
-# --- what it is computed by
+# --- numerics
 
 
 def test_the_numerics_name_what_may_change_a_bit() -> None:
@@ -280,7 +280,7 @@ def test_what_a_gpu_may_round_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         assert numerics([gpu]) not in said
 
 
-# --- what cannot be identified
+# --- models without an identity
 
 
 def test_a_model_that_computes_at_random_is_refused() -> None:
@@ -350,7 +350,7 @@ def test_adapters_at_work_are_told_apart_by_name_weights_scale_and_whether_they_
     layers[0].enable_adapters(False)
     note("off in one")
     layers[0].enable_adapters(True)
-    assert an_identity(model) == seen["poet"], "what was undone is undone"
+    assert an_identity(model) == seen["poet"], "the same switches, the same identity"
     for layer in layers:
         layer.merge()
     note("merged")
@@ -373,7 +373,7 @@ def test_a_module_that_was_saved_whole_with_an_adapter_is_switched_with_it() -> 
         marks.require_same(model)
 
 
-# --- is it still that one?
+# --- is it still the same model?
 
 
 def in_place(model: Any) -> None:

@@ -4,8 +4,8 @@ import threading
 from typing import Any
 
 import pytest
-from engines import CHUNK, LONG_S, PAGE, Make, a_model, a_prompt, a_request, alone, by_hand, room_for, turns
 
+from engines import CHUNK, LONG_S, PAGE, Make, a_model, a_prompt, a_request, alone, by_hand, room_for, turns
 from kvarve.engine import turns as turns_module
 from kvarve.engine.batch import Batch
 from kvarve.engine.engine import Engine
@@ -40,7 +40,7 @@ def failing(
 
 
 def crowded(make: Make, **settings: Any) -> Engine:
-    """An engine in which some requests give way to others."""
+    """An engine in which some requests are preempted."""
     return make(start=False, device=room_for(a_model(), 14 * PAGE + 5 * CHUNK), max_running=4, **settings)
 
 

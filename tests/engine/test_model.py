@@ -1,4 +1,4 @@
-"""From a name to a model that computes, or one line that says why not."""
+"""From a name to a loaded model, or one line that says why not."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def broken(qwen: Path, tmp_path: Path) -> Path:
-    """A checkpoint of one's own to break."""
+    """A copy of a checkpoint, to be damaged."""
     return Path(shutil.copytree(qwen, tmp_path / "broken"))
 
 
@@ -176,7 +176,7 @@ def test_a_model_whose_frequencies_change_beyond_a_length_is_served_up_to_that(t
     assert loaded.max_tokens == 2 * CHUNK < model.config.max_position_embeddings
 
     def differ_by(tokens: int) -> float:
-        """By how much the logits after so many tokens differ when they are computed in chunks."""
+        """By how much the logits after `tokens` tokens differ when they are computed in chunks."""
         ids, workspace = a_prompt(tokens), Workspace(loaded.layout, 1024)
         for piece in ids.split(CHUNK, dim=1):
             logits = forward(loaded.model, workspace, piece)

@@ -1,4 +1,4 @@
-"""What cannot be served is refused in one line, by `kvarve models` as by `kvarve serve`, whatever is wrong with it."""
+"""Folders that cannot be served are refused in one line, the same by `kvarve models` and `kvarve serve`."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(good: Path, tmp_path: Path) -> Path:
-    """A checkpoint of one's own to break."""
+    """A copy of a checkpoint, to be damaged."""
     return Path(shutil.copytree(good, tmp_path / "folder"))
 
 
@@ -41,7 +41,7 @@ def refusal(ask: Callable[[], object]) -> str:
 
 
 def both(folder: Path) -> str:
-    """What `models` says, which is what `serve` says."""
+    """The message of `models`, which is also that of `serve`."""
     said = refusal(lambda: describe_model(str(folder), "auto", 64, 256))
     assert refusal(lambda: load_model(str(folder))) == said
     assert refusal(lambda: check_model(str(folder))) == said, "it is known before any weight is read"

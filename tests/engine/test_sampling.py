@@ -1,4 +1,4 @@
-"""Which tokens may come, and how often: the chances are known, and tokens are drawn until each has had its turn."""
+"""Which tokens may come, and how often: the chances are known, and tokens are drawn until each has come up."""
 
 import math
 from collections import Counter
@@ -103,7 +103,7 @@ def test_what_cannot_be_is_refused_by_name(settings: dict[str, Any], told: str) 
         Sampling(**settings)
 
 
-# --- what changes which token is the best
+# --- penalties and biases
 
 GIVEN = (2.0, -1.0, 1.5, 0.5, 0.0)
 
@@ -204,7 +204,7 @@ def test_a_row_that_is_no_number_takes_no_other_along() -> None:
 @pytest.mark.parametrize("top_p", [0.01, 0.3, 0.6, 0.9, 0.999])
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 6.0], ids=["equal", "flat", "normal", "peaked"])
 def test_top_p_leaves_what_a_full_sort_in_double_leaves(spread: float, top_p: float) -> None:
-    """Of tokens that are as likely as the last of them, any may go, but so many as there have to."""
+    """Of tokens that are as likely as the last one, any may be dropped, but exactly as many as needed."""
     logits = spread * torch.randn(400, generator=torch.Generator().manual_seed(5))
     best = logits.double().softmax(-1).sort(descending=True).values
     kept = int((best.cumsum(-1) - best < top_p + 1e-6).sum())

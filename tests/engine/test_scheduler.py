@@ -13,11 +13,11 @@ def a_line(*names: str) -> WaitingQueue[str]:
     return line
 
 
-def test_who_finds_nothing_goes_in_the_order_of_coming() -> None:
+def test_cold_requests_go_in_the_order_of_arrival() -> None:
     assert a_line("a", "b", "c").order(lambda name: 0) == ["a", "b", "c"]
 
 
-def test_who_finds_more_goes_first() -> None:
+def test_requests_with_more_cached_pages_go_first() -> None:
     found = {"a": 0, "b": 2, "c": 7, "d": 2}
     assert a_line("a", "b", "c", "d").order(found.__getitem__) == ["c", "b", "d", "a"]
 
@@ -32,7 +32,7 @@ def test_no_request_is_overtaken_for_ever() -> None:
     assert line.order(lambda name: int(name != "cold")) == ["cold", "warm again"]
 
 
-def test_who_lost_its_turn_comes_first_and_among_those_the_first_to_lose_it() -> None:
+def test_preempted_requests_go_first_in_the_order_of_preemption() -> None:
     line = a_line("a", "b")
     line.rejoin("x")
     line.rejoin("y")

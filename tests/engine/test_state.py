@@ -1,4 +1,4 @@
-"""A request that resumes from saved pages computes, bit for bit, what it would have computed without them."""
+"""A request that resumes from saved pages computes the same bits as without them."""
 
 import random
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ PAGE, CHUNK = 16, 64
 PROMPT = 5 * CHUNK + 23
 DECODED = 8
 PAGES = PROMPT // PAGE
-# One for each way in which a workspace holds what a layer keeps; tests/engine/test_families.py has all families.
+# One for each form in which a workspace holds a layer's state; tests/engine/test_families.py has all families.
 every_kind = pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gpt_oss_wide", "deepseek_v32", "falcon_h1"])
 
 
@@ -66,8 +66,8 @@ class Run:
 
 
 @dataclass
-class Shelf:
-    """Pages of a sequence in shuffled slots; what was not put there is garbage."""
+class SavedPages:
+    """Pages of a sequence in shuffled slots; all other slots are garbage."""
 
     layout: StateLayout
     pages: int
@@ -84,9 +84,9 @@ class Shelf:
     def load(self, workspace: Workspace, pool: str, positions: range) -> None:
         workspace.load(pool, positions, self.arenas[pool], [self.slots[pool][p] for p in positions])
 
-    def only(self, boundary: int) -> "Shelf":
-        """A shelf in other slots with nothing but the pages that this boundary needs."""
-        other = Shelf(self.layout, self.pages, self.seed + 1)
+    def only(self, boundary: int) -> "SavedPages":
+        """Only the pages that this boundary needs, in other slots."""
+        other = SavedPages(self.layout, self.pages, self.seed + 1)
         for pool in self.layout.pools:
             for page in boundaries.members(boundaries.needed(boundary, pool.lookback)):
                 for name, arena in other.arenas[pool.name].items():
@@ -101,18 +101,18 @@ class Shelf:
         workspace.resume(boundary)
 
 
-def compute(model: Any, workspace: Workspace, prompt: Tensor, shelf: Shelf | None = None) -> Run:
-    """Prefill what the workspace lacks of a prompt on the grid, then decode greedily; save each chunk's pages."""
+def compute(model: Any, workspace: Workspace, prompt: Tensor, kept: SavedPages | None = None) -> Run:
+    """Prefill the rest of a prompt on the grid, then decode greedily; save each chunk's pages."""
     run = Run()
     for start, stop in schedule(workspace.tokens, prompt.shape[1]):
         run.logits.append(forward(model, workspace, prompt[:, start:stop]))
-        if shelf is not None:
+        if kept is not None:
             for pool in workspace.layout.pools:
                 whole = range(start // PAGE, stop // PAGE)
                 if not pool.in_place:
-                    shelf.save(workspace, pool.name, whole)
+                    kept.save(workspace, pool.name, whole)
                 elif stop % PAGE == 0:
-                    shelf.save(workspace, pool.name, whole[-1:])
+                    kept.save(workspace, pool.name, whole[-1:])
     for _ in range(DECODED):
         run.tokens.append(int(run.logits[-1].argmax()))
         run.logits.append(forward(model, workspace, torch.tensor([run.tokens[-1:]])))
@@ -120,7 +120,7 @@ def compute(model: Any, workspace: Workspace, prompt: Tensor, shelf: Shelf | Non
 
 
 def equal(one: Run, other: Run) -> bool:
-    """Bit for bit, over what both computed: a resumed run's chunks are the last ones of a cold run."""
+    """Bit for bit, over the chunks that both computed: a resumed run's chunks are the last ones of a cold run."""
     count = min(len(one.logits), len(other.logits))
     return one.tokens == other.tokens and all(
         torch.equal(a, b) for a, b in zip(one.logits[-count:], other.logits[-count:], strict=True)
@@ -147,15 +147,15 @@ def with_transformers(model: Any) -> Run:
 
 @every_kind
 def test_nothing_but_the_pages_that_a_boundary_needs_decides_the_bits(family: str) -> None:
-    """What is not needed is not a number."""
+    """Pages that are not needed are NaN."""
     model, layout = a_model(family)
-    shelf = Shelf(layout, PAGES)
-    cold = compute(model, Workspace(layout, 400), a_prompt(), shelf)
+    kept = SavedPages(layout, PAGES)
+    cold = compute(model, Workspace(layout, 400), a_prompt(), kept)
     assert not torch.stack(cold.logits).isnan().any()
     assert equal(cold, with_transformers(model))
     for boundary in range(0, PAGES + 1, CHUNK // PAGE):
         workspace = Workspace(layout, 400)
-        shelf.only(boundary).resume(workspace, boundary)
+        kept.only(boundary).resume(workspace, boundary)
         assert workspace.tokens == boundary * PAGE
         assert equal(compute(model, workspace, a_prompt()), cold), f"resumed at page {boundary}"
 
@@ -169,68 +169,68 @@ def test_the_capacity_of_a_workspace_changes_no_bit(family: str) -> None:
 
 def test_a_saved_state_is_a_private_copy() -> None:
     model, layout = a_model("qwen3_5")
-    shelf = Shelf(layout, PAGES)
+    kept = SavedPages(layout, PAGES)
     first = Workspace(layout, 400)
     forward(model, first, a_prompt()[:, :CHUNK])
     for pool in layout.pools:
-        shelf.save(first, pool.name, range(3, 4) if pool.in_place else range(4))
-    saved = {pool: {name: arena.clone() for name, arena in arena.items()} for pool, arena in shelf.arenas.items()}
+        kept.save(first, pool.name, range(3, 4) if pool.in_place else range(4))
+    saved = {pool: {name: arena.clone() for name, arena in arena.items()} for pool, arena in kept.arenas.items()}
     second = Workspace(layout, 400)
-    shelf.resume(second, 4)
+    kept.resume(second, 4)
     for workspace in (first, second):  # many tokens at once and single ones, which take another way
         forward(model, workspace, a_prompt()[:, CHUNK : CHUNK + 5])
         forward(model, workspace, a_prompt()[:, :1])
     for pool, arena in saved.items():
         for name, tensor in arena.items():
-            assert torch.equal(tensor.nan_to_num(9), shelf.arenas[pool][name].nan_to_num(9))
+            assert torch.equal(tensor.nan_to_num(9), kept.arenas[pool][name].nan_to_num(9))
 
 
 @pytest.mark.parametrize(("tokens", "page"), [(CHUNK, 2), (CHUNK + 5, 3), (CHUNK + 5, 4)])
 def test_a_state_is_saved_only_at_the_token_it_belongs_to(tokens: int, page: int) -> None:
     model, layout = a_model("qwen3_5")
-    shelf, workspace = Shelf(layout, PAGES), Workspace(layout, 400)
+    kept, workspace = SavedPages(layout, PAGES), Workspace(layout, 400)
     forward(model, workspace, a_prompt()[:, :tokens])
     with pytest.raises(AssertionError, match=f"the state after page {page} can be saved at token"):
-        shelf.save(workspace, "state", [page])
-    assert all(arena.isnan().all() for arena in shelf.arenas["state"].values())
+        kept.save(workspace, "state", [page])
+    assert all(arena.isnan().all() for arena in kept.arenas["state"].values())
 
 
 def test_a_page_that_was_not_loaded_is_missed_before_anything_is_computed() -> None:
     model, layout = a_model("qwen3_5")
-    shelf = Shelf(layout, PAGES)
-    compute(model, Workspace(layout, 400), a_prompt(), shelf)
+    kept = SavedPages(layout, PAGES)
+    compute(model, Workspace(layout, 400), a_prompt(), kept)
     workspace = Workspace(layout, 400)
-    shelf.load(workspace, "attention", range(8))
-    shelf.load(workspace, "state", range(3, 4))  # of another boundary
+    kept.load(workspace, "attention", range(8))
+    kept.load(workspace, "state", range(3, 4))  # of another boundary
     with pytest.raises(AssertionError, match=r"cannot resume at page 8: state pages \[7\] were not loaded"):
         workspace.resume(8)
 
 
 def test_a_request_whose_pages_came_too_late_resumes_earlier_or_from_nothing() -> None:
     model, layout = a_model("gpt_oss")
-    shelf = Shelf(layout, PAGES)
-    cold = compute(model, Workspace(layout, 400), a_prompt(), shelf)
+    kept = SavedPages(layout, PAGES)
+    cold = compute(model, Workspace(layout, 400), a_prompt(), kept)
     for boundary in (8, 0):
         workspace = Workspace(layout, 400)
-        shelf.load(workspace, "attention", range(12))
-        shelf.load(workspace, "window-24", range(6, 8))
+        kept.load(workspace, "attention", range(12))
+        kept.load(workspace, "window-24", range(6, 8))
         workspace.resume(boundary)
         assert equal(compute(model, workspace, a_prompt()), cold)
 
 
 def test_pages_may_come_in_several_loads() -> None:
     model, layout = a_model("gpt_oss_wide")
-    shelf = Shelf(layout, PAGES)
-    cold = compute(model, Workspace(layout, 400), a_prompt(), shelf)
+    kept = SavedPages(layout, PAGES)
+    cold = compute(model, Workspace(layout, 400), a_prompt(), kept)
     workspace = Workspace(layout, 400)
     for positions in (range(9, 16), range(4), range(4, 9)):
-        shelf.load(workspace, "attention", positions)
+        kept.load(workspace, "attention", positions)
     for positions in (range(9, 11), range(11, 16)):
-        shelf.load(workspace, "window-100", positions)
+        kept.load(workspace, "window-100", positions)
     workspace.resume(16)
     assert equal(compute(model, workspace, a_prompt()), cold)
     with pytest.raises(AssertionError, match="come in order"):
-        shelf.load(workspace, "window-100", range(2, 3))
+        kept.load(workspace, "window-100", range(2, 3))
 
 
 @pytest.mark.parametrize("chunks", [[CHUNK] * 8, [CHUNK] * 4 + [1] * 150, [23, 1, 1, 200, 64, 5]])
@@ -257,23 +257,23 @@ def test_a_page_of_a_window_is_whole_or_refused(window: int, chunks: list[int]) 
 
 def test_a_page_that_a_window_has_dropped_is_refused() -> None:
     model, layout = a_model("gpt_oss")
-    shelf, workspace = Shelf(layout, PAGES), Workspace(layout, 400)
+    kept, workspace = SavedPages(layout, PAGES), Workspace(layout, 400)
     compute(model, workspace, a_prompt())
     with pytest.raises(AssertionError, match="window-24 pages 0 to 1 are not whole"):
-        shelf.save(workspace, "window-24", [0, 1])
+        kept.save(workspace, "window-24", [0, 1])
     with pytest.raises(AssertionError, match="attention pages 21 to 22 are not whole"):
-        workspace.save("attention", [21, 22], shelf.arenas["attention"], [0, 1])
-    assert all(arena.isnan().all() for pool in shelf.arenas.values() for arena in pool.values())
+        workspace.save("attention", [21, 22], kept.arenas["attention"], [0, 1])
+    assert all(arena.isnan().all() for pool in kept.arenas.values() for arena in pool.values())
 
 
 def test_pages_with_gaps_between_them_are_saved_in_one_call() -> None:
     model, layout = a_model("qwen3")
-    shelf, gaps, workspace = Shelf(layout, PAGES), Shelf(layout, PAGES), Workspace(layout, 400)
-    compute(model, workspace, a_prompt(), shelf)
+    kept, gaps, workspace = SavedPages(layout, PAGES), SavedPages(layout, PAGES), Workspace(layout, 400)
+    compute(model, workspace, a_prompt(), kept)
     gaps.save(workspace, "attention", [1, 2, 7])
     for name, arena in gaps.arenas["attention"].items():
         slots = [gaps.slots["attention"][page] for page in (1, 2, 7)]
-        assert torch.equal(arena[slots], shelf.arenas["attention"][name][slots])
+        assert torch.equal(arena[slots], kept.arenas["attention"][name][slots])
         assert arena.isnan().flatten(1).all(1).sum() == len(arena) - 3
 
 

@@ -1,13 +1,13 @@
-"""What `submit` refuses on the caller's thread, so that the engine's own thread never meets it."""
+"""`submit` refuses bad requests on the caller's thread, so that they never reach the engine's own."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from engines import Make, a_prompt, a_request, alone, by_hand
 from numpy.typing import NDArray
 
+from engines import Make, a_prompt, a_request, alone, by_hand
 from kvarve.engine.engine import Engine
 from kvarve.engine.requests import Request, Sampling
 from kvarve.errors import Busy, ConfigError

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from engines import CHUNK, MIB, PAGE, Make, a_model, a_prompt, a_request, alone, by_hand, every_family, turns
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines import CHUNK, MIB, PAGE, Make, a_model, a_prompt, a_request, alone, by_hand, every_family, turns
 from kvarve.engine import tails as tails_module
 from kvarve.engine.batch import Batch, by_length
 from kvarve.engine.engine import Engine
@@ -16,7 +16,7 @@ from kvarve.engine.requests import Finish
 from kvarve.engine.tails import Tails, tails
 from kvarve.errors import ConfigError
 
-# By what their layers make of padding: see the docstring of engine/tails.py.
+# By how their layers treat padding: see the docstring of engine/tails.py.
 ALL_ROWS = {"qwen3", "llama", "gpt_oss", "gpt_oss_wide", "gemma3", "gemma4", "deepseek_v3"}
 ONE_BY_ONE = {"deepseek_v32", "glm_moe_dsa", "deepseek_v4", "qwen4_exp"}
 
@@ -73,7 +73,7 @@ def test_a_long_answer_beside_short_ones_is_computed_by_itself_and_all_advance_i
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "gpt_oss", "bamba"])
-def test_who_is_left_of_a_batch_keeps_its_own_state_and_no_other(family: str, make: Make) -> None:
+def test_the_last_row_of_a_batch_keeps_its_own_state_and_no_other(family: str, make: Make) -> None:
     engine = make(a_model(family), start=False)
     requests = [engine.submit(a_request(a_prompt(30 + seed, seed), 40)) for seed in range(6)]
     turns(engine, lambda: len(engine._batches) == 1 and len(next(iter(engine._batches))) == 6)
@@ -119,7 +119,7 @@ LENGTHS = [(20, 0), (17, 1), (20, 2), (2 * CHUNK + 20, 3), (3 * CHUNK + 20, 4), 
 def test_tails_of_prompts_computed_together_answer_as_each_alone(
     family: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefixes of some are cached, lengths differ, and what comes then goes on from the states that are left."""
+    """Prefixes of some are cached, lengths differ, and what follows continues from the states that are left."""
     model = a_model(family)
     engine, together = make(model, start=False, max_running=16, turn_tokens=64 * CHUNK), [0]
     real = Tails.forward

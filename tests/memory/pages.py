@@ -20,7 +20,7 @@ def a_pool(*dtypes: str) -> PoolSpec:
 
 
 def noise(buffer: BufferSpec, seed: int) -> Tensor:
-    """Any bits at all, so a float may be no number; but a bool is 0 or 1."""
+    """Any bits at all, so a float may be NaN; but a bool is 0 or 1."""
     raw = np.random.default_rng(seed).integers(0, 2 if buffer.dtype == "bool" else 256, buffer.nbytes, dtype=np.uint8)
     return torch.from_numpy(raw).view(getattr(torch, buffer.dtype)).view(buffer.shape)
 

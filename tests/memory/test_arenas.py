@@ -1,5 +1,7 @@
 """Where pages lie: in records, or in another layout from which the same records are made."""
 
+import threading
+
 import pytest
 import torch
 from pages import NAMESPACE, a_pool, filled, in_record, noise, raw
@@ -7,6 +9,7 @@ from pages import NAMESPACE, a_pool, filled, in_record, noise, raw
 from kvarve.errors import ConfigError
 from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.copies import DeviceCopies
+from kvarve.memory.host_memory import zeros
 from kvarve.memory.layouts import LAYOUTS, PAGE_FIRST_DIRECT, spans
 from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES, record_bytes
 from kvarve.model import BUFFER_ALIGNMENT, DTYPE_BYTES, BufferSpec, PoolSpec
@@ -122,3 +125,25 @@ def test_more_memory_than_there_is_address_space_is_refused_as_a_setting() -> No
         HostArena(a_pool("float32"), 1 << 52, NAMESPACE)
     with pytest.raises(ConfigError, match="no memory on cpu for"):
         DeviceArena(a_pool("float32"), 1 << 52)
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != PAGE_FIRST_DIRECT])
+def test_a_thread_seals_and_checks_all_pages_in_memory_that_it_shares_with_no_other(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped = list[int]()
+    monkeypatch.setattr("kvarve.memory.arenas.zeros", lambda size: mapped.append(size) or zeros(size))
+    host, keys = HostArena(KV, 6, NAMESPACE, layout=layout), [bytes([slot]) * 32 for slot in range(6)]
+    for slot in range(6):
+        for piece in host.pieces(CPU):
+            piece[slot] = slot
+        host.seal(slot, keys[slot])
+    assert [host.intact(slot, keys[2]) for slot in range(6)] == [slot == 2 for slot in range(6)]
+    kept, expected = host.record(3), bytes(host.record(3))
+    assert mapped[1:] == [host.stride] * 2, "a record that is kept is nobody else's"
+    other = threading.Thread(target=lambda: [host.intact(slot, keys[slot]) for slot in (4, 5)])
+    other.start()
+    other.join()
+    assert host.intact(1, keys[1])
+    assert mapped == [host.stride] * 4
+    assert bytes(kept) == expected

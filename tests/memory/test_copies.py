@@ -1,19 +1,25 @@
-"""Copies between device and host change nothing but what they are for, whichever way and layout."""
+"""Copies between device and host change only their target slots, whatever the method and layout."""
 
 import random
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pages import NAMESPACE, a_pool, filled, in_record, raw
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvarve.memory.arenas import DeviceArena, HostArena
-from kvarve.memory.copies import DeviceCopies, Move, Slots, by_gather, by_piece
+from kvarve.memory.copies import GATHERED_BYTES, DeviceCopies, Move, Slots, by_gather, by_piece
 from kvarve.memory.layouts import LAYOUTS
 from kvarve.model import DTYPE_BYTES, BufferSpec, PoolSpec
 
-WAYS = {"by piece": by_piece, "by gather": by_gather}
+WAYS = {"by piece": by_piece, "by gather": by_gather, "by gather, two at once": partial(by_gather, most_bytes=280)}
 
 
 def save(copies: DeviceCopies, slots: Slots, keys: list[bytes]) -> None:
@@ -114,3 +120,56 @@ def test_a_copy_of_no_page_of_a_pool_is_no_trouble() -> None:
     told: list[int] = []
     copies.load({0: []}, copies.ready(), lambda layer, _: told.append(layer))
     assert told == copies.layers
+
+
+class Temporaries(TorchDispatchMode):
+    """The most bytes that results of torch's operations have held at once, beside the tensors that they were given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most, self._held = 0, list[weakref.ref[Tensor]]()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor)}
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in given:
+            self._held.append(weakref.ref(result))
+        held = (ref() for ref in self._held)
+        self.most = max(self.most, sum(each.nbytes for each in held if each is not None))
+        return result
+
+
+def test_a_gather_of_many_pages_takes_little_memory_beside_them() -> None:
+    pool = PoolSpec("kv", (BufferSpec("layers.0.keys", (1 << 20,), "uint8"),), None)
+    device, back, host = filled(pool, 40), DeviceArena(pool, 40), HostArena(pool, 40, NAMESPACE)
+    down, up = DeviceCopies([device], [host], by_gather), DeviceCopies([back], [host], by_gather)
+    with Temporaries() as temporaries:
+        save(down, [(slot, 39 - slot) for slot in range(40)], [bytes(32)] * 40)
+        load(up, [(39 - slot, slot) for slot in range(40)])
+    assert GATHERED_BYTES <= temporaries.most < GATHERED_BYTES + (1 << 20)
+    assert torch.equal(back.buffers["layers.0.keys"], device.buffers["layers.0.keys"])
+
+
+def test_a_page_larger_than_a_slice_of_a_gather_is_copied_whole() -> None:
+    source, target = torch.arange(12).view(3, 4), torch.zeros(3, 4, dtype=torch.int64)
+    by_gather(target, source, torch.tensor([2, 0]), torch.tensor([0, 1]), most_bytes=1)
+    assert target.tolist() == [[4, 5, 6, 7], [0] * 4, [0, 1, 2, 3]]
+
+
+class CountedEvent(torch.cpu.Event):
+    awaited = 0
+
+    def synchronize(self) -> None:
+        CountedEvent.awaited += 1
+
+
+def test_a_gather_of_several_pools_is_awaited_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = [PoolSpec(name, (BufferSpec("layers.0.keys", (4,), "int32"),), None) for name in ("one", "other")]
+    device, host = [filled(pool, 2) for pool in pools], [HostArena(pool, 2, NAMESPACE) for pool in pools]
+    monkeypatch.setattr(torch.cpu, "Event", CountedEvent)
+    copies, keys = DeviceCopies(device, host, by_gather), [b"0" * 32, b"1" * 32]
+    copies.save({pool: ([(0, 1), (1, 0)], keys) for pool in (0, 1)}, copies.ready())
+    assert CountedEvent.awaited == 1
+    assert all(arena.intact(1 - slot, keys[slot]) for arena in host for slot in (0, 1))

@@ -30,7 +30,7 @@ def test_many_threads_share_a_few_heaps() -> None:
     assert 1 <= done.stderr.count("Arena ") <= heaps
 
 
-def test_who_runs_the_server_has_the_last_word() -> None:
+def test_malloc_arena_max_of_the_environment_is_kept() -> None:
     program = "from kvarve.memory.heap import bound_heaps; print(bound_heaps())"
     environment = {**os.environ, "MALLOC_ARENA_MAX": "4"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)

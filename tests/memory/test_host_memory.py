@@ -1,16 +1,26 @@
 """Host memory is of the size that was asked, and pinned where there is a GPU, until it is closed."""
 
+import gc
 import mmap
 import re
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 
-from kvarve.errors import ConfigError
-from kvarve.memory.host_memory import MAPPED, PORTABLE, HostMemory
+from kvarve.config import CacheConfig
+from kvarve.errors import ConfigError, KvarveError, StorageError
+from kvarve.memory.arenas import DeviceArena
+from kvarve.memory.host_memory import MAPPED, PORTABLE, HostMemory, _Registered
+from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
+from kvarve.storage import MemoryStorage
+from kvarve.worker import CacheWorker
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 ODD = 5 * mmap.PAGESIZE + 192  # neither a power of two nor whole pages
+SMALL = PoolSpec("small", (BufferSpec("layers.0.keys", (4,), "float32"),), None)
+LARGE = PoolSpec("large", (BufferSpec("layers.0.values", (4, 4096), "float32"),), None)
 
 
 class CudaRuntime:
@@ -18,16 +28,20 @@ class CudaRuntime:
 
     def __init__(self, limit: int = 1 << 40) -> None:
         self.limit, self.pinned = limit, dict[int, tuple[int, int]]()
+        self.most = 0  # pieces of memory that were pinned at once
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         if nbytes > self.limit:
             return 2
         assert address not in self.pinned
         self.pinned[address] = nbytes, flags
+        self.most = max(self.most, len(self.pinned))
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
-        del self.pinned[address]
+        ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+        if any(int(start, 16) <= address < int(end, 16) for start, end in ranges):  # else it is too late
+            del self.pinned[address]
         return 0
 
 
@@ -53,3 +67,57 @@ def test_memory_for_the_cpu_is_not_pinned() -> None:
 def test_memory_that_cannot_be_pinned_is_refused_with_advice() -> None:
     with pytest.raises(ConfigError, match=re.escape("error 2): give less host memory, or raise the limit of locked")):
         HostMemory(ODD, CUDA, CudaRuntime(limit=ODD - 1))
+
+
+def test_memory_that_is_dropped_without_a_close_is_unpinned_before_it_is_freed() -> None:
+    runtime = CudaRuntime()
+    memory = HostMemory(ODD, CUDA, runtime)
+    assert runtime.pinned
+    del memory
+    gc.collect()
+    assert not runtime.pinned
+
+
+def test_memory_that_code_of_a_gpu_may_still_reach_stays_pinned() -> None:
+    runtime = CudaRuntime()
+    memory = HostMemory(ODD, CUDA, runtime)
+    reachable = _Registered(memory)  # which a tensor of a GPU owns
+    del memory
+    gc.collect()
+    assert runtime.pinned
+    del reachable
+    gc.collect()
+    assert not runtime.pinned
+
+
+class Unwilling(MemoryStorage):
+    """Takes no memory."""
+
+    def register(self, memory: memoryview) -> None:
+        raise StorageError("no such transport")
+
+
+@pytest.mark.parametrize(
+    ("limit", "trouble", "most"),
+    [(1 << 20, "CUDA cannot pin", 1), (1 << 40, "it was removed", 2), (1 << 40, "no such transport", 2)],
+    ids=["a-later-pool", "opening-the-storage", "connecting-it"],
+)
+def test_a_worker_that_cannot_be_made_leaves_nothing_pinned_and_no_thread(
+    limit: int, trouble: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object, **__: object) -> None:
+        raise StorageError("it was removed")
+
+    runtime, before = CudaRuntime(limit), {*threading.enumerate()}
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr("kvarve.worker.device_bytes", lambda _: None)
+    monkeypatch.setattr("kvarve.worker.DeviceArena", lambda pool, slots, _: DeviceArena(pool, slots))
+    monkeypatch.setattr("kvarve.worker.open_storage", gone)
+    identity = ModelIdentity("test", "w1", "float32", 64, 128, (SMALL, LARGE))
+    config = CacheConfig(1 << 20, 16 << 20, "file:///tmp/none?capacity=1GiB" if "removed" in trouble else None)
+    given = Unwilling(1 << 24, identity.fingerprint(), "test") if "transport" in trouble else None
+    with pytest.raises(KvarveError, match=trouble) as kept:
+        CacheWorker(identity, config, device="cuda", storage=given)
+    assert runtime.most == most
+    assert not runtime.pinned, f"while the traceback of {kept.value} still refers to all that was made"
+    assert before.issuperset(threading.enumerate())

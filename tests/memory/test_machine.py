@@ -1,4 +1,4 @@
-"""What counts as host memory, and how much of it there is for this process."""
+"""How much host memory this process may use, by its control groups."""
 
 import os
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_a_limit_that_is_none_or_no_number_limits_nothing(tmp_path: Path, limit:
 
 
 @pytest.mark.parametrize("groups", ["", "\n", "nonsense", "1:2", "0::\n", ":::::\n", "4:memory:/gone\n"])
-def test_groups_that_nobody_can_read_limit_nothing(tmp_path: Path, groups: str) -> None:
+def test_groups_that_cannot_be_read_limit_nothing(tmp_path: Path, groups: str) -> None:
     assert host_bytes(a_machine(tmp_path, groups)) == ALL
 
 

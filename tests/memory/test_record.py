@@ -1,4 +1,4 @@
-"""A record says what it is, and one that is anything else is found out."""
+"""A record identifies its page; a record that is damaged or another page's is noticed."""
 
 import pytest
 from hypothesis import given

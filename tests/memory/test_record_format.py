@@ -1,4 +1,4 @@
-"""Format 2 of the record, field by field as its documentation gives them, and what a reader makes of any other."""
+"""Format 2 of the record, field by field as its documentation gives them, and how a reader treats any other."""
 
 import struct
 
@@ -34,7 +34,7 @@ FIELDS = {
 
 
 def sealed(record: bytearray) -> memoryview:
-    """A record with the check that its other bytes ask for, whatever they say."""
+    """A record whose checksum fits its other bytes, whatever they are."""
     digest = xxhash.xxh3_64(bytes(record[:224]) + bytes(record[256:])).intdigest()
     record[224:256] = digest.to_bytes(8, "little") + bytes(24)
     return memoryview(record)
@@ -50,7 +50,7 @@ def a_record() -> bytearray:
 
 
 def refused(record: memoryview) -> bool:
-    """Not this page, and no page of anybody's; said without an exception."""
+    """Neither this page nor any other; the answer is a miss, not an exception."""
     return not STAMP.intact(record, KEY) and not whole(record)
 
 

@@ -106,7 +106,7 @@ def caches(rank: int, ranks: int) -> object:
 
 
 def served(cache: PrefixCache, clock: Clock, tokens: list[int], rank: int) -> list[int]:
-    """A whole request, and what it found: all ranks take the same steps."""
+    """A whole request, and its hits: all ranks take the same steps."""
     request = Request(cache, tokens, rank=rank)
     stepped(cache, lambda: cache.claim(request.lease), clock)
     request.look()
@@ -132,7 +132,7 @@ def stepped(cache: PrefixCache, until: Callable[[], bool], clock: Clock | None =
 
 
 def changes(rank: int, ranks: int) -> object:
-    """Storages come and go on ranks that are asked at different moments, that cannot, and that are asked for nothing.
+    """Changes of the storage that ranks propose at different moments, that fail on one, or that not all propose.
 
     `alike` has to be the same on all ranks, and `own` is how it ended on this one.
     """
@@ -144,7 +144,7 @@ def changes(rank: int, ranks: int) -> object:
     stores = [a_store(seed=rank) for _ in range(3)]
 
     def ask(what: Callable[[], Change] | None, later_s: float = 0.0) -> None:
-        """Ranks ask one after the other; everybody says after each step which of the stores is attached."""
+        """Ranks propose one after the other; after each step every rank says which storage is attached."""
         change = None
         for step in range(2 * ranks + 1):
             if step == 2 * rank and what is not None:

@@ -1,4 +1,4 @@
-"""Ranks that go through the same requests stay one cache, whatever happens on one of them."""
+"""Ranks that serve the same requests stay one cache, whatever happens on one of them."""
 
 import json
 import os
@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 
 
 def processes(what: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
-    """What each rank of a group of real processes has to say."""
+    """The output of each rank of a group of real processes."""
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
@@ -141,7 +141,7 @@ def test_ranks_change_their_storage_in_the_same_step_or_not_at_all(tmp_path: Pat
         ([Proposal("", ready=False), Proposal("", ready=False)], False),
     ],
 )
-def test_a_wish_comes_true_if_all_have_it_and_are_ready(
+def test_a_change_is_made_if_all_ranks_propose_it_and_are_ready(
     proposals: list[Proposal | None], comes_true: bool | None
 ) -> None:
     assert granted(proposals) is comes_true
@@ -180,7 +180,7 @@ class AtMeeting:
 
 
 def side_by_side(what: Callable[[int], None], ranks: int = 2) -> list[BaseException]:
-    """Do something on every rank at once; what was raised."""
+    """Call something on every rank at once; the exceptions."""
     raised: list[BaseException] = []
 
     def guarded(rank: int) -> None:
@@ -229,7 +229,7 @@ def test_a_request_waits_by_the_time_that_the_ranks_agreed_on(steps_before: int)
 
 
 def test_a_request_loses_patience_in_the_step_in_which_the_ranks_agree_that_it_is_time() -> None:
-    """A rank whose own clock stands still does so in the same step as all others."""
+    """A rank whose own clock stands still gives up in the same step as all others."""
     store = a_store()
     filling = PrefixCache(an_identity(), a_config(), storage=store)
     run(filling, prompt(8.5))

@@ -1,4 +1,4 @@
-"""Rank 2 of 8 holds other heads than rank 2 of 4: neither is ever given the other's pages."""
+"""Rank 2 of 8 holds other heads than rank 2 of 4: neither reads the other's pages."""
 
 import pytest
 from filling import POOLS, a_config, a_region, an_identity, prompt, run, settle
@@ -19,7 +19,7 @@ class OneOf(Alone):
 
 
 class Shared(FaultyStorage):
-    """One storage that all caches here use one after the other."""
+    """One storage that all these caches use in turn."""
 
     def close(self) -> None:
         pass

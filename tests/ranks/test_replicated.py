@@ -1,4 +1,4 @@
-"""What all ranks hold alike is written to storage once, and read by all."""
+"""Pages that are equal on all ranks are written to storage once, and read by all."""
 
 import torch
 from filling import STATE, StoreThatStays, a_store, an_identity

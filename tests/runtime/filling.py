@@ -1,7 +1,7 @@
 """An engine without a model: it fills each page with bytes that only this prompt has, and looks before it resumes.
 
-What a page must hold is computed from pool, buffer, salt and all tokens up to its chunk's end (a model may have read
-them all for it) without a line of what is tested; so a page that is wrong, stale, half copied or another prompt's
+The expected content of a page is computed from pool, buffer, salt and all tokens up to its chunk's end (a model may
+have read them all for it), by no code under test; so a page that is wrong, stale, half copied or another prompt's
 cannot pass.
 """
 
@@ -35,7 +35,7 @@ Make = Callable[..., PrefixCache]
 
 
 class Clock:
-    """Stands still unless it is told otherwise."""
+    """A clock that moves only when a test moves it."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -59,7 +59,7 @@ def a_region(identity: ModelIdentity | None = None) -> MemoryStorage:
 
 
 class StoreThatStays(FaultyStorage):
-    """Outlives a cache's shutdown, as a disk would; `hold_reads` makes it answer what it has but not read it."""
+    """Outlives a cache's shutdown, as a disk would; `hold_reads` lets it answer lookups but not reads."""
 
     def __init__(self, inner: MemoryStorage, rules: Sequence[Rule] = (), seed: int = 0) -> None:
         super().__init__(inner, rules, seed=seed)
@@ -84,7 +84,7 @@ def a_store(*rules: Rule, seed: int = 0, identity: ModelIdentity | None = None) 
 
 
 def prompt(pages: float, seed: int = 0, prefix: Sequence[int] = ()) -> list[int]:
-    """A prompt of so many pages, beginning with another one."""
+    """A prompt of this many pages, beginning with another one."""
     rest = np.random.default_rng(seed).integers(0, 1 << 20, int(pages * PAGE) - len(prefix))
     return [*prefix, *map(int, rest)]
 
@@ -130,7 +130,7 @@ class Request:
         raise AssertionError(f"not ready after {TURNS} turns, but {self.lease.phase}")
 
     def look(self) -> None:
-        """Compare every page that this request resumes from with what it must hold."""
+        """Compare every page that this request resumes from with its expected content."""
         boundary = self.lease.boundary
         assert boundary % (CHUNK // PAGE) == 0
         assert boundary * PAGE < max(1, len(self.tokens)), "nothing is left to compute"
@@ -224,7 +224,7 @@ LONG = prompt(8.5)  # of which 8 pages can be resumed from
 
 
 def a_full_store(tokens: list[int] = LONG) -> StoreThatStays:
-    """A store that has all pages of a prompt, written by a cache that is gone."""
+    """A storage that has all pages of a prompt, written by a cache that has been shut down."""
     store = a_store()
     cache = PrefixCache(an_identity(), a_config(), storage=store)
     run(cache, tokens)

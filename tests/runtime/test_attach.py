@@ -1,4 +1,4 @@
-"""Storages come and go while requests are served: no request fails, no slot leaks, a failed change has no effect."""
+"""Attach and detach while requests are served: no request fails, no slot leaks, a failed change has no effect."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -52,7 +52,7 @@ def make() -> Iterator[Make]:
 
 
 class ThatCloses(StoreThatStays):
-    """Knows whether it has been closed; what it holds stays."""
+    """Knows whether it has been closed; its objects stay."""
 
     def __init__(self, inner: MemoryStorage) -> None:
         super().__init__(inner)
@@ -90,7 +90,7 @@ def gone(some: set[threading.Thread]) -> None:
         assert not thread.is_alive(), thread.name
 
 
-# --- what comes and goes
+# --- attach and detach
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
@@ -183,7 +183,7 @@ def test_a_store_that_goes_first_ends_what_was_sent_to_it(make: Make) -> None:
     until(cache, lambda: nothing_is_left(cache))  # a call that hung may still be on its way back
 
 
-def test_without_a_store_nobody_is_asked_and_it_can_come_back(make: Make, tmp_path: Path) -> None:
+def test_without_a_storage_no_probe_is_sent_and_it_can_be_attached_again(make: Make, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store?capacity=64MiB"
     cache = make(storage_deadline_s=30.0)
     for _ in range(3):
@@ -206,7 +206,7 @@ def test_detaching_where_there_is_nothing_is_nothing(make: Make) -> None:
     assert run(cache, LONG) == (0, 0, 0)
 
 
-def test_who_waits_for_a_store_that_goes_is_computed_at_once(make: Make) -> None:
+def test_a_request_that_waits_for_a_detached_storage_is_computed_at_once(make: Make) -> None:
     store, clock = a_store(), Clock()
     cache = make(store, clock, prefetch_policy="wait_complete")
     store.stall()
@@ -244,22 +244,22 @@ def test_policies_come_with_a_store_and_stay(make: Make) -> None:
 # --- one that hangs
 
 
-def test_a_store_that_hangs_hurts_nobody_after_it_was_detached(make: Make) -> None:
+def test_a_storage_that_hangs_harms_no_request_after_it_was_detached(make: Make) -> None:
     before = threads()
     old, new = a_door(), a_door()
     cache = make(old, storage_deadline_s=0.05)
     old.stall()
     run(cache, LONG)
-    old.wait_for_stalled_call()  # a worker hangs with host pages in its hands
+    old.wait_for_stalled_call()  # a worker hangs while it uses host pages
     change = cache.attach(new, back_up=True)
     cache.step()
     gone_depot = change.made.result(0)
     assert gone_depot is not None
     assert gone_depot.closed.wait(LONG_S), "it is given up"
-    assert not old.closed.is_set(), "and not closed under a call"
+    assert not old.closed.is_set(), "and not closed during a call"
     run(cache, OTHER)
     until(cache, lambda: new.counts["put"] > 0 and not cache.scheduler.core.backups.pending_backup)
-    assert cache.scheduler.core.copies.ops, "what hangs keeps its slots"
+    assert cache.scheduler.core.copies.ops, "copies that hang keep their slots"
     old.release()
     until(cache, lambda: not cache.scheduler.core.copies.ops)
     settle(cache)
@@ -280,7 +280,7 @@ def test_what_waited_behind_a_call_that_hangs_ends_when_the_store_is_given_up(ma
     store.wait_for_stalled_call()
     assert cache.worker.transfers.connection is not None
     lane, seeds = cache.worker.transfers.connection.lanes[STORE], count(21)
-    while not (lane.waiting() and lane.busy_s()):  # one call may take all that waits, as long as a worker is free
+    while not (lane.waiting() and lane.busy_s()):  # one call may take all queued copies, as long as a worker is free
         run(cache, prompt(8.5, seed=next(seeds)))
         clock.now += 0.001
     change = cache.detach()
@@ -289,7 +289,7 @@ def test_what_waited_behind_a_call_that_hangs_ends_when_the_store_is_given_up(ma
     assert before is not None and before.closed.wait(LONG_S)
     cache.step()
     assert lane.counts.late > 0 and lane.waiting() == 0
-    assert cache.scheduler.core.copies.ops, "what has begun hangs"
+    assert cache.scheduler.core.copies.ops, "copies that have begun hang"
     store.release()
     until(cache, lambda: not cache.scheduler.core.copies.ops)
     until(cache, lambda: nothing_is_left(cache))  # a call that hung may still be on its way back
@@ -335,7 +335,7 @@ def test_a_store_that_is_down_is_not_asked_and_gets_what_was_written_meanwhile(m
     assert run(cache, LONG) == (0, 0, ALL)
 
 
-def test_when_a_store_has_hung_for_too_long_those_who_wait_go_on_and_others_never_waited(make: Make) -> None:
+def test_requests_that_wait_for_a_hung_storage_resume_at_its_deadline_and_others_never_wait(make: Make) -> None:
     filled, clock = a_store(), Clock()
     cache = make(filled, clock, prefetch_base_s=99.0, prefetch_per_ki_token_s=9.0, storage_deadline_s=7.0)
     run(cache, LONG)
@@ -375,11 +375,11 @@ def test_a_store_that_is_down_can_be_detached_and_another_attached(make: Make) -
     assert run(cache, LONG) == (0, 0, ALL)
 
 
-# --- what fails changes nothing
+# --- a failed change has no effect
 
 
 def goes_on(cache: PrefixCache) -> None:
-    """The store that there was works as before."""
+    """The attached storage works as before."""
     settle(cache)
     cache.flush()
     assert run(cache, LONG) == (0, 0, ALL)
@@ -403,7 +403,7 @@ def full(make: Make) -> PrefixCache:
     ("how", "complaint"),
     [({"prefetch": "hope"}, "unknown prefetch policy 'hope'"), ({"write": "later"}, "unknown write policy 'later'")],
 )
-def test_a_policy_that_nobody_knows_is_refused(full: PrefixCache, how: dict[str, str], complaint: str) -> None:
+def test_an_unknown_policy_is_refused(full: PrefixCache, how: dict[str, str], complaint: str) -> None:
     config, store = full.config, a_door()
     with pytest.raises(ConfigError, match=complaint):
         full.attach(store, **how)  # type: ignore[arg-type]

@@ -64,5 +64,5 @@ def test_states_that_are_kept_more_often_have_more_room() -> None:
         (_, _, few), (pages, _, many) = rare[tier], often[tier]
         assert many > 15 * few and many * every >= 0.9 * pages * PAGE
     assert spacing(POOLS, PAGE, CHUNK, asked=CHUNK // 2, every=every) == CHUNK // 2, (
-        "what is asked for is not thinned out"
+        "an explicit spacing is not widened"
     )

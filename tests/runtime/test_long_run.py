@@ -1,4 +1,4 @@
-"""A long life with too little memory and a storage that does everything wrong: slow at worst, never a wrong byte."""
+"""A long run with too little memory and a storage with every fault: slow at worst, never a wrong byte."""
 
 import random
 

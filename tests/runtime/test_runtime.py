@@ -1,4 +1,4 @@
-"""A request resumes from the right bytes, wherever they come from and whatever goes wrong on the way."""
+"""A request resumes from the right bytes, whichever tier they come from and whatever fails on the way."""
 
 from pathlib import Path
 
@@ -77,7 +77,7 @@ def test_a_folder_of_files_is_found_by_the_next_cache_that_opens_it(tmp_path: Pa
     url = f"file://{tmp_path}/store?capacity=64MiB"
     cache = PrefixCache(an_identity(), a_config(storage=url))
     assert run(cache, LONG) == (0, 0, 0)
-    cache.shutdown()  # without a settle: it finishes what is under way by itself
+    cache.shutdown()  # without a settle: shutdown finishes the copies in flight
     again = PrefixCache(an_identity(), a_config(storage=url))
     assert run(again, LONG) == (0, 0, ALL)
     usage = again.usage()
@@ -108,7 +108,7 @@ def test_prompts_that_part_share_what_is_before(make: Make) -> None:
 
 
 def test_prompts_that_part_inside_of_a_chunk_share_nothing_of_it(make: Make) -> None:
-    """What a model computes for a token may depend, in its last bits, on all tokens of its chunk."""
+    """The last bits of a token's state may depend on all tokens of its chunk."""
     cache = make(a_store(), pools=(ATTENTION,))
     first, other = (prompt(10.5, seed, prefix=LONG[: 7 * PAGE]) for seed in (1, 2))
     run(cache, first)
@@ -355,7 +355,7 @@ def test_a_request_waits_for_a_stalled_storage_as_long_as_its_patience_and_no_lo
     store.reading.set()
     settle(cache)
     assert run(cache, LONG) == (ALL, 0, 0)
-    until(cache, lambda: nothing_is_left(cache))  # a storage that is back gets what it missed, whenever that is
+    until(cache, lambda: nothing_is_left(cache))  # a storage that is up again gets the stores that it missed
 
 
 def test_pages_that_arrive_after_patience_ran_out_are_kept_unpinned(make: Make) -> None:
@@ -404,7 +404,7 @@ def test_a_closed_request_leaves_nothing_behind_in_any_phase(make: Make) -> None
     request = Request(cache, prompt(9, seed=5)).wait()
     request.chunk()
     cache.grow(request.lease, 4)
-    request.close()  # with room that it never filled
+    request.close()  # with reserved slots that it never filled
     settle(cache)
     assert nothing_is_left(cache)
 

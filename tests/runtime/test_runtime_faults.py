@@ -34,7 +34,7 @@ from kvarve.prefix_cache import PrefixCache
 ALL = 8  # pages of LONG that can be resumed from
 
 
-# --- what goes wrong
+# --- faults
 
 
 def test_when_storage_dies_requests_go_on_with_what_memory_has(make: Make) -> None:
@@ -53,7 +53,7 @@ def test_when_storage_dies_requests_go_on_with_what_memory_has(make: Make) -> No
     cache.flush([Tier.DEVICE])
     assert run(cache, fresh) == (0, ALL, 0)
     store.dead = False
-    until(cache, lambda: cache.up)  # it is asked now and then, and gets what was written meanwhile
+    until(cache, lambda: cache.up)  # it is probed, and gets the pages stored meanwhile
     settle(cache)
     cache.flush()
     assert run(cache, fresh) == (0, 0, ALL)
@@ -199,7 +199,7 @@ def test_a_cache_that_was_shut_down_gives_its_memory_back_at_once(tmp_path: Path
     run(cache, LONG)
     cache.shutdown()
     kept = weakref.ref(cache.worker.host[0])
-    gc.disable()  # it comes when it likes, and what a cache had is much
+    gc.disable()  # its timing is arbitrary, and a cache's memory is large
     try:
         del cache
         assert kept() is None
@@ -240,7 +240,7 @@ def test_what_is_going_on_is_told_by_name(make: Make) -> None:
     assert cache.stats()["backed_up"] == cache.stats()["stored"] > 0
 
 
-# --- what is refused
+# --- refused settings
 
 
 def test_two_models_on_one_folder_do_not_see_each_other(tmp_path: Path) -> None:

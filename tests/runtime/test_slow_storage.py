@@ -1,4 +1,4 @@
-"""A storage that is slow, hangs or is down takes nothing but its own hits, and is given what the policy wants."""
+"""A storage that is slow, hangs or is down costs only its own hits, and gets the stores that the policy wants."""
 
 import logging
 import random
@@ -45,7 +45,7 @@ class Slow(StoreThatStays):
 
 
 class GatedGets(StoreThatStays):
-    """Each get says that it has come, and waits until it is let through."""
+    """Each get announces itself, and waits until it is let through."""
 
     def __init__(self, inner: MemoryStorage) -> None:
         super().__init__(inner)
@@ -59,7 +59,7 @@ class GatedGets(StoreThatStays):
 
 
 class HungPuts(StoreThatStays):
-    """A put never comes back until the test is over."""
+    """A put does not return until the test is over."""
 
     def __init__(self, inner: MemoryStorage) -> None:
         super().__init__(inner)
@@ -90,7 +90,7 @@ def make() -> Iterator[Make]:
         cache.shutdown(5)
 
 
-# --- what is asked
+# --- probes and fetches
 
 
 def test_hits_behind_a_burst_of_misses_are_found_though_each_call_takes_a_tenth_of_a_second(make: Make) -> None:
@@ -130,7 +130,7 @@ def test_all_pages_are_waited_for_though_together_they_take_longer_than_one_call
         gates = [store.gates.get(timeout=LONG_S) for _ in range(calls)]
         clock.now += 0.9
         cache.step()
-        assert len(request.lease.ops) == left, "what waits goes on waiting"
+        assert len(request.lease.ops) == left, "the other copies still wait"
         for gate in gates:
             gate.set()
         until(cache, lambda ops=left - calls: len(request.lease.ops) <= ops)  # type: ignore[misc]
@@ -138,7 +138,7 @@ def test_all_pages_are_waited_for_though_together_they_take_longer_than_one_call
     request.close()
 
 
-# --- what is stored
+# --- stores
 
 
 def test_all_of_fifteen_sequences_is_stored_by_a_slow_storage_with_a_third_of_them_in_the_host(make: Make) -> None:
@@ -186,7 +186,7 @@ def test_settling_says_no_if_something_could_not_be_stored(make: Make) -> None:
     assert cache.settle(LONG_S)
 
 
-# --- what hangs
+# --- calls that hang
 
 
 def test_a_put_that_hangs_costs_no_hit_on_the_device(make: Make) -> None:
@@ -204,7 +204,7 @@ def test_a_put_that_hangs_costs_no_hit_on_the_device(make: Make) -> None:
 
 
 def whose_put_hangs(make: Make, detached: bool) -> tuple[PrefixCache, HungPuts]:
-    """A cache of which a put hangs on its storage, which is detached since, or down."""
+    """A cache with a put that hangs on its storage, which has been detached since, or is down."""
     store, clock = HungPuts(a_region()), Clock()
     cache = make(store, clock, storage_deadline_s=1.0)
     run(cache, prompt(8.5))
@@ -218,12 +218,12 @@ def whose_put_hangs(make: Make, detached: bool) -> tuple[PrefixCache, HungPuts]:
 
 
 @pytest.mark.parametrize("detached", [True, False], ids=["detached", "down"])
-def test_a_call_that_hangs_on_a_storage_that_is_gone_keeps_nobody_from_flushing(make: Make, detached: bool) -> None:
+def test_a_call_that_hangs_on_a_storage_that_is_gone_blocks_no_flush(make: Make, detached: bool) -> None:
     cache, _ = whose_put_hangs(make, detached)
     assert cache.scheduler.core.copies.ops, "the call hangs"
     before = cache.now()
     assert cache.flush([Tier.DEVICE], timeout_s=1e9) > 0
-    assert cache.now() == before, "by a clock that stands still, it took no time"
+    assert cache.now() == before, "it took no time by the frozen clock"
 
 
 @pytest.mark.parametrize("detached", [True, False], ids=["detached", "down"])

@@ -96,7 +96,7 @@ def filled(url: str, folder: Path) -> Path:
 
 @pytest.fixture
 def say(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Say:
-    """Run `kvarve storage` with these words: the exit code, standard output and standard error. Nobody can be asked."""
+    """Run `kvarve storage` with these words: exit code, standard output and standard error. There is no terminal."""
     monkeypatch.setattr("sys.stdin", io.StringIO())
 
     def say(*words: object) -> Said:
@@ -108,7 +108,7 @@ def say(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def told(said: Said, code: int = 0) -> Any:
-    """What a command has said by `--json -`."""
+    """A command's output with `--json -`."""
     assert (said[0], said[2]) == (code, "")
     return json.loads(said[1])
 
@@ -167,7 +167,7 @@ def everything(folder: Path) -> list[tuple[str, int, float]]:
 
 
 def overwrite(folder: Path, identity: ModelIdentity, name: str, data: bytes, at: int = 0) -> None:
-    """Write into the slot of an object, behind the store's back."""
+    """Write into the slot of an object, past the store."""
     with maintenance.inspect(folder, model_of(folder, identity)) as inspection:
         slab, row = inspection.place(name)
         path, place = slab.path, slab.shape.slot_at(row)
@@ -185,7 +185,7 @@ def record_of(folder: Path, identity: ModelIdentity, name: str) -> bytes:
 
 
 def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file and folder: when it was changed, and what it holds."""
+    """Every file and folder: its time of change and content."""
     return {
         str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
         for path in (folder, *folder.rglob("*"))
@@ -262,7 +262,7 @@ def test_stat_tells_people_the_same_and_the_share_of_a_capacity_that_was_said(fi
     assert code == 0 and "% of" not in out
 
 
-def test_stat_says_who_is_in_use(server: Ask, filled: Path, say: Say) -> None:
+def test_stat_says_which_models_are_in_use(server: Ask, filled: Path, say: Say) -> None:
     answer = told(say("stat", filled, "--json", "-"))
     assert {model["fingerprint"]: model["in_use"] for model in answer["models"]} == {
         OURS.fingerprint().hex(): True,
@@ -298,7 +298,7 @@ def test_verify_finds_what_is_damaged_beside_a_server(server: Ask, filled: Path,
         assert [(each["name"], each["why"]) for model in answer["models"] for each in model["damaged"]] == [
             (hurt, "its seal or its checksum is wrong")
         ]
-    assert all(server([hurt, *others])), "whoever reads it finds out by its seal"
+    assert all(server([hurt, *others])), "the reader notices by the checksum"
 
 
 def test_verify_finds_a_page_that_lies_in_the_place_of_another(filled: Path, say: Say) -> None:
@@ -343,7 +343,7 @@ def test_what_a_server_evicts_meanwhile_is_no_damage(filled: Path) -> None:
     storage = FileStorage(filled, 64 << 20, OURS.fingerprint(), str(OURS))
 
     def intact(name: str, record: memoryview) -> bool:
-        """Somebody else gives the slot to another object while this one is being read."""
+        """Another process gives the slot to another object while this one is being read."""
         storage.delete([name])
         return False
 
@@ -397,7 +397,7 @@ class LongAgo(Disk):
 
 @pytest.fixture
 def with_an_old_model(filled: Path) -> Path:
-    """A third model that nobody has used for 40 days."""
+    """A third model, unused for 40 days."""
     old = an_identity(weights="old")
     fill(FileStorage(filled, 64 << 20, old.fingerprint(), str(old), disk=LongAgo()), old)
     clock = model_of(filled, old).folder / "clock"
@@ -405,9 +405,7 @@ def with_an_old_model(filled: Path) -> Path:
     return filled
 
 
-def test_gc_removes_models_that_nobody_has_used_for_so_long_and_looking_is_no_use(
-    with_an_old_model: Path, say: Say
-) -> None:
+def test_gc_removes_models_unused_for_so_long_and_inspection_is_no_use(with_an_old_model: Path, say: Say) -> None:
     folder, old = with_an_old_model, an_identity(weights="old").fingerprint().hex()
     for words in ("ls", "stat", "verify", "gc"):
         assert say(words, folder)[0] == 0
@@ -418,7 +416,7 @@ def test_gc_removes_models_that_nobody_has_used_for_so_long_and_looking_is_no_us
     assert {model.label for model in maintenance.models(folder)} == {OURS.fingerprint(), THEIRS.fingerprint()}
 
 
-def test_gc_keeps_an_old_model_that_somebody_has_open(with_an_old_model: Path, say: Say) -> None:
+def test_gc_keeps_an_old_model_that_a_process_has_open(with_an_old_model: Path, say: Say) -> None:
     old = an_identity(weights="old")
     with process(HOLDER, with_an_old_model, old) as child:
         assert child.stdout is not None and child.stdout.readline() == "open\n"
@@ -439,7 +437,7 @@ def test_drop_of_a_group_leaves_the_other_salt_to_the_server(server: Ask, filled
     assert names_in(filled, THEIRS) == theirs
 
 
-def test_drop_says_what_it_would_do_and_does_nothing_when_nobody_can_be_asked(filled: Path, say: Say) -> None:
+def test_drop_without_a_terminal_lists_what_it_would_remove_and_removes_nothing(filled: Path, say: Say) -> None:
     before = everything(filled)
     group = group_of(OURS, "tenant")
     for words, what in (
@@ -459,7 +457,7 @@ class Person(io.StringIO):
 
 
 @pytest.mark.parametrize(("answer", "left"), [("y\n", 1), ("Yes\n", 1), ("\n", 2), ("n\n", 2), ("", 2)])
-def test_drop_asks_somebody_at_a_terminal(
+def test_drop_asks_at_a_terminal(
     filled: Path, say: Say, monkeypatch: pytest.MonkeyPatch, answer: str, left: int
 ) -> None:
     monkeypatch.setattr("sys.stdin", Person(answer))
@@ -487,7 +485,7 @@ def test_drop_all_leaves_a_folder_that_can_be_filled_again(filled: Path, say: Sa
     assert names_in(filled, OURS)
 
 
-# --- what cannot be
+# --- errors
 
 
 @pytest.mark.parametrize("does", ["ls", "stat", "verify", "gc", "drop --all --yes"])
@@ -497,7 +495,7 @@ def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path, say: Say, does: 
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path, say: Say) -> None:
+def test_a_foreign_folder_is_left_alone(tmp_path: Path, say: Say) -> None:
     assert "there is no kvarve storage in it" in complaint(say("ls", tmp_path))
     assert [*tmp_path.iterdir()] == []
     (tmp_path / "thesis.tex").write_text("precious")

@@ -1,4 +1,4 @@
-"""A cache over two storages: what one has lost the other has, and it is put back."""
+"""A cache over two storages: a page that one has lost is read from the other, and put back."""
 
 from collections.abc import Iterator
 from uuid import uuid4
@@ -80,7 +80,7 @@ def test_pages_that_the_near_storage_damaged_come_from_the_far_one_and_are_mende
 
 @pytest.fixture
 def two() -> Iterator[tuple[StoreThatStays, StoreThatStays, PrefixCache]]:
-    """A near storage, a far one, and a cache over both, whose deadline is a second."""
+    """A near storage, a far one, and a cache over both with a deadline of one second."""
     near, far = a_store(), a_store()
     tiers = Tiers([Breaker(each, deadline_s=60.0) for each in (near, far)], patience_s=0.1)
     config = a_config(storage_deadline_s=1.0, prefetch_policy="wait_complete")
@@ -107,7 +107,7 @@ def test_a_far_storage_that_does_not_answer_costs_nothing_of_what_the_near_one_h
     far.release()
 
 
-def test_other_workers_come_for_those_who_hang_reading_from_a_far_storage(
+def test_new_workers_replace_those_that_hang_reading_from_a_far_storage(
     two: tuple[StoreThatStays, StoreThatStays, PrefixCache],
 ) -> None:
     near, far, cache = two

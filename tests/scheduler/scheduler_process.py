@@ -15,7 +15,7 @@ from kvarve.scheduler import CacheScheduler
 
 
 def about(wire: Wire) -> dict[str, Any]:
-    """What this process has beside the scheduler, and what it was sent."""
+    """The resources of this process beside the scheduler, and the messages that it got."""
     # Listing the open files opens one more.
     files = len(os.listdir("/proc/self/fd")) - 4  # noqa: PTH208  the pipes, the errors and the listing
     received = {each.__name__ for each in wire.received}

@@ -1,4 +1,4 @@
-"""Whatever crosses between a scheduler and a worker is plain data: it can be pickled, and comes back equal."""
+"""Every message between a scheduler and a worker is plain data: it can be pickled, and comes back equal."""
 
 import pickle
 from typing import Any
@@ -25,7 +25,7 @@ SAMPLES: list[Any] = [
     PAGE,
     Copy(1, Tier.HOST, Tier.DEVICE, (PAGE, PAGE), b"root", 0.5),
     Probe(2, (PAGE,), b"root", 0.5),
-    Hurry(2),
+    Hurry((2, 3)),
     Release(3, ((0, 7), (1, 8))),
     Began(2),
     Verified(2, 1 << 200, 3),
@@ -42,7 +42,7 @@ SAMPLES: list[Any] = [
     POOL,
     BUFFER,
     Tier.STORAGE,
-    Prompt(b"root", b"tokens"),
+    Prompt(b"root", b"tokens", 64),
     Demand([1], [[2], [3]]),
     Hit(1, 2, 3, (2,)),
     Counters(fetched=3),

@@ -1,13 +1,16 @@
-"""A scheduler without a worker, and a worker without a scheduler: what each makes of the other's messages."""
+"""A scheduler without a worker, and a worker without a scheduler: how each handles the other's messages."""
 
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-from filling import a_config, a_store, an_identity, prompt
+from filling import PAGE, a_config, a_store, an_identity, prompt
 
-from kvarve.core.effects import Copy, Ended, Probe
+from kvarve.core.effects import Copy, Ended, Hurry, Probe
 from kvarve.errors import Busy, StorageError
 from kvarve.messages import ChangeMade, ChangeProposed, ChangeRefused, Report
+from kvarve.model import Tier
 from kvarve.ranks.agreement import AgreedStep, Alone
 from kvarve.scheduler import CacheScheduler
 from kvarve.worker import CacheWorker, check
@@ -63,6 +66,26 @@ def test_a_storage_that_a_worker_reports_down_is_asked_for_nothing_until_it_is_b
     assert [type(order) for order in scheduler.take()] == [Probe]
 
 
+def test_a_claim_makes_all_fetches_of_its_request_urgent_with_one_order() -> None:
+    scheduler = a_scheduler()
+    scheduler.step(Report(), 1.0)
+    lease = scheduler.open(prompt(100.5))
+    (probe,) = scheduler.take()
+    assert isinstance(probe, Probe)
+    scheduler.step(Report([Ended(probe.op, (1 << len(probe.pages)) - 1)]), 2.0)
+    fetches = [order.op for order in scheduler.take() if isinstance(order, Copy) and not order.urgent]
+    assert len(fetches) > 5
+    scheduler.claim(lease)
+    assert scheduler.take() == [Hurry(tuple(fetches))]
+
+
+def test_a_claim_of_a_request_without_fetches_makes_nothing_urgent() -> None:
+    scheduler = a_scheduler(storage=False)
+    scheduler.step(Report(), 1.0)
+    scheduler.claim(scheduler.open(prompt(4.5)))
+    assert not any(isinstance(order, Hurry) for order in scheduler.take())
+
+
 def test_an_answer_about_a_copy_that_is_not_in_flight_is_counted_and_changes_nothing() -> None:
     scheduler = a_scheduler()
     scheduler.step(Report([Ended(99, 1)]), 1.0)
@@ -95,6 +118,43 @@ def test_a_worker_that_closes_gives_its_pending_change_up() -> None:
     assert worker.report().proposed is None
 
 
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """From its call on the system starts no more threads."""
+
+    def fails(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    yield lambda: monkeypatch.setattr(threading.Thread, "start", fails)
+
+
+def test_a_change_is_answered_though_the_storage_before_it_cannot_be_retired(
+    no_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = CacheWorker(an_identity(), a_config(), storage=a_store())
+    change = worker.detach()
+    no_threads()
+    with pytest.raises(StorageError, match="can't start new thread") as raised:
+        worker.do([ChangeMade(change.number)])
+    assert change.made.exception(0) is raised.value
+    monkeypatch.undo()
+    worker.close(5, 1, up=True)
+
+
+def test_a_refused_change_is_answered_though_its_storage_cannot_be_retired(
+    no_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = CacheWorker(an_identity(), a_config())
+    change = worker.attach(a_store())
+    no_threads()
+    with pytest.raises(StorageError, match="can't start new thread"):
+        worker.do([ChangeRefused(change.number, "another rank cannot", busy=False)])
+    with pytest.raises(StorageError, match="another rank cannot"):
+        change.made.result(0)
+    monkeypatch.undo()
+    worker.close(5, 1, up=True)
+
+
 def test_a_worker_answers_each_order_once_whatever_becomes_of_it() -> None:
     store = a_store()
     worker, scheduler = CacheWorker(an_identity(), a_config(), storage=store), a_scheduler()
@@ -104,9 +164,39 @@ def test_a_worker_answers_each_order_once_whatever_becomes_of_it() -> None:
     assert isinstance(probe, Probe | Copy)
     store.dead = True
     worker.do([probe])
-    ends: list[Ended] = []
-    while not ends:
-        worker.wait(1.0)
-        ends += [event for event in worker.report().events if isinstance(event, Ended)]
-    assert ends == [Ended(probe.op, 0)]
-    worker.close(5, 1, up=True)
+    worker.close(5, 1, up=True)  # the lanes have finished, so no answer is still to come
+    assert [event for event in worker.report().events if isinstance(event, Ended)] == [Ended(probe.op, 0)]
+
+
+# --- over an engine's blocks
+
+
+def over_blocks() -> CacheScheduler:
+    identity = replace(an_identity(), chunk_tokens=2 * PAGE)
+    slots = {Tier.HOST: (64,) * len(identity.pools)}
+    return CacheScheduler(identity, a_config(), slots, storage=True)
+
+
+def test_pages_of_an_unfinished_chunk_are_not_saved_as_their_names_still_change() -> None:
+    scheduler = over_blocks()
+    scheduler.step(Report(), 1.0)
+    lease = scheduler.open(prompt(3))
+    scheduler.claim(lease)
+    scheduler.step(Report([Ended(order.op, 0) for order in scheduler.take() if isinstance(order, Probe)]), 1.5)
+    assert scheduler.claim(lease)
+    saved = scheduler.save(lease, [{0: 100, 1: 101, 2: 102} for _ in scheduler.pools])
+    assert all(positions & 0b100 == 0 for positions in saved) and any(saved)
+    sealed = {page.target: page.key for copy in copies(scheduler, Tier.HOST) for page in copy.pages}
+    assert sealed and {*sealed.values()} <= {lease.key(0), lease.key(1)}
+
+
+def test_calls_about_device_slots_are_refused_where_an_engine_owns_the_device() -> None:
+    scheduler = over_blocks()
+    with pytest.raises(AssertionError, match="an engine owns the device"):
+        scheduler.capacity_tokens()
+    with pytest.raises(AssertionError, match="an engine owns the device"):
+        scheduler.demand([])
+
+
+def copies(scheduler: CacheScheduler, target: Tier) -> list[Copy]:
+    return [order for order in scheduler.take() if isinstance(order, Copy) and order.target is target]

@@ -1,7 +1,7 @@
 """A prefill server hands a prompt over to a decode server, by a ticket and a storage that both share."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -28,6 +28,12 @@ TICKET = Ticket("ab" * 32, "cd" * 32, 8, UNTIL_S, "ef" * 32, "kvarve-page/2")
 class Shared(FaultyStorage):
     """One of two connections to a storage, which outlives both."""
 
+    probes = 0
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        self.probes += 1
+        return super().exists(names)
+
     def close(self) -> None:
         pass
 
@@ -39,7 +45,7 @@ def region() -> MemoryStorage:
 
 @pytest.fixture
 def servers(region: MemoryStorage) -> Iterator[tuple[PrefixCache, PrefixCache]]:
-    """A prefill server, whose write policy alone would store nothing of a prompt's first use, and a decode server."""
+    """A prefill server with a write policy that would not store a prompt at its first use, and a decode server."""
     prefill = PrefixCache(an_identity(), a_config(write_policy="write_through_selective"), storage=Shared(region))
     decode = PrefixCache(an_identity(), a_config(), storage=Shared(region))
     yield prefill, decode
@@ -75,14 +81,19 @@ def test_without_a_ticket_the_write_policy_alone_decides(servers: tuple[PrefixCa
     assert run(decode, PROMPT) == (0, 0, 0)
 
 
-def test_pages_that_never_come_are_computed(servers: tuple[PrefixCache, PrefixCache], region: MemoryStorage) -> None:
-    prefill, decode = servers
+def test_pages_that_never_come_are_asked_for_and_then_computed(
+    servers: tuple[PrefixCache, PrefixCache], region: MemoryStorage
+) -> None:
+    prefill, _ = servers
     ticket = prefilled(prefill)
     settle(prefill)
     lost = [*region._region.objects]  # type: ignore[union-attr]
     assert lost and all(region.delete(lost))
-    soon = replace(ticket, until_s=0.2)
-    assert Request(decode, PROMPT, ticket=soon).wait().lease.boundary == 0
+    shared, soon = Shared(region), replace(ticket, until_s=0.2)
+    decode = PrefixCache(an_identity(), a_config(), storage=shared)
+    assert Request(decode, PROMPT, ticket=soon).wait().close().boundary == 0
+    assert shared.probes >= 2, "the storage was asked again"
+    decode.shutdown(5)
 
 
 def test_a_ticket_of_the_prompt_begun_is_one_of_no_pages(servers: tuple[PrefixCache, PrefixCache]) -> None:

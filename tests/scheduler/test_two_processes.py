@@ -72,7 +72,7 @@ class Client:
 
 
 class Served(NamedTuple):
-    """What the demo's workload came to: of each round the answers, their cached tokens by tier, and the scores."""
+    """The results of the demo's workload: of each round the answers, their cached tokens by tier, and the scores."""
 
     answers: list[list[str]]
     cached: list[list[dict[str, int]]]

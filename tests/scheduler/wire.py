@@ -1,4 +1,4 @@
-"""What may cross between the process of a scheduler and that of its worker and engine: pickled plain data, checked.
+"""Messages between the process of a scheduler and that of its worker and engine: pickled plain data, checked.
 
 Each message is its length and its pickle. The reader makes no object of a class that is not in `PLAIN`.
 """
@@ -31,7 +31,7 @@ class Number(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """What an engine reads of a lease."""
+    """The fields of a lease that an engine reads."""
 
     number: int
     root: bytes
@@ -43,7 +43,7 @@ class Standing(NamedTuple):
     holds: bool
     boundary: int
     done: int
-    room: int
+    grown: int
     seen: tuple[int, ...]
     tiers: tuple[int, int, int]
 

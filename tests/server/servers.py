@@ -1,4 +1,4 @@
-"""What the servers of the tests are set to."""
+"""Settings of the tests' servers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""How the tests talk to a server, and what they make of what it says."""
+"""How the tests send requests to a server, and parse its answers."""
 
 import json
 import time

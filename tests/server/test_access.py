@@ -1,4 +1,4 @@
-"""Access control: by key, and never for a page of another site in a browser."""
+"""Access control: by key, and never for a web page of another site."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from kvarve.server.serve import Server, check_settings
 FLUSH, STORAGE = "/flush_cache", "/admin/storage"
 API, ADMIN = "bräda", "gärdsgård"
 ASK: Body = {"prompt": "hei", "max_tokens": 1}
-# What a browser may send to any site without asking it first.
+# Requests that a browser may send to any site without a preflight.
 SIMPLE = [
     "text/plain",
     "text/plain;charset=UTF-8",
@@ -91,7 +91,7 @@ def test_each_wrong_key_is_refused_and_the_right_one_passes(guarded: httpx.Clien
 
 @pytest.mark.parametrize("own_server", [{"api_key": "k\udcff", "admin_key": "\udcfe"}], indirect=True)
 def test_a_key_is_the_bytes_that_the_environment_held(own_client: httpx.Client) -> None:
-    """What is no UTF-8 in the environment reads as lone surrogates in Python."""
+    """Bytes in the environment that are no UTF-8 read as lone surrogates in Python."""
     assert own_client.get("/v1/models", headers={b"Authorization": b"Bearer k\xff"}).status_code == 200
     assert own_client.get(STORAGE, headers={b"Authorization": b"Bearer \xfe"}).status_code == 200
     refused(own_client.get("/v1/models", headers={b"Authorization": b"Bearer k\xfe"}), 401)
@@ -113,7 +113,7 @@ def test_a_flush_in_a_form_that_a_page_could_send_is_refused(client: httpx.Clien
     assert refused(client.post(FLUSH, headers={"Content-Type": kind}), 415)
 
 
-@pytest.mark.parametrize("kind", [*SIMPLE, None])  # a body of no type at all is sent without asking, too
+@pytest.mark.parametrize("kind", [*SIMPLE, None])  # a body without a type needs no preflight either
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_no_page_makes_the_model_compute_by_a_form_without_preflight(
     client: httpx.Client, path: str, kind: str | None
@@ -126,7 +126,7 @@ def test_no_page_makes_the_model_compute_by_a_form_without_preflight(
 
 @pytest.mark.parametrize("headers", FROM_A_PAGE, ids=str)
 def test_a_page_may_ask_what_costs_nothing_and_says_so(client: httpx.Client, headers: Body) -> None:
-    """What it gets it can read only if it comes from the same site, through a proxy in front of both."""
+    """It can read the answer only if it comes from the same site, through a proxy in front of both."""
     assert client.get("/v1/models", headers=headers).status_code == 200
     assert client.get("/health", headers=headers).status_code == 200
     assert client.post(COMPLETIONS, json=ASK, headers=headers).status_code == 200

@@ -29,7 +29,7 @@ def operated(checkpoint: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def client(operated: Server) -> Iterator[httpx.Client]:
-    """An operator, who finds no storage attached and leaves none."""
+    """An operator's client to a server without a storage, before the test and after it."""
     with httpx.Client(base_url=operated.url, timeout=60, headers=BEARER) as client:
         yield client
         done(client.delete(STORAGE))
@@ -76,7 +76,7 @@ def test_a_storage_comes_and_goes_while_the_server_serves(
     assert cached(warm) == {"storage": 64}
     gone = done(client.delete(STORAGE))
     assert (gone["attached"], gone["previous_closed"]) == (False, True)
-    FileStorage(tmp_path / "pages", 64 << 20, operated.engine.model.identity.fingerprint(), "").close()  # nobody has it
+    FileStorage(tmp_path / "pages", 64 << 20, operated.engine.model.identity.fingerprint(), "").close()  # not open
     done(client.post("/flush_cache"))
     again = complete(client, song * 2, cache_salt=salt)
     assert cached(again) == {}
@@ -238,7 +238,7 @@ def test_the_metrics_say_what_a_storage_holds_as_long_as_there_is_one(
     assert not [name for name in until(client, lambda now: True) if name.startswith("kvarve_storage_")]
 
 
-# --- who may
+# --- access
 
 
 def test_without_an_admin_key_there_is_no_admin(server: Server) -> None:
@@ -255,7 +255,7 @@ Say = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def say(operated: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Say:
-    """`kvarve storage ...` of who has the key in the environment."""
+    """`kvarve storage ...` with the key in the environment."""
     monkeypatch.setenv("KVARVE_ADMIN_KEY", KEY)
 
     def say(*words: object, server: str = operated.url) -> tuple[int, str, str]:

@@ -1,4 +1,4 @@
-"""What answers come with: several to one prompt, how likely each token was, and tools on the way to the template."""
+"""Several answers to one prompt, logprobs, and tools passed to the chat template."""
 
 import json
 from collections import defaultdict
@@ -75,7 +75,7 @@ DONE, FAILED, ABORTED = (f"kvarve_requests_total.{how}" for how in ("done", "fai
 
 
 def ends(client: httpx.Client, before: dict[str, float], requests: int) -> dict[str, float]:
-    """How many of so many requests have ended in which way, when all have."""
+    """How these requests ended, once all have: a count for each way."""
 
     def grown(now: dict[str, float]) -> dict[str, float]:
         return {how: now[how] - before[how] for how in (DONE, FAILED, ABORTED)}
@@ -89,7 +89,7 @@ def test_a_client_that_disconnects_ends_all_n_answers(client: httpx.Client, song
     before = metrics(client)
     body = {"prompt": song, "stream": True, "max_tokens": 900, "ignore_eos": True, "n": 3}
     with client.stream("POST", COMPLETIONS, json=body) as response:
-        lines = response.iter_lines()  # whoever lets go of it closes the connection
+        lines = response.iter_lines()  # dropping the generator closes the connection
         assert next(lines).startswith("data: ")
     assert ends(client, before, 3) == {DONE: 0, FAILED: 0, ABORTED: 3}
 
@@ -128,7 +128,7 @@ def test_n_answers_are_all_taken_or_none(own_client: httpx.Client, song: str) ->
     assert "more than the 3" in refused(own_client.post(COMPLETIONS, json={"prompt": song, "n": 4}), 400)
     body = {"prompt": song, "max_tokens": 900, "ignore_eos": True, "stream": True, "n": 2}
     with own_client.stream("POST", COMPLETIONS, json=body) as first:
-        lines = first.iter_lines()  # whoever lets go of it closes the connection
+        lines = first.iter_lines()  # dropping the generator closes the connection
         next(lines)
         assert "try again later" in refused(own_client.post(COMPLETIONS, json={"prompt": song, "n": 2}), 503)
         now = metrics(own_client)
@@ -254,7 +254,7 @@ def teller(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def rendered(client: httpx.Client, expected: str, **body: Any) -> None:
-    """A chat has become this very prompt: as long as it, and the model goes on from it with the very same chances."""
+    """A chat is rendered as this very prompt: it has as many tokens, and the next token has the same chances."""
     answer = client.post(CHAT, json={"max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 5} | body)
     assert answer.status_code == 200, answer.text
     same = complete(client, expected, max_tokens=1, logprobs=5)

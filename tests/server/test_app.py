@@ -1,4 +1,4 @@
-"""The server from outside: what a client sends, and what it gets to see."""
+"""The server from outside: requests of a client, and their answers."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -266,7 +266,7 @@ def test_metrics_count_what_usage_says(client: httpx.Client, song: str, salt: st
     assert after["kvarve_info.singer.0.1.0"] == 1
 
 
-# --- what is refused
+# --- refused requests
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def one_line(result: tuple[int, str, str]) -> str:
 
 
 def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Everything below a folder: when it was changed last, and what it holds."""
+    """Every file and folder below a folder: its time of change and content."""
     return {
         str(path): (path.stat().st_mtime_ns, b"" if path.is_dir() else path.read_bytes())
         for path in (folder, *folder.rglob("*"))
@@ -315,7 +315,7 @@ def test_ctrl_c_ends_it_whole_and_what_it_knew_is_there_after_a_restart(
         assert process.wait() == 0
         assert not ready.exists()
         assert (tmp_path / "log").read_text() == ""
-    for _ in range(2):  # what another process stored, this one finds: it is the same model on the same machine
+    for _ in range(2):  # this process finds pages stored by another: the same model on the same machine
         tiers = str(tmp_path / "storage"), f"file://{tmp_path}/far?capacity=64MiB"
         with Server(settings(checkpoint, storage=tiers)) as again:
             answers.append(httpx.post(f"{again.url}/v1/completions", json=prompt, timeout=60).json())

@@ -197,7 +197,7 @@ def test_a_connection_between_two_requests_stays_longer_than_a_client_keeps_it(o
 def test_a_client_that_does_not_read_its_stream_is_aborted(
     own_server: Server, client: httpx.Client, connect: Connect, clock: Clock
 ) -> None:
-    for listener in own_server._http.servers[0].sockets:  # what is accepted has as little room for what is to be sent
+    for listener in own_server._http.servers[0].sockets:  # accepted sockets inherit these small send buffers
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     asked = b'{"prompt": "hei", "max_tokens": 900, "ignore_eos": true, "stream": true, "n": 16, "logprobs": 5}'
     deaf = connect(post(asked), receive_bytes=1024)
@@ -216,7 +216,7 @@ def test_a_client_that_does_not_read_its_stream_is_aborted(
 
 
 class Pipe:
-    """A transport of which so much has not been taken yet."""
+    """A transport with this many bytes unread."""
 
     def __init__(self) -> None:
         self.unsent = 0
@@ -247,7 +247,7 @@ def a_connection(now: float, complete: bool) -> tuple[Connection, Pipe]:
 def test_an_answer_stalls_from_the_last_moment_at_which_something_of_it_was_taken(complete: bool) -> None:
     connection, pipe = a_connection(100.0, complete)
     connection.flow.write_paused = not complete
-    assert connection.stalled_s(110.0) == 0  # there is nothing to take
+    assert connection.stalled_s(110.0) == 0  # there is nothing to read
     pipe.unsent = 5000
     assert [connection.stalled_s(now) for now in (120.0, 130.0, 150.0)] == [10, 20, 40]
     pipe.unsent = 4999
@@ -259,7 +259,7 @@ def test_an_answer_stalls_from_the_last_moment_at_which_something_of_it_was_take
 def test_while_an_answer_is_written_as_it_comes_it_does_not_stall() -> None:
     connection, pipe = a_connection(100.0, complete=False)
     for now in range(101, 200):
-        pipe.unsent += 100  # more comes than is taken
+        pipe.unsent += 100  # more is written than is read
         assert connection.stalled_s(now) == 0
     connection.flow.write_paused = True
     assert connection.stalled_s(209.0) == 10
@@ -284,7 +284,7 @@ def test_the_system_holds_little_of_an_answer_so_that_slow_reading_is_seen(host:
     listener = bind(host, 0)
     with listener:
         room = listener.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-        assert room in (SEND_BYTES, 2 * SEND_BYTES)  # Linux doubles it, and grows what is not set
+        assert room in (SEND_BYTES, 2 * SEND_BYTES)  # Linux doubles it, and grows buffers that are not set
 
 
 # --- turns

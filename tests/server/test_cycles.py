@@ -54,7 +54,7 @@ class Odd:
 
 
 class Traffic:
-    """Clients who ask the same prompts over and over, each in its own order, and compare all logits."""
+    """Clients that send the same prompts over and over, each in its own order, and compare all logits."""
 
     def __init__(self, server: Server) -> None:
         self.engine = server.engine
@@ -99,7 +99,7 @@ class Traffic:
     def go_on(self, answers: int = 1) -> None:
         """Until some more requests have been answered."""
         for _ in range(answers):
-            assert self.answered.acquire(timeout=LONG_S), "nobody is answered any more"
+            assert self.answered.acquire(timeout=LONG_S), "requests are no longer answered"
 
     def __enter__(self) -> "Traffic":
         for thread in self._threads:
@@ -176,7 +176,7 @@ def test_storages_come_and_go_two_hundred_times_and_no_request_notices(
                 store.stall()
             traffic.go_on(1 + rng.randrange(3))
             with monkeypatch.context() as patch:
-                if kind == "stalls":  # it is not closed before it goes on, and nobody need wait to see that
+                if kind == "stalls":  # it is not closed before it goes on, and the test need not wait for that
                     patch.setattr(kvarve.admin, "CLOSED_S", 0.01)
                 assert operator.delete(STORAGE).status_code == 200
             store.release()
@@ -188,13 +188,13 @@ def test_storages_come_and_go_two_hundred_times_and_no_request_notices(
         let_end(ours() - others)
         descriptors = files()
         for _ in range(CYCLES):
-            server.engine.ask(lambda: cache.evict(MEMORY_TIERS), LONG_S)  # or nobody would ask storage for anything
+            server.engine.ask(lambda: cache.evict(MEMORY_TIERS), LONG_S)  # or no request would need storage
             cycle()
             assert not traffic.wrong, (seen, traffic.wrong)
         operator.delete(STORAGE)
     assert not traffic.wrong
     assert sum(seen.values()) == CYCLES + 1 and min(seen.values()) > 0
-    assert traffic.tiers["storage"] > 0, "storage was never of any use"
+    assert traffic.tiers["storage"] > 0, "no request hit in storage"
     assert server.engine.settle(LONG_S)
     server.engine.flush()
     server.engine.ask(lambda: nothing_is_left(server), LONG_S)
@@ -204,7 +204,7 @@ def test_storages_come_and_go_two_hundred_times_and_no_request_notices(
 
 
 def let_end(threads: set[threading.Thread]) -> None:
-    """All that came with storages goes with them."""
+    """The threads of detached storages end."""
     for thread in threads:
         thread.join(LONG_S)
         assert not thread.is_alive(), thread.name

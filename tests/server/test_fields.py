@@ -1,4 +1,4 @@
-"""Every field that a client of vLLM or SGLang may send has one fate here: obeyed, refused, or ignored as harmless."""
+"""Every field that a client of vLLM or SGLang may send is either obeyed, refused, or ignored as harmless."""
 
 import json
 import logging
@@ -139,12 +139,12 @@ def test_a_field_of_a_message_that_the_template_would_not_see_is_refused(client:
     assert response.json()["error"]["param"] == "messages"
 
 
-# --- whose pages
+# --- tenants
 
 
 def test_a_request_with_another_extra_key_hits_nothing(client: httpx.Client, song: str, salt: str) -> None:
-    def found(**who: str) -> int:
-        return sum(cached(complete(client, song * 3, max_tokens=1, **who)).values())
+    def found(**tenant: str) -> int:
+        return sum(cached(complete(client, song * 3, max_tokens=1, **tenant)).values())
 
     tenants: list[dict[str, str]] = [
         {"extra_key": salt},
@@ -157,10 +157,10 @@ def test_a_request_with_another_extra_key_hits_nothing(client: httpx.Client, son
         {"cache_salt": json.dumps([None, salt])},
         {"extra_key": json.dumps([salt, "b"])},
     ]
-    for who in tenants:
-        assert found(**who) == 0, who
-    for who in tenants:
-        assert found(**who) == 128, who
+    for tenant in tenants:
+        assert found(**tenant) == 0, tenant
+    for tenant in tenants:
+        assert found(**tenant) == 128, tenant
     assert found(cache_salt=salt, extra_key="") == 128  # "" is none, as in SGLang
 
 
@@ -181,7 +181,7 @@ def test_a_salt_is_short(client: httpx.Client, name: str) -> None:
     assert response.json()["error"]["param"] == name
 
 
-# --- what is ignored
+# --- ignored fields
 
 
 def test_what_is_ignored_is_counted_and_logged_once_a_name(

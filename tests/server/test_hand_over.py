@@ -24,7 +24,7 @@ def decode(checkpoint: Path, storage: Path) -> Iterator[httpx.Client]:
 
 
 def handed_over(client: httpx.Client, prompt: str, **more: Any) -> Body:
-    """What the prefill server says for the one that decodes; its pages may still be on their way to storage."""
+    """The ticket of the prefill server for the one that decodes; stores of its pages may still be in flight."""
     return dict(complete(client, prompt, **PREFILL | more)["kv_transfer_params"])
 
 

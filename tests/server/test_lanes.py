@@ -1,33 +1,15 @@
-"""Threads for long work: the short passes the long, what is cancelled is gone, and nothing outlives its owner."""
+"""Threads for long work: short work passes long work, cancelled work is dropped, and no thread outlives its owner."""
 
 import asyncio
 import gc
 import threading
 import weakref
 from concurrent.futures import CancelledError
-from typing import Any
 
 import pytest
 
+from gates import LONG_S, Gate, threads
 from kvarve.server.lanes import LANES, Lane, Lanes, apart
-
-LONG_S = 60.0
-
-
-class Gate:
-    """Work that begins, and ends when it may."""
-
-    def __init__(self, answer: Any = None) -> None:
-        self.begun, self.may_end, self.answer = threading.Event(), threading.Event(), answer
-
-    def __call__(self) -> Any:
-        self.begun.set()
-        assert self.may_end.wait(LONG_S)
-        return self.answer
-
-
-def threads(name: str) -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
 
 
 def test_the_short_passes_the_long() -> None:
@@ -57,7 +39,7 @@ def test_what_is_cancelled_before_it_begins_is_never_done_and_holds_nothing() ->
     assert held() is not None
     assert waiting.cancel()
     gc.collect()
-    assert held() is None  # although the lane's thread has not come to it
+    assert held() is None  # although the lane's thread has not reached it
     gate.may_end.set()
     with pytest.raises(CancelledError):
         waiting.result(LONG_S)

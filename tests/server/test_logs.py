@@ -37,12 +37,12 @@ def bench() -> Iterator[Bench]:
 
 def test_a_kind_is_logged_once_a_second_with_the_number_suppressed(bench: Bench) -> None:
     for i in range(1000):
-        bench.log.warning("request %d: nobody takes its answer", i)
+        bench.log.warning("request %d: its answer is not read", i)
         bench.now += 1 / 128
     assert len(bench.lines) == 8
     assert bench.lines[:2] == [
-        "request 0: nobody takes its answer",
-        "request 128: nobody takes its answer (and 127 more like it)",
+        "request 0: its answer is not read",
+        "request 128: its answer is not read (and 127 more like it)",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Whatever a request says, it is answered or refused: no value is a bug, and none ends the engine."""
+"""Every request is answered or refused, whatever its values: none is a bug, and none ends the engine."""
 
 import json
 import random

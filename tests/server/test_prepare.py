@@ -59,7 +59,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[app._Answer]:
-    """Those that the server gives or is about to give from now on."""
+    """The answers that the server begins from now on."""
     answers, begin = list[app._Answer](), app._Answer.__init__
 
     def noted(answer: app._Answer, *args: Any) -> None:
@@ -79,7 +79,7 @@ Leaver = Callable[[Body], socket.socket]
 
 @pytest.fixture
 def leaver(server: Server) -> Iterator[Leaver]:
-    """Asks for a completion on a connection of its own; who closes that leaves."""
+    """Asks for a completion on a connection of its own; closing that is a disconnect."""
     with ExitStack() as connections:
 
         def ask(body: Body) -> socket.socket:
@@ -96,7 +96,7 @@ def ended(now: dict[str, float]) -> float:
     return sum(now[f"kvarve_requests_total.{how}"] for how in ("done", "failed", "aborted"))
 
 
-# --- nobody waits for another's book
+# --- short prompts do not wait for long ones
 
 
 def test_five_huge_prompts_do_not_delay_others(client: httpx.Client, gate: Gate, song: str) -> None:
@@ -142,11 +142,11 @@ def test_a_queued_request_of_a_disconnected_client_never_starts(
     for connection in (first, second):
         connection.close()
     until(client, lambda _: all(answer.left for answer in answers))
-    assert metrics(client)[TOKENIZING] == 1, "what nobody waits for waits for its turn"
+    assert metrics(client)[TOKENIZING] == 1, "only the prompt inside the tokenizer still counts"
     gate.open.set()
     after = until(client, lambda now: now[TOKENIZING] == 0)
-    assert len(gate.texts) == 1, "it was begun for nobody"
-    assert ended(after) == ended(before), "the engine was asked for nobody"
+    assert len(gate.texts) == 1, "the queued request of a disconnected client was tokenized"
+    assert ended(after) == ended(before), "a request of a disconnected client reached the engine"
     assert after["kvarve_requests_running"] == after["kvarve_requests_waiting"] == after["kvarve_leases"] == 0
     assert complete(client, **huge("c"))
 
@@ -196,7 +196,7 @@ def test_a_prompt_is_checked_once_for_all_its_answers_and_not_on_the_event_loop(
     assert threads[0].startswith("kvarve prepare")
 
 
-# --- what is refused by its size
+# --- refused by size
 
 
 @pytest.fixture
@@ -302,4 +302,4 @@ def test_large_bodies_that_are_being_read_take_a_bounded_room_and_small_ones_alw
         assert text(client, song * 2, max_tokens=4) == song[:4]
         gate.open.set()
         assert first.result().status_code == 200
-    assert client.post(COMPLETIONS, content=body).status_code == 200  # there is room again
+    assert client.post(COMPLETIONS, content=body).status_code == 200  # there is space again

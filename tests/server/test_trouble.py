@@ -1,4 +1,4 @@
-"""Clients leave in the middle, requests fail, and the server ends: others do not notice, and nothing is left over."""
+"""Clients disconnect, requests fail, and the server ends: other requests are not affected, and nothing leaks."""
 
 import json
 import socket
@@ -18,7 +18,7 @@ def test_a_client_that_disconnects_from_a_stream_ends_the_request(client: httpx.
     before = metrics(client)
     body = {"prompt": song, "stream": True, "max_tokens": 900, "ignore_eos": True}
     with client.stream("POST", COMPLETIONS, json=body) as response:
-        lines = response.iter_lines()  # whoever lets go of it closes the connection
+        lines = response.iter_lines()  # dropping the generator closes the connection
         assert next(lines).startswith("data: ")
     name = "kvarve_requests_total.aborted"
     after = until(client, lambda now: now[name] > before[name])
@@ -57,7 +57,7 @@ def test_a_client_that_disconnects_inside_its_request_affects_no_other(
 def test_one_request_too_many_gets_503(own_client: httpx.Client, song: str) -> None:
     body = {"prompt": song, "max_tokens": 900, "ignore_eos": True, "stream": True}
     with ThreadPoolExecutor(1) as pool, own_client.stream("POST", COMPLETIONS, json=body) as first:
-        lines = first.iter_lines()  # whoever lets go of it closes the connection
+        lines = first.iter_lines()  # dropping the generator closes the connection
         next(lines)
         second = pool.submit(text, own_client, song, max_tokens=1)
         until(own_client, lambda now: now["kvarve_requests_waiting"] == 1)

@@ -1,4 +1,4 @@
-"""The replayer runs the product's own core, so what small traces must give can be worked out by hand."""
+"""The replayer runs the product's own core, so the results of small traces can be worked out by hand."""
 
 import gzip
 import json
@@ -22,7 +22,7 @@ RECORD_BYTES = PAGE_BYTES + 4096
 
 
 def settings(pages: int, host: int = 0, storage: int = 0, **rest: Any) -> SimulationConfig:
-    """Memory for so many pages in each tier."""
+    """Memory for this many pages in each tier."""
     return SimulationConfig(
         pages * PAGE_BYTES, host * RECORD_BYTES, storage * RECORD_BYTES, **({"kv_bytes_per_token": 1024} | rest)
     )
@@ -81,7 +81,7 @@ def test_a_short_last_block_has_an_id_or_has_none(tmp_path: Path) -> None:
 def test_the_least_recently_used_prompt_goes_first_and_from_its_tail(tmp_path: Path) -> None:
     lines = [line([1, 2, 3]), line([4, 5, 6]), line([1, 2, 3]), line([7, 8]), line([1, 2, 3]), line([4, 5, 6])]
     report = replay(trace(tmp_path, *lines), settings(6))
-    # 7 and 8 take the room of 6 and 5; then 4 is still here, and needs 5 and 6 anew.
+    # 7 and 8 take the slots of 6 and 5; then 4 is still here, and needs 5 and 6 anew.
     assert report.hit_tokens["device"] == (3 + 3 + 1) * BLOCK
     assert report.evicted == {"device.kv": 4}
 
@@ -102,7 +102,7 @@ def test_storage_forgets_too(tmp_path: Path) -> None:
     prompts = [line([2 * at, 2 * at + 1]) for at in range(5)]
     report = replay(trace(tmp_path, *prompts, prompts[0]), settings(2, host=2, storage=4))
     assert sum(report.hit_tokens.values()) == 0
-    assert report.evicted["storage"] == 8, "twelve pages were written, and four have room"
+    assert report.evicted["storage"] == 8, "twelve pages were written, and four fit"
 
 
 def test_a_recurrent_model_resumes_only_where_a_state_was_kept(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_the_command_refuses_before_it_works(tmp_path: Path) -> None:
         command(path, "--device-memory", "plenty")
 
 
-def test_storing_what_nobody_uses_pauses_and_the_report_says_so(tmp_path: Path) -> None:
+def test_storing_pages_that_no_request_uses_pauses_and_the_report_says_so(tmp_path: Path) -> None:
     path = trace(tmp_path, *(line([10 * at + block for block in range(4)], at=at) for at in range(300)))
     always = replay(path, settings(8, host=8, storage=64, policies=Policies(offload_pays_at=0.0)))
     governed = replay(path, settings(8, host=8, storage=64))

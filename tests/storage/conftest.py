@@ -20,7 +20,7 @@ from kvarve.testing.suite import LABEL
 
 @pytest.fixture(autouse=True, scope="session")
 def files_for_their_owner_alone() -> Iterator[None]:
-    """Tests write into stores as their owner would, and what others may write to is refused."""
+    """Files that tests write have their owner's mode: the store refuses files that others may write to."""
     before = os.umask(0o077)
     yield
     os.umask(before)
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def opened(folder: Path) -> Iterator[Open]:
-    """Opens the folder; what is left open is closed in the end."""
+    """Opens the folder; stores that are still open are closed in the end."""
     everything = []
 
     def make(capacity_bytes: int = MIB, label: bytes = LABEL, description: str = "model A", **more: Any) -> FileStorage:

@@ -1,4 +1,4 @@
-"""Disks that fail, or whose time passes, as a test of the file store says, and calls at once; no test stands here."""
+"""For tests of the file store: disks that fail or move their clock when told, and concurrent calls. No tests here."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ Open = Callable[..., FileStorage]
 
 
 class WithoutSync(Disk):
-    """No power is cut here, a test bed's syncs are slow, and how full its disk is says nothing."""
+    """A disk without syncs, whose fill level does not count: no power is cut here, and syncs are slow."""
 
     def sync(self, file: int) -> None:
         pass
@@ -34,7 +34,7 @@ class WithoutSync(Disk):
 
 
 class Clockwork(WithoutSync):
-    """Time passes as a test says: `elapse` moves all clocks, `set_wall` sets the wall clock only."""
+    """Clocks that a test moves: `elapse` moves all of them, `set_wall` sets the wall clock only."""
 
     def __init__(self) -> None:
         self.wall, self.up, self.machine = 1_700_000_000_000_000_000, 10**12, b"first boot......"
@@ -62,7 +62,7 @@ class Clockwork(WithoutSync):
 
 
 class Failing(WithoutSync):
-    """Every call of the kinds in `fails` raises what is said there, from `after` such calls on."""
+    """Every call of the kinds in `fails` raises the exception given there, from `after` such calls on."""
 
     def __init__(self) -> None:
         self.fails: dict[str, int] = {}
@@ -132,7 +132,7 @@ def trouble(number: int = errno.EIO) -> OSError:
 
 
 class Calls:
-    """Calls on threads of their own; what each answers, or raises."""
+    """Calls on threads of their own; the answer or exception of each."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Any] = {}
@@ -168,7 +168,7 @@ def total(folder: Path) -> int:
 
 
 def everything(*places: Path) -> dict[str, tuple[int, int, int, bytes]]:
-    """All that lies below some places: what it is, when it was changed, how many names it has, and what it holds."""
+    """All files and folders below some paths: kind, time of change, number of names, content."""
     found = {}
     for place in places:
         below = [Path(at, name) for at, folders, files in os.walk(place) for name in folders + files]

@@ -1,4 +1,4 @@
-"""Memories with names, behind whatever is tested: who opens a place again finds what was there. No test stands here."""
+"""Named memories behind the storages under test: a place that is opened again has its objects. No tests here."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from kvarve.testing.suite import LABEL
 
 @contextmanager
 def over_memories(build: Callable[[Callable[[int], MemoryStorage]], Storage]) -> Iterator[MakeStorage]:
-    """Opens what `build` makes of the memories it asks for by number; all is closed and forgotten in the end."""
+    """Opens storages that `build` makes of numbered memories; closes and drops all of them in the end."""
     here, names, opened = uuid4().hex, set[str](), list[Storage]()
 
     def make(

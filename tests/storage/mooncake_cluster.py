@@ -1,7 +1,7 @@
 """A real Mooncake master and real owners of memory, in processes of their own and a network of their own.
 
 Mooncake's data listeners bind every interface, so its tests live in a network namespace with nothing but loopback. This
-process enters it for the time of a test; what is started meanwhile, threads too, stays in it.
+process enters it for the time of a test; processes and threads started meanwhile stay in it.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ MASTER, METRICS = "127.0.0.1:5051", "127.0.0.1:9003"
 PATIENCE_S, PAUSE_S = 60.0, 0.01
 LABEL = b"\x01" * 32
 
-# Before the library is loaded: what stands still ends sooner than it would for users.
+# Before the library is loaded: its timeouts are shorter here than for users.
 os.environ |= {"MC_TCP_PROGRESS_TIMEOUT_SEC": "1", "MC_TCP_STATUS_TIMEOUT_SEC": "1"}
 
 _CLONE_NEWNET, _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x40000000, 0x8913, 0x8914, 1
@@ -72,7 +72,7 @@ def _network() -> int:
 
 @contextmanager
 def own_network() -> Iterator[None]:
-    """This thread, and what it starts, in the namespace."""
+    """This thread, and all that it starts, in the namespace."""
     network, before = _network(), os.open(_OWN_NETWORK, os.O_RDONLY)
     _libc("setns", network, _CLONE_NEWNET)
     try:
@@ -101,7 +101,7 @@ def require_mooncake() -> None:
 
 
 def until(holds: Callable[[], bool], what: str = "it") -> None:
-    """Ask again and again, and leave the processor to those who are to bring it about."""
+    """Poll, and leave the processor to the processes that are polled."""
     end, never = time.monotonic() + PATIENCE_S, threading.Event()
     while not holds():
         assert time.monotonic() < end, f"{what} did not come about"
@@ -109,7 +109,7 @@ def until(holds: Callable[[], bool], what: str = "it") -> None:
 
 
 class Cluster:
-    """A master with no owner yet; `close` ends what it started, whatever state it is in."""
+    """A master with no owner yet; `close` ends all processes that it started, in any state."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.folder, self._flags = folder, flags
@@ -134,7 +134,7 @@ class Cluster:
         return master
 
     def owner(self, size_bytes: int = 64 * MIB) -> subprocess.Popen[str]:
-        """A process that lends the store so much memory."""
+        """A process that lends the store this much memory."""
         with (self.folder / "owner.log").open("a") as log:
             words = [sys.executable, "-c", OWNER, str(size_bytes), MASTER]
             owner = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -145,7 +145,7 @@ class Cluster:
         return owner
 
     def restart_master(self) -> None:
-        """Another one in the place of a master that was killed; it knows nothing of before."""
+        """A new master in the place of one that was killed; it knows no object."""
         self.master = self._start_master()
 
     def storage(self, label: bytes = LABEL, **more: object) -> MooncakeStorage:
@@ -179,9 +179,9 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def stopped(process: subprocess.Popen[str]) -> Iterator[None]:
-    """The process stands still, with its connections open."""
+    """Freeze the process, with its connections open."""
     process.send_signal(signal.SIGSTOP)
-    state = Path(f"/proc/{process.pid}/task")  # each thread answers calls until it stands
+    state = Path(f"/proc/{process.pid}/task")  # each thread answers calls until it is frozen
     until(lambda: all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in state.iterdir()))
     try:
         yield

@@ -1,4 +1,4 @@
-"""A storage that is down costs nothing, is noticed when it is back, and is never closed under a call."""
+"""A storage that is down costs nothing, is noticed when it is back, and is never closed during a call."""
 
 import queue
 import threading
@@ -49,7 +49,7 @@ class Ward:
         assert event.wait(LONG_S)
 
     def next_pause(self) -> float:
-        """How long the prober means to wait; it does until `probe` is called."""
+        """The prober's next pause in seconds; it lasts until `probe` is called."""
         self.woken, pause_s = self.pauses.get(timeout=LONG_S)
         return pause_s
 
@@ -57,7 +57,7 @@ class Ward:
         self.woken.set()
 
     def turn(self) -> bool:
-        """Whether it has gone up (or down), as told to who asked to be told."""
+        """Whether it has gone up (or down), as the callback reports."""
         return self.turns.get(timeout=LONG_S)
 
     def hang(self, call: Callable[[], object]) -> Future[object]:
@@ -68,7 +68,7 @@ class Ward:
         return hanging
 
     def leave_behind(self) -> threading.Event:
-        """Calls that hang now do not come back with the others, but when this is set; new ones are answered."""
+        """Calls that hang now return only when this event is set, not with the others; new calls are answered."""
         self.left_behind.append(self.sick._running)
         self.sick._running = threading.Event()
         self.sick.release()
@@ -280,7 +280,7 @@ def test_a_half_open_circuit_opens_at_the_next_failure_and_probes_back_off_furth
 
 
 def test_a_probe_reads_what_is_known_to_be_there(make_ward: Callable[..., Ward]) -> None:
-    """The index may be in memory and the disk gone: an answer of the index is none."""
+    """The index may be in memory and the disk lost, so an answer from the index proves nothing."""
     ward = make_ward()
     put(ward.storage, a=b"1")
     ward.sick.rules = [Rule("raise", "get"), Rule("raise", "put")]
@@ -316,7 +316,7 @@ def test_a_probe_that_hangs_stays_the_only_one(ward: Ward) -> None:
 
 
 def test_a_failure_from_before_it_came_back_says_nothing_of_now(ward: Ward) -> None:
-    """Four calls are in a dead storage: three fail and take it down; the fourth fails when it is long back."""
+    """Four calls are in a dead storage: three fail and open the breaker; the fourth fails long after the recovery."""
     slow = ward.hang(lambda: put(ward.storage, a=b"1"))
     come_back = ward.leave_behind()
     ward.clock.now += 1
@@ -385,7 +385,7 @@ def test_closing_leaves_what_hangs_and_the_last_that_comes_back_closes_it(
         ward.sick.wait_for_stalled_call()
     ward.storage.close()
     ward.storage.close()
-    assert not closed.is_set(), "closed under a call"
+    assert not closed.is_set(), "closed during a call"
     with pytest.raises(StorageError, match="closed"):
         get(ward.storage, "a")
     ward.sick.release()

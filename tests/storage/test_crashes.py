@@ -1,7 +1,7 @@
-"""Whatever happens to a disk, no wrong page comes back, what was confirmed is there, and the store goes on.
+"""Whatever happens to a disk, no wrong page is read, confirmed pages are there, and the store continues.
 
-The records are real ones, and the reader checks their seal, as the transfer engine does: a torn page may come back as
-long as its own seal says so.
+The records are real ones, and the reader verifies their checksums, as the transfer engine does: a torn page may be read
+as long as its own checksum reveals it.
 """
 
 import errno
@@ -63,7 +63,7 @@ def store(storage: FileStorage, some: Sequence[Page]) -> list[bool]:
 
 
 def intact(storage: FileStorage, some: Sequence[Page]) -> set[Page]:
-    """Those that come back and are accepted; no bytes but their own may be."""
+    """The pages that are read and accepted; their bytes have to be their own."""
     records = [memoryview(bytearray(record_bytes(PAYLOADS[page.pool]))) for page in some]
     sizes = storage.get([page.name for page in some], records)
     found = set()
@@ -81,7 +81,7 @@ def names(some: Sequence[Page]) -> list[str]:
 
 
 def intact_anew(folder: Path, some: Sequence[Page], capacity: int = 1 << 20) -> set[Page]:
-    """What is there for who opens the store again."""
+    """The pages that are there after the store has been opened anew."""
     storage = opened(folder, capacity=capacity)
     found = intact(storage, some)
     storage.close()
@@ -94,7 +94,7 @@ def die(storage: FileStorage) -> None:
 
 
 class Quick(Disk):
-    """What is checked after the cut need not survive another one, so it may stay in the page cache."""
+    """After the cut nothing has to survive another one, so data may stay in the page cache."""
 
     def open(self, folder: Directory, name: str, *, direct: bool = False, **how: bool) -> int:
         if direct:
@@ -115,7 +115,7 @@ class Quick(Disk):
 
 
 def goes_on(storage: FileStorage, folder: Path, capacity: int = CAPACITY) -> None:
-    """It takes new pages and gives them back, within its room."""
+    """It stores and reads new pages, within its capacity."""
     fresh = pages("full", 9001, 9002) + pages("window", 9003)
     assert store(storage, fresh) == [True] * 3
     assert intact(storage, fresh) == set(fresh)
@@ -127,12 +127,12 @@ def opened(folder: Path, disk: Disk | None = None, label: bytes = LABEL, capacit
     return FileStorage(folder, capacity, label, "model A", threads=1, disk=disk or Quick())
 
 
-# --- a workload, and what has to be there after each of its calls
+# --- a workload, and the pages that have to be there after each of its calls
 
 
 @dataclass
 class History:
-    """What a workload did: after so many events of the disk, these pages were there and confirmed."""
+    """A workload's marks: after this many events of the disk, these pages were there and confirmed."""
 
     disk: FaultyDisk
     known: list[Page] = field(default_factory=list)
@@ -149,14 +149,14 @@ class History:
         self.mark(storage)
 
     def expected(self, count: int) -> frozenset[Page]:
-        """Confirmed before so many events, and neither deleted nor evicted by a call that may have begun by then."""
+        """Pages confirmed before event `count`, and not deleted or evicted by a call that may have begun by then."""
         before = [kept for events, kept in self.marks if events <= count][-1]
         after = [kept for events, kept in self.marks if events >= count]
         return before & after[0] if after else before
 
 
 def run_workload(root: Path) -> History:
-    """Pages of three sizes, read, deleted, pushed out; opened twice; another model comes and goes."""
+    """Pages of three sizes, read, deleted, evicted; opened twice; another model is opened and closed."""
     history = History(FaultyDisk(root))
     disk = history.disk
     other = opened(root, disk, OTHER_LABEL)
@@ -185,13 +185,13 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> History:
     history = run_workload(root)
     kinds = {event.kind for event in history.disk.events}
     assert kinds >= {"create", "allocate", "write", "sync", "rename", "unlink", "make_folder", "sync_folder"}
-    assert len(history.marks[-1][1]) < len(history.known)  # some had to go
+    assert len(history.marks[-1][1]) < len(history.known)  # some had to be evicted
     return history
 
 
 @pytest.fixture
 def scratch(tmp_path: Path) -> Iterator[Callable[[], Path]]:
-    """A fresh folder each time; the one before is gone."""
+    """A fresh folder each time; the previous one is removed."""
     count = 0
 
     def fresh() -> Path:
@@ -211,7 +211,7 @@ FATES = [("killed", 0), ("dropped", 0), ("torn", 0), ("torn", 1)]
 def test_after_a_cut_at_any_event_what_was_confirmed_is_there_and_nothing_is_wrong(
     history: History, scratch: Callable[[], Path], fate: str, seed: int
 ) -> None:
-    """The power is cut at every event, of neighbours with another fate each: all with all takes minutes."""
+    """The power is cut at every event, with another outcome at each: all outcomes at all events take minutes."""
     expected_in_all = missing_in_all = 0
     points = range(FATES.index((fate, seed)), len(history.disk.events) + 1, len(FATES))
     for count in points:
@@ -273,11 +273,11 @@ def test_a_process_that_dies_at_any_event_leaves_the_others_a_store_that_works(s
 
 
 def survivor_lost(storage: FileStorage, some: Sequence[Page]) -> int:
-    """How many were evicted for the pages of the process that died."""
+    """How many were evicted to store the pages of the process that died."""
     return storage.exists([page.name for page in some if page != some[3]]).count(False)
 
 
-# --- damage to what lies there
+# --- damage to stored files
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ def filled(folder: Path) -> list[Slot]:
 
 
 def hit_by(slots: Sequence[Slot], path: Path, at: int) -> set[Page]:
-    """Whom a change of this byte may harm: a slot, an entry, or with a table's header all of a slab."""
+    """The pages that a change of this byte may harm: of a slot, an entry, or with a table's header a whole slab."""
     return {
         slot.page
         for slot in slots
@@ -325,7 +325,7 @@ def exchange(one: Path, at: int, other: Path, there: int, size: int) -> None:
 
 
 def harm(folder: Path, slots: Sequence[Slot], rng: random.Random) -> set[Page]:
-    """Something bad; answers whom it may have hit."""
+    """A random damage; returns the pages that it may have hit."""
     kinds = ["flip", "flip in a table", "swap pages", "swap entries", "truncate", "truncate a table", "zeros"]
     kind = rng.choice([*kinds, "small files"])
     one, other = rng.sample(list(slots), 2)
@@ -442,7 +442,7 @@ def test_processes_that_are_killed_while_they_put_leave_no_wrong_page_and_no_los
                 confirmed.append(Page(int(number), pool))
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
-        intact(storage, confirmed)  # asserts that nothing wrong is accepted
+        intact(storage, confirmed)  # asserts that no wrong page is accepted
         goes_on(storage, folder)
         storage.delete([page.name for page in pages("full", 9001, 9002) + pages("window", 9003)])
         if life % 3 == 2:

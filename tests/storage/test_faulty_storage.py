@@ -1,4 +1,4 @@
-"""The fake that fails: it does what it was told, counts it, and does the same again from the same seed."""
+"""The fake that fails: it injects the faults of its rules, counts them, and repeats them from the same seed."""
 
 import subprocess
 import sys

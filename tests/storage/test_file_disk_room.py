@@ -1,5 +1,5 @@
-"""A hundredth of the disk stays free for others, 256 MiB at least: the store evicts instead, and a full disk costs it
-nothing that it need not give."""
+"""A hundredth of the disk, 256 MiB at least, stays free for other files: the store evicts instead, and a full disk
+costs it no more objects than necessary."""
 
 import errno
 import os
@@ -18,8 +18,8 @@ LEAST = 256 * MIB
 
 
 class Limited(WithoutSync):
-    """A disk of some size, on which others have something too. `sparse`: it cannot preallocate, so what a store takes
-    is what it has written."""
+    """A disk of some size, partly used by other files. `sparse`: it cannot preallocate, so a store takes only the
+    bytes that it has written."""
 
     def __init__(self, folder: Path, disk_bytes: int, free_bytes: int, *, sparse: bool = False) -> None:
         self.folder, self.disk_bytes, self.sparse = folder, disk_bytes, sparse
@@ -27,7 +27,7 @@ class Limited(WithoutSync):
         self.written: set[tuple[int, int]] = set()  # inodes and blocks
 
     def fill(self) -> None:
-        """Others take all that is left."""
+        """Other files take all free bytes."""
         others_bytes = self.disk_bytes - self.taken()
         self.others = lambda: others_bytes
 
@@ -63,7 +63,7 @@ class Limited(WithoutSync):
 
 
 class Solid:
-    """A file that has all its room on the disk."""
+    """A file with all of its blocks allocated."""
 
     def __init__(self, found: os.stat_result) -> None:
         self.found = found
@@ -81,7 +81,7 @@ def test_a_store_evicts_instead_of_taking_the_last_of_a_disk(opened, folder, dis
     storage = opened(8 * MIB, disk=disk)
     for i in range(120):
         assert put(storage, **{f"page-{i}": bytes([i]) * 4096}) == [True]
-        assert disk.free() >= left_bytes - 8192, "but for what a process says of itself"
+        assert disk.free() >= left_bytes - 8192, "except the process's own file"
     assert storage.usage().evicted > 50
     assert get(storage, "page-119") == bytes([119]) * 4096
     assert len(there(storage, *(f"page-{i}" for i in range(120))).split()) > 20
@@ -100,7 +100,7 @@ def test_on_a_disk_that_others_have_filled_the_store_goes_on_with_what_it_has(op
     assert get(storage, "more-99") == b"1"
     storage.close()
     storage = opened(8 * MIB, disk=disk)
-    assert get(storage, "more-99") == b"1", "and nothing is given up by opening it again"
+    assert get(storage, "more-99") == b"1", "and opening it again evicts nothing"
     assert len(there(storage, *those, *(f"more-{i}" for i in range(100))).split()) >= 60
 
 
@@ -126,7 +126,7 @@ def test_a_class_that_has_no_slab_yet_takes_the_room_of_another_on_a_disk_that_i
     disk.others = lambda: 10 * GIB - LEAST
     assert put(storage, large=bytes(60_000)) == [True]
     assert get(storage, "large") == bytes(60_000)
-    assert total(folder) <= before, "what is removed may be taken again, and no more"
+    assert total(folder) <= before, "only the bytes that were removed may be taken again"
     assert sum(storage.exists(small)) >= 150
 
 
@@ -148,7 +148,7 @@ def test_an_idle_model_makes_room_on_a_disk_that_is_full(opened, folder):
 
 
 def test_a_program_that_takes_all_freed_bytes_of_the_disk_does_not_get_the_whole_store(opened, folder):
-    """Room is asked for once in ten seconds then, whatever is put meanwhile."""
+    """The disk's free space is then read once in ten seconds, whatever is put meanwhile."""
     disk = Limited(folder, 10 * GIB, 2 * GIB)
     storage = opened(2 * MIB, disk=disk)
     small = [f"small-{i}" for i in range(300)]
@@ -170,7 +170,7 @@ def test_a_program_that_takes_all_freed_bytes_of_the_disk_does_not_get_the_whole
 
 
 def test_where_nothing_can_be_preallocated_free_rows_are_left_alone_while_the_disk_is_full(opened, folder):
-    """Such a slab takes its room when it is filled: to fill it further would fill the disk."""
+    """Such a slab takes blocks when it is filled: to fill it further would fill the disk."""
     disk = Limited(folder, 10 * GIB, 2 * GIB, sparse=True)
     storage = opened(2 * MIB, disk=disk)
     those = [f"page-{i}" for i in range(10)]
@@ -202,7 +202,7 @@ def test_a_slab_that_was_cut_is_not_made_whole_on_a_disk_that_is_full(opened, fo
     assert (get(storage, "a"), get(storage, "b")) == (bytes(4096), bytes(9000))
     for i in range(20):
         assert put(storage, **{f"page-{i}": b"1"}) == [True]
-        assert total(folder) <= before + 8192, "nor by what is put into it"
+        assert total(folder) <= before + 8192, "nor by puts into it"
 
 
 def test_a_disk_that_cannot_say_how_full_it_is_is_trouble_that_is_told(opened, folder):
@@ -226,7 +226,7 @@ def test_a_disk_that_cannot_say_how_full_it_is_is_trouble_that_is_told(opened, f
 
 
 def test_a_file_system_that_does_not_say_how_large_it_is_has_room(opened, folder, monkeypatch):
-    """What some in user space say of themselves is all zeros: nothing was ever stored there."""
+    """Some file systems in user space report zeros; the store kept nothing on them."""
 
     class Unsized(WithoutSync):
         space = Disk.space

@@ -1,4 +1,4 @@
-"""What other programs and the disk itself do to a file store costs what it hits, and is told."""
+"""Damage by other programs or by the disk costs a file store the objects that it hits, and is reported."""
 
 import errno
 import itertools
@@ -54,7 +54,7 @@ def test_a_slab_that_is_gone_or_broken_is_lost_alone(opened, folder, harm):
     else:
         os.truncate(table, 0 if harm == "nothing" else 300)
     storage = opened()
-    assert not slab.exists() and not table.exists(), "and takes no room"
+    assert not slab.exists() and not table.exists(), "and takes no capacity"
     assert there(storage, "small", "large") == "large"
     assert put(storage, small=b"2") == [True]
     assert (get(storage, "small"), get(storage, "large")) == (b"2", bytes(9000))
@@ -101,7 +101,7 @@ def test_a_folder_that_is_gone_takes_nothing_more_and_is_not_made_anew(opened, f
 
 
 class SmallDisk(WithoutSync):
-    """It has less room than the store may take."""
+    """A disk with fewer free bytes than the store's capacity."""
 
     def __init__(self, folder: Path, room_bytes: int) -> None:
         self.folder, self.room_bytes = folder, room_bytes
@@ -181,7 +181,7 @@ def test_a_sync_that_fails_is_trouble_and_nothing_is_stored(opened):
     disk = Failing()
     storage = opened(disk=disk)
     disk.fails["sync"] = errno.EIO
-    disk.after = 1  # the slab's own, when it is made
+    disk.after = 1  # the slab's own sync, when it is made
     with pytest.raises(StorageError, match=r"stored 0 of 2 objects: .*Input/output error"):
         put(storage, a=b"1", b=b"2")
     disk.fails.clear()
@@ -212,7 +212,7 @@ def test_a_put_of_an_object_that_another_put_stores_waits_for_the_sync(opened):
 
 
 class BadSector(WithoutSync):
-    """One place on the disk that cannot be read. It has direct I/O wherever the test runs."""
+    """A disk with one bad sector. It has direct I/O wherever the test runs."""
 
     bad = range(0)
     of: tuple[int, ...] = ()  # descriptors of the file
@@ -268,7 +268,7 @@ def test_a_disk_that_reads_nothing_at_all_is_trouble_and_not_a_miss(opened):
 
 
 class Stingy(WithoutSync):
-    """It takes and gives a few bytes at a time, as a disk may."""
+    """It reads and writes a few bytes at a time, as a disk may."""
 
     def open(self, folder: Directory, name: str, **how: bool) -> int:
         if how.get("direct"):

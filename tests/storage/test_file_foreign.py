@@ -27,14 +27,14 @@ def weights(folder: Path) -> Path:
 
 
 def use_up(storage, first: int) -> None:
-    """Store until something had to go."""
+    """Store until an object had to be evicted."""
     for i in range(first, first + 80):
         assert put(storage, **{f"page-{i}": bytes(4096)}) == [True]
     assert storage.usage().evicted > 0 or there(storage, f"page-{first}") == ""
 
 
 def live(opened, folder: Path) -> None:
-    """All that happens to a store: opened, filled, filled by another model, made smaller, looked after."""
+    """The life of a store: opened, filled, filled by another model, shrunk, maintained."""
     storage = opened(CAPACITY)
     use_up(storage, 0)
     storage.close()
@@ -139,7 +139,7 @@ def test_the_folder_of_a_model_that_is_dropped_stays_with_what_is_not_ours(opene
     assert [*notes.parent.iterdir()] == [notes]
     assert "it holds files that are not of this store" in caplog.text
     assert main(["storage", "stat", str(folder)]) == 0
-    assert there(opened(), "a") == "", "and the model can come back"
+    assert there(opened(), "a") == "", "and the model can be opened again"
 
 
 def test_what_is_not_ours_counts_as_nothing_and_takes_no_room(opened, folder, capsys):
@@ -188,7 +188,7 @@ def test_each_removal_says_what_goes_and_why(opened, folder, caplog):
 
 
 def test_a_removal_that_is_cut_short_leaves_a_model_that_can_be_used_and_removed(tmp_path):
-    """Its name goes last: what was left before was nobody's, and so everybody's to remove."""
+    """The model's name is removed last: any process may remove slabs that belong to no model."""
     count, died = 0, True
     while died:
         folder = tmp_path / f"store-{count}"
@@ -205,7 +205,7 @@ def test_a_removal_that_is_cut_short_leaves_a_model_that_can_be_used_and_removed
         except Died:
             died = True
         mine = folder / "models" / LABEL.hex()[:16]
-        assert (mine / "model.json").exists() or not [*mine.glob("*")], "it can be found as long as there is something"
+        assert (mine / "model.json").exists() or not [*mine.glob("*")], "the model can be found as long as it has files"
         again = FileStorage(folder, CAPACITY, LABEL, "model A", threads=1)
         assert put(again, a=bytes(4096), c=b"3") == [True, True]
         assert get(again, "a") == bytes(4096)

@@ -1,4 +1,4 @@
-"""Somebody removes what a store has open: it never says True of what is gone, and goes on when it can."""
+"""Files that a store has open are removed: it never answers True for lost objects, and continues if it can."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ def filled(folder: Path) -> FileStorage:
 
 
 def open_files(folder: Path) -> list[str]:
-    """What this process has open of a folder, also of what has no name any more."""
+    """The files of a folder that this process has open, also those without a name."""
     found = []
     for each in Path("/proc/self/fd").iterdir():
         try:
@@ -51,7 +51,7 @@ def calls(storage: FileStorage) -> dict[str, Callable[[], object]]:
 @pytest.mark.parametrize("how", ["removed", "moved away", "its parent is moved", "a file stands there"])
 @pytest.mark.parametrize("call", ["exists", "get", "put what is there", "put", "delete", "usage"])
 def test_of_a_folder_that_is_gone_nothing_is_said_to_be_there(tmp_path, how, call):
-    """It went on answering True, from files that nobody could ever open again."""
+    """It went on answering True, from files that no process could open again."""
     folder = tmp_path / "above" / "store"
     storage = filled(folder)
     if how == "moved away":
@@ -65,7 +65,7 @@ def test_of_a_folder_that_is_gone_nothing_is_said_to_be_there(tmp_path, how, cal
     for _ in range(2):
         with pytest.raises(StorageError, match=r"moved away while it was open, and cannot be opened anew"):
             calls(storage)[call]()
-    assert folder.exists() == (how == "a file stands there"), "we make none: a disk may be unmounted"
+    assert folder.exists() == (how == "a file stands there"), "no folder is made: a disk may be unmounted"
     storage.close()
     assert open_files(tmp_path) == []
 
@@ -83,9 +83,9 @@ def test_a_folder_that_was_emptied_is_used_again(tmp_path, call, what):
     assert sum(storage.exists(names(SOME))) == (2 if call == "put what is there" else 0)
     assert all(store(storage, SOME))
     assert intact(storage, SOME) == set(SOME)
-    assert not any("deleted" in path for path in open_files(folder)), "what is gone is let go of"
+    assert not any("deleted" in path for path in open_files(folder)), "removed files are closed"
     beside = opened(folder)
-    assert intact(beside, SOME) == set(SOME), "others find it"
+    assert intact(beside, SOME) == set(SOME), "other processes find it"
     beside.close()
     storage.close()
     storage = opened(folder)
@@ -105,7 +105,7 @@ def test_a_folder_that_comes_back_is_as_it_was(tmp_path):
     storage.close()
 
 
-@pytest.mark.parametrize("what", ["a link", "another store", "somebody's files"])
+@pytest.mark.parametrize("what", ["a link", "another store", "foreign files"])
 def test_what_stands_in_the_place_of_a_folder_is_looked_at_as_if_it_were_opened(tmp_path, what):
     folder = tmp_path / "store"
     storage = filled(folder)
@@ -119,7 +119,7 @@ def test_what_stands_in_the_place_of_a_folder_is_looked_at_as_if_it_were_opened(
     else:
         folder.mkdir()
         (folder / "thesis.tex").write_text("precious")
-    said = {"a link": "is a link", "another store": "is open with a capacity of 2 MiB", "somebody's files": "not empty"}
+    said = {"a link": "is a link", "another store": "is open with a capacity of 2 MiB", "foreign files": "not empty"}
     with pytest.raises(StorageError, match=said[what]):
         store(storage, SOME)
     if what == "another store":
@@ -136,7 +136,7 @@ def test_what_stands_in_the_place_of_a_folder_is_looked_at_as_if_it_were_opened(
 @pytest.mark.parametrize("how", ["removed", "moved away", "another name is kept"])
 @pytest.mark.parametrize("which", ["both", "slots", "table"])
 def test_slabs_removed_from_outside_are_lost_alone_and_nothing_is_confirmed_in_them(tmp_path, which, how, caplog):
-    """A file that has another name, or (on NFS) gets one when it is removed while it is open, is as gone as others."""
+    """A file that was renamed, or (on NFS) is renamed when it is removed while open, counts as removed."""
     folder = tmp_path / "store"
     storage = filled(folder)
     slab = storage._index.place(SOME[0].name)[0]
@@ -159,7 +159,7 @@ def test_slabs_removed_from_outside_are_lost_alone_and_nothing_is_confirmed_in_t
     storage.close()
 
 
-def test_who_reads_finds_out_that_a_slab_was_removed_and_others_hear_of_it(tmp_path):
+def test_a_reader_notices_that_a_slab_was_removed_and_other_processes_hear_of_it(tmp_path):
     folder = tmp_path / "store"
     storage, beside = filled(folder), opened(folder)
     slab = storage._index.place(SOME[0].name)[0]
@@ -260,7 +260,7 @@ def test_rows_that_were_being_filled_when_the_folder_was_removed_stay_out_of_the
             disk.happens = lambda call, name, at: None
             shutil.rmtree(folder)
             folder.mkdir()
-            storage.exists(["x"])  # another thread finds out first
+            storage.exists(["x"])  # another thread notices first
 
     disk.happens = happens
     with pytest.raises(StorageError):
@@ -275,7 +275,7 @@ def test_rows_that_were_being_filled_when_the_folder_was_removed_stay_out_of_the
     assert open_files(folder) == []
 
 
-# --- what a store that is closed keeps
+# --- files that a closed store keeps
 
 
 def test_processes_are_never_two_in_one_table_though_the_file_of_their_mutex_was_removed(tmp_path, monkeypatch):
@@ -313,7 +313,7 @@ def test_a_process_whose_number_was_removed_takes_another_one(tmp_path, others):
 
 
 def test_a_put_whose_number_goes_meanwhile_is_not_confirmed_and_writes_over_nothing(tmp_path):
-    """Another process took the number, was alone by that, and gave the row away that was being filled."""
+    """Another process took the number, so it seemed to be alone, and freed the row that was being filled."""
     folder, disk = tmp_path / "store", Rigged()
     storage = opened(folder, disk)
     assert all(store(storage, SOME))
@@ -341,7 +341,7 @@ def test_a_put_whose_number_goes_meanwhile_is_not_confirmed_and_writes_over_noth
 
 
 def test_a_store_that_is_closed_has_no_file_open(tmp_path):
-    """Who was worked out to go next kept a slab open for as long as the closed store was known."""
+    """The list of victims kept a slab open for as long as the closed store was referenced."""
     folder = tmp_path / "store"
     storage = FileStorage(folder, MIB, LABEL, "model A", disk=WithoutSync(), quota_bytes=MIB // 2)
     for i in range(400):

@@ -1,6 +1,6 @@
-"""Whatever lies in a store's folder: nothing hangs or dies, nobody else's file is harmed, no wrong page comes back.
+"""Hostile content of a store's folder: no call hangs or crashes, no foreign file is harmed, no wrong page is read.
 
-What is ours by name may be a pipe or a folder, as large as a disk, from the year 2262, or simply wrong.
+A file with a name of ours may be a pipe or a folder, as large as a disk, from the year 2262, or simply wrong.
 """
 
 import os
@@ -63,7 +63,7 @@ def folder(source: Path, tmp_path: Path) -> Path:
 
 
 def fill(storage: FileStorage) -> None:
-    """More than there is room for."""
+    """More than there is capacity for."""
     for first in range(100, 190, 10):
         assert all(store(storage, pages("full", *range(first, first + 10))))
 
@@ -151,10 +151,10 @@ FILES = ["slab-000000", "slab-000000.table", "changes", "clock", "process-0", "m
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("what", [pipe, folder_there, endpoint, huge], ids=lambda what: what.__name__)
 def test_nothing_waits_for_what_is_no_file_or_as_large_as_a_disk(folder, name, what):
-    """A pipe was waited for until somebody else opened it; a table of 64 GiB was read."""
+    """Opening a pipe waited for its other end; a table of 64 GiB was read."""
     what(model(folder) / name)
     other = opened(folder, OTHER_LABEL)
-    assert intact(other, BASE) == set(BASE), "another model is not concerned"
+    assert intact(other, BASE) == set(BASE), "another model is not affected"
     other.close()
     refused = ""
     try:
@@ -182,7 +182,7 @@ def test_a_folder_whose_own_files_are_no_files_is_refused_at_once(folder, name, 
 
 
 def test_a_table_of_another_length_than_its_headers_say_is_quarantined_unread(folder):
-    """Its header says so many slots that it could be as long; or so many that no slab has them."""
+    """Its header names as many slots as its length allows, or more than any slab has."""
     table = model(folder) / "slab-000000.table"
     for slots in (1 << 22, 1 << 28, (1 << 63) // 4096, 1):
         shape = Shape(4096, slots)
@@ -210,11 +210,11 @@ def test_a_slab_that_is_longer_than_its_header_says_is_cut_to_that(folder):
     storage.close()
 
 
-# --- entries that fit their checks and say what cannot be
+# --- entries with a valid check and impossible values
 
 
 def forge(folder: Path, row: int, **said) -> None:
-    """Write an entry whose check is right."""
+    """Write an entry with a valid check."""
     table = model(folder) / "slab-000000.table"
     raw = table.read_bytes()
     found = unpack_header(raw[:ENTRY_BYTES], owner_of(LABEL))
@@ -257,7 +257,7 @@ def test_what_comes_from_the_future_is_as_old_as_what_comes_now(folder):
     name = storage._index.slabs[0].names[0]
     assert storage.exists([name]) == [True]
     disk.elapse(3601)
-    assert storage.exists([name]) == [False], "nor does it live for ever"
+    assert storage.exists([name]) == [False], "nor is it kept for ever"
     storage.close()
 
 
@@ -293,7 +293,7 @@ def test_a_clock_that_says_what_cannot_be_ends_nothing(folder, then, same_boot):
 
 @pytest.mark.parametrize("name", ["a\nb", "\n", "a\0b", "", "..", ".", "a b", "a" * 200])
 def test_an_object_with_a_name_that_none_can_have_is_none_and_hides_no_other(folder, name):
-    """Names stood side by side with newlines between: one in a name gave the rest each other's."""
+    """Names were joined with newlines: a newline in one of them shifted all later names."""
     legal = name == "a" * 200
     forge(folder, 2, name=name)
     storage = opened(folder)
@@ -339,7 +339,7 @@ def test_changes_of_slabs_that_cannot_be_do_not_grow_the_file_by_which_processes
 
 
 class Vandal:
-    """Does random harm to a store; what it puts there that is not ours has to survive."""
+    """Does random harm to a store; the foreign files that it makes have to survive."""
 
     def __init__(self, folder: Path, outside: Path, seed: int) -> None:
         self.rng, self.folder, self.outside = random.Random(seed), folder, outside
@@ -454,7 +454,7 @@ class Vandal:
 
 
 def live(folder: Path, seed: int) -> None:
-    """Whatever can be done with a store; what cannot be done is a StorageError."""
+    """All calls of a store; one that cannot succeed raises StorageError."""
     rng = random.Random(seed)
     for label in rng.sample([LABEL, OTHER_LABEL], 2):
         storage = None
@@ -479,7 +479,7 @@ def live(folder: Path, seed: int) -> None:
 
 
 def checked(storage: FileStorage, some: list[Page]) -> list[Page]:
-    """What comes back and carries its own seal; it is then no other page's. Of a forged name any page may come."""
+    """Pages that are read with a valid checksum are the right ones. Under a forged name any page may be read."""
     records = [memoryview(bytearray(record_bytes(20_000))) for _ in some]
     sizes = storage.get([page.name for page in some], records)
     found = []

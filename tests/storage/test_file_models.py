@@ -1,4 +1,4 @@
-"""Several models in one folder share its room by when each was used last; and a folder has one capacity at a time."""
+"""Several models in one folder share its capacity by last use; and a folder has one capacity at a time."""
 
 import subprocess
 import sys
@@ -60,7 +60,7 @@ def test_in_a_rolling_restart_neither_of_two_models_loses_what_it_used_lately(op
     other = opened(CAPACITY, OTHER_LABEL, "model B", disk=disk)
     fill(other, disk, names("b", 0, 90))
     assert total(folder) <= CAPACITY
-    assert kept(other, names("b", 60, 90)) == 30, "and who is new has room for what it uses"
+    assert kept(other, names("b", 60, 90)) == 30, "and the new model has space for its pages"
     again = opened(CAPACITY, disk=disk)
     assert kept(again, lately) >= 15
     assert kept(again, names("a", 0, 40)) < 40, "objects not used for an hour were evicted first"
@@ -116,7 +116,7 @@ def test_slabs_of_idle_models_go_the_longest_unused_first_whosever_they_are(open
 
 
 def test_what_a_model_stores_for_long_enough_is_all_that_stays(opened, folder):
-    """As within one model: what was used longest ago goes, and there is nothing that nobody can ever get rid of."""
+    """As within one model: the least recently used slab is evicted, and every slab can be evicted."""
     disk = Clockwork()
     full(opened, disk)
     other = opened(CAPACITY, OTHER_LABEL, "model B", disk=disk)
@@ -208,7 +208,7 @@ def test_opening_with_less_room_takes_from_all_models_what_was_used_longest_ago(
 
 
 def test_slabs_that_one_call_has_filled_have_an_order():
-    """Means of 10**18 ns were floats, of which the next one is 128 ns on: which slab went was by chance."""
+    """Means of 10**18 ns were floats, with steps of 128 ns: which slab was evicted was chance."""
     now_ns = 1_700_000_000_000_000_000
     assert LastUse.of(np.array([now_ns + 1, now_ns + 3])) == LastUse(now_ns + 2, now_ns + 3)
 
@@ -264,7 +264,7 @@ def test_the_capacity_of_a_process_that_has_died_binds_no_other(opened, folder):
     assert put(opened(MIB), a=b"1") == [True]
 
 
-def test_who_looks_after_a_store_needs_to_know_no_capacity(opened, folder):
+def test_maintenance_needs_to_know_no_capacity(opened, folder):
     storage = opened(CAPACITY)
     put(storage, **{"aaaa-1": b"1"})
     (model,) = maintenance.models(folder)
@@ -299,7 +299,7 @@ class Full(Clockwork):
 
 
 def test_a_store_on_a_full_disk_still_opens_and_is_not_shrunk(opened, folder):
-    """Its capacity could not be written down, so a second opener with a smaller one took what it had stored."""
+    """Its capacity could not be written, so a second opener with a smaller one evicted its objects."""
     first = opened(CAPACITY)
     put(first, a=b"1")
     first.close()
@@ -316,7 +316,7 @@ def test_a_store_on_a_full_disk_still_opens_and_is_not_shrunk(opened, folder):
         opened(CAPACITY)
 
 
-def test_who_cannot_say_its_capacity_does_not_open_a_store(opened, folder):
+def test_a_process_that_cannot_write_its_capacity_does_not_open_a_store(opened, folder):
     storage = opened(CAPACITY)
     assert put(storage, a=b"1") == [True]
     with pytest.raises(StorageError, match="No space left on device"):

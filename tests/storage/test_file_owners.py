@@ -17,14 +17,14 @@ PRECIOUS = bytes(range(256)) * 64
 
 
 class AnotherUser(WithoutSync):
-    """Who opens the store is not the user whose files they are, as when root's server finds a tree of somebody's."""
+    """The store is opened by another user than the owner of its files, as when root's server finds a user's folder."""
 
     def uid(self) -> int:
         return os.geteuid() + 1
 
 
 class Given(WithoutSync):
-    """Of all files one, by its name, belongs to another user."""
+    """One file, given by its name, belongs to another user."""
 
     def __init__(self, name: str) -> None:
         self.name, self.inode = name, 0
@@ -57,13 +57,13 @@ def filled(opened, folder: Path) -> Path:
 
 
 def replaced(path: Path, precious: Path, how: str) -> None:
-    """Something else stands where a file of ours was, and leads to the precious one."""
+    """A link to the precious file stands where a file of ours was."""
     path.unlink(missing_ok=True)
     path.symlink_to(precious) if how == "link" else path.hardlink_to(precious)
 
 
 def use(opened, folder: Path) -> None:
-    """All that can be done with a store, as far as it goes; what cannot be is told."""
+    """All calls of a store, as far as they succeed; the errors of the others."""
     for do in (
         lambda: opened().close(),
         lambda: put(opened(), **{f"more-{i}": bytes(4096) for i in range(300)}),
@@ -137,7 +137,7 @@ def test_a_slab_that_is_a_link_costs_itself_alone(opened, folder, tmp_path, capl
 
 
 def test_a_link_that_replaces_the_folder_while_it_is_open_is_not_followed(opened, folder, tmp_path):
-    """As somebody can do who may write to the folder above."""
+    """As a user with write access to the folder above can do."""
     storage = opened()
     put(storage, a=b"1")
     folder.rename(tmp_path / "moved")
@@ -210,7 +210,7 @@ def test_a_slab_of_another_user_is_left_alone_and_the_rest_goes_on(opened, folde
 
 
 def test_a_process_number_that_another_user_has_taken_is_skipped(opened, folder):
-    """As `sudo kvarve storage stat` left one behind: the server could not open its own store any more."""
+    """`sudo kvarve storage stat` left such a file behind, and the server could not open its own store any more."""
     filled(opened, folder)
     storage = opened(disk=Given("process-0"))
     assert storage._folder.number == 1

@@ -68,7 +68,7 @@ def test_a_table_that_is_being_written_while_it_is_read_costs_a_miss_for_a_momen
     one = opened()
 
     class TearsTheTable(WithoutSync):
-        """Another process looks when half of an entry is written."""
+        """Another process reads when half of an entry is written."""
 
         other: FileStorage | None = None
         seen: list[bool]
@@ -119,7 +119,7 @@ def test_a_change_that_comes_while_another_is_taken_in_is_taken_in_by_the_next_c
 
 
 def test_a_row_that_a_process_is_filling_is_used_by_no_other(opened):
-    """Who opens the folder meanwhile looks for rows that the dead have left."""
+    """A process that opens the folder meanwhile looks for rows that dead processes have left."""
     others = []
 
     class OpensMeanwhile(WithoutSync):
@@ -145,7 +145,7 @@ def test_a_row_that_a_process_is_filling_is_used_by_no_other(opened):
 
 def test_what_lies_in_two_slabs_is_read_at_once(opened):
     class Meeting(WithoutSync):
-        """A read comes back when another one is under way."""
+        """A read returns once another one is in flight."""
 
         place: threading.Barrier | None = None
 
@@ -162,7 +162,7 @@ def test_what_lies_in_two_slabs_is_read_at_once(opened):
 
 
 def test_of_two_objects_of_one_name_one_goes_for_good(opened):
-    """Two processes may have stored it at once, of which one died before it could tell."""
+    """Two processes may have stored it at once, and one died before it announced its entry."""
     storage = opened()
     names = [f"page-{i:02}" for i in range(20)]
     assert all(storage.put(names, [memoryview(b"1")] * 20))
@@ -273,8 +273,8 @@ def test_a_process_can_end_while_a_disk_hangs(folder):
             other.kill()
 
 
-def test_who_looks_whether_a_folder_is_in_use_is_taken_for_no_user_of_it(opened, folder):
-    """Else the one who opens it at that moment would believe what processes of before a power cut told each other."""
+def test_a_process_that_checks_whether_a_folder_is_in_use_counts_as_no_user_of_it(opened, folder):
+    """Else a process that opens it at that moment would trust announcements from before a power cut."""
     storage = opened()
     put(storage, a=b"1")
     storage.close()
@@ -282,7 +282,7 @@ def test_who_looks_whether_a_folder_is_in_use_is_taken_for_no_user_of_it(opened,
     found = []
 
     class Interrupted(WithoutSync):
-        """Somebody opens the folder in the middle of a look."""
+        """Another process opens the folder during the check."""
 
         def unlock(self, file: int) -> None:
             (model / "changes").write_bytes(b"")

@@ -35,7 +35,7 @@ class Gate(Quick):
 
 @pytest.mark.parametrize("order", [0, 1])
 def test_of_two_objects_of_one_name_that_a_power_cut_leaves_the_confirmed_one_stays(tmp_path: Path, order: int) -> None:
-    """The other is an old entry, whose slot another put was about to fill."""
+    """The other is an old entry; another put was about to fill its slot."""
     disk = FaultyDisk(tmp_path / "store")
     disk.root.mkdir()
     storage = opened(disk.root, disk, capacity=MIB)
@@ -114,7 +114,7 @@ def test_of_a_call_the_first_was_used_last_after_a_restart_too(tmp_path: Path) -
     storage.close()
 
 
-def test_who_lags_hears_of_what_is_changed_where_a_process_died_before_it_had_told_all(tmp_path: Path) -> None:
+def test_a_lagging_process_sees_changes_where_another_died_before_it_announced_all(tmp_path: Path) -> None:
     folder, disk = tmp_path / "store", Rigged()
     first = opened(folder, capacity=MIB)
     some = pages("full", *range(10))
@@ -129,7 +129,7 @@ def test_who_lags_hears_of_what_is_changed_where_a_process_died_before_it_had_to
     (slab,) = {first._index.place(page.name)[0] for page in some}
     same = [page for page in some if slab.stripe(first._index.place(page.name)[1]) == slab.stripe(3)]
     for page in same:
-        assert first.delete([page.name]) == [page != some[3]], "it has read what the dead one wrote"
+        assert first.delete([page.name]) == [page != some[3]], "it has read the dead process's change"
         assert lagging.exists([page.name]) == [False], page
     assert intact(lagging, some) == intact(first, some) == set(some) - set(same) - {some[3]}
     first.close()
@@ -155,7 +155,7 @@ def test_what_a_process_leaves_that_dies_while_it_makes_or_removes_a_slab_is_roo
         except Died:
             died = True
         for turn in range(4):
-            survivor._allocator._full_until.clear()  # it would ask again after some seconds
+            survivor._allocator._full_until.clear()  # it would check again after some seconds
             survivor._index._swept_ns = 0
             fresh = pages("full", *range(100 + 9 * turn, 109 + 9 * turn))
             assert all(store(survivor, fresh))
@@ -226,6 +226,6 @@ def test_a_write_that_ends_after_the_store_was_closed_overwrites_no_page(tmp_pat
     assert intact(new, pages("full", 1, 3)) == set(pages("full", 1, 3))
     new._index._swept_ns = 0
     assert store(new, pages("full", 4)) == [True]
-    assert new._index.states()["reserved"] == 0, "and its row is free when it has ended"
+    assert new._index.states()["reserved"] == 0, "and its row is free when the put has ended"
     assert new._folder.alone()
     new.close()

@@ -1,4 +1,4 @@
-"""Reading a store changes nothing in it, whatever its state; damaged files are put away, not removed."""
+"""Reading a store changes nothing in it, whatever its state; damaged files are quarantined, not removed."""
 
 import errno
 import fcntl
@@ -89,8 +89,8 @@ DAMAGES += ["no table", "a model's name", "no name", "no clock", "no changes", "
 
 @pytest.fixture
 def read_only(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A file system that is mounted read-only, or another user's: nothing is opened for writing, made or removed; and
-    nobody is kept from a lock. The files that somebody would have opened for writing."""
+    """A file system that is mounted read-only, or another user's: nothing is opened for writing, made or removed, and
+    no lock is held against other processes. The files that a call tried to open for writing."""
     really, locked, tried = os.open, fcntl.flock, list[str]()
 
     def guarded(path, flags, *args, **how):
@@ -199,7 +199,7 @@ def test_a_flipped_bit_in_either_header_costs_nothing_and_is_mended(store_of_two
             data = bytearray(whole)
             data[at] ^= 1 << rng.randrange(8)
             path.write_bytes(data)
-            assert main(["storage", "verify", str(store_of_two)]) == 0, "and who looks reads the other one"
+            assert main(["storage", "verify", str(store_of_two)]) == 0, "and a reader uses the other one"
             caplog.clear()
             storage = opened(store_of_two, capacity=MIB)
             assert intact(storage, everybody) == set(everybody), f"byte {at}"
@@ -244,7 +244,7 @@ def test_what_was_quarantined_goes_before_anything_that_is_used(store_of_two, ca
 
 
 def test_of_a_damaged_slab_in_the_place_of_another_the_last_one_is_kept(store_of_two):
-    """So all that is put away is never more than the slabs that there can be."""
+    """So there are never more quarantined slabs than slabs that fit."""
     for _ in range(3):
         flip(table(store_of_two), 10, table(store_of_two).stat().st_size - ENTRY_BYTES + 10)
         storage = opened(store_of_two, capacity=MIB)
@@ -276,7 +276,7 @@ def test_no_slab_is_larger_than_16_gib():
     assert slot_bytes_for(1) == 4096
 
 
-# --- a model that does not say whose it is
+# --- a model without a readable description
 
 
 MARKERS = [b"", b"{", b'{"label": "no hex", "description": ""}', b'{"label": "00"}', b"[" * 100_000, b"\xff" * 70_000]
@@ -341,7 +341,7 @@ def test_what_a_model_calls_itself_cannot_play_with_the_terminal(store_of_two, c
     assert "\x1b" not in capsys.readouterr().out
 
 
-# --- who changes something
+# --- commands that change something
 
 
 def test_gc_and_drop_refuse_a_folder_of_another_user_and_change_nothing(store_of_two, monkeypatch, capsys):
@@ -387,7 +387,7 @@ def test_a_store_that_was_made_by_an_earlier_version_is_refused_in_one_line_that
     assert table_path(store_of_two / "models" / MODEL / "slab-000000").exists()
 
 
-# --- what the disk does not give
+# --- files that cannot be read
 
 
 class Unreadable(WithoutSync):

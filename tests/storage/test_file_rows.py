@@ -32,7 +32,7 @@ class Blind(Quick):
         return super().read(file, into, at)
 
 
-@pytest.mark.parametrize("blind", ["who fills it", "another"])
+@pytest.mark.parametrize("blind", ["the process that fills it", "another"])
 def test_a_row_that_is_being_filled_is_not_reused_though_its_entry_cannot_be_read(tmp_path: Path, blind: str) -> None:
     folder, disks, (mine, theirs) = tmp_path / "store", (Blind(), Blind()), pages("full", 20, 21)
     one, other = (opened(folder, disk, capacity=MIB) for disk in disks)
@@ -112,7 +112,7 @@ def test_rows_whose_entries_can_never_be_read_are_mended_by_gc(tmp_path: Path) -
 def test_rows_that_could_not_be_given_back_are_free_again_and_the_folder_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process stands still, with the mutex in its hands."""
+    """Another process is frozen while it holds the mutex."""
     monkeypatch.setattr("kvarve.storage.folder.MUTEX_S", 0.01)
     folder, disk = tmp_path / "store", Rigged()
     storage, other = opened(folder, disk, capacity=MIB), opened(folder, capacity=MIB)

@@ -1,4 +1,4 @@
-"""Files as a storage: whose a folder is, how its room is shared, and how time passes in it."""
+"""Files as a storage: ownership of a folder, how its capacity is shared, and its clock."""
 
 import errno
 import json
@@ -19,7 +19,7 @@ DAY_S = 86400
 
 
 class TestFileStorage(StorageSuite, CapacitySuite):
-    """A slot is of whole 4 KiB and a small store has one slot in a slab, so the suite's room is counted in slabs."""
+    """A slot is of whole 4 KiB and a small store has one slot in a slab, so capacity is counted in slabs."""
 
     def capacity_for(self, objects: int) -> int:
         return SMALL_FILES + objects * ONE
@@ -52,7 +52,7 @@ def snapshot(folder: Path) -> dict[str, tuple[int, bytes | None]]:
 
 
 def refusal_of(folder: Path, label: bytes = LABEL) -> str:
-    """What opening says, and checking too; both leave everything as it was."""
+    """The message of opening, and of checking; both change nothing."""
     before = snapshot(folder.parent)
     with pytest.raises(StorageError) as checked:
         check_folder(folder, 1 << 20, label, "model B")
@@ -64,7 +64,7 @@ def refusal_of(folder: Path, label: bytes = LABEL) -> str:
     return str(opened.value)
 
 
-# --- whose a folder is
+# --- ownership of a folder
 
 
 def test_two_models_live_in_one_folder_and_see_their_own(opened):
@@ -198,7 +198,7 @@ def test_a_file_system_without_locks_is_refused(opened):
         opened(disk=disk)
 
 
-# --- room
+# --- capacity
 
 
 def test_the_whole_folder_stays_within_its_capacity_whatever_is_stored(opened, folder):
@@ -264,7 +264,7 @@ def test_a_model_that_is_open_keeps_its_room(opened):
     assert one.exists(kept) == [True] * 4
 
 
-def test_who_finds_a_folder_full_of_another_model_in_use_is_told_once(opened, folder, caplog):
+def test_a_folder_full_of_another_model_in_use_is_logged_once(opened, folder, caplog):
     capacity = 96 << 10
     one, other = opened(capacity), opened(capacity, OTHER_LABEL)
     for i in range(30):
@@ -304,7 +304,7 @@ def test_with_s3fifo_one_scan_does_not_push_out_what_is_used_again(opened):
     assert storage.exists(used) == [True] * 10
 
 
-def test_who_is_over_the_quota_gives_its_own_coldest(opened):
+def test_a_group_over_its_quota_evicts_its_own_coldest(opened):
     storage = opened(quota_bytes=3 * 4096)
     for name in ("aaaa-1", "bbbb-1", "aaaa-2", "aaaa-3", "aaaa-4", "bbbb-2", "loner"):
         assert put(storage, **{name: b"1"}) == [True]
@@ -349,7 +349,7 @@ def test_a_wall_clock_that_jumps_neither_expires_nor_immortalises_anything(opene
     put(storage, a=b"1")
     disk.set_wall(jump_s)
     assert there(storage, "a") == "a"
-    other = opened(ttl_s=DAY_S, disk=disk)  # and nobody who opens it after the jump thinks so
+    other = opened(ttl_s=DAY_S, disk=disk)  # a process that opens it after the jump agrees
     assert there(other, "a") == "a"
     other.close()
     storage.close()

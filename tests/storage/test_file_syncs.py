@@ -132,7 +132,7 @@ def test_what_a_dead_process_had_not_synced_is_written_again_when_its_sync_fails
     disks[1].fail(trouble(), "sync", "slab-000000")
     with pytest.raises(StorageError, match="Input/output"):
         store(other, [page])
-    assert other.exists(names([page, mine])) == [False, True], "what this process has synced is no doubt there"
+    assert other.exists(names([page, mine])) == [False, True], "pages that this process has synced are there"
     assert store(other, [page]) == [True]
     assert intact(other, [page, mine]) == {page, mine}
     other.close()

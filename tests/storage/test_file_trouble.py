@@ -26,7 +26,7 @@ HEAD = range(1)
 
 
 def a_listing_that_fails(nth: int) -> Callable[..., Any]:
-    """os.scandir, of which the n-th call finds no descriptor."""
+    """os.scandir, of which the n-th call fails for lack of descriptors."""
     scan, calls = os.scandir, count(1)
 
     def scandir(*args: Any) -> Any:
@@ -79,7 +79,7 @@ def test_on_a_disk_that_takes_a_few_bytes_at_a_time_all_slabs_are_announced(tmp_
     storage = opened(folder, capacity=MIB)
     assert all(store(storage, some))
     storage.close()
-    (storage._folder.model.path / "changes").write_bytes(b"")  # as a power cut leaves what was never synced
+    (storage._folder.model.path / "changes").write_bytes(b"")  # as after a power cut: it was never synced
     first, second = opened(folder, Stingy(), capacity=MIB), opened(folder, Stingy(), capacity=MIB)
     assert intact(second, some) == set(some)
     assert store(first, pages("window", 1)) == [True]
@@ -158,7 +158,9 @@ def test_a_slab_that_could_not_be_opened_when_it_was_announced_is_opened_later(t
     disk.short = False
     assert store(other, [*some, *pages("window", 1)]) == [True, True]
     assert one.usage().objects == other.usage().objects == 2
-    assert set(one._index.slabs) == set(other._index.slabs) == {0, 1}, "and none was made for what was there"
+    assert set(one._index.slabs) == set(other._index.slabs) == {0, 1}, (
+        "and no slab was made for objects that were there"
+    )
     one.close()
     other.close()
 
@@ -187,11 +189,11 @@ def test_slabs_that_were_cut_do_not_outgrow_the_capacity_when_they_are_found(tmp
     storage.close()
 
 
-# --- a change that cannot be told, or is not told to the end
+# --- a change that cannot be announced, or only in part
 
 
 @pytest.mark.parametrize("at", [HEAD, ANYWHERE_BUT_THE_HEAD])
-@pytest.mark.parametrize("others", ["others", "nobody else"])
+@pytest.mark.parametrize("others", ["others", "no other process"])
 def test_a_slab_that_could_not_be_announced_is_found_by_later_calls(tmp_path: Path, at: range, others: str) -> None:
     folder, disk = tmp_path / "store", Rigged()
     one, other = opened(folder, disk, capacity=MIB), opened(folder, capacity=MIB)
@@ -211,8 +213,8 @@ def test_a_slab_that_could_not_be_announced_is_found_by_later_calls(tmp_path: Pa
 
 
 @pytest.mark.parametrize("at", [HEAD, ANYWHERE_BUT_THE_HEAD])
-@pytest.mark.parametrize("who", ["another", "the same"])
-def test_a_slab_whose_removal_could_not_be_announced_is_no_trap(tmp_path: Path, at: range, who: str) -> None:
+@pytest.mark.parametrize("process", ["another", "the same"])
+def test_a_slab_whose_removal_could_not_be_announced_is_no_trap(tmp_path: Path, at: range, process: str) -> None:
     folder, disk = tmp_path / "store", Rigged()
     one, other = opened(folder, disk, capacity=MIB), opened(folder, capacity=MIB)
     base = pages("full", *range(15))
@@ -222,7 +224,7 @@ def test_a_slab_whose_removal_could_not_be_announced_is_no_trap(tmp_path: Path, 
         one._allocator.remove(one._index.slabs[0], "a test")
     assert store(other, pages("state", 1)) == [True]
     assert one.exists(names(base)) == other.exists(names(base)), "be they removed or not"
-    user = other if who == "another" else one
+    user = other if process == "another" else one
     x, y = base[3], pages("full", 99)[0]
     user.delete([x.name])
     assert store(user, [y]) == [True]
@@ -327,7 +329,7 @@ def test_a_stripes_number_never_goes_back(tmp_path: Path) -> None:
             lagging.exists(["x"])
             raise trouble()
 
-    disks[0].happens = happens  # what the dead one left is settled, but for the number for all
+    disks[0].happens = happens  # the dead process's change is taken in, except its number in the head
     call, answers, (mine, theirs) = Call(), dict[int, bool](), pages("full", 20, 21)
     in_flight = one._reserve(call, [0], [mine.name], [mine.record()], answers)
     assert store(lagging, [theirs]) == [True]

@@ -1,4 +1,4 @@
-"""What a store does at length keeps no reader waiting, and what it knows of those who are gone it forgets."""
+"""Readers do not wait for long work of a store, and a store keeps nothing of groups that have no object any more."""
 
 import gc
 import threading
@@ -18,7 +18,7 @@ CAPACITY = 512 << 10
 
 
 def full(storage: FileStorage, count: int = 200) -> list[str]:
-    """Store until something had to go; what is there now."""
+    """Store until objects had to be evicted; the names that are there now."""
     names = [f"page-{i}" for i in range(count)]
     for name in names:
         assert put(storage, **{name: bytes(4096)}) == [True]
@@ -27,7 +27,7 @@ def full(storage: FileStorage, count: int = 200) -> list[str]:
 
 
 def asked(storage: FileStorage, name: str) -> None:
-    """Every call that a reader makes is answered now."""
+    """Make every call of a reader; each has to be answered now."""
     calls = Calls()
     calls.start("exists", lambda: storage.exists([name, "x"]))
     calls.start("get", lambda: get(storage, name))
@@ -51,7 +51,7 @@ def while_it_waits(monkeypatch: pytest.MonkeyPatch, where: Any, what: str) -> tu
 
 
 def test_a_lookup_does_not_wait_while_victims_are_chosen(opened, monkeypatch):
-    """With a million objects that took up to 0.8 s, once for every 64th of them that went."""
+    """With a million objects that took up to 0.8 s, once for every 64th of them that was evicted."""
     storage = opened(CAPACITY)
     some = full(storage)
     storage._index._queues.clear()
@@ -66,7 +66,7 @@ def test_a_lookup_does_not_wait_while_victims_are_chosen(opened, monkeypatch):
     assert calls.join() == {"put": [True]}
 
 
-def test_who_asks_does_not_wait_until_the_tables_of_other_models_are_read(opened, monkeypatch):
+def test_a_reader_does_not_wait_until_the_tables_of_other_models_are_read(opened, monkeypatch):
     other = opened(CAPACITY, OTHER_LABEL, "model B")
     full(other)
     other.close()
@@ -82,7 +82,7 @@ def test_who_asks_does_not_wait_until_the_tables_of_other_models_are_read(opened
 
 
 class Turns:
-    """A lock; who takes it a second time lets a reader go first."""
+    """A lock; before it is taken for the third time a reader goes first."""
 
     def __init__(self, lock: Any, between: Callable[[], None]) -> None:
         self.lock, self.between, self.taken = lock, between, 0
@@ -97,7 +97,7 @@ class Turns:
         self.lock.release()
 
 
-def test_who_asks_does_not_wait_until_all_of_a_slab_is_evicted(opened):
+def test_a_reader_does_not_wait_until_all_of_a_slab_is_evicted(opened):
     storage = opened(8 * MIB)
     names = [f"page-{i}" for i in range(120)]
     assert all(storage.put(names, [memoryview(bytes(4096))] * 120))
@@ -109,13 +109,13 @@ def test_who_asks_does_not_wait_until_all_of_a_slab_is_evicted(opened):
         turns = Turns(storage._lock, lambda: (asked(storage, held[0]), left.append(sum(storage.exists(held)))))
         storage._allocator._lock = turns
         storage._allocator.remove(slab, "a test")
-    assert left == [len(held) - 2 * AT_ONCE], "some of them have gone by then"
+    assert left == [len(held) - 2 * AT_ONCE], "some of them have been evicted by then"
     assert storage.exists(held) == [False] * len(held)
     assert storage.usage().evicted == len(held)
 
 
 @pytest.mark.parametrize("what", ["put", "delete"])
-def test_who_asks_does_not_wait_until_tables_are_written(opened, what):
+def test_a_reader_does_not_wait_until_tables_are_written(opened, what):
     disk = Rigged()
     storage = opened(CAPACITY, disk=disk)
     put(storage, a=b"1", b=b"2")
@@ -138,7 +138,7 @@ def test_what_is_too_old_goes_in_parts_between_which_others_are_heard(opened):
     names = [f"page-{i}" for i in range(120)]
     assert all(storage.put(names, [memoryview(bytes(4096))] * 120))
     disk.elapse(100)
-    put(storage, young=b"1")  # what is too old goes now
+    put(storage, young=b"1")  # expired objects are freed now
     disk.elapse(59)
     assert storage._index.states()["stored"] == 1
     assert all(storage.put(names, [memoryview(bytes(4096))] * 120))
@@ -149,7 +149,7 @@ def test_what_is_too_old_goes_in_parts_between_which_others_are_heard(opened):
     assert left and 0 < left[0] < 121
 
 
-# --- what is known of those who are gone
+# --- victim lists of groups without objects
 
 
 def salt(number: int) -> str:
@@ -157,12 +157,12 @@ def salt(number: int) -> str:
 
 
 def test_of_salts_that_have_come_and_gone_nothing_stays(opened):
-    """Each left a list of who goes next, of some 8 KB, for as long as the store was open."""
+    """Each left a list of victims, of some 8 KB, for as long as the store was open."""
     storage = opened(2 * MIB, quota_bytes=65 * 4096, disk=WithoutSync())
 
     def come_and_go(first: int, last: int) -> None:
         for number in range(first, last):
-            for pages in (range(65), range(65, 70)):  # the second call pushes out what the first has stored
+            for pages in (range(65), range(65, 70)):  # the second call evicts the objects of the first
                 names = [f"{salt(number)}-{page}" for page in pages]
                 assert all(storage.put(names, [memoryview(b"1")] * len(names)))
             if number % 3 == 0:

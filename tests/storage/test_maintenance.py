@@ -89,7 +89,7 @@ def test_verify_tells_what_cannot_be_read(storage, folder):
     assert heard == [(0, 40), (16, 40), (32, 40), (40, 40)]
 
 
-def test_who_visits_a_store_uses_nothing_in_it(storage, folder):
+def test_maintenance_counts_as_no_use(storage, folder):
     put(storage, a=b"1", b=b"2")
     get(storage, "a")
     (model,) = maintenance.models(folder)

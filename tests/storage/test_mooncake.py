@@ -1,4 +1,4 @@
-"""What every storage must do, against a real master and an owner in another process."""
+"""The suite of every storage, against a real master and an owner in another process."""
 
 import hashlib
 import http.client
@@ -40,7 +40,7 @@ def closing(cluster: Cluster) -> Iterator[ThreadPoolExecutor]:
 
 
 class Counted(MooncakeStorage):
-    """The master counts everybody's objects. This asks it for the names of all and counts those of one label."""
+    """The master counts the objects of all labels. This asks it for all names and counts those of one label."""
 
     def usage(self) -> StorageUsage:
         usage = super().usage()

@@ -1,4 +1,4 @@
-"""The client without a master: a library that does as the real one was seen to do, and settings from everywhere."""
+"""The client without a master: a library that imitates the real one, and settings from every source."""
 
 import json
 import mmap
@@ -24,7 +24,7 @@ TRANSFER_FAILED, OK = -800, 0
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Of somebody who listens, as a master does."""
+    """A port on which a process listens, as a master does."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -33,7 +33,7 @@ class Library:
     """A library that holds one object, and whose transfers hang when told; the hanging ones end when it is closed."""
 
     def __init__(self, seconds: list[float]) -> None:
-        self.seconds = seconds  # what the clock shows
+        self.seconds = seconds  # the time of the clock
         self.hang = self.closed = False
         self.late: list[int] = []  # addresses that may still be written to
         self.registered: list[tuple[int, int]] = []
@@ -48,15 +48,15 @@ class Library:
         return OK
 
     def batch_is_exist(self, keys: list[str]) -> list[int]:
-        assert not self.closed, "this would have been the end of the process"
+        assert not self.closed, "the real library would have crashed the process"
         return [1] * len(keys)
 
     def batch_put_from(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
-        assert not self.closed, "this would have been the end of the process"
+        assert not self.closed, "the real library would have crashed the process"
         return [OK] * len(keys)
 
     def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
-        assert not self.closed, "this would have been the end of the process"
+        assert not self.closed, "the real library would have crashed the process"
         if not self.hang:
             return list(sizes)
         self.late += addresses
@@ -97,7 +97,7 @@ def world(port: int) -> World:
     return World(port)
 
 
-# --- what the library leaves behind
+# --- hazards of the library
 
 
 def test_transfers_that_the_library_gave_up_on_are_over_before_the_get_returns(world: World) -> None:
@@ -184,7 +184,7 @@ def test_memory_is_registered_by_the_next_call_and_once(world: World) -> None:
     client = world.client()
     memory = memoryview(bytearray(4096))
     client.lend(memory)
-    assert world.made[0].registered == [], "whoever lends is not kept waiting"
+    assert world.made[0].registered == [], "the caller that registers memory does not wait"
     client.exists(["a"])
     client.exists(["a"])
     assert world.made[0].registered == [(address_of(memory), 4096)]

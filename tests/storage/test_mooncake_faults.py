@@ -1,4 +1,4 @@
-"""What Mooncake does to those who trust it, each reproduced with a real master and real owners of memory."""
+"""Hazards of Mooncake, each reproduced with a real master and real owners of memory."""
 
 import mmap
 import subprocess
@@ -85,7 +85,7 @@ class Pages:
 
 
 def works(storage: MooncakeStorage, name: str = "some") -> bool:
-    """Whether something can be stored and read now; an outage is a no."""
+    """Whether an object can be stored and read now; False during an outage."""
     try:
         return put(storage, **{name: b"x" * 100}) == [True] and get(storage, name) == b"x" * 100
     except StorageError:
@@ -140,7 +140,7 @@ def test_an_owner_that_is_killed_takes_its_pages_alone(
     sizes = storage.get(more, [memoryview(bytearray(PAGE)) for _ in more])
     assert {None, PAGE} == {*sizes}, "some of the others' answer all the same"
     until(lambda: storage.exists(more) == [size is not None for size in sizes], "a master that noticed")
-    until(lambda: works(storage), "room with the other")
+    until(lambda: works(storage), "space at the other owner")
 
 
 def test_without_an_owner_nothing_is_there_and_nothing_is_taken_until_there_is_one(
@@ -165,12 +165,12 @@ def test_what_an_owner_that_stands_still_does_not_take_is_not_there(
     owner, storage = cluster.owner(), opened()
     pages = Pages(storage, 4)
     pages.fill(1)
-    assert works(storage), "or the first contact with an owner that stands still would cost a minute for each object"
+    assert works(storage), "or the first contact with a frozen owner would cost a minute for each object"
     with stopped(owner), pytest.raises(StorageError, match="stored 0 of 4 objects"):
         storage.put(pages.names, pages.views)
 
     def taken() -> bool:
-        with suppress(StorageError):  # for a while nobody takes them
+        with suppress(StorageError):  # for a while no owner takes them
             return all(storage.put(pages.names, pages.views))
         return False
 
@@ -240,7 +240,7 @@ def test_a_client_that_is_an_owner_too_lends_its_memory_to_the_next_master(
     until(lambda: works(storage, "again"), "the client's own segment")
 
 
-# --- what puts say
+# --- answers of puts
 
 
 UNFINISHED = """
@@ -288,8 +288,8 @@ def test_a_full_segment_takes_no_more_until_leases_end(
     second = storage.put([f"more-{n}-{name}" for n in range(2) for name in pages.names], pages.views * 2)
     assert first == [True] * 32
     assert True in second
-    assert False in second, "what has been asked for is under a lease, so it is not evicted for this"
-    evicted = storage.counts["not there after a put"]  # what is put is under no lease until somebody has asked for it
+    assert False in second, "an object that was looked up is under a lease, so it is not evicted for this"
+    evicted = storage.counts["not there after a put"]  # an object is under no lease until it has been looked up
     assert storage.counts["no space"] + evicted == second.count(False)
     assert storage.usage().capacity_bytes == 16 * MIB
     until(lambda: all(storage.put(["later"], pages.views[:1])), "an eviction")
@@ -423,7 +423,7 @@ def test_closing_waits_for_the_call_that_is_inside(cluster: Cluster, opened: Cal
 
 
 class Watched:
-    """The real library, which here insists on what RDMA insists on: that every byte it is to touch is registered."""
+    """The real library, with RDMA's rule: every byte that it touches has to be registered."""
 
     def __init__(self) -> None:
         self.real = library()
@@ -465,7 +465,7 @@ def test_every_byte_that_mooncake_moves_is_registered_and_pages_are_moved_where_
         assert storage.get(pages.names, pages.views) == [PAGE] * 40
         assert pages.holds(1)
         assert watched.moved == [address_of(view) for view in pages.views] * 2
-        # What lies elsewhere goes through memory of the storage's own: read-only, small, large, and more than that has.
+        # Other buffers go through the bounce buffer: read-only, small, large, and larger than the bounce buffer.
         objects = {"small": b"1", "none": b"", "large": bytes(9 * MIB), "other": b"o" * MIB}
         assert all(put(storage, **objects))
         assert {name: get(storage, name, 10 * MIB) for name in objects} == objects

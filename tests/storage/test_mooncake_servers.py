@@ -58,7 +58,7 @@ def ask(client: demo.Client, seed: int, **more: Any) -> demo.Answer:
 
 
 def emptied(client: demo.Client) -> demo.Client:
-    """Whoever asks now gets what storage has; all that was computed is in storage by now."""
+    """All computed pages are in storage now, and only there."""
     client.flush("device,host")
     return client
 
@@ -108,7 +108,7 @@ def test_what_one_server_computed_the_other_has_and_a_restarted_one_has_it_at_on
     cluster.restart_master()
 
     def hits() -> bool:
-        """What two has by now in memory goes to storage, and one finds it there."""
+        """The pages that server two has in memory are stored, and server one finds them."""
         ask(two, 1)
         emptied(two)
         again = ask(emptied(one), 1)

@@ -1,4 +1,4 @@
-"""Settings: what a user may write, and what is said about the rest before anything is touched."""
+"""Storage URLs: those that are accepted, and the messages about all others, before any file is touched."""
 
 from pathlib import Path
 from uuid import uuid4

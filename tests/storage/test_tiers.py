@@ -1,4 +1,4 @@
-"""Storages in a row are one storage: the first that can answers, the others follow, and nothing comes back wrong."""
+"""Tiers are one storage: the first that can answers, the others get copies, and no wrong object is read."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ class TestTiers(StorageSuite):
             yield make
 
 
-# --- what is put
+# --- put
 
 
 def test_what_is_put_is_carried_to_every_tier(row: Row) -> None:
@@ -64,13 +64,15 @@ def test_a_tier_that_is_late_with_what_it_has_is_passed_over_until_it_answers(ma
     row.sick[other].inner.delete(["b"])
     row.sick[number].stall()
     asked = row.sick[number].counts["exists"]
-    assert there(row.storage, "a", "b") == "a", "what both have is found, and what only that one has is not"
+    assert there(row.storage, "a", "b") == "a", (
+        "an object that both have is found, and one that only that tier has is not"
+    )
     row.sick[number].wait_for_stalled_call()
     assert there(row.storage, "a", "b") == "a"
     assert read(row.storage, "a") == page("a")
     assert read(row.storage, "b") is None
     assert row.put("c") == [True]
-    assert row.sick[number].counts["exists"] == asked + 1, "and no other call has asked it"
+    assert row.sick[number].counts["exists"] == asked + 1, "and no other call has reached it"
     assert row.has(other, "c") == "c"
     assert row.storage.counts["exists missed: late"] >= 2
     row.sick[number].release()
@@ -159,7 +161,7 @@ def test_what_is_gone_leaves_the_backlog(make_row: MakeRow) -> None:
     row = make_row((80, ROOM))
     row.go_down(1)
     row.put("a", "b")
-    row.put("c")  # "b" makes room
+    row.put("c")  # "b" is evicted for it
     row.come_up(1)
     row.settle()
     assert row.has(1, "a", "b", "c") == "a c"
@@ -237,7 +239,7 @@ def test_a_put_raises_when_every_tier_does_and_is_a_miss_when_all_are_down(row: 
     assert row.put("a") == [True]
 
 
-# --- what is read
+# --- get
 
 
 def test_what_only_the_far_tier_has_is_found_and_promoted(row: Row) -> None:
@@ -263,7 +265,7 @@ def test_without_a_judge_nothing_is_promoted(make_row: MakeRow) -> None:
 
 def test_what_is_not_whole_is_not_promoted(row: Row) -> None:
     put(row.sick[1].inner, a=b"?" * 40)
-    assert read(row.storage, "a") == b"?" * 40, "the caller judges for himself, and deletes it"
+    assert read(row.storage, "a") == b"?" * 40, "the caller decides for itself, and deletes it"
     row.settle()
     assert row.has(0, "a") == ""
 

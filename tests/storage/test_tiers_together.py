@@ -1,4 +1,4 @@
-"""What is deleted is deleted in all tiers; closing, usage, and any history of calls and faults."""
+"""A delete reaches all tiers; closing, usage, and any history of calls and faults."""
 
 import random
 import threading
@@ -17,7 +17,7 @@ from kvarve.storage import MemoryStorage, Storage, StorageUsage
 from kvarve.testing import Rule
 from kvarve.testing.suite import get, put
 
-# --- what is deleted
+# --- delete
 
 
 def test_what_is_deleted_is_gone_from_all(row: Row) -> None:
@@ -182,7 +182,7 @@ def test_a_name_that_cannot_be_is_refused_though_all_are_down(row: Row) -> None:
 
 
 def test_any_history_of_calls_and_faults_gives_back_what_was_put_or_nothing() -> None:
-    """Three tiers of little room that fail, lose, cut and flip. What is whole is what was put; and all heals."""
+    """Three small tiers that fail, lose, cut and flip. Every intact object is one that was put; all tiers recover."""
     names = st.sampled_from([f"page-{i}" for i in range(8)])
     faults = st.sampled_from(["raise", "lose", "truncate", "flip", "short"])
 

@@ -18,7 +18,7 @@ ROOM = 1 << 20
 
 
 def page(name: str, size_bytes: int = 40) -> bytes:
-    """What is stored under a name: it says whether it is whole."""
+    """The object of a name, which shows whether it is intact."""
     body = (name.encode() * size_bytes)[: size_bytes - 4]
     return hashlib.sha256(body).digest()[:4] + body
 
@@ -35,7 +35,7 @@ def read(storage: Storage, name: str, size_bytes: int = 40) -> bytes | None:
 
 
 class Row:
-    """Tiers that fail as told, each behind a breaker that opens at the first failure and asks when the test says so."""
+    """Tiers that fail as told, each behind a breaker that opens at the first failure and probes when told."""
 
     def __init__(self, capacities: Sequence[int] = (ROOM, ROOM), **more: object) -> None:
         self.before = threading.active_count()

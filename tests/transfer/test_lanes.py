@@ -1,7 +1,8 @@
-"""A piece of work ends exactly once, whatever happens to it and to those before it."""
+"""A piece ends exactly once, whatever happens to it and to those before it."""
 
 import random
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -127,14 +128,14 @@ def test_what_waits_behind_a_call_that_hangs_ends_at_its_deadline(gate: Gate) ->
     assert ends.collect() == [Ended(1, 0)], "no worker was free, and none was needed"
     assert ends.collect() == [] and lane.waiting() == 1
     clock.now += 100
-    assert ends.collect() == [Ended(2, 0)], "but what really runs keeps what it holds"
+    assert ends.collect() == [Ended(2, 0)], "but a piece that really runs keeps its slots"
     gate.open.set()
     assert lane.close(LONG_S)
     assert ends.collect() == [Ended(0, 1)], "and ends when it comes back"
     assert (lane.counts.done, lane.counts.late) == (1, 2)
 
 
-def test_another_worker_takes_the_place_of_one_that_hangs_who_goes_when_he_comes_back(gate: Gate) -> None:
+def test_another_worker_replaces_one_that_hangs_which_exits_when_its_call_returns(gate: Gate) -> None:
     ends, clock, threads = Ends(), Clock(), threading.active_count()
     lane = Lane("test", ends, clock=clock, patience_s=10.0)
     lane.send(0, gate, LONG_S)
@@ -244,7 +245,7 @@ def test_the_same_trouble_again_is_not_logged_again(caplog: pytest.LogCaptureFix
 
 
 class Carrier:
-    """Shared work that notes what it was called with; part `n` is good in bit n, and bad in the next."""
+    """Shared work that notes its arguments; part `n` is good in bit n, and bad in the next."""
 
     def __init__(self) -> None:
         self.calls: list[list[int]] = []
@@ -404,7 +405,7 @@ def test_closing_a_full_lane_does_not_wait_for_a_worker_that_hangs(gate: Gate) -
         closing.join(LONG_S)
 
 
-def test_a_wait_ends_when_something_ends_or_somebody_wakes_it(gate: Gate) -> None:
+def test_a_wait_ends_when_something_ends_or_it_is_woken(gate: Gate) -> None:
     ends = Ends()
     assert not ends.wait(0.0)
     waker = threading.Thread(target=ends.wake)
@@ -472,9 +473,7 @@ def test_urgent_work_passes_the_rest_and_keeps_its_own_order(gate: Gate) -> None
     send = busy_with(lane, gate, seen)
     for op in (1, 2, 3, 4):
         send(op, urgent=op > 2)
-    lane.hurry(2)  # its request has been claimed
-    lane.hurry(0)  # under way
-    lane.hurry(99)  # of another storage
+    lane.hurry([2, 0, 99])  # their request has been claimed; 0 is in flight, and 99 of another storage
     gate.open.set()
     collect(ends, 5)
     assert seen == [2, 3, 4, 1]
@@ -493,4 +492,19 @@ def test_work_that_is_not_urgent_is_passed_a_bounded_number_of_times(gate: Gate)
     collect(ends, 3 * PASSED + 3)
     assert seen.index(1) == PASSED and seen.index(2) == 2 * PASSED + 1
     assert [op for op in seen if op > 2] == [*range(3, 3 + 3 * PASSED)]
+    assert lane.close(LONG_S)
+
+
+def test_a_worker_that_waits_keeps_nothing_of_what_it_has_done() -> None:
+    class Buffers:
+        def work(self) -> tuple[int, int]:
+            return 1, 0
+
+    ends, freed, buffers = Ends(), threading.Event(), Buffers()
+    lane = Lane("test", ends)
+    weakref.finalize(buffers, freed.set)
+    lane.send(0, buffers.work, LONG_S)
+    assert collect(ends, 1) == [Ended(0, 1)]
+    del buffers
+    assert freed.wait(LONG_S)
     assert lane.close(LONG_S)

@@ -1,16 +1,19 @@
-"""Whatever a storage or a stray write does to a page, only the right bytes ever count as good."""
+"""Only the right bytes of a page count as good, whatever a storage or a stray write does to it."""
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from kvarve.core.effects import Copy, Ended, Hurry, Page, Probe
+from kvarve.core.settings import LOAD_DEADLINE_S
 from kvarve.keys import object_name
 from kvarve.memory.arenas import DeviceArena, HostArena
+from kvarve.memory.host_memory import zeros
 from kvarve.memory.layouts import LAYOUTS, PAGE_FIRST_DIRECT
-from kvarve.memory.record import HEADER_BYTES
+from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES
 from kvarve.model import BufferSpec, PoolSpec, Tier
 from kvarve.storage import MemoryStorage, Storage
 from kvarve.testing import FaultyStorage, Rule
@@ -24,7 +27,7 @@ D, H, S = Tier.DEVICE, Tier.HOST, Tier.STORAGE
 
 
 class Recording(MemoryStorage):
-    """Remembers the names that were written, in order; what is there already is not."""
+    """Remembers the names that were written, in order; an object that exists is not written."""
 
     def __init__(self) -> None:
         super().__init__(1 << 20, NAMESPACE, "test")
@@ -44,12 +47,19 @@ class Recording(MemoryStorage):
 class Bench:
     """Real arenas and lanes around a storage; page `i` of a pool has the key `key(i)` and content of its own."""
 
-    def __init__(self, *rules: Rule, rank: int = 0, verify_host: bool = True, layout: str = PAGE_FIRST_DIRECT) -> None:
+    def __init__(
+        self,
+        *rules: Rule,
+        rank: int = 0,
+        verify_host: bool = True,
+        layout: str = PAGE_FIRST_DIRECT,
+        **times: Any,  # of the engine: its storage's deadline, its clock
+    ) -> None:
         self.device = [DeviceArena(pool, SLOTS) for pool in POOLS]
         self.host = [HostArena(pool, SLOTS, NAMESPACE, rank, layout=layout) for pool in POOLS]
         self.inner = Recording()
         self.storage = FaultyStorage(self.inner, rules, seed=3)
-        self.transfers = TransferEngine(POOLS, self.device, self.host, rank=rank, verify_host=verify_host)
+        self.transfers = TransferEngine(POOLS, self.device, self.host, rank=rank, verify_host=verify_host, **times)
         self.attach(self.storage)
         self.rank, self.ops = rank, 0
         self.begun: list[int] = []
@@ -182,7 +192,7 @@ def test_a_flipped_byte_in_storage_is_bad_and_deleted_and_the_others_are_good(
 def test_a_truncated_object_is_bad_and_deleted(bench: Bench, size_bytes: int) -> None:
     bench.store((0, 0), (0, 1))
     bench.storage.truncate(bench.name(0), size_bytes)
-    # What lies in memory already is the right page, so that only the length can tell.
+    # The right page is in memory already, so only the length can reveal it.
     assert bench.fetch((0, 0, 0), (0, 1, 1)) == Ended(bench.ops, 0b10, 0b01)
     assert bench.stored((0, 0), (0, 1)) == [False, True]
 
@@ -374,7 +384,7 @@ def test_fetches_of_claimed_requests_pass_those_that_are_merely_hoped_for(bench:
     for page, urgent in enumerate([False] * 5 + [True, False]):  # the first three have a worker each
         bench.transfers.send(Copy(100 + page, S, H, (Page(0, bench.key(page), -1, page),), ROOT, urgent=urgent))
         assert page > 2 or inside.acquire(timeout=LONG_S)
-    bench.transfers.send(Hurry(106))
+    bench.transfers.send(Hurry((106,)))
     for _ in range(4):
         on.release()
         assert inside.acquire(timeout=LONG_S)
@@ -408,7 +418,7 @@ def test_a_page_that_changed_in_host_memory_is_never_stored(bench: Bench) -> Non
     bench.host[0].record(0)[HEADER_BYTES + 9] ^= 4
     assert bench.copy(H, S, (0, 0, 0, -1), (0, 1, 1, -1)) == Ended(bench.ops, 0b10, 0b01)
     assert bench.inner.written == [bench.name(1)]
-    # Not even where storage has a good one: what is in memory must not count as the same.
+    # Not even where storage has a good one: the page in memory must not count as the same.
     bench.inner.replace(bench.name(0), memoryview(bytes(4096)))
     assert bench.copy(H, S, (0, 0, 0, -1)) == Ended(bench.ops, 0, 1)
 
@@ -432,3 +442,123 @@ def test_closing_finishes_what_was_sent_and_closes_the_storage(bench: Bench) -> 
     assert bench.transfers.collect() == [Ended(99, 1)]
     assert bench.inner.written == [bench.name(0)]
     assert bench.inner._region is None
+
+
+# --- device copies do not know the storage's deadline
+
+
+class HeldCopies:
+    """Has the copies of an engine between device and host wait, page by page, until it is let on."""
+
+    def __init__(self, transfers: TransferEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._move, self.begun, self.on = transfers._copies._move, threading.Semaphore(0), threading.Event()
+        monkeypatch.setattr(transfers._copies, "_move", self._held)
+
+    def _held(self, *args: Any) -> None:
+        self.begun.release()
+        assert self.on.wait(LONG_S)
+        self._move(*args)
+
+
+def test_a_device_copy_slower_than_a_storage_may_be_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(deadline_s=1e-9)
+    bench.copy(D, H, (0, 0, 0, 0))
+    bench.transfers.layerwise = True
+    held = HeldCopies(bench.transfers, monkeypatch)
+    bench.transfers.send(Copy(99, H, D, (Page(0, bench.key(0), 0, 5),), ROOT))
+    assert held.begun.acquire(timeout=LONG_S)
+    (arrival,) = bench.transfers.arrivals()
+    assert not arrival.done
+    held.on.set()
+    arrival.wait_all()
+    assert all(torch.equal(*tensors) for tensors in zip(bench.content(0, 0), bench.content(0, 5), strict=True))
+
+
+def test_a_device_copy_may_wait_longer_than_a_storage_may_take_to_begin_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    bench = Bench(deadline_s=1.0, clock=lambda: now[0])
+    bench.copy(D, H, (0, 0, 0, 0), (0, 1, 1, 1))
+    held = HeldCopies(bench.transfers, monkeypatch)
+    for op in (97, 98, 99):
+        bench.transfers.send(Copy(op, H, D, (Page(0, bench.key(0), 0, op - 94),), ROOT))
+        assert op > 97 or held.begun.acquire(timeout=LONG_S)
+        now[0] += LOAD_DEADLINE_S / 2
+    now[0] += 1.0
+    assert bench.transfers.collect() == [Ended(98, 0)]
+    held.on.set()
+    assert bench.ends(2) == [Ended(97, 1), Ended(99, 1)]
+
+
+def test_copies_that_are_sent_together_wait_for_one_event_of_the_compute_stream(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marked, ready = list[object](), bench.transfers._copies.ready
+    monkeypatch.setattr(bench.transfers._copies, "ready", lambda: marked.append(ready()) or marked[-1])
+    saves = [Copy(op, D, H, (Page(0, bench.key(op), op, op),), ROOT) for op in range(3)]
+    bench.transfers.send(*saves, probe(bench, 3, (0, 7)))
+    assert sorted(ends(bench, 4).items()) == [(0, (1, 0)), (1, (1, 0)), (2, (1, 0)), (3, (0, 0))]
+    assert len(marked) == 1
+    assert all(bench.host[0].intact(op, bench.key(op)) for op in range(3))
+
+
+# --- layouts whose records are copies
+
+
+class Lent(Recording):
+    """Notes where memory lies that it is lent: for good, or for a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registered, self.lent = list[int](), list[int]()
+
+    def register(self, memory: memoryview) -> None:
+        self.registered.append(address(memory))
+
+    def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
+        self.lent += map(address, data)
+        return super().put(names, data)
+
+    def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
+        self.lent += map(address, into)
+        return super().get(names, into)
+
+
+def address(memory: memoryview) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_storage_registers_the_memory_that_it_will_touch_and_no_other(layout: str) -> None:
+    bench, storage = Bench(layout=layout), Lent()
+    bench.attach(storage)
+    pages = [(pool, page) for pool in (0, 1) for page in (2, 5)]
+    bench.store(*pages)
+    assert bench.fetch(*((pool, page, 7 - page) for pool, page in pages)).good == 0b1111
+    assert len(storage.lent) == 8 and all(at % BLOCK_BYTES == 0 for at in storage.lent), "not fit for direct I/O"
+    in_arenas = [
+        any(start <= at < start + len(arena.memory) for arena in bench.host for start in [address(arena.memory)])
+        for at in storage.lent
+    ]
+    if layout == PAGE_FIRST_DIRECT:
+        assert storage.registered == [address(arena.memory) for arena in bench.host] and all(in_arenas)
+    else:
+        assert storage.registered == [] and not any(in_arenas)
+
+
+def test_a_store_makes_each_record_once_and_all_of_them_in_one_piece_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, made, mapped = Bench(layout="page_first"), list[int](), list[int]()
+    bench.store((0, 0))
+    for arena in bench.host:
+        monkeypatch.setattr(arena, "record", lambda *args, of=arena.record: made.append(args[0]) or of(*args))
+    monkeypatch.setattr("kvarve.memory.arenas.zeros", lambda size: mapped.append(size) or zeros(size))
+    pages = [(0, 0), (1, 2), (0, 3), (1, 1), (1, 4)]
+    assert bench.copy(D, H, *((pool, page, page, page) for pool, page in pages)).good == 0b11111
+    made.clear()
+    mapped.clear()
+    assert bench.copy(H, S, *((pool, page, page, -1) for pool, page in pages)) == Ended(bench.ops, 0b11111)
+    assert made == [page for _, page in pages]
+    assert mapped == [sum(bench.host[pool].stride for pool, _ in pages)]
+    assert bench.fetch((0, 0, 5), (1, 2, 6)).good == 0b11
+    assert len(mapped) == 2

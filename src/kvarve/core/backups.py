@@ -100,8 +100,8 @@ class Backups:
         return count
 
     def _wants(self, run: Run) -> bool:
-        """Whether the policies want a run in storage now."""
-        return self._used_enough(run) and self.governor.wants(run)
+        """Whether a run is to be in storage now: by the policies, or since it was asked for whatever they say."""
+        return run.wanted or (self._used_enough(run) and self.governor.wants(run))
 
     @property
     def in_flight(self) -> int:
@@ -273,7 +273,8 @@ class Backups:
         if not void:
             run.stored[page.pool] |= 1 << page.position - run.first
             paused = self.governor.paused
-            self.governor.stored(run, run.key(page.position), size_bytes)
+            if not run.wanted:  # which says nothing about the policies
+                self.governor.stored(run, run.key(page.position), size_bytes)
             if paused and not self.governor.paused:  # runs that it held back may be stored now
                 self.mark_all_dirty()
 
@@ -392,8 +393,8 @@ class Backups:
 
     def _used_enough(self, run: Run) -> bool:
         """Whether a run has the uses that the write policy asks for before it backs up."""
-        selective = self.state.config.policies.write is WritePolicy.WRITE_THROUGH_SELECTIVE and not run.wanted
-        return not selective or run.uses >= self.state.config.policies.selective_uses
+        selective = self.state.config.policies.write is WritePolicy.WRITE_THROUGH_SELECTIVE
+        return run.wanted or not selective or run.uses >= self.state.config.policies.selective_uses
 
     def count_dropped(self, run: Run, pool: int, gone: int) -> None:
         """Pages of a run (local positions) leave their last memory tier: count those that were never stored."""
@@ -404,7 +405,7 @@ class Backups:
             self.counters.dropped_down += lost
         elif run.failed_backups >= RETRY_BUDGET:
             self.counters.dropped_failed += lost
-        elif self.governor.wants(run):
+        elif self._wants(run):
             self.counters.dropped_evicted += lost
         else:
             self.counters.dropped_unpaying += lost
@@ -455,7 +456,7 @@ class Backups:
         write_back = self.state.config.policies.write is WritePolicy.WRITE_BACK and run.failed_backups < RETRY_BUDGET
         want = lost if write_back else stuck
         if tier is Tier.HOST:
-            stores = self.copies.storage and not self.backing_off() and self.governor.wants(run)
+            stores = self.copies.storage and not self.backing_off() and self._wants(run)
             return self._rescue_from_host(run, pool, want) if write_back and stores else 0
         if not self.slot_pools.capacity[self._host(pool)]:
             return 0

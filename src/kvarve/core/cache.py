@@ -95,13 +95,14 @@ class Core(Growing):
         priority: int = 0,
         outside: Sequence[int] = (),
         expected: tuple[int, float] = (0, 0.0),
+        named: bytes = b"",
     ) -> Lease:
         """Open a lease for a request that begins to wait: pages that memory lacks are fetched from storage to the host.
 
         It takes no device slots before `claim`. With `read` false the request resumes from nothing. `priority`: of the
         pages that it uses, for eviction by priority. `outside`: what an engine has of it, as in `lookup`. `expected`
         (boundary, seconds): another process is writing the pages before that boundary to storage, and has finished
-        within that time.
+        within that time. `named`: the keys of its first pages, as far as the caller knows them.
         """
         self.now = now
         run, path, known = self.paths.find(root, tokens)
@@ -119,7 +120,7 @@ class Core(Growing):
             read,
         )
         lease.outside = outside if read else ()
-        lease.expected, lease.expected_until = expected[0], now + expected[1]
+        lease.expected, lease.expected_until, lease.named = expected[0], now + expected[1], named
         self.leases[lease.number] = lease
         if read:
             self.slot_pools.touch(run, self.paths.near(known))  # it will be read soon
@@ -235,11 +236,13 @@ class Core(Growing):
 
     def hand_over(self, lease: Lease) -> int:
         """The boundary at which another cache could resume a lease's prompt from what memory has now. All pages before
-        it are dirty from now on, whatever the write policy."""
+        it are dirty from now on, whatever the write policy; also those that have been stored, since the storage may
+        have evicted them."""
         boundary = self.lookup(lease.root, lease.tokens).memory
         run, _, _ = self.paths.find(lease.root, lease.tokens)
-        for each, _ in upward(run, ones(boundary)):
+        for each, share in upward(run, ones(boundary)):
             each.wanted = True
+            each.stored = [stored & ~share for stored in each.stored]
             self.backups.mark_dirty(each)
         return boundary
 

@@ -8,6 +8,7 @@ from kvarve.boundaries import deepest
 from kvarve.core.effects import Copy, Effect, Hurry, Page, Probe
 from kvarve.core.lease import Lease
 from kvarve.core.tree import Run, covering, root_of
+from kvarve.keys import KEY_BYTES
 from kvarve.model import Tier
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ class Copies:
             root = root_of(op.run).named
         else:
             assert op.lease is not None
-            keys = [op.lease.key(page.position) for page in op.pages]
+            named = op.lease.keys
+            keys = [named[page.position * KEY_BYTES : (page.position + 1) * KEY_BYTES] for page in op.pages]
             root = op.lease.root
         pages = tuple(Page(page.pool, key, page.source, page.target) for page, key in zip(op.pages, keys, strict=True))
         if op.edge == PROBE:
@@ -97,7 +99,8 @@ class Copies:
 
     def hurry(self, lease: Lease) -> None:
         """A lease has been claimed: its copies from storage are urgent from now on."""
-        self.effects += [Hurry(op) for op in sorted(lease.ops) if self.ops[op].edge == FETCH]
+        if fetches := tuple(op for op in sorted(lease.ops) if self.ops[op].edge == FETCH):
+            self.effects.append(Hurry(fetches))
 
     def end(self, number: int) -> Op | None:
         """A copy has ended: unpin its sources; its target slots are the caller's. None if there is no such copy."""

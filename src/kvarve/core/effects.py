@@ -53,9 +53,9 @@ class Release:
 
 @dataclass(frozen=True)
 class Hurry:
-    """A copy from storage has become urgent, as its request has been claimed. No answer; it may have ended already."""
+    """Copies from storage have become urgent, as their request has been claimed. No answer; any may have ended."""
 
-    op: int
+    ops: tuple[int, ...]
 
 
 Transfer = Copy | Probe

@@ -22,6 +22,8 @@ class Phase(Enum):
     READY = "ready"  # the engine may resume at `boundary`
     CLOSED = "closed"
 
+    __hash__ = object.__hash__  # members are singletons, and a lease looks its moves up: Enum's own hash is slower
+
 
 class Cause(Enum):
     """Why a lease moves to another phase."""
@@ -33,6 +35,8 @@ class Cause(Enum):
     LOAD = "pages are loaded"
     READY = "its pages are on the device"
     CLOSE = "the request ends"
+
+    __hash__ = object.__hash__  # as above
 
 
 # The only moves that there are. Pages that were lost may send a lease back: to storage, or to load once more.
@@ -69,6 +73,7 @@ class Lease:
     __slots__ = (
         "arrived",
         "ask_again",
+        "ask_all",
         "awaited",
         "begun",
         "boundary",
@@ -151,12 +156,13 @@ class Lease:
         self.awaited = [0] * pools  # those that storage did not have yet
         self.soon_until = 0.0  # how long it may say that pages are being written
         self.ask_again = inf  # when to ask for them again
+        self.ask_all = inf  # when to ask for all of them
         self.resumed = False  # the engine has its own copies of windows and states
         self.claimed = False
         self.run = run  # the deepest run that `held` and `prefix_pins` reach
         self.held = 0  # positions of which it pins all pages
         self.prefix_pins = 0  # positions of which it pins the chains
-        self.tiers: Sequence[Tier] = MEMORY_TIERS  # of these pins: once ready, the device only
+        self.tiers: tuple[Tier, ...] = MEMORY_TIERS  # of these pins: once ready, the device only
         self.ops: set[int] = set()  # copies in flight that it waits for
         self.probed = [0] * pools  # positions that storage said it has
         self.landed: list[dict[int, int]] = [{} for _ in range(pools)]  # host slots filled from storage, by position
@@ -183,8 +189,9 @@ class Lease:
 
     def move(self, cause: Cause) -> None:
         """Go to the phase that follows, for this cause, on the present one."""
-        assert (self.phase, cause) in MOVES, f"a lease that is {self.phase.value} cannot move because {cause.value}"
-        self.phase = MOVES[self.phase, cause]
+        after = MOVES.get((self.phase, cause))
+        assert after is not None, f"a lease that is {self.phase.value} cannot move because {cause.value}"
+        self.phase = after
 
     @property
     def ready(self) -> bool:

@@ -7,8 +7,7 @@ and sizes. Blocks that a copy uses are the engine's again when `released` names 
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
-from math import inf
+from itertools import zip_longest
 
 from kvarve.boundaries import deepest, leading, members, needed, of, ones, span
 from kvarve.core.cache import Core
@@ -68,13 +67,15 @@ class EngineCore(Core):
             of(at for at, handle in handles.items() if (pool, handle) not in arriving)
             for pool, handles in enumerate(pages)
         ]
-        wanted = [has & ~here & ones(lease.pages) for has, here in zip(there, kept, strict=True)]
-        end = int(min(lease.pages, self._reach(kept, wanted)))
+        # The tokens of an unfinished chunk still get other names (`bind_to_chunk`).
+        whole = lease.pages // self.grid * self.grid
+        wanted = [has & ~here & ones(whole) for has, here in zip(there, kept, strict=True)]
+        end = self._reach(kept, wanted, whole)
         taken: list[dict[int, int]] = []
         for pool, bits in enumerate(wanted):
             slots = self.slot_pools.reserve(self.slot_pools.place(Tier.HOST, pool), (bits & ones(end)).bit_count())
             taken.append(dict(zip(members(bits & ones(end)), slots, strict=False)))
-        end = int(min(end, self._reach(kept, [of(slots) for slots in taken])))
+        end = self._reach(kept, [of(slots) for slots in taken], end)
         moving = []
         for pool, slots_ in enumerate(taken):
             for position, slot in slots_.items():
@@ -84,19 +85,18 @@ class EngineCore(Core):
                     self.slot_pools.give_back(self.slot_pools.place(Tier.HOST, pool), slot)
         self.counters.uncached += sum(bits.bit_count() for bits in wanted) - len(moving)
         # Whole positions in a copy: the tree takes a position only with the pages of all chains.
+        moving.sort(key=lambda page: page.position)
         batch: list[Moving] = []
-        for _, pages_ in groupby(sorted(moving, key=lambda page: page.position), key=lambda page: page.position):
-            batch.extend(pages_)
-            if len(batch) >= self.config.batch_pages:
+        for page, after in zip_longest(moving, moving[1:]):
+            batch.append(page)
+            if after is None or (len(batch) >= self.config.batch_pages and after.position > page.position):
                 self.copies.send(Op(BACKUP, batch, lease))
                 batch = []
-        if batch:
-            self.copies.send(Op(BACKUP, batch, lease))
         return [of(page.position for page in moving if page.pool == pool) for pool in range(len(self.pools))]
 
     def kept(self, lease: Lease) -> int:
         """The first pages of a lease's sequence that are in the host, or on their way there, in all chains."""
-        return int(min(lease.pages, self._reach(self._kept(lease), [0] * len(self.pools))))
+        return self._reach(self._kept(lease), [0] * len(self.pools), lease.pages)
 
     def _kept(self, lease: Lease) -> list[int]:
         """By pool, the positions that are in the host or being saved for this lease."""
@@ -113,9 +113,10 @@ class EngineCore(Core):
                     saving[page.pool] |= 1 << page.position
         return saving
 
-    def _reach(self, kept: Sequence[int], more: Sequence[int]) -> float:
-        """The end of the positions that every chain reaches without a gap: no page rests on one that is not kept."""
-        return min((leading(kept[pool] | more[pool]) for pool in self.slot_pools.chains), default=inf)
+    def _reach(self, kept: Sequence[int], more: Sequence[int], end: int) -> int:
+        """The end of the positions, at most `end`, that every chain reaches without a gap: no page rests on one that is
+        not kept."""
+        return min([end, *(leading(kept[pool] | more[pool]) for pool in self.slot_pools.chains)])
 
     # --- before a lease is ready
 

@@ -122,7 +122,7 @@ class Paths:
         return boundaries.of(here - 1 for pool in self.slot_pools.chains if (here := boundaries.leading(present[pool])))
 
     def hold(
-        self, lease: Lease, run: Run, positions: int, prefix_pins: int, tiers: Sequence[Tier] = MEMORY_TIERS
+        self, lease: Lease, run: Run, positions: int, prefix_pins: int, tiers: tuple[Tier, ...] = MEMORY_TIERS
     ) -> None:
         """Replace a lease's pins, and their tiers. The lease refers to the deepest run in which it has pins, which
         therefore stays in the tree."""

@@ -18,9 +18,10 @@ from kvarve.model import Tier
 if TYPE_CHECKING:
     from kvarve.core.state import State
 
-ASK_AGAIN_S = 0.05  # until storage is asked again for pages that are being written to it
+ASK_AGAIN_S = 0.05  # until storage is asked again for the last of the pages that are being written to it
+ASK_ALL_S = 1.0  # until it is asked again for all of them
 SOON_S = 2.0  # for how long a request believes a storage that pages are being written
-ROOM_RETRIES = 8  # how often a lease waits for evictions under write-back before it takes a shallower boundary
+EVICTION_RETRIES = 8  # how often a lease waits for evictions under write-back before it takes a shallower boundary
 
 
 class Prefetch:
@@ -35,8 +36,9 @@ class Prefetch:
     # --- probing
 
     def ask(self, lease: Lease, boundary: int, memory: list[int]) -> bool:
-        """Probe storage for pages beyond a boundary; False if there is no page to ask for."""
-        pages = self._worth_asking(lease, boundary, memory) if self.copies.storage else []
+        """Probe storage for pages beyond a boundary; False if there is no page to ask for. `memory`: by pool, which
+        pages memory has, an engine's blocks included."""
+        pages = self._worth_asking(lease, boundary, self._kept(lease, memory)) if self.copies.storage else []
         if pages:
             missing = (lease.limit - boundary) * self.config.page_tokens
             lease.move(Cause.PROBE)
@@ -45,7 +47,8 @@ class Prefetch:
             queue_s = inf if lease.patience.each else self.config.policies.storage_deadline_s if lease.wait_s else 0.0
             lease.latest = self.state.now + lease.wait_s + queue_s
             lease.wait_from(self.state.now)
-            lease.probed = [0] * len(self.pools)
+            lease.probed, lease.awaited = [0] * len(self.pools), [0] * len(self.pools)
+            lease.ask_all = self.state.now + ASK_ALL_S
             _, path, known = self.paths.find(lease.root, lease.tokens)
             lease.named = lease.named or b"".join([run.keys for run in path])[: known * KEY_BYTES]
             self.copies.send(Op(PROBE, pages, lease, wait_s=lease.latest - self.state.now))
@@ -71,6 +74,18 @@ class Prefetch:
             pages.extend(Moving(pool, at, NOWHERE, NOWHERE) for at in members(want & ~memory[pool]))
         return pages
 
+    def _kept(self, lease: Lease, memory: list[int]) -> list[int]:
+        """By pool, the pages that need not be fetched. A chain's fetched pages rest on the host's own, so pages of
+        chains that only an engine has are fetched too."""
+        if not any(lease.outside):
+            return memory
+        _, path, known = self.paths.find(lease.root, lease.tokens)
+        _, ours = self.paths.present(path, known)
+        return [
+            here if lookback is None else all_
+            for lookback, here, all_ in zip(self.paths.lookbacks, ours, memory, strict=True)
+        ]
+
     def began(self, lease: Lease) -> None:
         """A worker has begun a copy or probe that a lease waits for."""
         if not lease.begun or lease.patience.each:
@@ -91,36 +106,52 @@ class Prefetch:
 
     def answered(self, lease: Lease, outcomes: list[CopyOutcome]) -> bool:
         """Storage has answered a probe. False if pages are still being written, so that it is asked again."""
-        for page, good, _ in outcomes:
-            lease.probed[page.pool] |= good << page.position
-        now, lease.awaited = self.state.now, [0] * len(self.pools)
+        now = self.state.now
         if not lease.soon_until and any(soon for _, _, soon in outcomes):
             lease.soon_until = now + SOON_S
         expects = [needed(lease.expected, back) if now < lease.expected_until else 0 for back in self.paths.lookbacks]
+        lacks = []
         for page, good, soon in outcomes:
-            expected = expects[page.pool] >> page.position & 1
-            if not good and (expected or (soon and now < lease.soon_until)):
-                lease.awaited[page.pool] |= 1 << page.position
+            bit = 1 << page.position
+            lease.awaited[page.pool] &= ~bit
+            if good:
+                lease.probed[page.pool] |= bit
+            elif expects[page.pool] & bit or (soon and now < lease.soon_until):
+                lease.awaited[page.pool] |= bit
+            else:
+                lacks.append(page)
+        self._lost(lease, lacks)
         if any(lease.awaited):
-            lease.ask_again = now + ASK_AGAIN_S
+            came = all(good for _, good, _ in outcomes)  # then most of the others have come too
+            lease.ask_again = now if came else now + ASK_AGAIN_S
+            lease.ask_all = now if came else lease.ask_all
             return False
-        # Pages that it lacks, though the tree takes them for stored, are dirty again.
+        return True
+
+    def _lost(self, lease: Lease, pages: list[Moving]) -> None:
+        """Storage lacks these pages of a lease: those that the tree takes for stored are dirty again."""
         top = self.slot_pools.roots.get(lease.root)
-        path, known = walk(top, lease.tokens) if top else ([], 0)
-        for page, good, _ in outcomes:
-            if not good and page.position < known:
+        path, known = walk(top, lease.tokens) if top and pages else ([], 0)
+        for page in pages:
+            if page.position < known:
                 run = covering(path[-1], page.position)
                 run.stored[page.pool] &= ~(1 << page.position - run.first)
                 self.backups.mark_dirty(run)
-        return True
 
     def ask_again(self, lease: Lease) -> None:
-        """Probe storage for pages that were being written to it, if it is time."""
-        if lease.phase is Phase.PROBING and not lease.ops and self.state.now >= lease.ask_again:
-            lease.ask_again = inf
-            lease.move(Cause.PROBE)
-            pages = [Moving(pool, at, NOWHERE, NOWHERE) for pool in self.pools for at in members(lease.awaited[pool])]
-            self.copies.send(Op(PROBE, pages, lease, wait_s=max(0.0, lease.latest - self.state.now)))
+        """Probe storage for pages that were being written to it, if it is time: for the last one of each pool, and for
+        all of them now and then, or once those have come or no more are expected."""
+        now = self.state.now
+        if lease.phase is not Phase.PROBING or lease.ops or now < lease.ask_again:
+            return
+        all_of_them = now >= min(lease.ask_all, max(lease.expected_until, lease.soon_until))
+        if all_of_them:
+            lease.ask_all = now + ASK_ALL_S
+        lease.ask_again = inf
+        lease.move(Cause.PROBE)
+        awaited = lease.awaited if all_of_them else [span(max(0, n - 1), n) for n in map(int.bit_length, lease.awaited)]
+        pages = [Moving(pool, at, NOWHERE, NOWHERE) for pool in self.pools for at in members(awaited[pool])]
+        self.copies.send(Op(PROBE, pages, lease, wait_s=max(0.0, lease.latest - now)))
 
     # --- fetching
 
@@ -141,12 +172,13 @@ class Prefetch:
             # Anew each time: evicting for it may have cost a page of it.
             run, path, known = self.paths.find(lease.root, lease.tokens)
             device, memory = self.paths.present(path, known, lease.outside)
-            both = [near | far for near, far in zip(memory, lease.probed, strict=True)]
+            kept = self._kept(lease, memory)
+            both = [here | far for here, far in zip(kept, lease.probed, strict=True)]
             boundary = deepest(self.paths.legal(both, lease) & allowed)
             gain = boundary - deepest(self.paths.legal(memory, lease))
             if gain * self.config.page_tokens < max(1, self.config.policies.fetch_at_least):
                 break
-            need = [needed(boundary, back) & ~near for back, near in zip(self.paths.lookbacks, memory, strict=True)]
+            need = [needed(boundary, back) & ~here for back, here in zip(self.paths.lookbacks, kept, strict=True)]
             limits = zip(need, lease.lent, self.backups.share, strict=True)
             fits = all(not bits or bits.bit_count() + lent <= share for bits, lent, share in limits)
             if fits and lease.claimed:
@@ -191,7 +223,7 @@ class Prefetch:
     def put_off(self, lease: Lease) -> bool:
         """Whether a lease that found no slots should try again in the next step, since evictions are under way."""
         lease.retries += 1
-        return self.backups.leaving() and lease.retries <= ROOM_RETRIES
+        return self.backups.leaving() and lease.retries <= EVICTION_RETRIES
 
     def _send(self, lease: Lease, need: list[int], taken: list[list[int]], boundary: int) -> None:
         self._waits_again(lease)

@@ -215,13 +215,13 @@ class Resuming(State):
             resident = good and self.backups.make_resident(run, page.pool, page.position, page.target)
             if op.verified is not None:  # another rank may be copying a page that is bad here
                 op.given |= resident << i
-                if resident and not op.filling >> page.position & 1:
-                    self.slot_pools.pin(op.run, 1 << page.position, tiers=op.edge[1:])
-                    op.filling |= 1 << page.position
             elif not resident:
                 self.slot_pools.give_back(page.pool, page.target)
             if any(run.bad):
                 self.backups.heal(run)
+        if op.given:
+            op.filling = boundaries.of(page.position for i, page in enumerate(op.pages) if op.given >> i & 1)
+            self.slot_pools.pin(op.run, op.filling, tiers=op.edge[1:])
 
     def _snapshots(self, lease: Lease) -> int:
         """The boundaries at which this prompt's windows and states are kept."""

@@ -6,6 +6,7 @@ from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
 from kvarve.model import MEMORY_TIERS, PoolSpec, Tier
 
+LOAD_DEADLINE_S = 30.0  # how long a copy to the device is waited for that makes no progress
 HORIZON_HOSTS = 16  # hosts' worth of bytes: a page that comes back has left the host, so its next use is further off
 
 
@@ -23,7 +24,7 @@ class CoreConfig:
     chunk_tokens: int = 256
     storage: bool = False
     policies: Policies = Policies()
-    load_deadline_s: float = 30.0  # how long a request waits for a copy to the device that never ends
+    load_deadline_s: float = LOAD_DEADLINE_S  # how long a request waits for a copy to the device that never ends
     batch_pages: int = 16  # pages per copy: these can be late together; small, so that checks overlap with reads
     backup_pages: int = 256  # pages that backups may have in flight at once
     offload_horizon_bytes: int = 0  # stored between two checks of that; 0: `HORIZON_HOSTS` times the host

@@ -34,6 +34,9 @@ class SlotPools:
         self.memory = config.memory
         pools, tiers = len(self.pools), range(len(self.memory))
         self._numbers = {tier: number for number, tier in enumerate((*self.memory, Tier.STORAGE))}
+        sets: list[tuple[Tier, ...]] = [MEMORY_TIERS, *((tier,) for tier in Tier)]
+        # By a set of tiers: the numbers of those of them that are memory of ours.
+        self._memory_in = {tiers: [self._numbers[tier] for tier in tiers if tier in self.memory] for tiers in sets}
         self._others = [tuple(other for other in tiers if other != tier) for tier in tiers]
         self.capacity = [count for tier in self.memory for count in config.slots.get(tier, (0,) * pools)]
         for place, count in enumerate(self.capacity):
@@ -62,10 +65,6 @@ class SlotPools:
 
     def tier(self, place: int) -> Tier:
         return self.memory[place // len(self.pools)]
-
-    def numbers(self, tiers: Sequence[Tier]) -> list[int]:
-        """The numbers of those tiers that are memory of ours."""
-        return [self._numbers[tier] for tier in tiers if tier in self.memory]
 
     def is_chain(self, place: int) -> bool:
         return self.pools[place % len(self.pools)].lookback is None
@@ -182,10 +181,10 @@ class SlotPools:
         for each, _ in upward(run, positions):
             each.used = self.tick
 
-    def pin(self, run: Run, positions: int, prefix_pins: int = 0, tiers: Sequence[Tier] = MEMORY_TIERS) -> None:
+    def pin(self, run: Run, positions: int, prefix_pins: int = 0, tiers: tuple[Tier, ...] = MEMORY_TIERS) -> None:
         """Pin in these tiers all pages at `positions`, and the chains' pages at `prefix_pins`. Pinned positions stay in
         the tree, whichever tier has their chains."""
-        numbers = self.numbers(tiers)
+        numbers = self._memory_in[tiers]
         for each, share in upward(run, positions):
             for tier in numbers:
                 each.pins[tier].add(share)
@@ -193,8 +192,8 @@ class SlotPools:
             for tier in numbers:
                 each.prefix_pins[tier].add(share)
 
-    def unpin(self, run: Run, positions: int, prefix_pins: int = 0, tiers: Sequence[Tier] = MEMORY_TIERS) -> None:
-        numbers = self.numbers(tiers)
+    def unpin(self, run: Run, positions: int, prefix_pins: int = 0, tiers: tuple[Tier, ...] = MEMORY_TIERS) -> None:
+        numbers = self._memory_in[tiers]
         for each, share in upward(run, positions):
             for tier in numbers:
                 each.pins[tier].remove(share)

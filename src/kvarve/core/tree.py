@@ -71,8 +71,8 @@ class Run:
         self.slots: list[array[int] | None] = [None] * places
         self.stored = [0] * pools
         self.backed_up_since_use = [0] * pools
-        self.pins = tuple(Pins() for _ in range(tiers))
-        self.prefix_pins = tuple(Pins() for _ in range(tiers))
+        self.pins = tuple([Pins() for _ in range(tiers)])
+        self.prefix_pins = tuple([Pins() for _ in range(tiers)])
         self.used = self.uses = self.priority = self.failed_backups = self.queued = 0
         self.wanted = False
 

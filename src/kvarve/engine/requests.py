@@ -171,6 +171,7 @@ class Request:
     ticket: Ticket | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     submitted_s: float = field(default_factory=time.monotonic)
+    submitted_unix_s: float = field(default_factory=time.time)  # by which a ticket's time is judged, on all ranks alike
     outputs: "queue.SimpleQueue[OutputChunk]" = field(default_factory=queue.SimpleQueue)
 
     def check(self) -> None:

@@ -142,7 +142,11 @@ class Turns:
         if self._ended:
             return  # `_notify_all` tells it
         lease = self._cache.open(
-            prompt, read=request.read_cache, priority=request.priority, ticket=request.ticket, unix_s=time.time()
+            prompt,
+            read=request.read_cache,
+            priority=request.priority,
+            ticket=request.ticket,
+            unix_s=request.submitted_unix_s,
         )
         try:
             job = Job(request, prompt, lease, self.model)

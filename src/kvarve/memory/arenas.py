@@ -4,14 +4,15 @@ An arena knows only slots; the core decides which page is in which slot, and unt
 slot at a time because a slot has one owner.
 """
 
-import mmap
+import threading
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from kvarve.errors import ConfigError
-from kvarve.memory.host_memory import HostMemory
+from kvarve.memory.host_memory import HostMemory, zeros
 from kvarve.memory.layouts import PAGE_FIRST_DIRECT, Span, check_layout, entry_bytes, spans
 from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
 from kvarve.model import PoolSpec
@@ -45,8 +46,8 @@ class DeviceArena:
 class HostArena:
     """One pool's pages in host memory, pinned where the device is a GPU; storage gets and gives them as records.
 
-    In the layout `page_first_direct` a page is its record. In any other, the record is a copy, made when it is needed,
-    and the header is kept apart.
+    In the layout `page_first_direct` a page is its record (`in_place`). In any other, the record is a copy, made when
+    it is needed, and the header is kept apart.
     """
 
     def __init__(
@@ -64,12 +65,13 @@ class HostArena:
         self.pool, self.slots, self.layout = pool, slots, layout
         self.stride = record_bytes(pool.payload_bytes)
         self.stamp = Stamp(namespace, pool.name, pool.payload_bytes, 0 if pool.replicated else rank, ranks)
-        self._in_place = layout == PAGE_FIRST_DIRECT
+        self.in_place = layout == PAGE_FIRST_DIRECT
+        self._scratch = threading.local()  # a record of zeros between the buffers, for `_glimpse`
         self._gaps = _gaps(pool)
         nbytes, self._spans = spans(layout, pool, slots)
         try:
+            self._headers = bytearray(0 if self.in_place else slots * HEADER_BYTES)
             self._memory = HostMemory(nbytes, torch.device(device))
-            self._headers = bytearray(0 if self._in_place else slots * HEADER_BYTES)
         except (ConfigError, MemoryError) as e:
             raise ConfigError(f"{slots} pages of {pool.name}: {e}") from e
         self._pieces = _pieces(pool, self._spans, self._memory.tensor, slots)
@@ -83,48 +85,63 @@ class HostArena:
         """The bytes of each buffer, [slots, entries, entry bytes], for code that runs on a device."""
         return _pieces(self.pool, self._spans, self._memory.on(device), self.slots)
 
-    def record(self, slot: int) -> memoryview:
-        """A page's record: its own bytes, writable, where they are one; else a copy."""
-        record = self.blank(slot)
-        if not self._in_place:
+    def record(self, slot: int, into: memoryview | None = None) -> memoryview:
+        """A page's record: its own bytes, writable, where they are one; else a copy, in `into` (see `blank`)."""
+        record = self.blank(slot, into)
+        if not self.in_place:
             record[:HEADER_BYTES] = self._headers[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES]
             for copy, piece in zip(self._of_record(record), self._pieces, strict=True):
                 copy[0].copy_(piece[slot])
         return record
 
-    def blank(self, slot: int) -> memoryview:
-        """Memory for a record that will be `put` into the slot: the slot's own, or a new one of zeros."""
-        if self._in_place:
+    def blank(self, slot: int, into: memoryview | None = None) -> memoryview:
+        """Memory for a record that will be `put` into the slot: the slot's own where a page is its record; else `into`,
+        which is of `apart`, or new memory."""
+        if self.in_place:
             return self.memory[slot * self.stride : (slot + 1) * self.stride]
-        return memoryview(mmap.mmap(-1, self.stride))  # aligned, for direct I/O
+        return zeros(self.stride) if into is None else into
 
     def put(self, slot: int, record: memoryview) -> None:
         """Take over a record that has been read into the slot's `blank`."""
-        if not self._in_place:
+        if not self.in_place:
             self._headers[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES] = record[:HEADER_BYTES]
             for copy, piece in zip(self._of_record(record), self._pieces, strict=True):
                 piece[slot].copy_(copy[0])
 
     def seal(self, slot: int, key: bytes) -> None:
         """Write the header of a page that is complete."""
-        record = self.record(slot)
+        record = self._glimpse(slot)
         for gap in self._gaps:  # a storage may have left anything there
             record[gap] = bytes(gap.stop - gap.start)
         self.stamp.seal(record, key)
-        if not self._in_place:
+        if not self.in_place:
             self._headers[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES] = record[:HEADER_BYTES]
 
     def intact(self, slot: int, key: bytes) -> bool:
         """Whether a slot holds this page of this pool, model and rank, every bit of it."""
-        return self.stamp.intact(self.record(slot), key)
+        return self.stamp.intact(self._glimpse(slot), key)
 
     def close(self) -> None:
         """Unpin the memory; no copy may be under way."""
         self._memory.close()
 
+    def _glimpse(self, slot: int) -> memoryview:
+        """A page's record, which is no longer valid if it is a copy and the calling thread takes the next one."""
+        if not self.in_place and not hasattr(self._scratch, "record"):
+            self._scratch.record = zeros(self.stride)
+        return self.record(slot, getattr(self._scratch, "record", None))
+
     def _of_record(self, record: memoryview) -> list[Tensor]:
         _, direct = spans(PAGE_FIRST_DIRECT, self.pool, 1)
         return _pieces(self.pool, direct, torch.frombuffer(record, dtype=torch.uint8), 1)
+
+
+def apart(arenas: Sequence[HostArena]) -> list[memoryview]:
+    """Memory for one record of each, for `blank` and `record`: all in one piece, as a piece for each costs more. None
+    is taken where a page is its record."""
+    sizes = [0 if arena.in_place else arena.stride for arena in arenas]
+    memory = zeros(sum(sizes))
+    return [memory[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def _gaps(pool: PoolSpec) -> list[slice]:

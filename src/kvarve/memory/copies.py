@@ -22,6 +22,9 @@ NearArena = DeviceArena | EngineArena
 Slots = Sequence[tuple[int, int]]  # of pages: source and target
 Move = Callable[[Any, Any, Any, Any], None]
 SAVED_BYTES = 8 << 20  # on the CPU, pages are sealed after each 8 MiB, while its cache still has most of them
+# A gather's rows lie in memory of the device that no setting counts: few beside a cache, but so many that starting a
+# kernel (some 10 us) costs little beside copying them (600 us over PCIe).
+GATHERED_BYTES = 16 << 20
 _OF_SIZE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -31,10 +34,14 @@ def by_piece(target: Any, source: Any, to: Sequence[int], at: Sequence[int]) -> 
         target[there] = source[here]
 
 
-def by_gather(target: Tensor, source: Tensor, to: Tensor, at: Tensor) -> None:
-    """Copy the rows `at` of a tensor to the rows `to` of another, all at once; it may be on another device."""
-    rows = source.index_select(0, at.to(source.device)).to(target.device)
-    target.index_copy_(0, to.to(target.device), rows)
+def by_gather(target: Tensor, source: Tensor, to: Tensor, at: Tensor, most_bytes: int = GATHERED_BYTES) -> None:
+    """Copy the rows `at` of a tensor to the rows `to` of another, which may be on another device: at least one row at
+    once, and of several at most `most_bytes`."""
+    together = max(1, most_bytes // source[0].nbytes)
+    to, at = to.to(target.device), at.to(source.device)
+    for start in range(0, len(to), together):
+        some = slice(start, start + together)
+        target.index_copy_(0, to[some], source.index_select(0, at[some]).to(target.device))
 
 
 class DeviceCopies:
@@ -88,23 +95,25 @@ class DeviceCopies:
         returns."""
         with self._torch.stream(self._down):
             self._down.wait_event(ready)
+            if self._move is not by_piece:  # a part would be waited for, and gains nothing from the CPU's cache
+                self._save(pages)
+                return
             for pool, (slots, keys) in pages.items():
-                together = len(slots)
-                if self._where.type == "cpu":
-                    together = max(1, SAVED_BYTES // self._host[pool].stride)
+                together = max(1, SAVED_BYTES // self._host[pool].stride)
                 for start in range(0, len(slots), together):
-                    self._save(pool, slots[start : start + together], keys[start : start + together])
+                    self._save({pool: (slots[start : start + together], keys[start : start + together])})
 
-    def _save(self, pool: int, slots: Slots, keys: Sequence[bytes]) -> None:
-        rows = self._rows(pool, slots)
+    def _save(self, pages: Mapping[int, tuple[Slots, Sequence[bytes]]]) -> None:
+        rows = {pool: self._rows(pool, slots) for pool, (slots, _) in pages.items() if slots}
         for buffers in self._layers.values():
-            for number, column, near, far in buffers:
-                if number == pool:
-                    near_rows, far_rows = rows[column]
+            for pool, column, near, far in buffers:
+                if pool in rows:
+                    near_rows, far_rows = rows[pool][column]
                     self._move(far, near, far_rows, near_rows)
         self._mark(self._down).synchronize()
-        for (_, slot), key in zip(slots, keys, strict=True):
-            self._host[pool].seal(slot, key)
+        for pool, (slots, keys) in pages.items():
+            for (_, slot), key in zip(slots, keys, strict=True):
+                self._host[pool].seal(slot, key)
 
     def _rows(self, pool: int, slots: Slots) -> list[tuple[Any, Any]]:
         """By column, the device rows and the host rows of some pages (device slot, host slot), as `_move` takes

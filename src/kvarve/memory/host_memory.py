@@ -1,6 +1,8 @@
 """Anonymous host memory, and its registration with CUDA, so that kernels of the GPU read and write it themselves."""
 
 import mmap
+import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -25,40 +27,59 @@ class HostMemory:
             raise ConfigError(f"not enough host memory: {e}") from e
         self.bytes = memoryview(self._memory)
         self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._address, self._registered, self._cudart = self.tensor.data_ptr(), False, cudart
+        self._unpin: weakref.finalize[..., HostMemory] | None = None
         if device.type == "cuda":
-            self._cudart = cudart if cudart is not None else torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            error = int(self._cudart.cudaHostRegister(self._address, nbytes, PORTABLE | MAPPED))
+            runtime = cudart if cudart is not None else torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            address = self.tensor.data_ptr()
+            error = int(runtime.cudaHostRegister(address, nbytes, PORTABLE | MAPPED))
             if error:
                 raise ConfigError(
                     f"CUDA cannot pin {format_size(nbytes)} of host memory (error {error}): give less host memory, or "
                     f"raise the limit of locked memory (ulimit -l)"
                 )
-            self._registered = True
+            # However this object ends, CUDA forgets the memory before it is unmapped and its address given to another.
+            self._unpin = weakref.finalize(self, _unpin, runtime, address, self._memory)
+            self._unpin.atexit = False  # the system does it then
 
     def on(self, device: torch.device) -> Tensor:
         """All bytes as a tensor that code of the device may read and write: on a GPU, over the same addresses."""
         if device.type != "cuda":
             return self.tensor
-        found = torch.as_tensor(_Registered(self._address, len(self.bytes)), device=device)
-        assert found.data_ptr() == self._address, "the GPU has registered memory at the host's addresses"
+        found = torch.as_tensor(_Registered(self), device=device)
+        assert found.data_ptr() == self.tensor.data_ptr(), "the GPU has registered memory at the host's addresses"
         return found
 
     def close(self) -> None:
         """Unpin it; no copy of the GPU may be under way. The memory is freed with the last view of it."""
-        if self._registered:
-            self._registered = False
-            self._cudart.cudaHostUnregister(self._address)
+        if self._unpin is not None:
+            self._unpin()  # once
+
+
+def zeros(nbytes: int) -> memoryview:
+    """Memory for a while, on whole pages for direct I/O: huge ones where the system has them, since small ones would
+    cost more than what is written to them."""
+    if not nbytes:
+        return memoryview(b"")
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):  # another system, or a kernel built without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
+
+
+def _unpin(cudart: Any, address: int, memory: mmap.mmap) -> None:
+    """`memory` is what is at the address: the call that is to come keeps it mapped."""
+    cudart.cudaHostUnregister(address)
 
 
 class _Registered:
-    """Registered host memory, as torch takes memory of a GPU that another library owns."""
+    """Registered host memory, as torch takes memory of a GPU that another library owns: a tensor keeps it."""
 
-    def __init__(self, address: int, nbytes: int) -> None:
+    def __init__(self, memory: HostMemory) -> None:
+        self._memory = memory  # pinned as long as a tensor of the GPU is over it
         self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
+            "shape": (len(memory.bytes),),
             "typestr": "|u1",
-            "data": (address, False),
+            "data": (memory.tensor.data_ptr(), False),
             "strides": None,
             "version": 3,
         }

@@ -352,7 +352,7 @@ def show(found: dict[str, Any]) -> None:
         table.add_column(name, justify="right")
     table.add_row("requests", *(f"{row['requests']:,}" for row in rows.values()))
     table.add_row("given up", *(f"{row['given_up']:,}" for row in rows.values()))
-    table.add_row("gave way to others", *(f"{row['preempted']:,}" for row in rows.values()))
+    table.add_row("preempted", *(f"{row['preempted']:,}" for row in rows.values()))
     for tier in ("device", "host", "storage"):
         table.add_row(f"cached, {tier}", *(f"{row['cached_share'][tier]:.1%}" for row in rows.values()))
     table.add_row("ended in a near tie", *(f"{row['near_ties']:,}" for row in rows.values()))

@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvarve.core.copies import BACKUP, FETCH, LOAD, PROBE, STORE
-from kvarve.core.effects import Copy, Effect, Event, Hurry, Page, Probe, Verified
+from kvarve.core.effects import Copy, Effect, Event, Hurry, Page, Probe, Transfer, Verified
+from kvarve.core.settings import LOAD_DEADLINE_S
 from kvarve.errors import StorageError
 from kvarve.keys import object_name
-from kvarve.memory.arenas import HostArena
+from kvarve.memory.arenas import HostArena, apart
 from kvarve.memory.copies import DeviceCopies, NearArena
 from kvarve.model import PoolSpec, Tier
 from kvarve.storage import Storage
@@ -41,7 +42,8 @@ class TransferEngine:
         deadline_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`layerwise`: say `Verified` of a load before it is copied; its pages are in place as `arrivals` say."""
+        """`layerwise`: say `Verified` of a load before it is copied; its pages are in place as `arrivals` say.
+        `deadline_s` is the storage's; copies between device and host have `LOAD_DEADLINE_S`."""
         self.layerwise = layerwise
         self._arrivals: list[Arrival] = []
         self._pools, self._device, self._host = pools, device, host
@@ -65,7 +67,8 @@ class TransferEngine:
     def connect(self, storage: Storage) -> StorageConnection:
         """A connection for a storage that may be attached; it owns the storage. StorageError if no threads start."""
         for arena in self._host:
-            storage.register(arena.memory)
+            if arena.in_place:  # else a storage moves copies
+                storage.register(arena.memory)
         return StorageConnection(storage, self.ends, deadline_s=self._deadline_s, clock=self._clock)
 
     def attach(self, connection: StorageConnection | None) -> StorageConnection | None:
@@ -76,21 +79,31 @@ class TransferEngine:
         return before
 
     def retire(self, connection: StorageConnection) -> None:
-        """Have a connection end the copies sent to it, and close, on a thread of its own."""
-        self._retired = [each for each in self._retired if not each.closed.is_set()] + [connection]
+        """Have a connection end the copies sent to it, and close, on a thread of its own. StorageError: the system
+        starts no more threads."""
         connection.retire(self._deadline_s)
+        self._retired = [each for each in self._retired if not each.closed.is_set()] + [connection]
 
-    def send(self, effect: Effect) -> None:
-        """Start an effect; its `Ended` comes out of `ends`."""
-        if isinstance(effect, Hurry):
-            if self.connection is not None:
-                self.connection.lanes[FETCH].hurry(effect.op)
-            return
-        if isinstance(effect, Copy) and Tier.STORAGE not in (effect.source, effect.target):
-            work = self._back_up if effect.target is Tier.HOST else self._load
-            ready = self._copies.ready()
-            self._lanes[effect.source, effect.target].send(effect.op, lambda: work(effect, ready), self._deadline_s)
-            return
+    def send(self, *effects: Effect) -> None:
+        """Start effects, in this order; the `Ended` of each comes out of `ends`. Copies from and to the device come
+        after all that the calling thread has sent to its compute stream before this call."""
+        ready: Any = None
+        for effect in effects:
+            if isinstance(effect, Copy) and Tier.STORAGE not in (effect.source, effect.target):
+                ready = self._copies.ready() if ready is None else ready
+                self._send_to_device(effect, ready)
+            elif not isinstance(effect, Hurry):
+                self._send_to_storage(effect)
+            elif self.connection is not None:
+                self.connection.lanes[FETCH].hurry(effect.ops)
+
+    def _send_to_device(self, copy: Copy, ready: Any) -> None:
+        """Or from it."""
+        work = self._back_up if copy.target is Tier.HOST else self._load
+        self._lanes[copy.source, copy.target].send(copy.op, lambda: work(copy, ready), LOAD_DEADLINE_S)
+
+    def _send_to_storage(self, effect: Transfer) -> None:
+        """Or from it, or a question."""
         connection = self.connection
         assert connection is not None, "the core knows that there is no storage"
         # Each piece carries its storage: another may be attached before it runs.
@@ -120,13 +133,13 @@ class TransferEngine:
         idle = True
         for lane in self._lanes.values():
             idle &= lane.close(max(0.0, end - time.monotonic()))
+        for arena in self._host if idle else ():  # else the GPU may still read or write the memory
+            arena.close()
         if self.connection is not None:
             self.connection.close(max(0.0, end - time.monotonic()) if up else 0.0, storage_s)
         end = min(end + storage_s, time.monotonic() + storage_s)
         for connection in self._retired:
             connection.closed.wait(max(0.0, end - time.monotonic()))
-        for arena in self._host if idle else ():  # else the GPU may still read or write the memory
-            arena.close()
 
     # --- work, on the lanes' threads; each returns (good, bad) as bit sets over the effect's pages
 
@@ -148,7 +161,7 @@ class TransferEngine:
         if not self.layerwise or not good:
             self._copies.load(pages, ready)
             return good, bad
-        arrival = Arrival(self._copies.layers, self._copies.order, self._deadline_s)
+        arrival = Arrival(self._copies.layers, self._copies.order, LOAD_DEADLINE_S)
         self._arrivals = [*self._arrivals, arrival]  # before a request can resume from it
         self.ends.put(Verified(copy.op, good, bad))
         try:
@@ -162,21 +175,21 @@ class TransferEngine:
     def _store(self, sent: Sequence[tuple[Storage, Copy]]) -> list[tuple[int, int]]:
         """Several copies to one storage in one put. A put keeps an object that exists, so no probe comes first."""
         storage = sent[0][0]
-        outcomes, names, records, told = [], [], [], []
+        outcomes: list[list[int]] = [[0, 0] for _ in sent]
+        pages = [(at, i, copy.root, page) for at, (_, copy) in enumerate(sent) for i, page in enumerate(copy.pages)]
+        memory = apart([self._host[page.pool] for *_, page in pages])
+        names, records, told = [], [], []
         with self._checking:  # one worker at a time, so that the first one's put starts early
-            broken = [self._broken(copy.pages) if self._verify_host else 0 for _, copy in sent]
-        for at, ((_, copy), bad) in enumerate(zip(sent, broken, strict=True)):
-            good = 0
-            for i, page in enumerate(copy.pages):
-                if bad >> i & 1:
-                    continue
-                if self._writes(page):
-                    names.append(self._name(copy.root, page))
-                    records.append(self._host[page.pool].record(page.source))
+            for (at, i, root, page), into in zip(pages, memory, strict=True):
+                record = self._host[page.pool].record(page.source, into)
+                if self._verify_host and not self._host[page.pool].stamp.intact(record, page.key):
+                    outcomes[at][1] |= 1 << i
+                elif self._writes(page):
+                    names.append(self._name(root, page))
+                    records.append(record)
                     told.append((at, i))
                 else:
-                    good |= 1 << i
-            outcomes.append([good, bad])
+                    outcomes[at][0] |= 1 << i
         stored = storage.put(names, records) if names else []
         for (at, i), done in zip(told, stored, strict=True):
             outcomes[at][0] |= done << i
@@ -184,7 +197,10 @@ class TransferEngine:
 
     def _fetch(self, storage: Storage, copy: Copy) -> tuple[int, int]:
         names = [self._name(copy.root, page) for page in copy.pages]
-        records = [self._host[page.pool].blank(page.target) for page in copy.pages]
+        memory = apart([self._host[page.pool] for page in copy.pages])
+        records = [
+            self._host[page.pool].blank(page.target, into) for page, into in zip(copy.pages, memory, strict=True)
+        ]
         sizes = storage.get(names, records)
         good = bad = 0
         for i, (page, record, size) in enumerate(zip(copy.pages, records, sizes, strict=True)):

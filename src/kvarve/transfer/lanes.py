@@ -11,8 +11,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, TypeVar
 
@@ -44,14 +44,14 @@ class LaneCounts:
     last_error: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Piece:
     op: int
     work: SharedWork[Any]
     part: Any
     size: float
     deadline: float
-    urgent: bool = False
+    urgent: bool = False  # may change while it waits, with the lane's lock held
 
 
 class Ends:
@@ -142,10 +142,12 @@ class Lane:
         `urgent` one passes those that are not, at most `PASSED` in a row."""
         self._take(_Piece(op, lambda _: [work()], None, inf, self.clock() + deadline_s, urgent))
 
-    def hurry(self, op: int) -> None:
-        """A piece is urgent from now on, if it still waits."""
+    def hurry(self, ops: Iterable[int]) -> None:
+        """Pieces are urgent from now on, as far as they still wait."""
+        hurried = frozenset(ops)
         with self._lock:
-            self._waiting = deque(replace(each, urgent=True) if each.op == op else each for each in self._waiting)
+            for piece in self._waiting:
+                piece.urgent |= piece.op in hurried
 
     def send_part(self, op: int, work: SharedWork[T], part: T, size: int, deadline_s: float) -> None:
         """The same for work that is cheaper done together: adjacent waiting pieces of equal work become one call, up to
@@ -242,7 +244,9 @@ class Lane:
 
     def _serve(self, worker: int) -> None:
         while (pieces := self._next(worker)) is not None:
-            if not self._do(worker, pieces):
+            stays = self._do(worker, pieces)
+            del pieces  # else what their work refers to, such as pinned memory, would live on while the worker waits
+            if not stays:
                 return
 
     def _next(self, worker: int) -> list[_Piece] | None:

@@ -6,21 +6,20 @@ that it reads with the page that it should be.
 """
 
 from collections import Counter
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Sequence
 from math import inf
-from typing import overload
 
 from kvarve.boundaries import members, of, ones
 from kvarve.core.cache import Core
 from kvarve.core.effects import Copy, Event
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.outside import EngineCore
-from kvarve.core.policies import WAIT_COMPLETE, Patience
 from kvarve.core.settings import CoreConfig
 from kvarve.keys import TOKEN_BYTES
 from kvarve.model import Tier
-from kvarve.testing.world.transfers import BROKEN, FREE, SimulatedTransfers, empty
-from kvarve.testing.world.world import TURNS, World
+from kvarve.testing.world.shadow import TURNS
+from kvarve.testing.world.transfers import BROKEN, FREE, Arena, SimulatedTransfers, empty
+from kvarve.testing.world.world import World
 
 Page = tuple[int, bytes]  # pool and key
 
@@ -90,41 +89,23 @@ class Blocks:
         del self.users[handle]
 
 
-class _Arena(MutableSequence[bytes]):
+class _Arena:
     """The engine's pages on one rank, by handle, as transfers see them."""
 
     def __init__(self, blocks: Blocks, rank: int) -> None:
         self._blocks, self._rank = blocks, rank
 
-    @overload
-    def __getitem__(self, handle: int) -> bytes: ...
-    @overload
-    def __getitem__(self, handle: slice) -> MutableSequence[bytes]: ...
-    def __getitem__(self, handle: int | slice) -> bytes | MutableSequence[bytes]:
-        assert isinstance(handle, int)
+    def __getitem__(self, handle: int) -> bytes:
         return self._blocks.read(self._rank, handle)
 
-    def __setitem__(self, handle: int | slice, content: object) -> None:
-        assert isinstance(handle, int) and isinstance(content, bytes)
+    def __setitem__(self, handle: int, content: bytes) -> None:
         self._blocks.write(self._rank, handle, content)
-
-    def __delitem__(self, handle: int | slice) -> None:
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        return len(self._blocks.pages)
-
-    def __iter__(self) -> Iterator[bytes]:
-        raise NotImplementedError
-
-    def insert(self, index: int, value: bytes) -> None:
-        raise NotImplementedError
 
 
 class _Transfers(SimulatedTransfers):
     blocks: Blocks
 
-    def arena(self, tier: Tier, pool: int) -> MutableSequence[bytes]:
+    def arena(self, tier: Tier, pool: int) -> Arena:
         return _Arena(self.blocks, self.rank) if tier is Tier.DEVICE else super().arena(tier, pool)
 
 
@@ -153,19 +134,10 @@ class EngineWorld(World):
 
     # --- calls
 
-    def open_packed(
-        self,
-        tokens: bytes,
-        salt: str,
-        patience: Patience = WAIT_COMPLETE,
-        read: bool = True,
-        priority: int = 0,
-        expected: tuple[int, float] = (0, 0.0),
-    ) -> Lease:
-        lease = super().open_packed(tokens, salt, patience, read, priority, expected)
-        self._mine[lease.number] = [{} for _ in range(self._pools)]
-        self._loading[lease.number] = [{} for _ in range(self._pools)]
-        return lease
+    def _opened(self, twins: list[Lease], keys: list[bytes]) -> None:
+        super()._opened(twins, keys)
+        self._mine[twins[0].number] = [{} for _ in range(self._pools)]
+        self._loading[twins[0].number] = [{} for _ in range(self._pools)]
 
     def claim(self, lease: Lease) -> bool:
         """The engine holds what it has of the prompt from now on, until the lease is closed."""

@@ -52,7 +52,7 @@ class Dirty:
         if not run.pages:
             return
         backups = core.backups
-        wants = core.governor.wants(run)
+        wants = run.wanted or core.governor.wants(run)
         used_enough = (
             core.config.policies.write is not WritePolicy.WRITE_THROUGH_SELECTIVE
             or run.wanted

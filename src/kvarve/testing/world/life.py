@@ -180,6 +180,13 @@ def _publish(world: World, pick: int, less: int) -> bool:
     return True
 
 
+def _hand_over(world: World, pick: int) -> bool:
+    lease = _one(pick, _ready(world))
+    if lease is not None:
+        world.seen["handed over"] += world.hand_over(lease) > 0
+    return lease is not None
+
+
 def _close(world: World, pick: int) -> bool:
     lease = _one(pick, world.leases)
     if lease is not None:
@@ -278,7 +285,7 @@ def _rot(world: World, pick: int, rank: int, storage: int) -> bool:
         found = name is not None
     else:
         transfers, pools = world.transfers[rank % len(world.transfers)], range(len(world.core.pools))
-        arenas = [transfers.arena(Tier.HOST, pool) for pool in pools]
+        arenas = [transfers.arenas[world.core.slot_pools.place(Tier.HOST, pool)] for pool in pools]
         pages = [(arena, at) for arena in arenas for at, content in enumerate(arena) if len(content) == PAGE]
         page = _one(pick, pages)
         if page is not None:
@@ -372,6 +379,7 @@ ACTIONS: Mapping[str, Callable[..., bool]] = {
     "grow": _grow,
     "short": _short,
     "publish": _publish,
+    "hand_over": _hand_over,
     "close": _close,
     "flush": _flush,
     "attach": _attach,
@@ -437,6 +445,7 @@ class Director:
             "grow": 12,
             "short": 2,
             "publish": 10,
+            "hand_over": dice.choice([0, 0, 3]),
             "close": dice.choice([6, 14]),
             "flush": dice.choice([0, 4, 10]),
             "attach": 1,

@@ -4,8 +4,8 @@ So a core that mixes up two slots, frees one that is still read, or resumes a pr
 caught at once. Other slots have distinct contents too: free, reserved and not filled, target of a copy in flight.
 """
 
-from collections.abc import MutableSequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvarve.core.effects import Copy, Page, Probe, Transfer
 from kvarve.core.slot_pools import SlotPools
@@ -36,6 +36,13 @@ class Store:
     coming: set[Name] = field(default_factory=set)
 
 
+class Arena(Protocol):
+    """A pool's pages in one tier: by slot, or by an engine's handle."""
+
+    def __getitem__(self, slot: int, /) -> bytes: ...
+    def __setitem__(self, slot: int, content: bytes, /) -> None: ...
+
+
 class SimulatedTransfers:
     """The arenas of one rank, by place (`SlotPools.place`), and its lanes' copies."""
 
@@ -45,7 +52,7 @@ class SimulatedTransfers:
         self.arenas = [[FREE] * slots for slots in slot_pools.capacity]
         self.filling: dict[tuple[int, int, int], int] = {}  # by tier, pool and slot: the load that still copies to it
 
-    def arena(self, tier: Tier, pool: int) -> MutableSequence[bytes]:
+    def arena(self, tier: Tier, pool: int) -> Arena:
         return self.arenas[self._memory.index(tier) * len(self.pools) + pool]
 
     def name(self, key: bytes, pool: int) -> Name:

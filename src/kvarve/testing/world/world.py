@@ -1,88 +1,29 @@
 """The simulator of the core: ranks, arenas, lanes, a storage and a clock, driven by a test or by a seed.
 
-After every input it audits the invariants, counts slots and compares ranks. A shadow model that knows the true bytes of
-every page checks the content of every slot, copy and page that a request reads. It derives keys from the tokens alone,
-and reads the core only from outside.
+Every input goes to the core of each rank, and its shadow (`shadow.py`) checks everything afterwards.
 """
 
-import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from hashlib import sha256
+from collections.abc import Sequence
 from math import inf
-from typing import TypeVar
 
 from kvarve.boundaries import union
-from kvarve.core.audit import audit
-from kvarve.core.cache import Core
 from kvarve.core.copies import FETCH, LOAD, STORE, Moving, Op
-from kvarve.core.effects import Copy, Ended, Event, Hurry, Transfer, Verified, agreed
-from kvarve.core.lease import Lease, Phase
-from kvarve.core.outside import core_for
+from kvarve.core.effects import Copy, Ended, Event, Transfer, Verified, agreed
+from kvarve.core.lease import Lease
 from kvarve.core.policies import WAIT_COMPLETE, Patience
-from kvarve.core.prefetch import ROOM_RETRIES
-from kvarve.core.settings import CoreConfig
-from kvarve.core.tree import Run, covering, walk
-from kvarve.keys import KEY_BYTES, TOKEN_BYTES, extend, pack, root_key
+from kvarve.core.tree import covering, walk
+from kvarve.keys import TOKEN_BYTES, pack, root_key
 from kvarve.model import Tier
-from kvarve.testing.world.dirty import Dirty
-from kvarve.testing.world.looks import differ, runs
-from kvarve.testing.world.scenes import configure, draw
-from kvarve.testing.world.transfers import BROKEN, FREE, ROTTEN, SimulatedTransfers, Store, empty
-
-T = TypeVar("T")
-TURNS = (
-    2 * ROOM_RETRIES + 12
-)  # steps in which a lease that waits for no copy gets ready: probe, fetch, room, load, again
+from kvarve.testing.world.looks import runs
+from kvarve.testing.world.shadow import TURNS, Shadow
+from kvarve.testing.world.transfers import BROKEN, ROTTEN, Store, empty
 
 
-class World:
+class World(Shadow):
     """One core per rank, and everything that they talk to. Every method checks everything afterwards."""
 
-    def __init__(self, seed: int = 0, config: CoreConfig | None = None, ranks: int = 1) -> None:
-        """Without a `config` the settings are drawn from the seed."""
-        config = config or configure(draw(random.Random(seed)))
-        self.cores = [core_for(config) for _ in range(ranks)]
-        self.core = self.cores[0]
-        self.transfers = [self._transfers(rank, ranks) for rank in range(ranks)]
-        self.storage = Store()
-        self.attached = self.core.copies.storage
-        self.flying: dict[int, Transfer] = {}  # in flight, on at least one rank
-        self.lost: dict[int, Transfer] = {}  # will never end by themselves
-        self.verified: dict[int, Verified] = {}  # loads whose pages are being copied after their check
-        self.ended: list[Ended] = []  # the latest ends given to the core
-        self.leases: list[Lease] = []  # those of the first rank
-        self.log: list[Transfer] = []
-        self.urgent: set[int] = set()  # copies for requests that have been claimed, then or since
-        self.now = 0.0
-        self.steps = 0  # inputs, each followed by all checks
-        self.hits = [0, 0, 0]  # pages that leases resumed from, by the farthest tier they came from
-        self.seen: Counter[str] = Counter()  # counts by kind of event
-        self._twins: dict[int, list[Lease]] = {}  # by lease: the same on all ranks
-        self._stores: dict[int, Store] = {}  # by copy: the storage that it was sent to
-        self._carried: dict[int, list[tuple[int, int] | None]] = {}  # by copy: its outcome on each rank
-        self._truth: dict[bytes, tuple[bytes, bytes]] = {}  # by key: the key before it, and the page's tokens
-        self._names: dict[int, tuple[Run, bytes, bytes, bytes]] = {}  # by run: its tokens, its keys and those above
-        self._stored: dict[int, tuple[Run, bytes, list[int], Store]] = {}  # runs whose pages have been in storage
-        self._prompts: dict[int, list[bytes]] = {}  # by lease: the keys of its pages
-        self._handed: dict[int, list[tuple[list[int], list[bytes]]]] = {}  # by lease and pool: slots, what is in them
-        self._grown: dict[int, list[dict[int, int]]] = {}  # by lease and pool: room that is not published yet
-        self._stalled: Counter[int] = Counter()  # by lease: steps in which no copy was in flight
-        self._failures, self._rest_until = 0, 0.0  # stores that failed in a row, and the end of the back-off
-        self._void_until = 0  # copies up to this one were for a detached storage, or one that was down
-        self._paused = False
-        self._swept = [slots[:0] for slots in self.core.slot_pools.free]
-        self._dirty, self._confirmed = Dirty(self.core), 0
-        self._check()
-
-    def _transfers(self, rank: int, ranks: int) -> SimulatedTransfers:
-        return SimulatedTransfers(self.core.slot_pools, rank, ranks)
-
-    def _outside(self, keys: Sequence[bytes]) -> tuple[int, ...]:
-        """By pool, which of these pages an engine has on a device of its own."""
-        return ()
-
-    # --- calls of the runtime
+    # --- calls of the scheduler
 
     def open(
         self,
@@ -111,13 +52,15 @@ class World:
         assert (hit.device, hit.memory, hit.by_pool) == right, "a hit is what a brute force finds"
         rest = self.now, patience, read, priority, outside, expected
         twins = [core.open(root, tokens, *rest) for core in self.cores]
-        lease = twins[0]
-        self._twins[lease.number] = twins
-        self._prompts[lease.number] = keys
-        self._grown[lease.number] = [{} for _ in self.core.pools]
-        self.leases.append(lease)
+        self._opened(twins, keys)
         self._check()
-        return lease
+        return twins[0]
+
+    def _opened(self, twins: list[Lease], keys: list[bytes]) -> None:
+        number = twins[0].number
+        self._twins[number], self._prompts[number] = twins, keys
+        self._grown[number] = [{} for _ in self.core.pools]
+        self.leases.append(twins[0])
 
     def start(self, tokens: Sequence[int], salt: str = "", read: bool = True) -> Lease:
         """A request that is claimed at once."""
@@ -184,7 +127,7 @@ class World:
         fresh = self._all(lease, lambda core, twin: core.grow(twin, upto))
         for pool, slots in enumerate(fresh):
             for position, slot in slots.items():
-                assert start <= position < lease.grown, "room is where it was asked for"
+                assert start <= position < lease.grown, "slots are for the pages that were asked for"
                 self._fill(pool, slot, empty(lease.number))
             self._grown[lease.number][pool].update(slots)
         self._check()
@@ -205,6 +148,12 @@ class World:
                 self._fill(pool, slot, keys[position])
         self._all(lease, lambda core, twin: core.publish(twin, upto))
         self._check()
+
+    def hand_over(self, lease: Lease) -> int:
+        boundary = self._all(lease, lambda core, twin: core.hand_over(twin))
+        assert boundary == self._each(lambda core: core.lookup(lease.root, lease.tokens).memory)
+        self._check()
+        return boundary
 
     def close(self, lease: Lease) -> None:
         self.seen[f"closed while {lease.phase.value}"] += 1
@@ -227,7 +176,7 @@ class World:
         """Attach a known storage or an empty one; or the one that was down is up again."""
         again = self.core.backups.down and store is self.storage
         self.storage, self.attached, self._void_until = store or Store(), True, self.core.copies.sent
-        self._failures, self._rest_until = 0, self.now
+        self._failures, self._back_off_until = 0, self.now
         for core in self.cores:
             core.attach(back_up, again)
         self._dirty.begin_anew(back_up or again)
@@ -236,7 +185,7 @@ class World:
     def detach(self, down: bool = False) -> None:
         """Detach the storage, whatever is in flight; or (`down`) it stops answering."""
         self.attached, self._void_until = False, self.core.copies.sent
-        self._failures, self._rest_until = 0, self.now
+        self._failures, self._back_off_until = 0, self.now
         for core in self.cores:
             core.detach(down)
         if not down:
@@ -246,7 +195,7 @@ class World:
     def retry(self) -> None:
         """End the back-off of stores."""
         self.seen["tried at once"] += self._failures > 0
-        self._rest_until = self.now
+        self._back_off_until = self.now
         for core in self.cores:
             core.retry()
         self._check()
@@ -291,12 +240,12 @@ class World:
             return
         told = end.good | end.bad
         if any(not told >> i & 1 for i in range(len(op.pages))):
-            self.seen["stores rested"] += 1
-            if self.now >= self._rest_until:
-                self._rest_until = self.now + min(30.0, 0.1 * 2.0**self._failures)
+            self.seen["stores backed off"] += 1
+            if self.now >= self._back_off_until:
+                self._back_off_until = self.now + min(30.0, 0.1 * 2.0**self._failures)
                 self._failures += 1
         elif end.good:
-            self._failures, self._rest_until = 0, self.now
+            self._failures, self._back_off_until = 0, self.now
 
     # --- lanes and storage
 
@@ -376,7 +325,7 @@ class World:
             assert (key, pool, 0) in self.storage.objects
             self.storage.objects[key, pool, 0] = ROTTEN
         else:
-            arena = self.transfers[0].arena(tier, pool)
+            arena = self.transfers[0].arenas[self.core.slot_pools.place(tier, pool)]
             arena[arena.index(key)] = ROTTEN
 
     def forget(self, position: int, tokens: Sequence[int], pool: int = 0, salt: str = "") -> None:
@@ -486,239 +435,3 @@ class World:
         counted = Counter({f"counted {what}": times for what, times in vars(self.core.counters).items()})
         counted.update({f"hit pages from {tier.name.lower()}": self.hits[tier] for tier in Tier})
         return counted
-
-    # --- all ranks at once
-
-    def _each(self, call: Callable[[Core], T]) -> T:
-        answers = [call(core) for core in self.cores]
-        assert all(answer == answers[0] for answer in answers), "every rank gives the same answer"
-        return answers[0]
-
-    def _all(self, lease: Lease, call: Callable[[Core, Lease], T]) -> T:
-        twins = iter(self._twins[lease.number])
-        return self._each(lambda core: call(core, next(twins)))
-
-    def _fill(self, pool: int, slot: int, content: bytes) -> None:
-        for transfers in self.transfers:
-            transfers.arenas[pool][slot] = content
-
-    # --- the shadow model
-
-    def _learn(self, root: bytes, tokens: bytes) -> list[bytes]:
-        """The keys of a prompt's pages; records the tokens of each."""
-        page_tokens = self.core.config.page_tokens
-        keys = extend(root, tokens, page_tokens)
-        width = page_tokens * TOKEN_BYTES
-        for at in range(len(keys)):
-            self._truth[keys[at]] = (keys[at - 1] if at else root, tokens[at * width : (at + 1) * width])
-        return keys
-
-    def _key(self, tokens: Sequence[int], position: int, salt: str) -> bytes:
-        return extend(root_key(b"world", salt), pack(tokens), self.core.config.page_tokens)[position]
-
-    def _expected_hit(
-        self, keys: list[bytes], tokens: int, outside: Sequence[int] = ()
-    ) -> tuple[int, int, tuple[int, ...]]:
-        """By brute force: the deepest boundary from the device, from memory, and in memory for each pool."""
-        pools = range(len(self.core.pools))
-        wanted = {key: position for position, key in enumerate(keys)}
-        near: list[set[int]] = [set() for _ in pools]
-        for pool, pages in enumerate(outside):
-            near[pool] = {position for position in range(len(keys)) if pages >> position & 1}
-        memory: list[set[int]] = [{*pages} for pages in near]
-        ours, host = Tier.DEVICE in self.core.config.slots, self.core.slot_pools.place(Tier.HOST, 0)
-        for run in runs(self.core):
-            names = self._keys_of(run)
-            for local in range(len(run.tokens) // run.width):
-                position = wanted.get(names[local * KEY_BYTES : (local + 1) * KEY_BYTES])
-                if position is not None:
-                    for pool in pools:
-                        if ours and run.here[pool] >> local & 1:
-                            near[pool].add(position)
-                        far = run.here[host + pool] & ~run.bad[host + pool]
-                        if far >> local & 1 or position in near[pool]:
-                            memory[pool].add(position)
-
-        def deepest(present: list[set[int]], those: Sequence[int]) -> int:
-            for boundary in range(max(0, tokens - 1) // self.core.config.page_tokens, 0, -1):
-                capacity = self.core.config.slots.get(Tier.DEVICE, ())  # an engine limits its own prompts
-                reads = [len(self._reads(pool, boundary)) for pool in pools]
-                fits = all(pages <= slots for pages, slots in zip(reads, capacity, strict=False))
-                if (
-                    boundary % self.core.grid == 0
-                    and fits
-                    and all(position in present[pool] for pool in those for position in self._reads(pool, boundary))
-                ):
-                    return boundary
-            return 0
-
-        return deepest(near, pools), deepest(memory, pools), tuple(deepest(memory, [pool]) for pool in pools)
-
-    def _reads(self, pool: int, boundary: int) -> range:
-        """The positions that a boundary needs of a pool."""
-        lookback = self.core.pools[pool].lookback
-        return range(0 if lookback is None else max(0, boundary - lookback), boundary)
-
-    # --- checks after every input
-
-    def _check(self) -> None:
-        self.steps += 1
-        self._take()
-        self._sweep()
-        audit(self.core)
-        for rank, core in enumerate(self.cores[1:], 1):
-            assert not (what := differ(self.core, core)), f"rank {rank} differs from rank 0: {what}"
-        here = [*runs(self.core)]
-        self._count(here)
-        for run in here:
-            self._check_names(run)
-            self._check_stored(run)
-        self._dirty.look(here, self._confirmed)
-        self._confirmed = 0
-        for lease in self.leases:
-            if lease.phase is Phase.READY and lease.number not in self._handed:
-                self._hand(lease)
-        for rank, transfers in enumerate(self.transfers):
-            if rank == 0 or transfers.arenas != self.transfers[0].arenas:
-                for run in here:
-                    self._check_bytes(run, transfers)
-                for lease in self.leases:
-                    if lease.number in self._handed:
-                        self._check_handed(lease, transfers)
-
-    def _take(self) -> None:
-        effects = self._each(lambda core: core.take())
-        for effect in effects:
-            if isinstance(effect, Hurry):
-                assert effect.op in self.flying or effect.op in self.lost, "only a copy in flight becomes urgent"
-                self.urgent.add(effect.op)
-                continue
-            assert effect.pages, "an effect is about something"
-            if isinstance(effect, Copy) and effect.source is Tier.STORAGE:
-                names = [transfers.name(page.key, page.pool) for transfers in self.transfers for page in effect.pages]
-                assert self.storage.ever.issuperset(names), "nothing is fetched that storage never had"
-            assert self.attached or (isinstance(effect, Copy) and Tier.STORAGE not in (effect.source, effect.target)), (
-                "without a storage nothing is asked of it"
-            )
-            if isinstance(effect, Copy) and effect.target is Tier.STORAGE and self._failures:
-                assert self.now >= self._rest_until, "stores rest when one has failed"
-                others = [each for op, each in (self.flying | self.lost).items() if op > self._void_until]
-                tried = [each for each in others if isinstance(each, Copy) and each.target is Tier.STORAGE]
-                assert not tried, "and then one tries alone"
-            assert effect.op not in self.flying and effect.op not in self.lost, "every copy has a number of its own"
-            if isinstance(effect, Copy) and effect.urgent:
-                self.urgent.add(effect.op)
-            self.flying[effect.op] = effect
-            self._stores[effect.op] = self.storage
-            self._carried[effect.op] = [None] * len(self.transfers)
-            for transfers in self.transfers:
-                transfers.start(effect)
-        self.log += [each for each in effects if not isinstance(each, Hurry)]
-
-    def _sweep(self) -> None:
-        """Mark the contents of free slots."""
-        for place, slots in enumerate(self.core.slot_pools.free):
-            if slots != self._swept[place]:
-                self._swept[place] = slots[:]
-                for transfers in self.transfers:
-                    arena = transfers.arenas[place]
-                    for slot in slots:
-                        arena[slot] = FREE
-
-    def _count(self, here: list[Run]) -> None:
-        """Slots are conserved: free, in the tree, a request's, or a copy's target."""
-        pools, slot_pools = len(self.core.pools), self.core.slot_pools
-        counts = [len(slots) for slots in slot_pools.free]
-        for run in here:
-            for place, bits in enumerate(run.here):
-                counts[place] += bits.bit_count()
-        for lease in self.leases:
-            for pool in range(pools):
-                counts[pool] += len(self._grown[lease.number][pool])
-                counts[slot_pools.place(Tier.HOST, pool)] += len(lease.landed[pool])
-        for effects in (self.flying, self.lost):
-            for effect in effects.values():
-                if isinstance(effect, Copy) and effect.target in slot_pools.memory:
-                    given = self.core.copies.ops[effect.op].given
-                    for i, page in enumerate(effect.pages):
-                        counts[slot_pools.place(effect.target, page.pool)] += not given >> i & 1
-        assert counts == slot_pools.capacity, f"slots are conserved: {counts} of {slot_pools.capacity}"
-
-    def _keys_of(self, run: Run) -> bytes:
-        """A run's keys as the shadow derives them, whether the core has computed them or not."""
-        if run.parent is None:
-            return next(name for name, root in self.core.slot_pools.roots.items() if root is run)
-        above, seen = self._keys_of(run.parent), self._names.get(id(run))
-        if seen and seen[0] is run and seen[1] is run.tokens and seen[3] is above:
-            return seen[2]
-        before, keys = above[-KEY_BYTES:], []
-        for local in range(len(run.tokens) // run.width):
-            page = run.tokens[local * run.width : (local + 1) * run.width]
-            before, first = sha256(before + page).digest(), before
-            assert self._truth.get(before) == (first, page), "what is in the tree stood in a prompt"
-            keys.append(before)
-        self._names[id(run)] = (run, run.tokens, b"".join(keys), above)
-        return self._names[id(run)][2]
-
-    def _check_names(self, run: Run) -> None:
-        """The keys that the core has computed of a run are those of its tokens and all before them."""
-        assert run.parent is None or self._keys_of(run).startswith(run.named), "a page's key is that of its tokens"
-
-    def _check_stored(self, run: Run) -> None:
-        """Pages that the core believes stored have been in the storage that is attached now."""
-        if not any(run.stored) or not self.attached:
-            return
-        seen, names = self._stored.get(id(run)), self._keys_of(run)
-        if seen and seen[0] is run and seen[1] is names and seen[2] == run.stored and seen[3] is self.storage:
-            return
-        for pool, stored in enumerate(run.stored):
-            for local in range(stored.bit_length()):
-                if stored >> local & 1:
-                    key = names[local * KEY_BYTES : (local + 1) * KEY_BYTES]
-                    there = all(transfers.name(key, pool) in self.storage.ever for transfers in self.transfers)
-                    assert there, "what is known to be stored has been stored"
-        self._stored[id(run)] = (run, names, [*run.stored], self.storage)
-
-    def _check_bytes(self, run: Run, transfers: SimulatedTransfers) -> None:
-        for place, here in enumerate(run.here):
-            table = run.slots[place]
-            if not here or table is None:
-                continue
-            arena = transfers.arenas[place]
-            names = self._keys_of(run)
-            if b"".join([arena[slot] for slot in table if slot >= 0]) == names:
-                continue
-            host = self.core.slot_pools.tier(place) is Tier.HOST
-            for local in range(here.bit_length()):
-                if here >> local & 1:
-                    content = arena[table[local]]
-                    right = names[local * KEY_BYTES : (local + 1) * KEY_BYTES]
-                    assert content == right or (host and content == ROTTEN), f"a page is what it says, not {content!r}"
-
-    def _hand(self, lease: Lease) -> None:
-        """A lease has become ready: check that it resumes from exactly its own prompt's pages."""
-        keys = self._prompts[lease.number]
-        assert lease.boundary % self.core.grid == 0
-        assert lease.boundary * self.core.config.page_tokens < max(1, len(lease.tokens) // TOKEN_BYTES)
-        handed = []
-        for pool in range(len(self.core.pools)):
-            positions, slots = self.core.slots(lease, pool)
-            assert positions == self._reads(pool, lease.boundary), "it has what its boundary reads"
-            handed.append((slots, [keys[position] for position in positions]))
-        self._handed[lease.number] = handed
-
-    def _check_handed(self, lease: Lease, transfers: SimulatedTransfers) -> None:
-        """Pages that a request reads stay: windows and states until `resumed`, chains until `close`."""
-        for pool, (slots, contents) in enumerate(self._handed[lease.number]):
-            if not lease.resumed or self.core.pools[pool].lookback is None:
-                arena = transfers.arenas[pool]
-                found = [arena[slot] for slot in slots]
-                assert found == contents, f"lease {lease.number} reads {found} in pool {pool}, not its own pages"
-
-    def _check_waiting(self) -> None:
-        """A claimed lease waits until its deadline at most, and only while a copy is in flight."""
-        for lease in self.leases:
-            if lease.claimed and not lease.ready and lease.phase is not Phase.OFFERED:
-                assert self.now < lease.deadline, f"lease {lease.number} waits longer than it should"
-                self._stalled[lease.number] += not self.flying and not self.lost and lease.ask_again == inf
-                assert self._stalled[lease.number] <= TURNS, f"lease {lease.number} waits for nothing"
