@@ -107,11 +107,10 @@ class Engine:
             skip_tokenizer_init=True,
             enforce_eager=True,
             enable_prefix_caching=True,
-            max_model_len=4096,
             max_num_batched_tokens=SETTINGS["chunk"],
             max_num_seqs=8,
             disable_log_stats=False,
-            **more,
+            **({"max_model_len": 4096} | more),
         )
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.events: list[Any] = []
