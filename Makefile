@@ -39,9 +39,10 @@ test-all: setup
 
 # kvarve inside of vLLM on this CPU, in a venv of its own: vLLM wants other versions of transformers. vLLM's wheel brings a
 # torchvision for CUDA, one of whose imports fails beside torch for the CPU; it registers nothing that is used here.
+# A short form, in under three minutes: make test-engines ENGINE_MODELS=gemma3,qwen3_5 ENGINE_ARGS='-k "not storm"'
 ENGINE_MODELS ?= gemma3,gpt_oss,qwen3_5,qwen3_next
 test-engines: setup .venv-vllm/ready
-	KVARVE_ENGINE_MODELS=$(ENGINE_MODELS) .venv/bin/python -m pytest -m '' tests/engines
+	KVARVE_ENGINE_MODELS=$(ENGINE_MODELS) .venv/bin/python -m pytest -m '' tests/engines $(ENGINE_ARGS)
 
 .venv-vllm/ready: tests/engines/vllm.lock Makefile | setup
 	@echo "Setting up .venv-vllm ..."
