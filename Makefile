@@ -8,7 +8,7 @@ UV_INSTALL = $(UV) pip install --quiet --python .venv/bin/python
 # uv, unlike pip, compiles nothing when it installs: each module's first import does, and has to be allowed to keep it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run test test-all test-sglang lint wheel soak soak-engine mutants docs bench train lock clean
+.PHONY: setup run test test-all test-engines test-sglang lock-engines lint wheel soak soak-engine mutants docs bench train lock clean
 
 setup: .venv/ready
 
@@ -36,6 +36,21 @@ test: setup
 # tests/test_NAME*.py, for example test-storage.
 test-all: setup
 	.venv/bin/python -m pytest -m '' --numprocesses 3 --dist loadfile
+
+# kvarve inside of vLLM on this CPU, in a venv of its own: vLLM wants other versions of transformers. vLLM's wheel brings a
+# torchvision for CUDA, one of whose imports fails beside torch for the CPU; it registers nothing that is used here.
+# A short form, in under three minutes: make test-engines ENGINE_MODELS=gemma3,qwen3_5 ENGINE_ARGS='-k "not storm"'
+ENGINE_MODELS ?= gemma3,gpt_oss,qwen3_5,qwen3_next
+test-engines: setup .venv-vllm/ready
+	KVARVE_ENGINE_MODELS=$(ENGINE_MODELS) .venv/bin/python -m pytest -m '' tests/engines $(ENGINE_ARGS)
+
+.venv-vllm/ready: tests/engines/vllm.lock Makefile | setup
+	@echo "Setting up .venv-vllm ..."
+	@$(PYTHON) -m venv .venv-vllm
+	@$(UV) pip install --quiet --python .venv-vllm/bin/python "$(TORCH)" --constraints tests/engines/vllm.lock
+	@$(UV) pip install --quiet --python .venv-vllm/bin/python --require-hashes --no-deps -r tests/engines/vllm.lock
+	@: > "$$(.venv-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision/_meta_registrations.py"
+	@touch $@
 
 test-%: setup
 	.venv/bin/python -m pytest -m '' --numprocesses 3 --dist loadfile $(wildcard tests/$* tests/test_$**.py)
@@ -93,5 +108,10 @@ lock: setup
 	$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --extra dev --extra mooncake --no-header \
 		--no-annotate .venv/lock/pyproject.toml -o requirements.lock
 
+# The versions of vLLM and of all that it needs; torch as for kvarve itself, and no sound or video.
+lock-engines: setup
+	$(UV) pip compile --quiet --python-version 3.11 --generate-hashes --no-header --no-annotate --no-emit-package torch \
+		--no-emit-package torchaudio --no-emit-package torchcodec tests/engines/vllm.in -o tests/engines/vllm.lock
+
 clean:
-	rm -rf .venv .venv-sglang dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-sglang dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,7 +11,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "kvarve"
 
 FLOORS = (
-    {"model", "keys", "boundaries", "errors", "sizes", "__init__"},  # words
+    {"model", "keys", "boundaries", "errors", "sizes", "handles", "__init__"},  # words
     {"core"},
     {"background"},  # threads
     {"memory", "transfer", "storage", "ranks"},  # data movement
@@ -119,6 +119,7 @@ INSTALLS = {
 }
 # What a module loaded by an engine finds there.
 ENGINES = {
+    "integrations/vllm.py": {"vllm", "huggingface_hub"},
     "integrations/vllm_tier.py": {"vllm", "huggingface_hub"},
     "integrations/sglang.py": {"sglang"},
     "integrations/hicache.py": {"huggingface_hub"},

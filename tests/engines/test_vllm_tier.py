@@ -41,8 +41,8 @@ def python(*args: object) -> None:
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
-    python(HERE / "tiny_models.py", request.param, folder / "model")
-    return folder / "model"
+    python(HERE / "tiny_models.py", request.param, folder)
+    return folder / str(request.param)
 
 
 @pytest.fixture(scope="module")
