@@ -4,6 +4,7 @@ import json
 import os
 import random
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from tiny_models import VOCABULARY
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-VLLM_PYTHON = Path(os.environ.get("KVARVE_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
 
 
 class VllmProcess:
@@ -22,7 +22,7 @@ class VllmProcess:
         environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
         log = errors.open("w")
         self._process = subprocess.Popen(
-            [str(VLLM_PYTHON), str(HERE / "vllm_process.py"), json.dumps(settings)],
+            [sys.executable, str(HERE / "vllm_process.py"), json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

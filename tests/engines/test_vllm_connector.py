@@ -5,19 +5,17 @@ One request at a time, in steps of one block, so that the engine computes the sa
 and logprobs then have to be equal bit for bit to those of an engine without kvarve. `make test-engines` runs this.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_process import VllmProcess, prompt
-from tiny_models import MODELS
+from tiny_models import FAMILIES
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 LONG, TAIL = prompt(1000, 1), prompt(300, 2)
-NAMES = os.environ.get("KVARVE_ENGINE_MODELS", ",".join(MODELS)).split(",")
 Start = Callable[..., VllmProcess]
 
 
@@ -50,7 +48,7 @@ class Alone:
         self.shorter = engine.ask(LONG[:700])
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -185,6 +183,7 @@ def test_pages_survive_a_restart(start: Start, model: str, folder: Path, first: 
     engine.close()
 
 
+@pytest.mark.long
 def test_a_storm_of_requests_that_share_are_aborted_and_preempted(start: Start, model: str, folder: Path) -> None:
     """Under pressure the engine's own cache changes the pieces in which prompts are computed, and so the last bits;
     with kvarve the difference is no larger."""

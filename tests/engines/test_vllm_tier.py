@@ -1,9 +1,8 @@
 """Behind vLLM's own CPU tier, kvarve's storages give back the bytes that were stored, or a miss, whatever happens.
 
-Real engines with tiny random models, each in a process of its own; see `tier_scenes`. Run by vLLM's Python.
+Real engines with tiny random models, each in a process of its own; see `tier_scenes`.
 """
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed here", allow_module_level=True)
+from tiny_models import FAMILIES
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
-FAMILIES = ("qwen3_5", "qwen3_next", "gemma3", "gpt_oss")
 PROMPTS = ("longer", "shorter", "second other", "other")  # how a name of an answer begins; else it is of "prompt"
 Played = dict[str, Any]
 
@@ -39,17 +35,17 @@ def python(*args: object) -> None:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
-    python(HERE / "tiny_models.py", request.param, folder)
-    return folder / str(request.param)
+def model(request: pytest.FixtureRequest, model_folder: Callable[[str], Path]) -> Path:
+    return model_folder(request.param)
 
 
 @pytest.fixture(scope="module")
-def play(model: Path) -> Callable[..., Played]:
+def play(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Played]:
+    folder = tmp_path_factory.mktemp(model.name)
+
     def played(name: str, *scenes: str, tier: bool = True, **more: object) -> Played:
-        path = model.parent / f"{name}.json"
-        storage = {"storage": f"file://{model.parent / 'store'}?capacity=1GiB"} if tier else None
+        path = folder / f"{name}.json"
+        storage = {"storage": f"file://{folder / 'store'}?capacity=1GiB"} if tier else None
         path.write_text(json.dumps({"model": str(model), "tier": storage, "scenes": scenes} | more))
         python(HERE / "tier_scenes.py", path)
         found: Played = json.loads(path.with_suffix(".out").read_text())

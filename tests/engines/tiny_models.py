@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 VOCABULARY = 512
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -48,6 +50,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, int]] = {
         128,
     ),
 }
+
+SHORT = ("qwen3_5", "gemma3")  # states, and windows: of the short form of the tests
+FAMILIES = [pytest.param(name, marks=[] if name in SHORT else pytest.mark.long) for name in MODELS]
 
 
 def made(name: str, folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Tests inside SGLang, run by its interpreter (`make test-sglang`); where it is missing they are not collected."""
+"""Tests inside SGLang, run by its interpreter (`make test-engines`); where it is missing they are not collected."""
 
 import importlib.util
 import sys

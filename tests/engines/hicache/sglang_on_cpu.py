@@ -1,7 +1,8 @@
 """SGLang's HiCache on a machine without a GPU: importable, with the copies between device and host done by torch.
 
 All of SGLang's modules are the real ones. Replaced are: modules of its dependencies that no test needs (torchvision and
-others, where they are not installed), pinned memory, and the copy kernels. No test stands here.
+others, where they are not installed), pinned memory, the memory that SGLang leaves to others (10 GB), and the copy
+kernels. No test stands here.
 """
 
 import importlib.abc
@@ -116,6 +117,7 @@ def prepare() -> None:
 
     def nothing(*_: object, **__: object) -> None: ...
 
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
     common._cuda_host_register = nothing
     common._cuda_host_unregister = base._cuda_host_unregister = nothing
     for module in (mha, mamba):

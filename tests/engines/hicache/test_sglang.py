@@ -1,6 +1,6 @@
 """SGLang's own fixtures restore from kvarve what they stored, in every configuration that runs without a GPU.
 
-It is run by SGLang's interpreter: `make test-sglang`.
+It is run by SGLang's interpreter: `make test-engines`.
 """
 
 from typing import Any
@@ -24,7 +24,12 @@ def pools(cfg: Any) -> set[str]:
 @pytest.mark.parametrize(
     ("cfg", "layout"),
     # SGLang has no host pool for states that is not page first.
-    [(cfg, layout) for cfg in CONFIGS for layout in LAYOUTS if layout == LAYOUTS[0] or not cfg.has_mamba],
+    [
+        pytest.param(cfg, layout, marks=[] if cfg in KINDS else pytest.mark.long)
+        for cfg in CONFIGS
+        for layout in LAYOUTS
+        if layout == LAYOUTS[0] or not cfg.has_mamba
+    ],
     ids=lambda it: it if isinstance(it, str) else it.label,
 )
 def test_every_configuration_restores_what_it_saved(make: MakeFixtures, cfg: Any, layout: str, interface: int) -> None:
@@ -135,7 +140,7 @@ def test_storage_is_attached_cleared_and_detached_at_run_time(make: MakeFixtures
     assert not cache.enable_storage
     attach = cache.attach_storage_backend
     done, told = attach("dynamic", fixtures.extra_json(storge="file:///x"), served_model_name="served")
-    assert not done and "unknown key 'storge'; kvarve knows: storage" in told
+    assert not done and "unknown setting 'storge'; did you mean 'storage'?" in told
     done, told = attach("dynamic", fixtures.extra_json(), served_model_name="served")
     assert done, told
     assert engine.consume(prompt) == len(prompt)

@@ -114,7 +114,9 @@ def test_a_full_store_refuses_and_the_engine_goes_on(make: MakeFixtures) -> None
     assert fixtures.engine().consume(fixtures.prompt(2, start=700_000)) == 0
 
 
-@pytest.mark.parametrize("cfg", KINDS, ids=lambda cfg: cfg.label)
+@pytest.mark.parametrize(
+    "cfg", [ALL, *(pytest.param(cfg, marks=pytest.mark.long) for cfg in (FULL, SWA, MAMBA))], ids=lambda cfg: cfg.label
+)
 def test_sglangs_failure_injector_costs_hits_only(make: MakeFixtures, cfg: Any) -> None:
     """SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE and _RANDOM_DELAY, around the backend. It takes no seed, so chance
     decides how much is hit; that nothing else is restored than was saved is certain (see `make`)."""
