@@ -19,7 +19,7 @@ class VllmProcess:
 
     def __init__(self, settings: dict[str, Any], errors: Path) -> None:
         self.errors = errors
-        environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
         log = errors.open("w")
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "vllm_process.py"), json.dumps(settings)],
