@@ -323,7 +323,7 @@ def test_a_cache_that_is_wrong_is_not_proved(
         ("--dtype int4", "unknown dtype 'int4'"),
         ("--device abacus", "device 'abacus' cannot be used"),
         ("--seed -1", "--seed"),
-        ("--json /no/such/folder/verify.json", "no such folder to write the report to"),
+        ("--json /no/such/folder/verify.json", "not a file that can be written"),
         ("--storage tape:///dev/st0", "there is no storage of the kind 'tape'"),
         (
             "--storage memory://too-small?capacity=1MiB",

@@ -320,11 +320,11 @@ def test_a_file_that_holds_no_settings_is_refused(read: Read, tmp_path: Path, co
 
 def test_where_the_library_is_missing_one_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mooncake_settings, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda _: None)))
-    with pytest.raises(ConfigError, match=r"pip install '\.\[mooncake\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[server,mooncake\]'"):
         read_settings("mooncake://m", "m", "", {}, {})
 
 
 def test_a_library_that_is_not_there_is_noticed_before_anything_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
-    with pytest.raises(ConfigError, match=r"pip install '\.\[mooncake\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[server,mooncake\]'"):
         check_storage("mooncake://127.0.0.1:1", label=b"label", description="model A")
