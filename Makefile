@@ -8,7 +8,7 @@ UV_INSTALL = $(UV) pip install --quiet --python .venv/bin/python
 # uv, unlike pip, compiles nothing when it installs: each module's first import does, and has to be allowed to keep it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run test test-all lint wheel soak soak-engine mutants docs bench train lock clean
+.PHONY: setup run test test-all test-engines lock-engines lint wheel soak soak-engine mutants docs bench train lock clean
 
 setup: .venv/ready
 
@@ -36,6 +36,26 @@ test: setup
 # tests/test_NAME*.py, for example test-storage.
 test-all: setup
 	.venv/bin/python -m pytest -m '' --numprocesses 3 --dist loadfile
+
+# kvarve inside of vLLM and of SGLang on this CPU, each in a venv of its own, by whose Python its tests are run: the short
+# form, in minutes; make test-engines ENGINE_ARGS="-m ''" runs all. vLLM's wheel brings a torchvision for CUDA, one import of
+# which fails beside torch for the CPU, and registers nothing that is used here. (It is replaced, not emptied: a file that uv
+# has installed may be uv's own.) SGLang's requirements want CUDA, so its lock has what is needed of them.
+ENGINE_ARGS ?=
+ENGINE_TESTS = -m pytest -W ignore --confcutdir tests/engines --numprocesses 2 --dist loadfile $(ENGINE_ARGS)
+test-engines: .venv-vllm/ready .venv-sglang/ready
+	.venv-vllm/bin/python $(ENGINE_TESTS) tests/engines --ignore tests/engines/hicache
+	.venv-sglang/bin/python $(ENGINE_TESTS) tests/engines/hicache
+
+.venv-%/ready: tests/engines/%.lock Makefile | setup
+	@echo "Setting up .venv-$* ..."
+	@$(PYTHON) -m venv .venv-$*
+	@$(UV) pip install --quiet --python .venv-$*/bin/python "$(TORCH)" --constraints tests/engines/$*.lock
+	@$(UV) pip install --quiet --python .venv-$*/bin/python --require-hashes --no-deps -r tests/engines/$*.lock
+	@$(UV) pip install --quiet --python .venv-$*/bin/python --no-deps -e .
+	@for path in .venv-$*/lib/python*/site-packages/torchvision/_meta_registrations.py; do \
+		if [ -f $$path ]; then rm $$path && touch $$path; fi; done
+	@touch $@
 
 test-%: setup
 	.venv/bin/python -m pytest -m '' --numprocesses 3 --dist loadfile $(wildcard tests/$* tests/test_$**.py)
@@ -80,5 +100,12 @@ lock: setup
 	$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --extra dev --extra mooncake --no-header \
 		--no-annotate .venv/lock/pyproject.toml -o requirements.lock
 
+# The versions of what the engines need, with hashes; torch as for kvarve itself, and no sound or video.
+LOCK = $(UV) pip compile --quiet --python-version 3.11 --generate-hashes --no-header --no-annotate
+lock-engines: setup
+	$(LOCK) --no-emit-package torch --no-emit-package torchaudio --no-emit-package torchcodec tests/engines/vllm.in \
+		-o tests/engines/vllm.lock
+	$(LOCK) --no-deps tests/engines/sglang.in -o tests/engines/sglang.lock
+
 clean:
-	rm -rf .venv dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-sglang dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis

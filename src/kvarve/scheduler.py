@@ -142,9 +142,24 @@ class CacheScheduler:
         """Copy pages out of blocks of the engine; which of them (see `EngineCore.save`)."""
         return self._engine_core().save(lease, pages)
 
+    def kept(self, lease: Lease) -> int:
+        """How many of the first pages need no saving any more (see `EngineCore.kept`)."""
+        return self._engine_core().kept(lease)
+
     def released(self) -> list[Release]:
         """The blocks that are the engine's again since the last call: the copies that used them have ended."""
         return self._engine_core().released()
+
+    def waiting_for(self, op: int) -> Lease | None:
+        """The lease for which a copy is made."""
+        return self.core.copies.ops[op].lease
+
+    def freed(self) -> list[tuple[int, int]]:
+        """The host's slots (pool, slot) that have become free since the last call; the first call says nothing."""
+        slot_pools = self.core.slot_pools
+        freed, slot_pools.freed = slot_pools.freed or [], []
+        tiers = ((slot_pools.tier(place), place % len(self.pools), slot) for place, slot in freed)
+        return [(pool, slot) for tier, pool, slot in tiers if tier is Tier.HOST]
 
     def _engine_core(self) -> EngineCore:
         assert isinstance(self.core, EngineCore), "this cache has device slots of its own"
@@ -158,11 +173,12 @@ class CacheScheduler:
         """Unpin the windows and states that the engine resumed from (see `Core.resumed`)."""
         self.core.resumed(lease)
 
-    def extend(self, lease: Lease, tokens: Tokens) -> None:
-        """Append tokens to the sequence of a ready lease (see `Core.extend`)."""
+    def extend(self, lease: Lease, tokens: Tokens, replaced: int = 0) -> None:
+        """Append tokens to the sequence of a ready lease, in place of its last `replaced` ones (see `Core.extend`)."""
         chunk_bytes = self.identity.chunk_tokens * TOKEN_BYTES
-        begun = lease.tokens[len(lease.tokens) // chunk_bytes * chunk_bytes :]
-        self.core.extend(lease, self._known_by(begun + pack(tokens)), len(begun))
+        stays = len(lease.tokens) - replaced * TOKEN_BYTES
+        whole = stays // chunk_bytes * chunk_bytes
+        self.core.extend(lease, self._known_by(lease.tokens[whole:stays] + pack(tokens)), len(lease.tokens) - whole)
 
     def pages(self, lease: Lease) -> dict[str, tuple[range, list[int]]]:
         """The pages that a ready lease resumes from: for each pool the positions and their device slots."""

@@ -270,7 +270,7 @@ def drop(url: Url, /, *, options: Drop = Drop()) -> int:
         count = 0
         for model in models:
             with maintenance.opened(place.folder, model) as storage:
-                count += maintenance.drop(storage, [each.name for each in objects[model.label] if each.group == group])
+                count += storage.drop(group)
         report |= {"dropped": True, "objects": count}
         out.say(f"{_many(count, 'object')} dropped")
         return out.write(report)

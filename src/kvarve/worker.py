@@ -18,6 +18,7 @@ from kvarve.config import NO_HOST, CacheConfig, spacing_of, split
 from kvarve.core.effects import Effect
 from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
 from kvarve.memory.arenas import DeviceArena, HostArena
+from kvarve.memory.engine_arena import EngineArena
 from kvarve.memory.machine import device_bytes, host_bytes, on_host
 from kvarve.memory.record import whole
 from kvarve.messages import ChangeMade, ChangeProposed, ChangeRefused, Order, Report
@@ -35,10 +36,15 @@ class UnderWay(Busy):
     """Another change of the storage is in progress."""
 
 
-def check(identity: ModelIdentity, config: CacheConfig, device: str = "cpu") -> dict[Tier, tuple[int, ...]]:
-    """The slots of each memory tier. ConfigError, before any allocation, for settings that cannot work."""
+def check(
+    identity: ModelIdentity, config: CacheConfig, device: str = "cpu", *, blocks: bool = False
+) -> dict[Tier, tuple[int, ...]]:
+    """The slots of each memory tier; with `blocks`, the device's are an engine's own. ConfigError, before any
+    allocation, for settings that cannot work."""
     shape, apart = _shape(identity), spacing_of(identity, config)
-    slots = {Tier.DEVICE: split(config.device_memory, *shape, records=False, what="device", per_snapshot=apart)}
+    slots = {}
+    if not blocks:
+        slots[Tier.DEVICE] = split(config.device_memory, *shape, records=False, what="device", per_snapshot=apart)
     if config.host_memory:
         slots[Tier.HOST] = split(config.host_memory, *shape, records=True, what="host", per_snapshot=apart)
     wanted, what, have = config.host_memory, "host memory", host_bytes()
@@ -112,10 +118,12 @@ class CacheWorker:
         storage: Storage | None = None,
         rank: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        blocks: Sequence[EngineArena] = (),
     ) -> None:
+        """`blocks`: by pool, the tensors of an engine whose blocks are the nearest tier."""
         if not 0 <= rank < identity.ranks:
             raise ConfigError(f"there is no rank {rank} among {identity.ranks} ranks")
-        self.slots = check(identity, config, device)  # of each memory tier and pool
+        self.slots = check(identity, config, device, blocks=bool(blocks))  # of each memory tier and pool
         if storage is not None and not config.host_memory:
             raise ConfigError(NO_HOST)
         self.identity, self.config = identity, config
@@ -126,7 +134,9 @@ class CacheWorker:
         self._proposed: ChangeProposed | None = None  # not reported yet
         self._changes = 0  # proposed so far
         self.attached: Attached | None = None
-        self.device = [DeviceArena(pool, n, device) for pool, n in zip(pools, self.slots[Tier.DEVICE], strict=True)]
+        self.device = [
+            DeviceArena(pool, n, device) for pool, n in zip(pools, self.slots.get(Tier.DEVICE, ()), strict=False)
+        ]
         self.host: list[HostArena] = []
         with ExitStack() as undo:
             for pool, n in zip(pools, self.slots.get(Tier.HOST, ()), strict=False):
@@ -141,7 +151,7 @@ class CacheWorker:
                 undo.callback(storage.close)
             self.transfers = TransferEngine(
                 pools,
-                self.device,
+                blocks or self.device,
                 self.host,
                 rank=rank,
                 ranks=identity.ranks,

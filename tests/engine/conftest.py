@@ -12,9 +12,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from engines import engines
 from recorder import Recorder
 
+from engines import engines
 from kvarve.engine.engine import Engine
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from engines import Make, a_model, a_prompt, a_request, turns
 from torch import Tensor
 
+from engines import Make, a_model, a_prompt, a_request, turns
 from kvarve.engine import turns as turns_module
 from kvarve.engine.requests import OutputChunk, Request
 from kvarve.engine.state import Workspace

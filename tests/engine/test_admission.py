@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from engines import CHUNK, LONG_S, MIB, PAGE, Make, a_model, a_prompt, a_request, alone, by_hand, room_for, turns
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines import CHUNK, LONG_S, MIB, PAGE, Make, a_model, a_prompt, a_request, alone, by_hand, room_for, turns
 from kvarve.engine.admission import OVERTAKEN, Running, Waiting, begins, turns_until, youngest
 from kvarve.engine.engine import Engine
 from kvarve.engine.requests import Finish

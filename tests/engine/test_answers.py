@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from recorder import Recorder, pieces_of, say, scripted
+
 from engines import (
     Make,
     a_model,
@@ -11,8 +13,6 @@ from engines import (
     room_for,
     turns,
 )
-from recorder import Recorder, pieces_of, say, scripted
-
 from kvarve.engine.requests import Finish, Request, TokenUsage
 
 # --- the text of an answer

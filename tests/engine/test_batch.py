@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from engines import (
     CHUNK,
     DECODED,
@@ -21,8 +23,6 @@ from engines import (
     room_for,
     turns,
 )
-from torch import Tensor
-
 from kvarve.engine import batch as batch_module
 from kvarve.engine import turns as turns_module
 from kvarve.engine.batch import Batch, batches

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from adapters import adapt, adapted
-from engines import CHUNK, a_model, a_prompt, a_request, by_hand
 
+from engines import CHUNK, a_model, a_prompt, a_request, by_hand
 from kvarve.engine.engine import Engine
 from kvarve.engine.identity import Marks, identity_of
 from kvarve.engine.model import LoadedModel

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from recorder import Recorder
+
 from engines import (
     CHUNK,
     DECODED,
@@ -23,8 +25,6 @@ from engines import (
     room_for,
     turns,
 )
-from recorder import Recorder
-
 from kvarve.engine.engine import Engine
 from kvarve.engine.requests import Finish, TokenUsage
 from kvarve.engine.scheduler import OVERTAKEN

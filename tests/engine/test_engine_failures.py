@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recorder import Recorder
+from torch import Tensor
+
 from engines import (
     DECODED,
     GRID_FLOOR,
@@ -18,9 +21,6 @@ from engines import (
     by_hand,
     turns,
 )
-from recorder import Recorder
-from torch import Tensor
-
 from kvarve.engine import turns as turns_module
 from kvarve.engine.paging import PagedWorkspace
 from kvarve.engine.requests import Finish, OutputChunk, Request, Sampling

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engines import CHUNK, DECODED, LONG_S, Make, a_prompt, a_request, alone, by_hand, engines
 
+from engines import CHUNK, DECODED, LONG_S, Make, a_prompt, a_request, alone, by_hand, engines
 from kvarve.engine.requests import Finish
 from kvarve.errors import ConfigError
 from kvarve.ticket import Ticket

@@ -4,8 +4,8 @@ import threading
 from typing import Any
 
 import pytest
-from engines import CHUNK, LONG_S, PAGE, Make, a_model, a_prompt, a_request, alone, by_hand, room_for, turns
 
+from engines import CHUNK, LONG_S, PAGE, Make, a_model, a_prompt, a_request, alone, by_hand, room_for, turns
 from kvarve.engine import turns as turns_module
 from kvarve.engine.batch import Batch
 from kvarve.engine.engine import Engine

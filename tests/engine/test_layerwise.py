@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from engines import CHUNK, GRID_FLOOR, LONG_S, Make, a_model, a_prompt, a_request, every_family, turns
 
+from engines import CHUNK, GRID_FLOOR, LONG_S, Make, a_model, a_prompt, a_request, every_family, turns
 from kvarve.engine.engine import Engine
 from kvarve.engine.requests import Finish, Request
 from kvarve.errors import Broken

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import Make, a_prompt, a_request, alone, by_hand
 from numpy.typing import NDArray
 
+from engines import Make, a_prompt, a_request, alone, by_hand
 from kvarve.engine.engine import Engine
 from kvarve.engine.requests import Request, Sampling
 from kvarve.errors import Busy, ConfigError

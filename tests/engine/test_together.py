@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from engines import CHUNK, MIB, PAGE, Make, a_model, a_prompt, a_request, alone, by_hand, every_family, turns
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines import CHUNK, MIB, PAGE, Make, a_model, a_prompt, a_request, alone, by_hand, every_family, turns
 from kvarve.engine import tails as tails_module
 from kvarve.engine.batch import Batch, by_length
 from kvarve.engine.engine import Engine

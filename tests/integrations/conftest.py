@@ -1,6 +1,7 @@
-"""Lets the tests of this folder import the adapters that stand beside the engine's tests."""
+"""Lets the tests of this folder import what stands beside them, and the adapters of the engine's tests."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "engine")]

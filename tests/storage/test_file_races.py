@@ -47,9 +47,9 @@ def test_of_two_objects_of_one_name_that_a_power_cut_leaves_the_confirmed_one_st
     moved, other = (next(page for page in some if lies[page] is slab) for slab in (first, second))
     storage.delete([moved.name])
     new = pages("full", 777)[0]
-    in_flight = storage._reserve(Call(), [0], [new.name], [new.record()], {})
+    in_flight = storage._reserve(Call(), [0], [new.name], [new.record().nbytes], {})
     assert in_flight.places[0][0] is first
-    storage._write(in_flight, [new.record()])
+    storage._write(in_flight, [[new.record()]])
     storage.delete([other.name])
     assert store(storage, [moved]) == [True]
     assert storage._index.place(moved.name)[0] is second
@@ -68,12 +68,12 @@ def test_what_a_process_had_stored_before_it_died_is_not_taken_for_reserved(tmp_
     store(lagging, pages("full", 1))
     dying = opened(folder, disk, capacity=MIB)
     call, answers = Call(), dict[int, bool]()
-    in_flight = dying._reserve(call, [0], [page.name], [page.record()], answers)
-    dying._write(in_flight, [page.record()])
+    in_flight = dying._reserve(call, [0], [page.name], [page.record().nbytes], answers)
+    dying._write(in_flight, [[page.record()]])
     lagging.exists([page.name])
     disk.fail(Died(), "write", "changes", skip=1)  # the table has been written
     with pytest.raises(Died):
-        dying._commit(call, in_flight, [page.name], [page.record()], answers)
+        dying._commit(call, in_flight, [page.name], [page.record().nbytes], answers)
     later = opened(folder, capacity=MIB)
     die(dying)
     assert store(later, [page]) == [True]

@@ -38,7 +38,7 @@ def test_a_row_that_is_being_filled_is_not_reused_though_its_entry_cannot_be_rea
     one, other = (opened(folder, disk, capacity=MIB) for disk in disks)
     assert all(store(other, pages("full", *range(3))))
     call, answers = Call(), dict[int, bool]()
-    in_flight = one._reserve(call, [0], [mine.name], [mine.record()], answers)
+    in_flight = one._reserve(call, [0], [mine.name], [mine.record().nbytes], answers)
     disk = disks[blind == "another"]
     disk.blind = True
     assert store(other, [theirs]) == [True]
@@ -46,8 +46,8 @@ def test_a_row_that_is_being_filled_is_not_reused_though_its_entry_cannot_be_rea
     with one._changing():
         pass
     disk.blind = False
-    one._write(in_flight, [mine.record()])
-    one._commit(call, in_flight, [mine.name], [mine.record()], answers)
+    one._write(in_flight, [[mine.record()]])
+    one._commit(call, in_flight, [mine.name], [mine.record().nbytes], answers)
     assert answers == {0: True}
     both = [mine, theirs, *pages("full", *range(3))]
     assert intact(one, both) == intact(other, both) == set(both)
@@ -61,13 +61,13 @@ def test_a_row_that_a_disk_has_lost_to_another_process_is_not_entered(tmp_path: 
     one, other = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
     assert all(store(other, pages("full", *range(3))))
     call, answers = Call(), dict[int, bool]()
-    in_flight = one._reserve(call, [0], [mine.name], [mine.record()], answers)
+    in_flight = one._reserve(call, [0], [mine.name], [mine.record().nbytes], answers)
     ((slab, row),) = in_flight.places.values()
     os.pwrite(slab.table, b"torn", slab.shape.entry_at(row))
     other._index.reload([other._index.slabs[slab.number]])
     assert store(other, [theirs]) == [True]
     assert other._index.place(theirs.name)[1] == row
-    one._commit(call, in_flight, [mine.name], [mine.record()], answers)
+    one._commit(call, in_flight, [mine.name], [mine.record().nbytes], answers)
     assert answers == {0: False}
     assert one._index.held == {}
     assert intact(one, [theirs]) == intact(other, [theirs]) == {theirs}

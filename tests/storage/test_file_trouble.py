@@ -331,10 +331,10 @@ def test_a_stripes_number_never_goes_back(tmp_path: Path) -> None:
 
     disks[0].happens = happens  # the dead process's change is taken in, except its number in the head
     call, answers, (mine, theirs) = Call(), dict[int, bool](), pages("full", 20, 21)
-    in_flight = one._reserve(call, [0], [mine.name], [mine.record()], answers)
+    in_flight = one._reserve(call, [0], [mine.name], [mine.record().nbytes], answers)
     assert store(lagging, [theirs]) == [True]
-    one._write(in_flight, [mine.record()])
-    one._commit(call, in_flight, [mine.name], [mine.record()], answers)
+    one._write(in_flight, [[mine.record()]])
+    one._commit(call, in_flight, [mine.name], [mine.record().nbytes], answers)
     assert answers == {0: True}
     one.close()
     lagging.close()

@@ -125,7 +125,7 @@ def test_objects_are_dropped_alone_and_a_model_only_while_no_process_uses_it(sto
     put(storage, **{"aaaa-1": b"1", "aaaa-2": b"2", "bbbb-1": b"3"})
     (model,) = maintenance.models(folder)
     with maintenance.opened(folder, model) as beside:
-        assert maintenance.drop(beside, ["aaaa-1", "aaaa-2", "aaaa-3"]) == 2
+        assert beside.drop("aaaa") == 2
     assert there(storage, "aaaa-1", "aaaa-2", "bbbb-1") == "bbbb-1"
     assert not maintenance.drop_model(folder, model, "a test")
     assert there(storage, "bbbb-1") == "bbbb-1"

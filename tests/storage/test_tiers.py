@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from memories import over_memories
@@ -330,3 +331,30 @@ def test_a_tier_that_raises_is_passed_by(row: Row) -> None:
     row.sick[0].dead = row.sick[1].dead = True
     with pytest.raises(StorageError):
         read(row.storage, "a")
+
+
+def test_what_is_dropped_comes_back_from_no_tier(row: Row) -> None:
+    row.sick[1].stall()
+    row.put("a")
+    row.sick[1].wait_for_stalled_call()  # "a" is on its way to the far tier, and "b" waits
+    row.put("b")
+    row.sick[1].rules = [Rule("raise", "drop")]  # so that only what is on its way could come to the far tier
+    with ThreadPoolExecutor(1) as pool:
+        dropped = pool.submit(row.storage.drop)
+        row.sick[1].wait_for_stalled_call()
+        row.sick[1].release()
+        assert dropped.result() == 2
+    row.settle()
+    assert (row.has(0, "a", "b"), row.has(1, "a", "b")) == ("", "")
+
+
+def test_a_drop_that_a_tier_fails_is_done_in_the_others_and_told(row: Row, caplog: pytest.LogCaptureFixture) -> None:
+    row.put("a")
+    row.settle()
+    row.sick[1].rules = [Rule("raise", "drop")]
+    assert row.storage.drop() == 1
+    assert (row.has(0, "a"), row.has(1, "a")) == ("", "a")
+    assert "keeps objects that were dropped" in caplog.text
+    row.sick[0].rules = [Rule("raise", "drop")]
+    with pytest.raises(StorageError, match="injected"):
+        row.storage.drop()

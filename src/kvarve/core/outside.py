@@ -61,9 +61,7 @@ class EngineCore(Core):
         keeps those blocks unchanged until `released` names them.
         """
         assert lease.phase is Phase.READY
-        _, path, known = self.paths.find(lease.root, lease.tokens)
-        _, host = self.paths.present(path, known)
-        kept = [here | saving for here, saving in zip(host, self._saving(lease), strict=True)]
+        kept = self._kept(lease)
         arriving = {(page.pool, page.target) for op in self.copies.ops.values() if op.edge == LOAD for page in op.pages}
         there = [
             of(at for at, handle in handles.items() if (pool, handle) not in arriving)
@@ -95,6 +93,16 @@ class EngineCore(Core):
                 self.copies.send(Op(BACKUP, batch, lease))
                 batch = []
         return [of(page.position for page in moving if page.pool == pool) for pool in range(len(self.pools))]
+
+    def kept(self, lease: Lease) -> int:
+        """The first pages of a lease's sequence that are in the host, or on their way there, in all chains."""
+        return self._reach(self._kept(lease), [0] * len(self.pools), lease.pages)
+
+    def _kept(self, lease: Lease) -> list[int]:
+        """By pool, the positions that are in the host or being saved for this lease."""
+        _, path, known = self.paths.find(lease.root, lease.tokens)
+        _, host = self.paths.present(path, known)
+        return [here | saving for here, saving in zip(host, self._saving(lease), strict=True)]
 
     def _saving(self, lease: Lease) -> list[int]:
         """By pool, the positions of a lease that are being saved."""

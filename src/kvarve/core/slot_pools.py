@@ -54,6 +54,7 @@ class SlotPools:
         self.chains = tuple(i for i, pool in enumerate(self.pools) if pool.lookback is None)
         self.roots: dict[bytes, Root] = {}
         self.evicted = [0] * len(self.capacity)
+        self.freed: list[tuple[int, int]] | None = None  # places and slots, where they are to be told
         self.tick = 0
         self.shape = 0  # how often runs were made, split, lengthened or dropped
         self.bad_pages = 0  # pages that are bad
@@ -133,7 +134,7 @@ class SlotPools:
     def leave(self, run: Run, place: int, position: int) -> None:
         """A page leaves its slot, which is free; the page that it rested on may go next."""
         self.bad_pages -= run.bad[place] >> position - run.first & 1
-        self.free[place].append(run.take(place, position))
+        self._free(place, [run.take(place, position)])
         if position == run.first:
             self._let_parent_go(run, place)
 
@@ -148,7 +149,7 @@ class SlotPools:
             return
         if run.bad[place]:
             self.bad_pages -= (run.bad[place] >> start).bit_count()
-        self.free[place].extend(reversed(run.take_tail(place, start)))
+        self._free(place, [*reversed(run.take_tail(place, start))])
         if start == 0:
             self._let_parent_go(run, place)
 
@@ -167,7 +168,12 @@ class SlotPools:
 
     def give_back(self, place: int, slot: int) -> None:
         """A slot that a lease or a copy owned is free again."""
-        self.free[place].append(slot)
+        self._free(place, [slot])
+
+    def _free(self, place: int, slots: Sequence[int]) -> None:
+        self.free[place].extend(slots)
+        if self.freed is not None:
+            self.freed += [(place, slot) for slot in slots]
 
     def touch(self, run: Run, positions: int) -> None:
         """The runs that hold these positions have just been used."""

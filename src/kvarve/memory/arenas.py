@@ -36,6 +36,12 @@ class DeviceArena:
         found = zip(self.pool.buffers, self.buffers.values(), strict=True)
         return [tensor.view(-1).view(torch.uint8).view(self.slots, buffer.shape[0], -1) for buffer, tensor in found]
 
+    columns = 1  # a page is one slot
+
+    def rows(self, slots: Sequence[int], others: Sequence[int]) -> list[tuple[Sequence[int], Sequence[int]]]:
+        """The rows of some slots in `pieces`, and the other ends of their copies."""
+        return [(slots, others)]
+
 
 class HostArena:
     """One pool's pages in host memory, pinned where the device is a GPU; storage gets and gives them as records.

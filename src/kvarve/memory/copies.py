@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from kvarve.memory.arenas import DeviceArena, HostArena
+from kvarve.memory.engine_arena import EngineArena
 
+NearArena = DeviceArena | EngineArena
 Slots = Sequence[tuple[int, int]]  # of pages: source and target
 Move = Callable[[Any, Any, Any, Any], None]
 SAVED_BYTES = 8 << 20  # on the CPU, pages are sealed after each 8 MiB, while its cache still has most of them
@@ -45,19 +47,20 @@ def by_gather(target: Tensor, source: Tensor, to: Tensor, at: Tensor, most_bytes
 class DeviceCopies:
     """Copies pages of all pools. `load` and `save` may run at once, each in one thread at a time."""
 
-    def __init__(self, device: Sequence[DeviceArena], host: Sequence[HostArena], move: Move | None = None) -> None:
+    def __init__(self, device: Sequence[NearArena], host: Sequence[HostArena], move: Move | None = None) -> None:
         """`move`: `by_piece` or `by_gather`, by the device unless given."""
         self._where = device[0].device
         self._torch: Any = torch.cuda if self._where.type == "cuda" else torch.cpu  # whose streams do nothing
-        self._host = host
+        self._device, self._host = device, host
         self._move = move or (by_piece if self._where.type == "cpu" else by_gather)
         self._up, self._down = (self._torch.Stream(self._where) for _ in range(2))
-        # By layer: pool, and the pieces of a buffer on the device and in the host.
-        found: dict[int, list[tuple[int, Any, Any]]] = {}
+        # By layer: pool, which of the page's blocks, and the pieces of a buffer on the device and in the host.
+        found: dict[int, list[tuple[int, int, Any, Any]]] = {}
         for pool, (near, far) in enumerate(zip(device, host, strict=False)):
-            for buffer, *ends in zip(near.pool.buffers, near.pieces(), far.pieces(self._where), strict=True):
+            buffers = zip(near.pool.buffers, near.pieces(), far.pieces(self._where), strict=True)
+            for number, (buffer, *ends) in enumerate(buffers):
                 one, other = map(Tensor.numpy, ends) if self._move is by_piece else _widest(*ends)
-                found.setdefault(buffer.layer, []).append((pool, one, other))
+                found.setdefault(buffer.layer, []).append((pool, number % near.columns, one, other))
         self._layers = dict(sorted(found.items()))
 
     @property
@@ -78,11 +81,11 @@ class DeviceCopies:
         layer, and the event of its copy."""
         with self._torch.stream(self._up):
             self._up.wait_event(ready)
-            turned = {pool: self._rows(slots)[::-1] for pool, slots in pages.items() if slots}
+            rows = {pool: self._rows(pool, [(to, at) for at, to in slots]) for pool, slots in pages.items() if slots}
             for layer, buffers in self._layers.items():
-                for pool, near, far in buffers:
-                    if pool in turned:
-                        self._move(near, far, *turned[pool])
+                for pool, column, near, far in buffers:
+                    if pool in rows:
+                        self._move(near, far, *rows[pool][column])
                 if copied is not None:
                     copied(layer, self._mark(self._up))
             self._mark(self._up).synchronize()
@@ -101,21 +104,27 @@ class DeviceCopies:
                     self._save({pool: (slots[start : start + together], keys[start : start + together])})
 
     def _save(self, pages: Mapping[int, tuple[Slots, Sequence[bytes]]]) -> None:
-        rows = {pool: self._rows(slots) for pool, (slots, _) in pages.items() if slots}
+        rows = {pool: self._rows(pool, slots) for pool, (slots, _) in pages.items() if slots}
         for buffers in self._layers.values():
-            for pool, near, far in buffers:
+            for pool, column, near, far in buffers:
                 if pool in rows:
-                    near_rows, far_rows = rows[pool]
+                    near_rows, far_rows = rows[pool][column]
                     self._move(far, near, far_rows, near_rows)
         self._mark(self._down).synchronize()
         for pool, (slots, keys) in pages.items():
             for (_, slot), key in zip(slots, keys, strict=True):
                 self._host[pool].seal(slot, key)
 
-    def _rows(self, slots: Slots) -> list[Any]:
-        """The sources and the targets of some pages, as `_move` takes them."""
-        ends = zip(*slots, strict=True)
-        return [*ends] if self._move is by_piece else [torch.tensor(end, device=self._where) for end in ends]
+    def _rows(self, pool: int, slots: Slots) -> list[tuple[Any, Any]]:
+        """By column, the device rows and the host rows of some pages (device slot, host slot), as `_move` takes
+        them."""
+        rows = self._device[pool].rows(*map(list, zip(*slots, strict=True)))
+        if self._move is by_piece:
+            return [*rows]
+        return [(self._indices(near), self._indices(far)) for near, far in rows]
+
+    def _indices(self, rows: Sequence[int]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int64, device=self._where)
 
     def _mark(self, stream: Any) -> Any:
         event = self._torch.Event()

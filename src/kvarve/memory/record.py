@@ -64,8 +64,12 @@ class Stamp:
 
     def seal(self, record: memoryview, key: bytes) -> None:
         """Write the header of a record whose payload is complete."""
+        record[:HEADER_BYTES] = self.sealed(key, record[HEADER_BYTES:])
+
+    def sealed(self, key: bytes, *payload: memoryview | bytes) -> bytes:
+        """The header of a record whose payload, padding included, lies elsewhere in these pieces."""
         header = self._header(key)
-        record[:HEADER_BYTES] = header + _check(header, record)
+        return header + _check(header, *payload)
 
     def names(self, record: memoryview, key: bytes) -> bool:
         """Whether a record's header names this page; its payload is not checked."""
@@ -76,7 +80,7 @@ class Stamp:
         header, found = self._header(key), bytes(record[:HEADER_BYTES])
         if len(record) != self._length or not found.startswith(header):
             return False
-        return found == header + _check(header, record)
+        return found == header + _check(header, record[HEADER_BYTES:])
 
 
 def whole(record: memoryview) -> bool:
@@ -91,7 +95,7 @@ def whole(record: memoryview) -> bool:
     if plain != stored or len(record) != record_bytes(stored):
         return False
     header = found[: HEADER.size]
-    return found == header + _check(header, record)
+    return found == header + _check(header, record[HEADER_BYTES:])
 
 
 class Title(NamedTuple):
@@ -110,8 +114,9 @@ def title(record: memoryview) -> Title:
     return Title(namespace, key, pool.rstrip(b"\0").decode("ascii", "replace"), rank, ranks)
 
 
-def _check(header: bytes, record: memoryview) -> bytes:
-    """The check of a record with this header."""
+def _check(header: bytes, *payload: memoryview | bytes) -> bytes:
+    """The check of a record with this header and payload."""
     digest = xxhash.xxh3_64(header)
-    digest.update(record[HEADER_BYTES:])
+    for piece in payload:
+        digest.update(piece)
     return CHECK.pack(digest.intdigest())

@@ -60,9 +60,17 @@ class AlteredStorage(Storage):
         self.written.update(names)
         return self.inner.put(names, data)
 
+    def touch(self, names: Sequence[str]) -> None:
+        self._fail("touch")
+        self.inner.touch(names)
+
     def delete(self, names: Sequence[str]) -> list[bool]:
         self._fail("delete")
         return self.inner.delete(names)
+
+    def drop(self, group: str | None = None) -> int:
+        self._fail("drop")
+        return self.inner.drop(group)
 
     def usage(self) -> StorageUsage:
         return self.inner.usage()

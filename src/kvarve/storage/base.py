@@ -63,8 +63,29 @@ class Storage(Protocol):
         """
         ...
 
+    def put_pieces(self, names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> list[bool]:
+        """`put` of objects whose bytes lie in a few pieces of memory, such as a header and a page of someone else's.
+
+        A backend that can gather them moves them in place; here each object is copied into one buffer first.
+        """
+        return self.put(names, [memoryview(b"".join(pieces)) for pieces in data])
+
+    def touch(self, names: Sequence[str]) -> None:
+        """Count these objects as used, the first as most recently: their caller uses copies that it has in memory.
+
+        A backend that has no say in what is evicted does nothing.
+        """
+        return
+
     def delete(self, names: Sequence[str]) -> list[bool]:
         """Remove each object; True where there was one."""
+        ...
+
+    def drop(self, group: str | None = None) -> int:
+        """Remove all objects of one group, or all that this storage's label has; returns how many there were.
+
+        An object that a put stores meanwhile may stay.
+        """
         ...
 
     def usage(self) -> StorageUsage: ...
@@ -80,6 +101,11 @@ class Storage(Protocol):
     def close(self) -> None:
         """Release all resources. May be called twice; any other call afterwards raises StorageError."""
         ...
+
+
+def in_group(name: str, group: str | None) -> bool:
+    """Whether a name belongs to the group; all do if that is None."""
+    return group is None or name.startswith(f"{group}-")
 
 
 def is_name(name: str) -> bool:
@@ -103,6 +129,14 @@ def check_batch(names: Sequence[str], buffers: Sequence[memoryview]) -> None:
     """Raise ConfigError unless every name can be an object's; one buffer per name is the caller's duty."""
     assert len(names) == len(buffers), f"{len(names)} names, {len(buffers)} buffers"
     assert all(view.itemsize == view.ndim == 1 and view.contiguous for view in buffers), "buffers must be plain bytes"
+    check_names(names)
+
+
+def check_pieces(names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> None:
+    """The same for objects in pieces, of which each has at least one."""
+    assert len(names) == len(data) and all(data), "every object has at least one piece"
+    for pieces in data:
+        assert all(view.itemsize == view.ndim == 1 and view.contiguous for view in pieces), "pieces must be plain bytes"
     check_names(names)
 
 

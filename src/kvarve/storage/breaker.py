@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from kvarve.background import BackgroundCall
 from kvarve.errors import ConfigError, StorageError
-from kvarve.storage.base import ANY_NAME, Storage, StorageUsage, check_batch, check_names
+from kvarve.storage.base import ANY_NAME, Storage, StorageUsage, check_batch, check_names, check_pieces
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,9 @@ _REFUSED = {
     "exists": "exists missed: down",
     "get": "get missed: down",
     "put": "put dropped: down",
+    "touch": "touch dropped: down",
     "delete": "delete dropped: down",
+    "drop": "drop missed: down",
     "usage": "last known usage: down",
 }
 
@@ -132,6 +134,20 @@ class Breaker(Storage):
             lambda stored: _first(names, [done or None for done in stored]),
         )
 
+    def put_pieces(self, names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> list[bool]:
+        check_pieces(names, data)
+        return self._ask(
+            "put",
+            len(names),
+            lambda: self.inner.put_pieces(names, data),
+            [False] * len(names),
+            lambda stored: _first(names, [done or None for done in stored]),
+        )
+
+    def touch(self, names: Sequence[str]) -> None:
+        check_names(names)
+        self._ask("touch", len(names), lambda: self.inner.touch(names), None)
+
     def delete(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
         return self._ask(
@@ -141,6 +157,13 @@ class Breaker(Storage):
             [False] * len(names),
             lambda removed: ANY_NAME if any(removed) else None,
         )
+
+    def drop(self, group: str | None = None) -> int:
+        """As the protocol. StorageError while the circuit is open, as nothing is removed."""
+        count = self._ask("drop", 1, lambda: self.inner.drop(group), -1, lambda count: ANY_NAME if count else None)
+        if count < 0:
+            raise StorageError("the storage is down: nothing was removed")
+        return count
 
     def usage(self) -> StorageUsage:
         """The storage's usage, or while it is down the last one known."""

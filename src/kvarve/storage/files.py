@@ -29,7 +29,7 @@ import numpy as np
 
 from kvarve.background import WorkerPool
 from kvarve.errors import ConfigError, StorageError
-from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names
+from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_pieces, in_group
 from kvarve.storage.disk import Disk
 from kvarve.storage.folder import Folder, check_contents, check_folder, medium
 from kvarve.storage.index import Call, Index, Limits, RowAddress
@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 DEFAULT_THREADS = 4
 _MOVE, _SYNC = 0, 1  # two pools: else a sync would queue behind the writes of other puts
 _Work = TypeVar("_Work")
+_DROPPED = 1024  # objects per change that other processes wait for
 _SAVE_CLOCK_NS = 30_000_000_000
 _YOUNG_NS = 60_000_000_000  # the kernel has written older data of any process, even one that died
 
@@ -238,9 +239,7 @@ class FileStorage(Storage):
                 else:
                     gone.append((piece.slab, piece.row, generation))
             stamps = self._index.use(used) if not self._for_maintenance else []
-        with suppress(OSError):  # on a disk that became read-only the order does not matter
-            for slab, row, when, uses in stamps:
-                slab.stamp(row, when, uses)
+        self._stamp(stamps)
         if gone:
             self._retire(gone)
         if removed:
@@ -249,8 +248,17 @@ class FileStorage(Storage):
 
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
         check_batch(names, data)
+        return self._put(names, [(view,) for view in data])
+
+    def put_pieces(self, names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> list[bool]:
+        """As the protocol. Nothing is copied if every piece is of whole blocks in block-aligned memory."""
+        check_pieces(names, data)
+        return self._put(names, data)
+
+    def _put(self, names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> list[bool]:
         self._require_in_place()
         call, answers = Call(), dict[int, bool]()
+        sizes = [sum(view.nbytes for view in pieces) for pieces in data]
         first: dict[str, int] = {}
         for number, name in enumerate(names):
             first.setdefault(name, number)
@@ -258,11 +266,11 @@ class FileStorage(Storage):
         try:
             # An object whose slot is bad, or has no blocks on the disk, gets a second try.
             for _ in range(2):
-                in_flight = self._reserve(call, numbers, names, data, answers)
+                in_flight = self._reserve(call, numbers, names, sizes, answers)
                 if in_flight.places:
                     try:
                         self._write(in_flight, data)
-                        self._commit(call, in_flight, names, data, answers)
+                        self._commit(call, in_flight, names, sizes, answers)
                     except BaseException:  # also on an interrupt the rows are released
                         self._release_rows(in_flight)
                         raise
@@ -281,6 +289,17 @@ class FileStorage(Storage):
         self._used(call, names, answers)
         return [answers[first[name]] for name in names]
 
+    def touch(self, names: Sequence[str]) -> None:
+        check_names(names)
+        self._require_in_place()
+        with self._lock, medium(self._directory):
+            self._require_open()
+            self._index.refresh()
+            now_ns = self._index.clock.now_ns()
+            found = [place for name in dict.fromkeys(names) if (place := self._index.find(name, now_ns)) is not None]
+            stamps = self._index.use(found) if not self._for_maintenance else []
+        self._stamp(stamps)
+
     def delete(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
         self._require_in_place()
@@ -296,6 +315,12 @@ class FileStorage(Storage):
                         deleted.append(place is not None)
             self._index.publish(self._lock)
         return deleted
+
+    def drop(self, group: str | None = None) -> int:
+        check_names([] if group is None else [group])
+        with self.looking() as index:
+            names = [name for name in index.entries if in_group(name, group)]
+        return sum(sum(self.delete(names[at : at + _DROPPED])) for at in range(0, len(names), _DROPPED))
 
     def usage(self) -> StorageUsage:
         self._require_in_place()
@@ -347,7 +372,7 @@ class FileStorage(Storage):
         call: Call,
         numbers: Sequence[int],
         names: Sequence[str],
-        data: Sequence[memoryview],
+        sizes: Sequence[int],
         answers: dict[int, bool],
     ) -> _InFlightPut:
         """Find stored objects, and reserve rows for the others; an object that gets no row is answered False."""
@@ -360,7 +385,7 @@ class FileStorage(Storage):
                     if self._is_there(call, in_flight, name, now_ns):
                         answers[number] = True
                         continue
-                    place = self._allocator.reserve(call, name, data[number].nbytes)
+                    place = self._allocator.reserve(call, name, sizes[number])
                     answers[number] = False
                     if place is not None:
                         in_flight.places[number] = place
@@ -395,8 +420,10 @@ class FileStorage(Storage):
         )
         in_flight.failed_syncs[slab] = min(known, default=slab.failed_syncs())
 
-    def _write(self, in_flight: _InFlightPut, data: Sequence[memoryview]) -> None:
-        pieces = [RowSpan(number, *place, data[number]) for number, place in in_flight.places.items()]
+    def _write(self, in_flight: _InFlightPut, data: Sequence[Sequence[memoryview]]) -> None:
+        pieces = [
+            RowSpan(number, *place, data[number][0], data[number][1:]) for number, place in in_flight.places.items()
+        ]
         for run, error in self._each_run(runs(pieces), lambda run: run[0].slab.write(run), moving=in_flight.moving):
             if error is None:
                 continue
@@ -427,7 +454,7 @@ class FileStorage(Storage):
         call: Call,
         in_flight: _InFlightPut,
         names: Sequence[str],
-        data: Sequence[memoryview],
+        sizes: Sequence[int],
         answers: dict[int, bool],
     ) -> None:
         """Publish the written objects; the rows of the others become FREE or RETIRED."""
@@ -451,7 +478,7 @@ class FileStorage(Storage):
                             self._sync_too(in_flight, self._index.place(names[number]))
                             answers[number] = True
                         else:
-                            self._index.keep(slab, row, names[number], data[number].nbytes, now_ns)
+                            self._index.keep(slab, row, names[number], sizes[number], now_ns)
                             call.kept.add(slab.number << 32 | row)
                             kept.append((slab, row))
                             self._unsynced[slab, row] = in_flight
@@ -542,7 +569,10 @@ class FileStorage(Storage):
             stamps = self._index.use(places, count=False)
         if len(call.stored) == 1 and call.stored[0].issuperset(places):
             return  # their entries were just written, in this order
-        with suppress(OSError):
+        self._stamp(stamps)
+
+    def _stamp(self, stamps: Iterable[tuple[Slab, int, int, int]]) -> None:
+        with suppress(OSError):  # on a disk that became read-only the order does not matter
             for slab, row, when, uses in stamps:
                 slab.stamp(row, when, uses)
 

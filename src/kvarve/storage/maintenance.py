@@ -42,7 +42,6 @@ from kvarve.storage.slabs import Broken, RowSpan, Slab, states_of
 from kvarve.storage.table import BROKEN, RETIRED, STORED, UNREADABLE, owner_of, times
 
 _AS_LARGE_AS_IT_IS = 1 << 62
-_DROPPED_AT_ONCE = 1024  # per call, which other users of the store wait for
 _LOOKS, _PAUSE_S = 5, 0.01  # at entries that another process may be writing
 _TICK = 16  # objects
 
@@ -260,11 +259,6 @@ def gc(storage: FileStorage) -> dict[str, int]:
         index.publish()
         counts["quarantined_bytes"] = remove_quarantined(index.disk, index.folder.model, "kvarve storage gc")
     return counts
-
-
-def drop(storage: FileStorage, names: list[str]) -> int:
-    """Remove objects; returns how many there were."""
-    return sum(sum(storage.delete(names[at : at + _DROPPED_AT_ONCE])) for at in range(0, len(names), _DROPPED_AT_ONCE))
 
 
 def drop_model(directory: str | os.PathLike[str], model: Model, why: str) -> bool:

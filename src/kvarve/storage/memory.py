@@ -4,7 +4,16 @@ import threading
 from collections.abc import Sequence
 
 from kvarve.errors import StorageError
-from kvarve.storage.base import LruIndex, Storage, StorageUsage, check_batch, check_names, check_owner, check_settings
+from kvarve.storage.base import (
+    LruIndex,
+    Storage,
+    StorageUsage,
+    check_batch,
+    check_names,
+    check_owner,
+    check_settings,
+    in_group,
+)
 
 
 class _Region:
@@ -100,13 +109,23 @@ class MemoryStorage(Storage):
             region.index.touch(list(mine))
         return stored
 
+    def touch(self, names: Sequence[str]) -> None:
+        check_names(names)
+        region = self._open_region()
+        with region.lock:
+            region.index.touch(names)
+
     def delete(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
         region = self._open_region()
         with region.lock:
-            for name in names:
-                region.objects.pop(name, None)
-            return [region.index.drop(name) for name in names]
+            return _deleted(region, names)
+
+    def drop(self, group: str | None = None) -> int:
+        check_names([] if group is None else [group])
+        region = self._open_region()
+        with region.lock:
+            return sum(_deleted(region, [name for name in region.objects if in_group(name, group)]))
 
     def usage(self) -> StorageUsage:
         region = self._open_region()
@@ -115,3 +134,10 @@ class MemoryStorage(Storage):
 
     def close(self) -> None:
         self._region = None
+
+
+def _deleted(region: _Region, names: Sequence[str]) -> list[bool]:
+    """With the region's lock held: remove each object; True where there was one."""
+    for name in names:
+        region.objects.pop(name, None)
+    return [region.index.drop(name) for name in names]

@@ -342,7 +342,7 @@ class Slab:
 
     def write(self, run: Sequence["RowSpan"]) -> None:
         """Write adjacent slots, each but the last in full. OSError: not all is written."""
-        at, views = self.shape.slot_at(run[0].row), [piece.view for piece in run]
+        at, views = self.shape.slot_at(run[0].row), [view for piece in run for view in piece.views]
         if self.direct < 0:
             write_all(self.disk, self.file, views, at)
         elif all(piece.aligned for piece in run):
@@ -350,7 +350,7 @@ class Slab:
             if count < sum(view.nbytes for view in views):
                 write_all(self.disk, self.file, views, at)
         else:
-            for view, place in _places(views, at):
+            for view, place in _places([piece.joined() for piece in run], at):
                 self._write_bounced(view, place)
 
     def _write_bounced(self, view: memoryview, at: int) -> None:
@@ -365,15 +365,22 @@ class Slab:
 
 @dataclass(eq=False)
 class RowSpan:
-    """One object to read or write: the `number`-th of a call, a row of a slab, and the caller's memory."""
+    """One object to read or write: the `number`-th of a call, a row of a slab, and the caller's memory: `view`, and in
+    a write the pieces that follow it."""
 
     number: int
     slab: Slab
     row: int
     view: memoryview
+    more: Sequence[memoryview] = ()
 
     def __post_init__(self) -> None:
-        self.aligned = is_aligned(self.view)  # cached, as it is read three times
+        self.views = (self.view, *self.more)
+        self.size_bytes = sum(view.nbytes for view in self.views)
+        self.aligned = all(map(is_aligned, self.views))  # cached, as it is read three times
+
+    def joined(self) -> memoryview:
+        return memoryview(b"".join(self.views)) if self.more else self.view
 
 
 def runs(pieces: Iterable[RowSpan]) -> list[list[RowSpan]]:
@@ -386,16 +393,16 @@ def runs(pieces: Iterable[RowSpan]) -> list[list[RowSpan]]:
             last is not None
             and last.slab is piece.slab
             and last.row + 1 == piece.row
-            and last.view.nbytes == piece.slab.shape.slot_bytes
-            and moved + piece.view.nbytes <= _RUN_BYTES
+            and last.size_bytes == piece.slab.shape.slot_bytes
+            and moved + piece.size_bytes <= _RUN_BYTES
             and last.aligned
             and piece.aligned
         ):
             found[-1].append(piece)
-            moved += piece.view.nbytes
+            moved += piece.size_bytes
         else:
             found.append([piece])
-            moved = piece.view.nbytes
+            moved = piece.size_bytes
     return found
 
 

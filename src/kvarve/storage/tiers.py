@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 
 from kvarve.background import WorkerPool
 from kvarve.errors import StorageError
-from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names
+from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, in_group
 from kvarve.storage.breaker import Breaker
 
 log = logging.getLogger(__name__)
@@ -85,14 +85,15 @@ class _Call:
     """A put or get in progress, and the names deleted meanwhile, which it must not replicate."""
 
     deleted: set[str] = field(default_factory=set)
+    dropped: list[str | None] = field(default_factory=list)  # groups; None is all
 
 
 class Tiers(Storage):
     """`tiers`, nearest first, as one storage, which owns them and sets their `changed`.
 
     exists: in any. get: from the first that has it in the buffer's size and whole; if none has, what the first that
-    has anything answers. put: True as soon as one tier has it; the others get it later. delete: from all. usage: of the
-    first; `parts` has all. A call raises when every tier raised.
+    has anything answers. put: True as soon as one tier has it; the others get it later. delete, drop: from all. usage:
+    of the first; `parts` has all. A call raises when every tier raised.
 
     `whole(record)` tells whether bytes can be what was put. A copy that fails it is read from the next tier and then
     repaired; without it copies are not judged, and none is promoted. `changed` is called when any tier has gone down or
@@ -281,6 +282,16 @@ class Tiers(Storage):
                 )
         return stored
 
+    def touch(self, names: Sequence[str]) -> None:
+        check_names(names)
+        self._check_open()
+        errors: list[StorageError] = []
+        for replicator in self._replicators:
+            if not self._passed_over(replicator):
+                with _collected(errors):
+                    replicator.tier.touch(names)
+        self._raise_if_all(errors)
+
     def delete(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
         self._check_open()
@@ -306,6 +317,26 @@ class Tiers(Storage):
                     call.deleted.update(names)
         self._raise_if_all(errors)
         return removed
+
+    def drop(self, group: str | None = None) -> int:
+        """From all; the answer is the largest of the tiers'. A tier that fails keeps its own, which a warning says."""
+        check_names([] if group is None else [group])
+        self._check_open()
+        with self._lock:
+            for replicator in self._replicators:
+                known = {*replicator.pending, *replicator.backlog, *replicator.in_flight}
+                self._forget(replicator, {name for name in known if in_group(name, group)})
+            for call in self._calls:
+                call.dropped.append(group)
+        errors: list[StorageError] = []
+        counts = [0]
+        for replicator in self._replicators:
+            with _collected(errors):
+                counts.append(replicator.tier.drop(group))
+        self._raise_if_all(errors)
+        for error in errors:
+            log.warning("a tier keeps objects that were dropped: %s", error)
+        return max(counts)
 
     def usage(self) -> StorageUsage:
         """Of the first tier, as the others hold partly the same objects; `parts` has all."""
@@ -427,7 +458,9 @@ class Tiers(Storage):
     # --- with the lock held
 
     def _wanted(self, call: _Call, name: str) -> bool:
-        return name not in call.deleted and name not in self._deleting and not self._closed
+        if name in call.deleted or name in self._deleting or self._closed:
+            return False
+        return not any(in_group(name, group) for group in call.dropped)
 
     def _add_to_backlog(self, replicator: _Replicator, name: str, size_bytes: int) -> None:
         replicator.backlog[name] = size_bytes

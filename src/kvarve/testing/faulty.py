@@ -15,7 +15,7 @@ from kvarve.errors import StorageError
 from kvarve.storage.altered import AlteredStorage
 from kvarve.storage.base import Storage, StorageUsage, check_batch
 
-Call = Literal["exists", "get", "put", "delete", "usage"]
+Call = Literal["exists", "get", "put", "touch", "delete", "drop", "usage"]
 Fault = Literal["raise", "lose", "truncate", "flip", "swap", "short"]
 
 # The call of each fault of a single object; "raise" fails any whole call.
@@ -118,9 +118,17 @@ class FaultyStorage(AlteredStorage):
                 self._remember_and_swap(name, nth)
         return stored
 
+    def touch(self, names: Sequence[str]) -> None:
+        self._begin("touch", len(names), lambda done: self.inner.touch(names[:done]))
+        super().touch(names)
+
     def delete(self, names: Sequence[str]) -> list[bool]:
         self._begin("delete", len(names), lambda done: self.inner.delete(names[:done]))
         return super().delete(names)
+
+    def drop(self, group: str | None = None) -> int:
+        self._begin("drop", 0, lambda _: None)
+        return super().drop(group)
 
     def usage(self) -> StorageUsage:
         self._begin("usage", 0, lambda _: None)

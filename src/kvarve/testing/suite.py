@@ -86,6 +86,16 @@ class StorageSuite:
         assert put(storage, page=b"a second one") == [True]
         assert get(storage, "page") == b"a second one"
 
+    @pytest.mark.parametrize("sizes", [(3,), (0, 5), (1, 4 << 10, 7), (4 << 10, 1 << 20, 4 << 10)])
+    def test_what_is_put_in_pieces_comes_back_as_one(self, make_storage: MakeStorage, sizes: tuple[int, ...]) -> None:
+        storage = make_storage()
+        pieces = [bytes([number]) * size for number, size in enumerate(sizes, 1)]
+        views = [memoryview(piece) for piece in pieces]
+        assert storage.put_pieces(["page", "other"], [views, views[:1]]) == [True, True]
+        assert (get(storage, "page"), get(storage, "other")) == (b"".join(pieces), pieces[0])
+        with pytest.raises(ConfigError, match="cannot name an object"):
+            storage.put_pieces(["a/b"], [views])
+
     def test_the_first_of_one_name_in_a_call_stays(self, make_storage: MakeStorage) -> None:
         storage = make_storage()
         assert storage.put(["page", "page"], [memoryview(b"first"), memoryview(b"second")]) == [True, True]
@@ -98,6 +108,24 @@ class StorageSuite:
         assert storage.exists(["a", "b"]) == [False, True]
         assert get(storage, "a") is None
         assert (storage.usage().objects, storage.usage().bytes) == (1, 1)
+
+    def test_a_group_is_dropped_alone_and_a_label_whole(self, make_storage: MakeStorage) -> None:
+        storage = make_storage()
+        names = ["aa-1", "aa-2", "a-1", "aa"]
+        put(storage, **dict.fromkeys(names, b"1"))
+        assert storage.drop("aa") == 2
+        assert there(storage, *names) == "a-1 aa"
+        assert (storage.drop("aa"), storage.drop(), storage.drop()) == (0, 2, 0)
+        assert there(storage, *names) == ""
+        assert put(storage, **{"aa-1": b"new"}) == [True]
+        assert get(storage, "aa-1") == b"new"
+
+    def test_another_labels_objects_are_not_dropped(self, make_storage: MakeStorage) -> None:
+        storage, other = make_storage(place="one"), make_storage(label=OTHER_LABEL, place="another")
+        put(storage, page=b"1")
+        put(other, page=b"2")
+        storage.drop()
+        assert get(other, "page") == b"2"
 
     def test_a_larger_buffer_keeps_its_end(self, make_storage: MakeStorage) -> None:
         storage = make_storage()
@@ -203,6 +231,7 @@ class StorageSuite:
             lambda: storage.put(["a"], [one]),
             lambda: storage.put([], []),
             lambda: storage.delete(["a"]),
+            storage.drop,
             storage.usage,
         ]
         for call in calls:
@@ -328,6 +357,17 @@ class CapacitySuite:
         put(storage, a=bytes(10), b=bytes(10))
         assert put(storage, b=bytes(10), c=bytes(10), d=bytes(10)) == [True, True, False]
         assert there(storage, *"abcd") == "b c"
+
+    def test_a_touch_is_a_use_and_reads_nothing(self, make_small: Callable[..., Storage]) -> None:
+        storage = make_small(3)
+        for name in "abc":
+            put(storage, **{name: bytes(10)})
+        storage.touch(["b", "a", "x", "b"])
+        put(storage, d=bytes(10))
+        put(storage, e=bytes(10))
+        assert there(storage, *"abcde") == "b d e"
+        with pytest.raises(ConfigError, match="cannot name an object"):
+            storage.touch(["a/b"])
 
     def test_putting_again_is_a_use(self, make_small: Callable[..., Storage]) -> None:
         storage = make_small(3)

@@ -17,8 +17,8 @@ from kvarve.core.effects import Copy, Effect, Event, Hurry, Page, Probe, Transfe
 from kvarve.core.settings import LOAD_DEADLINE_S
 from kvarve.errors import StorageError
 from kvarve.keys import object_name
-from kvarve.memory.arenas import DeviceArena, HostArena, apart
-from kvarve.memory.copies import DeviceCopies
+from kvarve.memory.arenas import HostArena, apart
+from kvarve.memory.copies import DeviceCopies, NearArena
 from kvarve.model import PoolSpec, Tier
 from kvarve.storage import Storage
 from kvarve.transfer.arrivals import Arrival
@@ -32,7 +32,7 @@ class TransferEngine:
     def __init__(
         self,
         pools: Sequence[PoolSpec],
-        device: Sequence[DeviceArena],
+        device: Sequence[NearArena],
         host: Sequence[HostArena],
         *,
         rank: int = 0,

@@ -1,0 +1,531 @@
+"""A connector for vLLM: kvarve's host memory and storages behind vLLM's blocks.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvarveConnector",
+        "kv_connector_module_path": "kvarve.integrations.vllm", "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"host_memory": "16GiB"}}'
+
+vLLM makes two of it: one in the scheduler's process, which plans (`plan.py`), and one in the worker's, which copies.
+What the worker finds when it gets the engine's tensors (the model's identity, the slots of the host) goes to the
+scheduler once, as the handshake; after that orders go down with each step, and reports come up.
+
+Loads run between steps: loading within a step would be wrong for recurrent states, which vLLM moves to the running
+block before it asks for loads. A load that fails is reported for the request as a whole, and its prompt is computed.
+"""
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from vllm import __version__ as VLLM_VERSION
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvarve.core.effects import Copy, Ended
+from kvarve.engine.identity import config_digest, numerics
+from kvarve.errors import ConfigError
+from kvarve.integrations.checkpoint import local_files, weights_fingerprint
+from kvarve.integrations.extra_config import extra_config
+from kvarve.integrations.plan import BlockPlanner, Group, Offer, Plan, Scheduled, Stored, lookback_of
+from kvarve.integrations.vllm_identity import weights_of
+from kvarve.memory.engine_arena import EngineArena, block_bytes, pool_of
+from kvarve.messages import Report
+from kvarve.model import LAYOUT_FORMAT, ModelIdentity, Tier
+from kvarve.scheduler import CacheScheduler
+from kvarve.worker import CLOSE_S, CacheWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+log = logging.getLogger("vllm.kvarve")  # below vLLM's own, whose settings apply
+
+WHERE = "kv_connector_extra_config"
+IDLE_WAIT_S = 0.002  # of a step without tokens, for a copy to end: the engine would spin
+CLOSING_S = 30.0
+MEDIUM_CPU = "CPU"  # of events
+SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.STORAGE: CacheHitSource.DISK}
+
+
+@dataclass
+class Orders(KVConnectorMetadata):
+    """What a step's worker does. `idle`: the step computes nothing."""
+
+    plan: Plan = field(default_factory=Plan)
+    idle: bool = False
+
+
+@dataclass
+class Reported(KVConnectorWorkerMetadata):
+    """What the worker tells the scheduler after a step."""
+
+    report: Report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        raise AssertionError("there is one worker")
+
+
+@dataclass
+class Ready(KVConnectorHandshakeMetadata):
+    """What the scheduler has to know of the worker before the first request."""
+
+    identity: ModelIdentity
+    slots: dict[Tier, tuple[int, ...]]
+    storage: bool
+
+
+class KvarveConnector(KVConnectorBase_V1, SupportsHMA):
+    """Prefixes of all cache groups, kept in host memory and storages, found as one set."""
+
+    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._settings = extra_config(transfer.kv_connector_extra_config, WHERE)
+        check_engine(vllm_config)
+        self._page, self._hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        self._groups = groups_of(kv_cache_config, self._page)
+        if role is KVConnectorRole.WORKER:
+            self._worker_side = WorkerSide(vllm_config, kv_cache_config, self._settings, self._groups, self._page)
+        else:
+            events = vllm_config.kv_events_config
+            tells = events is not None and events.enable_kv_cache_events
+            self._scheduler_side = SchedulerSide(self._settings, self._groups, self._hash_tokens, tells)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # it is a cache: a page that is lost is computed
+
+    # --- in the worker's process
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._worker_side.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
+        return self._worker_side.ready()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        pass  # with the saves in `wait_for_save`, since orders are carried out in their order
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, Orders)
+        self._worker_side.do(orders)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        received, failed = self._worker_side.collect()
+        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        report = self._worker_side.take_report()
+        return None if report is None else Reported(report)
+
+    # --- in the scheduler's process
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        (ready,) = metadata.values()
+        assert isinstance(ready, Ready)
+        self._scheduler_side.start(ready)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._scheduler_side.pool = gpu_block_pool
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        found = self._scheduler_side.ask(request, num_computed_tokens)
+        return found, bool(found)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler_side.planner.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        if not num_external_tokens:
+            return {}
+        found = self._scheduler_side.planner.sources(request.request_id)
+        return {SOURCES[tier]: tokens for tier, tokens in found.items()}
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        return self._scheduler_side.plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        told = connector_output.kv_connector_worker_meta
+        if isinstance(told, Reported):
+            self._scheduler_side.ended(told.report)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._scheduler_side.planner.finished(request.request_id)
+        return False, None  # copies hold references of their own
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler_side.planner.busy()
+
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler_side.frees_blocks()
+
+    def take_events(self) -> Iterable[Any]:
+        return self._scheduler_side.take_events()
+
+    def reset_cache(self) -> bool:
+        return self._scheduler_side.planner.reset(os.urandom(16).hex())
+
+    # --- in either
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return self._scheduler_side.stats() if self.role is KVConnectorRole.SCHEDULER else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return KvarveStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return KvarveMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        if self.role is KVConnectorRole.WORKER:
+            self._worker_side.close()
+
+
+class SchedulerSide:
+    """Plans, and holds references to the blocks that copies use."""
+
+    planner: BlockPlanner
+    pool: Any  # vLLM's BlockPool
+
+    def __init__(self, settings: Any, groups: tuple[Group, ...], hash_tokens: int, tells: bool) -> None:
+        self._settings, self._groups, self._hash_tokens, self._tells = settings, groups, hash_tokens, tells
+        self._held: Counter[int] = Counter()  # references by block
+        self._told: dict[str, float] = {}  # counters that have been given to vLLM
+
+    def start(self, ready: Ready) -> None:
+        self.scheduler = CacheScheduler(ready.identity, self._settings.cache, ready.slots, storage=ready.storage)
+        self.planner = BlockPlanner(self.scheduler, self._groups, self._hash_tokens, tells=self._tells)
+
+    def ask(self, request: Any, computed: int) -> int | None:
+        adapter = request.lora_request
+        # vLLM's hashes name an adapter, which another server may have loaded from elsewhere.
+        salt = "" if adapter is None else f"adapter {weights_fingerprint(local_files(adapter.lora_path))}"
+        read = not request.skip_reading_prefix_cache
+        return self.planner.ask(request, computed, time.monotonic(), read, salt)
+
+    def plan(self, output: "SchedulerOutput") -> Orders:
+        state = output.kv_connector_block_state
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        again = output.scheduled_cached_reqs
+        computed |= dict(zip(again.req_ids, again.num_computed_tokens, strict=True))
+        scheduled = {
+            name: Scheduled(computed[name], tokens, state.get_block_ids(name))
+            for name, tokens in output.num_scheduled_tokens.items()
+        }
+        offers = {name: [Offer(*offer) for offer in them] for name, them in state.boundary_state_offloads.items()}
+        plan = self.planner.plan(scheduled, offers, time.monotonic())
+        if plan.held:
+            self.pool.touch([self.pool.blocks[block] for block in plan.held])
+            self._held.update(plan.held)
+        self._free(plan.freed)
+        return Orders(Plan(plan.orders, plan.loads), idle=not output.total_num_scheduled_tokens)
+
+    def ended(self, report: Report) -> None:
+        self._free(self.planner.ended(report, time.monotonic()))
+
+    def frees_blocks(self) -> bool:
+        """Whether a block is in use for nothing but copies in flight."""
+        return any(self.pool.blocks[block].ref_cnt == users for block, users in self._held.items())
+
+    def take_events(self) -> list[Any]:
+        return [self._stored(page) if here else self._removed(page) for page, here in self.planner.take_changes()]
+
+    def _stored(self, page: Stored) -> Any:
+        group, request = self._groups[page.pool], cast(Any, page.request)
+        start = page.page * self.planner.page_tokens
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(page.name)],
+            parent_block_hash=None if page.parent is None else maybe_convert_block_hash(page.parent),
+            token_ids=[*request.all_token_ids[start : start + self.planner.page_tokens]],
+            block_size=self.planner.page_tokens,
+            lora_id=None,
+            medium=MEDIUM_CPU,
+            lora_name=None if request.lora_request is None else request.lora_request.lora_name,
+            group_idx=group.number,
+            kv_cache_spec_kind=group.kind,
+            kv_cache_spec_sliding_window=group.window_tokens,
+        )
+
+    def _removed(self, page: Stored) -> Any:
+        name = maybe_convert_block_hash(page.name)
+        return BlockRemoved(block_hashes=[name], medium=MEDIUM_CPU, group_idx=self._groups[page.pool].number)
+
+    def stats(self) -> KVConnectorStats | None:
+        """Counters since the last call, and levels."""
+        found = self.scheduler.stats() | {"failed_loads": self.planner.failed_loads}
+        now = {name: found[name] for name in COUNTERS}
+        counts = {name: value - self._told.get(name, 0) for name, value in now.items()}
+        if not any(counts.values()):
+            return None
+        self._told = now
+        levels = {
+            f"{group.name}": found[f"used.host.{group.name}"] / max(1, found[f"slots.host.{group.name}"])
+            for group in self._groups
+        }
+        return KvarveStats(data={"counts": counts, "usage": levels})
+
+    def _free(self, blocks: list[int]) -> None:
+        if blocks:
+            self.pool.free_blocks([self.pool.blocks[block] for block in blocks])
+            self._held.subtract(blocks)
+            self._held += Counter()  # only what is above zero
+
+
+class WorkerSide:
+    """Copies between the engine's tensors, host memory and storage."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        kv_cache_config: "KVCacheConfig",
+        settings: Any,
+        groups: tuple[Group, ...],
+        page_tokens: int,
+    ) -> None:
+        self._vllm, self._cache_config, self._settings = vllm_config, kv_cache_config, settings
+        self._groups, self._page = groups, page_tokens
+        self._worker: CacheWorker | None = None
+        self._loads: dict[int, tuple[str, int]] = {}  # by copy: its request, and how many pages it has
+        self._report: Report | None = None
+
+    @property
+    def worker(self) -> CacheWorker:
+        assert self._worker is not None, "the engine gives its tensors first"
+        return self._worker
+
+    def register(self, tensors: Mapping[str, Any]) -> None:
+        blocks = self._cache_config.num_blocks
+        pools, layers, kept = [], [], []
+        for group in self._groups:
+            spec = self._cache_config.kv_cache_groups[group.number]
+            mine = {name: tensors[name] for name in spec.layer_names if name in tensors}
+            sizes = [block_bytes(name, tensor, blocks).shape[2] for name, tensor in mine.items()]
+            pools.append(pool_of(group.name, sizes, group.lookback, group.blocks(self._page)))
+            layers.append(mine)
+            kept.append(_layout(spec, mine))
+        identity = identity_of(self._vllm, pools, self._page, kept, self._settings.weights, _device(layers))
+        arenas = [
+            EngineArena(pool, mine, blocks, group.blocks(self._page))
+            for pool, mine, group in zip(pools, layers, self._groups, strict=True)
+        ]
+        self._worker = CacheWorker(identity, self._settings.cache, device=str(_device(layers)), blocks=arenas)
+        slots = dict(zip((group.name for group in self._groups), self._worker.slots[Tier.HOST], strict=True))
+        log.info("kvarve keeps pages of %d tokens in host memory, by group: %s (%s)", self._page, slots, identity)
+
+    def ready(self) -> Ready:
+        return Ready(self.worker.identity, self.worker.slots, self.worker.attached is not None)
+
+    def do(self, orders: Orders) -> None:
+        plan = orders.plan
+        for order in plan.orders:
+            if isinstance(order, Copy) and order.op in plan.loads:
+                self._loads[order.op] = plan.loads[order.op], len(order.pages)
+        self.worker.do(plan.orders)
+        if orders.idle:
+            self.worker.wait(IDLE_WAIT_S)
+
+    def collect(self) -> tuple[set[str], set[str]]:
+        """The requests whose loads have ended, and those of them that lack a page."""
+        self._report = self.worker.report()
+        received, failed = set(), set()
+        for event in self._report.events:
+            if isinstance(event, Ended) and event.op in self._loads:
+                request, pages = self._loads.pop(event.op)
+                received.add(request)
+                if event.good.bit_count() != pages:
+                    failed.add(request)
+        return received, failed
+
+    def take_report(self) -> Report | None:
+        """What is new since the last one; nothing if that is nothing."""
+        report, self._report = self._report, None
+        if report is not None and not report.events and report.up == self._up:
+            return None
+        self._up = report is None or report.up
+        return report
+
+    _up = True
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close(CLOSING_S, CLOSE_S, up=self._worker.up)
+            self._worker = None
+
+
+# --- what the engine is
+
+
+def check_engine(config: "VllmConfig") -> None:
+    """ConfigError for settings of the engine with which kvarve cannot work."""
+    transfer, parallel = config.kv_transfer_config, config.parallel_config
+    if transfer.kv_role != "kv_both":
+        raise ConfigError(f"kv_role is {transfer.kv_role!r}: kvarve both saves and loads, so give 'kv_both'")
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            "kv_load_failure_policy is 'fail', by which a bad page would fail its request: give 'recompute'"
+        )
+    if parallel.world_size > 1 or parallel.decode_context_parallel_size > 1:
+        raise ConfigError(
+            f"{parallel.world_size} workers compute one model: kvarve's connector works with one so far; use vLLM's "
+            f"OffloadingConnector with kvarve as its secondary tier"
+        )
+
+
+def groups_of(config: "KVCacheConfig", page_tokens: int) -> tuple[Group, ...]:
+    """The groups that may be cached; kvarve's pools. ConfigError for a kind that is not known."""
+    found = []
+    for number in config.prefix_cacheable_group_ids:
+        spec = config.kv_cache_groups[number].kv_cache_spec
+        kind = get_kv_cache_spec_kind(spec).value
+        window = get_kv_cache_spec_sliding_window(spec) or getattr(spec, "attention_chunk_size", None)
+        if window is not None:
+            window += getattr(spec, "extra_retained_tokens", 0)
+        name = f"{number}-{kind.replace('_', '-')}"[:32]
+        lookback = lookback_of(kind, page_tokens, window)
+        found.append(Group(number, name, spec.block_size, lookback, kind == "mamba", kind, window))
+    if not found:
+        raise ConfigError("no cache group of this model may be cached: remove the connector")
+    return tuple(found)
+
+
+def identity_of(
+    config: "VllmConfig", pools: list[Any], page_tokens: int, kept: list[str], weights: str, device: torch.device
+) -> ModelIdentity:
+    """All that decides the bytes of a page, as far as a connector can tell.
+
+    The grid is a page: vLLM computes a prompt in chunks that follow from its load, and its own prefix cache does not
+    tell them apart either.
+    """
+    model, speculative = config.model_config, config.speculative_config
+    choices = [
+        f"vllm {VLLM_VERSION}",
+        f"attention {getattr(config, 'attention_config', None)}",
+        f"eager {model.enforce_eager}",
+        f"hashes {config.cache_config.prefix_caching_hash_algo}",
+        f"draft {speculative.method if speculative is not None else ''}",
+    ]
+    return ModelIdentity(
+        architecture=" ".join(model.architectures),
+        weights=weights_of(config, weights),
+        dtype=str(model.dtype).removeprefix("torch."),
+        page_tokens=page_tokens,
+        chunk_tokens=page_tokens,
+        pools=tuple(pools),
+        layout=f"{LAYOUT_FORMAT} of vllm: {'; '.join(kept)}",
+        config=config_digest(model.hf_text_config.to_dict()),
+        quantisation=f"{model.quantization or ''} {config.cache_config.cache_dtype}".strip(),
+        numerics=numerics([device], choices),
+    )
+
+
+def _layout(spec: Any, tensors: Mapping[str, torch.Tensor]) -> str:
+    """How the bytes of a group's blocks lie, for the identity."""
+    found = []
+    for tensor in tensors.values():
+        strides = tensor.stride()
+        order = sorted(range(1, tensor.dim()), key=lambda axis: -strides[axis])
+        found.append(f"{tuple(tensor.shape[1:])} {tensor.dtype} {order}")
+    return f"{spec.kv_cache_spec!r} {found}"
+
+
+def _device(layers: list[dict[str, torch.Tensor]]) -> torch.device:
+    return next(iter(layers[0].values())).device
+
+
+# --- figures
+
+COUNTERS = {
+    "requests": "Requests that asked.",
+    "failed_loads": "Requests whose load failed, and whose prompt was computed.",
+    "fetched": "Pages copied from storage to the host.",
+    "loaded": "Pages copied from the host to the engine.",
+    "backed_up": "Pages copied from the engine to the host.",
+    "stored": "Pages copied from the host to storage.",
+    "bad_storage": "Pages that failed their check when read from storage.",
+    "bad_host": "Pages that failed their check when read from the host.",
+    "failed": "Pages whose copy failed.",
+    "uncached": "Pages that were not kept, as no slot was free.",
+}
+
+
+@dataclass
+class KvarveStats(KVConnectorStats):
+    """`counts` by name since the last interval; `usage` of the host by group, of 1."""
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        if not other.is_empty():
+            counts = Counter(self.data.get("counts", {}))
+            counts.update(other.data.get("counts", {}))
+            self.data = {"counts": dict(counts), "usage": other.data.get("usage", {})}
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return {name: value for name, value in self.data.get("counts", {}).items() if value}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class KvarveMetrics(KVConnectorPromMetrics):
+    """The same for Prometheus: `vllm:kvarve_NAME` and `vllm:kvarve_host_usage{group}`."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine)
+        self._counters = {
+            name: self._counter_cls(name=f"vllm:kvarve_{name}", documentation=text, labelnames=labelnames)
+            for name, text in COUNTERS.items()
+        }
+        self._usage = self._gauge_cls(
+            name="vllm:kvarve_host_usage",
+            documentation="Of the host's slots for a cache group, the share in use.",
+            labelnames=[*labelnames, "group"],
+            multiprocess_mode="mostrecent",
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        values = self.per_engine_labelvalues[engine_idx]
+        for name, count in transfer_stats_data.get("counts", {}).items():
+            if name in self._counters and count > 0:
+                self._counters[name].labels(*values).inc(count)
+        for group, usage in transfer_stats_data.get("usage", {}).items():
+            self._usage.labels(*values, group).set(usage)

@@ -1,0 +1,58 @@
+"""Tests inside vLLM, run by its interpreter (`make test-engines`); where it is missing they are not collected."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from engine_process import VllmProcess  # noqa: E402
+from tiny_models import MODELS  # noqa: E402
+
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_vllm*.py"]
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny model's checkpoint, which another process makes when it is needed first."""
+    models = Path(os.environ.get("KVARVE_TINY_MODELS", tmp_path_factory.mktemp("models")))
+
+    def made(name: str) -> Path:
+        if not (models / name / "made.json").exists():
+            command = [sys.executable, str(HERE / "tiny_models.py"), name, str(models)]
+            subprocess.run(command, check=True, capture_output=True)
+        return models / name
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def start(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: Callable[[str], Path]
+) -> Iterator[Callable[..., VllmProcess]]:
+    """Start an engine: with kvarve and its settings, or without (`kvarve=None`)."""
+    folder = tmp_path_factory.mktemp("engines")
+    running: list[VllmProcess] = []
+
+    def begin(model: str, kvarve: dict[str, Any] | None, **more: Any) -> VllmProcess:
+        settings = {
+            "model": str(model_folder(model)),
+            "dtype": MODELS[model][2],
+            "chunk": MODELS[model][3],
+            "kvarve": kvarve,
+            "prints": str(folder / f"{model}.prints"),
+        }
+        engine = VllmProcess(settings | more, folder / f"{len(running)}.log")
+        running.append(engine)
+        return engine
+
+    yield begin
+    for engine in running:
+        engine.kill()

@@ -1,0 +1,71 @@
+"""Engines in processes of their own, with which the tests talk."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tiny_models import VOCABULARY
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+class VllmProcess:
+    """A vLLM engine in another process. `call` asks it; `close` ends it as a user would."""
+
+    def __init__(self, settings: dict[str, Any], errors: Path) -> None:
+        self.errors = errors
+        environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+        log = errors.open("w")
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "vllm_process.py"), json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=environment,
+            text=True,
+        )
+        log.close()
+        self._read()
+
+    def call(self, name: str, **more: Any) -> Any:
+        assert self._process.stdin is not None
+        print(json.dumps({"do": name} | more), file=self._process.stdin, flush=True)
+        return self._read()["answer"]
+
+    def ask(self, prompt: list[int], tokens: int = 12) -> dict[str, Any]:
+        (answer,) = self.call("ask", prompts=[prompt], tokens=tokens)
+        return dict(answer)
+
+    def about(self) -> dict[str, Any]:
+        return dict(self.call("about"))
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self.call("end")
+            self._end()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._end()
+
+    def _end(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait(60)
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the engine has ended:\n{self.errors.read_text()[-6000:]}"
+        return json.loads(line)
+
+
+def prompt(tokens: int, seed: int) -> list[int]:
+    dice = random.Random(seed)
+    return [dice.randrange(3, VOCABULARY) for _ in range(tokens)]

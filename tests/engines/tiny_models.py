@@ -1,0 +1,74 @@
+"""Tiny checkpoints with random weights, of families that vLLM computes on a CPU: hybrids, and windows beside attention.
+
+Written by transformers in the engine's venv. The GDN kernel of vLLM's CPU build wants bfloat16 and heads of 128.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+VOCABULARY = 512
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "initializer_range": 0.1,  # so that logits differ enough for a wrong page to show
+    "max_position_embeddings": 16384,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LINEAR = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+# By name: transformers' model type, what differs from the common config, the dtype in which vLLM computes it, and the
+# tokens of a step: a block of vLLM's, so that a prompt is computed in the same pieces wherever it resumes.
+MODELS: dict[str, tuple[str, dict[str, Any], str, int]] = {
+    "qwen3_5": ("qwen3_5_text", _LINEAR | {"num_hidden_layers": 4}, "bfloat16", 384),
+    "qwen3_next": (
+        "qwen3_next",
+        _LINEAR | _EXPERTS | {"num_hidden_layers": 4, "shared_expert_intermediate_size": 64},
+        "bfloat16",
+        384,
+    ),
+    "gemma3": ("gemma3_text", {"num_hidden_layers": 6, "sliding_window": 128}, "float32", 128),
+    "gpt_oss": (
+        "gpt_oss",
+        {"num_hidden_layers": 4, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128},
+        "bfloat16",
+        128,
+    ),
+}
+
+SHORT = ("qwen3_5", "gemma3")  # states, and windows: of the short form of the tests
+FAMILIES = [pytest.param(name, marks=[] if name in SHORT else pytest.mark.long) for name in MODELS]
+
+
+def made(name: str, folder: Path) -> Path:
+    """The folder of a checkpoint, which is made if it is not there."""
+    path = folder / name
+    if not (path / "made.json").exists():
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        kind, fields, _, _ = MODELS[name]
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(_COMMON | fields)), dtype=torch.float32)
+        model.save_pretrained(path)
+        (path / "made.json").write_text(json.dumps(fields))
+    return path
+
+
+if __name__ == "__main__":
+    made(sys.argv[1], Path(sys.argv[2]))

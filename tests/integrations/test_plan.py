@@ -1,0 +1,376 @@
+"""What an engine with blocks of its own loads and saves, with a scheduler that behaves like vLLM's."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from simulated_vllm import ROTTEN, SimulatedVllm, Status
+
+from kvarve.config import CacheConfig
+from kvarve.core.effects import Copy
+from kvarve.core.policies import Policies
+from kvarve.errors import ConfigError
+from kvarve.integrations.plan import BlockPlanner, Group, lookback_of
+from kvarve.model import BufferSpec, ModelIdentity, PoolSpec, Tier
+from kvarve.scheduler import CacheScheduler
+
+PAGE = 16
+FULL = Group(0, "full", PAGE, None)
+WINDOW = Group(1, "window", PAGE, 2)
+STATE = Group(2, "state", PAGE, 1, offered=True)
+HYBRID = (FULL, WINDOW, STATE)
+# In the engine's numbering, group 1 may not be cached; a page is four blocks of attention and two of a window.
+MIXED = (Group(0, "full", 4, None), Group(2, "window", 8, 2), Group(3, "state", PAGE, 1, offered=True))
+
+
+def engine(
+    groups: Sequence[Group] = HYBRID,
+    *,
+    storage: dict | None = None,  # type: ignore[type-arg]
+    host: int = 64,
+    policies: Policies = Policies(),
+    **more: int,
+) -> SimulatedVllm:
+    pools = tuple(PoolSpec(each.name, (BufferSpec("b", (64,), "uint8"),), each.lookback) for each in groups)
+    identity = ModelIdentity("test", "weights", "float32", PAGE, PAGE, pools)
+    config = CacheConfig(0, 1 << 20, policies=policies)
+    slots = {Tier.HOST: tuple(host for _ in groups)}
+    scheduler = CacheScheduler(identity, config, slots, storage=storage is not None)
+    by_number = [Group(at, g.name, g.block_tokens, g.lookback, g.offered) for at, g in enumerate(groups)]
+    hashes = min(group.block_tokens for group in groups)
+    planner = BlockPlanner(scheduler, by_number, hashes, tells=True)
+    return SimulatedVllm(planner, by_number, PAGE, hash_tokens=hashes, storage=storage, **more)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [random.Random(seed * 1000 + at // 8).randrange(97) for at in range(length)]
+
+
+def settled(sim: SimulatedVllm) -> None:
+    """Nothing is held that nothing uses."""
+    sim.run()
+    sim.evict()
+    assert not any(sim.references[1:]), "every block is free at the end"
+    scheduler = sim.planner._scheduler
+    scheduler.audit()
+    assert not scheduler.core.leases
+
+
+def ask(sim: SimulatedVllm, tokens: Sequence[int], name: str, answer: int = 1) -> list[int]:
+    request = sim.add(name, tokens, answer)
+    sim.run()
+    return request.external
+
+
+@pytest.mark.parametrize("groups", [HYBRID, MIXED, (FULL,), (FULL, WINDOW), (STATE,)], ids=len)
+def test_a_prompt_comes_back_from_the_host_when_the_engine_has_forgotten_it(groups: Sequence[Group]) -> None:
+    sim = engine(groups)
+    assert ask(sim, prompt(70), "first") == []
+    assert sim.reset()
+    assert ask(sim, prompt(70), "again") == [64]
+    assert ask(sim, prompt(70), "third") == [], "the engine has it itself now"
+    settled(sim)
+
+
+def test_a_claim_leaves_a_token_to_compute() -> None:
+    sim = engine()
+    ask(sim, prompt(64), "first", answer=20)
+    sim.reset()
+    assert ask(sim, prompt(64), "again") == [48]
+
+
+def test_a_shorter_prompt_hits_where_all_windows_were_full() -> None:
+    """Every window page is saved when it is full, not only those that a prompt's end reads."""
+    sim = engine((FULL, WINDOW))
+    ask(sim, prompt(160), "long")
+    sim.reset()
+    assert ask(sim, prompt(160)[:100], "short") == [96]
+
+
+def test_a_longer_prompt_resumes_from_what_is_known_and_the_engines_own_part_counts() -> None:
+    sim = engine()
+    ask(sim, prompt(64), "first")
+    sim.reset()
+    assert ask(sim, prompt(64) + prompt(40, 1), "longer") == [64]
+    settled(sim)
+
+
+def test_only_what_the_engine_lacks_is_loaded() -> None:
+    sim = engine((FULL,))
+    ask(sim, prompt(100), "first")
+    for page in [*sim.cached][3:]:
+        sim.device[sim.cached.pop(page)] = "free"
+    assert ask(sim, prompt(100), "again") == [48], "six pages less the three that it has"
+    assert sim.worker.seen["host to device"] == 3
+    settled(sim)
+
+
+def test_an_answer_is_saved_with_its_prompt() -> None:
+    sim = engine()
+    request = sim.add("first", prompt(30), 50)
+    sim.run()
+    sim.reset()
+    assert ask(sim, request.tokens, "turn two") == [64]
+
+
+def test_a_page_is_saved_once_even_if_it_was_just_loaded() -> None:
+    sim = engine()
+    ask(sim, prompt(70), "first")
+    saved = sim.worker.seen["device to host"]
+    sim.reset()
+    ask(sim, prompt(70), "again")
+    assert sim.worker.seen["device to host"] == saved
+
+
+def test_a_load_that_fails_is_not_claimed_again() -> None:
+    sim = engine()
+    ask(sim, prompt(100), "first")
+    sim.reset()
+    loads: list[int] = []
+
+    def spoil(copy: Copy) -> bool:
+        if copy.target is Tier.DEVICE:
+            loads.append(len(copy.pages))
+        return copy.target is Tier.DEVICE
+
+    sim.worker.spoil = spoil
+    request = sim.add("again", prompt(100))
+    sim.run()
+    assert sim.seen["failed loads"] == len(loads) >= 1
+    assert request.external == sorted(set(request.external), reverse=True), "each claim is smaller than the last"
+    settled(sim)
+
+
+def test_a_copy_that_fails_for_no_reason_is_not_claimed_again_either() -> None:
+    sim = engine((FULL,))
+    ask(sim, prompt(100), "first")
+    sim.reset()
+    real = sim.worker.end
+
+    def end(op: int):  # type: ignore[no-untyped-def]
+        order = sim.worker.flying[op]
+        ended = real(op)
+        if isinstance(order, Copy) and order.target is Tier.DEVICE:
+            return type(ended)(op, 0b11 & ended.good)
+        return ended
+
+    sim.worker.end = end  # type: ignore[method-assign]
+    request = sim.add("again", prompt(100))
+    sim.run()
+    assert request.external == [96, 32]
+    assert sim.requests == {}
+
+
+def test_pages_come_back_from_storage_after_a_restart() -> None:
+    storage: dict = {}  # type: ignore[type-arg]
+    first = engine(storage=storage)
+    ask(first, prompt(70), "first")
+    assert storage
+    second = engine(storage=storage)
+    request = second.add("again", prompt(70))
+    second.step()
+    assert request.asks and not request.external, "it is asked to ask again while storage is read"
+    second.run()
+    assert request.external == [64]
+    settled(second)
+
+
+def test_a_page_that_is_bad_in_storage_is_computed_again_and_stored_again() -> None:
+    storage: dict = {}  # type: ignore[type-arg]
+    ask(engine(storage=storage), prompt(70), "first")
+    states = [name for name in storage if name[0] == 2]
+    storage |= {name: (name[1], ROTTEN) for name in states}
+    sim = engine(storage=storage)
+    assert ask(sim, prompt(70), "again") == [], "no boundary has a state"
+    assert not [name for name in states if storage[name][1] == ROTTEN]
+
+
+def test_a_storage_that_hangs_delays_a_request_by_its_patience_only() -> None:
+    sim = engine(storage={}, policies=Policies(prefetch_base_s=3.0, prefetch_per_ki_token_s=0.0))
+    sim.worker.hangs = True
+    request = sim.add("first", prompt(70))
+    sim.run(60)
+    assert request.status is Status.FINISHED
+    assert sim.now < 20
+    sim.worker.hangs = False
+    settled(sim)
+
+
+def test_a_storage_that_hung_long_ago_still_gets_its_time() -> None:
+    """The wait for storage runs from the question, not from the engine's last step."""
+    storage: dict = {}  # type: ignore[type-arg]
+    ask(engine(storage=storage), prompt(70), "first")
+    sim = engine(storage=storage)
+    ask(sim, prompt(20, 5), "other")
+    sim.now += 10_000
+    assert ask(sim, prompt(70), "again") == [64]
+
+
+def test_sources_tell_the_host_from_storage() -> None:
+    storage: dict = {}  # type: ignore[type-arg]
+    ask(engine(storage=storage), prompt(70), "first")
+    sim = engine(storage=storage)
+    told: list[dict[Tier, int]] = []
+    real = sim.planner.sources
+    sim.planner.sources = lambda name: told.append(real(name)) or {}  # type: ignore[method-assign, assignment, func-returns-value]
+    ask(sim, prompt(70), "again")
+    sim.reset()
+    ask(sim, prompt(70), "third")
+    assert told == [{Tier.STORAGE: 64}, {Tier.HOST: 64}]
+
+
+def test_blocks_of_a_request_that_ends_are_held_until_its_copies_have() -> None:
+    sim = engine()
+    sim.choose = lambda due: []
+    sim.add("first", prompt(40), 1)
+    for _ in range(6):
+        sim.step()
+    assert not sim.requests and any(sim.references[1:])
+    sim.choose = lambda due: due
+    settled(sim)
+
+
+def test_an_aborted_request_that_loads_keeps_its_blocks_until_the_load_has_ended() -> None:
+    sim = engine()
+    ask(sim, prompt(70), "first")
+    sim.reset()
+    sim.choose = lambda due: []
+    sim.add("again", prompt(70))
+    sim.step()
+    sim.abort("again")
+    assert "again" in sim.requests
+    sim.step()
+    sim.choose = lambda due: due
+    settled(sim)
+
+
+def test_a_claim_without_room_is_made_again_when_there_is_some() -> None:
+    sim = engine((FULL,), blocks=10)
+    ask(sim, prompt(100), "first")
+    sim.reset()
+    sim.add("other", prompt(40, 3), 30)
+    sim.step()
+    request = sim.add("again", prompt(100))
+    sim.run()
+    assert set(request.external) == {96}
+    settled(sim)
+
+
+def test_a_request_that_skips_the_cache_is_still_saved() -> None:
+    sim = engine()
+    real = sim.planner.ask
+    sim.planner.ask = lambda request, computed, now: real(request, computed, now, read=False)  # type: ignore[method-assign]
+    ask(sim, prompt(70), "first")
+    sim.reset()
+    assert ask(sim, prompt(70), "second") == []
+    sim.planner.ask = real  # type: ignore[method-assign]
+    sim.reset()
+    assert ask(sim, prompt(70), "third") == [64]
+
+
+def test_nothing_is_found_after_a_reset_even_in_storage() -> None:
+    storage: dict = {}  # type: ignore[type-arg]
+    sim = engine(storage=storage)
+    ask(sim, prompt(70), "first")
+    sim.reset()
+    assert sim.planner.reset("another")
+    assert ask(sim, prompt(70), "again") == []
+    sim.reset()
+    assert ask(sim, prompt(70), "third") == [64]
+
+
+def test_a_cache_is_not_reset_while_a_request_loads() -> None:
+    sim = engine()
+    ask(sim, prompt(70), "first")
+    sim.reset()
+    sim.choose = lambda due: []
+    sim.add("again", prompt(70))
+    sim.step()
+    assert not sim.planner.reset("another")
+    sim.choose = lambda due: due
+    settled(sim)
+
+
+def test_prompts_of_other_salts_share_nothing() -> None:
+    sim = engine()
+    ask(sim, prompt(70), "first")
+    sim.reset()
+    request = sim.add("other", prompt(70), salt="tenant")
+    sim.run()
+    assert request.external == []
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_life_full_of_trouble_reads_no_wrong_page_and_ends_every_request(seed: int) -> None:
+    """Few blocks and few host slots, prompts that share, copies that end late or fail, aborts, evictions, resets."""
+    dice = random.Random(seed)
+    groups = dice.choice([HYBRID, MIXED, (FULL, WINDOW), (FULL,)])
+    storage: dict | None = {} if dice.random() < 0.6 else None  # type: ignore[type-arg]
+    pieces = sum(PAGE // group.block_tokens for group in groups)
+    sim = engine(
+        groups,
+        storage=storage,
+        host=dice.choice([6, 16, 40]),
+        blocks=pieces * dice.choice([9, 12, 20]) + 1,
+        chunk=dice.choice([8, 16, 48]),
+        policies=Policies(write_policy=dice.choice(["write_through", "write_back"])),
+    )
+    sim.choose = lambda due: [op for op in due if dice.random() < 0.5]
+    sim.worker.spoil = lambda copy: dice.random() < 0.08
+    for number in range(30):
+        length = dice.randrange(8, 110)
+        sim.add(str(number), prompt(length, dice.randrange(3)), dice.randrange(1, 20))
+        for _ in range(dice.randrange(8)):
+            sim.step()
+            if dice.random() < 0.1 and sim.requests:
+                name = dice.choice([*sim.requests])
+                if sim.requests[name].status is not Status.FINISHED:
+                    sim.abort(name)
+            if dice.random() < 0.05 and sim.running:
+                sim.preempt(dice.choice(sim.running))
+            if dice.random() < 0.1:
+                sim.evict(dice.randrange(20))
+            if dice.random() < 0.05:
+                sim.worker.hangs = storage is not None and not sim.worker.hangs
+            if dice.random() < 0.03:
+                sim.planner.reset(str(number))
+    sim.run()
+    sim.worker.hangs, sim.choose = False, lambda due: due
+    settled(sim)
+
+
+def test_what_is_told_of_the_host_is_what_it_has() -> None:
+    """Pages come from the engine and from storage, and go when the host is full."""
+    storage: dict = {}  # type: ignore[type-arg]
+    told: set[tuple[int, bytes]] = set()
+    for sim in (engine(storage=storage, host=8), engine(storage=storage, host=8)):
+        sim.planner.take_changes()
+        told.clear()
+        seen = {True: 0, False: 0}
+        for number in range(12):
+            ask(sim, prompt(70, number % 5), str(number))
+            sim.reset()
+            for stored, here in sim.planner.take_changes():
+                page = (stored.pool, stored.name)
+                assert (page in told) != here, "a page comes before it goes, and goes before it comes again"
+                (told.add if here else told.discard)(page)
+                seen[here] += 1
+        assert min(seen.values()) > 5
+        core = sim.planner._scheduler.core
+        there = sum(run.here[place].bit_count() for run in core.slot_pools.runs() for place in range(3))
+        assert len(told) == there
+
+
+def test_a_lookback_by_the_kind_of_group() -> None:
+    assert lookback_of("full_attention", 128) is None
+    assert lookback_of("mamba", 640) == 1
+    assert lookback_of("sliding_window", 128, 128) == 1
+    assert lookback_of("sliding_window", 16, 130) == 9
+    with pytest.raises(ConfigError, match="'unknown'"):
+        lookback_of("unknown", 16)
+
+
+def test_pages_that_hashes_cannot_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="multiple of 32"):
+        sim = engine((FULL,))
+        BlockPlanner(sim.planner._scheduler, (FULL,), 32)

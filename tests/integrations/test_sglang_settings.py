@@ -1,0 +1,203 @@
+"""What an operator writes for SGLang, what identifies a model's pages, and where a prompt may resume."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from kvarve.errors import ConfigError
+from kvarve.integrations.hicache import Asked, Identity, Ranks, Settings, checkpoint, page_key, resumable
+
+URL = "file:///var/kvarve?capacity=100GiB"
+
+# --- settings
+
+
+def test_sglangs_own_keys_are_accepted_and_ours_are_read() -> None:
+    theirs = {
+        "backend_name": "kvarve",
+        "module_path": "kvarve.integrations.sglang",
+        "class_name": "HiCacheKvarve",
+        "interface_v1": 1,
+        "prefetch_threshold": 256,
+        "prefetch_timeout_base": 1,
+        "prefetch_timeout_per_ki_token": 0.25,
+        "hicache_storage_pass_prefix_keys": False,
+    }
+    assert Settings.read({**theirs, "storage": URL}) == Settings((URL,))
+    ours = {"storage": [URL, "mooncake://m:1"], "deadline_s": 2, "weights": "w", "model": "m", "buffer_memory": "8MiB"}
+    assert Settings.read({**theirs, **ours}) == Settings((URL, "mooncake://m:1"), 2.0, "m", "w", "", 8 << 20)
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        (None, "extra config: 'storage' is missing: give a URL, such as 'file:///"),
+        ({}, "'storage' is missing"),
+        ({"storage": []}, "or a list"),
+        ({"storage": [URL, 3]}, "or a list"),
+        ({"storage": URL, "dead_line_s": 3}, "unknown setting 'dead_line_s'; did you mean 'deadline_s'"),
+        ({"storage": URL, "deadline_s": "3"}, "'deadline_s' is '3'; it has to be a number of seconds"),
+        ({"storage": URL, "deadline_s": 10}, "above 0 and below 10"),
+        ({"storage": URL, "deadline_s": True}, "'deadline_s' is True"),
+        ({"storage": URL, "weights": 7}, "'weights' is 7; it has to be a text"),
+        ({"storage": URL, "buffer_memory": 7}, "at least 1 MiB"),
+        ({"storage": URL, "buffer_memory": "many"}, "many"),
+    ],
+)
+def test_a_wrong_setting_is_one_error_that_says_what_to_do(extra: dict[str, Any] | None, told: str) -> None:
+    with pytest.raises(ConfigError, match="(?s)" + told.replace("?", r"\?")):
+        Settings.read(extra)
+
+
+# --- identity
+
+
+def test_any_part_of_an_identity_changes_the_label() -> None:
+    usual = Identity("m", "w", "n", (1, 1, 1, False))
+    others = [
+        Identity("m2", "w", "n", (1, 1, 1, False)),
+        Identity("m", "w2", "n", (1, 1, 1, False)),
+        Identity("m", "w", "n2", (1, 1, 1, False)),
+        Identity("m", "w", "n", (2, 1, 1, False)),
+        Identity("m", "w", "n", (1, 2, 1, False)),
+        Identity("m", "w", "n", (1, 1, 2, False)),
+        Identity("m", "w", "n", (1, 1, 1, True)),
+        Identity("m", "w", "n", (1, 1, 1, False), "another format"),
+    ]
+    labels = {each.fingerprint() for each in [usual, *others]}
+    assert len(labels) == 9
+    assert usual.fingerprint() == Identity("m", "w", "n", (1, 1, 1, False)).fingerprint()
+
+
+def test_ranks_that_hold_different_bytes_have_different_numbers() -> None:
+    sizes = [(tp, pp, cp) for tp in range(4) for pp in range(2) for cp in range(3)]
+
+    def numbers(replicated: bool, sharded: bool) -> list[int]:
+        return [Ranks(tp, 4, pp, 2, cp, 3, replicated).number(sharded=sharded) for tp, pp, cp in sizes]
+
+    assert sorted(numbers(False, False)) == sorted(numbers(False, True)) == sorted(numbers(True, True)) == [*range(24)]
+    replicated = numbers(True, False)
+    assert len({*replicated}) == 6, "all tensor ranks of a stage name a page alike"
+    assert max(replicated) < Ranks(0, 4, 0, 2, 0, 3).size
+
+
+def test_a_page_key_is_sglangs_hash_and_any_other_name_is_hashed() -> None:
+    assert page_key("ab" * 32) == bytes.fromhex("ab" * 32)
+    assert len({page_key("zz" * 32), page_key("h1"), page_key("h2"), page_key("ab" * 31)}) == 4
+    assert all(len(page_key(key)) == 32 for key in ("", "h1", "é" * 64))
+
+
+# --- weights
+
+
+@pytest.fixture
+def write_model(tmp_path: Path) -> Callable[..., str]:
+    def write(name: str, *, seed: int = 0, change: int | None = None, config: str = "{}") -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        tensors = np.random.default_rng(seed).standard_normal((40, 64, 32)).astype(np.float32)
+        if change is not None:
+            tensors[change] *= 1.001
+        save_file({f"layers.{i}.weight": tensor for i, tensor in enumerate(tensors)}, folder / "model.safetensors")
+        (folder / "config.json").write_text(config)
+        return str(folder)
+
+    return write
+
+
+def test_a_copy_of_the_weights_has_their_fingerprint_and_a_changed_one_another(write_model: Callable[..., str]) -> None:
+    usual = checkpoint(write_model("a"))
+    assert checkpoint(write_model("b")) == usual
+    others = [
+        write_model("c", seed=1),
+        write_model("d", change=17),
+        write_model("e", change=39),
+        write_model("f", config='{"rope_theta": 5}'),
+    ]
+    assert usual not in {*map(checkpoint, others)}
+
+
+def test_checkpoint_another_format_are_sampled(tmp_path: Path) -> None:
+    prints = []
+    for number in range(3):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        data = bytearray(1 << 20)
+        data[: 1 << 19] = b"x" * (1 << 19) if number == 2 else data[: 1 << 19]
+        (folder / ("model.safetensors" if number else "model.gguf")).write_bytes(data)
+        prints.append(checkpoint(str(folder)))
+    assert len({*prints}) == 3
+
+
+def test_weights_that_are_not_on_this_machine_are_an_error_that_says_what_to_set(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no weights"):
+        checkpoint(str(tmp_path))
+    for model in (str(tmp_path / "none"), "dummy", "no-such/model-here"):
+        with pytest.raises(ConfigError, match='set "weights" to a text that changes whenever they do'):
+            checkpoint(model)
+
+
+# --- where a prompt may resume
+
+
+def pages(present: str) -> list[bool]:
+    return [page == "x" for page in present]
+
+
+@pytest.mark.parametrize(
+    ("kv", "others", "legal"),
+    [
+        ("xxxxx", [], [1, 2, 3, 4, 5]),
+        ("xx.xx", [], [1, 2]),
+        (".xxxx", [], []),
+        ("xxxxx", [("mamba", 1, "..x.x")], [3, 5]),
+        ("xxxx.", [("mamba", 1, "..x.x")], [3]),
+        ("xxxxx", [("swa", 2, "x.xx.")], [1, 4]),
+        ("xxxxx", [("swa", 2, ".xxx."), ("mamba", 1, "..xxx")], [3, 4]),
+        ("xxxxx", [("indexer", None, "xxx.x")], [1, 2, 3]),
+        ("xxxxx", [("indexer", None, "xxx.x"), ("swa", 2, "..xxx")], []),
+        ("xxxxx", [("swa", 9, "xxxxx")], [1, 2, 3, 4, 5]),
+        ("xxxxx", [("swa", 9, "x.xxx")], [1]),
+    ],
+)
+def test_a_prompt_may_resume_where_every_pool_has_what_it_reads(
+    kv: str, others: list[tuple[str, int | None, str]], legal: list[int]
+) -> None:
+    asked = [Asked("kv", None), *(Asked(name, lookback) for name, lookback, _ in others)]
+    found = resumable(asked, [pages(kv), *(pages(present) for _, _, present in others)])
+    assert (found.legal, found.pages) == (legal, max(legal, default=0))
+
+
+def test_each_pools_own_boundary_is_told_whatever_the_others_have() -> None:
+    asked = [Asked("kv", None), Asked("swa", 2), Asked("mamba", 1)]
+    found = resumable(asked, [pages("xxxx."), pages(".xx.."), pages(".....")])
+    assert found.by_pool == {"kv": 4, "swa": 3, "mamba": 0}
+    assert (found.pages, found.legal) == (0, [])
+
+
+@given(
+    st.integers(1, 9).flatmap(
+        lambda count: st.lists(
+            st.tuples(st.none() | st.integers(1, 4), st.lists(st.booleans(), min_size=count, max_size=count)),
+            min_size=1,
+            max_size=4,
+        )
+    )
+)
+def test_the_boundaries_are_those_of_the_words_read_page_by_page(pools: list[tuple[int | None, list[bool]]]) -> None:
+    pools[0] = (None, pools[0][1])
+    count = len(pools[0][1])
+    expected = [
+        stop
+        for stop in range(1, count + 1)
+        if all(all(there[0 if back is None else max(0, stop - back) : stop]) for back, there in pools)
+    ]
+    found = resumable([Asked(str(i), back) for i, (back, _) in enumerate(pools)], [there for _, there in pools])
+    assert found.legal == expected, json.dumps(pools)

@@ -1,0 +1,91 @@
+"""Pages in an engine's tensors: the bytes of its blocks, and of no other block."""
+
+import pytest
+import torch
+from pages import NAMESPACE
+
+from kvarve.errors import ConfigError
+from kvarve.handles import blocks_of, handle_of
+from kvarve.memory.arenas import HostArena
+from kvarve.memory.copies import DeviceCopies, Move, by_gather, by_piece
+from kvarve.memory.engine_arena import EngineArena, block_bytes, pool_of
+
+BLOCKS = 12
+MOVES = pytest.mark.parametrize("move", [by_piece, by_gather])
+
+
+def tensors(*shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    rng = torch.Generator().manual_seed(5)
+    return {f"layer {at}": torch.randn((BLOCKS, *shape), generator=rng) for at, shape in enumerate(shapes)}
+
+
+def carry(layers: dict[str, torch.Tensor], together: int, source: list[int], target: list[int], move: Move) -> None:
+    sizes = [tensor[0].numel() * tensor.element_size() for tensor in layers.values()]
+    pool = pool_of("any", sizes, None, together)
+    arena, host = EngineArena(pool, layers, BLOCKS, together), HostArena(pool, 3, NAMESPACE)
+    copies, key = DeviceCopies([arena], [host], move), bytes(32)
+    copies.save({0: ([(handle_of(source), 1)], [key])}, copies.ready())
+    assert host.intact(1, key)
+    copies.load({0: [(1, handle_of(target))]}, copies.ready())
+
+
+@MOVES
+@pytest.mark.parametrize("together", [1, 3])
+def test_a_page_is_its_blocks_of_all_layers(together: int, move: Move) -> None:
+    layers = tensors((4, 5), (7,))
+    before = {name: tensor.clone() for name, tensor in layers.items()}
+    source, target = [3, 8, 1][:together], [10, 2, 5][:together]
+    carry(layers, together, source, target, move)
+    for name, tensor in layers.items():
+        for block in range(BLOCKS):
+            expected = source[target.index(block)] if block in target else block
+            assert torch.equal(tensor[block], before[name][expected])
+
+
+@MOVES
+def test_the_block_that_stands_for_nothing_is_neither_read_nor_written(move: Move) -> None:
+    layers = tensors((6,))
+    before = layers["layer 0"].clone()
+    carry(layers, 2, [3, 4], [0, 9], move)
+    assert torch.equal(layers["layer 0"][0], before[0])
+    assert torch.equal(layers["layer 0"][9], before[4])
+
+
+def test_padding_between_blocks_is_left_out() -> None:
+    memory = torch.arange(BLOCKS * 10, dtype=torch.int16)
+    tensor = memory.as_strided((BLOCKS, 2, 3), (10, 3, 1), 2)
+    found = block_bytes("layer", tensor, BLOCKS)
+    assert found.shape == (BLOCKS, 1, 12)
+    assert torch.equal(found[4, 0].view(torch.int16), torch.arange(42, 48, dtype=torch.int16))
+
+
+def test_blocks_that_a_kernel_sees_as_several_are_one() -> None:
+    tensor = torch.arange(BLOCKS * 8, dtype=torch.float32).view(BLOCKS * 2, 4)
+    assert block_bytes("layer", tensor, BLOCKS).shape == (BLOCKS, 1, 32)
+
+
+def test_axes_of_a_block_may_lie_in_any_order() -> None:
+    tensor = torch.zeros(BLOCKS, 5, 3).transpose(1, 2)
+    assert block_bytes("layer", tensor, BLOCKS).shape == (BLOCKS, 1, 60)
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.zeros(2, BLOCKS, 3).transpose(0, 1), torch.zeros(BLOCKS, 4, 4)[:, :, :3], torch.zeros(13, 2)]
+)
+def test_blocks_that_are_not_in_one_piece_are_refused(tensor: torch.Tensor) -> None:
+    with pytest.raises(ConfigError, match="layer"):
+        block_bytes("layer", tensor, BLOCKS)
+
+
+def test_blocks_of_another_size_than_the_pools_are_refused() -> None:
+    with pytest.raises(ConfigError, match="not as large"):
+        EngineArena(pool_of("any", [16], None), tensors((5,)), BLOCKS)
+
+
+@pytest.mark.parametrize("blocks", [[0], [7], [3, 0, 2**32 - 1]])
+def test_a_handle_names_its_blocks(blocks: list[int]) -> None:
+    assert blocks_of(handle_of(blocks), len(blocks)) == tuple(blocks)
+
+
+def test_a_page_of_one_block_has_its_number_as_handle() -> None:
+    assert handle_of([41]) == 41
