@@ -45,33 +45,30 @@ class Blocks:
     def __init__(self, size: Size) -> None:
         dice, blocks = random.Random(7), 2 * size.pages + 1  # block 0 stands for nothing
         pools = [pool_of(name, LAYERS * [PIECE_BYTES], lookback) for name, lookback in GROUPS.items()]
-        self.tensors = [
-            {f"{pool.name}.{layer}": torch.empty(blocks, PIECE_BYTES, dtype=torch.uint8) for layer in range(LAYERS)}
+        layers = [
+            {
+                f"{pool.name}.{layer}": torch.randint(256, (blocks, PIECE_BYTES), dtype=torch.uint8)
+                for layer in range(LAYERS)
+            }
             for pool in pools
         ]
-        near = [EngineArena(pool, tensors, blocks) for pool, tensors in zip(pools, self.tensors, strict=True)]
+        near = [EngineArena(pool, tensors, blocks) for pool, tensors in zip(pools, layers, strict=True)]
         self.far = [Bare(pool, 2 * size.pages, NAMESPACE) for pool in pools]
         self.engine = TransferEngine(pools, near, self.far, verify_host=False)
         self.saved, self.loaded = ([dice.sample(range(1, blocks), size.pages) for _ in pools] for _ in range(2))
         self.slots = [dice.sample(range(2 * size.pages), size.pages) for _ in pools]
+        self.tensors = [tensor for group in layers for tensor in group.values()]
+        self.wanted = [tensor[self.saved[number // LAYERS]].clone() for number, tensor in enumerate(self.tensors)]
 
     def round(self) -> dict[str, float]:
         """Pages go to the host and come back into other blocks, with the same bytes."""
-        for tensors in self.tensors:
-            for tensor in tensors.values():
-                tensor.random_(0, 256)
-        wanted = [
-            [tensor[blocks].clone() for tensor in tensors.values()]
-            for tensors, blocks in zip(self.tensors, self.saved, strict=True)
-        ]
         found = {"store": self._copy(Tier.DEVICE, Tier.HOST, self.saved, self.slots)}
-        for tensors in self.tensors:
-            for tensor in tensors.values():
-                tensor.zero_()
+        for tensor in self.tensors:
+            tensor.zero_()
         found["load"] = self._copy(Tier.HOST, Tier.DEVICE, self.slots, self.loaded)
-        for tensors, blocks, pages in zip(self.tensors, self.loaded, wanted, strict=True):
-            for tensor, page in zip(tensors.values(), pages, strict=True):
-                assert torch.equal(tensor[blocks], page), "another page's bytes"
+        for number, (tensor, wanted) in enumerate(zip(self.tensors, self.wanted, strict=True)):
+            assert torch.equal(tensor[self.loaded[number // LAYERS]], wanted), "another page's bytes"
+            tensor[self.saved[number // LAYERS]] = wanted
         return found
 
     def _copy(self, source: Tier, target: Tier, at: Sequence[Sequence[int]], to: Sequence[Sequence[int]]) -> float:
