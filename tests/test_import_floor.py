@@ -119,10 +119,10 @@ INSTALLS = {
 }
 # What a module loaded by an engine finds there.
 ENGINES = {
-    "integrations/vllm.py": {"vllm", "huggingface_hub"},
-    "integrations/vllm_tier.py": {"vllm", "huggingface_hub"},
+    "integrations/vllm.py": {"vllm"},
+    "integrations/vllm_tier.py": {"vllm"},
     "integrations/sglang.py": {"sglang"},
-    "integrations/hicache.py": {"huggingface_hub"},
+    "integrations/checkpoint.py": {"huggingface_hub"},
 }
 INSTALL_OF = {
     "engine": "engine",

@@ -34,7 +34,7 @@ from kvarve.errors import ConfigError
 from kvarve.keys import root_key
 from kvarve.memory.copies import DeviceCopies
 from kvarve.model import BufferSpec, PoolSpec
-from kvarve.prefix_cache import PrefixCache
+from kvarve.scheduler import CacheScheduler
 from kvarve.storage import maintenance
 from kvarve.storage.altered import AlteredStorage
 from kvarve.testing.models import save_checkpoint, tiny_model
@@ -257,7 +257,7 @@ def answers_are_kept_in_every_mode(patch: pytest.MonkeyPatch) -> None:
 
 
 def answers_are_not_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefixCache, "extend", lambda *_: None)
+    patch.setattr(CacheScheduler, "extend", lambda *_: None)
 
 
 LONG = pytest.mark.long  # the others show the same of every step

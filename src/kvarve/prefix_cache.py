@@ -5,25 +5,20 @@ One thread (the engine's) calls it. After each call it hands the scheduler's ord
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from torch import Tensor
-
 from kvarve.config import CacheConfig
-from kvarve.core.cache import Hit
-from kvarve.core.headroom import Demand
 from kvarve.core.lease import Lease
 from kvarve.core.policies import WritePolicy
 from kvarve.core.settings import Counters
-from kvarve.errors import KvarveError
 from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
 from kvarve.ranks.agreement import Agreement, Alone
 from kvarve.scheduler import CacheScheduler, Prompt, Tokens
-from kvarve.storage import Storage, StorageUsage
+from kvarve.storage import Storage
 from kvarve.ticket import Ticket
 from kvarve.transfer.arrivals import Arrival
-from kvarve.worker import CLOSE_S, Attached, CacheWorker, Change
+from kvarve.worker import CLOSE_S, Attached, CacheWorker
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +51,25 @@ class PrefixCache:
         self.worker = CacheWorker(identity, config, device=device, storage=storage, rank=rank, clock=clock)
         attached = self.worker.attached is not None
         self.scheduler = CacheScheduler(identity, config, self.worker.slots, storage=attached, agreement=agreement)
+        # Calls that leave no orders behind, as they are.
+        scheduler, worker = self.scheduler, self.worker
+        self.lookup, self.prompt, self.pages = scheduler.lookup, scheduler.prompt, scheduler.pages
+        self.extend, self.mark, self.keepable = scheduler.extend, scheduler.mark, scheduler.keepable
+        self.block_table, self.shared_prefix = scheduler.block_table, scheduler.shared_prefix
+        self.export, self.check_ticket, self.audit = scheduler.export, scheduler.check_ticket, scheduler.audit
+        self.capacity_tokens, self.demand = scheduler.capacity_tokens, scheduler.demand
+        self.device_state, self.making_room = scheduler.device_state, scheduler.making_room
+        self.copying, self.found = scheduler.copying, scheduler.found
+        self.shape, self.idle, self.dirty = scheduler.shape, scheduler.idle, scheduler.dirty
+        self.arena, self.records, self.wake, self.usage = worker.arena, worker.records, worker.wake, worker.usage
+        self.opened, self.attach, self.detach, self.decline = (
+            worker.opened,
+            worker.attach,
+            worker.detach,
+            worker.decline,
+        )
 
     # --- a request's life
-
-    def lookup(self, tokens: Tokens, salt: str = "") -> Hit:
-        return self.scheduler.lookup(tokens, salt)
-
-    def prompt(self, tokens: Tokens, salt: str = "") -> Prompt:
-        return self.scheduler.prompt(tokens, salt)
 
     def open(
         self,
@@ -87,30 +93,15 @@ class PrefixCache:
         self.scheduler.resumed(lease)
         self._send()
 
-    def extend(self, lease: Lease, tokens: Tokens) -> None:
-        self.scheduler.extend(lease, tokens)
-
-    def pages(self, lease: Lease) -> dict[str, tuple[range, list[int]]]:
-        return self.scheduler.pages(lease)
-
     def reserve(self, lease: Lease, upto: int) -> bool:
         reserved = self.scheduler.reserve(lease, upto)
         self._send()
         return reserved
 
-    def block_table(self, lease: Lease, pool: str, start: int = 0) -> list[int]:
-        return self.scheduler.block_table(lease, pool, start)
-
-    def mark(self, lease: Lease, boundary: int) -> bool:
-        return self.scheduler.mark(lease, boundary)
-
     def short(self, lease: Lease, upto: int) -> bool:
         short = self.scheduler.short(lease, upto)
         self._send()
         return short
-
-    def keepable(self, lease: Lease) -> int:
-        return self.scheduler.keepable(lease)
 
     def grow(self, lease: Lease, upto: int) -> dict[str, dict[int, int]]:
         fresh = self.scheduler.grow(lease, upto)
@@ -125,12 +116,6 @@ class PrefixCache:
         self.scheduler.close(lease)
         self._send()
 
-    def export(self, lease: Lease, until_s: float, prompt: Prompt | None = None) -> Ticket | None:
-        return self.scheduler.export(lease, until_s, prompt)
-
-    def check_ticket(self, ticket: Ticket, prompt: Prompt) -> None:
-        self.scheduler.check_ticket(ticket, prompt)
-
     def load_by_layers(self) -> None:
         """From now on a lease is ready once its pages have been verified, while they are still being copied: the engine
         waits for each layer of `arrivals` before it reads it."""
@@ -139,38 +124,6 @@ class PrefixCache:
     def arrivals(self) -> list[Arrival]:
         """The loads that are still being copied (see `TransferEngine.arrivals`)."""
         return self.worker.transfers.arrivals()
-
-    def arena(self, pool: str) -> Mapping[str, Tensor]:
-        return self.worker.arena(pool)
-
-    def records(self, pool: str, key: bytes) -> list[memoryview]:
-        return self.worker.records(pool, key)
-
-    # --- what admission asks
-
-    def capacity_tokens(self) -> int:
-        return self.scheduler.capacity_tokens()
-
-    def demand(self, asked: Sequence[tuple[Lease, int]]) -> Demand:
-        return self.scheduler.demand(asked)
-
-    def device_state(self) -> tuple[tuple[int, ...], frozenset[int]]:
-        return self.scheduler.device_state()
-
-    def making_room(self) -> bool:
-        return self.scheduler.making_room()
-
-    def copying(self) -> bool:
-        return self.scheduler.copying()
-
-    def found(self, lease: Lease) -> int:
-        return self.scheduler.found(lease)
-
-    def shape(self) -> int:
-        return self.scheduler.shape()
-
-    def shared_prefix(self, ahead: Lease, behind: Lease) -> int:
-        return self.scheduler.shared_prefix(ahead, behind)
 
     # --- time passes
 
@@ -188,18 +141,9 @@ class PrefixCache:
         patience_s = max(LEAST_WAIT_S, self.scheduler.patience_ends() - self._clock())
         return self.worker.wait(min(timeout_s, patience_s)) or patience_s <= timeout_s
 
-    def wake(self) -> None:
-        self.worker.wake()
-
     def now(self) -> float:
         """The time by the cache's clock."""
         return self._clock()
-
-    def idle(self) -> bool:
-        return self.scheduler.idle()
-
-    def dirty(self) -> int:
-        return self.scheduler.dirty()
 
     def settle(self, timeout_s: float = 30.0) -> bool:
         """Step until every copy has ended and every pending backup and store has been made; False if pages are still
@@ -256,26 +200,6 @@ class PrefixCache:
 
     # --- attaching and detaching a storage
 
-    def opened(self, setting: str | Sequence[str], *, prefetch: str | None = None, write: str | None = None) -> Storage:
-        return self.worker.opened(setting, prefetch=prefetch, write=write)
-
-    def attach(
-        self,
-        storage: Storage,
-        *,
-        setting: str | Sequence[str] = (),
-        back_up: bool = False,
-        prefetch: str | None = None,
-        write: str | None = None,
-    ) -> Change:
-        return self.worker.attach(storage, setting=setting, back_up=back_up, prefetch=prefetch, write=write)
-
-    def detach(self) -> Change:
-        return self.worker.detach()
-
-    def decline(self, why: KvarveError) -> Change:
-        return self.worker.decline(why)
-
     @property
     def config(self) -> CacheConfig:
         """The settings now: a change of the storage may bring other policies."""
@@ -302,12 +226,6 @@ class PrefixCache:
     def stats(self) -> dict[str, float]:
         """The figures of the scheduler and of the worker's lanes, by name."""
         return self.scheduler.stats() | self.worker.stats()
-
-    def usage(self) -> StorageUsage | None:
-        return self.worker.usage()
-
-    def audit(self) -> None:
-        self.scheduler.audit()
 
     def _send(self) -> None:
         if orders := self.scheduler.take():

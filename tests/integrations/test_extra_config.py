@@ -1,14 +1,11 @@
-"""Settings of kvarve in an engine's configuration, and which weights the engine serves."""
+"""Settings of kvarve's connector in an engine's configuration."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvarve.errors import ConfigError
 from kvarve.integrations.extra_config import extra_config
-from kvarve.integrations.weights import weights_of
 
 WHERE = "kv_connector_extra_config"
 
@@ -63,48 +60,3 @@ def test_a_setting_that_cannot_work_is_one_clear_error(given: dict[str, Any], to
     with pytest.raises(ConfigError) as error:
         extra_config(given, WHERE)
     assert str(error.value).startswith(f"{WHERE}: ") and told in str(error.value)
-
-
-# --- weights
-
-
-def checkpoint(folder: Path, tensors: dict[str, bytes]) -> Path:
-    entries, at = {}, 0
-    for name, content in tensors.items():
-        entries[name] = {"dtype": "U8", "shape": [len(content)], "data_offsets": [at, at + len(content)]}
-        at += len(content)
-    header = json.dumps(entries).encode()
-    folder.mkdir(exist_ok=True)
-    file = folder / "model.safetensors"
-    file.write_bytes(len(header).to_bytes(8, "little") + header + b"".join(tensors.values()))
-    return folder
-
-
-def test_weights_are_told_apart_by_any_tensor_and_not_by_their_folder(tmp_path: Path) -> None:
-    tensors = {f"layer {at}": bytes([at]) * 10_000 for at in range(5)}
-    one = weights_of(checkpoint(tmp_path / "one", tensors))
-    assert weights_of(checkpoint(tmp_path / "two", tensors)) == one
-    for name in tensors:
-        assert weights_of(checkpoint(tmp_path / "other", tensors | {name: b"x" * 10_000})) != one
-
-
-def test_weights_that_do_not_say_where_their_tensors_are_are_sampled_all_over(tmp_path: Path) -> None:
-    file = tmp_path / "pytorch_model.bin"
-    content = bytearray(b"PK\3\4" * 300_000)
-    file.write_bytes(content)
-    before = weights_of(tmp_path)
-    assert weights_of(file) == before
-    content[:] = bytes(byte ^ 1 for byte in content)
-    file.write_bytes(content)
-    assert weights_of(tmp_path) != before
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff" * 8, (9).to_bytes(8, "little") + b'{"a": 1}}' * 3])
-def test_a_file_that_is_no_safetensors_is_sampled_too(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "model.safetensors").write_bytes(content)
-    assert len(weights_of(tmp_path)) == 64
-
-
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="name them in 'weights'"):
-        weights_of(tmp_path)

@@ -38,16 +38,16 @@ def test_sglangs_own_keys_are_accepted_and_ours_are_read() -> None:
 @pytest.mark.parametrize(
     ("extra", "told"),
     [
-        (None, 'set "storage" to a URL, such as "file:///'),
-        ({}, 'set "storage" to a URL'),
-        ({"storage": []}, "or to a list"),
-        ({"storage": [URL, 3]}, "or to a list"),
-        ({"storage": URL, "dead_line_s": 3}, "unknown key 'dead_line_s'; kvarve knows: storage, deadline_s, model"),
-        ({"storage": URL, "deadline_s": "3"}, "deadline_s is a number of seconds"),
-        ({"storage": URL, "deadline_s": 10}, "below 10, for which SGLang waits"),
-        ({"storage": URL, "deadline_s": True}, "deadline_s is a number"),
-        ({"storage": URL, "weights": 7}, "weights is a string"),
-        ({"storage": URL, "buffer_memory": 7}, "at least 1MiB"),
+        (None, "extra config: 'storage' is missing: give a URL, such as 'file:///"),
+        ({}, "'storage' is missing"),
+        ({"storage": []}, "or a list"),
+        ({"storage": [URL, 3]}, "or a list"),
+        ({"storage": URL, "dead_line_s": 3}, "unknown setting 'dead_line_s'; did you mean 'deadline_s'"),
+        ({"storage": URL, "deadline_s": "3"}, "'deadline_s' is '3'; it has to be a number of seconds"),
+        ({"storage": URL, "deadline_s": 10}, "above 0 and below 10"),
+        ({"storage": URL, "deadline_s": True}, "'deadline_s' is True"),
+        ({"storage": URL, "weights": 7}, "'weights' is 7; it has to be a text"),
+        ({"storage": URL, "buffer_memory": 7}, "at least 1 MiB"),
         ({"storage": URL, "buffer_memory": "many"}, "many"),
     ],
 )
@@ -140,7 +140,7 @@ def test_weights_that_are_not_on_this_machine_are_an_error_that_says_what_to_set
     with pytest.raises(ConfigError, match="no weights"):
         checkpoint(str(tmp_path))
     for model in (str(tmp_path / "none"), "dummy", "no-such/model-here"):
-        with pytest.raises(ConfigError, match='set "weights" to a name that changes whenever they do'):
+        with pytest.raises(ConfigError, match='set "weights" to a text that changes whenever they do'):
             checkpoint(model)
 
 

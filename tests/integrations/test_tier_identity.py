@@ -128,8 +128,22 @@ def test_weights_that_lie_nowhere_have_to_be_named() -> None:
 
 def test_random_weights_are_told_apart_by_their_seed() -> None:
     one, two = (configs(load_config__load_format="dummy", model_config__seed=seed) for seed in (1, 2))
-    assert weights_of(one, "", lambda *_, **__: "") == "dummy"
-    assert model_fields(one) != model_fields(two)
+    assert weights_of(one, "") != weights_of(two, "")
+
+
+def test_a_draft_model_s_weights_count_once_and_too(tmp_path: Path) -> None:
+    for name in ("model", "draft"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(name.encode() * 9)
+    alone = configs(model_config__model=str(tmp_path / "model"))
+    own, others = (
+        configs(
+            model_config__model=str(tmp_path / "model"),
+            speculative_config=Config(draft_model_config=Config(model=str(tmp_path / it), revision=None)),
+        )
+        for it in ("model", "draft")
+    )
+    assert weights_of(alone, "") == weights_of(own, "") != weights_of(others, "")
 
 
 def test_any_value_becomes_plain_and_without_addresses() -> None:

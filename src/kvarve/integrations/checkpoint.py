@@ -1,5 +1,5 @@
-"""Which weights lie in a folder? A fingerprint of files that an engine has loaded, for pages of an engine whose process
-that decides has no weights in memory.
+"""Which weights does an engine serve? A fingerprint of the files that it has loaded, as the process that decides has no
+weights in memory.
 
 By default a sample is read. Of each safetensors file it has the header, with every tensor's name, type, shape and
 place, and up to a block from the middle of every tensor; of any other file its size and a block of every `_STEP_BYTES`.
@@ -10,8 +10,9 @@ Another training, another quantisation and another tensor differ in it; an edit 
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -22,6 +23,36 @@ _BLOCK_BYTES = 4096
 _STEP_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 24
 _HEADER_MOST = 100_000_000  # bytes of a safetensors header, by its format
+
+
+Find = Callable[..., str]  # as `huggingface_hub.snapshot_download`
+
+
+def in_hub_cache(name: str, **more: object) -> str:
+    """The folder of a model of the Hugging Face hub in the local cache. OSError or ValueError: it is not there."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise OSError("huggingface_hub is not installed") from error
+    return str(snapshot_download(name, **more))
+
+
+def local_files(
+    model: str, revision: str | None = None, cache_dir: str | None = None, find: Find = in_hub_cache
+) -> Path:
+    """Where a model's files lie: `model` itself if it is a path, else its snapshot in the local cache of the hub.
+
+    ConfigError: they are not on this machine.
+    """
+    if (place := Path(model)).exists():
+        return place
+    try:
+        return Path(find(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
+    except (OSError, ValueError) as error:  # not in the cache, or no name of a model
+        raise ConfigError(
+            f"the weights of {model!r} are neither in a folder nor in the local cache of Hugging Face "
+            f'({type(error).__name__}): set "weights" to a text that changes whenever they do'
+        ) from None
 
 
 def weights_fingerprint(folder: Path, *, whole: bool = False) -> str:
@@ -69,12 +100,20 @@ def _pieces(file: int, file_bytes: int) -> Iterator[tuple[int, int]]:
         if header_bytes > min(_HEADER_MOST, file_bytes):
             raise ValueError
         tensors = json.loads(os.pread(file, header_bytes, 8))
-        places = sorted(tuple(map(int, each["data_offsets"])) for name, each in tensors.items() if name[:2] != "__")
+        places = sorted(_span(each, file_bytes - begin) for name, each in tensors.items() if name != "__metadata__")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # no safetensors
         yield from ((at, _BLOCK_BYTES) for at in range(0, file_bytes, _STEP_BYTES))
         yield max(0, file_bytes - _BLOCK_BYTES), _BLOCK_BYTES
         return
     yield 0, begin
-    for first, last, *_ in places:
+    for first, last in places:
         at = first + max(0, last - first - _BLOCK_BYTES) // 2
-        yield begin + at, max(0, min(_BLOCK_BYTES, last - at))
+        yield begin + at, min(_BLOCK_BYTES, last - at)
+
+
+def _span(tensor: Any, most: int) -> tuple[int, int]:
+    """Where a tensor begins and ends. ValueError: not within the file."""
+    first, last = tensor["data_offsets"]
+    if not isinstance(first, int) or not isinstance(last, int) or not 0 <= first <= last <= most:
+        raise ValueError
+    return first, last

@@ -9,7 +9,6 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,11 +17,11 @@ from torch import Tensor
 
 from kvarve import boundaries
 from kvarve.errors import ConfigError
+from kvarve.integrations.checkpoint import local_files, weights_fingerprint
+from kvarve.integrations.given import Given
 from kvarve.integrations.objects import Kind, Objects
-from kvarve.integrations.weights import weights_of
 from kvarve.keys import KEY_BYTES
 from kvarve.memory.record import FORMAT
-from kvarve.sizes import parse_size
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +45,7 @@ SGLANGS = frozenset(
     }
 )
 
+DETACH_S = 10  # for which SGLang waits as it detaches a storage
 PIECES_MOST = 8  # of a page that is copied piece by piece; of more, SGLang makes a flat page
 
 
@@ -59,11 +59,12 @@ class Settings:
     storage: tuple[str, ...]
     """A storage URL, or a list of them: tiers, nearest first."""
     deadline_s: float = 5.0
-    """Longest time that a call of SGLang waits for the storage. Below 10 s, for which SGLang waits as it detaches."""
+    """Longest time that a call of SGLang waits for the storage. Below `DETACH_S`."""
     model: str = ""
     """The name of the model in the identity of its pages. Default: the path that SGLang loads it from."""
     weights: str = ""
-    """A name for the weights, which has to change whenever they do. Default: a fingerprint of their files."""
+    """A name for the weights, which has to change whenever they do. Default: a fingerprint of a sample of their files;
+    "read": of all bytes."""
     numerics: str = ""
     """A name for all else that changes a page's last bits. Default: versions, device and kernels, as SGLang tells."""
     buffer_memory: int = 96 << 20
@@ -72,35 +73,16 @@ class Settings:
     @classmethod
     def read(cls, extra_config: Mapping[str, Any] | None) -> "Settings":
         """ConfigError, which says what to do, for a key that is neither ours nor SGLang's, or a wrong value."""
-        given = {key: value for key, value in (extra_config or {}).items() if key not in SGLANGS}
-        known = [*cls.__dataclass_fields__]
-        for key in given:
-            if key not in known:
-                raise ConfigError(f"extra config: unknown key {key!r}; kvarve knows: {', '.join(known)}")
-        storage = given.get("storage")
-        urls = [storage] if isinstance(storage, str) else storage
-        if not isinstance(urls, list) or not urls or not all(isinstance(url, str) and url for url in urls):
-            raise ConfigError(
-                'extra config: set "storage" to a URL, such as "file:///var/kvarve?capacity=100GiB", or to a list of '
-                f"them for tiers, nearest first; not {storage!r}"
-            )
-        deadline_s = given.get("deadline_s", cls.deadline_s)
-        if isinstance(deadline_s, bool) or not isinstance(deadline_s, (int, float)) or not 0 < deadline_s < 10:
-            raise ConfigError(
-                f"extra config: deadline_s is a number of seconds above 0 and below 10, for which SGLang waits when it "
-                f"detaches; not {deadline_s!r}"
-            )
-        words = {key: given.get(key, "") for key in ("model", "weights", "numerics")}
-        for key, value in words.items():
-            if not isinstance(value, str):
-                raise ConfigError(f"extra config: {key} is a string, not {value!r}")
-        memory = given.get("buffer_memory", cls.buffer_memory)
-        memory = parse_size(memory) if isinstance(memory, str) else memory
-        if isinstance(memory, bool) or not isinstance(memory, int) or memory < 1 << 20:
-            raise ConfigError(
-                f'extra config: buffer_memory is a size of at least 1MiB, such as "96MiB"; not {memory!r}'
-            )
-        return cls(tuple(urls), float(deadline_s), **words, buffer_memory=memory)
+        given = Given("extra config", {key: value for key, value in (extra_config or {}).items() if key not in SGLANGS})
+        given.check_keys([*cls.__dataclass_fields__])
+        return cls(
+            given.needed_storage(),
+            given.seconds("deadline_s", cls.deadline_s, below=DETACH_S),
+            given.text("model"),
+            given.text("weights"),
+            given.text("numerics"),
+            given.size("buffer_memory", cls.buffer_memory, least=1 << 20),
+        )
 
 
 # --- identity and names
@@ -158,34 +140,15 @@ def page_key(key: str) -> bytes:
     return hashlib.sha256(b"kvarve-hicache-key" + key.encode()).digest()
 
 
-def checkpoint(model: str, revision: str | None = None) -> str:
+def checkpoint(model: str, revision: str | None = None, *, whole: bool = False) -> str:
     """A fingerprint of the config and weights of a folder, or of a model in the local cache of Hugging Face.
 
     ConfigError: they are not on this machine.
     """
-    folder = Path(model) if Path(model).is_dir() else _cached(model, revision)
+    folder = local_files(model, revision)
     config = folder / "config.json"
     read = config.read_bytes() if config.is_file() else b""
-    return hashlib.sha256(read + weights_of(folder).encode()).hexdigest()
-
-
-def _cached(model: str, revision: str | None) -> Path:
-    try:
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            found = try_to_load_from_cache(model, "config.json", revision=revision)
-        except HFValidationError:
-            found = None
-    except ImportError:
-        found = None
-    if not isinstance(found, str):
-        raise ConfigError(
-            f"the weights of {model!r} cannot be identified: it is neither a folder nor in the local cache of Hugging "
-            f'Face; set "weights" to a name that changes whenever they do'
-        )
-    return Path(found).parent
+    return hashlib.sha256(read + weights_fingerprint(folder, whole=whole).encode()).hexdigest()
 
 
 # --- the pages of a host pool, as bytes

@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.runtime_context import get_server_args, get_serving
 
+from kvarve.integrations.given import READ_ALL
 from kvarve.integrations.hicache import (
     KV,
     Asked,
@@ -267,11 +268,12 @@ def _identity(settings: Settings, model_name: str | None, ranks: Ranks) -> Ident
     path = str(getattr(args, "model_path", None) or model_name or "")
     model = settings.model or path
     weights = settings.weights
-    if not weights:
-        weights = checkpoint(path, getattr(args, "revision", None))
+    if weights in ("", READ_ALL):
+        whole = weights == READ_ALL
+        weights = checkpoint(path, getattr(args, "revision", None), whole=whole)
         draft = getattr(args, "speculative_draft_model_path", None)
         if draft and draft != path:
-            weights += checkpoint(draft, getattr(args, "speculative_draft_model_revision", None))
+            weights += checkpoint(draft, getattr(args, "speculative_draft_model_revision", None), whole=whole)
     version = _weight_version()
     if version not in (None, "default"):
         weights += f" version {version}"

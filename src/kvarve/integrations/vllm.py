@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -41,9 +40,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvarve.core.effects import Copy, Ended
 from kvarve.engine.identity import config_digest, numerics
 from kvarve.errors import ConfigError
+from kvarve.integrations.checkpoint import local_files, weights_fingerprint
 from kvarve.integrations.extra_config import extra_config
 from kvarve.integrations.plan import BlockPlanner, Group, Offer, Plan, Scheduled, Stored, lookback_of
-from kvarve.integrations.weights import weights_of
+from kvarve.integrations.vllm_identity import weights_of
 from kvarve.memory.engine_arena import EngineArena, block_bytes, pool_of
 from kvarve.messages import Report
 from kvarve.model import LAYOUT_FORMAT, ModelIdentity, Tier
@@ -236,7 +236,7 @@ class SchedulerSide:
     def ask(self, request: Any, computed: int) -> int | None:
         adapter = request.lora_request
         # vLLM's hashes name an adapter, which another server may have loaded from elsewhere.
-        salt = "" if adapter is None else f"adapter {weights_of(Path(adapter.lora_path))}"
+        salt = "" if adapter is None else f"adapter {weights_fingerprint(local_files(adapter.lora_path))}"
         read = not request.skip_reading_prefix_cache
         return self.planner.ask(request, computed, time.monotonic(), read, salt)
 
@@ -434,19 +434,16 @@ def identity_of(
     tell them apart either.
     """
     model, speculative = config.model_config, config.speculative_config
-    parts = [weights or _weights(config, model.model, model.revision)]
-    if speculative is not None:
-        draft = speculative.draft_model_config
-        parts.append(f"{speculative.method} {speculative.model and _weights(config, draft.model, draft.revision)}")
     choices = [
         f"vllm {VLLM_VERSION}",
         f"attention {getattr(config, 'attention_config', None)}",
         f"eager {model.enforce_eager}",
         f"hashes {config.cache_config.prefix_caching_hash_algo}",
+        f"draft {speculative.method if speculative is not None else ''}",
     ]
     return ModelIdentity(
         architecture=" ".join(model.architectures),
-        weights=" ".join(parts),
+        weights=weights_of(config, weights),
         dtype=str(model.dtype).removeprefix("torch."),
         page_tokens=page_tokens,
         chunk_tokens=page_tokens,
@@ -456,19 +453,6 @@ def identity_of(
         quantisation=f"{model.quantization or ''} {config.cache_config.cache_dtype}".strip(),
         numerics=numerics([device], choices),
     )
-
-
-def _weights(config: "VllmConfig", model: str, revision: str | None) -> str:
-    if config.load_config.load_format == "dummy":
-        return f"dummy, seed {config.model_config.seed}"
-    if Path(model).exists():
-        return weights_of(Path(model))
-    try:
-        from huggingface_hub import snapshot_download
-
-        return weights_of(Path(snapshot_download(model, revision=revision, local_files_only=True)))
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"{model}: its weights are not on this machine ({e}): name them in 'weights'") from None
 
 
 def _layout(spec: Any, tensors: Mapping[str, torch.Tensor]) -> str:

@@ -6,14 +6,12 @@ engines share needs all of this in its namespace. A needless difference costs mi
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
-from kvarve.errors import ConfigError
-from kvarve.integrations.checkpoint import weights_fingerprint
-from kvarve.integrations.tier_settings import READ_ALL
+from kvarve.integrations.checkpoint import Find, in_hub_cache, local_files, weights_fingerprint
+from kvarve.integrations.given import READ_ALL
 
 # Fields of a model's config for its name and its writer.
 _NOT_OWN = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
@@ -48,8 +46,6 @@ def model_fields(vllm_config: Any) -> Fields:
     }
     if "longrope" in json.dumps(config):  # its factors are chosen by the longest context
         fields["max_model_len"] = model.max_model_len
-    if vllm_config.load_config.load_format == "dummy":
-        fields["seed"] = model.seed
     return {name: plain(value) for name, value in fields.items()}
 
 
@@ -59,30 +55,20 @@ def groups_fields(kv_cache_config: Any) -> Fields:
     return {"groups": groups}
 
 
-def weights_of(vllm_config: Any, setting: str, snapshot: Callable[..., str]) -> str:
-    """What tells the weights apart: the operator's name for them, or a fingerprint of their files.
+def weights_of(vllm_config: Any, setting: str, find: Find = in_hub_cache) -> str:
+    """What tells the weights apart, a draft model's too: the operator's name for them, or a fingerprint of their files.
 
-    `snapshot` finds the folder of a model of the Hugging Face hub in the local cache, as
-    `huggingface_hub.snapshot_download` does. ConfigError: the weights are in no folder, and the operator has to name
-    them.
+    ConfigError: the weights are not on this machine, and the operator has to name them.
     """
     if setting not in ("", READ_ALL):
         return f"named {setting}"
     model, load = vllm_config.model_config, vllm_config.load_config
     if load.load_format == "dummy":
-        return "dummy"
-    place = Path(model.model)
-    if not place.exists():
-        try:
-            place = Path(
-                snapshot(model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True)
-            )
-        except (OSError, ValueError) as error:  # not in the cache, or no name of a model
-            raise ConfigError(
-                f'the weights of {model.model} are in no local folder: set "weights" of the tier to a text that tells '
-                f"them apart, such as a commit or a date ({type(error).__name__})"
-            ) from None
-    return weights_fingerprint(place, whole=setting == READ_ALL)
+        return f"dummy, seed {model.seed}"
+    drafts = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    models = [model] if drafts is None or drafts.model == model.model else [model, drafts]
+    folders = [local_files(each.model, each.revision, load.download_dir, find) for each in models]
+    return " ".join(weights_fingerprint(folder, whole=setting == READ_ALL) for folder in folders)
 
 
 def plain(value: Any) -> object:

@@ -217,7 +217,7 @@ def _identity(spec: Any, settings: TierSettings, row_bytes: int) -> Fields:
     if kv_cache_config is not None:
         fields["specs"] = groups_fields(kv_cache_config)
     fields["model"] = model_fields(vllm_config)
-    fields["weights"] = weights_of(vllm_config, settings.weights, _snapshot)
+    fields["weights"] = weights_of(vllm_config, settings.weights)
     return {name: plain(value) for name, value in fields.items()}
 
 
@@ -242,9 +242,3 @@ def _device() -> str:
         return str(current_platform.get_device_name())
     except Exception:  # noqa: BLE001  of any platform and its driver: some do not know
         return ""
-
-
-def _snapshot(*args: Any, **more: Any) -> str:
-    from huggingface_hub import snapshot_download
-
-    return str(snapshot_download(*args, **more))
