@@ -206,7 +206,7 @@ def main() -> int:
             asked = vllm.QUICK if quick else vllm.Size()
             rows, found = vllm.cost(python, folder, asked)
             ratios |= found
-            tables[f"A hybrid of 0.1B in vLLM, {vllm.PROMPT_TOKENS} tokens; median of {asked.pairs} pairs"] = rows
+            tables[f"A hybrid of 0.1B in vLLM, {asked.prompt_tokens} tokens; median of {asked.pairs} pairs"] = rows
             single, many, found = vllm.kept(python, folder, asked)
             ratios |= found
             tables["Tokens that are not computed of a prompt that the device has forgotten (1,000 are kept)"] = single

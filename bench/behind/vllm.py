@@ -18,24 +18,27 @@ from common import watched
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 MIB = 1 << 20
-PROMPT_TOKENS, ANSWER_TOKENS, SMALLEST_VOCABULARY = 2000, 32, 512
+ANSWER_TOKENS, VOCABULARY = 32, 512  # the smallest of the vocabularies
 TALKING = 4  # requests at once
-# By model: blocks of the engine's own cache, for about eight prompts, and the models that vLLM itself offloads.
-FAMILIES = {"gemma3": 400, "qwen3_5": 100, "gpt_oss": 300, "qwen3_next": 100}
+# By model: blocks of the engine's own cache, which hold some eight prompts.
+FAMILIES = {"gemma3": 250, "qwen3_5": 80, "gpt_oss": 250, "qwen3_next": 80}
 SIDES = {"connector": "kvarve's connector", "tiering": "vLLM's tiering"}
 
 
 @dataclass(frozen=True)
 class Size:
+    prompt_tokens: int = 2000
     pairs: int = 10  # of cold prompts, with and without the connector
     hits: int = 5  # prompts that are computed, and then come from the host and from storage
     talks: int = 200
     compared: tuple[str, ...] = ("gemma3", "qwen3_5")  # with conversations
     shaped: tuple[str, ...] = ("gemma3", "gpt_oss", "qwen3_5", "qwen3_next")  # with one prompt
-    host_bytes: tuple[int, ...] = (24 * MIB, 96 * MIB)
+    host_bytes: tuple[int, ...] = (32 * MIB, 128 * MIB)
 
 
-QUICK = Size(pairs=2, hits=1, talks=8, compared=("gemma3",), shaped=("gemma3",), host_bytes=(24 * MIB,))
+QUICK = Size(
+    prompt_tokens=800, pairs=1, hits=1, talks=8, compared=("gemma3",), shaped=("gemma3",), host_bytes=(24 * MIB,)
+)
 
 
 class Engine:
@@ -79,9 +82,8 @@ class Engine:
 
 @contextmanager
 def started(python: Path, folder: Path, model: str, side: str, **settings: Any) -> Iterator[Engine]:
-    # One core is left to what runs beside the model, as vLLM advises.
-    threads = max(1, len(os.sched_getaffinity(0)) - 1)
-    engine = Engine(python, folder, model=model, side=side, threads=threads, **settings)
+    # The model computes on every core: whatever runs beside it takes from it.
+    engine = Engine(python, folder, model=model, side=side, threads=len(os.sched_getaffinity(0)), **settings)
     try:
         yield engine
         engine.call("end")
@@ -89,15 +91,15 @@ def started(python: Path, folder: Path, model: str, side: str, **settings: Any) 
         engine.end()
 
 
-def prompt(dice: random.Random, tokens: int, vocabulary: int = SMALLEST_VOCABULARY) -> list[int]:
-    return [dice.randrange(3, vocabulary) for _ in range(tokens)]
+def prompt(dice: random.Random, tokens: int) -> list[int]:
+    return [dice.randrange(3, VOCABULARY) for _ in range(tokens)]
 
 
 # --- one request at a time
 
 
 def cost(python: Path, folder: Path, size: Size) -> tuple[list[dict[str, object]], dict[str, float]]:
-    """Prompts of 2,000 tokens: cold, in turns in engines with and without the connector; from host and storage."""
+    """Single prompts: cold, in turns in engines with and without the connector; from host and storage."""
     dice, model = random.Random(11), "hybrid_100m"
     storage = f"file://{folder / 'pages'}?capacity=2GiB"
     step = {"max_num_batched_tokens": 2048}
@@ -115,7 +117,7 @@ def cost(python: Path, folder: Path, size: Size) -> tuple[list[dict[str, object]
             return {**found, "drained_s": engine.call("drain")}
 
         for number in watched(range(size.pairs + 1), "cold pair", size.pairs + 1):
-            given = prompt(dice, PROMPT_TOKENS, 8192)
+            given = prompt(dice, size.prompt_tokens)
             pair = [(plain, off), (ours, on)]
             for engine, into in pair if number % 2 else pair[::-1]:
                 found = ask(engine, given)
@@ -123,12 +125,12 @@ def cost(python: Path, folder: Path, size: Size) -> tuple[list[dict[str, object]
                 if number:  # the first only warms up
                     into.append(found)
         for _ in watched(range(size.hits), "hit", size.hits):
-            given = prompt(dice, PROMPT_TOKENS, 8192)
+            given = prompt(dice, size.prompt_tokens)
             cold.append(ask(ours, given)["first_s"])
             for place, empty in (("host", "reset"), ("storage", "empty_host")):
                 ours.call(empty)
                 hits[place].append(ask(ours, given))
-                assert hits[place][-1]["cached"] > PROMPT_TOKENS / 2, f"nothing came from {place}"
+                assert hits[place][-1]["cached"] > size.prompt_tokens / 2, f"nothing came from {place}"
     rows: list[dict[str, object]] = [
         {
             "what": what,
@@ -176,7 +178,7 @@ def talks(count: int) -> tuple[list[list[list[int]]], list[list[int]]]:
     systems = [prompt(dice, dice.randrange(300, 900)) for _ in range(10)]
     messages = []
     for _ in range(count):
-        turns = [prompt(dice, dice.randrange(40, 400)) for _ in range(dice.randrange(1, 6))]
+        turns = [prompt(dice, dice.randrange(40, 300)) for _ in range(dice.randrange(1, 5))]
         messages.append([dice.choice(systems) + turns[0], *turns[1:]])
     waiting, batches = [*range(count)][::-1], []
     left = {talk: len(turns) for talk, turns in enumerate(messages)}

@@ -31,19 +31,18 @@ from tiny_models import MODELS, made  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
 
-# 103 million parameters in the proportions of Qwen3.5: three linear layers, with heads of 128, to one of attention.
+# 109 million parameters: three linear layers, with heads of 128, to one of attention, as in Qwen3.5.
 MODELS["hybrid_100m"] = (
     "qwen3_5_text",
     {
-        "vocab_size": 8192,
-        "hidden_size": 768,
-        "intermediate_size": 2048,
+        "vocab_size": 32768,
+        "hidden_size": 640,
+        "intermediate_size": 1536,
         "num_hidden_layers": 12,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 256,
         "initializer_range": 0.02,
-        "tie_word_embeddings": True,
         "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
