@@ -1,16 +1,28 @@
-"""What does kvarve cost behind another engine?
+"""What does kvarve cost behind another engine, and what does it bring?
 
-    .venv/bin/python bench/engines.py [--quick] [--json FILE] [--dir FOLDER]
+    .venv/bin/python bench/engines.py [--quick] [--json FILE] [--dir FOLDER] [--vllm-python PYTHON]
 
-The tier below vLLM's host memory, without vLLM: jobs of chunks as vLLM sends them, from and into rows of shared memory,
-through the index, the lanes, the breaker, the file store and the checks. The limit of this run, in turns with it, is
-the better of one thread and eight that move the same bytes between the same rows and one file that has been written
-before, past the page cache (direct I/O), without checks and syncs. `file_put_over_raw`: until every job has ended, so
-until all is durable; `file_get_over_raw`: until every row has its bytes, after their check. Each is the median of the
-ratios of the rounds, for the disk of a virtual machine is at times three times as fast as at others.
+**The tier below vLLM's host memory**, without vLLM: jobs of chunks as vLLM sends them, from and into rows of shared
+memory, through the index, the lanes, the breaker, the file store and the checks. The limit of this run, in turns with
+it, is the better of one thread and eight that move the same bytes between the same rows and one file that has been
+written before, past the page cache (direct I/O), without checks and syncs. `file_put_over_raw`: until every job has
+ended, so until all is durable; `file_get_over_raw`: until every row has its bytes, after their check. Each is the
+median of the ratios of the rounds, for the disk of a virtual machine is at times three times as fast as at others.
+
+**Copies of the connector** between an engine's blocks and host memory, without vLLM (`behind/copies.py`):
+`store_over_memcpy`, `load_over_memcpy`.
+
+**The connector in vLLM** on a CPU (`behind/vllm.py`), by the Python of `--vllm-python`, of KVARVE_VLLM_PYTHON, or of
+.venv-vllm, which `make test-engines` sets up; left out where there is none. A hybrid of 0.1 billion random parameters
+in bfloat16, prompts of 2,000 tokens, one at a time: `external_hit_ttft`, until the first token when the device has
+forgotten the prompt and host memory has it, over that of the same prompt cold; `cold_on_over_off`, until the last of
+32 tokens of prompts that are never hit, with host memory and a file storage behind the engine over without, the median
+of pairs in turns. `hit_tokens_over_tiering`: 200 conversations with tiny models, prompt tokens that were not computed,
+over those with vLLM's own tiering with the same memory; the lowest of the models and sizes of memory.
 """
 
 import mmap
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +32,7 @@ from statistics import median
 
 import numpy as np
 
+from behind import copies, vllm
 from common import arguments, machine, show, watched, write_json
 from kvarve.integrations.chunks import ChunkStore, namespace_of
 from kvarve.storage import Breaker, FileStorage
@@ -157,17 +170,52 @@ def tier_rows(rounds: Sequence[dict[str, Taken]], size: Size) -> list[dict[str, 
     ]
 
 
+def vllm_python(given: Path | None) -> Path | None:
+    """The Python that has vLLM, or nothing if there is none where it is looked for."""
+    if given is not None:
+        if not given.exists():
+            raise SystemExit(f"--vllm-python: there is no {given}")
+        return given
+    usual = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
+    found = Path(os.environ.get("KVARVE_VLLM_PYTHON", usual))
+    if not found.exists():
+        print(f"Left out: what needs vLLM, for there is no {found}; make test-engines sets it up.")
+        return None
+    return found
+
+
 def main() -> int:
-    parser = arguments("What does kvarve cost behind another engine?")
+    parser = arguments("What does kvarve cost behind another engine, and what does it bring?")
     parser.add_argument("--dir", type=Path, metavar="FOLDER", help="where the files are written; a temporary folder")
+    parser.add_argument("--vllm-python", type=Path, metavar="PYTHON", help="of the environment that has vLLM")
     args = parser.parse_args()
-    size, about = QUICK if args.quick else Size(), machine()
+    quick, about, python = args.quick, machine(), vllm_python(args.vllm_python)
+    size = QUICK if quick else Size()
+    tables: dict[str, list[dict[str, object]]] = {}
     with tempfile.TemporaryDirectory(prefix="kvarve-bench-", dir=args.dir) as name:
-        rounds = [*tier_rounds(Path(name), size)]
-    rows, ratios = tier_rows(rounds, size), tier_ratios(rounds)
-    show(f"vLLM's tier, {size.chunks} chunks of {size.row_bytes // MIB} MiB; best of {size.rounds}", rows)
+        folder = Path(name)
+        rounds = [*tier_rounds(folder, size)]
+        ratios = tier_ratios(rounds)
+        title = f"vLLM's tier, {size.chunks} chunks of {size.row_bytes // MIB} MiB; best of {size.rounds}"
+        tables[title] = tier_rows(rounds, size)
+        copied = copies.QUICK if quick else copies.Size()
+        rows, found = copies.measure(copied)
+        ratios |= found
+        tables[f"Copies of {copied.payload_bytes // MIB} MiB; best of {copied.rounds}"] = rows
+        if python is not None:
+            asked = vllm.QUICK if quick else vllm.Size()
+            rows, found = vllm.cost(python, folder, asked)
+            ratios |= found
+            tables[f"A hybrid of 0.1B in vLLM, {asked.prompt_tokens} tokens; median of {asked.pairs} pairs"] = rows
+            single, many, found = vllm.kept(python, folder, asked)
+            ratios |= found
+            tables["Tokens that are not computed of a prompt that the device has forgotten (1,000 are kept)"] = single
+            tables[f"{asked.talks} conversations"] = many
+    for title, rows in tables.items():
+        show(title, rows)
     for ratio, value in ratios.items():
         print(f"{ratio}: {value:.3f}")
+    rows = [{"table": title} | row for title, table in tables.items() for row in table]
     write_json(args.json, {"machine": about, "rows": rows, "ratios": ratios})
     return 0
 
