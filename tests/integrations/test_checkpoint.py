@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import kvarve.integrations.checkpoint
 from kvarve.errors import ConfigError
-from kvarve.integrations.checkpoint import local_files, weights_fingerprint
+from kvarve.integrations.checkpoint import Adapters, local_files, weights_fingerprint
 
 
 def saved(folder: Path, **tensors: torch.Tensor) -> Path:
@@ -85,3 +86,42 @@ def test_files_lie_where_the_model_is_or_in_the_hub_s_cache(tmp_path: Path) -> N
 def test_a_model_that_is_nowhere_asks_for_a_name_of_its_weights(model: str) -> None:
     with pytest.raises(ConfigError, match='set "weights"'):
         local_files(model or "nothing there")
+
+
+# --- adapters
+
+
+def an_adapter(folder: Path, content: bytes) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_model.bin").write_bytes(content)
+    return str(folder)
+
+
+def not_there(*_: object, **__: object) -> str:
+    raise OSError("offline")
+
+
+def test_adapters_of_equal_files_have_one_salt_wherever_they_lie(tmp_path: Path) -> None:
+    one, other = (an_adapter(tmp_path / name, b"weights") for name in ("one", "other"))
+    assert Adapters(not_there).salt(one) == Adapters(not_there).salt(other)
+    assert Adapters(not_there).salt(an_adapter(tmp_path / "third", b"more weights")) != Adapters(not_there).salt(one)
+
+
+def test_an_adapter_whose_files_are_replaced_in_place_has_another_salt(tmp_path: Path) -> None:
+    adapters, path = Adapters(not_there), an_adapter(tmp_path / "one", b"weights")
+    first = adapters.salt(path)
+    an_adapter(tmp_path / "one", b"others!!")
+    assert adapters.salt(path) != first
+
+
+def test_the_files_of_an_adapter_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's scheduler asks several times for each request."""
+    adapters, path = Adapters(not_there), an_adapter(tmp_path / "one", b"weights")
+    first = adapters.salt(path)
+    monkeypatch.setattr(kvarve.integrations.checkpoint, "weights_fingerprint", lambda _: pytest.fail("read again"))
+    assert adapters.salt(path) == first
+
+
+def test_an_adapter_that_cannot_be_read_ends_no_engine_and_shares_no_page() -> None:
+    one, other = Adapters(not_there), Adapters(not_there)
+    assert one.salt("/no/such/adapter") == one.salt("/no/such/adapter") != other.salt("/no/such/adapter")

@@ -9,6 +9,7 @@ Another training, another quantisation and another tensor differ in it; an edit 
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 import xxhash
 
 from kvarve.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _BLOCK_BYTES = 4096
@@ -55,13 +58,39 @@ def local_files(
         ) from None
 
 
+class Adapters:
+    """Salts for the adapters of requests: the engine's hashes name an adapter, and not its weights."""
+
+    def __init__(self, find: Find = in_hub_cache) -> None:
+        self._find = find
+        self._known: dict[str, tuple[list[tuple[str, int, int]], str]] = {}  # by path: its files, and the salt
+
+    def salt(self, path: str) -> str:
+        """A text that changes with the adapter's files, which are read only when one of them has changed. If they
+        cannot be read it is a random one, so that no other engine shares the adapter's pages."""
+        try:
+            folder = local_files(path, find=self._find)
+            files = [(str(file), (now := file.stat()).st_size, now.st_mtime_ns) for file in _files(folder)]
+        except (ConfigError, OSError):
+            folder, files = Path(path), []
+        if (known := self._known.get(path)) is not None and known[0] == files:
+            return known[1]
+        try:
+            salt = f"adapter {weights_fingerprint(folder)}"
+        except ConfigError as error:
+            log.warning("adapter %s: %s; no other engine finds its pages", path, error)
+            salt = f"adapter unread {os.urandom(16).hex()}"
+        self._known[path] = files, salt
+        return salt
+
+
 def weights_fingerprint(folder: Path, *, whole: bool = False) -> str:
     """A fingerprint of all files with weights in `folder`, or of `folder` itself if it is one such file.
 
     ConfigError: there are none, or one cannot be read.
     """
     try:
-        files = [folder] if folder.is_file() else sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
+        files = _files(folder)
         digest = hashlib.sha256(b"whole" if whole else b"sample")
         for path in files:
             digest.update(f"{path.name} {path.stat().st_size} ".encode())
@@ -71,6 +100,10 @@ def weights_fingerprint(folder: Path, *, whole: bool = False) -> str:
     if not files:
         raise ConfigError(f'{folder} has no weights that tell it apart: name them in "weights"')
     return digest.hexdigest()
+
+
+def _files(folder: Path) -> list[Path]:
+    return [folder] if folder.is_file() else sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
 
 
 def _whole(path: Path) -> bytes:

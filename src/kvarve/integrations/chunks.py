@@ -43,7 +43,7 @@ _READ_BYTES = 16 << 20  # of one call, unless a single record is larger
 _HOUSEKEEPING_S = 10.0
 _KNOWN_MOST = 1 << 17  # chunks known to be in storage
 _FAILED_MOST = 1 << 16
-_STORING_SHARE = 4  # at most one row in so many waits for its store, unless a single job has more
+_STORING_SHARE = 4  # at most one row in four waits for its store, unless a single job has more
 _LEAD = bytes(BLOCK_BYTES - HEADER_BYTES)  # of the payload, so that the row begins at a block
 
 
@@ -57,7 +57,7 @@ class Found(Enum):
 
 @dataclass(frozen=True)
 class JobEnded:
-    """A job that has ended, and the fate of each of its chunks. `seconds` since it was sent."""
+    """A job that has ended, and which of its chunks are in place. `seconds` since it was sent."""
 
     job: int
     storing: bool
@@ -237,7 +237,7 @@ class ChunkStore:
         self._start(sent, missing[:room], TOGETHER)
 
     def load(self, job: int, keys: Collection[bytes], rows: Sequence[int]) -> None:
-        """Load chunks into these rows, which nobody else touches until the job has ended."""
+        """Load chunks into these rows, which the engine leaves alone until the job has ended."""
         sent = _Job(job, False, tuple(keys), self._clock())
         wanted = [*zip(sent.keys, rows, strict=True)]
         if not self._storage.up:

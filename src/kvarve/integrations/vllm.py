@@ -40,7 +40,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvarve.core.effects import Copy, Ended
 from kvarve.engine.identity import config_digest, numerics
 from kvarve.errors import ConfigError
-from kvarve.integrations.checkpoint import local_files, weights_fingerprint
+from kvarve.integrations.checkpoint import Adapters
 from kvarve.integrations.extra_config import extra_config
 from kvarve.integrations.plan import BlockPlanner, Group, Offer, Plan, Scheduled, Stored, lookback_of
 from kvarve.integrations.vllm_identity import weights_of
@@ -228,6 +228,7 @@ class SchedulerSide:
         self._settings, self._groups, self._hash_tokens, self._tells = settings, groups, hash_tokens, tells
         self._held: Counter[int] = Counter()  # references by block
         self._told: dict[str, float] = {}  # counters that have been given to vLLM
+        self._adapters = Adapters()
 
     def start(self, ready: Ready) -> None:
         self.scheduler = CacheScheduler(ready.identity, self._settings.cache, ready.slots, storage=ready.storage)
@@ -235,8 +236,7 @@ class SchedulerSide:
 
     def ask(self, request: Any, computed: int) -> int | None:
         adapter = request.lora_request
-        # vLLM's hashes name an adapter, which another server may have loaded from elsewhere.
-        salt = "" if adapter is None else f"adapter {weights_fingerprint(local_files(adapter.lora_path))}"
+        salt = "" if adapter is None else self._adapters.salt(adapter.lora_path)
         read = not request.skip_reading_prefix_cache
         return self.planner.ask(request, computed, time.monotonic(), read, salt)
 
@@ -324,6 +324,7 @@ class WorkerSide:
         self._worker: CacheWorker | None = None
         self._loads: dict[int, tuple[str, int]] = {}  # by copy: its request, and how many pages it has
         self._report: Report | None = None
+        self._up = True  # as last reported
 
     @property
     def worker(self) -> CacheWorker:
@@ -380,8 +381,6 @@ class WorkerSide:
             return None
         self._up = report is None or report.up
         return report
-
-    _up = True
 
     def close(self) -> None:
         if self._worker is not None:

@@ -22,8 +22,8 @@ NearArena = DeviceArena | EngineArena
 Slots = Sequence[tuple[int, int]]  # of pages: source and target
 Move = Callable[[Any, Any, Any, Any], None]
 SAVED_BYTES = 8 << 20  # on the CPU, pages are sealed after each 8 MiB, while its cache still has most of them
-# A gather's rows lie in memory of the device that no setting counts: few beside a cache, but so many that starting a
-# kernel (some 10 us) costs little beside copying them (600 us over PCIe).
+# A gather's rows lie in memory of the device that no setting counts. This is little beside a cache, and enough that
+# starting a kernel (some 10 us) costs little beside copying it (600 us over PCIe).
 GATHERED_BYTES = 16 << 20
 _OF_SIZE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
