@@ -31,8 +31,8 @@ from common import arguments, machine, show, watched, write_json
 from kvarve.errors import StorageError
 from kvarve.memory.record import HEADER_BYTES, Stamp
 from kvarve.storage.breaker import Breaker
-from kvarve.storage.mooncake import MooncakeStorage
-from kvarve.storage.mooncake_client import address_of
+from kvarve.storage.mooncake.client import address_of
+from kvarve.storage.mooncake.storage import MooncakeStorage
 from pretend import PAGES, PROMPT_BYTES, PROMPT_TOKENS, Restore
 
 sys.path.remove(str(Path(__file__).parent))  # or this file would be taken for the library of its name

@@ -21,7 +21,8 @@ from kvarve.keys import bind_to_chunk, extend, object_name, pack, root_key
 from kvarve.memory.record import HEADER_BYTES, Stamp
 from kvarve.model import ModelIdentity
 from kvarve.prefix_cache import PrefixCache
-from kvarve.storage import FileStorage, maintenance
+from kvarve.storage import FileStorage
+from kvarve.storage.file import maintenance
 from kvarve.testing.models import byte_tokenizer, tiny_model
 
 PAGE, CHUNK = 16, 64

@@ -35,8 +35,8 @@ from kvarve.keys import root_key
 from kvarve.memory.copies import DeviceCopies
 from kvarve.model import BufferSpec, PoolSpec
 from kvarve.scheduler import CacheScheduler
-from kvarve.storage import maintenance
 from kvarve.storage.altered import AlteredStorage
+from kvarve.storage.file import maintenance
 from kvarve.testing.models import save_checkpoint, tiny_model
 from kvarve.verify.damage import damages, spoil
 from kvarve.verify.paths import abort, branches, conversation, deepest, eviction, partial, tiers

@@ -1,8 +1,8 @@
 """`kvarve storage ls|stat|verify|gc|drop`: maintenance of a file store's folder, also while servers use it.
 
 The first three change nothing; `gc` and `drop` are one more process on the folder. Output and refusals are here, the
-work is in `kvarve.storage.maintenance`. Exit codes: 0 done, 1 verify found damage, 2 refused or failed (an error says
-why).
+work is in `kvarve.storage.file.maintenance`. Exit codes: 0 done, 1 verify found damage, 2 refused or failed (an error
+says why).
 """
 
 import json
@@ -24,8 +24,8 @@ from kvarve.keys import parse_object_name
 from kvarve.memory.record import title, whole
 from kvarve.reports import check_file, plain_table, write_json
 from kvarve.sizes import format_size
-from kvarve.storage import maintenance
-from kvarve.storage.maintenance import Model, Stored
+from kvarve.storage.file import maintenance
+from kvarve.storage.file.maintenance import Model, Stored
 from kvarve.storage.urls import SCHEMES, FileSettings, file_settings, parse_time, parse_url
 
 Url = Annotated[str, Parameter(name="URL", help="such as file:///var/kvarve or /var/kvarve, its capacity or not")]

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvarve.integrations.chunks import ChunkStore, Found, JobEnded, namespace_of
 from kvarve.storage import Breaker, FileStorage, Storage
-from kvarve.storage.disk import BLOCK_BYTES, Directory, Disk
+from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk
 from kvarve.testing import FaultyStorage
 
 LONG_S = 20.0  # nothing here waits so long unless something is broken

@@ -20,8 +20,9 @@ from kvarve.keys import group_name, root_key
 from kvarve.memory.record import HEADER_BYTES
 from kvarve.model import ModelIdentity
 from kvarve.prefix_cache import PrefixCache
-from kvarve.storage import FileStorage, maintenance
-from kvarve.storage.disk import Disk
+from kvarve.storage import FileStorage
+from kvarve.storage.file import maintenance
+from kvarve.storage.file.disk import Disk
 
 DAY_S = 86400
 OURS, THEIRS = an_identity(), an_identity(weights="w2")

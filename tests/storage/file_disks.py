@@ -9,8 +9,8 @@ from typing import Any
 
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
-from kvarve.storage.disk import Directory, Disk
-from kvarve.storage.table import Shape
+from kvarve.storage.file.disk import Directory, Disk
+from kvarve.storage.file.table import Shape
 
 MIB = 1 << 20
 # A folder's small files are below this; a slab of one slot of 4 KiB is two blocks.

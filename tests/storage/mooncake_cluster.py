@@ -23,8 +23,8 @@ from pathlib import Path
 
 import pytest
 
-from kvarve.storage.mooncake import MooncakeStorage
-from kvarve.storage.mooncake_settings import Settings
+from kvarve.storage.mooncake.settings import Settings
+from kvarve.storage.mooncake.storage import MooncakeStorage
 
 MIB = 1 << 20
 # Below the ports that connections get (from 32768) and beside those that the library takes (12300 to 17000): the usual

@@ -22,8 +22,8 @@ from file_disks import table_path, total
 
 from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
 from kvarve.storage import FileStorage
-from kvarve.storage.disk import Directory, Disk
-from kvarve.storage.table import ENTRY_BYTES, Shape
+from kvarve.storage.file.disk import Directory, Disk
+from kvarve.storage.file.table import ENTRY_BYTES, Shape
 from kvarve.testing.faulty_disk import Died, FaultyDisk
 from kvarve.testing.suite import LABEL, OTHER_LABEL
 

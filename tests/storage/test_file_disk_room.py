@@ -10,7 +10,7 @@ import pytest
 from file_disks import MIB, WithoutSync, total
 
 from kvarve.errors import StorageError
-from kvarve.storage.disk import Directory, Disk
+from kvarve.storage.file.disk import Directory, Disk
 from kvarve.testing.suite import OTHER_LABEL, get, put, there
 
 GIB = 1 << 30

@@ -10,8 +10,8 @@ import pytest
 from file_disks import MIB, ONE, SMALL_FILES, Failing, WithoutSync, table_path, total
 
 from kvarve.errors import StorageError
-from kvarve.storage.disk import Directory
-from kvarve.storage.table import ENTRY_BYTES, Shape
+from kvarve.storage.file.disk import Directory
+from kvarve.storage.file.table import ENTRY_BYTES, Shape
 from kvarve.testing.suite import get, put, there
 
 

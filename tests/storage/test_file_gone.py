@@ -283,7 +283,7 @@ def test_processes_are_never_two_in_one_table_though_the_file_of_their_mutex_was
     storage = filled(folder)
     (folder / "kvarve.lock").unlink()
     beside = opened(folder)
-    monkeypatch.setattr("kvarve.storage.folder.MUTEX_S", 0.01)
+    monkeypatch.setattr("kvarve.storage.file.folder.MUTEX_S", 0.01)
     with storage._folder.mutex(), pytest.raises(StorageError, match="another process has held its lock"):
         store(beside, pages("full", 900))
     assert all(store(beside, pages("full", 900)))

@@ -22,8 +22,8 @@ from kvarve.cli import main
 from kvarve.errors import StorageError
 from kvarve.memory.record import record_bytes
 from kvarve.storage import FileStorage
-from kvarve.storage.folder import model_name, process_number, slab_file
-from kvarve.storage.table import (
+from kvarve.storage.file.folder import model_name, process_number, slab_file
+from kvarve.storage.file.table import (
     ENTRY_BYTES,
     STORED,
     Columns,

@@ -10,9 +10,9 @@ from test_crashes import die
 
 from kvarve.cli import main
 from kvarve.errors import StorageError
-from kvarve.storage import maintenance
-from kvarve.storage.folder import check_folder
-from kvarve.storage.orders import LastUse
+from kvarve.storage.file import maintenance
+from kvarve.storage.file.folder import check_folder
+from kvarve.storage.file.orders import LastUse
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
 
 CAPACITY = 512 << 10

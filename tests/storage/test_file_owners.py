@@ -8,9 +8,10 @@ from file_disks import MIB, WithoutSync, everything
 
 from kvarve.cli import main
 from kvarve.errors import StorageError
-from kvarve.storage import FileStorage, maintenance
-from kvarve.storage.disk import Directory
-from kvarve.storage.folder import check_folder
+from kvarve.storage import FileStorage
+from kvarve.storage.file import maintenance
+from kvarve.storage.file.disk import Directory
+from kvarve.storage.file.folder import check_folder
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
 
 PRECIOUS = bytes(range(256)) * 64

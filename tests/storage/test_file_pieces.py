@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from file_disks import Open, WithoutSync
 
-from kvarve.storage.disk import BLOCK_BYTES, address
+from kvarve.storage.file.disk import BLOCK_BYTES, address
 from kvarve.testing.suite import get
 
 

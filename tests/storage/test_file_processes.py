@@ -14,8 +14,8 @@ from file_disks import MIB, ONE, SMALL_FILES, WithoutSync, total
 
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
-from kvarve.storage.folder import is_in_use
-from kvarve.storage.slabs import RowSpan
+from kvarve.storage.file.folder import is_in_use
+from kvarve.storage.file.slabs import RowSpan
 from kvarve.testing.suite import LABEL, get, put, there
 
 
@@ -229,7 +229,7 @@ sys.stdin.read()
 LEAVE_WHILE_A_READ_HANGS = """
 import sys, threading
 from kvarve.storage import FileStorage
-from kvarve.storage.disk import Disk
+from kvarve.storage.file.disk import Disk
 hangs, never = threading.Event(), threading.Event()
 class Hanging(Disk):
     def read(self, file, into, at):
@@ -337,7 +337,7 @@ def test_closing_while_others_read_and_write_ends_them_with_an_answer(opened):
 
 
 def test_a_process_that_stops_with_the_lock_in_its_hands_costs_the_others_no_more_than_a_wait(opened, monkeypatch):
-    monkeypatch.setattr("kvarve.storage.folder.MUTEX_S", 0.05)
+    monkeypatch.setattr("kvarve.storage.file.folder.MUTEX_S", 0.05)
     storage, stopped = opened(), opened()
     put(storage, a=b"1")
     stopped._folder.disk.lock(stopped._folder._mutex)

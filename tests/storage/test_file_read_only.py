@@ -14,10 +14,11 @@ from test_crashes import CAPACITY, NAMESPACE, Page, Quick, intact, pages, store
 
 from kvarve.cli import main
 from kvarve.errors import StorageError
-from kvarve.storage import FileStorage, maintenance
-from kvarve.storage.disk import Directory
-from kvarve.storage.folder import check_folder
-from kvarve.storage.table import ENTRY_BYTES, Shape, pack_header, slot_bytes_for, unpack_header
+from kvarve.storage import FileStorage
+from kvarve.storage.file import maintenance
+from kvarve.storage.file.disk import Directory
+from kvarve.storage.file.folder import check_folder
+from kvarve.storage.file.table import ENTRY_BYTES, Shape, pack_header, slot_bytes_for, unpack_header
 from kvarve.testing.suite import OTHER_LABEL, get, put, there
 
 LABEL = NAMESPACE  # so that pages are those of the model
@@ -179,7 +180,7 @@ def test_an_entry_that_is_written_during_a_check_is_no_damage(store_of_two, monk
         if len([each for each in pauses if each]) == 2:
             table(store_of_two).write_bytes(whole)
 
-    monkeypatch.setattr("kvarve.storage.maintenance.time.sleep", sleep)
+    monkeypatch.setattr("kvarve.storage.file.maintenance.time.sleep", sleep)
     (model,) = (each for each in maintenance.models(store_of_two) if each.label == LABEL)
     with maintenance.inspect(store_of_two, model) as inspection:
         assert inspection.lost == []
@@ -346,7 +347,7 @@ def test_what_a_model_calls_itself_cannot_play_with_the_terminal(store_of_two, c
 
 def test_gc_and_drop_refuse_a_folder_of_another_user_and_change_nothing(store_of_two, monkeypatch, capsys):
     before = everything(store_of_two)
-    monkeypatch.setattr("kvarve.storage.disk.Disk.uid", lambda disk: os.geteuid() + 1)
+    monkeypatch.setattr("kvarve.storage.file.disk.Disk.uid", lambda disk: os.geteuid() + 1)
     for words in (["gc"], ["drop", "--all", "--yes"], ["gc", "--unused-for", "1s"]):
         assert main(["storage", words[0], str(store_of_two), *words[1:]]) == 2
         assert "belongs to user" in capsys.readouterr().err
@@ -438,7 +439,7 @@ def test_a_model_that_cannot_be_read_hinders_no_other_models_opening_and_is_repo
     other.close()
     damaged = name == "model.json" or error == errno.EACCES
     assert caplog.text.count("cannot be read") == damaged, "said once"
-    monkeypatch.setattr("kvarve.storage.maintenance.Disk", lambda: disk)
+    monkeypatch.setattr("kvarve.storage.file.maintenance.Disk", lambda: disk)
     for does in ("stat", "ls"):
         assert main(["storage", does, str(store_of_two)]) == 0
         assert ("cannot be read" in capsys.readouterr().out) == (damaged and does == "stat")

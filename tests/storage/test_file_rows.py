@@ -13,9 +13,9 @@ from test_crashes import Quick, intact, intact_anew, names, opened, pages, store
 
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
-from kvarve.storage.disk import Directory
-from kvarve.storage.index import Call
-from kvarve.storage.maintenance import gc
+from kvarve.storage.file.disk import Directory
+from kvarve.storage.file.index import Call
+from kvarve.storage.file.maintenance import gc
 from kvarve.testing.suite import LABEL
 
 # --- a table that cannot be read for a moment
@@ -113,7 +113,7 @@ def test_rows_that_could_not_be_given_back_are_free_again_and_the_folder_is_left
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process is frozen while it holds the mutex."""
-    monkeypatch.setattr("kvarve.storage.folder.MUTEX_S", 0.01)
+    monkeypatch.setattr("kvarve.storage.file.folder.MUTEX_S", 0.01)
     folder, disk = tmp_path / "store", Rigged()
     storage, other = opened(folder, disk, capacity=MIB), opened(folder, capacity=MIB)
     assert store(storage, pages("full", 1)) == [True]

@@ -11,7 +11,7 @@ from file_disks import MIB, ONE, SMALL_FILES, Clockwork, Failing, WithoutSync, t
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import FileStorage, Storage
-from kvarve.storage.folder import check_folder
+from kvarve.storage.file.folder import check_folder
 from kvarve.testing import CapacitySuite, MakeStorage, StorageSuite
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
 

@@ -13,8 +13,8 @@ from file_disks import MIB, Rigged, total, trouble
 from test_crashes import Quick, die, intact, intact_anew, names, opened, pages, store
 
 from kvarve.errors import StorageError
-from kvarve.storage.disk import Directory, Disk
-from kvarve.storage.index import Call
+from kvarve.storage.file.disk import Directory, Disk
+from kvarve.storage.file.index import Call
 from kvarve.testing.faulty_disk import Died
 from kvarve.testing.suite import OTHER_LABEL
 
@@ -380,7 +380,7 @@ def test_an_interrupted_call_does_not_keep_the_mutex(tmp_path: Path, monkeypatch
                 raise KeyboardInterrupt
             return locked
 
-    monkeypatch.setattr("kvarve.storage.folder.MUTEX_S", 0.01)
+    monkeypatch.setattr("kvarve.storage.file.folder.MUTEX_S", 0.01)
     folder, disk = tmp_path / "store", Interrupted()
     one, other = opened(folder, disk, capacity=MIB), opened(folder, capacity=MIB)
     disk.now = True

@@ -10,8 +10,8 @@ import pytest
 from file_disks import MIB, Calls, Clockwork, Rigged, WithoutSync
 
 from kvarve.storage import FileStorage
-from kvarve.storage.idle_models import IdleModels
-from kvarve.storage.slab_allocator import AT_ONCE
+from kvarve.storage.file.idle_models import IdleModels
+from kvarve.storage.file.slab_allocator import AT_ONCE
 from kvarve.testing.suite import OTHER_LABEL, get, put, there
 
 CAPACITY = 512 << 10
@@ -56,7 +56,7 @@ def test_a_lookup_does_not_wait_while_victims_are_chosen(opened, monkeypatch):
     some = full(storage)
     storage._index._queues.clear()
     began, goes_on = while_it_waits(
-        monkeypatch, __import__("kvarve.storage.slab_allocator", fromlist=["coldest"]), "coldest"
+        monkeypatch, __import__("kvarve.storage.file.slab_allocator", fromlist=["coldest"]), "coldest"
     )
     calls = Calls()
     calls.start("put", lambda: put(storage, new=b"1"))
@@ -189,7 +189,7 @@ def test_of_salts_that_have_come_and_gone_nothing_stays(opened):
 
 
 def test_two_salts_that_have_one_number_do_not_pay_for_each_other(opened, monkeypatch):
-    monkeypatch.setattr("kvarve.storage.index._number_of", lambda group: 7)
+    monkeypatch.setattr("kvarve.storage.file.index._number_of", lambda group: 7)
     storage = opened(quota_bytes=3 * 4096)
     for i in range(20):
         for group in ("aaaa", "bbbb"):

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvarve.errors import StorageError
-from kvarve.storage import FileStorage, maintenance
-from kvarve.storage.disk import Disk
+from kvarve.storage import FileStorage
+from kvarve.storage.file import maintenance
+from kvarve.storage.file.disk import Disk
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
 
 MIB = 1 << 20

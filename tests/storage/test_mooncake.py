@@ -12,8 +12,8 @@ import pytest
 from mooncake_cluster import MASTER, METRICS, Cluster, own_network, require_mooncake
 
 from kvarve.storage import Storage, StorageUsage
-from kvarve.storage.mooncake import MooncakeStorage
-from kvarve.storage.mooncake_settings import Settings
+from kvarve.storage.mooncake.settings import Settings
+from kvarve.storage.mooncake.storage import MooncakeStorage
 from kvarve.testing import suite
 from kvarve.testing.suite import LABEL, OTHER_LABEL, MakeStorage, StorageSuite, get, put
 

@@ -12,10 +12,12 @@ from types import SimpleNamespace
 import pytest
 
 from kvarve.errors import ConfigError, StorageError
-from kvarve.storage import check_storage, mooncake_client, mooncake_settings
-from kvarve.storage.mooncake import MooncakeStorage
-from kvarve.storage.mooncake_client import LIBRARY_PATIENCE_S, Client, address_of
-from kvarve.storage.mooncake_settings import Settings, read_settings
+from kvarve.storage import check_storage
+from kvarve.storage.mooncake import client as mooncake_client
+from kvarve.storage.mooncake import settings as mooncake_settings
+from kvarve.storage.mooncake.client import LIBRARY_PATIENCE_S, Client, address_of
+from kvarve.storage.mooncake.settings import Settings, read_settings
+from kvarve.storage.mooncake.storage import MooncakeStorage
 from kvarve.storage.urls import parse_url
 from kvarve.testing.suite import put
 

@@ -26,9 +26,9 @@ from mooncake_cluster import (
 
 from kvarve.errors import StorageError
 from kvarve.storage import open_storage
-from kvarve.storage.mooncake import MooncakeStorage
-from kvarve.storage.mooncake_client import Client, address_of, library
-from kvarve.storage.mooncake_settings import Settings
+from kvarve.storage.mooncake.client import Client, address_of, library
+from kvarve.storage.mooncake.settings import Settings
+from kvarve.storage.mooncake.storage import MooncakeStorage
 from kvarve.testing.suite import get, put, there
 
 PAGE = MIB // 4

@@ -2,7 +2,7 @@
 
 from kvarve.storage.base import Storage, StorageUsage
 from kvarve.storage.breaker import Breaker
-from kvarve.storage.files import FileStorage
+from kvarve.storage.file.storage import FileStorage
 from kvarve.storage.memory import MemoryStorage
 from kvarve.storage.tiers import Tiers
 from kvarve.storage.urls import SCHEMES, Scheme, StorageUrl, check_storage, open_storage

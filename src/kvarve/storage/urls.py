@@ -15,12 +15,12 @@ from kvarve.errors import ConfigError
 from kvarve.sizes import parse_size
 from kvarve.storage.base import ANY_NAME, Storage, check_settings
 from kvarve.storage.breaker import Breaker
-from kvarve.storage.files import DEFAULT_THREADS, FileStorage, check_limits
-from kvarve.storage.folder import check_folder, checked_path
+from kvarve.storage.file.folder import check_folder, checked_path
+from kvarve.storage.file.storage import DEFAULT_THREADS, FileStorage, check_limits
 from kvarve.storage.memory import MemoryStorage, check_memory
-from kvarve.storage.mooncake import MooncakeStorage
-from kvarve.storage.mooncake_client import load
-from kvarve.storage.mooncake_settings import PARAMETERS, read_settings
+from kvarve.storage.mooncake.client import load
+from kvarve.storage.mooncake.settings import PARAMETERS, read_settings
+from kvarve.storage.mooncake.storage import MooncakeStorage
 from kvarve.storage.tiers import Tiers
 
 DEFAULT_CAPACITY = "10GiB"  # of a plain path; a URL says its own

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from kvarve.storage.disk import Directory, Disk
+from kvarve.storage.file.disk import Directory, Disk
 
 SECTOR_BYTES = 512
 

@@ -30,13 +30,13 @@ import numpy as np
 from kvarve.background import WorkerPool
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_pieces, in_group
-from kvarve.storage.disk import Disk
-from kvarve.storage.folder import Folder, check_contents, check_folder, medium
-from kvarve.storage.index import Call, Index, Limits, RowAddress
-from kvarve.storage.orders import ORDERS
-from kvarve.storage.slab_allocator import AT_ONCE, FULL, SlabAllocator
-from kvarve.storage.slabs import RowSpan, Slab, runs
-from kvarve.storage.table import FREE, RETIRED, STORED
+from kvarve.storage.file.disk import Disk
+from kvarve.storage.file.folder import Folder, check_contents, check_folder, medium
+from kvarve.storage.file.index import Call, Index, Limits, RowAddress
+from kvarve.storage.file.orders import ORDERS
+from kvarve.storage.file.slab_allocator import AT_ONCE, FULL, SlabAllocator
+from kvarve.storage.file.slabs import RowSpan, Slab, runs
+from kvarve.storage.file.table import FREE, RETIRED, STORED
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvarve.storage.disk import BLOCK_BYTES, Directory, Disk, is_aligned
-from kvarve.storage.folder import QUARANTINED, TABLE, slab_name, spare_bytes
-from kvarve.storage.table import (
+from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk, is_aligned
+from kvarve.storage.file.folder import QUARANTINED, TABLE, slab_name, spare_bytes
+from kvarve.storage.file.table import (
     ENTRY_BYTES,
     FREE,
     STAMP,

@@ -6,8 +6,8 @@ from functools import cached_property
 
 import numpy as np
 
-from kvarve.storage.slabs import Slab
-from kvarve.storage.table import STORED, Rows
+from kvarve.storage.file.slabs import Slab
+from kvarve.storage.file.table import STORED, Rows
 
 # Objects never used again are evicted first while they are more than this share (the small queue of S3-FIFO).
 _PROBATION = 0.1

@@ -30,7 +30,7 @@ from typing import NamedTuple
 from kvarve.errors import ConfigError, StorageError
 from kvarve.sizes import format_size
 from kvarve.storage.base import LABEL_MAX_BYTES, check_owner, check_settings
-from kvarve.storage.disk import UNREADABLE, Directory, Disk, NotOurs, objection
+from kvarve.storage.file.disk import UNREADABLE, Directory, Disk, NotOurs, objection
 
 log = logging.getLogger(__name__)
 

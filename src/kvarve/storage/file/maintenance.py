@@ -14,10 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvarve.storage.clock import Clock
-from kvarve.storage.disk import Directory, Disk, NotOurs
-from kvarve.storage.files import FileStorage
-from kvarve.storage.folder import (
+from kvarve.storage.file.clock import Clock
+from kvarve.storage.file.disk import Directory, Disk, NotOurs
+from kvarve.storage.file.folder import (
     CLOCK,
     Folder,
     check_folder,
@@ -37,9 +36,10 @@ from kvarve.storage.folder import (
     slab_name,
     slab_numbers,
 )
-from kvarve.storage.index import group_of
-from kvarve.storage.slabs import Broken, RowSpan, Slab, states_of
-from kvarve.storage.table import BROKEN, RETIRED, STORED, UNREADABLE, owner_of, times
+from kvarve.storage.file.index import group_of
+from kvarve.storage.file.slabs import Broken, RowSpan, Slab, states_of
+from kvarve.storage.file.storage import FileStorage
+from kvarve.storage.file.table import BROKEN, RETIRED, STORED, UNREADABLE, owner_of, times
 
 _AS_LARGE_AS_IT_IS = 1 << 62
 _LOOKS, _PAUSE_S = 5, 0.01  # at entries that another process may be writing

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvarve.storage.disk import Disk
-from kvarve.storage.folder import LINE_BYTES, SLABS
-from kvarve.storage.slabs import STRIPES, write_all
+from kvarve.storage.file.disk import Disk
+from kvarve.storage.file.folder import LINE_BYTES, SLABS
+from kvarve.storage.file.slabs import STRIPES, write_all
 
 _WORDS = 1 + STRIPES
 assert LINE_BYTES == 8 * _WORDS

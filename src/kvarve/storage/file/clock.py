@@ -5,7 +5,7 @@ import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvarve.storage.disk import Disk
+from kvarve.storage.file.disk import Disk
 
 _PAIR = struct.Struct("<16sqqqI")
 _LATEST_NS = 1 << 62  # the year 2116, far from the end of 64 bits

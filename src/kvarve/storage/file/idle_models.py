@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvarve.storage.clock import Clock
-from kvarve.storage.disk import Directory
-from kvarve.storage.folder import (
+from kvarve.storage.file.clock import Clock
+from kvarve.storage.file.disk import Directory
+from kvarve.storage.file.folder import (
     CLOCK,
     TABLE,
     Folder,
@@ -24,9 +24,9 @@ from kvarve.storage.folder import (
     slab_name,
     slab_numbers,
 )
-from kvarve.storage.orders import LastUse
-from kvarve.storage.slabs import Broken, Slab, unlink
-from kvarve.storage.table import STORED, owner_of, times
+from kvarve.storage.file.orders import LastUse
+from kvarve.storage.file.slabs import Broken, Slab, unlink
+from kvarve.storage.file.table import STORED, owner_of, times
 
 
 @dataclass(frozen=True)

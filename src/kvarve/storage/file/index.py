@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvarve.storage.clock import Clock
-from kvarve.storage.disk import Disk
-from kvarve.storage.folder import CHANGES, CLOCK, Folder, files_of_model, slab_name, slab_numbers
-from kvarve.storage.orders import EvictionQueue, Victim
-from kvarve.storage.sequence_lock import SequenceLock
-from kvarve.storage.slabs import STRIPES, Broken, Slab, quarantine, states_of, unlink
-from kvarve.storage.table import (
+from kvarve.storage.file.clock import Clock
+from kvarve.storage.file.disk import Disk
+from kvarve.storage.file.folder import CHANGES, CLOCK, Folder, files_of_model, slab_name, slab_numbers
+from kvarve.storage.file.orders import EvictionQueue, Victim
+from kvarve.storage.file.sequence_lock import SequenceLock
+from kvarve.storage.file.slabs import STRIPES, Broken, Slab, quarantine, states_of, unlink
+from kvarve.storage.file.table import (
     BROKEN,
     FREE,
     MOST_USES,

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarve.storage.base import LEGAL, is_name
-from kvarve.storage.disk import BLOCK_BYTES
-from kvarve.storage.folder import SLAB_BYTES
+from kvarve.storage.file.disk import BLOCK_BYTES
+from kvarve.storage.file.folder import SLAB_BYTES
 
 Words = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.int64]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvarve.errors import StorageError
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_settings
-from kvarve.storage.mooncake_client import (
+from kvarve.storage.mooncake.client import (
     ALREADY_THERE,
     HELD,
     INVALID,
@@ -24,7 +24,7 @@ from kvarve.storage.mooncake_client import (
     Client,
     address_of,
 )
-from kvarve.storage.mooncake_settings import Settings
+from kvarve.storage.mooncake.settings import Settings
 
 # Objects per call into the library: enough to spread the cost of a call, and few enough that all its transfers end
 # before the library gives up on them (see mooncake_client).

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvarve.storage.disk import NotOurs
-from kvarve.storage.folder import LINE_BYTES, SLABS, slab_name, slab_numbers, spare_bytes
-from kvarve.storage.idle_models import IdleModels, IdleSlab
-from kvarve.storage.index import Call, Index, NeedSlab, NeedVictims, RowAddress
-from kvarve.storage.orders import LastUse, coldest
-from kvarve.storage.slabs import Broken, Slab, unlink
-from kvarve.storage.table import STORED, Shape, slot_bytes_for
+from kvarve.storage.file.disk import NotOurs
+from kvarve.storage.file.folder import LINE_BYTES, SLABS, slab_name, slab_numbers, spare_bytes
+from kvarve.storage.file.idle_models import IdleModels, IdleSlab
+from kvarve.storage.file.index import Call, Index, NeedSlab, NeedVictims, RowAddress
+from kvarve.storage.file.orders import LastUse, coldest
+from kvarve.storage.file.slabs import Broken, Slab, unlink
+from kvarve.storage.file.table import STORED, Shape, slot_bytes_for
 
 log = logging.getLogger(__name__)
 
