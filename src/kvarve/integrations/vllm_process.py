@@ -23,9 +23,8 @@ _SETTINGS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
-_MISSING = (
-    "from importlib.util import find_spec as f; print('lacks', *(m for m in ('vllm', 'kvarve', 'xxhash') if not f(m)))"
-)
+_NEEDED = ("vllm", "kvarve", "xxhash")
+_ASK = f"from importlib.util import find_spec; print('lacks', *(it for it in {_NEEDED} if not find_spec(it)))"
 
 
 def python_with_vllm(given: Path | None) -> Path:
@@ -46,9 +45,8 @@ def python_with_vllm(given: Path | None) -> Path:
             f"environment that has vLLM and kvarve (`pip install .` there) with --engine-python or ${VARIABLE}"
         )
     try:
-        asked = [str(python), "-P", "-c", _MISSING]
-        why = ""
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True)
+        why, words = "", [str(python), "-P", "-c", _ASK]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
         lacks, *missing = done.stdout.split() or [""]
     except (OSError, subprocess.SubprocessError) as e:
         lacks, why = "", getattr(e, "strerror", "")
