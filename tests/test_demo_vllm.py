@@ -4,6 +4,7 @@ With the real engine: tests/engines/test_vllm_demo.py.
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,7 +185,8 @@ def test_an_engine_that_dies_is_one_error_with_the_last_error_of_its_log(
 ) -> None:
     (tmp_path / "dies.py").write_text("raise ValueError('no memory for blocks')")
     log = tmp_path / "log"
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    before = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [before, str(tmp_path)])))
     process = vllm_process.EngineProcess(Path(sys.executable), {}, log, module="dies")
     with pytest.raises(KvarveError, match=r"no memory for blocks.*all of it is in"), process:
         process.ready()
