@@ -21,7 +21,7 @@ PAGE = 384
 
 
 class Told:
-    """What engines keep: prompts by where they can be found, as vLLM and kvarve would."""
+    """What engines keep: prefixes of whole pages by where they are, as vLLM and kvarve would."""
 
     def __init__(self) -> None:
         self.device: set[int] = set()
@@ -31,7 +31,7 @@ class Told:
 
 
 class Engine:
-    """Stands for `EngineProcess`: tokens follow from the prompt, and a prompt is found where it was kept."""
+    """Stands for `EngineProcess`: tokens follow from the prompt, whose longest kept prefix is found."""
 
     def __init__(self, told: Told, settings: dict[str, Any]) -> None:
         self.told, self.kvarve = told, settings["kvarve"] is not None
@@ -54,17 +54,19 @@ class Engine:
         return {"vllm": "0", "page": PAGE, "groups": 4, "counts": counts}
 
     def ask(self, prompt: list[int], tokens: int, read: bool) -> dict[str, Any]:
-        key, told = hash(tuple(prompt)), self.told
+        told, ends = self.told, range(len(prompt) // PAGE * PAGE, 0, -PAGE)
         places = {"device": told.device, "host": told.host, "disk": told.storage}
-        source = next((name for name, kept in places.items() if read and key in kept), "")
-        for kept in places.values() if self.kvarve else ():
-            kept.add(key)
+        found = ((name, end) for end in ends for name, kept in places.items() if hash(tuple(prompt[:end])) in kept)
+        source, cached = next(found, ("", 0)) if read else ("", 0)
+        for name, kept in places.items():
+            if self.kvarve or name == "device":
+                kept.update(hash(tuple(prompt[:end])) for end in ends)
         return {
             "tokens": [(sum(prompt) + number) % 1900 for number in range(tokens)],
             "logprobs": [-0.5 - 1e-9 * (bool(source) and source == told.wrong_from)] * tokens,
             "first_s": 0.1 if source else 1.0,
             "last_s": 1.5,
-            "sources": {source: len(prompt) // PAGE * PAGE} if source else {},
+            "sources": {source: cached} if source else {},
         }
 
     def drain(self) -> None:
