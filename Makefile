@@ -8,7 +8,7 @@ UV_INSTALL = $(UV) pip install --quiet --python .venv/bin/python
 # uv, unlike pip, compiles nothing when it installs: each module's first import does, and has to be allowed to keep it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run test test-all test-engines lock-engines lint wheel soak soak-engine mutants docs bench train lock clean
+.PHONY: setup run run-vllm test test-all test-engines lock-engines lint wheel soak soak-engine mutants docs bench train lock clean
 
 setup: .venv/ready
 
@@ -25,6 +25,10 @@ setup: .venv/ready
 
 run: setup
 	.venv/bin/kvarve demo --out out
+
+# The same with vLLM computing, which is set up in .venv-vllm.
+run-vllm: .venv-vllm/ready
+	.venv/bin/kvarve demo --engine vllm --out out
 
 test: setup
 	.venv/bin/ruff check

@@ -19,7 +19,8 @@ FLOORS = (
     {"scheduler", "worker"},
     {"prefix_cache", "admin", "metrics", "options", "commands", "reports"},  # the pair, and the engine
     {"engine", "simulate"},
-    {"cli", "__main__", "storage_cli", "server", "bench", "demo", "verify", "integrations"},  # applications
+    # applications
+    {"cli", "__main__", "storage_cli", "server", "bench", "demo", "demo_report", "demo_vllm", "verify", "integrations"},
 )
 WORDS, CORE, HANDS = FLOORS[0], FLOORS[1], FLOORS[3]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
@@ -120,6 +121,7 @@ INSTALLS = {
 # What a module loaded by an engine finds there.
 ENGINES = {
     "integrations/vllm.py": {"vllm"},
+    "integrations/vllm_engine.py": {"vllm"},
     "integrations/vllm_tier.py": {"vllm"},
     "integrations/sglang.py": {"sglang"},
     "integrations/checkpoint.py": {"huggingface_hub"},
@@ -131,6 +133,8 @@ INSTALL_OF = {
     "verify": "engine",
     "server": "server",
     "demo": "demo",
+    "demo_report": "demo",
+    "demo_vllm": "engine",
 }
 
 

@@ -97,6 +97,11 @@ def serve(*, settings: Settings = Settings(), config: ConfigFile = None) -> None
 @app.command
 def demo(*, options: Demo = Demo(), config: ConfigFile = None) -> int:
     """Measure what the cache does on this machine."""
+    if options.engine == "vllm":
+        with needs("engine", "demo --engine vllm"):
+            from kvarve import demo_vllm
+
+        return demo_vllm.main(options)
     with needs("demo", "demo"):
         from kvarve import demo
 

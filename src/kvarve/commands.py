@@ -5,19 +5,24 @@ They stand apart from what they command, whose imports take seconds.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 from cyclopts.types import NonNegativeInt, PositiveInt
 
 from kvarve.options import FLAT
 
+EnginePython = Annotated[Path | None, Parameter(env_var="KVARVE_VLLM_PYTHON", show_env_var=True)]
 AdminKey = Annotated[str | None, Parameter(env_var="KVARVE_ADMIN_KEY", show_env_var=True)]
 
 
 @FLAT
 @dataclass(frozen=True, kw_only=True)
 class Demo:
+    engine: Literal["kvarve", "vllm"] = "kvarve"
+    """what computes: kvarve's own engine, or vLLM with kvarve's connector and without it"""
+    engine_python: EnginePython = None
+    """the Python that has vLLM; unless given this one, or that of .venv-vllm in kvarve's checkout"""
     out: Path = Path("out")
     """folder for what it writes"""
     model: str = "builtin:tiny-hybrid"

@@ -5,7 +5,6 @@ It starts `kvarve serve` as a user would and talks to it over HTTP only. The sam
 server was restarted, and memory is emptied before each request). All rounds have to give the same answers.
 """
 
-import hashlib
 import json
 import os
 import signal
@@ -16,32 +15,25 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import httpx
-import matplotlib as mpl
+import matplotlib  # noqa: F401  # if the picture cannot be drawn, that is told before the work
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from kvarve.commands import Demo
-from kvarve.engine.recall import CHARS_PER_TOKEN, RecallTask, recall_task, score
-from kvarve.errors import ConfigError, KvarveError
-from kvarve.reports import plain_table, write_json
+from kvarve.demo_report import FOLLOW_UPS, Answer, Round, bars, chart, empty_log, equal, last_line, sections, table
+from kvarve.engine.recall import RecallTask, recall_task, score
+from kvarve.errors import KvarveError
+from kvarve.reports import write_json
 
 ROUNDS = ("cold", "device", "host", "storage")
 FLUSH = {"host": "device", "storage": "device,host"}  # tiers emptied before each request of a round
 READY_S = 300.0
-FOLLOW_UPS = (
-    "Say in one sentence what the section above is about.",
-    "Which of the rules above is the most surprising one?",
-    "Write a short example of it.",
-)
 
 
 @dataclass(frozen=True)
@@ -57,50 +49,6 @@ class Size:
 
 
 QUICK = Size(conversations=1, tasks=2, turns=2, answer_tokens=8)
-
-
-@dataclass
-class Answer:
-    """One answer: its text, the client's latencies, and the cached tokens by tier as the server reports them."""
-
-    text: str
-    ttft_ms: float
-    decode_s: float
-    prompt: int
-    completion: int
-    by_tier: dict[str, int]
-    transfer: dict[str, Any] | None = None
-    """`kv_transfer_params`, if the request asked for a ticket"""
-
-
-@dataclass
-class Round:
-    """One pass over all requests."""
-
-    name: str
-    answers: list[Answer] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-
-    def row(self) -> dict[str, Any]:
-        ttft = [answer.ttft_ms for answer in self.answers]
-        decoded = sum(answer.completion - 1 for answer in self.answers)
-        by_tier = {tier: sum(answer.by_tier[tier] for answer in self.answers) for tier in ("device", "host", "storage")}
-        digest = hashlib.sha256(json.dumps([answer.text for answer in self.answers]).encode())
-        return {
-            "name": self.name,
-            "requests": len(self.answers),
-            "prompt_tokens": sum(answer.prompt for answer in self.answers),
-            "cached_tokens": sum(by_tier.values()),
-            "cached_by_tier": by_tier,
-            "ttft_ms": {
-                "mean": round(statistics.fmean(ttft), 2),
-                "p50": round(float(np.percentile(ttft, 50)), 2),
-                "p99": round(float(np.percentile(ttft, 99)), 2),
-            },
-            "output_tok_s": round(decoded / max(1e-9, sum(answer.decode_s for answer in self.answers)), 1),
-            "accuracy": round(statistics.fmean(self.scores), 4) if self.scores else None,
-            "outputs_sha256": digest.hexdigest(),
-        }
 
 
 class Client:
@@ -181,7 +129,7 @@ def server(options: Demo, folder: Path, log: Path) -> Iterator[Client]:
         end = time.monotonic() + READY_S
         while not ready.exists() or not ready.read_text().strip():
             if process.poll() is not None:
-                raise KvarveError(f"the server did not start: {_last_line(log)} (all of it is in {log})")
+                raise KvarveError(f"the server did not start: {last_line(log)} (all of it is in {log})")
             if time.monotonic() > end:
                 raise KvarveError(f"the server was not ready after {READY_S:.0f} s; see {log}")
             time.sleep(0.05)
@@ -194,29 +142,21 @@ def server(options: Demo, folder: Path, log: Path) -> Iterator[Client]:
             client.close()
         process.send_signal(signal.SIGINT)
         if process.wait(60) != 0:
-            raise KvarveError(f"the server ended with exit code {process.returncode}: {_last_line(log)}")
+            raise KvarveError(f"the server ended with exit code {process.returncode}: {last_line(log)}")
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
 
 
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "its log is empty"
-
-
 def conversations(size: Size) -> list[list[dict[str, str]]]:
     """The first messages of conversations about real text: long sections of CPython's own manual."""
-    chars = round(size.tokens * CHARS_PER_TOKEN)
-    manual = sorted((name, text) for name, text in topics.items() if len(text) >= chars)
-    chosen = [manual[i * len(manual) // size.conversations] for i in range(size.conversations)]
     return [
         [
             {"role": "system", "content": "You answer questions about the manual of a programming language."},
-            {"role": "user", "content": f"{text[:chars]}\n\n{FOLLOW_UPS[0]}"},
+            {"role": "user", "content": f"{text}\n\n{FOLLOW_UPS[0]}"},
         ]
-        for _, text in chosen
+        for text in sections(size.conversations, size.tokens)
     ]
 
 
@@ -281,78 +221,12 @@ def bound(metrics: dict[str, float], rounds: list[Round]) -> dict[str, float]:
     }
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """The rounds side by side, narrow enough for 80 columns."""
-    shown = plain_table(
-        "round", right=("cached", "from", "TTFT ms", "p50", "p99", "/cold", "tok/s", "right", "answers")
-    )
-    shown.title = f"{rows[0]['requests']} requests, {rows[0]['prompt_tokens']:,} prompt tokens, four times"
-    cold = rows[0]["ttft_ms"]["mean"]
-    for row in rows:
-        ttft = row["ttft_ms"]
-        shown.add_row(
-            row["name"],
-            f"{row['cached_tokens'] / row['prompt_tokens']:.1%}",
-            ", ".join(f"{tier} {tokens / 1000:,.0f}k" for tier, tokens in row["cached_by_tier"].items() if tokens)
-            or "-",
-            f"{ttft['mean']:.0f}",
-            f"{ttft['p50']:.0f}",
-            f"{ttft['p99']:.0f}",
-            f"{ttft['mean'] / cold:.2f}",
-            f"{row['output_tok_s']:.0f}",
-            "" if row["accuracy"] is None else f"{row['accuracy']:.1%}",
-            row["outputs_sha256"][:7],
-        )
-    return shown
-
-
-def chart(report: dict[str, Any], path: Path) -> None:
-    """Draw TTFT and the source of the tokens by round."""
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    rows = report["rounds"]
-    names = [row["name"] for row in rows]
-    colors = {"computed": "#b8b8b8", "device": "#2a6f97", "host": "#61a5c2", "storage": "#d9a441"}
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    means = [row["ttft_ms"]["mean"] for row in rows]
-    worst = [row["ttft_ms"]["p99"] for row in rows]
-    left.bar(names, means, color=[colors.get(name, colors["computed"]) for name in names])
-    left.plot(names, worst, "k_", markersize=18, label="p99")
-    for name, mean, top in zip(names, means, worst, strict=True):
-        text = f"{mean:.0f} ms\n{mean / means[0]:.2f} of cold"
-        left.annotate(text, (name, max(mean, top)), (0, 4), textcoords="offset points", ha="center", fontsize=9)
-    left.axhline(report["bound"]["copy_only_ttft_ms"], color="crimson", linewidth=1, label="copying alone")
-    left.set(title="Time to first token", ylabel="ms", ylim=(0, max(worst) * 1.25))
-    left.legend(frameon=False)
-    floor = [0.0] * len(rows)
-    for tier in ("device", "host", "storage", "computed"):
-        if tier == "computed":
-            share = [100 * (1 - row["cached_tokens"] / row["prompt_tokens"]) for row in rows]
-        else:
-            share = [100 * row["cached_by_tier"][tier] / row["prompt_tokens"] for row in rows]
-        right.bar(names, share, bottom=floor, label=tier, color=colors[tier])
-        floor = [below + height for below, height in zip(floor, share, strict=True)]
-    right.set(title="Where the prompt's tokens came from", ylabel="% of prompt tokens", ylim=(0, 118))
-    right.legend(frameon=False, ncols=4, loc="upper center", fontsize=9)
-    same = "the same answers in all rounds" if report["outputs_equal"] else "THE ANSWERS DIFFER"
-    figure.suptitle(f"{report['model']}: {rows[0]['requests']} requests per round, {same}", fontsize=11)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
 def main(options: Demo) -> int:
     """Run the demo; 0 if every round gave the same answers, 1 if not. Writes demo.json and demo.png."""
     console = Console()
     size = QUICK if options.quick else Size()
     out = options.out
-    log = out / "demo-server.log"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        log.unlink(missing_ok=True)
-    except OSError as e:
-        raise ConfigError(f"--out: {out}: {e.strerror}") from None
+    log = empty_log(out, "demo-server.log")
     opening = conversations(size)
     tasks = [
         recall_task(seed, tokens=size.tokens, facts=size.facts, questions=size.turns) for seed in range(size.tasks)
@@ -363,24 +237,14 @@ def main(options: Demo) -> int:
         f"[bold]kvarve demo[/bold]: {escape(options.model)}, {per_round} requests of about {size.tokens:,} tokens in "
         f"each of four rounds; the server's log is {escape(str(log))}"
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         tempfile.TemporaryDirectory(prefix="storage-", dir=out) as folder,
-        Progress(*columns, TextColumn("{task.fields[last]}"), console=console) as progress,
+        bars(console, rounds, per_round) as shown,
     ):
-        bars = {
-            result.name: progress.add_task(f"{result.name:8}", total=per_round, last="", start=False)
-            for result in rounds
-        }
 
         def work(result: Round, client: Client) -> None:
-            def tick(answer: Answer) -> None:
-                cached = sum(answer.by_tier.values()) / answer.prompt
-                shown = f"TTFT {answer.ttft_ms:5.0f} ms, {cached:.0%} cached"
-                progress.update(bars[result.name], advance=1, last=shown)
-
-            progress.start_task(bars[result.name])
-            run_round(result, client, size, opening, tasks, tick)
+            shown.begin(result)
+            run_round(result, client, size, opening, tasks, lambda answer: shown.tick(result, answer))
 
         with server(options, Path(folder), log) as client:
             client.chat([{"role": "user", "content": "hello"}], 2, read_cache=False)  # first-use costs are not TTFT
@@ -394,7 +258,7 @@ def main(options: Demo) -> int:
     report = {
         "model": options.model,
         "rounds": rows,
-        "outputs_equal": len({row["outputs_sha256"] for row in rows}) == 1,
+        "outputs_equal": equal(rows),
         "bound": limits,
     }
     write_json(out / "demo.json", report)

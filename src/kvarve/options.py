@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from cyclopts import (
     App,
@@ -100,7 +100,9 @@ def _complaint(error: CycloptsError) -> str:
         hyphen = f"expected one argument; one that begins with - is given as {name}=-..."
         return f"{name}: {hyphen}" if error.keyword else f"{name} is required"
     if isinstance(error, CoercionError) and error.token is not None:
-        return f"{_origin(error.token)}: {error.msg or 'expected one value'}"
+        known = get_args(error.target_type) if get_origin(error.target_type) is Literal else ()
+        wrong = f"one of {', '.join(known)}" if known else "one value"
+        return f"{_origin(error.token)}: {error.msg or f'expected {wrong}'}"
     if isinstance(error, ValidationError) and error.argument is not None:
         return f"{_origin(error.argument.tokens[0])}: {error.exception_message.rstrip('.')}"
     return str(error)

@@ -1,0 +1,194 @@
+"""`kvarve demo --engine vllm` without vLLM: its errors, and what it says of an engine that answers as told.
+
+With the real engine: tests/engines/test_vllm_demo.py.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvarve import demo_vllm
+from kvarve.cli import main
+from kvarve.errors import KvarveError
+from kvarve.integrations import vllm_process
+
+PAGE = 384
+
+
+class Told:
+    """What engines keep: prefixes of whole pages by where they are, as vLLM and kvarve would."""
+
+    def __init__(self) -> None:
+        self.device: set[int] = set()
+        self.host: set[int] = set()
+        self.storage: set[int] = set()
+        self.wrong_from = ""  # an answer from there has another logprob
+
+
+class Engine:
+    """Stands for `EngineProcess`: tokens follow from the prompt, whose longest kept prefix is found."""
+
+    def __init__(self, told: Told, settings: dict[str, Any]) -> None:
+        self.told, self.kvarve = told, settings["kvarve"] is not None
+        told.device, told.host = set(), set()  # it has just started
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def ready(self) -> None:
+        pass
+
+    def call(self, name: str, **more: Any) -> Any:
+        return getattr(self, name)(**more)
+
+    def about(self) -> dict[str, Any]:
+        counts = dict.fromkeys(("backed_up", "stored", "fetched", "loaded", "bad_host", "bad_storage"), 3)
+        return {"vllm": "0", "page": PAGE, "groups": 4, "counts": counts}
+
+    def ask(self, prompt: list[int], tokens: int, read: bool) -> dict[str, Any]:
+        told, ends = self.told, range(len(prompt) // PAGE * PAGE, 0, -PAGE)
+        places = {"device": told.device, "host": told.host, "disk": told.storage}
+        found = ((name, end) for end in ends for name, kept in places.items() if hash(tuple(prompt[:end])) in kept)
+        source, cached = next(found, ("", 0)) if read else ("", 0)
+        for name, kept in places.items():
+            if self.kvarve or name == "device":
+                kept.update(hash(tuple(prompt[:end])) for end in ends)
+        return {
+            "tokens": [(sum(prompt) + number) % 1900 for number in range(tokens)],
+            "logprobs": [-0.5 - 1e-9 * (bool(source) and source == told.wrong_from)] * tokens,
+            "first_s": 0.1 if source else 1.0,
+            "last_s": 1.5,
+            "sources": {source: cached} if source else {},
+        }
+
+    def drain(self) -> None:
+        pass
+
+    def empty(self, host: bool) -> None:
+        self.told.device = set()
+        self.told.host = set() if host else self.told.host
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
+    told = Told()
+    monkeypatch.setattr(demo_vllm, "python_with_vllm", lambda given: Path(sys.executable))
+    monkeypatch.setattr(demo_vllm, "EngineProcess", lambda python, settings, log: Engine(told, settings))
+    yield told
+
+
+def test_five_rounds_say_where_tokens_came_from_and_that_answers_are_equal(
+    told: Told, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--engine", "vllm", "--quick", "--out", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "demo-vllm.json").read_text())
+    assert [row["name"] for row in report["rounds"]] == ["vLLM alone", "cold", "device", "host", "storage"]
+    alone, cold, *warm = report["rounds"]
+    assert alone["cached_tokens"] == cold["cached_tokens"] == 0
+    assert all(row["cached_by_tier"][row["name"]] == row["cached_tokens"] > 0 for row in warm)
+    assert report["outputs_equal"] is True
+    said = " ".join(capsys.readouterr().out.split())
+    assert "those of vLLM alone, bit for bit" in said and "There is no accuracy" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"demo-vllm.json", "demo-vllm.png"}, "no litter"
+
+
+@pytest.mark.parametrize("source", ["device", "host", "disk"])
+def test_one_logprob_that_differs_in_one_round_is_exit_code_1(
+    told: Told, source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told.wrong_from = source
+    assert main(["demo", "--engine", "vllm", "--quick", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert said.count("DIFFER") == 1 and "this is a bug" in said
+    assert json.loads((tmp_path / "demo-vllm.json").read_text())["outputs_equal"] is False
+
+
+def test_without_matplotlib_there_is_no_picture_and_it_says_so(
+    told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo_vllm.importlib.util, "find_spec", lambda name: None)
+    assert main(["demo", "--engine", "vllm", "--quick", "--out", str(tmp_path)]) == 0
+    assert "matplotlib is not installed" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"demo-vllm.json"}
+
+
+# --- the Python that has vLLM
+
+
+def python(path: Path, prints: str) -> Path:
+    """A program in the place of a Python, which is asked what it lacks."""
+    path.write_text(f"#!/bin/sh\necho {prints}\n")
+    path.chmod(0o755)
+    return path
+
+
+def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: str) -> str:
+    out = tmp_path / "out"
+    assert main(["demo", "--engine", "vllm", "--out", str(out), *words]) == 2
+    assert not out.exists(), "nothing is made before the error"
+    return capsys.readouterr().err
+
+
+def test_without_vllm_the_error_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("KVARVE_VLLM_PYTHON", raising=False)
+    monkeypatch.setattr(vllm_process, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(vllm_process.importlib.util, "find_spec", lambda name: None)
+    said = refused(capsys, tmp_path)
+    assert "make run-vllm" in said and "--engine-python" in said and "pip install ." in said
+
+
+def test_a_python_that_cannot_run_the_engine_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for prints, says in (
+        ("lacks vllm kvarve", "has no vllm: install vLLM there"),
+        ("lacks kvarve", "has no kvarve: "),
+        ("", "this is no Python 3.11 or newer"),
+    ):
+        monkeypatch.setenv("KVARVE_VLLM_PYTHON", str(python(tmp_path / "python", prints)))
+        assert says in refused(capsys, tmp_path)
+    assert "No such file" in refused(capsys, tmp_path, "--engine-python", str(tmp_path / "absent"))
+
+
+def test_the_flag_goes_before_the_variable_and_the_checkouts_own_environment_comes_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / ".venv-vllm" / "bin" / "python"
+    own.parent.mkdir(parents=True)
+    python(own, "lacks")
+    monkeypatch.setattr(vllm_process, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(vllm_process.importlib.util, "find_spec", lambda name: None)
+    assert vllm_process.python_with_vllm(None) == own
+    assert vllm_process.python_with_vllm(given := python(tmp_path / "python", "lacks")) == given
+
+
+def test_options_of_kvarves_own_engine_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--model", "/some/where"], ["--port", "8000"]):
+        assert "leave out --model and --port" in refused(capsys, tmp_path, *words)
+
+
+def test_an_unknown_engine_is_refused_with_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--engine", "sglang"]) == 2
+    assert "--engine: expected one of kvarve, vllm" in capsys.readouterr().err
+
+
+def test_an_engine_that_dies_is_one_error_with_the_last_error_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dies.py").write_text("raise ValueError('no memory for blocks')")
+    log = tmp_path / "log"
+    before = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [before, str(tmp_path)])))
+    process = vllm_process.EngineProcess(Path(sys.executable), {}, log, module="dies")
+    with pytest.raises(KvarveError, match=r"no memory for blocks.*all of it is in"), process:
+        process.ready()
