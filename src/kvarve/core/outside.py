@@ -147,6 +147,7 @@ class EngineCore(Core):
         lease.boundary = deepest(self.paths.legal(lease.seen, lease) & allowed)
         lease.done = lease.grown = lease.boundary
         lease.snapshots = self._snapshots(lease)
+        self._note_ends(lease, run)
         lease.move(Cause.READY)
         self.paths.hold(lease, run, 0, 0)  # the engine has pages of its own now
         if lease.reads:

@@ -132,6 +132,11 @@ class Paths:
         lease.run = covering(run, deepest(both)) if both else self.slot_pools.root(lease.root)
         lease.held, lease.prefix_pins, lease.tiers = positions, prefix_pins, tiers
 
+    def mark_ends(self, run: Run, known: int, ends: int) -> None:
+        """Note that prompts ended, or requests resumed, at these boundaries, as far as the tree knows the pages."""
+        for each, share in upward(run, ends >> 1 & ones(known)):
+            each.ends |= share
+
     def near(self, boundary: int) -> int:
         """The positions that windows and states read before a boundary."""
         return span(max(0, boundary - self.reach), boundary)
@@ -170,6 +175,7 @@ class Paths:
             if stored:
                 for run, share in upward(tail, boundaries.of(slots) & ones(end)):
                     run.stored[pool] |= share
+        self.mark_ends(tail, end, lease.ends)
         if not stored:
             for run, _ in upward(tail, boundaries.of(at for slots in pages for at in slots) & ones(end)):
                 self.backups.mark_dirty(run)
@@ -190,6 +196,7 @@ class Paths:
             tail = self.slot_pools.split(tail, known)
         if tail.parent is not None and not tail.children:
             tail.append(tokens, named)
+            self.slot_pools.offer_all(tail)  # its last pages are inside of it now
             return tail
         shape = len(self.pools), self.config.page_tokens, len(self.slot_pools.memory)
         child = Run(tail, known, tokens, named, *shape)
