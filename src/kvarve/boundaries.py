@@ -100,11 +100,11 @@ def needed(boundary: int, lookback: int | None) -> int:
 
 def read_before(boundaries: int, lookback: int) -> int:
     """The pages that a pool must bring so that a sequence can resume at any of these boundaries."""
-    pages, width = boundaries >> 1, 1
-    while width < lookback:
-        step = min(width, lookback - width)
+    pages, reach = boundaries >> 1, 1
+    while reach < lookback:  # doubling, as in `legal`
+        step = min(reach, lookback - reach)
         pages |= pages >> step
-        width += step
+        reach += step
     return pages
 
 
