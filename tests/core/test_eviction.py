@@ -117,8 +117,8 @@ def test_where_all_costs_the_same_flops_is_lru() -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_states_inside_of_prompts_go_before_those_at_their_ends(order: str) -> None:
-    """With a snapshot of each page, 4 pages a prompt: room for all states of two prompts, one of which is computed."""
-    settings = config(ATTENTION, STATE, device=[64, 8], eviction=order, snapshot_every=PAGE_TOKENS)
+    """With a snapshot of each page, 4 pages a prompt: room for all states of one prompt and a half."""
+    settings = config(ATTENTION, STATE, device=[64, 6], eviction=order, snapshot_every=PAGE_TOKENS)
     world = World(config=settings)
     for seed in range(5):
         world.request(prompt(4, seed=seed))
@@ -126,7 +126,7 @@ def test_states_inside_of_prompts_go_before_those_at_their_ends(order: str) -> N
 
 
 def test_a_state_from_which_a_request_has_resumed_stays_as_one_at_an_end_does() -> None:
-    world = World(config=config(ATTENTION, STATE, device=[64, 10], snapshot_every=PAGE_TOKENS))
+    world = World(config=config(ATTENTION, STATE, device=[64, 6], snapshot_every=PAGE_TOKENS))
     world.request(prompt(6))
     assert world.request(prompt(6)[: 4 * PAGE_TOKENS + 1]).boundary == 4
     for seed in range(1, 4):
@@ -144,7 +144,7 @@ def test_states_inside_of_prompts_stay_while_there_is_room() -> None:
 
 def test_the_end_of_a_prompt_stays_when_its_conversation_has_gone_on() -> None:
     """Another answer to the same question resumes where the question ended."""
-    world = World(config=config(ATTENTION, STATE, device=[64, 9], snapshot_every=PAGE_TOKENS))
+    world = World(config=config(ATTENTION, STATE, device=[64, 5], snapshot_every=PAGE_TOKENS))
     world.request(prompt(3))
     world.request(prompt(6))
     for seed in range(1, 3):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvarve import boundaries
-from kvarve.boundaries import deepest, needed, ones, span
+from kvarve.boundaries import deepest, members, needed, ones, read_before, span
 from kvarve.core.lease import Lease
 from kvarve.core.tree import Run, covering, upward, walk
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES
@@ -96,6 +96,17 @@ class Paths:
             for slot in slots:
                 self.slot_pools.give_back(places[pool], slot)
         return None
+
+    def slots_for(self, lease: Lease, place: int, positions: int, end: int) -> dict[int, int]:
+        """Slots for pages of a lease, by position, as many as can be had. Of windows and states, a page inside of the
+        prompt, whose pages `end` there, takes no slot of one at the end of another."""
+        lookback, last = self.lookbacks[place % len(self.pools)], positions
+        if lookback is not None:
+            last &= read_before(lease.ends | 1 << end, lookback)
+        found = dict(zip(members(last), self.slot_pools.reserve(place, last.bit_count()), strict=False))
+        if inside := positions & ~last:
+            found |= zip(members(inside), self.slot_pools.reserve(place, inside.bit_count(), spare=True), strict=False)
+        return found
 
     # --- pins
 

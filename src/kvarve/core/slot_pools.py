@@ -269,11 +269,14 @@ class SlotPools:
 
         Slots of pages that are copied down first come free only when the copy has ended.
         """
-        before, handled, spares = len(self.free[place]), 0, len(self.capacity) + place
-        if spares in self.orders:
-            handled = self._evict(place, wanted, spares, self.spare)
+        before, handled = len(self.free[place]), self.evict_spares(place, wanted)
         self._evict(place, wanted - handled, place, self.droppable)
         return len(self.free[place]) - before
+
+    def evict_spares(self, place: int, wanted: int) -> int:
+        """Evict up to `wanted` spare pages; returns how many go."""
+        spares = len(self.capacity) + place
+        return self._evict(place, wanted, spares, self.spare) if spares in self.orders else 0
 
     def _evict(self, place: int, wanted: int, order: int, pages: Callable[[Run, int], int]) -> int:
         """Evict up to `wanted` of the `pages` of the runs in one order; returns how many go."""
@@ -387,11 +390,12 @@ class SlotPools:
 
     # --- free slots
 
-    def reserve(self, place: int, wanted: int) -> list[int]:
-        """Up to `wanted` free slots, evicting unpinned pages for them; the caller owns them."""
+    def reserve(self, place: int, wanted: int, spare: bool = False) -> list[int]:
+        """Up to `wanted` free slots, evicting unpinned pages for them, or for `spare` ones only such; the caller owns
+        them."""
         free = self.free[place]
         if len(free) < wanted:
-            self.evict(place, wanted - len(free))
+            (self.evict_spares if spare else self.evict)(place, wanted - len(free))
         return [free.pop() for _ in range(min(wanted, len(free)))]
 
     def straighten(self, place: int, wanted: int, after: int) -> None:
