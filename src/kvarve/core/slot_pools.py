@@ -60,6 +60,7 @@ class SlotPools:
         self.chains = tuple(i for i, pool in enumerate(self.pools) if pool.lookback is None)
         self.roots: dict[bytes, Root] = {}
         self.evicted = [0] * len(self.capacity)
+        self.evicted_spares = [0] * len(self.capacity)  # of these, while they were spare
         self.freed: list[tuple[int, int]] | None = None  # places and slots, where they are to be told
         self.tick = 0
         self.shape = 0  # how often runs were made, split, lengthened or dropped
@@ -275,8 +276,10 @@ class SlotPools:
 
     def evict_spares(self, place: int, wanted: int) -> int:
         """Evict up to `wanted` spare pages; returns how many go."""
-        spares = len(self.capacity) + place
-        return self._evict(place, wanted, spares, self.spare) if spares in self.orders else 0
+        spares, before = len(self.capacity) + place, self.evicted[place]
+        went = self._evict(place, wanted, spares, self.spare) if spares in self.orders else 0
+        self.evicted_spares[place] += self.evicted[place] - before
+        return went
 
     def _evict(self, place: int, wanted: int, order: int, pages: Callable[[Run, int], int]) -> int:
         """Evict up to `wanted` of the `pages` of the runs in one order; returns how many go."""
