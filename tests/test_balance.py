@@ -49,11 +49,12 @@ def test_attention_that_leaves_beside_idle_states_is_told_with_the_other_directi
         (levels(kv=(1000, 1000, 0), state=(100, 9, 0)), levels(kv=(1000, 1000, 500), state=(100, 9, 0))),
         (levels(kv=(0, 0, 0), state=(33, 33, 0)), levels(kv=(0, 0, 0), state=(33, 33, 9))),
         (levels(kv=(9, 9, 0)), levels(kv=(9, 9, 9))),
+        (CALM, CROWDED | {"evicted_spare.device.state": 117}),
         ({}, {}),
     ],
     ids=[
         *("nothing-evicted", "long-ago", "one-page", "half-used", "flushed", "not-worth-a-word", "no-slots", "alone"),
-        "nothing",
+        *("inside-of-prompts", "nothing"),
     ],
 )
 def test_what_is_no_imbalance_is_passed_over(before: Levels, now: Levels) -> None:

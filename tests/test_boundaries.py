@@ -56,3 +56,8 @@ def test_a_boundary_is_legal_exactly_when_its_needed_pages_are_here(
 ) -> None:
     need = b.needed(boundary, lookback)
     assert (need & ~pages == 0) == bool(b.legal(pages, lookback, 12) >> boundary & 1)
+
+
+@given(st.integers(0, 2**16 - 1), st.integers(1, 9))
+def test_the_pages_read_before_several_boundaries_are_those_that_any_of_them_needs(several: int, lookback: int) -> None:
+    assert b.read_before(several, lookback) == b.union(b.needed(each, lookback) for each in b.members(several))

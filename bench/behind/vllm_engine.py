@@ -62,7 +62,7 @@ def transfer() -> KVTransferConfig | None:
             kv_connector_module_path="kvarve.integrations.vllm",
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"host_memory": SETTINGS["host_bytes"]} | more,
+            kv_connector_extra_config={"host_memory": SETTINGS["host_bytes"]} | more | SETTINGS.get("policies", {}),
         )
     if SETTINGS["side"] == "tiering":
         spec = {"spec_name": "CpuTieringSpec", "spec_module_path": "tier_worker"}

@@ -58,6 +58,11 @@ class Watch:
         return due
 
 
+def _missed(stats: Mapping[str, float], tier: str, pool: str) -> float:
+    """Evicted pages, without windows and states inside of prompts, which take slots that nothing else needs."""
+    return stats.get(f"evicted.{tier}.{pool}", 0) - stats.get(f"evicted_spare.{tier}.{pool}", 0)
+
+
 def imbalances(before: Mapping[str, float], now: Mapping[str, float]) -> Iterator[Imbalance]:
     """The pools that suffered between two looks at a cache's figures (`PrefixCache.stats`), each once.
 
@@ -69,7 +74,7 @@ def imbalances(before: Mapping[str, float], now: Mapping[str, float]) -> Iterato
     page_bytes = {place: now[f"page_bytes.{place[1]}"] for place in places}
     for place in places:
         tier, pool = place
-        evicted = int(now[f"evicted.{tier}.{pool}"] - before.get(f"evicted.{tier}.{pool}", 0))
+        evicted = int(_missed(now, tier, pool) - _missed(before, tier, pool))
         if evicted < max(1, LEAST_EVICTED * slots[place]) or used[place] < FULL * slots[place]:
             continue
         closer = now[f"lookback.{pool}"] > 0  # windows or states have too few slots

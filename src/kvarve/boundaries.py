@@ -98,6 +98,16 @@ def needed(boundary: int, lookback: int | None) -> int:
     return ones(boundary) if lookback is None else span(max(0, boundary - lookback), boundary)
 
 
+def read_before(boundaries: int, lookback: int) -> int:
+    """The pages that a pool must bring so that a sequence can resume at any of these boundaries."""
+    pages, reach = boundaries >> 1, 1
+    while reach < lookback:  # doubling, as in `legal`
+        step = min(reach, lookback - reach)
+        pages |= pages >> step
+        reach += step
+    return pages
+
+
 def resume_at(present: Sequence[int], lookbacks: Sequence[int | None], limit: int, grid: int = 1) -> int:
     """Boundaries from which every pool may resume: the one function that decides a hit, for every tier."""
     pools = (legal(pages, lookback, limit) for pages, lookback in zip(present, lookbacks, strict=True))

@@ -411,6 +411,7 @@ class CacheScheduler:
             levels[f"slots.{name}"] = slot_pools.capacity[number]
             levels[f"used.{name}"] = slot_pools.capacity[number] - len(slot_pools.free[number])
             levels[f"evicted.{name}"] = slot_pools.evicted[number]
+            levels[f"evicted_spare.{name}"] = slot_pools.evicted_spares[number]
         return levels
 
     def _known_by(self, packed: bytes) -> bytes:

@@ -145,10 +145,11 @@ def test_states_that_the_boundary_of_a_ticket_does_not_read_are_not_waited_for()
 
 
 def test_pages_that_storage_has_lost_are_dirty_again_though_others_are_awaited() -> None:
-    settings = config(ATTENTION, STATE, device=(64, 2), host=(64, 2), storage=True, snapshot_every=PAGE_TOKENS)
+    settings = config(ATTENTION, STATE, device=(64, 4), host=(64, 4), storage=True, snapshot_every=PAGE_TOKENS)
     world = World(config=settings)
     world.request(prompt(6))
-    world.request(prompt(4, seed=9))  # its states take the slots of the first prompt's
+    for seed in range(9, 13):
+        world.request(prompt(1, seed=seed))  # their states take the slots of the first prompt's
     run = next(run for run in world.core.slot_pools.runs() if run.pages == 6)
     stored = run.stored[1]
     assert stored & 0b11 == 0b11

@@ -5,6 +5,7 @@ from itertools import count
 
 import pytest
 
+from kvarve.boundaries import ones
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.outside import EngineCore
 from kvarve.core.settings import CoreConfig
@@ -191,3 +192,18 @@ def test_storage_brings_the_pages_behind_those_that_only_the_engine_has(
     here.load(lease)
     here.settle()
     assert lease.ready and lease.boundary == 6 and here.core.counters.duplicates == 0
+
+
+def test_a_state_at_the_end_of_a_run_that_goes_on_without_one_is_evicted_first() -> None:
+    here = world(ATTENTION, STATE, snapshot_ends=False)
+    for pages in (4, 5):
+        lease = here.open(prompt(pages), read=False)
+        here.claim(lease)
+        here.forward(lease, pages)
+        here.save(lease, ones(pages), states=False)
+        if pages == 4:
+            here.save(lease, 1 << 3)
+        here.settle()
+    (run,) = [run for run in here.core.slot_pools.runs() if run.tokens]
+    place = here.core.slot_pools.place(Tier.HOST, 1)
+    assert (run.pages, here.core.slot_pools.spare(run, place)) == (5, 1 << 3), "and the laws hold"

@@ -116,6 +116,43 @@ def test_where_all_costs_the_same_flops_is_lru() -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
+def test_states_inside_of_prompts_go_before_those_at_their_ends(order: str) -> None:
+    """With a snapshot of each page, 4 pages a prompt: room for all states of one prompt and a half."""
+    settings = config(ATTENTION, STATE, device=[64, 6], eviction=order, snapshot_every=PAGE_TOKENS)
+    world = World(config=settings)
+    for seed in range(5):
+        world.request(prompt(4, seed=seed))
+    assert survivors(world, 5, pages=4) == [0, 1, 2, 3, 4], "LRU over all states would leave the last prompt's"
+
+
+def test_a_state_from_which_a_request_has_resumed_stays_as_one_at_an_end_does() -> None:
+    world = World(config=config(ATTENTION, STATE, device=[64, 6], snapshot_every=PAGE_TOKENS))
+    world.request(prompt(6))
+    assert world.request(prompt(6)[: 4 * PAGE_TOKENS + 1]).boundary == 4
+    for seed in range(1, 4):
+        world.request(prompt(6, seed=seed))
+    assert world.hit(prompt(6)[: 4 * PAGE_TOKENS + 1]) == (4, 4)
+    assert world.hit(prompt(6)[: 3 * PAGE_TOKENS + 1]) == (0, 0), "the states beside it have gone"
+
+
+def test_states_inside_of_prompts_stay_while_there_is_room() -> None:
+    world = World(config=config(ATTENTION, STATE, device=[64, 12], snapshot_every=PAGE_TOKENS))
+    world.request(prompt(6))
+    world.request(prompt(6, seed=1))
+    assert [world.hit(prompt(6)[: pages * PAGE_TOKENS + 1])[0] for pages in range(1, 7)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_end_of_a_prompt_stays_when_its_conversation_has_gone_on() -> None:
+    """Another answer to the same question resumes where the question ended."""
+    world = World(config=config(ATTENTION, STATE, device=[64, 5], snapshot_every=PAGE_TOKENS))
+    world.request(prompt(3))
+    world.request(prompt(6))
+    for seed in range(1, 3):
+        world.request(prompt(6, seed=seed))
+    assert world.hit(prompt(3, extra=1))[0] == 3
+
+
+@pytest.mark.parametrize("order", ORDERS)
 def test_an_order_forgets_what_left_the_tree(order: str) -> None:
     world = World(config=config(ATTENTION, device=8, eviction=order))
     for seed in range(200):

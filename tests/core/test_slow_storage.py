@@ -205,11 +205,11 @@ def test_an_eviction_order_remembers_no_run_that_has_left_the_tree() -> None:
     world = World(config=config(ATTENTION, STATE, device=16, host=16, eviction="s3fifo"))
     for seed in range(300):
         world.request(prompt(2, seed=seed))
-    for order in world.core.slot_pools.orders:
+    for order in world.core.slot_pools.orders.values():
         assert isinstance(order, S3Fifo)
         assert max(len(order._proven), len(order._counted)) <= 32 and len(order._ghosts) <= 64
     world.flush(DEVICE, HOST)
-    for order in world.core.slot_pools.orders:
+    for order in world.core.slot_pools.orders.values():
         assert isinstance(order, S3Fifo) and not order._proven and not order._counted and order._last is None
 
 

@@ -236,7 +236,7 @@ def test_an_eviction_order_does_not_remember_what_left_the_tree() -> None:
     for seed in range(1, 201):
         world.request(prompt(4, seed=seed))
     alive = sum(1 for _ in runs(world.core))
-    assert all(len(order.runs()) <= 4 * alive for order in world.core.slot_pools.orders)
+    assert all(len(order.runs()) <= 4 * alive for order in world.core.slot_pools.orders.values())
 
 
 def test_a_flush_spares_pinned_pages() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvarve.errors import ConfigError
-from kvarve.integrations.extra_config import extra_config
+from kvarve.integrations.extra_config import TURN_TOKENS, extra_config
 
 WHERE = "kv_connector_extra_config"
 
@@ -16,7 +16,6 @@ def test_names_are_those_of_kvarves_settings() -> None:
         "storage": ["file:///fast", "mooncake://far"],
         "write_policy": "write_back",
         "prefetch_base_s": 3,
-        "snapshot_every": 512,
         "verify_host": False,
         "weights": "mine",
     }
@@ -24,13 +23,19 @@ def test_names_are_those_of_kvarves_settings() -> None:
     assert found.cache.host_memory == 1 << 30 and found.cache.device_memory == 0
     assert found.cache.storages == ("file:///fast", "mooncake://far")
     policies = found.cache.policies
-    assert (policies.write_policy, policies.prefetch_base_s, policies.snapshot_every) == ("write_back", 3.0, 512)
+    assert (policies.write_policy, policies.prefetch_base_s) == ("write_back", 3.0)
     assert not policies.verify_host and found.weights == "mine"
 
 
 def test_one_url_is_one_storage_and_none_is_none() -> None:
     assert extra_config({"host_memory": 1 << 20, "storage": "file:///x"}, WHERE).cache.storages == ("file:///x",)
     assert extra_config({"host_memory": 1 << 20}, WHERE).cache.storages == ()
+
+
+def test_memory_is_divided_for_turns_of_conversations_unless_told_otherwise() -> None:
+    given = {"host_memory": 1 << 20}
+    assert extra_config(given, WHERE).cache.policies.tokens_per_snapshot == TURN_TOKENS
+    assert extra_config(given | {"tokens_per_snapshot": 0}, WHERE).cache.policies.tokens_per_snapshot == 0
 
 
 @pytest.mark.parametrize(
@@ -54,6 +59,7 @@ def test_one_url_is_one_storage_and_none_is_none() -> None:
         ({"host_memory": "1GiB", "write_policy": "now"}, "unknown write policy 'now'"),
         ({"host_memory": "1GiB", "host_layout": "no"}, "unknown host layout"),
         ({"host_memory": "1GiB", "weights": 3}, "it has to be a text"),
+        ({"host_memory": "1GiB", "snapshot_gap": 3}, "unknown setting 'snapshot_gap'"),
     ],
 )
 def test_a_setting_that_cannot_work_is_one_clear_error(given: dict[str, Any], told: str) -> None:

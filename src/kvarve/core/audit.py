@@ -198,11 +198,11 @@ def audit(core: Core) -> None:
 
     # A run with an evictable page stands in the eviction order exactly once; one without may stand there once.
     standing = dict.fromkeys(pins[0], 0)
-    for place, order in enumerate(core.slot_pools.orders):
+    for number, order in core.slot_pools.orders.items():
         for run in order.runs():
             if id(run) in standing:
-                _check(not standing[id(run)] >> place & 1, "no run stands twice in an eviction order")
-                standing[id(run)] |= 1 << place
+                _check(not standing[id(run)] >> number & 1, "no run stands twice in an eviction order")
+                standing[id(run)] |= 1 << number
 
     for run in runs:
         length = len(run.tokens) // run.width
@@ -212,7 +212,7 @@ def audit(core: Core) -> None:
         needed = [both | prefix for both, prefix in zip(pinned, prefixes, strict=True)]
 
         known = 0
-        for bits in (*run.here, *run.stored, *run.coming, *run.backed_up_since_use):
+        for bits in (*run.here, *run.stored, *run.coming, *run.backed_up_since_use, run.ends):
             known |= bits
         _check(not known >> length, "no bits are set beyond a run's end")
         for chain in chains:
@@ -252,6 +252,12 @@ def audit(core: Core) -> None:
                 may_go = 0 if resting[place] else here >> max(needed[number].bit_length(), stays.bit_length())
             else:
                 may_go = here & ~pinned[number]
+                lookback, spare = core.pools[place % pools].lookback, may_go
+                assert lookback is not None
+                for end in _each(run.ends | 1 << length - 1):
+                    for read in range(max(0, end + 1 - lookback), end + 1):
+                        spare &= ~(1 << read)
+                giveable |= (spare > 0) << len(run.here) + place
             giveable |= (may_go > 0) << place
         _check(not giveable & ~standing[id(run)], "a run with an evictable page stands in the eviction order")
         _check(run.queued == standing[id(run)], "a run knows in which eviction orders it stands")

@@ -118,8 +118,7 @@ class Growing(Resuming):
                 lease.pages = first_lost
         for pool in range(len(self.pools)):
             if pool not in self.slot_pools.chains:
-                bits = wanted[pool] & ones(upto)
-                fresh[pool] = dict(zip(members(bits), self.slot_pools.reserve(pool, bits.bit_count()), strict=False))
+                fresh[pool] = self.paths.slots_for(lease, pool, wanted[pool] & ones(upto), lease.pages)
             for position in [at for at in fresh[pool] if at >= upto]:
                 slot = fresh[pool].pop(position)
                 if slot != NOWHERE and position not in lease.own[pool]:

@@ -9,7 +9,7 @@ and sizes. Blocks that a copy uses are the engine's again when `released` names 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
-from kvarve.boundaries import deepest, leading, members, needed, of, ones, span
+from kvarve.boundaries import deepest, leading, needed, of, ones, span
 from kvarve.core.cache import Core
 from kvarve.core.copies import BACKUP, LOAD, CopyOutcome, Moving, Op
 from kvarve.core.effects import Ended, Release
@@ -71,18 +71,21 @@ class EngineCore(Core):
         whole = lease.pages // self.grid * self.grid
         wanted = [has & ~here & ones(whole) for has, here in zip(there, kept, strict=True)]
         end = self._reach(kept, wanted, whole)
-        taken: list[dict[int, int]] = []
-        for pool, bits in enumerate(wanted):
-            slots = self.slot_pools.reserve(self.slot_pools.place(Tier.HOST, pool), (bits & ones(end)).bit_count())
-            taken.append(dict(zip(members(bits & ones(end)), slots, strict=False)))
+        taken: list[dict[int, int]] = [{} for _ in wanted]
+        places = [self.slot_pools.place(Tier.HOST, pool) for pool in range(len(self.pools))]
+        for pool in self.slot_pools.chains:
+            taken[pool] = self.paths.slots_for(lease, places[pool], wanted[pool] & ones(end), end)
         end = self._reach(kept, [of(slots) for slots in taken], end)
+        for pool, lookback in enumerate(self.lookbacks):
+            if lookback is not None:
+                taken[pool] = self.paths.slots_for(lease, places[pool], wanted[pool] & ones(end), end)
         moving = []
         for pool, slots_ in enumerate(taken):
             for position, slot in slots_.items():
                 if position < end:
                     moving.append(Moving(pool, position, pages[pool][position], slot))
                 else:
-                    self.slot_pools.give_back(self.slot_pools.place(Tier.HOST, pool), slot)
+                    self.slot_pools.give_back(places[pool], slot)
         self.counters.uncached += sum(bits.bit_count() for bits in wanted) - len(moving)
         # Whole positions in a copy: the tree takes a position only with the pages of all chains.
         moving.sort(key=lambda page: page.position)
@@ -147,6 +150,7 @@ class EngineCore(Core):
         lease.boundary = deepest(self.paths.legal(lease.seen, lease) & allowed)
         lease.done = lease.grown = lease.boundary
         lease.snapshots = self._snapshots(lease)
+        self._note_ends(lease, run)
         lease.move(Cause.READY)
         self.paths.hold(lease, run, 0, 0)  # the engine has pages of its own now
         if lease.reads:

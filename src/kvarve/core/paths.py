@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvarve import boundaries
-from kvarve.boundaries import deepest, needed, ones, span
+from kvarve.boundaries import deepest, members, needed, ones, read_before, span
 from kvarve.core.lease import Lease
 from kvarve.core.tree import Run, covering, upward, walk
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES
@@ -97,6 +97,17 @@ class Paths:
                 self.slot_pools.give_back(places[pool], slot)
         return None
 
+    def slots_for(self, lease: Lease, place: int, positions: int, end: int) -> dict[int, int]:
+        """Slots for pages of a lease, by position, as many as can be had. Of windows and states, a page inside of the
+        prompt, whose pages `end` there, takes no slot of one at the end of another."""
+        lookback, last = self.lookbacks[place % len(self.pools)], positions
+        if lookback is not None:
+            last &= read_before(lease.ends | 1 << end, lookback)
+        found = dict(zip(members(last), self.slot_pools.reserve(place, last.bit_count()), strict=False))
+        if inside := positions & ~last:
+            found |= zip(members(inside), self.slot_pools.reserve(place, inside.bit_count(), spare=True), strict=False)
+        return found
+
     # --- pins
 
     def pins_for(self, boundary: int, device: list[int]) -> tuple[int, int]:
@@ -131,6 +142,11 @@ class Paths:
         both = positions | prefix_pins
         lease.run = covering(run, deepest(both)) if both else self.slot_pools.root(lease.root)
         lease.held, lease.prefix_pins, lease.tiers = positions, prefix_pins, tiers
+
+    def mark_ends(self, run: Run, known: int, ends: int) -> None:
+        """Note that prompts ended, or requests resumed, at these boundaries, as far as the tree knows the pages."""
+        for each, share in upward(run, ends >> 1 & ones(known)):
+            each.ends |= share
 
     def near(self, boundary: int) -> int:
         """The positions that windows and states read before a boundary."""
@@ -170,6 +186,7 @@ class Paths:
             if stored:
                 for run, share in upward(tail, boundaries.of(slots) & ones(end)):
                     run.stored[pool] |= share
+        self.mark_ends(tail, end, lease.ends)
         if not stored:
             for run, _ in upward(tail, boundaries.of(at for slots in pages for at in slots) & ones(end)):
                 self.backups.mark_dirty(run)
@@ -190,6 +207,7 @@ class Paths:
             tail = self.slot_pools.split(tail, known)
         if tail.parent is not None and not tail.children:
             tail.append(tokens, named)
+            self.slot_pools.offer_all(tail)  # its last pages are inside of it now
             return tail
         shape = len(self.pools), self.config.page_tokens, len(self.slot_pools.memory)
         child = Run(tail, known, tokens, named, *shape)

@@ -130,6 +130,7 @@ class Resuming(State):
         lease.seen = device
         lease.done = lease.grown = lease.boundary
         lease.snapshots = self._snapshots(lease)
+        self._note_ends(lease, run)
         lease.move(Cause.READY)
         if lease.reads:
             self._drop_loaded(lease, run)
@@ -222,6 +223,14 @@ class Resuming(State):
         if op.given:
             op.filling = boundaries.of(page.position for i, page in enumerate(op.pages) if op.given >> i & 1)
             self.slot_pools.pin(op.run, op.filling, tiers=op.edge[1:])
+
+    def _note_ends(self, lease: Lease, run: Run) -> None:
+        """A ready lease resumes at its boundary, and its prompt ends: prompts like it will resume there."""
+        grid, ends = self.grid, 1 << lease.boundary if lease.reads else 0
+        if self.config.policies.snapshots.ends:
+            ends |= 1 << lease.pages // grid * grid | 1 << self.paths.limit(lease.tokens) // grid * grid
+        lease.ends = ends & ~1
+        self.paths.mark_ends(run, lease.known, lease.ends)
 
     def _snapshots(self, lease: Lease) -> int:
         """The boundaries at which this prompt's windows and states are kept."""

@@ -2,17 +2,18 @@
 
 The index of a slot pool is called its *place*: the number of its tier, near to far, * pools + pool. Pools that need all
 pages before a boundary (lookback None) are called chains: each page rests on the one before it, so a tier evicts them
-from the tail. A window or state page can go alone. Once a position has lost a chain's page from every memory tier no
-prompt can resume through it, so it leaves the tree with all its other pages.
+from the tail. A window or state page can go alone. Those go first that are read only at boundaries at which no prompt
+ended or branched and no request has resumed: the *spare* pages. Once a position has lost a chain's page from every
+memory tier no prompt can resume through it, so it leaves the tree with all its other pages.
 """
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
-from kvarve.boundaries import leading, members, of, ones, span, union
+from kvarve.boundaries import leading, members, of, ones, read_before, span, union
 from kvarve.core.eviction import order_for
 from kvarve.core.eviction.order import OrderContext
 from kvarve.core.tree import Root, Run, upward
@@ -46,14 +47,20 @@ class SlotPools:
         self.free = [array("i", range(count - 1, -1, -1)) for count in self.capacity]
         lookbacks = [pool.lookback for pool in self.pools]
         cost = config.policies.cost(config.page_tokens)
-        self.orders = [
-            order_for(config.policies.eviction, OrderContext(place, lookbacks[place % pools], cost, lambda: self.tick))
+        contexts = [
+            OrderContext(place, lookbacks[place % pools], cost, lambda: self.tick)
             for place in range(len(self.capacity))
         ]
-        self.counts_uses = any(order.counts_uses for order in self.orders)
+        # By place; behind all places, those of spare pages, which a chain has none of.
+        self.orders = {place: order_for(config.policies.eviction, context) for place, context in enumerate(contexts)}
+        for place, context in enumerate(contexts):
+            if context.lookback is not None:
+                self.orders[len(contexts) + place] = order_for(config.policies.eviction, context)
+        self.counts_uses = any(order.counts_uses for order in self.orders.values())
         self.chains = tuple(i for i, pool in enumerate(self.pools) if pool.lookback is None)
         self.roots: dict[bytes, Root] = {}
         self.evicted = [0] * len(self.capacity)
+        self.evicted_spares = [0] * len(self.capacity)  # of these, while they were spare
         self.freed: list[tuple[int, int]] | None = None  # places and slots, where they are to be told
         self.tick = 0
         self.shape = 0  # how often runs were made, split, lengthened or dropped
@@ -204,8 +211,7 @@ class SlotPools:
             self._let_go(each)
 
     def _let_go(self, run: Run) -> None:
-        for place in range(len(self.capacity)):
-            self.offer(run, place)
+        self.offer_all(run)
         if not self.chains:  # a pinned position may have been the last of its run
             self.prune(run)
 
@@ -213,17 +219,25 @@ class SlotPools:
         self.shape += 1
         front = run.split(at)
         self._state.backups.divided(front, run)
-        for place in range(len(self.capacity)):
-            self.offer(front, place)
+        self.offer_all(front)
         return front
 
     # --- eviction
 
     def offer(self, run: Run, place: int) -> None:
-        """Put a run into a slot pool's eviction order if it has a page there that may go."""
+        """Put a run into a slot pool's eviction orders if it has a page there that may go."""
         if not run.queued >> place & 1 and self.droppable(run, place):
             run.queued |= 1 << place
             self.orders[place].push(run)
+        spares = len(self.capacity) + place
+        if spares in self.orders and not run.queued >> spares & 1 and self.spare(run, place):
+            run.queued |= 1 << spares
+            self.orders[spares].push(run)
+
+    def offer_all(self, run: Run) -> None:
+        """The same in every slot pool."""
+        for place in range(len(self.capacity)):
+            self.offer(run, place)
 
     def droppable(self, run: Run, place: int) -> int:
         """The local positions of a run whose page may leave a slot pool now."""
@@ -233,6 +247,12 @@ class SlotPools:
         if not self.is_chain(place):
             return here & ~run.pins[place // len(self.pools)].held()
         return 0 if run.kids[place] else here & span(self.held_until(run, place), run.pages)
+
+    def spare(self, run: Run, place: int) -> int:
+        """Of a window's or state's pages, those that may leave and are worth least: nobody is known to resume there."""
+        lookback = self.pools[place % len(self.pools)].lookback
+        assert lookback is not None
+        return self.droppable(run, place) & ~read_before(run.ends << 1 | 1 << run.pages, lookback)
 
     def held_until(self, run: Run, place: int) -> int:
         """The local position before which a run's pages of a chain must stay: they are pinned, or pinned pages rest on
@@ -250,32 +270,43 @@ class SlotPools:
 
         Slots of pages that are copied down first come free only when the copy has ended.
         """
-        before, handled, order, spared = len(self.free[place]), 0, self.orders[place], []
-        while handled < wanted:
-            run = order.pop()
-            if run is None:
-                break
-            if not self.droppable(run, place):  # unpinning it offers it again
-                run.queued &= ~(1 << place)
-                continue
-            # The run counts as queued meanwhile, so that `_trim` cannot queue it a second time.
-            went = self._trim(run, place, wanted - handled)
-            handled += went
-            if went:
-                self._requeue(run, place)
-            else:
-                spared.append(run)
-        for run in spared:
-            self._requeue(run, place)
+        before, handled = len(self.free[place]), self.evict_spares(place, wanted)
+        self._evict(place, wanted - handled, place, self.droppable)
         return len(self.free[place]) - before
 
-    def _requeue(self, run: Run, place: int) -> None:
-        run.queued &= ~(1 << place)
-        self.offer(run, place)
+    def evict_spares(self, place: int, wanted: int) -> int:
+        """Evict up to `wanted` spare pages; returns how many go."""
+        spares, before = len(self.capacity) + place, self.evicted[place]
+        went = self._evict(place, wanted, spares, self.spare) if spares in self.orders else 0
+        self.evicted_spares[place] += self.evicted[place] - before
+        return went
 
-    def _trim(self, run: Run, place: int, wanted: int) -> int:
-        """Drop, or start to copy down, up to `wanted` droppable pages of a run; returns how many."""
-        others, chain, droppable = self.others(place), self.is_chain(place), self.droppable(run, place)
+    def _evict(self, place: int, wanted: int, order: int, pages: Callable[[Run, int], int]) -> int:
+        """Evict up to `wanted` of the `pages` of the runs in one order; returns how many go."""
+        handled, stay, queued = 0, [], 1 << order
+        while handled < wanted:
+            run = self.orders[order].pop()
+            if run is None:
+                break
+            if not (droppable := pages(run, place)):  # unpinning it offers it again
+                run.queued &= ~queued
+                continue
+            # The run counts as queued meanwhile, so that `_trim` cannot queue it a second time.
+            went = self._trim(run, place, wanted - handled, droppable)
+            handled += went
+            if went:
+                run.queued &= ~queued
+                self.offer(run, place)
+            else:
+                stay.append(run)
+        for run in stay:
+            run.queued &= ~queued
+            self.offer(run, place)
+        return handled
+
+    def _trim(self, run: Run, place: int, wanted: int, droppable: int) -> int:
+        """Drop, or start to copy down, up to `wanted` of the droppable pages of a run; returns how many."""
+        others, chain = self.others(place), self.is_chain(place)
         # A chain loses its last page first; windows and states the earliest, since prompts grow at the end.
         if chain:
             take = droppable & ~ones(max(0, droppable.bit_length() - wanted))
@@ -337,16 +368,15 @@ class SlotPools:
                 return
             parent = run.parent
             run.detach()
-            for place, order in enumerate(self.orders):
-                order.forget(run, stands=bool(run.queued >> place & 1))
+            for number, order in self.orders.items():
+                order.forget(run, stands=bool(run.queued >> number & 1))
             run.queued = 0
             self._state.backups.removed(run)
             if isinstance(parent, Root):
                 self.forget(parent.named)
                 return
             parent.used = max(parent.used, run.used)
-            for place in range(len(self.capacity)):
-                self.offer(parent, place)
+            self.offer_all(parent)
             run = parent
 
     def _alive(self, run: Run) -> int:
@@ -363,11 +393,12 @@ class SlotPools:
 
     # --- free slots
 
-    def reserve(self, place: int, wanted: int) -> list[int]:
-        """Up to `wanted` free slots, evicting unpinned pages for them; the caller owns them."""
+    def reserve(self, place: int, wanted: int, spare: bool = False) -> list[int]:
+        """Up to `wanted` free slots, evicting unpinned pages for them, or for `spare` ones only such; the caller owns
+        them."""
         free = self.free[place]
         if len(free) < wanted:
-            self.evict(place, wanted - len(free))
+            (self.evict_spares if spare else self.evict)(place, wanted - len(free))
         return [free.pop() for _ in range(min(wanted, len(free)))]
 
     def straighten(self, place: int, wanted: int, after: int) -> None:

@@ -34,6 +34,7 @@ class Run:
         "bad": "[place] positions whose bytes there failed their check: no hit, and no source of a copy",
         "coming": "[place, and each pool in storage] positions of which a backup to there is in flight",
         "stored": "[pool] positions known to be in storage",
+        "ends": "positions after which a prompt ended, or a request has resumed",
         "backed_up_since_use": "[pool] positions backed up to the host since the run's last use",
         "kids": "[place] how many child runs begin with a page there, which rests on this run's last position",
         "pins": "[memory tier, by its number] by position: how many leases and copies need all its pages there",
@@ -43,7 +44,7 @@ class Run:
         "priority": "the highest priority of those requests",
         "failed_backups": "backups of it that failed since it was used last",
         "wanted": "whether an operator wants it in the attached storage, whatever the write policy",
-        "queued": "bit per place: it stands in that slot pool's eviction order",
+        "queued": "bit per place: it stands in that slot pool's eviction order; then, of spare pages in that pool's",
     }
 
     def __init__(
@@ -73,7 +74,7 @@ class Run:
         self.backed_up_since_use = [0] * pools
         self.pins = tuple([Pins() for _ in range(tiers)])
         self.prefix_pins = tuple([Pins() for _ in range(tiers)])
-        self.used = self.uses = self.priority = self.failed_backups = self.queued = 0
+        self.ends = self.used = self.uses = self.priority = self.failed_backups = self.queued = 0
         self.wanted = False
 
     @property
@@ -187,6 +188,7 @@ class Run:
         self.tokens = self.tokens[: keep * self.width]
         self.named = self.named[: keep * KEY_BYTES]
         mask = boundaries.ones(keep)
+        self.ends &= mask
         self.stored = [bits & mask for bits in self.stored]
         self.backed_up_since_use = [bits & mask for bits in self.backed_up_since_use]
         for place, table in enumerate(self.slots):
@@ -210,6 +212,7 @@ class Run:
             self.priority,
         )
         front.wanted = self.wanted
+        front.ends, self.ends = self.ends & low, self.ends >> cut
         front.here, self.here = [bits & low for bits in self.here], [bits >> cut for bits in self.here]
         front.bad, self.bad = [bits & low for bits in self.bad], [bits >> cut for bits in self.bad]
         front.coming, self.coming = [bits & low for bits in self.coming], [bits >> cut for bits in self.coming]

@@ -9,7 +9,12 @@ from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
 from kvarve.integrations.given import Given
 
-_POLICIES = {field.name: field.type for field in fields(Policies)}
+# Each turn of a conversation adds some hundred tokens and leaves a window or state of each group behind: host memory is
+# divided for that unless the user says otherwise (docs/vllm.md has what was measured).
+TURN_TOKENS = 256
+
+# The engine says which windows and states there are.
+_POLICIES = {field.name: field.type for field in fields(Policies) if not field.name.startswith("snapshot_")}
 _KNOWN = ("host_memory", "storage", "host_layout", "weights", *_POLICIES)
 
 
@@ -29,7 +34,7 @@ def extra_config(values: Mapping[str, Any], where: str) -> ExtraConfig:
         raise given.refuse("'host_memory' is missing: give the memory for pages, such as '4GiB'")
     host_memory, storage, weights = given.size("host_memory", 0), given.storage(), given.text("weights")
     layout = {"host_layout": given.text("host_layout")} if "host_layout" in values else {}
-    chosen = {key: _policy(given, key) for key in _POLICIES if key in values}
+    chosen = {"tokens_per_snapshot": TURN_TOKENS} | {key: _policy(given, key) for key in _POLICIES if key in values}
     try:
         cache = CacheConfig(0, host_memory, storage or None, policies=Policies(**chosen), **layout)
     except ConfigError as e:

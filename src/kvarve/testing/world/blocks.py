@@ -214,9 +214,10 @@ class EngineWorld(World):
                 mine[pool][position] = handle
                 self.blocks.cache((pool, keys[position]), handle)
 
-    def save(self, lease: Lease, positions: int) -> list[int]:
-        """Offer those of the lease's pages that the engine has."""
-        mine = self._mine[lease.number]
+    def save(self, lease: Lease, positions: int, states: bool = True) -> list[int]:
+        """Offer those of the lease's pages that the engine has; without `states` those of chains only."""
+        chains = self.core.slot_pools.chains
+        mine = [has if states or pool in chains else {} for pool, has in enumerate(self._mine[lease.number])]
         pages = [{at: handle for at, handle in handles.items() if positions >> at & 1} for handles in mine]
         taken = self._all(lease, lambda core, twin: _engine(core).save(twin, pages))
         for offered, taken_ in zip(pages, taken, strict=True):

@@ -53,7 +53,7 @@ def differ(one: Core, two: Core) -> str:
 
     if one.slot_pools.free != two.slot_pools.free or one.slot_pools.tick != two.slot_pools.tick:
         return "slot_pools"
-    for ours, theirs in zip(one.slot_pools.orders, two.slot_pools.orders, strict=True):
+    for ours, theirs in zip(one.slot_pools.orders.values(), two.slot_pools.orders.values(), strict=True):
         standing = ours.runs(), theirs.runs()
         if len(standing[0]) != len(standing[1]) or not all(map(same, *standing)):
             return "eviction orders"
@@ -95,7 +95,6 @@ def _weather(core: Core) -> tuple[Any, ...]:
 
 def dump(core: Core) -> Mapping[str, Any]:
     """The whole state of a core as plain values: equal dumps, equal cores."""
-    places = range(len(core.slot_pools.capacity))
     names: dict[int, tuple[bytes, bytes]] = {}
 
     def describe(root: bytes, run: Run, above: bytes = b"") -> Any:
@@ -112,7 +111,7 @@ def dump(core: Core) -> Mapping[str, Any]:
     return {
         "trees": trees,
         "free": [slots.tolist() for slots in core.slot_pools.free],
-        "orders": [[names.get(id(run), gone) for run in core.slot_pools.orders[place].runs()] for place in places],
+        "orders": [[names.get(id(run), gone) for run in order.runs()] for order in core.slot_pools.orders.values()],
         "evicted": [*core.slot_pools.evicted],
         "tick": core.slot_pools.tick,
         "pending_backup": [names.get(id(run), gone) for run in core.backups.pending_backup],
