@@ -172,6 +172,7 @@ class Paths:
             end = max([known, *(position + 1 for slots in pages for position in slots)])
         if end > known:
             tail = self._lengthen(tail, known, end, lease)
+            tail.ends |= (lease.ends >> 1 & span(known, end)) >> tail.first
         for pool, slots in enumerate(pages):
             place = self.slot_pools.place(tier, pool)
             row = end - known if pool in chains else 0  # new positions, all in one run: added at once
@@ -186,7 +187,6 @@ class Paths:
             if stored:
                 for run, share in upward(tail, boundaries.of(slots) & ones(end)):
                     run.stored[pool] |= share
-        self.mark_ends(tail, end, lease.ends)
         if not stored:
             for run, _ in upward(tail, boundaries.of(at for slots in pages for at in slots) & ones(end)):
                 self.backups.mark_dirty(run)
@@ -207,7 +207,7 @@ class Paths:
             tail = self.slot_pools.split(tail, known)
         if tail.parent is not None and not tail.children:
             tail.append(tokens, named)
-            self.slot_pools.offer_all(tail)  # its last pages are inside of it now
+            self.slot_pools.lengthened(tail)
             return tail
         shape = len(self.pools), self.config.page_tokens, len(self.slot_pools.memory)
         child = Run(tail, known, tokens, named, *shape)

@@ -226,9 +226,9 @@ class Resuming(State):
 
     def _note_ends(self, lease: Lease, run: Run) -> None:
         """A ready lease resumes at its boundary, and its prompt ends: prompts like it will resume there."""
-        grid, ends = self.grid, 1 << lease.boundary if lease.reads else 0
-        if self.config.policies.snapshots.ends:
-            ends |= 1 << lease.pages // grid * grid | 1 << self.paths.limit(lease.tokens) // grid * grid
+        ends = 1 << lease.boundary if lease.reads else 0
+        if self.config.policies.snapshot_ends:
+            ends |= 1 << lease.pages - lease.pages % self.grid | 1 << lease.limit - lease.limit % self.grid
         lease.ends = ends & ~1
         self.paths.mark_ends(run, lease.known, lease.ends)
 

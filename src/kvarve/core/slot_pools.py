@@ -45,11 +45,10 @@ class SlotPools:
                 tier, pool = self.tier(place), self.pools[place % pools]
                 raise ConfigError(f"pool {pool.name}: {count} slots on the {tier.name.lower()}")
         self.free = [array("i", range(count - 1, -1, -1)) for count in self.capacity]
-        lookbacks = [pool.lookback for pool in self.pools]
+        self._lookbacks = [pool.lookback for pool in self.pools] * len(self.memory)  # by place
         cost = config.policies.cost(config.page_tokens)
         contexts = [
-            OrderContext(place, lookbacks[place % pools], cost, lambda: self.tick)
-            for place in range(len(self.capacity))
+            OrderContext(place, self._lookbacks[place], cost, lambda: self.tick) for place in range(len(self.capacity))
         ]
         # By place; behind all places, those of spare pages, which a chain has none of.
         self.orders = {place: order_for(config.policies.eviction, context) for place, context in enumerate(contexts)}
@@ -134,9 +133,29 @@ class SlotPools:
 
     def _offer_all(self, run: Run, place: int) -> None:
         """A page became resident: it may be evicted, and so may its copies in other tiers now."""
+        self._note_inside(run, place)
         self.offer(run, place)
         for other in self.others(place):
             self.offer(run, other)
+
+    def lengthened(self, run: Run) -> None:
+        """A run has new positions: those that were its last are inside of it now."""
+        for place in range(len(self.capacity)):
+            self._note_inside(run, place)
+            self.offer(run, place)
+
+    def _note_inside(self, run: Run, place: int) -> None:
+        lookback = self._lookbacks[place]
+        if lookback is None or run.inside >> place & 1 or not run.here[place] & ones(max(0, run.pages - lookback)):
+            return  # all but some runs, at little cost
+        if run.here[place] & ~self._last(run, place):
+            run.inside |= 1 << place
+
+    def _last(self, run: Run, place: int) -> int:
+        """The local positions of a run that are read where a prompt is known to resume."""
+        lookback = self._lookbacks[place]
+        assert lookback is not None
+        return read_before(run.ends << 1 | 1 << run.pages, lookback)
 
     def leave(self, run: Run, place: int, position: int) -> None:
         """A page leaves its slot, which is free; the page that it rested on may go next."""
@@ -229,10 +248,11 @@ class SlotPools:
         if not run.queued >> place & 1 and self.droppable(run, place):
             run.queued |= 1 << place
             self.orders[place].push(run)
-        spares = len(self.capacity) + place
-        if spares in self.orders and not run.queued >> spares & 1 and self.spare(run, place):
-            run.queued |= 1 << spares
-            self.orders[spares].push(run)
+        if run.inside >> place & 1:
+            spares = len(self.capacity) + place
+            if not run.queued >> spares & 1 and self.spare(run, place):
+                run.queued |= 1 << spares
+                self.orders[spares].push(run)
 
     def offer_all(self, run: Run) -> None:
         """The same in every slot pool."""
@@ -250,9 +270,7 @@ class SlotPools:
 
     def spare(self, run: Run, place: int) -> int:
         """Of a window's or state's pages, those that may leave and are worth least: nobody is known to resume there."""
-        lookback = self.pools[place % len(self.pools)].lookback
-        assert lookback is not None
-        return self.droppable(run, place) & ~read_before(run.ends << 1 | 1 << run.pages, lookback)
+        return self.droppable(run, place) & ~self._last(run, place)
 
     def held_until(self, run: Run, place: int) -> int:
         """The local position before which a run's pages of a chain must stay: they are pinned, or pinned pages rest on

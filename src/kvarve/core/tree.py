@@ -36,6 +36,7 @@ class Run:
         "stored": "[pool] positions known to be in storage",
         "ends": "positions after which a prompt ended, or a request has resumed",
         "backed_up_since_use": "[pool] positions backed up to the host since the run's last use",
+        "inside": "bit per place: it may have windows or states there that no likely resumption reads",
         "kids": "[place] how many child runs begin with a page there, which rests on this run's last position",
         "pins": "[memory tier, by its number] by position: how many leases and copies need all its pages there",
         "prefix_pins": "the same of leases that need its chains there, as the prefix of their pages",
@@ -74,7 +75,7 @@ class Run:
         self.backed_up_since_use = [0] * pools
         self.pins = tuple([Pins() for _ in range(tiers)])
         self.prefix_pins = tuple([Pins() for _ in range(tiers)])
-        self.ends = self.used = self.uses = self.priority = self.failed_backups = self.queued = 0
+        self.ends = self.inside = self.used = self.uses = self.priority = self.failed_backups = self.queued = 0
         self.wanted = False
 
     @property
@@ -212,6 +213,7 @@ class Run:
             self.priority,
         )
         front.wanted = self.wanted
+        front.inside = self.inside
         front.ends, self.ends = self.ends & low, self.ends >> cut
         front.here, self.here = [bits & low for bits in self.here], [bits >> cut for bits in self.here]
         front.bad, self.bad = [bits & low for bits in self.bad], [bits >> cut for bits in self.bad]
