@@ -74,7 +74,7 @@ def test_a_store_that_fails_or_hangs_is_a_miss_until_it_is_well(
         if trouble == "fails":
             storage.rules = [Rule("raise", call)]
         else:
-            storage.shut = call
+            storage.stall(call)
         if call == "put":
             engine.produce(fixtures.prompt(fixtures.pages, start=100_000 if trouble == "fails" else 200_000))
             assert engine.witness.counts["stored"] == 0
@@ -92,14 +92,14 @@ def test_a_read_that_comes_late_writes_to_no_slot_of_the_host_pools(make: MakeFi
     fixtures.engine().produce(prompt)
     engine = fixtures.engine(deadline_s=SOON_S)
     storage = sick.storages[-1]
-    storage.shut = "get"
+    storage.stall("get")
     assert engine.consume(prompt) == 0
     pools = [entry.host_pool for entry in engine.cache.host_pool_group.entries]
     buffers = [pool.kv_buffer for pool in pools[:2]] + [pools[2].temporal_buffer, *pools[2].conv_buffer]
     for buffer in buffers:  # slots that were given back now hold other requests' pages
         buffer.fill_(7)
     asked = storage.counts["get"]
-    storage.gate.set()
+    storage.release()
     engine.settle()
     assert storage.counts["get"] > asked, "the reads came after all"
     assert all(torch.equal(buffer, torch.full_like(buffer, 7)) for buffer in buffers)
