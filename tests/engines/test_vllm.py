@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(1200)
 LONG, TAIL, OTHER, THIRD = prompt(1000, 1), prompt(300, 2), prompt(900, 3), prompt(900, 4)
 HEADS = [prompt(900, seed) for seed in (31, 32, 33)]
 # Prompts that share beginnings and end just before a block does, so that all need another block while they answer.
-STORM = [(HEADS[at % 3][: 450 + 61 * (at % 5)] + prompt(900, 100 + at))[: 384 * (1 + at % 3) - 8] for at in range(12)]
+STORM = [(HEADS[at % 3][: 250 + 61 * (at % 5)] + prompt(900, 100 + at))[: 384 * (1 + at % 3) - 8] for at in range(12)]
 DEADLINE_S = 2.0
 SEAMS = ("connector", "tiering")
 WINDOWS = ("gemma3", "gpt_oss")

@@ -48,14 +48,14 @@ class Model:
 
 
 MODELS = {
-    "qwen3_5": Model("qwen3_5_text", _LINEAR | {"num_hidden_layers": 4}, "bfloat16", 384, 17, ("4MiB", "4MiB")),
+    "qwen3_5": Model("qwen3_5_text", _LINEAR | {"num_hidden_layers": 4}, "bfloat16", 384, 14, ("4MiB", "3MiB")),
     "qwen3_next": Model(
         "qwen3_next",
         _LINEAR | _EXPERTS | {"num_hidden_layers": 4, "shared_expert_intermediate_size": 64},
         "bfloat16",
         384,
-        17,
-        ("4MiB", "4MiB"),
+        14,
+        ("4MiB", "3MiB"),
     ),
     "gemma3": Model(
         "gemma3_text", {"num_hidden_layers": 6, "sliding_window": 128}, "float32", 128, 70, ("16MiB", "8MiB")
