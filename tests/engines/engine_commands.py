@@ -14,6 +14,7 @@ SETTINGS: dict[str, Any] = json.loads(sys.argv[1])
 os.environ.update(
     HF_HUB_OFFLINE="1",
     OMP_NUM_THREADS=str(SETTINGS.get("threads", 1)),
+    TORCH_COMPILE_DISABLE="1",  # of small functions, which takes a C++ compiler and seconds in each process
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
