@@ -16,6 +16,19 @@ sys.path.insert(0, str(HERE))
 from engine_process import VllmProcess  # noqa: E402
 from tiny_models import MODELS  # noqa: E402
 
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """All tests with a model run in one process, which starts the model's engines once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByModel(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((name for name in MODELS if f"[{name}-" in nodeid), nodeid)
+
+    return ByModel(config, log)
+
+
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_vllm*.py"]
 
 

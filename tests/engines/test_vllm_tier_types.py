@@ -19,7 +19,6 @@ with warnings.catch_warnings():
 
 from kvarve.errors import ConfigError, StorageError
 
-pytestmark = pytest.mark.xdist_group("gemma3")  # whose engines compute fastest
 LONG_S = 20.0
 ROWS, ROW_BYTES = 32, 8192
 NAMED = {"identity": "a model of a test", "weights": "v1"}

@@ -71,11 +71,7 @@ MODELS = {
 }
 
 SHORT = ("qwen3_5", "gemma3")  # states, and windows: of the short form of the tests
-# All tests of a model run in one process, which computes once what the model answers without kvarve.
-FAMILIES = [
-    pytest.param(name, marks=[pytest.mark.xdist_group(name), *([] if name in SHORT else [pytest.mark.long])])
-    for name in MODELS
-]
+FAMILIES = [pytest.param(name, marks=[] if name in SHORT else pytest.mark.long) for name in MODELS]
 
 
 def made(name: str, folder: Path) -> Path:
