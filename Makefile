@@ -46,14 +46,14 @@ test-all: setup
 # which fails beside torch for the CPU, and registers nothing that is used here. (It is replaced, not emptied: a file that uv
 # has installed may be uv's own.) SGLang's requirements want CUDA, so its lock has what is needed of them.
 ENGINE_ARGS ?=
-ENGINE_TESTS = -m pytest -W ignore --confcutdir tests/engines --numprocesses 2 --dist loadfile $(ENGINE_ARGS)
+ENGINE_TESTS = -m pytest -W ignore --confcutdir tests/engines --numprocesses 2 $(ENGINE_ARGS)
 test-engines: .venv-vllm/ready .venv-sglang/ready
 	.venv-vllm/bin/python $(ENGINE_TESTS) tests/engines --ignore tests/engines/hicache
 	.venv-sglang/bin/python $(ENGINE_TESTS) tests/engines/hicache
 
 .venv-%/ready: tests/engines/%.lock Makefile | setup
 	@echo "Setting up .venv-$* ..."
-	@$(PYTHON) -m venv .venv-$*
+	@$(PYTHON) -m venv --without-pip .venv-$*
 	@$(UV) pip install --quiet --python .venv-$*/bin/python "$(TORCH)" --constraints tests/engines/$*.lock
 	@$(UV) pip install --quiet --python .venv-$*/bin/python --require-hashes --no-deps -r tests/engines/$*.lock
 	@$(UV) pip install --quiet --python .venv-$*/bin/python --no-deps -e .

@@ -127,7 +127,7 @@ def cost(python: Path, folder: Path, size: Size) -> tuple[list[dict[str, object]
         for _ in watched(range(size.hits), "hit", size.hits):
             given = prompt(dice, size.prompt_tokens)
             cold.append(ask(ours, given)["first_s"])
-            for place, empty in (("host", "reset"), ("storage", "empty_host")):
+            for place, empty in (("host", "reset"), ("storage", "forget")):
                 ours.call(empty)
                 hits[place].append(ask(ours, given))
                 assert hits[place][-1]["cached"] > size.prompt_tokens / 2, f"nothing came from {place}"

@@ -16,6 +16,19 @@ sys.path.insert(0, str(HERE))
 from engine_process import VllmProcess  # noqa: E402
 from tiny_models import MODELS  # noqa: E402
 
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """All tests with a model run in one process, which starts the model's engines once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByModel(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((name for name in MODELS if f"[{name}-" in nodeid), nodeid)
+
+    return ByModel(config, log)
+
+
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_vllm*.py"]
 
 
@@ -37,17 +50,18 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 def start(
     tmp_path_factory: pytest.TempPathFactory, model_folder: Callable[[str], Path]
 ) -> Iterator[Callable[..., VllmProcess]]:
-    """Start an engine: with kvarve and its settings, or without (`kvarve=None`)."""
+    """Start an engine with this model: without kvarve ("plain"), or behind a seam and with its settings."""
     folder = tmp_path_factory.mktemp("engines")
     running: list[VllmProcess] = []
 
-    def begin(model: str, kvarve: dict[str, Any] | None, **more: Any) -> VllmProcess:
+    def begin(model: str, seam: str = "plain", **more: Any) -> VllmProcess:
         settings = {
             "model": str(model_folder(model)),
-            "dtype": MODELS[model][2],
-            "chunk": MODELS[model][3],
-            "kvarve": kvarve,
-            "prints": str(folder / f"{model}.prints"),
+            "dtype": MODELS[model].dtype,
+            "chunk": MODELS[model].block,
+            "more": {"num_gpu_blocks_override": MODELS[model].blocks, "max_model_len": 1536},
+            "seam": seam,
+            "prints": str(folder / f"{model}-{seam}.prints"),
         }
         engine = VllmProcess(settings | more, folder / f"{len(running)}.log")
         running.append(engine)

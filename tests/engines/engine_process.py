@@ -15,11 +15,12 @@ ROOT = HERE.parents[1]
 
 
 class VllmProcess:
-    """A vLLM engine in another process. `call` asks it; `close` ends it as a user would."""
+    """A vLLM engine in another process. `call` asks it (or `send`, and `answer` later); `close` ends it properly."""
 
     def __init__(self, settings: dict[str, Any], errors: Path) -> None:
         self.errors = errors
         environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+        self.seam: str = settings["seam"]
         log = errors.open("w")
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "vllm_process.py"), json.dumps(settings)],
@@ -33,8 +34,14 @@ class VllmProcess:
         self._read()
 
     def call(self, name: str, **more: Any) -> Any:
+        self.send(name, **more)
+        return self.answer()
+
+    def send(self, name: str, **more: Any) -> None:
         assert self._process.stdin is not None
         print(json.dumps({"do": name} | more), file=self._process.stdin, flush=True)
+
+    def answer(self) -> Any:
         return self._read()["answer"]
 
     def ask(self, prompt: list[int], tokens: int = 12) -> dict[str, Any]:

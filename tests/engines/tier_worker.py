@@ -1,4 +1,4 @@
-"""vLLM's tiering on a CPU, with a tier of kvarve's whose storage fails as told. Imported by vLLM, by its name.
+"""vLLM's tiering on a CPU, with a tier of kvarve's that is watched. Imported by vLLM, by its name.
 
 vLLM moves chunks between device and host on GPUs only, so here is a worker that copies them on a CPU; everything else
 is vLLM's own.
@@ -7,13 +7,13 @@ is vLLM's own.
 import hashlib
 from typing import Any
 
+from prints import Prints
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from kvarve.integrations.chunks import GROUP_BYTES
 from kvarve.integrations.vllm_tier import KvarveTier
-from kvarve.storage import Breaker, open_storage
-from kvarve.testing import FaultyStorage
 
 TIERS: "list[WatchedTier]" = []
 
@@ -85,27 +85,17 @@ class CpuTieringSpec(TieringOffloadingSpec):
 
 
 class WatchedTier(KvarveTier):
-    """The tier, with a storage that fails as told.
+    """The tier, which takes a fingerprint of each chunk that it is to store, and compares those that it has loaded."""
 
-    `differ`: chunks whose bytes after a load are none of those that were to be stored under their key. (The same chunk
-    computed in another batch may differ in its last bits.)
-    """
+    prints: Prints  # set when the engine stands
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.stored: dict[bytes, set[str]] = {}
         self.loading: dict[int, list[tuple[bytes, int]]] = {}
-        self.compared, self.differ = 0, list[str]()
         TIERS.append(self)
 
-    def _opened(self, namespace: bytes, description: str) -> Breaker:
-        files = open_storage(self.settings.storage, label=namespace, description=description, answers=False)
-        self.faulty = FaultyStorage(files)
-        return Breaker(self.faulty, deadline_s=self.settings.deadline_s)
-
     def submit_store(self, job_metadata: Any) -> None:
-        for key, row in zip(job_metadata.keys, job_metadata.chunk_ids, strict=True):
-            self.stored.setdefault(bytes(key), set()).add(self._digest(row))
+        self.prints.note(map(self._print, zip(job_metadata.keys, job_metadata.chunk_ids, strict=True)))
         super().submit_store(job_metadata)
 
     def submit_load(self, job_metadata: Any) -> None:
@@ -117,12 +107,10 @@ class WatchedTier(KvarveTier):
         for result in results:
             chunks = self.loading.pop(result.job_id, [])
             good = {*(key for key, _ in chunks)} if result.success else {*(result.successful_keys or ())}
-            for key, row in chunks:
-                if key in good and key in self.stored:
-                    self.compared += 1
-                    if self._digest(row) not in self.stored[bytes(key)]:
-                        self.differ.append(bytes(key).hex())
+            self.prints.check(self._print(chunk) for chunk in chunks if chunk[0] in good)
         return results
 
-    def _digest(self, row: int) -> str:
-        return hashlib.sha256(self._primary_kv_view.obj[row]).hexdigest()
+    def _print(self, chunk: tuple[bytes, int]) -> tuple[int, bytes, str]:
+        key, row = chunk
+        group = int.from_bytes(key[-GROUP_BYTES:], "big")
+        return group, bytes(key), hashlib.sha256(self._primary_kv_view.obj[row]).hexdigest()

@@ -5,6 +5,7 @@ Written by transformers in the engine's venv. The GDN kernel of vLLM's CPU build
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +33,40 @@ _LINEAR = {
     "linear_num_value_heads": 2,
 }
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-# By name: transformers' model type, what differs from the common config, the dtype in which vLLM computes it, and the
-# tokens of a step: a block of vLLM's, so that a prompt is computed in the same pieces wherever it resumes.
-MODELS: dict[str, tuple[str, dict[str, Any], str, int]] = {
-    "qwen3_5": ("qwen3_5_text", _LINEAR | {"num_hidden_layers": 4}, "bfloat16", 384),
-    "qwen3_next": (
+
+
+@dataclass(frozen=True)
+class Model:
+    kind: str  # transformers' model type
+    fields: dict[str, Any]  # what differs from the common config
+    dtype: str  # in which vLLM computes it
+    block: (
+        int  # tokens of a block of vLLM's. In such steps a prompt is computed in the same pieces wherever it resumes.
+    )
+    blocks: int = 0  # of an engine that holds a few prompts
+    storage: tuple[str, ...] = ()  # capacity of one that holds a few more: of the connector's, and of the tier's
+
+
+MODELS = {
+    "qwen3_5": Model("qwen3_5_text", _LINEAR | {"num_hidden_layers": 4}, "bfloat16", 384, 14, ("4MiB", "3MiB")),
+    "qwen3_next": Model(
         "qwen3_next",
         _LINEAR | _EXPERTS | {"num_hidden_layers": 4, "shared_expert_intermediate_size": 64},
         "bfloat16",
         384,
+        14,
+        ("4MiB", "3MiB"),
     ),
-    "gemma3": ("gemma3_text", {"num_hidden_layers": 6, "sliding_window": 128}, "float32", 128),
-    "gpt_oss": (
+    "gemma3": Model(
+        "gemma3_text", {"num_hidden_layers": 6, "sliding_window": 128}, "float32", 128, 70, ("16MiB", "8MiB")
+    ),
+    "gpt_oss": Model(
         "gpt_oss",
         {"num_hidden_layers": 4, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128},
         "bfloat16",
         128,
+        24,
+        ("6MiB", "4MiB"),
     ),
 }
 
@@ -62,7 +81,7 @@ def made(name: str, folder: Path) -> Path:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        kind, fields, _, _ = MODELS[name]
+        kind, fields = MODELS[name].kind, MODELS[name].fields
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(_COMMON | fields)), dtype=torch.float32)
         model.save_pretrained(path)

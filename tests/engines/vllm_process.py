@@ -1,45 +1,29 @@
-"""One vLLM engine in a process of its own, for tests: commands come in as lines of JSON, answers go out as lines.
+"""One vLLM engine in a process of its own, for tests; see `engine_commands`.
 
-    python vllm_process.py '{"model": FOLDER, "dtype": ..., "chunk": ..., "kvarve": {...} or null, ...}'
+    python vllm_process.py '{"model": FOLDER, "dtype": ..., "chunk": ..., "seam": ..., "extra": {...}, ...}'
 
-Scheduler and worker run in this process, so that a test can see both. A recorder takes a fingerprint of each page's
-bytes in the engine's tensors when it is saved, and compares them when the page has been loaded, in this or another
-process that shares the file of fingerprints.
+Behind either seam a recorder takes a fingerprint of each page's bytes when it is saved, and compares them when the page
+has been loaded, in this or another process that shares the file of fingerprints. The storage fails as told.
 """
 
 import hashlib
-import json
-import os
 import random
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
-SETTINGS = json.loads(sys.argv[1])
-os.environ.update(
-    HF_HUB_OFFLINE="1",
-    OMP_NUM_THREADS="1",
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_LOGGING_LEVEL="WARNING",
-    VLLM_NO_USAGE_STATS="1",
-)
-ANSWERS = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # what the engine prints is no answer
+from engine_commands import SETTINGS, Engine, sampling, serve
+from prints import Prints
 
-from vllm import LLM, SamplingParams  # noqa: E402
-from vllm.config import KVEventsConfig, KVTransferConfig  # noqa: E402
-
-SAMPLING = {"temperature": 0, "detokenize": False, "ignore_eos": True, "logprobs": 1}
+SMALL = 12  # tokens of an answer
+SETTLED = 5000  # steps, after which a copy counts as hanging
 
 
 class Recorder:
-    """Fingerprints of pages by pool and key."""
+    """Takes the fingerprints of what kvarve's connector copies, in the engine's tensors."""
 
-    def __init__(self, side: Any, file: Path) -> None:
-        self.side, self.file = side, file
-        self.restored, self.wrong = 0, 0
+    def __init__(self, side: Any, prints: Prints) -> None:
+        self._side, self._prints = side, prints
         self._loads: dict[int, Any] = {}
         self._do, self._collect = side.do, side.collect
         side.do, side.collect = self.do, self.collect
@@ -48,29 +32,26 @@ class Recorder:
         from kvarve.core.effects import Copy
         from kvarve.model import Tier
 
-        with self.file.open("a") as out:
-            for order in orders.plan.orders:
-                if isinstance(order, Copy) and order.source is Tier.DEVICE:
-                    for page in order.pages:
-                        print(page.pool, page.key.hex(), self._print(page.pool, page.source), file=out)
-                elif isinstance(order, Copy) and order.target is Tier.DEVICE:
-                    self._loads[order.op] = order.pages
+        for order in orders.plan.orders:
+            if isinstance(order, Copy) and order.source is Tier.DEVICE:
+                self._prints.note((page.pool, page.key, self._digest(page.pool, page.source)) for page in order.pages)
+            elif isinstance(order, Copy) and order.target is Tier.DEVICE:
+                self._loads[order.op] = order.pages
         self._do(orders)
 
     def collect(self) -> Any:
         found = self._collect()
-        saved = None
-        for event in self.side._report.events:
+        for event in self._side._report.events:
             pages = self._loads.pop(getattr(event, "op", -1), ()) if hasattr(event, "good") else ()
-            for at, page in enumerate(pages):
-                if event.good >> at & 1:
-                    saved = saved or self._saved()
-                    self.restored += 1
-                    self.wrong += self._print(page.pool, page.target) not in saved.get((page.pool, page.key.hex()), ())
+            self._prints.check(
+                (page.pool, page.key, self._digest(page.pool, page.target))
+                for at, page in enumerate(pages)
+                if event.good >> at & 1
+            )
         return found
 
-    def _print(self, pool: int, handle: int) -> str:
-        arena = self.side.worker.transfers._copies._device[pool]
+    def _digest(self, pool: int, handle: int) -> str:
+        arena = self._side.worker.transfers._copies._device[pool]
         digest = hashlib.sha256()
         for number, piece in enumerate(arena.pieces()):
             (rows, _) = arena.rows([handle], [0])[number % arena.columns]
@@ -78,57 +59,49 @@ class Recorder:
                 digest.update(piece[row].numpy().tobytes())
         return digest.hexdigest()
 
-    def _saved(self) -> dict[tuple[int, str], set[str]]:
-        saved: dict[tuple[int, str], set[str]] = {}
-        for line in self.file.read_text().splitlines():
-            pool, key, found = line.split()
-            saved.setdefault((int(pool), key), set()).add(found)
-        return saved
 
+class Watched(Engine):
+    """An engine without kvarve ("plain"), with kvarve's connector, or with kvarve's tier under vLLM's host memory."""
 
-class Engine:
     def __init__(self) -> None:
-        more: dict[str, Any] = dict(SETTINGS.get("more", {}))
-        if SETTINGS["kvarve"] is not None:
-            more["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="KvarveConnector",
-                kv_connector_module_path="kvarve.integrations.vllm",
-                kv_role="kv_both",
-                kv_load_failure_policy="recompute",
-                kv_connector_extra_config=SETTINGS["kvarve"],
-            )
-        if SETTINGS.get("events"):
-            more["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-        if SETTINGS.get("faulty"):
+        self.prints = Prints(Path(SETTINGS["prints"]))
+        if SETTINGS["seam"] != "plain":
             self._make_faulty()
-        self.llm = LLM(
-            model=SETTINGS["model"],
-            dtype=SETTINGS["dtype"],
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            enable_prefix_caching=True,
-            max_num_batched_tokens=SETTINGS["chunk"],
-            max_num_seqs=8,
-            disable_log_stats=False,
-            **({"max_model_len": 4096} | more),
+        more: dict[str, Any] = {"max_num_batched_tokens": SETTINGS["chunk"]}
+        if SETTINGS.get("events"):
+            from vllm.config import KVEventsConfig
+
+            more["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        super().__init__(
+            SETTINGS["model"],
+            SETTINGS["dtype"],
+            SETTINGS["seam"],
+            SETTINGS.get("extra", {}),
+            more | SETTINGS.get("more", {}),
         )
-        self.core = self.llm.llm_engine.engine_core.engine_core
         self.events: list[Any] = []
-        self.recorder = None
-        if SETTINGS["kvarve"] is not None:
+        if self.seam == "connector":
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
             self.worker = get_kv_transfer_group()._worker_side
             self.scheduler = self.core.scheduler.connector._scheduler_side
-            self.recorder = Recorder(self.worker, Path(SETTINGS["prints"]))
-            if SETTINGS.get("events"):
-                publisher = self.core.scheduler.kv_event_publisher
-                publisher.publish = lambda batch: self.events.extend(batch.events)
+            Recorder(self.worker, self.prints)
+            self.guard = self.worker.worker.attached.storage
+        elif self.seam == "tiering":
+            import tier_worker
+
+            (self.tier,) = tier_worker.TIERS
+            self.tier.prints = self.prints
+            self.guard = self.tier._storage
+        if SETTINGS.get("events"):
+            publisher = self.core.scheduler.kv_event_publisher
+            publisher.publish = lambda batch: self.events.extend(batch.events)
 
     def _make_faulty(self) -> None:
-        """The connector's storage fails on demand."""
+        """kvarve's storage fails on demand."""
         from kvarve import worker
-        from kvarve.testing.faulty import FaultyStorage
+        from kvarve.integrations import vllm_tier
+        from kvarve.testing import FaultyStorage
 
         real = worker.open_storage
 
@@ -136,28 +109,25 @@ class Engine:
             self.storage = FaultyStorage(real(*urls, **more))
             return self.storage
 
-        worker.open_storage = opened
+        worker.open_storage = vllm_tier.open_storage = opened
 
     # --- commands
 
-    def ask(self, prompts: list[list[int]], tokens: int = 12) -> list[dict[str, Any]]:
-        given = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = self.llm.generate(given, SamplingParams(max_tokens=tokens, **SAMPLING), use_tqdm=False)
+    def ask(self, prompts: list[list[int]], tokens: int = SMALL) -> list[dict[str, Any]]:
+        given: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(given, sampling(tokens, logprobs=1), use_tqdm=False)
         self.drain()
         return [self._told(output) for output in outputs]
 
     def drain(self) -> bool:
         """Step until no copy is in flight; False if some hang."""
-        for _ in range(5000):
+        for _ in range(SETTLED):
             if not self.core.scheduler.has_requests():
                 return True
             self.core.step()
         return False
 
-    def reset(self, connector: bool = False) -> bool:
-        return bool(self.llm.reset_prefix_cache(reset_connector=connector))
-
-    def storm(self, seed: int, prompts: list[list[int]], tokens: int, aborts: int, resets: bool) -> dict[str, Any]:
+    def storm(self, seed: int, prompts: list[list[int]], tokens: int, aborts: int) -> dict[str, Any]:
         """Requests that arrive while others are computed, some of which are aborted at any time."""
         dice, engine = random.Random(seed), self.llm.llm_engine
         before = self._preemptions()
@@ -166,7 +136,7 @@ class Engine:
         for _ in range(20_000):
             if left and dice.random() < 0.3:
                 number, prompt = left.popitem()
-                given = SamplingParams(max_tokens=dice.randrange(1, tokens), **SAMPLING)
+                given = sampling(dice.randrange(1, tokens), logprobs=1)
                 engine.add_request(str(number), {"prompt_token_ids": prompt}, given)
                 live.add(str(number))
             if live and aborts and dice.random() < 0.05:
@@ -175,8 +145,8 @@ class Engine:
                 live.discard(name)
                 gone.append(name)
                 aborts -= 1
-            if resets and dice.random() < 0.02:
-                self.reset()
+            if dice.random() < 0.02:
+                self.llm.reset_prefix_cache()
             for output in engine.step():
                 if output.finished and output.request_id in live:
                     live.discard(output.request_id)
@@ -185,46 +155,57 @@ class Engine:
                 break
         assert not live and not left, f"requests hang: {sorted(live)}"
         drained = self.drain()
+        pool = self.core.scheduler.kv_cache_manager.block_pool
         return {
             "outputs": outputs,
             "aborted": gone,
             "drained": drained,
             "preempted": self._preemptions() - before,
-            "used_blocks": self.core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
-            - self.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-            - 1,
+            "used_blocks": pool.num_gpu_blocks - pool.get_num_free_blocks() - 1,
         }
+
+    def abort_a_load(self, prompt: list[int]) -> None:
+        """A request is aborted while a read from storage, for it, hangs."""
+        stalls = self.storage.counts["stall"]
+        self.storage.stall("get")
+        engine = self.llm.llm_engine
+        engine.add_request("aborted", {"prompt_token_ids": prompt}, sampling(SMALL))
+        while self.storage.counts["stall"] == stalls:
+            engine.step()
+        engine.abort_request(["aborted"])
+        engine.step()
+        self.storage.release()
 
     def about(self) -> dict[str, Any]:
         found: dict[str, Any] = {"page": self.core.scheduler.block_size}
-        if self.recorder is not None:
-            stats = self.scheduler.scheduler.stats() | {"failed_loads": self.scheduler.planner.failed_loads}
-            found |= {"stats": stats, "restored": self.recorder.restored, "wrong": self.recorder.wrong}
-            found["leases"] = len(self.scheduler.scheduler.core.leases)
-            found["held"] = sum(self.scheduler._held.values())
-        return found
+        if self.seam == "connector":
+            found["stats"] = self.scheduler.scheduler.stats() | {"failed_loads": self.scheduler.planner.failed_loads}
+            found["left"] = len(self.scheduler.scheduler.core.leases) + sum(self.scheduler._held.values())
+        elif self.seam == "tiering":
+            found["stats"] = dict(self.tier.chunks.counts)
+            found["left"] = len(self.tier.chunks._jobs) + len(self.tier.loading)
+        return found | {"restored": self.prints.restored, "wrong": self.prints.wrong}
+
+    def evicted(self) -> int:
+        """What this engine's storage has evicted."""
+        return int(self.storage.inner.usage().evicted)
 
     def metrics(self) -> dict[str, float]:
         return {
-            f"{metric.name} {metric.labels.get('source') or metric.labels.get('group') or ''}".strip(): metric.value
+            " ".join([metric.name, *(metric.labels[name] for name in sorted(metric.labels) if name in LABELS)]): value
             for metric in self.llm.get_metrics()
-            if hasattr(metric, "value")
+            if (value := getattr(metric, "value", None)) is not None
         }
 
     def stored_events(self) -> list[dict[str, Any]]:
         return [
-            {
-                "medium": event.medium,
-                "group": event.group_idx,
-                "kind": event.kv_cache_spec_kind,
-                "size": event.block_size,
-            }
+            {"medium": event.medium, "group": event.group_idx, "kind": event.kv_cache_spec_kind}
             for event in self.events
             if type(event).__name__ == "BlockStored"
         ]
 
     def spoil_host(self) -> int:
-        """Change a byte in every page in host memory."""
+        """Change a byte in every page in kvarve's host memory."""
         count = 0
         for arena in self.worker.worker.host:
             for slot in range(arena.slots):
@@ -235,38 +216,42 @@ class Engine:
         return count
 
     def spoil_storage(self, how: str) -> int:
-        names = [name for name in self._stored_names() if self.storage.exists([name])[0]]
-        for name in names:
+        count = 0
+        for name in self._stored_names():
+            if not self.storage.inner.exists([name])[0]:
+                continue
+            count += 1
             if how == "corrupt":
                 self.storage.flip(name)
             elif how == "short":
-                self.storage.truncate(name)
+                self.storage.truncate(name, 300)  # its header, and little else
             else:
-                self.storage.delete([name])
-        return len(names)
+                self.storage.inner.delete([name])
+        return count
 
-    def dead(self, dead: bool) -> None:
-        """From now on every call of the storage fails, or none does."""
-        self.storage.dead = dead
+    def trouble(self, how: str) -> None:
+        """From now on every call of the storage fails ("dead") or hangs ("stall")."""
+        if how == "dead":
+            self.storage.dead = True
+        else:
+            self.storage.stall()
 
-    def stall(self) -> None:
-        self.storage.stall()
-
-    def release(self) -> None:
+    def recover(self) -> None:
+        """The storage works again, and kvarve has noticed."""
+        self.storage.dead = False
         self.storage.release()
-
-    def empty_host(self) -> int:
-        from kvarve.model import Tier
-
-        return int(self.scheduler.scheduler.flush((Tier.HOST,)))
+        while not self.guard.up:
+            time.sleep(0.01)
+        self.drain()
 
     def _stored_names(self) -> list[str]:
+        if self.seam == "tiering":
+            return [self.tier.chunks.name(bytes.fromhex(key)) for _, key in self.prints.pages()]
         from kvarve.keys import object_name, root_key
 
-        root = root_key(self.worker.worker.identity.fingerprint(), "")
-        pools = self.worker.worker.identity.pools
-        found = {tuple(line.split()[:2]) for line in Path(SETTINGS["prints"]).read_text().splitlines()}
-        return [object_name(root, bytes.fromhex(key), pools[int(pool)].name) for pool, key in sorted(found)]
+        identity = self.worker.worker.identity
+        root = root_key(identity.fingerprint(), "")
+        return [object_name(root, bytes.fromhex(key), identity.pools[pool].name) for pool, key in self.prints.pages()]
 
     def _preemptions(self) -> float:
         return sum(metric.value for metric in self.llm.get_metrics() if metric.name == "vllm:num_preemptions")
@@ -277,18 +262,6 @@ class Engine:
         return {"tokens": [*best.token_ids], "logprobs": chosen, "cached": output.num_cached_tokens}
 
 
-def main() -> None:
-    engine = Engine()
-    print(json.dumps({"ready": True}), file=ANSWERS, flush=True)
-    for line in sys.stdin:
-        command = json.loads(line)
-        name = command.pop("do")
-        if name == "end":
-            break
-        print(json.dumps({"answer": getattr(engine, name)(**command)}), file=ANSWERS, flush=True)
-    engine.llm.llm_engine.engine_core.shutdown()
-    print(json.dumps({"answer": True}), file=ANSWERS, flush=True)
-    os._exit(0)  # without vLLM's threads
+LABELS = {"source", "group", "operation", "result"}  # of metrics, which tell them apart
 
-
-main()
+serve(Watched)

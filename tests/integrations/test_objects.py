@@ -11,6 +11,7 @@ from kvarve.integrations.objects import Kind, Objects, open_guarded
 from kvarve.storage import Breaker, FileStorage, MemoryStorage, Storage, Tiers
 from kvarve.storage.altered import AlteredStorage
 from kvarve.testing import FaultyStorage, Rule
+from kvarve.testing.faulty import Call
 
 LABEL, NAMESPACE = b"\x01" * 32, b"\x07" * 32
 LONG_S, SOON_S = 60.0, 0.02  # of calls that answer, and of calls that never do
@@ -60,17 +61,11 @@ class Slots:
             )
 
 
-class Gate(AlteredStorage):
-    """A storage of which one kind of call waits at a gate."""
-
-    def __init__(self, inner: Storage, shut: str) -> None:
-        super().__init__(inner)
-        self.shut, self.gate, self.came = shut, threading.Event(), threading.Semaphore(0)
-
-    def _fail(self, call: str) -> None:
-        if call == self.shut:
-            self.came.release()
-            assert self.gate.wait(LONG_S)
+def stalled(inner: Storage, call: Call) -> FaultyStorage:
+    """A storage of which one kind of call waits until it is released."""
+    storage = FaultyStorage(inner, stall_limit_s=LONG_S)
+    storage.stall(call)
+    return storage
 
 
 Open = Callable[..., Objects]
@@ -243,42 +238,42 @@ def test_a_storage_with_a_bug_is_a_miss(memory: MemoryStorage, opened: Open, cap
 def test_a_load_that_comes_late_writes_to_no_slot(memory: MemoryStorage, opened: Open) -> None:
     slots = Slots()
     slots.store(opened(memory))
-    gate = Gate(memory, "get")
+    gate = stalled(memory, "get")
     objects = opened(gate, SOON_S)
     assert slots.load(objects) == [False] * 12
     assert objects.counts["late"] > 0
     slots.memory = [bytearray(b"x" * KV.payload_bytes) for _ in KEYS]  # the engine has given them to another request
-    gate.gate.set()
+    gate.release()
     settled(objects)
     assert all(bytes(each) == b"x" * KV.payload_bytes for each in slots.memory)
 
 
 def test_a_store_that_comes_late_stores_what_was_given(memory: MemoryStorage, opened: Open) -> None:
-    gate, slots = Gate(memory, "put"), Slots(keys=KEYS[:2])
+    gate, slots = stalled(memory, "put"), Slots(keys=KEYS[:2])
     objects = opened(gate, SOON_S)
     assert slots.store(objects) == [False] * 2
-    gate.gate.set()
+    gate.release()
     settled(objects)
     assert slots.load(opened(memory)) == [True] * 2
 
 
 def test_calls_that_hang_hold_a_bounded_number_of_buffers_and_threads(memory: MemoryStorage, opened: Open) -> None:
     Slots().store(opened(memory))
-    gate = Gate(memory, "get")
+    gate = stalled(memory, "get")
     never_down = Breaker(gate, deadline_s=LONG_S)
     objects = opened(never_down, SOON_S)
     for _ in range(5):
         assert Slots().load(objects) == [False] * 12
     assert objects.counts["busy"] > 0
     assert objects._buffers._left == 0
-    assert sum(gate.came.acquire(blocking=False) for _ in range(50)) == 6
-    gate.gate.set()
+    assert gate.counts["stall"] == 6
+    gate.release()
     settled(objects)
 
 
 def test_a_storage_that_hangs_is_not_waited_for_again_until_it_is_back(memory: MemoryStorage, opened: Open) -> None:
     Slots().store(opened(memory))
-    gate = Gate(memory, "get")
+    gate = stalled(memory, "get")
     ups = threading.Semaphore(0)
     guarded = Breaker(gate, deadline_s=SOON_S, probe_first_s=0.001, changed=ups.release)
     objects = opened(guarded, SOON_S)
@@ -287,7 +282,7 @@ def test_a_storage_that_hangs_is_not_waited_for_again_until_it_is_back(memory: M
     while objects.up:  # until its breaker's deadline has passed as well
         settling.wait(0.001)
     assert objects.exists([KV], [KEYS]) == [[False] * 12]
-    gate.gate.set()
+    gate.release()
     assert ups.acquire(timeout=LONG_S)
     settled(objects)
     objects.deadline_s = LONG_S

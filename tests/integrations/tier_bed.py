@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from disks import WithoutSync
 from kvarve.integrations.chunks import ChunkStore, Found, JobEnded, namespace_of
 from kvarve.storage import Breaker, FileStorage, Storage
-from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk
+from kvarve.storage.file.disk import BLOCK_BYTES, Disk
 from kvarve.testing import FaultyStorage
 
 LONG_S = 20.0  # nothing here waits so long unless something is broken
@@ -24,17 +25,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-class WithoutSync(Disk):
-    def sync(self, file: int) -> None:
-        pass
-
-    def sync_folder(self, folder: Directory) -> None:
-        pass
-
-    def space(self, folder: Directory) -> tuple[int, int]:
-        return 1 << 50, 1 << 50
 
 
 class StallingDisk(WithoutSync):

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from disks import WithoutSync
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
-from kvarve.storage.file.disk import Directory, Disk
+from kvarve.storage.file.disk import Directory
 from kvarve.storage.file.table import Shape
 
 MIB = 1 << 20
@@ -18,19 +19,6 @@ SMALL_FILES = 8192
 ONE = Shape(4096, 1).bytes
 
 Open = Callable[..., FileStorage]
-
-
-class WithoutSync(Disk):
-    """A disk without syncs, whose fill level does not count: no power is cut here, and syncs are slow."""
-
-    def sync(self, file: int) -> None:
-        pass
-
-    def sync_folder(self, folder: Directory) -> None:
-        pass
-
-    def space(self, folder: Directory) -> tuple[int, int]:
-        return 1 << 50, 1 << 50
 
 
 class Clockwork(WithoutSync):

@@ -161,6 +161,16 @@ def test_a_stalled_call_waits_until_it_is_released():
     assert storage.counts["stall"] == 1
 
 
+def test_only_calls_of_the_stalled_kind_wait():
+    storage = faulty(stall_limit_s=0.0)
+    storage.stall("get")
+    assert put(storage, a=b"1") == [True]
+    with pytest.raises(StorageError, match="get stalled"):
+        storage.get(["a"], [memoryview(bytearray(1))])
+    storage.release()
+    assert storage.get(["a"], [memoryview(bytearray(1))]) == [1]
+
+
 def test_no_wait_is_without_a_bound():
     storage = faulty(stall_limit_s=0.0)
     with pytest.raises(StorageError, match="no call came"):

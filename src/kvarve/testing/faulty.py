@@ -53,13 +53,15 @@ class FaultyStorage(AlteredStorage):
         self._lock = threading.Lock()  # guards everything above and `_stored_names`
         self._stored_names: dict[str, None] = {}  # in order of their first put: a swap may hit these
         self._stall_limit_s = stall_limit_s
+        self._stalled: Call | None = None  # only calls of this kind wait
         self._running, self._arrivals = threading.Event(), threading.Semaphore(0)
         self._running.set()
 
     # For the test. Damage is done to stored objects, so they must exist.
 
-    def stall(self) -> None:
-        """From now on calls wait for `release`; one that waits longer than `stall_limit_s` raises StorageError."""
+    def stall(self, call: Call | None = None) -> None:
+        """From now on calls (of one kind) wait for `release`; after `stall_limit_s` of that they raise StorageError."""
+        self._stalled = call
         self._running.clear()
 
     def release(self) -> None:
@@ -142,7 +144,7 @@ class FaultyStorage(AlteredStorage):
             self.counts[call] += 1
             self._calls += 1
             nth, nth_of_all = self.counts[call], self._calls
-        if not self._running.is_set():
+        if self._stalled in (None, call) and not self._running.is_set():
             self._count("stall")
             self._arrivals.release()
             if not self._running.wait(self._stall_limit_s):

@@ -1,10 +1,11 @@
 """SGLang's HiCache on a machine without a GPU: importable, with the copies between device and host done by torch.
 
 All of SGLang's modules are the real ones. Replaced are: modules of its dependencies that no test needs (torchvision and
-others, where they are not installed), pinned memory, the memory that SGLang leaves to others (10 GB), and the copy
-kernels. No test stands here.
+others, where they are not installed), pinned memory, the memory that SGLang leaves to others (10 GB), the copy kernels,
+and a module that it would compile. No test stands here.
 """
 
+import hashlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -12,6 +13,7 @@ import logging
 import os
 import sys
 import types
+from array import array
 from typing import Any
 
 _NOT_NEEDED = (
@@ -102,6 +104,21 @@ def _from_page_first(
             slots.copy_(host[a // page_size, layer_id].view_as(slots))
 
 
+class _Hashes:
+    """Names of pages as SGLang makes them, which would compile a module for it: a chain of SHA-256 over the tokens."""
+
+    def get_hash(
+        self, raw: Any, tokens: int, width: int, is_bigram: bool, prior: bytes | None, page_size: int | None
+    ) -> str | list[str]:
+        assert not is_bigram, "no draft model is run here"
+        digest, found = prior or b"", []
+        for at in range(0, tokens, page_size or tokens):
+            page = raw[at * width : min(at + (page_size or tokens), tokens) * width]
+            digest = hashlib.sha256(digest + array("I", page).tobytes()).digest()
+            found.append(digest.hex())
+        return found if page_size else found[0]
+
+
 def prepare() -> None:
     """Call it before anything of SGLang is imported."""
     os.environ.setdefault("SGLANG_RUST_BUILD_MODE", "never")  # use the library of the wheel
@@ -112,11 +129,13 @@ def prepare() -> None:
     import torch
 
     torch.set_num_threads(1)
+    from sglang.srt.mem_cache.cpp_utils import native_hash
     from sglang.srt.mem_cache.pool_host import base, common, mamba, mha
     from sglang.test.kits.unified_radix_cache import fixtures
 
     def nothing(*_: object, **__: object) -> None: ...
 
+    native_hash._load_native_hash_module = _Hashes
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
     common._cuda_host_register = nothing
     common._cuda_host_unregister = base._cuda_host_unregister = nothing

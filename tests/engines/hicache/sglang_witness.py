@@ -4,7 +4,6 @@ The witness reads the host pools by SGLang's own `get_data_page`, not by the cod
 """
 
 import hashlib
-import threading
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -12,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from kvarve.integrations import sglang as connector
-from kvarve.storage import Breaker, Storage, open_storage
+from kvarve.storage import Breaker, open_storage
 from kvarve.testing import FaultyStorage
 
 Page = tuple[str, str]  # pool and key
@@ -90,33 +89,18 @@ class Witness(connector.HiCacheKvarve):
         return pages
 
 
-class SickStorage(FaultyStorage):
-    """With a gate as well, at which calls of one kind wait."""
-
-    def __init__(self, inner: Storage, seed: int) -> None:
-        super().__init__(inner, seed=seed)
-        self.shut = ""
-        self.gate = threading.Event()
-
-    def _begin(self, call: Any, batch: int, do_part: Any) -> int:
-        if call == self.shut:
-            assert self.gate.wait(60)
-        return super()._begin(call, batch, do_part)
-
-
 class Sick:
-    """Puts a SickStorage under every backend that is made from now on."""
+    """Puts a FaultyStorage under every backend that is made from now on."""
 
     def __init__(self) -> None:
-        self.storages: list[SickStorage] = []
+        self.storages: list[FaultyStorage] = []
 
     def open(self, setting: Any, *, label: bytes, description: str, deadline_s: float) -> Breaker:
-        self.storages.append(
-            SickStorage(open_storage(setting, label=label, description=description), len(self.storages))
-        )
+        files = open_storage(setting, label=label, description=description)
+        self.storages.append(FaultyStorage(files, seed=len(self.storages)))
         return Breaker(self.storages[-1], deadline_s=deadline_s, probe_first_s=0.001, probe_most_s=0.01)
 
     def heal(self) -> None:
         for storage in self.storages:
-            storage.rules, storage.shut = [], ""
-            storage.gate.set()
+            storage.rules = []
+            storage.release()

@@ -1,0 +1,102 @@
+"""A vLLM engine in a process of its own: commands come in as lines of JSON, answers go out as lines.
+
+Its settings are the process's first argument, as JSON. Scheduler and worker run in the process, and commands see both.
+Imported before vLLM, for which it sets the environment; the benches use it as well.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+SETTINGS: dict[str, Any] = json.loads(sys.argv[1])
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS=str(SETTINGS.get("threads", 1)),
+    TORCH_COMPILE_DISABLE="1",  # of small functions, which takes a C++ compiler and seconds in each process
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_LOGGING_LEVEL="WARNING",
+    VLLM_NO_USAGE_STATS="1",
+)
+ANSWERS = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what the engine prints is no answer
+
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.config import KVTransferConfig  # noqa: E402
+
+
+def transfer(seam: str, extra: dict[str, Any]) -> KVTransferConfig | None:
+    """SEAM: "plain" (none), "connector" (kvarve's), or "tiering": vLLM's own host memory, with the tests' worker, for
+    vLLM's needs a GPU."""
+    if seam == "plain":
+        return None
+    if seam == "connector":
+        return KVTransferConfig(
+            kv_connector="KvarveConnector",
+            kv_connector_module_path="kvarve.integrations.vllm",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=extra,
+        )
+    spec = {"spec_name": "CpuTieringSpec", "spec_module_path": "tier_worker"}
+    return KVTransferConfig(
+        kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=spec | extra
+    )
+
+
+def sampling(tokens: int, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, detokenize=False, ignore_eos=True, **more)
+
+
+class Engine:
+    """Its public methods are the commands."""
+
+    def __init__(self, model: str, dtype: str, seam: str, extra: dict[str, Any], more: dict[str, Any]) -> None:
+        self.seam = seam
+        self.llm = LLM(
+            model=model,
+            dtype=dtype,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            enable_prefix_caching=True,
+            max_num_seqs=8,
+            disable_log_stats=False,
+            kv_transfer_config=transfer(seam, extra),
+            **({"max_model_len": 4096} | more),
+        )
+        self.core = self.llm.llm_engine.engine_core.engine_core
+
+    def drain(self) -> None:
+        """Step until no copy is in flight."""
+        while self.core.scheduler.has_requests():
+            self.core.step()
+
+    def reset(self, everywhere: bool = False) -> None:
+        """Empty the device, or all memory."""
+        self.drain()
+        assert self.llm.reset_prefix_cache(reset_connector=everywhere and self.seam != "plain")
+
+    def forget(self) -> None:
+        """Empty device and host, so that pages come from storage."""
+        self.reset(everywhere=self.seam == "tiering")
+        if self.seam == "connector":
+            from kvarve.model import Tier
+
+            self.core.scheduler.connector._scheduler_side.scheduler.flush((Tier.HOST,))
+
+
+def serve(make: Callable[[], Engine]) -> None:
+    engine = make()
+    print(json.dumps({"ready": True}), file=ANSWERS, flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        name = command.pop("do")
+        if name == "end":
+            break
+        print(json.dumps({"answer": getattr(engine, name)(**command)}), file=ANSWERS, flush=True)
+    engine.llm.llm_engine.engine_core.shutdown()
+    print(json.dumps({"answer": None}), file=ANSWERS, flush=True)
+    os._exit(0)  # without vLLM's threads
