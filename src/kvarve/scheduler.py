@@ -142,9 +142,9 @@ class CacheScheduler:
         """Copy pages out of blocks of the engine; which of them (see `EngineCore.save`)."""
         return self._engine_core().save(lease, pages)
 
-    def kept(self, lease: Lease) -> int:
+    def kept(self, lease: Lease, coming: bool = True) -> int:
         """How many of the first pages need no saving any more (see `EngineCore.kept`)."""
-        return self._engine_core().kept(lease)
+        return self._engine_core().kept(lease, coming)
 
     def released(self) -> list[Release]:
         """The blocks that are the engine's again since the last call: the copies that used them have ended."""

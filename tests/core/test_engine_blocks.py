@@ -11,7 +11,7 @@ from kvarve.core.outside import EngineCore
 from kvarve.core.settings import CoreConfig
 from kvarve.errors import ConfigError
 from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, INDEX, PAGE_TOKENS, STATE, WINDOW, World, config, prompt
+from kvarve.testing.world import ATTENTION, INDEX, PAGE_TOKENS, STATE, WINDOW, World, config, fork, prompt
 from kvarve.testing.world.blocks import EngineWorld
 from kvarve.testing.world.life import born, live
 
@@ -195,7 +195,7 @@ def test_storage_brings_the_pages_behind_those_that_only_the_engine_has(
 
 
 def test_a_state_at_the_end_of_a_run_that_goes_on_without_one_is_evicted_first() -> None:
-    here = world(ATTENTION, STATE, snapshot_ends=False)
+    here = world(ATTENTION, STATE, snapshot_ends=False, snapshot_branches=False)
     for pages in (4, 5):
         lease = here.open(prompt(pages), read=False)
         here.claim(lease)
@@ -207,3 +207,39 @@ def test_a_state_at_the_end_of_a_run_that_goes_on_without_one_is_evicted_first()
     (run,) = [run for run in here.core.slot_pools.runs() if run.tokens]
     place = here.core.slot_pools.place(Tier.HOST, 1)
     assert (run.pages, here.core.slot_pools.spare(run, place)) == (5, 1 << 3), "and the laws hold"
+
+
+def test_saving_later_pages_does_not_evict_those_that_they_rest_on() -> None:
+    here = world(ATTENTION, STATE, host=4)
+    lease = here.start(prompt(9))
+    for pages in range(1, 10):
+        here.forward(lease, pages)
+        here.save(lease, -1)
+        here.settle()
+    core = here.core
+    assert isinstance(core, EngineCore)
+    assert core.kept(lease) == core.kept(lease, coming=False) == 4
+    assert (core.counters.backed_up, core.counters.uncached) == (8, 2 * 5), "each page is copied, or counted, once"
+
+
+@pytest.mark.parametrize("pool", [STATE, WINDOW])
+def test_where_prompts_branch_pages_are_kept_though_the_host_is_full_of_ends(pool: object) -> None:
+    here = world(ATTENTION, pool, host=[200, 12])  # type: ignore[arg-type]
+    for seed in range(1, 6):
+        here.request(prompt(6, seed=seed))
+    found = []
+    for talk in range(4):
+        here.evict()
+        found.append(here.request(fork(6, talk)).boundary)
+    assert found[2:] == [6, 6], "the second prompt shows where they branch"
+
+
+def test_a_prompt_ends_in_pages_that_another_request_has_brought() -> None:
+    here = world(ATTENTION, STATE)
+    short, long = here.start(prompt(4)), here.start(prompt(10))
+    for lease, pages in ((long, 10), (short, 4)):
+        here.forward(lease, pages)
+        here.save(lease, -1)
+        here.settle()
+    (run,) = [run for run in here.core.slot_pools.runs() if run.tokens]
+    assert run.ends == 1 << 3 | 1 << 9

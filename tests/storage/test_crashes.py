@@ -399,7 +399,7 @@ def test_pages_that_another_model_left_under_the_same_names_are_not_accepted(tmp
 
 CHILD = """
 import random, sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1].split(":")
 from test_crashes import *
 folder, first, seed, rounds = Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
 rng = random.Random(seed)
@@ -422,7 +422,8 @@ print("closed", flush=True)
 
 
 def child(folder: Path, first: int, seed: int, rounds: int) -> "subprocess.Popen[str]":
-    arguments = [str(Path(__file__).parent), str(folder), str(first), str(seed), str(rounds)]
+    folders = ":".join(str(Path(__file__).parents[up]) for up in (0, 1))
+    arguments = [folders, str(folder), str(first), str(seed), str(rounds)]
     return subprocess.Popen([sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE, text=True)
 
 

@@ -118,6 +118,7 @@ class Lease:
         "tiers",
         "tokens",
         "torn",
+        "uncached",
         "wait_s",
     )
 
@@ -172,7 +173,8 @@ class Lease:
         self.loaded = 0  # positions with a page loaded from the host
         self.seen = [0] * pools  # pages on the device when it became ready
         self.own: list[dict[int, int]] = [{} for _ in range(pools)]  # its own device slots, by position
-        self.ends = 0  # boundaries at which the prompt ended, or could be resumed at most
+        self.ends = 0  # boundaries at which the prompt ends, branches off others, or could be resumed at most
+        self.uncached = [0] * pools  # pages of an engine that were offered and not kept
         self.snapshots = 0  # boundaries at which windows and states are worth keeping
         self.retries = 0  # loads and fetches put off to wait for evictions
         self.torn = False  # a load failed for some page

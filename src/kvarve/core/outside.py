@@ -71,6 +71,10 @@ class EngineCore(Core):
         whole = lease.pages // self.grid * self.grid
         wanted = [has & ~here & ones(whole) for has, here in zip(there, kept, strict=True)]
         end = self._reach(kept, wanted, whole)
+        # What is reserved for later pages must not take the slots of those that they rest on.
+        run, _, known = self.paths.find(lease.root, lease.tokens)
+        self.paths.mark_ends(run, known, lease.ends)  # another request may have brought these pages meanwhile
+        self.slot_pools.pin(run, 0, self.paths.ends(known), IN_HOST)
         taken: list[dict[int, int]] = [{} for _ in wanted]
         places = [self.slot_pools.place(Tier.HOST, pool) for pool in range(len(self.pools))]
         for pool in self.slot_pools.chains:
@@ -79,6 +83,7 @@ class EngineCore(Core):
         for pool, lookback in enumerate(self.lookbacks):
             if lookback is not None:
                 taken[pool] = self.paths.slots_for(lease, places[pool], wanted[pool] & ones(end), end)
+        self.slot_pools.unpin(run, 0, self.paths.ends(known), IN_HOST)
         moving = []
         for pool, slots_ in enumerate(taken):
             for position, slot in slots_.items():
@@ -86,7 +91,6 @@ class EngineCore(Core):
                     moving.append(Moving(pool, position, pages[pool][position], slot))
                 else:
                     self.slot_pools.give_back(places[pool], slot)
-        self.counters.uncached += sum(bits.bit_count() for bits in wanted) - len(moving)
         # Whole positions in a copy: the tree takes a position only with the pages of all chains.
         moving.sort(key=lambda page: page.position)
         batch: list[Moving] = []
@@ -95,17 +99,24 @@ class EngineCore(Core):
             if after is None or (len(batch) >= self.config.batch_pages and after.position > page.position):
                 self.copies.send(Op(BACKUP, batch, lease))
                 batch = []
-        return [of(page.position for page in moving if page.pool == pool) for pool in range(len(self.pools))]
+        begun = [of(page.position for page in moving if page.pool == pool) for pool in range(len(self.pools))]
+        for pool, bits in enumerate(wanted):
+            self.counters.uncached += (bits & ~begun[pool] & ~lease.uncached[pool]).bit_count()
+            lease.uncached[pool] |= bits & ~begun[pool]
+        return begun
 
-    def kept(self, lease: Lease) -> int:
-        """The first pages of a lease's sequence that are in the host, or on their way there, in all chains."""
-        return self._reach(self._kept(lease), [0] * len(self.pools), lease.pages)
+    def kept(self, lease: Lease, coming: bool = True) -> int:
+        """The first pages of a lease's sequence that are in the host, or `coming` there, in all chains."""
+        kept = self._kept(lease) if coming else self._in_host(lease)
+        return self._reach(kept, [0] * len(self.pools), lease.pages)
 
     def _kept(self, lease: Lease) -> list[int]:
         """By pool, the positions that are in the host or being saved for this lease."""
+        return [here | saving for here, saving in zip(self._in_host(lease), self._saving(lease), strict=True)]
+
+    def _in_host(self, lease: Lease) -> list[int]:
         _, path, known = self.paths.find(lease.root, lease.tokens)
-        _, host = self.paths.present(path, known)
-        return [here | saving for here, saving in zip(host, self._saving(lease), strict=True)]
+        return self.paths.present(path, known)[1]
 
     def _saving(self, lease: Lease) -> list[int]:
         """By pool, the positions of a lease that are being saved."""

@@ -98,15 +98,15 @@ class Paths:
         return None
 
     def slots_for(self, lease: Lease, place: int, positions: int, end: int) -> dict[int, int]:
-        """Slots for pages of a lease, by position, as many as can be had. Of windows and states, a page inside of the
-        prompt, whose pages `end` there, takes no slot of one at the end of another."""
+        """Slots for pages of a lease by ascending position, as many as can be had. Of windows and states, a page inside
+        of the prompt, whose pages `end` there, takes no slot of one at the end of another."""
         lookback, last = self.lookbacks[place % len(self.pools)], positions
         if lookback is not None:
             last &= read_before(lease.ends | 1 << end, lookback)
         found = dict(zip(members(last), self.slot_pools.reserve(place, last.bit_count()), strict=False))
         if inside := positions & ~last:
             found |= zip(members(inside), self.slot_pools.reserve(place, inside.bit_count(), spare=True), strict=False)
-        return found
+        return dict(sorted(found.items()))
 
     # --- pins
 
@@ -172,7 +172,7 @@ class Paths:
             end = max([known, *(position + 1 for slots in pages for position in slots)])
         if end > known:
             tail = self._lengthen(tail, known, end, lease)
-            tail.ends |= (lease.ends >> 1 & span(known, end)) >> tail.first
+        self.mark_ends(tail, end, lease.ends)
         for pool, slots in enumerate(pages):
             place = self.slot_pools.place(tier, pool)
             row = end - known if pool in chains else 0  # new positions, all in one run: added at once

@@ -225,10 +225,13 @@ class Resuming(State):
             self.slot_pools.pin(op.run, op.filling, tiers=op.edge[1:])
 
     def _note_ends(self, lease: Lease, run: Run) -> None:
-        """A ready lease resumes at its boundary, and its prompt ends: prompts like it will resume there."""
+        """A lease resumes at its boundary, and its prompt branches off others and ends: others will resume there."""
         ends = 1 << lease.boundary if lease.reads else 0
         if self.config.policies.snapshot_ends:
             ends |= 1 << lease.pages - lease.pages % self.grid | 1 << lease.limit - lease.limit % self.grid
+        if self.config.policies.snapshot_branches:
+            branch = min(lease.known, lease.pages)
+            ends |= 1 << branch - branch % self.grid
         lease.ends = ends & ~1
         self.paths.mark_ends(run, lease.known, lease.ends)
 

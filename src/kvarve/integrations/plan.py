@@ -141,7 +141,8 @@ class _Standing:
     named: int  # pages whose names the lease has
     claimed: int = 0  # the boundary that was claimed and is being loaded, in pages
     allocated: bool = False  # the engine has said which blocks the request has
-    saved: int = 0  # pages before it are in the host, or on their way, of all groups that need every page
+    landed: int = 0  # pages before it have been in the host, of all groups that need every page
+    saved: int = 0  # the same or on their way there: they are offered no more, even if the host has evicted them
     offered: int = 0  # pages that have been offered for saving
 
 
@@ -371,7 +372,8 @@ class BlockPlanner:
             pages.append(mine)
         self._scheduler.save(lease, pages)
         standing.offered = max(full, standing.offered)
-        standing.saved = min(standing.offered, self._scheduler.kept(lease))
+        standing.landed = max(standing.landed, self._scheduler.kept(lease, coming=False))
+        standing.saved = max(standing.landed, min(standing.offered, self._scheduler.kept(lease)))
 
     def _note(self, copy: Copy) -> None:
         """Remember what a copy brings to the host, to tell it when it has ended."""
