@@ -286,9 +286,8 @@ def test_a_storage_that_hangs_is_not_waited_for_again_until_it_is_back(memory: M
     assert ups.acquire(timeout=LONG_S)
     settled(objects)
     objects.deadline_s = LONG_S
-    while not objects.up:
+    while Slots().load(objects) != [True] * 12:  # a slow machine misses the breaker's deadline again
         assert ups.acquire(timeout=LONG_S)
-    assert Slots().load(objects) == [True] * 12
 
 
 def test_a_full_storage_refuses_what_does_not_fit(opened: Open) -> None:
