@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "kvarve"
 FLOORS = (
     {"model", "keys", "boundaries", "errors", "sizes", "handles", "__init__"},  # words
     {"core"},
-    {"background"},  # threads
+    {"background", "regions"},  # threads, and memory
     {"memory", "transfer", "storage", "ranks"},  # data movement
     {"config", "balance", "messages", "changes", "ticket"},  # settings, and messages between scheduler and worker
     {"scheduler", "worker"},

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
@@ -25,7 +25,7 @@ class CacheConfig:
 
     device_memory: int
     host_memory: int = 0
-    storage: str | tuple[str, ...] | None = None
+    storage: str | tuple[str, ...] | None = field(default=None, repr=False)  # it may hold a password
     policies: Policies = Policies()
     host_layout: str = PAGE_FIRST_DIRECT
 

@@ -25,8 +25,9 @@ from kvarve.memory.record import title, whole
 from kvarve.reports import check_file, plain_table, write_json
 from kvarve.sizes import format_size
 from kvarve.storage.file import maintenance
+from kvarve.storage.file.backend import FileSettings, file_settings
 from kvarve.storage.file.maintenance import Model, Stored
-from kvarve.storage.urls import SCHEMES, FileSettings, file_settings, parse_time, parse_url
+from kvarve.storage.urls import backend_of, parse_time, parse_url
 
 Url = Annotated[str, Parameter(name="URL", help="such as file:///var/kvarve or /var/kvarve, its capacity or not")]
 
@@ -34,11 +35,6 @@ ORDERS: dict[str, Callable[[Stored], float]] = {
     "used": lambda each: each.used_s_ago,
     "stored": lambda each: each.stored_s_ago,
     "size": lambda each: -each.size_bytes,
-}
-_ELSEWHERE = {
-    "memory": "the objects of memory:// live in one process: ask its server with kvarve storage status",
-    "mooncake": "Mooncake is managed by its master: see mooncake_master's own metrics and tools, "
-    "and kvarve storage status for a server's view of it",
 }
 _SHORT = 12  # hex digits of a fingerprint or a key, for people
 _SHOWN = 20  # damaged objects, for people
@@ -72,14 +68,18 @@ class Printer:
         return code
 
 
-def _place(text: str) -> FileSettings:
+def _place(text: str, *, verify: bool = False) -> FileSettings:
     """Parse a URL. Nothing is created; the capacity may be left out."""
-    scheme, colon, _ = text.partition("://")
-    if colon and scheme != "file" and (scheme in _ELSEWHERE or scheme in SCHEMES):
-        raise ConfigError(f"{text}: {_ELSEWHERE.get(scheme, 'only folders (file://) are managed here')}")
-    settings = file_settings(parse_url(text))
+    url = parse_url(text)
+    backend = backend_of(url)
+    if not backend.shared:
+        raise ConfigError(f"{url.text}: its objects live in one process: ask its server with kvarve storage status")
+    if not (backend.can_verify if verify else backend.can_list):
+        whom = f"managed by {backend.managed_by}" if backend.managed_by else "not managed here"
+        raise ConfigError(f"{url.text}: it is {whom}, and kvarve storage status shows a server's view of it")
+    settings = file_settings(url)
     # The capacity of a plain path is a default, not the user's.
-    return settings if colon else replace(settings, capacity_bytes=None)
+    return settings if "://" in text else replace(settings, capacity_bytes=None)
 
 
 # --- the commands
@@ -163,7 +163,7 @@ def stat(url: Url, /, *, options: Maintain = Maintain()) -> int:
 
 
 def verify(url: Url, /, *, options: Maintain = Maintain()) -> int:
-    place, out = _place(url), Printer(options.json)
+    place, out = _place(url, verify=True), Printer(options.json)
     reports: list[dict[str, Any]] = []
     contents = maintenance.contents(place.folder)
     for damage in contents.damaged:

@@ -25,7 +25,7 @@ from kvarve.messages import ChangeMade, ChangeProposed, ChangeRefused, Order, Re
 from kvarve.model import ModelIdentity, PoolSpec, Tier
 from kvarve.sizes import format_size
 from kvarve.storage import Breaker, Storage, StorageUsage, Tiers, check_storage, open_storage
-from kvarve.storage.urls import SCHEMES, parse_urls
+from kvarve.storage.urls import allocate, backend_of, parse_urls
 from kvarve.transfer.engine import TransferEngine
 from kvarve.transfer.storage_connection import StorageConnection
 
@@ -66,7 +66,7 @@ def check_setting(identity: ModelIdentity, config: CacheConfig) -> None:
     """ConfigError for storages that cannot work, as far as their URLs show it."""
     shape, apart = _shape(identity), spacing_of(identity, config)
     for url in parse_urls(config.storages):
-        if "capacity" not in SCHEMES[url.scheme].parameters:
+        if not backend_of(url).bounded:
             continue  # its size is set elsewhere
         try:
             split(url.size_bytes("capacity"), *shape, records=True, what="storage", per_snapshot=apart)
@@ -141,7 +141,14 @@ class CacheWorker:
         with ExitStack() as undo:
             for pool, n in zip(pools, self.slots.get(Tier.HOST, ()), strict=False):
                 arena = HostArena(
-                    pool, n, self._namespace, rank, identity.ranks, layout=config.host_layout, device=device
+                    pool,
+                    n,
+                    self._namespace,
+                    rank,
+                    identity.ranks,
+                    layout=config.host_layout,
+                    device=device,
+                    allocate=partial(allocate, config.storages),
                 )
                 undo.callback(arena.close)
                 self.host.append(arena)

@@ -56,7 +56,7 @@ PIECES_MOST = 8  # of a page that is copied piece by piece; of more, SGLang make
 class Settings:
     """kvarve's keys of `--hicache-storage-backend-extra-config`."""
 
-    storage: tuple[str, ...]
+    storage: tuple[str, ...] = field(repr=False)  # it may hold a password
     """A storage URL, or a list of them: tiers, nearest first."""
     deadline_s: float = 5.0
     """Longest time that a call of SGLang waits for the storage. Below `DETACH_S`."""

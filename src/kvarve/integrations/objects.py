@@ -25,6 +25,7 @@ from kvarve.background import Abandoned, BackgroundCall
 from kvarve.errors import StorageError
 from kvarve.keys import object_name
 from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes, whole
+from kvarve.regions import HostRegion
 from kvarve.storage import Breaker, Storage, Tiers
 from kvarve.storage.urls import open_storage
 
@@ -81,7 +82,7 @@ class _Buffers:
         self._replaced: list[memoryview] = []  # a storage may have registered them, so they stay where they are
         self._came_back = threading.Condition()
 
-    def take(self, size_bytes: int, within_s: float, register: Callable[[memoryview], None]) -> memoryview | None:
+    def take(self, size_bytes: int, within_s: float, register: Callable[[HostRegion], None]) -> memoryview | None:
         """A buffer of at least `size_bytes`; None if none is free within the time."""
         with self._came_back:
             if not self._came_back.wait_for(lambda: self._free or self._left, within_s):
@@ -94,7 +95,7 @@ class _Buffers:
             else:
                 self._left -= 1
         buffer = memoryview(mmap.mmap(-1, max(size_bytes, self._size_bytes)))  # aligned for direct I/O
-        register(buffer)
+        register(HostRegion(buffer))
         return buffer
 
     def give_back(self, buffer: memoryview) -> None:

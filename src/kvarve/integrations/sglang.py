@@ -36,6 +36,7 @@ from kvarve.integrations.hicache import (
     page_key,
 )
 from kvarve.integrations.objects import Kind, Objects, open_guarded
+from kvarve.storage.urls import shown
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class HiCacheKvarve(HiCacheStorage):
             buffer_memory=settings.buffer_memory,
         )
         self._pages = Pages(self._objects, label, ranks)
-        log.info("kvarve: %s, label %s, in %s", identity, label.hex()[:12], ", ".join(settings.storage))
+        log.info("kvarve: %s, label %s, in %s", identity, label.hex()[:12], ", ".join(map(shown, settings.storage)))
 
     # --- pools
 

@@ -39,6 +39,7 @@ from kvarve.integrations.tier_settings import TierSettings, read_settings
 from kvarve.integrations.vllm_identity import Fields, groups_fields, model_fields, plain, weights_of
 from kvarve.memory.record import whole
 from kvarve.storage import Breaker, Storage, Tiers, open_storage
+from kvarve.storage.urls import shown
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,10 @@ class KvarveTier(SecondaryTierManager):
         self._told: Mapping[str, int] = {}  # of the counts
         BackgroundCall("kvarve asks a storage whether it is up", self._storage.look)
         log.info(
-            "kvarve keeps chunks of %d bytes as %s in %s", rows.shape[1], namespace.hex()[:16], self.settings.storage
+            "kvarve keeps chunks of %d bytes as %s in %s",
+            rows.shape[1],
+            namespace.hex()[:16],
+            ", ".join(map(shown, self.settings.storage)),
         )
 
     def _opened(self, namespace: bytes, description: str) -> Breaker | Tiers:
@@ -176,9 +180,8 @@ class KvarveTier(SecondaryTierManager):
         stats.set_gauge(UP, int(self._storage.up))
         usage = self.chunks.usage
         if usage is not None:
-            stats.set_gauge(OBJECTS, usage.objects)
-            stats.set_gauge(BYTES, usage.bytes)
-            stats.set_gauge(CAPACITY, usage.capacity_bytes or 0)
+            for gauge, told in ((OBJECTS, usage.objects), (BYTES, usage.bytes), (CAPACITY, usage.capacity_bytes)):
+                stats.set_gauge(gauge, told or 0)
         return stats
 
 

@@ -1,6 +1,6 @@
 """What an operator sets for a server; light to import."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -40,7 +40,7 @@ class Settings:
     """for pages beside the model"""
     host_memory: Size = Size(512 << 20)
     """for pages that left the device, 0 for none"""
-    storage: tuple[str, ...] = ()
+    storage: tuple[str, ...] = field(default=(), repr=False)
     """such as file:///var/kvarve?capacity=100GiB; none unless given; several are tiers, the fast one first"""
     page_tokens: int = 64
     """tokens of a page; has to divide --chunk-tokens"""
