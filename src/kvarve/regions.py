@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvarve.errors import ConfigError
 
-SHARED = Path("/dev/shm")  # POSIX shared memory of Linux
+SHARED = Path("/dev", "shm")  # POSIX shared memory of Linux
 _PREFIX = "kvarve-"
 
 
@@ -45,22 +45,31 @@ def shared_region(size_bytes: int) -> HostRegion:
     name of a process that was killed is removed by the next one. ConfigError: there is not so much shared memory.
     """
     _sweep()
-    name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
-    path = SHARED / name
-    file = -1
+    path, file = _made()
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(file, fcntl.LOCK_EX)  # held as long as it is in use
         os.posix_fallocate(file, 0, size_bytes)
         memory = mmap.mmap(file, size_bytes)  # which keeps the file, and so the lock, open
     except (OSError, ValueError) as error:
         path.unlink(missing_ok=True)
         raise ConfigError(f"no {size_bytes} bytes of memory in {SHARED} ({error}): enlarge it, or give less") from None
     finally:
-        if file >= 0:
-            os.close(file)
+        os.close(file)
     weakref.finalize(memory, _remove, path, os.getpid())
-    return HostRegion(memoryview(memory), name)
+    return HostRegion(memoryview(memory), path.name)
+
+
+def _made() -> tuple[Path, int]:
+    """A new file, locked as long as it is in use."""
+    while True:
+        path = SHARED / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"no shared memory in {SHARED}: {error}") from None
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file).st_nlink:
+            return path, file
+        os.close(file)  # another process took it for one that was left behind, before it was locked
 
 
 def _remove(path: Path, maker: int) -> None:

@@ -27,7 +27,7 @@ GROUP = "kvarve.storage"
 DEFAULT_CAPACITY = "10GiB"  # of a plain path; a URL says its own
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", re.ASCII)
-_SECRET = re.compile(r"([?&][^=&]*(?:pass|secret|token|key|auth)[^=&]*=)[^&]*", re.IGNORECASE)
+_SECRET = re.compile(r"([?&][^=&]*(?:pass|secret|token|auth)[^=&]*=)[^&]*", re.IGNORECASE)
 
 
 def parse_time(written: str) -> float:

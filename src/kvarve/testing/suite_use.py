@@ -1,6 +1,5 @@
 """The part of the suite about how storages are used: several at a place, any buffer, large calls, ends at any time."""
 
-import itertools
 import mmap
 import subprocess
 import sys
