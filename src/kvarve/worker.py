@@ -21,6 +21,7 @@ from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.engine_arena import EngineArena
 from kvarve.memory.machine import device_bytes, host_bytes, on_host
 from kvarve.memory.record import whole
+from kvarve.memory.seals import seal_of
 from kvarve.messages import ChangeMade, ChangeProposed, ChangeRefused, Order, Report
 from kvarve.model import ModelIdentity, PoolSpec, Tier
 from kvarve.sizes import format_size
@@ -128,7 +129,7 @@ class CacheWorker:
             raise ConfigError(NO_HOST)
         self.identity, self.config = identity, config
         self._clock = clock
-        self._namespace = identity.fingerprint()
+        self._namespace, self._seal = identity.fingerprint(), seal_of(config.storage_key)
         pools = identity.pools
         self._change: Change | None = None  # proposed, and not decided
         self._proposed: ChangeProposed | None = None  # not reported yet
@@ -149,6 +150,7 @@ class CacheWorker:
                     layout=config.host_layout,
                     device=device,
                     allocate=partial(allocate, config.storages),
+                    seal=self._seal,
                 )
                 undo.callback(arena.close)
                 self.host.append(arena)
@@ -321,7 +323,7 @@ class CacheWorker:
             label=self._namespace,
             description=str(self.identity),
             guard=partial(Breaker, deadline_s=config.policies.storage_deadline_s, clock=self._clock),
-            whole=whole,
+            whole=partial(whole, seal=self._seal),
             answers=answers,
         )
 

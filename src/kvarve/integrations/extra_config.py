@@ -10,7 +10,7 @@ from kvarve.errors import ConfigError
 from kvarve.integrations.given import Given
 
 _POLICIES = {field.name: field.type for field in fields(Policies)}
-_KNOWN = ("host_memory", "storage", "host_layout", "weights", *_POLICIES)
+_KNOWN = ("host_memory", "storage", "storage_key", "host_layout", "weights", *_POLICIES)
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ def extra_config(values: Mapping[str, Any], where: str) -> ExtraConfig:
     if "host_memory" not in values:
         raise given.refuse("'host_memory' is missing: give the memory for pages, such as '4GiB'")
     host_memory, storage, weights = given.size("host_memory", 0), given.storage(), given.text("weights")
-    layout = {"host_layout": given.text("host_layout")} if "host_layout" in values else {}
+    texts = {key: given.text(key) for key in ("host_layout", "storage_key") if key in values}
     chosen = {key: _policy(given, key) for key in _POLICIES if key in values}
     try:
-        cache = CacheConfig(0, host_memory, storage or None, policies=Policies(**chosen), **layout)
+        cache = CacheConfig(0, host_memory, storage or None, policies=Policies(**chosen), **texts)
     except ConfigError as e:
         raise given.refuse(str(e)) from None
     return ExtraConfig(cache, weights)

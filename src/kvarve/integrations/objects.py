@@ -25,6 +25,7 @@ from kvarve.background import Abandoned, BackgroundCall
 from kvarve.errors import StorageError
 from kvarve.keys import object_name
 from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes, whole
+from kvarve.memory.seals import CHECKSUM, Seal
 from kvarve.regions import HostRegion
 from kvarve.storage import Breaker, Storage, Tiers
 from kvarve.storage.urls import open_storage
@@ -51,10 +52,11 @@ class Kind:
     payload_bytes: int
     rank: int = 0
     ranks: int = 1
+    seal: Seal = CHECKSUM
 
     @cached_property
     def stamp(self) -> Stamp:
-        return Stamp(self.namespace, self.pool, self.payload_bytes, self.rank, self.ranks)
+        return Stamp(self.namespace, self.pool, self.payload_bytes, self.rank, self.ranks, self.seal)
 
     @cached_property
     def record_bytes(self) -> int:
@@ -458,13 +460,16 @@ class Objects:
             del self._rates[what][:-1024]  # nothing may ever ask for them
 
 
-def open_guarded(setting: str | Sequence[str], *, label: bytes, description: str, deadline_s: float) -> Breaker | Tiers:
+def open_guarded(
+    setting: str | Sequence[str], *, label: bytes, description: str, deadline_s: float, seal: Seal = CHECKSUM
+) -> Breaker | Tiers:
     """The storage that a URL or several mean, behind circuit breakers; it need not answer now.
 
     ConfigError, StorageError as `open_storage` raises them.
     """
     guard = partial(Breaker, deadline_s=deadline_s)
-    storage = open_storage(setting, label=label, description=description, guard=guard, whole=whole, answers=False)
+    judge = partial(whole, seal=seal)
+    storage = open_storage(setting, label=label, description=description, guard=guard, whole=judge, answers=False)
     return storage if isinstance(storage, Tiers) else guard(storage)
 
 

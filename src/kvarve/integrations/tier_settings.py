@@ -25,6 +25,8 @@ class TierSettings:
     """tell vLLM's KV event stream what is stored here, and what turned out to be gone"""
     locality: str | None = None
     """LOCAL or REMOTE: where the storage lies, for KV events and requests that choose tiers by it"""
+    storage_key: str = ""
+    """a file of 32 random bytes, of this user alone: chunks in storage that were not sealed with it are misses"""
 
 
 _KNOWN = tuple(field.name for field in fields(TierSettings))
@@ -49,4 +51,5 @@ def read_settings(values: Mapping[str, Any], written: Collection[str] | None = N
         given.text("identity"),
         given.flag("enable_kv_events", False),
         locality,
+        given.text("storage_key"),
     )

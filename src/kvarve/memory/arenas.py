@@ -15,6 +15,7 @@ from kvarve.errors import ConfigError
 from kvarve.memory.host_memory import HostMemory, zeros
 from kvarve.memory.layouts import PAGE_FIRST_DIRECT, Span, check_layout, entry_bytes, spans
 from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
+from kvarve.memory.seals import CHECKSUM, Seal
 from kvarve.model import PoolSpec
 from kvarve.regions import HostRegion
 
@@ -62,12 +63,14 @@ class HostArena:
         layout: str = PAGE_FIRST_DIRECT,
         device: str | torch.device = "cpu",
         allocate: Callable[[int], HostRegion | None] = lambda _: None,
+        seal: Seal = CHECKSUM,
     ) -> None:
         """`allocate(bytes)`: memory of a storage's making, if it wants any."""
         check_layout(layout)
         self.pool, self.slots, self.layout = pool, slots, layout
         self.stride = record_bytes(pool.payload_bytes)
-        self.stamp = Stamp(namespace, pool.name, pool.payload_bytes, 0 if pool.replicated else rank, ranks)
+        number = 0 if pool.replicated else rank
+        self.stamp = Stamp(namespace, pool.name, pool.payload_bytes, number, ranks, seal)
         self.in_place = layout == PAGE_FIRST_DIRECT
         self._scratch = threading.local()  # a record of zeros between the buffers, for `_glimpse`
         self._gaps = _gaps(pool)

@@ -21,6 +21,7 @@ from kvarve.engine.families import reads, takes
 from kvarve.engine.model import check_device, check_model, keeping_answers, load_model, quiet_libraries
 from kvarve.errors import ConfigError, StorageError
 from kvarve.memory.heap import bound_heaps
+from kvarve.memory.seals import seal_of
 from kvarve.prefix_cache import PrefixCache
 from kvarve.reports import check_file
 from kvarve.server.app import create_app
@@ -254,6 +255,7 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError("the admin key must not be the API key: every client could change the storage")
     if settings.cache.storages:
         parse_urls(settings.cache.storages)
+    seal_of(settings.storage_key)
     check_file("--ready-file", settings.ready_file)
     check_device(settings.device)
 
