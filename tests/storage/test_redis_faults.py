@@ -187,6 +187,10 @@ def test_a_server_that_refuses_writes_says_why(server, opened):
         put(storage, new=b"1")
     assert get(storage, "old") == b"1"
     server.ask("REPLICAOF", "NO", "ONE")
+    server.ask("ACL", "SETUSER", "default", "-scan", "-info")
+    for call in (storage.drop, storage.usage):
+        with pytest.raises(StorageError, match="NOPERM"):
+            call()
     server.ask("SADD", f"{_prefix(server)}kind", "a set")
     with pytest.raises(StorageError, match="WRONGTYPE"):
         get(storage, "kind")

@@ -93,8 +93,7 @@ class Servers:
             wire.wait_for(seconds)
             yield wire
         except BaseException as error:
-            if not isinstance(error, ConfigError):
-                wire.close()  # answers may still come
+            wire.close()  # answers may still come, and would be taken for those of later commands
             if isinstance(error, StorageError) and self.closed:
                 raise StorageError("this storage is closed") from None
             raise

@@ -31,7 +31,6 @@ class RedisStorage(Storage):
         check_settings(1, label)
         self.description = description
         self.counts: Counter[str] = Counter()
-        self._where = settings.where
         self._prefix = b"kvarve:%s:" % hashlib.sha256(label).hexdigest()[:16].encode()  # no special characters of MATCH
         ttl = () if settings.ttl_s is None else (b"PX", b"%d" % max(1, round(1000 * settings.ttl_s)))
         options = (b"NX", *ttl)
@@ -154,15 +153,14 @@ class RedisStorage(Storage):
         try:
             return read()
         except Refused as refusal:
-            why = str(refusal)
-            if why.startswith("OOM "):
+            if refusal.words.startswith("OOM "):
                 self.counts["no space"] += 1
                 return full
-            if why.startswith(_ELSEWHERE):
+            if refusal.words.startswith(_ELSEWHERE):
                 self.counts["at another server"] += 1
                 self._servers.forget_layout()
                 return None
-            raise StorageError(f"{self._where}: {why}") from None
+            raise
 
     def _each(self, names: Sequence[str], ask: Callable[[Wire, Sequence[int]], list[T | None]]) -> list[T | None]:
         """The answer for each name, of the server that has it; None of one that is gone, unless all are."""

@@ -19,8 +19,13 @@ _LONGEST_LINE = 64 << 10
 _LARGE = 64 << 10  # of a piece that is sent alone, without a copy
 
 
-class Refused(Exception):
-    """The server's own words for a command that it did not carry out; the connection is as good as before."""
+class Refused(StorageError):
+    """The server's own `words` for a command that it did not carry out. The answers of later commands come all the
+    same."""
+
+    def __init__(self, where: str, words: str) -> None:
+        super().__init__(f"{where}: {words}")
+        self.words = words
 
 
 def command(*words: bytes) -> bytes:
@@ -29,7 +34,7 @@ def command(*words: bytes) -> bytes:
 
 
 class Wire:
-    """Used by one thread at a time. StorageError, after which it is closed: the server is gone, late or not a Redis."""
+    """Used by one thread at a time. StorageError: the server is gone, late or no Redis, and the wire of no more use."""
 
     def __init__(self, link: socket.socket, where: str) -> None:
         self._link, self._where = link, where
@@ -131,10 +136,9 @@ class Wire:
             raise self._strange(line)
         return int(line[1:])
 
-    def _strange(self, line: bytes) -> Exception:
+    def _strange(self, line: bytes) -> StorageError:
         if line[:1] == b"-":
-            return Refused(line[1:].decode("utf-8", "replace"))
-        self.close()
+            return Refused(self._where, line[1:].decode("utf-8", "replace"))
         return StorageError(f"{self._where}: no Redis answers there: {line[:40]!r}")
 
     def _line(self) -> bytes:
@@ -153,7 +157,6 @@ class Wire:
                 self._end = len(rest)
                 return line
             if len(read) > _LONGEST_LINE:
-                self.close()
                 raise StorageError(f"{self._where}: no Redis answers there: a line does not end")
             self._end = self._receive(self._lines)
 
@@ -192,5 +195,4 @@ class Wire:
         self._link.settimeout(min(left, 1e6))
 
     def _lost(self, error: OSError) -> StorageError:
-        self.close()
         return StorageError(f"{self._where}: {error.strerror or error}")
