@@ -30,6 +30,7 @@ import torch
 from common import arguments, machine, show, watched, write_json
 from kvarve.errors import StorageError
 from kvarve.memory.record import HEADER_BYTES, Stamp
+from kvarve.regions import HostRegion
 from kvarve.storage.breaker import Breaker
 from kvarve.storage.mooncake.client import address_of
 from kvarve.storage.mooncake.storage import MooncakeStorage
@@ -104,7 +105,7 @@ class Lane:
 
     def __init__(self, pages: Pages, storage: MooncakeStorage) -> None:
         self.pages, self.storage = pages, storage
-        storage.register(pages.memory)
+        storage.register(HostRegion(pages.memory))
 
     def put(self, names: list[str]) -> None:
         self.pages.check()

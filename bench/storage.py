@@ -9,7 +9,8 @@ file and the folder. And this store: the work of its lanes, so each page's check
 after it is read, by one of several workers while others write or read, and a put answers when it is durable.
 
 Then lookups and opening with a million small objects, a prompt of 4,096 tokens on its way from storage to the device
-(probe, reads, checks, copies), in turns with raw reads of as many bytes, and gets with and without checks, in turns.
+(probe, reads, checks, copies), in turns with raw reads of as many bytes, and gets with and without checks, in
+turns, and puts and gets of records under a storage key beside those under a checksum, in turns.
 Each figure is the best of several rounds, because other work on a machine only ever makes a round slower. A ratio is
 the median of those of the rounds, for the disk of a virtual machine is at times three times as fast as at others; its
 limit is the better of one thread and eight at the same page size.
@@ -34,6 +35,7 @@ import torch
 
 from common import arguments, machine, show, watched, write_json
 from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES, Stamp
+from kvarve.memory.seals import CHECKSUM, KEY_BYTES, Seal, Tag
 from kvarve.storage import FileStorage
 from kvarve.transfer.lanes import TOGETHER
 from kvarve.transfer.storage_connection import WORKERS
@@ -72,11 +74,15 @@ class Records:
         self._memory = mmap.mmap(-1, page_bytes * count)
         everything = memoryview(self._memory)
         self.views = [everything[at : at + page_bytes] for at in range(0, page_bytes * count, page_bytes)]
-        self.stamp = Stamp(NAMESPACE, "kv", page_bytes - HEADER_BYTES)
         noise = np.random.default_rng(7).integers(0, 256, page_bytes, np.uint8).data
         self.keys = [number.to_bytes(32, "little") for number in range(count)]
-        for view, key in zip(self.views, self.keys, strict=True):
+        for view in self.views:
             view[:] = noise
+        self.seal_with(CHECKSUM)
+
+    def seal_with(self, seal: Seal) -> None:
+        self.stamp = Stamp(NAMESPACE, "kv", self.page_bytes - HEADER_BYTES, seal=seal)
+        for view, key in zip(self.views, self.keys, strict=True):
             self.stamp.seal(view, key)
 
     def names(self, of_round: int) -> list[str]:
@@ -336,6 +342,24 @@ def checked(folder: Path, size: Size, rounds: int) -> dict[bool, list[float]]:
     return found
 
 
+def keyed(folder: Path, size: Size, rounds: int) -> dict[str, list[float]]:
+    """Seconds of puts and gets, with their checks, under a storage key and under a checksum, in turns; a first round
+    only warms up."""
+    records, found = Records(MIB, size.pages(MIB)), dict[str, list[float]]()
+    stored = Stored(folder / "keyed", records, records.names(0))
+    seals: dict[str, Seal] = {"keyed": Tag(os.urandom(KEY_BYTES)), "plain": CHECKSUM}
+    for number in range(rounds + 1):
+        for way in sorted(seals, reverse=bool(number % 2)):
+            records.seal_with(seals[way])
+            stored.names = [f"{way[0]}{name}" for name in records.names(number)]
+            for what, taken in (("put", stored.put()), ("get", stored.get(check=True))):
+                if number:
+                    found.setdefault(f"{way} {what}", []).append(taken.seconds)
+            stored.store.delete(stored.names)
+    stored.close()
+    return found
+
+
 def measure(size: Size, folder: Path) -> Figures:
     """Every way of moving pages in every round; a first round only warms up."""
     figures: Figures = {}
@@ -353,6 +377,7 @@ def ratios_of(
     checks: dict[bool, list[float]],
     restores: dict[str, list[float]],
     objects: dict[str, float],
+    keys: dict[str, list[float]],
     size: Size,
 ) -> dict[str, float]:
     def seconds(*ways: str) -> list[float]:
@@ -375,6 +400,7 @@ def ratios_of(
         # The time that checking adds to reading, since one worker checks while others read.
         "checksum_share": max(0.0, 1 - over(checks[False], checks[True])),
         "restore_over_raw": over(restores["raw"], restores["restore"]),
+        "keyed_over_plain": min(over(keys[f"plain {what}"], keys[f"keyed {what}"]) for what in ("put", "get")),
     }
 
 
@@ -390,6 +416,7 @@ def main() -> int:
         shutil.rmtree(folder / "many")
         restores = restored(folder, 3 * size.rounds)
         checks = checked(folder, size, 3 * size.rounds)
+        keys = keyed(folder, size, 2 * size.rounds)
         figures = measure(size, folder)
     rows = []
     for what in dict.fromkeys(what for what, _ in figures):
@@ -400,7 +427,7 @@ def main() -> int:
         cpu_s = min(taken.cpu_s for taken in figures[what, MIB])
         row["CPU ms per GiB"] = 1000 * cpu_s * GIB / (MIB * size.pages(MIB))
         rows.append(row)
-    ratios = ratios_of(figures, checks, restores, objects, size)
+    ratios = ratios_of(figures, checks, restores, objects, keys, size)
     moved = f"{size.moved_bytes // MIB} MiB a time, {size.compared_bytes // MIB} at 1 MiB"
     show(f"{moved}; best of {size.rounds}; CPU at 1 MiB", rows)
     restore_ms = 1000 * min(restores["restore"])

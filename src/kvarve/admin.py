@@ -15,6 +15,7 @@ from kvarve.changes import CHANGE_S
 from kvarve.errors import Busy, KvarveError, StorageError
 from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import Storage
+from kvarve.storage.urls import shown
 from kvarve.worker import Change, UnderWay
 
 log = logging.getLogger(__name__)
@@ -49,9 +50,9 @@ class Admin:
             usage = attached.connection.usage()
         except StorageError as e:
             trouble = str(e)
-        counters = cache.counters
+        counters, urls = cache.counters, [*map(shown, attached.urls)]
         return told | {
-            "url": attached.urls[0] if len(attached.urls) == 1 else [*attached.urls] or None,
+            "url": urls[0] if len(urls) == 1 else urls or None,
             "up": attached.storage.up,
             "for_s": round(max(0.0, cache.now() - attached.storage.since), 3),
             "last_error": trouble or None,
@@ -87,7 +88,7 @@ class Admin:
 
         Any KvarveError: the present storage is still attached.
         """
-        cache = self._cache
+        cache, told = self._cache, ", ".join(map(shown, [url] if isinstance(url, str) else url))
         with self._alone():
             try:
                 # Abandoned if it hangs: neither the next change nor the program's exit waits for it.
@@ -97,8 +98,8 @@ class Admin:
                 storage = opening.result(OPEN_S, late=_close)
             except Exception as e:  # noqa: BLE001  it may be a bug in a backend; the caller is told
                 if isinstance(e, Abandoned):
-                    e = StorageError(f"{url}: it is not open after {OPEN_S:g} s: given up")
-                error = _ours(e, f"{url}: it cannot be opened")
+                    e = StorageError(f"{told}: it is not open after {OPEN_S:g} s: given up")
+                error = _ours(e, f"{told}: it cannot be opened")
                 if cache.ranks > 1:  # so that ranks that opened theirs do not wait for this one
                     with suppress(Busy):
                         self._on_its_thread(lambda: cache.decline(error), ASK_S)

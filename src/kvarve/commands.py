@@ -111,6 +111,13 @@ class Maintain:
 
 @FLAT
 @dataclass(frozen=True, kw_only=True)
+class VerifyStored(Maintain):
+    storage_key: str | None = None
+    """the file of the key with which the pages were sealed"""
+
+
+@FLAT
+@dataclass(frozen=True, kw_only=True)
 class Ls(Maintain):
     group: str | None = None
     """of this group alone; its first digits will do"""

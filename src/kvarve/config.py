@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
@@ -20,14 +20,16 @@ class CacheConfig:
     """The settings of one cache. Sizes in bytes; ConfigError for values that cannot work.
 
     `storage`: a URL, or several for tiers, the near and fast one first. `host_layout`: how pages lie in host memory
-    (see `memory.layouts`); only in the default one does storage read and write them in place.
+    (see `memory.layouts`); only in the default one does storage read and write them in place. `storage_key`: a file;
+    pages in storage that were not sealed with its bytes are misses (`memory.seals`).
     """
 
     device_memory: int
     host_memory: int = 0
-    storage: str | tuple[str, ...] | None = None
+    storage: str | tuple[str, ...] | None = field(default=None, repr=False)  # it may hold a password
     policies: Policies = Policies()
     host_layout: str = PAGE_FIRST_DIRECT
+    storage_key: str | None = None
 
     def __post_init__(self) -> None:
         check_layout(self.host_layout)

@@ -196,11 +196,15 @@ def _cache(stats: Mapping[str, float]) -> Iterator[Metric]:
 
 
 def _storage(usage: StorageUsage) -> Iterator[Metric]:
-    yield _gauge("kvarve_storage_bytes", "Bytes of objects in storage.", usage.bytes)
-    yield _gauge("kvarve_storage_objects", "Objects in storage, one per page and pool.", usage.objects)
-    if usage.capacity_bytes is not None:
-        yield _gauge("kvarve_storage_capacity_bytes", "Bytes that storage may hold.", usage.capacity_bytes)
-    yield _counter("kvarve_storage_evicted_objects", "Objects that storage evicted to free space.", usage.evicted)
+    told: tuple[tuple[Callable[[str, str, float], Metric], str, str, float | None], ...] = (
+        (_gauge, "bytes", "Bytes of objects in storage.", usage.bytes),
+        (_gauge, "objects", "Objects in storage, one per page and pool.", usage.objects),
+        (_gauge, "capacity_bytes", "Bytes that storage may hold.", usage.capacity_bytes),
+        (_counter, "evicted_objects", "Objects that storage evicted to free space.", usage.evicted),
+    )
+    for kind, name, help_text, value in told:
+        if value is not None:
+            yield kind(f"kvarve_storage_{name}", help_text, value)
 
 
 def _under(prefix: str, stats: Mapping[str, float]) -> dict[str, float]:

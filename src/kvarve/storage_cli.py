@@ -18,15 +18,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvarve.commands import Drop, Gc, Ls, Maintain
+from kvarve.commands import Drop, Gc, Ls, Maintain, VerifyStored
 from kvarve.errors import ConfigError, StorageError
 from kvarve.keys import parse_object_name
-from kvarve.memory.record import title, whole
+from kvarve.memory.record import is_keyed, title, whole
+from kvarve.memory.seals import CHECKSUM, Seal, seal_of
 from kvarve.reports import check_file, plain_table, write_json
 from kvarve.sizes import format_size
 from kvarve.storage.file import maintenance
+from kvarve.storage.file.backend import FileSettings, file_settings
 from kvarve.storage.file.maintenance import Model, Stored
-from kvarve.storage.urls import SCHEMES, FileSettings, file_settings, parse_time, parse_url
+from kvarve.storage.urls import backend_of, parse_time, parse_url
 
 Url = Annotated[str, Parameter(name="URL", help="such as file:///var/kvarve or /var/kvarve, its capacity or not")]
 
@@ -34,11 +36,6 @@ ORDERS: dict[str, Callable[[Stored], float]] = {
     "used": lambda each: each.used_s_ago,
     "stored": lambda each: each.stored_s_ago,
     "size": lambda each: -each.size_bytes,
-}
-_ELSEWHERE = {
-    "memory": "the objects of memory:// live in one process: ask its server with kvarve storage status",
-    "mooncake": "Mooncake is managed by its master: see mooncake_master's own metrics and tools, "
-    "and kvarve storage status for a server's view of it",
 }
 _SHORT = 12  # hex digits of a fingerprint or a key, for people
 _SHOWN = 20  # damaged objects, for people
@@ -72,14 +69,18 @@ class Printer:
         return code
 
 
-def _place(text: str) -> FileSettings:
+def _place(text: str, *, verify: bool = False) -> FileSettings:
     """Parse a URL. Nothing is created; the capacity may be left out."""
-    scheme, colon, _ = text.partition("://")
-    if colon and scheme != "file" and (scheme in _ELSEWHERE or scheme in SCHEMES):
-        raise ConfigError(f"{text}: {_ELSEWHERE.get(scheme, 'only folders (file://) are managed here')}")
-    settings = file_settings(parse_url(text))
+    url = parse_url(text)
+    backend = backend_of(url)
+    if not backend.shared:
+        raise ConfigError(f"{url.text}: its objects live in one process: ask its server with kvarve storage status")
+    if not (backend.can_verify if verify else backend.can_list):
+        whom = f"managed by {backend.managed_by}" if backend.managed_by else "not managed here"
+        raise ConfigError(f"{url.text}: it is {whom}, and kvarve storage status shows a server's view of it")
+    settings = file_settings(url)
     # The capacity of a plain path is a default, not the user's.
-    return settings if colon else replace(settings, capacity_bytes=None)
+    return settings if "://" in text else replace(settings, capacity_bytes=None)
 
 
 # --- the commands
@@ -162,15 +163,16 @@ def stat(url: Url, /, *, options: Maintain = Maintain()) -> int:
     return out.write({"folder": str(place.folder)} | sizes | {"models": reports, "damaged": contents.damaged})
 
 
-def verify(url: Url, /, *, options: Maintain = Maintain()) -> int:
-    place, out = _place(url), Printer(options.json)
+def verify(url: Url, /, *, options: VerifyStored = VerifyStored()) -> int:
+    seal = seal_of(options.storage_key)
+    place, out = _place(url, verify=True), Printer(options.json)
     reports: list[dict[str, Any]] = []
     contents = maintenance.contents(place.folder)
     for damage in contents.damaged:
         out.say(damage)
     damages = len(contents.damaged)
     for model in contents.models:
-        inspector = Inspector(model.label)
+        inspector = Inspector(model.label, seal)
         with maintenance.inspect(place.folder, model) as inspection, _progress(model.description) as tick:
             read, damaged = inspection.verify(inspector.intact, tick)
             lost = inspection.lost
@@ -178,7 +180,7 @@ def verify(url: Url, /, *, options: Maintain = Maintain()) -> int:
         whys = {name: inspector.whys.get(name, "cannot be read") for name in damaged}
         reports.append(
             _model_json(model)
-            | {"read": read, "unknown": inspector.unknown, "lost": lost}
+            | {"read": read, "unknown": inspector.unknown, "keyed": inspector.keyed, "lost": lost}
             | {"damaged": [{"name": name, "why": why} for name, why in whys.items()]}
         )
         text = f"{model.description} ({_short(model)}): {_many(read, 'object')} read, "
@@ -191,6 +193,8 @@ def verify(url: Url, /, *, options: Maintain = Maintain()) -> int:
             out.say(f"  {damage}")
         if inspector.unknown:
             out.say(f"  {_many(inspector.unknown, 'object')} without a page's name: not checked")
+        if inspector.keyed:
+            out.say(f"  {_many(inspector.keyed, 'object')} sealed with a key: not checked (--storage-key)")
     report = {"folder": str(place.folder), "ok": not damages, "models": reports, "damaged": contents.damaged}
     return out.write(report, 1 if damages else 0)
 
@@ -198,16 +202,19 @@ def verify(url: Url, /, *, options: Maintain = Maintain()) -> int:
 class Inspector:
     """Checks of each object of a model whether it is the page of its name; `whys` has the reasons if not."""
 
-    def __init__(self, namespace: bytes) -> None:
-        self._namespace = namespace
+    def __init__(self, namespace: bytes, seal: Seal = CHECKSUM) -> None:
+        self._namespace, self._seal = namespace, seal
         self.whys: dict[str, str] = {}
         self.unknown = 0  # objects whose names are no page's, so that they cannot be checked
+        self.keyed = 0  # the same for those that were sealed with a key, where none is given
 
     def intact(self, name: str, record: memoryview) -> bool:
         wanted = parse_object_name(name)
         if wanted is None:
             self.unknown += 1
-        elif not whole(record):
+        elif self._seal is CHECKSUM and is_keyed(record):
+            self.keyed += 1
+        elif not whole(record, self._seal):
             self.whys[name] = "its seal or its checksum is wrong"
         elif (header := title(record)).namespace != self._namespace:
             self.whys[name] = f"holds a page of another model, {header.namespace.hex()[:_SHORT]}"

@@ -21,11 +21,12 @@ from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.engine_arena import EngineArena
 from kvarve.memory.machine import device_bytes, host_bytes, on_host
 from kvarve.memory.record import whole
+from kvarve.memory.seals import seal_of
 from kvarve.messages import ChangeMade, ChangeProposed, ChangeRefused, Order, Report
 from kvarve.model import ModelIdentity, PoolSpec, Tier
 from kvarve.sizes import format_size
 from kvarve.storage import Breaker, Storage, StorageUsage, Tiers, check_storage, open_storage
-from kvarve.storage.urls import SCHEMES, parse_urls
+from kvarve.storage.urls import allocate, backend_of, parse_urls
 from kvarve.transfer.engine import TransferEngine
 from kvarve.transfer.storage_connection import StorageConnection
 
@@ -66,7 +67,7 @@ def check_setting(identity: ModelIdentity, config: CacheConfig) -> None:
     """ConfigError for storages that cannot work, as far as their URLs show it."""
     shape, apart = _shape(identity), spacing_of(identity, config)
     for url in parse_urls(config.storages):
-        if "capacity" not in SCHEMES[url.scheme].parameters:
+        if not backend_of(url).bounded:
             continue  # its size is set elsewhere
         try:
             split(url.size_bytes("capacity"), *shape, records=True, what="storage", per_snapshot=apart)
@@ -128,7 +129,7 @@ class CacheWorker:
             raise ConfigError(NO_HOST)
         self.identity, self.config = identity, config
         self._clock = clock
-        self._namespace = identity.fingerprint()
+        self._namespace, self._seal = identity.fingerprint(), seal_of(config.storage_key)
         pools = identity.pools
         self._change: Change | None = None  # proposed, and not decided
         self._proposed: ChangeProposed | None = None  # not reported yet
@@ -141,7 +142,15 @@ class CacheWorker:
         with ExitStack() as undo:
             for pool, n in zip(pools, self.slots.get(Tier.HOST, ()), strict=False):
                 arena = HostArena(
-                    pool, n, self._namespace, rank, identity.ranks, layout=config.host_layout, device=device
+                    pool,
+                    n,
+                    self._namespace,
+                    rank,
+                    identity.ranks,
+                    layout=config.host_layout,
+                    device=device,
+                    allocate=partial(allocate, config.storages),
+                    seal=self._seal,
                 )
                 undo.callback(arena.close)
                 self.host.append(arena)
@@ -314,7 +323,7 @@ class CacheWorker:
             label=self._namespace,
             description=str(self.identity),
             guard=partial(Breaker, deadline_s=config.policies.storage_deadline_s, clock=self._clock),
-            whole=whole,
+            whole=partial(whole, seal=self._seal),
             answers=answers,
         )
 

@@ -11,6 +11,7 @@ RATIOS = {
     "recovery_1m_s",
     "checksum_share",
     "restore_over_raw",
+    "keyed_over_plain",
 }
 
 

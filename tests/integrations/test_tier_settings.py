@@ -27,7 +27,7 @@ def test_one_url_is_enough_and_several_are_tiers() -> None:
         ({"storage": [URL, 7]}, "has to be a URL"),
         ({"storage": []}, "has to be a URL"),
         ({"storage": [URL, URL]}, "the same place"),
-        ({"storage": "redis://host"}, "no storage of the kind 'redis'"),
+        ({"storage": "gopher://host"}, "no storage of the kind 'gopher'"),
         ({"storage": "file:///x?capactiy=1GiB"}, "unknown parameter 'capactiy'"),
         ({"storage": URL, "deadline_s": 0}, "above 0"),
         ({"storage": URL, "deadline_s": "5"}, "above 0"),

@@ -14,6 +14,7 @@ from kvarve.errors import ConfigError, KvarveError, StorageError
 from kvarve.memory.arenas import DeviceArena
 from kvarve.memory.host_memory import MAPPED, PORTABLE, HostMemory, _Registered
 from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
+from kvarve.regions import HostRegion
 from kvarve.storage import MemoryStorage
 from kvarve.worker import CacheWorker
 
@@ -93,7 +94,7 @@ def test_memory_that_code_of_a_gpu_may_still_reach_stays_pinned() -> None:
 class Unwilling(MemoryStorage):
     """Takes no memory."""
 
-    def register(self, memory: memoryview) -> None:
+    def register(self, region: HostRegion) -> None:
         raise StorageError("no such transport")
 
 

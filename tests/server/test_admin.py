@@ -16,7 +16,8 @@ from talk import Body, cached, complete, refused, text, until
 
 from kvarve.cli import main
 from kvarve.server.serve import Server
-from kvarve.storage import SCHEMES, FileStorage, MemoryStorage, Scheme, Storage, StorageUrl
+from kvarve.storage import FileStorage, MemoryStorage, Storage
+from plugged import plug_in
 
 STORAGE = "/admin/storage"
 KEY = "gärdsgård"
@@ -157,20 +158,13 @@ def test_a_folder_of_another_user_is_refused_and_the_attached_storage_stays(
     assert cached(complete(client, song * 2, cache_salt=salt)) == {"storage": 64}
 
 
-def a_scheme(open_it: Callable[[bytes, str], Storage]) -> Scheme:
-    def prepare(url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
-        return lambda: open_it(label, description)
-
-    return Scheme("odd://x?capacity=64MiB", frozenset({"capacity"}), prepare)
-
-
 def test_a_bug_in_a_backend_is_one_line_and_changes_nothing(
     client: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(label: bytes, description: str) -> Storage:
         raise RuntimeError("half way")
 
-    monkeypatch.setitem(SCHEMES, "odd", a_scheme(fails))
+    plug_in(monkeypatch, "odd", fails)
     attach(client, tmp_path / "old")
     message = refused(client.put(STORAGE, json={"url": "odd://x?capacity=64MiB"}), 500)
     assert message == "odd://x?capacity=64MiB: it cannot be opened: RuntimeError: half way"
@@ -187,7 +181,7 @@ def test_while_a_storage_is_slow_to_open_requests_are_served_and_no_second_chang
         assert may_open.wait(30)
         return MemoryStorage(64 << 20, label, description)
 
-    monkeypatch.setitem(SCHEMES, "odd", a_scheme(slowly))
+    plug_in(monkeypatch, "odd", slowly)
     with ThreadPoolExecutor(1) as apart:
         first = apart.submit(client.put, STORAGE, json={"url": "odd://x?capacity=64MiB"})
         assert opening.wait(30)
@@ -216,7 +210,7 @@ def test_a_storage_that_does_not_open_is_given_up_and_blocks_no_other(
         assert may_open.wait(60)
         return Late(64 << 20, label, description)
 
-    monkeypatch.setitem(SCHEMES, "odd", a_scheme(never))
+    plug_in(monkeypatch, "odd", never)
     attach(client, tmp_path / "old")
     monkeypatch.setattr("kvarve.admin.OPEN_S", 0.01)
     message = refused(client.put(STORAGE, json={"url": "odd://x?capacity=64MiB"}), 500)

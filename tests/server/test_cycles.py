@@ -3,7 +3,7 @@
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -18,8 +18,9 @@ from kvarve.core.policies import Policies
 from kvarve.engine.requests import Request, Sampling
 from kvarve.model import MEMORY_TIERS
 from kvarve.server.serve import Server
-from kvarve.storage import SCHEMES, MemoryStorage, Scheme, Storage, StorageUrl
+from kvarve.storage import MemoryStorage, Storage
 from kvarve.testing import FaultyStorage, Rule
+from plugged import plug_in
 
 CYCLES, SEED = 200, 5
 LONG_S = 60.0
@@ -38,13 +39,7 @@ class Odd:
         self.raises = False
         self.stores: list[FaultyStorage] = []
 
-    def scheme(self) -> Scheme:
-        def prepare(url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
-            return lambda: self._open(label, description)
-
-        return Scheme(ODD, frozenset({"capacity"}), prepare)
-
-    def _open(self, label: bytes, description: str) -> Storage:
+    def open(self, label: bytes, description: str) -> Storage:
         store = FaultyStorage(MemoryStorage(64 << 20, label, description), [Rule("flip", probability=0.1)], seed=SEED)
         if self.raises:
             store.close()
@@ -133,7 +128,7 @@ def test_storages_come_and_go_two_hundred_times_and_no_request_notices(
 ) -> None:
     print(f"seed {SEED}")
     rng, odd, seen = random.Random(SEED), Odd(), Counter[str]()
-    monkeypatch.setitem(SCHEMES, "odd", odd.scheme())
+    plug_in(monkeypatch, "odd", odd.open)
     cache, others = server.engine.cache, ours()
     headers = {"Authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=server.url, headers=headers, timeout=LONG_S) as operator, Traffic(server) as traffic:

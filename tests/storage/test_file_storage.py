@@ -3,23 +3,39 @@
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from file_disks import MIB, ONE, SMALL_FILES, Clockwork, Failing, WithoutSync, total
+from file_disks import MIB, ONE, SMALL_FILES, Clockwork, Failing, Open, WithoutSync, total
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import FileStorage, Storage
 from kvarve.storage.file.folder import check_folder
-from kvarve.testing import CapacitySuite, MakeStorage, StorageSuite
-from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
+from kvarve.testing import CapacitySuite, MakeStorage, QuotaSuite, StorageSuite, TtlSuite
+from kvarve.testing.suite import LABEL, OTHER_LABEL, MakeAging, UrlOf, get, put, there
 
 DAY_S = 86400
 
 
-class TestFileStorage(StorageSuite, CapacitySuite):
+class TestFileStorage(StorageSuite, CapacitySuite, TtlSuite, QuotaSuite):
     """A slot is of whole 4 KiB and a small store has one slot in a slab, so capacity is counted in slabs."""
+
+    @pytest.fixture
+    def url_of(self, tmp_path: Path) -> UrlOf:
+        return lambda place: (f"file://{tmp_path / place}?capacity=64MiB", LABEL)
+
+    @pytest.fixture
+    def make_aging(self, opened: Open) -> MakeAging:
+        def make(ttl_s: float) -> tuple[Storage, Callable[[float], None]]:
+            clock = Clockwork()
+            return opened(disk=clock, ttl_s=ttl_s), clock.elapse
+
+        return make
+
+    @pytest.fixture
+    def make_limited(self, opened: Open) -> Callable[[int], Storage]:
+        return lambda objects: opened(quota_bytes=4096 * objects)
 
     def capacity_for(self, objects: int) -> int:
         return SMALL_FILES + objects * ONE

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvarve.errors import ConfigError, StorageError
+from kvarve.regions import HostRegion
 from kvarve.storage import check_storage
 from kvarve.storage.mooncake import client as mooncake_client
 from kvarve.storage.mooncake import settings as mooncake_settings
@@ -105,7 +106,7 @@ def world(port: int) -> World:
 def test_transfers_that_the_library_gave_up_on_are_over_before_the_get_returns(world: World) -> None:
     storage = world.storage()
     memory = memoryview(mmap.mmap(-1, 1 << 16))
-    storage.register(memory)
+    storage.register(HostRegion(memory))
     (first,) = world.made
     first.hang = True
     with pytest.raises(StorageError, match="owners do not answer"):

@@ -25,6 +25,7 @@ from mooncake_cluster import (
 )
 
 from kvarve.errors import StorageError
+from kvarve.regions import HostRegion
 from kvarve.storage import open_storage
 from kvarve.storage.mooncake.client import Client, address_of, library
 from kvarve.storage.mooncake.settings import Settings
@@ -68,7 +69,7 @@ class Pages:
         self.memory = memoryview(mmap.mmap(-1, count * PAGE))
         self.names = [f"page-{i}" for i in range(count)]
         self.views = [self.memory[at : at + PAGE] for at in range(0, count * PAGE, PAGE)]
-        storage.register(self.memory)
+        storage.register(HostRegion(self.memory))
 
     def fill(self, first: int) -> None:
         for number, view in enumerate(self.views):

@@ -31,6 +31,9 @@ class TestTiers(StorageSuite):
         with over_memories(build) as make:
             yield make
 
+    def settle(self, storage: Tiers) -> None:
+        assert storage.settle(LONG_S)
+
 
 # --- put
 

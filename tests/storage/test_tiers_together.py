@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from tier_rows import LONG_S, ROOM, MakeRow, Row, page, read, whole
 
 from kvarve.errors import ConfigError, StorageError
+from kvarve.regions import HostRegion
 from kvarve.storage import MemoryStorage, Storage, StorageUsage
 from kvarve.testing import Rule
 from kvarve.testing.suite import get, put
@@ -317,9 +318,9 @@ def test_threads_on_failing_tiers_get_what_was_put_or_nothing() -> None:
 
 
 def test_memory_that_is_lent_is_lent_to_every_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    lent: list[tuple[Storage, memoryview]] = []
-    monkeypatch.setattr(MemoryStorage, "register", lambda storage, memory: lent.append((storage, memory)))
-    row, memory = Row(), memoryview(bytearray(64))
-    row.storage.register(memory)
-    assert [(storage, view is memory) for storage, view in lent] == [(sick.inner, True) for sick in row.sick]
+    lent: list[tuple[Storage, HostRegion]] = []
+    monkeypatch.setattr(MemoryStorage, "register", lambda storage, region: lent.append((storage, region)))
+    row, region = Row(), HostRegion(memoryview(bytearray(64)))
+    row.storage.register(region)
+    assert [(storage, it is region) for storage, it in lent] == [(sick.inner, True) for sick in row.sick]
     row.storage.close()

@@ -15,6 +15,7 @@ from kvarve.memory.host_memory import zeros
 from kvarve.memory.layouts import LAYOUTS, PAGE_FIRST_DIRECT
 from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES
 from kvarve.model import BufferSpec, PoolSpec, Tier
+from kvarve.regions import HostRegion
 from kvarve.storage import MemoryStorage, Storage
 from kvarve.testing import FaultyStorage, Rule
 from kvarve.transfer.engine import TransferEngine
@@ -513,8 +514,8 @@ class Lent(Recording):
         super().__init__()
         self.registered, self.lent = list[int](), list[int]()
 
-    def register(self, memory: memoryview) -> None:
-        self.registered.append(address(memory))
+    def register(self, region: HostRegion) -> None:
+        self.registered.append(region.address)
 
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
         self.lent += map(address, data)

@@ -32,6 +32,7 @@ from kvarve.core.effects import Ended
 from kvarve.errors import ConfigError, StorageError
 from kvarve.keys import object_name
 from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES, KEY_BYTES, Stamp
+from kvarve.memory.seals import CHECKSUM, Seal
 from kvarve.storage import Breaker, StorageUsage, Tiers
 from kvarve.transfer.lanes import TOGETHER, Ends
 from kvarve.transfer.storage_connection import StorageConnection
@@ -141,12 +142,13 @@ class ChunkStore:
         *,
         deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
+        seal: Seal = CHECKSUM,
     ) -> None:
         if rows.ndim != 2 or not rows.shape[1] or rows.shape[1] % BLOCK_BYTES or rows.strides[1] != 1:
             raise ConfigError(f"rows are of whole blocks of {BLOCK_BYTES} bytes, not {rows.shape} by {rows.strides}")
         self.counts: Counter[str] = Counter()  # chunks, by what became of them
         self.usage: StorageUsage | None = None  # as the storage last answered
-        self._storage, self._namespace = storage, namespace
+        self._storage, self._namespace, self._seal = storage, namespace, seal
         self._rows: npt.NDArray[np.uint8] | None = rows
         self._row_bytes = rows.shape[1]
         self._record_bytes = BLOCK_BYTES + self._row_bytes
@@ -403,7 +405,7 @@ class ChunkStore:
         pool = f"group{group}"
         known = self._stamps.get(group)
         if known is None:
-            stamp = Stamp(self._namespace, pool, len(_LEAD) + self._row_bytes)
+            stamp = Stamp(self._namespace, pool, len(_LEAD) + self._row_bytes, seal=self._seal)
             known = self._stamps[group] = (stamp, hashlib.sha256(self._namespace + pool.encode()).digest())
         stamp, root = known
         return stamp, digest, object_name(root, digest, pool)

@@ -15,7 +15,7 @@ TURN_TOKENS = 256
 
 # The engine says which windows and states there are.
 _POLICIES = {field.name: field.type for field in fields(Policies) if not field.name.startswith("snapshot_")}
-_KNOWN = ("host_memory", "storage", "host_layout", "weights", *_POLICIES)
+_KNOWN = ("host_memory", "storage", "storage_key", "host_layout", "weights", *_POLICIES)
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ def extra_config(values: Mapping[str, Any], where: str) -> ExtraConfig:
     if "host_memory" not in values:
         raise given.refuse("'host_memory' is missing: give the memory for pages, such as '4GiB'")
     host_memory, storage, weights = given.size("host_memory", 0), given.storage(), given.text("weights")
-    layout = {"host_layout": given.text("host_layout")} if "host_layout" in values else {}
+    texts = {key: given.text(key) for key in ("host_layout", "storage_key") if key in values}
     chosen = {"tokens_per_snapshot": TURN_TOKENS} | {key: _policy(given, key) for key in _POLICIES if key in values}
     try:
-        cache = CacheConfig(0, host_memory, storage or None, policies=Policies(**chosen), **layout)
+        cache = CacheConfig(0, host_memory, storage or None, policies=Policies(**chosen), **texts)
     except ConfigError as e:
         raise given.refuse(str(e)) from None
     return ExtraConfig(cache, weights)

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvarve.errors import ConfigError
 from kvarve.sizes import format_size, parse_size
-from kvarve.storage.urls import parse_urls
+from kvarve.storage.urls import parse_urls, shown
 
 READ_ALL = "read"  # as the value of `weights`: fingerprint all bytes of their files, instead of a sample
 
@@ -42,8 +42,8 @@ class Given:
         urls = [given] if isinstance(given, str) else given
         if not isinstance(urls, list | tuple) or not urls or not all(isinstance(url, str) and url for url in urls):
             raise self.refuse(
-                f"'storage' is {given!r}; it has to be a URL, such as 'file:///var/kvarve?capacity=100GiB', or a list "
-                f"of URLs, nearest first"
+                f"'storage' is {shown(repr(given))}; it has to be a URL, such as 'file:///var/kvarve?capacity=100GiB', "
+                f"or a list of URLs, nearest first"
             )
         try:
             parse_urls(urls)

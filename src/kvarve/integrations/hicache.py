@@ -22,6 +22,7 @@ from kvarve.integrations.given import Given
 from kvarve.integrations.objects import Kind, Objects
 from kvarve.keys import KEY_BYTES
 from kvarve.memory.record import FORMAT
+from kvarve.memory.seals import CHECKSUM, Seal
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ PIECES_MOST = 8  # of a page that is copied piece by piece; of more, SGLang make
 class Settings:
     """kvarve's keys of `--hicache-storage-backend-extra-config`."""
 
-    storage: tuple[str, ...]
+    storage: tuple[str, ...] = field(repr=False)  # it may hold a password
     """A storage URL, or a list of them: tiers, nearest first."""
     deadline_s: float = 5.0
     """Longest time that a call of SGLang waits for the storage. Below `DETACH_S`."""
@@ -69,6 +70,8 @@ class Settings:
     """A name for all else that changes a page's last bits. Default: versions, device and kernels, as SGLang tells."""
     buffer_memory: int = 96 << 20
     """Bytes of the buffers between SGLang's host memory and the storage."""
+    storage_key: str = ""
+    """A file of 32 random bytes, of this user alone: pages in storage that were not sealed with it are misses."""
 
     @classmethod
     def read(cls, extra_config: Mapping[str, Any] | None) -> "Settings":
@@ -82,6 +85,7 @@ class Settings:
             given.text("weights"),
             given.text("numerics"),
             given.size("buffer_memory", cls.buffer_memory, least=1 << 20),
+            given.text("storage_key"),
         )
 
 
@@ -363,6 +367,7 @@ class Pages:
     label: bytes
     ranks: Ranks
     pools: dict[str, Pool] = field(default_factory=dict)
+    seal: Seal = CHECKSUM
 
     def register(self, name: str, pool: HostPool, *, flat: bool = False) -> None:
         """ConfigError: the pool's pages cannot be read as bytes."""
@@ -371,7 +376,8 @@ class Pages:
         sharded = name == MAMBA or (name.startswith(DRAFT) and hasattr(pool, "head_num"))
         shape = json.dumps(pages.shape, sort_keys=True).encode()
         namespace = hashlib.sha256(self.label + shape).digest()
-        kind = Kind(namespace, name, pages.payload_bytes, self.ranks.number(sharded=sharded), self.ranks.size)
+        rank = self.ranks.number(sharded=sharded)
+        kind = Kind(namespace, name, pages.payload_bytes, rank, self.ranks.size, self.seal)
         self.pools[name] = Pool(pages, kind)
         how = "in pieces" if pages.in_pieces else "as flat pages"
         log.info("kvarve keeps pool %s: %d bytes a page, copied %s", name, pages.payload_bytes, how)

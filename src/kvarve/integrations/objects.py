@@ -25,6 +25,8 @@ from kvarve.background import Abandoned, BackgroundCall
 from kvarve.errors import StorageError
 from kvarve.keys import object_name
 from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes, whole
+from kvarve.memory.seals import CHECKSUM, Seal
+from kvarve.regions import HostRegion
 from kvarve.storage import Breaker, Storage, Tiers
 from kvarve.storage.urls import open_storage
 
@@ -50,10 +52,11 @@ class Kind:
     payload_bytes: int
     rank: int = 0
     ranks: int = 1
+    seal: Seal = CHECKSUM
 
     @cached_property
     def stamp(self) -> Stamp:
-        return Stamp(self.namespace, self.pool, self.payload_bytes, self.rank, self.ranks)
+        return Stamp(self.namespace, self.pool, self.payload_bytes, self.rank, self.ranks, self.seal)
 
     @cached_property
     def record_bytes(self) -> int:
@@ -81,7 +84,7 @@ class _Buffers:
         self._replaced: list[memoryview] = []  # a storage may have registered them, so they stay where they are
         self._came_back = threading.Condition()
 
-    def take(self, size_bytes: int, within_s: float, register: Callable[[memoryview], None]) -> memoryview | None:
+    def take(self, size_bytes: int, within_s: float, register: Callable[[HostRegion], None]) -> memoryview | None:
         """A buffer of at least `size_bytes`; None if none is free within the time."""
         with self._came_back:
             if not self._came_back.wait_for(lambda: self._free or self._left, within_s):
@@ -94,7 +97,7 @@ class _Buffers:
             else:
                 self._left -= 1
         buffer = memoryview(mmap.mmap(-1, max(size_bytes, self._size_bytes)))  # aligned for direct I/O
-        register(buffer)
+        register(HostRegion(buffer))
         return buffer
 
     def give_back(self, buffer: memoryview) -> None:
@@ -457,13 +460,16 @@ class Objects:
             del self._rates[what][:-1024]  # nothing may ever ask for them
 
 
-def open_guarded(setting: str | Sequence[str], *, label: bytes, description: str, deadline_s: float) -> Breaker | Tiers:
+def open_guarded(
+    setting: str | Sequence[str], *, label: bytes, description: str, deadline_s: float, seal: Seal = CHECKSUM
+) -> Breaker | Tiers:
     """The storage that a URL or several mean, behind circuit breakers; it need not answer now.
 
     ConfigError, StorageError as `open_storage` raises them.
     """
     guard = partial(Breaker, deadline_s=deadline_s)
-    storage = open_storage(setting, label=label, description=description, guard=guard, whole=whole, answers=False)
+    judge = partial(whole, seal=seal)
+    storage = open_storage(setting, label=label, description=description, guard=guard, whole=judge, answers=False)
     return storage if isinstance(storage, Tiers) else guard(storage)
 
 

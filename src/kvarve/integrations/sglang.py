@@ -36,6 +36,8 @@ from kvarve.integrations.hicache import (
     page_key,
 )
 from kvarve.integrations.objects import Kind, Objects, open_guarded
+from kvarve.memory.seals import seal_of
+from kvarve.storage.urls import shown
 
 log = logging.getLogger(__name__)
 
@@ -84,15 +86,16 @@ class HiCacheKvarve(HiCacheStorage):
         self._weight_version = _weight_version()
         self._told_of_change = False
         self._metrics = _Metrics(ranks.tp_rank) if storage_config.enable_storage_metrics else None
+        seal = seal_of(settings.storage_key)
         self._objects = Objects(
             lambda: open_guarded(
-                settings.storage, label=label, description=str(identity), deadline_s=settings.deadline_s
+                settings.storage, label=label, description=str(identity), deadline_s=settings.deadline_s, seal=seal
             ),
             deadline_s=settings.deadline_s,
             buffer_memory=settings.buffer_memory,
         )
-        self._pages = Pages(self._objects, label, ranks)
-        log.info("kvarve: %s, label %s, in %s", identity, label.hex()[:12], ", ".join(settings.storage))
+        self._pages = Pages(self._objects, label, ranks, seal=seal)
+        log.info("kvarve: %s, label %s, in %s", identity, label.hex()[:12], ", ".join(map(shown, settings.storage)))
 
     # --- pools
 

@@ -1,7 +1,7 @@
 """The settings of a tier below an engine's host memory, as its operator writes them. Knows no engine."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvarve.integrations.given import Given
@@ -13,7 +13,7 @@ WHERE = "a kvarve tier"
 class TierSettings:
     """One tier. Each field is a key of its configuration; `read_settings` has the checks."""
 
-    storage: tuple[str, ...]
+    storage: tuple[str, ...] = field(repr=False)  # it may hold a password
     """URLs of storages, nearest first, such as file:///var/kvarve?capacity=100GiB"""
     deadline_s: float = 5.0
     """seconds after which a call to the storage counts as hanging and its chunks as misses"""
@@ -25,6 +25,8 @@ class TierSettings:
     """tell vLLM's KV event stream what is stored here, and what turned out to be gone"""
     locality: str | None = None
     """LOCAL or REMOTE: where the storage lies, for KV events and requests that choose tiers by it"""
+    storage_key: str = ""
+    """a file of 32 random bytes, of this user alone: chunks in storage that were not sealed with it are misses"""
 
 
 _KNOWN = tuple(field.name for field in fields(TierSettings))
@@ -49,4 +51,5 @@ def read_settings(values: Mapping[str, Any], written: Collection[str] | None = N
         given.text("identity"),
         given.flag("enable_kv_events", False),
         locality,
+        given.text("storage_key"),
     )

@@ -10,6 +10,7 @@ and moves whole rows. What it decides is in `chunks`; here are only vLLM's types
 import logging
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -38,7 +39,9 @@ from kvarve.integrations.chunks import ChunkStore, Found, namespace_of
 from kvarve.integrations.tier_settings import TierSettings, read_settings
 from kvarve.integrations.vllm_identity import Fields, groups_fields, model_fields, plain, weights_of
 from kvarve.memory.record import whole
+from kvarve.memory.seals import Seal, seal_of
 from kvarve.storage import Breaker, Storage, Tiers, open_storage
+from kvarve.storage.urls import shown
 
 log = logging.getLogger(__name__)
 
@@ -72,23 +75,28 @@ class KvarveTier(SecondaryTierManager):
         rows = np.asarray(whose).view(np.uint8).reshape(len(primary_kv_view), -1)
         identity = _identity(offloading_spec, self.settings, rows.shape[1])
         namespace = namespace_of(identity)
-        self._storage = self._opened(namespace, f"vLLM {offloading_spec.config.model.name}")
-        self.chunks = ChunkStore(self._storage, rows, namespace, deadline_s=self.settings.deadline_s)
+        seal = seal_of(self.settings.storage_key)
+        self._storage = self._opened(namespace, f"vLLM {offloading_spec.config.model.name}", seal)
+        self.chunks = ChunkStore(self._storage, rows, namespace, deadline_s=self.settings.deadline_s, seal=seal)
         self._events: list[OffloadingEvent] | None = None
         if self.settings.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
             self._events = []
         self._told: Mapping[str, int] = {}  # of the counts
         BackgroundCall("kvarve asks a storage whether it is up", self._storage.look)
         log.info(
-            "kvarve keeps chunks of %d bytes as %s in %s", rows.shape[1], namespace.hex()[:16], self.settings.storage
+            "kvarve keeps chunks of %d bytes as %s in %s",
+            rows.shape[1],
+            namespace.hex()[:16],
+            ", ".join(map(shown, self.settings.storage)),
         )
 
-    def _opened(self, namespace: bytes, description: str) -> Breaker | Tiers:
+    def _opened(self, namespace: bytes, description: str, seal: Seal) -> Breaker | Tiers:
         def guard(storage: Storage) -> Breaker:
             return Breaker(storage, deadline_s=self.settings.deadline_s, close_s=CLOSE_S)
 
+        judge = partial(whole, seal=seal)
         storage = open_storage(
-            self.settings.storage, label=namespace, description=description, guard=guard, whole=whole, answers=False
+            self.settings.storage, label=namespace, description=description, guard=guard, whole=judge, answers=False
         )
         return storage if isinstance(storage, Tiers) else guard(storage)
 
@@ -176,9 +184,8 @@ class KvarveTier(SecondaryTierManager):
         stats.set_gauge(UP, int(self._storage.up))
         usage = self.chunks.usage
         if usage is not None:
-            stats.set_gauge(OBJECTS, usage.objects)
-            stats.set_gauge(BYTES, usage.bytes)
-            stats.set_gauge(CAPACITY, usage.capacity_bytes or 0)
+            for gauge, told in ((OBJECTS, usage.objects), (BYTES, usage.bytes), (CAPACITY, usage.capacity_bytes)):
+                stats.set_gauge(gauge, told or 0)
         return stats
 
 

@@ -5,7 +5,7 @@ slot at a time because a slot has one owner.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -15,7 +15,9 @@ from kvarve.errors import ConfigError
 from kvarve.memory.host_memory import HostMemory, zeros
 from kvarve.memory.layouts import PAGE_FIRST_DIRECT, Span, check_layout, entry_bytes, spans
 from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
+from kvarve.memory.seals import CHECKSUM, Seal
 from kvarve.model import PoolSpec
+from kvarve.regions import HostRegion
 
 
 class DeviceArena:
@@ -60,18 +62,22 @@ class HostArena:
         *,
         layout: str = PAGE_FIRST_DIRECT,
         device: str | torch.device = "cpu",
+        allocate: Callable[[int], HostRegion | None] = lambda _: None,
+        seal: Seal = CHECKSUM,
     ) -> None:
+        """`allocate(bytes)`: memory of a storage's making, if it wants any."""
         check_layout(layout)
         self.pool, self.slots, self.layout = pool, slots, layout
         self.stride = record_bytes(pool.payload_bytes)
-        self.stamp = Stamp(namespace, pool.name, pool.payload_bytes, 0 if pool.replicated else rank, ranks)
+        number = 0 if pool.replicated else rank
+        self.stamp = Stamp(namespace, pool.name, pool.payload_bytes, number, ranks, seal)
         self.in_place = layout == PAGE_FIRST_DIRECT
         self._scratch = threading.local()  # a record of zeros between the buffers, for `_glimpse`
         self._gaps = _gaps(pool)
         nbytes, self._spans = spans(layout, pool, slots)
         try:
             self._headers = bytearray(0 if self.in_place else slots * HEADER_BYTES)
-            self._memory = HostMemory(nbytes, torch.device(device))
+            self._memory = HostMemory(nbytes, torch.device(device), region=allocate(nbytes))
         except (ConfigError, MemoryError) as e:
             raise ConfigError(f"{slots} pages of {pool.name}: {e}") from e
         self._pieces = _pieces(pool, self._spans, self._memory.tensor, slots)
@@ -80,6 +86,11 @@ class HostArena:
     def memory(self) -> memoryview:
         """All pages, writable."""
         return self._memory.bytes
+
+    @property
+    def region(self) -> HostRegion:
+        """The same, as a storage may have to know it."""
+        return self._memory.region
 
     def pieces(self, device: torch.device) -> list[Tensor]:
         """The bytes of each buffer, [slots, entries, entry bytes], for code that runs on a device."""

@@ -1,4 +1,4 @@
-"""Anonymous host memory, and its registration with CUDA, so that kernels of the GPU read and write it themselves."""
+"""Host memory, and its registration with CUDA, so that kernels of the GPU read and write it themselves."""
 
 import mmap
 import weakref
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvarve.errors import ConfigError
+from kvarve.regions import HostRegion
 from kvarve.sizes import format_size
 
 PORTABLE, MAPPED = 1, 2  # flags of cudaHostRegister: for all contexts; in the GPU's address space
@@ -19,14 +20,15 @@ class HostMemory:
     written; for a GPU all of it is pinned. (torch's pinned memory would be rounded up to a power of two.)
     """
 
-    def __init__(self, nbytes: int, device: torch.device, cudart: Any = None) -> None:
-        """`cudart`: the CUDA runtime, torch's unless given. ConfigError: there is not so much memory."""
+    def __init__(self, nbytes: int, device: torch.device, cudart: Any = None, region: HostRegion | None = None) -> None:
+        """`cudart`: the CUDA runtime, torch's unless given. `region`: memory that is there already; anonymous memory
+        unless given. ConfigError: there is not so much."""
         try:
-            self._memory = mmap.mmap(-1, nbytes)
+            self.region = region or HostRegion(memoryview(mmap.mmap(-1, nbytes)))
         except (OSError, ValueError, OverflowError) as e:
             raise ConfigError(f"not enough host memory: {e}") from e
-        self.bytes = memoryview(self._memory)
-        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.bytes = self.region.memory
+        self.tensor = torch.frombuffer(self.bytes, dtype=torch.uint8)
         self._unpin: weakref.finalize[..., HostMemory] | None = None
         if device.type == "cuda":
             runtime = cudart if cudart is not None else torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -38,7 +40,7 @@ class HostMemory:
                     f"raise the limit of locked memory (ulimit -l)"
                 )
             # However this object ends, CUDA forgets the memory before it is unmapped and its address given to another.
-            self._unpin = weakref.finalize(self, _unpin, runtime, address, self._memory)
+            self._unpin = weakref.finalize(self, _unpin, runtime, address, self.bytes)
             self._unpin.atexit = False  # the system does it then
 
     def on(self, device: torch.device) -> Tensor:
@@ -66,7 +68,7 @@ def zeros(nbytes: int) -> memoryview:
     return memoryview(memory)
 
 
-def _unpin(cudart: Any, address: int, memory: mmap.mmap) -> None:
+def _unpin(cudart: Any, address: int, memory: memoryview) -> None:
     """`memory` is what is at the address: the call that is to come keeps it mapped."""
     cudart.cudaHostUnregister(address)
 

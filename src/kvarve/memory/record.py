@@ -12,13 +12,13 @@ Format 2, little-endian. Fields for later versions are reserved, and zero until 
      32  32  namespace: the fingerprint of the model's identity
      64  32  key: the chained hash of all tokens up to the page's end
      96  32  name of the pool, padded with zeros
-    128   2  kind of the check: 1 a checksum (XXH3, 64 bits); no other is made yet, such as a keyed tag
+    128   2  kind of the check: 1 a checksum, 2 a tag under a storage key (`seals`)
     130   2  encoding of the payload: 0 as it is; no other is made yet, such as a lossless compression
     132   4  flags, none yet
     136   8  plain length: bytes of the payload as the model has it
     144   8  stored length: bytes of the payload as it stands here
     152  72  zeros
-    224  32  the check, of all bytes before and behind it; a checksum takes the first 8, zeros the rest
+    224  32  the check, of all bytes before and behind it
     256      payload; a buffer that starts at a multiple of 64 bytes in a page does so in memory as well
 
 A record is padded with zeros to whole 4 KiB blocks, for direct I/O. The reader is strict: it rejects an unknown format,
@@ -28,14 +28,12 @@ kind, encoding or flag, and anything but zeros where zeros belong.
 import struct
 from typing import NamedTuple
 
-import xxhash
+from kvarve.memory.seals import CHECK_BYTES, CHECKSUM, Seal
 
 HEADER = struct.Struct("<8s2I2I2I32s32s32s2HI2Q72x")  # all before the check
-CHECK = struct.Struct("<Q24x")
-HEADER_BYTES = HEADER.size + CHECK.size
+HEADER_BYTES = HEADER.size + CHECK_BYTES
 MAGIC = b"kvarvepg"
 FORMAT = 2
-CHECKSUM = 1  # the one kind of check there is
 RAW = 0  # the one encoding there is
 NO_FLAGS = 0
 BLOCK_BYTES = 4096
@@ -50,14 +48,24 @@ def record_bytes(payload_bytes: int) -> int:
 
 
 class Stamp:
-    """Seals and checks the records of one pool of one model on one of its ranks."""
+    """Seals and checks the records of one pool of one model on one of its ranks. With a `seal` of a storage key, those
+    that were sealed without it are not intact."""
 
-    def __init__(self, namespace: bytes, pool: str, payload_bytes: int, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        namespace: bytes,
+        pool: str,
+        payload_bytes: int,
+        rank: int = 0,
+        ranks: int = 1,
+        seal: Seal = CHECKSUM,
+    ) -> None:
         page = (namespace, bytes(KEY_BYTES), pool.encode())
         lengths = (payload_bytes, payload_bytes)
-        blank = HEADER.pack(MAGIC, FORMAT, HEADER_BYTES, rank, ranks, *_WHOLE, *page, CHECKSUM, RAW, NO_FLAGS, *lengths)
+        kinds = (seal.kind, RAW, NO_FLAGS)
+        blank = HEADER.pack(MAGIC, FORMAT, HEADER_BYTES, rank, ranks, *_WHOLE, *page, *kinds, *lengths)
         self._before, self._behind = blank[: _KEY.start], blank[_KEY.stop :]
-        self._length = record_bytes(payload_bytes)
+        self._length, self._seal = record_bytes(payload_bytes), seal
 
     def _header(self, key: bytes) -> bytes:
         return self._before + key + self._behind
@@ -69,7 +77,7 @@ class Stamp:
     def sealed(self, key: bytes, *payload: memoryview | bytes) -> bytes:
         """The header of a record whose payload, padding included, lies elsewhere in these pieces."""
         header = self._header(key)
-        return header + _check(header, *payload)
+        return header + self._seal.check(header, *payload)
 
     def names(self, record: memoryview, key: bytes) -> bool:
         """Whether a record's header names this page; its payload is not checked."""
@@ -80,22 +88,27 @@ class Stamp:
         header, found = self._header(key), bytes(record[:HEADER_BYTES])
         if len(record) != self._length or not found.startswith(header):
             return False
-        return found == header + _check(header, record[HEADER_BYTES:])
+        return self._seal.holds(found[HEADER.size :], header, record[HEADER_BYTES:])
 
 
-def whole(record: memoryview) -> bool:
+def is_keyed(record: memoryview) -> bool:
+    """Whether a record says that it was sealed with a storage key."""
+    return len(record) >= HEADER_BYTES and HEADER.unpack_from(record)[10] not in (0, CHECKSUM.kind)
+
+
+def whole(record: memoryview, seal: Seal = CHECKSUM) -> bool:
     """Whether a record is a page of some model, every bit of it as it was sealed, whichever page it is."""
     found = bytes(record[:HEADER_BYTES])
     if len(found) < HEADER_BYTES:
         return False
     magic, form, length, _, _, first, heads, _, _, _, kind, encoding, flags, plain, stored = HEADER.unpack_from(found)
-    known = (MAGIC, FORMAT, HEADER_BYTES, *_WHOLE, CHECKSUM, RAW, NO_FLAGS)
+    known = (MAGIC, FORMAT, HEADER_BYTES, *_WHOLE, seal.kind, RAW, NO_FLAGS)
     if (magic, form, length, first, heads, kind, encoding, flags) != known or found[_UNUSED] != _ZEROS:
         return False
     if plain != stored or len(record) != record_bytes(stored):
         return False
     header = found[: HEADER.size]
-    return found == header + _check(header, record[HEADER_BYTES:])
+    return seal.holds(found[HEADER.size :], header, record[HEADER_BYTES:])
 
 
 class Title(NamedTuple):
@@ -112,11 +125,3 @@ def title(record: memoryview) -> Title:
     """The title of a record that is `whole`, which need not match where it was found."""
     _, _, _, rank, ranks, _, _, namespace, key, pool, *_ = HEADER.unpack_from(record)
     return Title(namespace, key, pool.rstrip(b"\0").decode("ascii", "replace"), rank, ranks)
-
-
-def _check(header: bytes, *payload: memoryview | bytes) -> bytes:
-    """The check of a record with this header and payload."""
-    digest = xxhash.xxh3_64(header)
-    for piece in payload:
-        digest.update(piece)
-    return CHECK.pack(digest.intdigest())

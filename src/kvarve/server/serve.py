@@ -21,6 +21,7 @@ from kvarve.engine.families import reads, takes
 from kvarve.engine.model import check_device, check_model, keeping_answers, load_model, quiet_libraries
 from kvarve.errors import ConfigError, StorageError
 from kvarve.memory.heap import bound_heaps
+from kvarve.memory.seals import seal_of
 from kvarve.prefix_cache import PrefixCache
 from kvarve.reports import check_file
 from kvarve.server.app import create_app
@@ -28,7 +29,8 @@ from kvarve.server.connections import KEEP_ALIVE_S, SEND_BYTES, Connections, mos
 from kvarve.server.logs import OncePerSecond
 from kvarve.server.settings import Settings, check_key
 from kvarve.sizes import format_size
-from kvarve.storage.urls import parse_urls
+from kvarve.storage import StorageUsage
+from kvarve.storage.urls import parse_urls, shown
 from kvarve.worker import check
 
 log = logging.getLogger(__name__)
@@ -147,11 +149,11 @@ class Server:
         held = ""
         with suppress(StorageError):  # it may be slow to answer
             usage = self.engine.cache.usage()
-            held = f", {usage.objects} objects, {format_size(usage.bytes)}" if usage else ""
+            held = _held(usage) if usage is not None else ""
         if not self.engine.cache.up:
             held = ", down: served without it until it answers"
         lines.append(("answers", self._answers()))
-        lines.append(("storage", f"{', then '.join(settings.cache.storages) or 'none'}{held}"))
+        lines.append(("storage", f"{', then '.join(map(shown, settings.cache.storages)) or 'none'}{held}"))
         if settings.admin_key is not None:
             lines.append(("admin", f"{self.url}/admin/storage, with the admin key"))
         lines.append(("connections", f"{self.connections.most} at most"))
@@ -239,7 +241,7 @@ def check_settings(settings: Settings) -> None:
     if not 0 <= settings.port <= 65535:
         raise ConfigError(f"port {settings.port}: a port is a number from 0 (any free one) to 65535")
     names = ("model", settings.model), ("model's name", settings.served_model_name)
-    for what, text in (*names, *(("storage", url) for url in settings.cache.storages)):
+    for what, text in (*names, *(("storage", shown(url)) for url in settings.cache.storages)):
         try:
             (text or "").encode()
         except UnicodeEncodeError:  # it could not be written to an answer, a metric or the log
@@ -253,8 +255,15 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError("the admin key must not be the API key: every client could change the storage")
     if settings.cache.storages:
         parse_urls(settings.cache.storages)
+    seal_of(settings.storage_key)
     check_file("--ready-file", settings.ready_file)
     check_device(settings.device)
+
+
+def _held(usage: StorageUsage) -> str:
+    """What a storage holds, as far as it tells."""
+    objects = f", {usage.objects} objects" if usage.objects is not None else ""
+    return objects + (f", {format_size(usage.bytes)}" if usage.bytes is not None else "")
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -1,6 +1,6 @@
 """What an operator sets for a server; light to import."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -40,8 +40,10 @@ class Settings:
     """for pages beside the model"""
     host_memory: Size = Size(512 << 20)
     """for pages that left the device, 0 for none"""
-    storage: tuple[str, ...] = ()
+    storage: tuple[str, ...] = field(default=(), repr=False)
     """such as file:///var/kvarve?capacity=100GiB; none unless given; several are tiers, the fast one first"""
+    storage_key: str | None = None
+    """a file of 32 random bytes, of this user alone: pages in storage that were not sealed with it are misses"""
     page_tokens: int = 64
     """tokens of a page; has to divide --chunk-tokens"""
     chunk_tokens: int = 256
@@ -75,4 +77,6 @@ class Settings:
     @property
     def cache(self) -> CacheConfig:
         """The settings of its cache."""
-        return CacheConfig(self.device_memory, self.host_memory, self.storage, self.policies)
+        return CacheConfig(
+            self.device_memory, self.host_memory, self.storage, self.policies, storage_key=self.storage_key
+        )

@@ -1,22 +1,23 @@
 """Where pages lie beyond memory: names and bytes. Nothing here knows what a page, a tensor or a model is."""
 
-from kvarve.storage.base import Storage, StorageUsage
+from kvarve.storage.base import Storage, StorageUsage, deadline, left_s
 from kvarve.storage.breaker import Breaker
 from kvarve.storage.file.storage import FileStorage
 from kvarve.storage.memory import MemoryStorage
 from kvarve.storage.tiers import Tiers
-from kvarve.storage.urls import SCHEMES, Scheme, StorageUrl, check_storage, open_storage
+from kvarve.storage.urls import Backend, StorageUrl, check_storage, open_storage
 
 __all__ = [
-    "SCHEMES",
+    "Backend",
     "Breaker",
     "FileStorage",
     "MemoryStorage",
-    "Scheme",
     "Storage",
     "StorageUrl",
     "StorageUsage",
     "Tiers",
     "check_storage",
+    "deadline",
+    "left_s",
     "open_storage",
 ]

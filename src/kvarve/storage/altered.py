@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from kvarve.errors import StorageError
+from kvarve.regions import HostRegion
 from kvarve.storage.base import Storage, StorageUsage
 
 
@@ -75,8 +76,8 @@ class AlteredStorage(Storage):
     def usage(self) -> StorageUsage:
         return self.inner.usage()
 
-    def register(self, memory: memoryview) -> None:
-        self.inner.register(memory)
+    def register(self, region: HostRegion) -> None:
+        self.inner.register(region)
 
     def close(self) -> None:
         self.inner.close()

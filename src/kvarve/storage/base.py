@@ -1,12 +1,17 @@
 """What every storage backend promises. Names and bytes only: nothing here knows what a page, tensor or model is."""
 
 import re
+import time
 from collections import OrderedDict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 from kvarve.errors import ConfigError, StorageError
+from kvarve.regions import HostRegion
 
 # "." and ".." are names of folders, so they cannot be names of objects.
 _NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,200}")
@@ -20,12 +25,34 @@ ANY_NAME = "kvarve-is-it-up"
 
 @dataclass(frozen=True)
 class StorageUsage:
-    """What a storage holds now, and how many objects it has evicted so far."""
+    """What a storage holds now, and how many objects it has evicted so far. None: the backend cannot tell."""
 
-    objects: int
-    bytes: int
-    capacity_bytes: int | None  # None: the backend bounds itself and does not tell
-    evicted: int
+    objects: int | None = None
+    bytes: int | None = None
+    capacity_bytes: int | None = None
+    evicted: int | None = None
+
+
+_end: ContextVar[float] = ContextVar("when the caller of a storage gives up", default=inf)
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Within the block, the caller of a storage waits for at most `seconds`, or less if it has said so before.
+
+    A backend that has timeouts of its own sets them to `left_s()`, and raises StorageError when they have passed. All
+    others may ignore it: a caller gives up by itself, and loses the thread and the memory that a call holds.
+    """
+    token = _end.set(min(time.monotonic() + seconds, _end.get()))
+    try:
+        yield
+    finally:
+        _end.reset(token)
+
+
+def left_s() -> float:
+    """For how long the caller of a storage still waits for its answer: `inf` if it has not said, never below zero."""
+    return max(0.0, _end.get() - time.monotonic())
 
 
 class Storage(Protocol):
@@ -34,7 +61,8 @@ class Storage(Protocol):
     Names are ASCII letters, digits, ".", "_" and "-", 1 to 200 of them, except "." and "..". Buffers are contiguous
     one-dimensional views of bytes. Every method takes a batch, raises ConfigError for a name that cannot be (before
     anything is done), and StorageError when the medium fails or the storage is closed. Missing, too short and no
-    space are answers, not errors. The caller checks whether the bytes are right.
+    space are answers, not errors. The caller checks whether the bytes are right; with `deadline` it says how long it
+    waits.
 
     A storage that evicts takes the least recently used object first; putting and getting are uses, asking is not.
     Within one call the first name counts as the most recently used, so a caller that names objects in the order of
@@ -90,8 +118,8 @@ class Storage(Protocol):
 
     def usage(self) -> StorageUsage: ...
 
-    def register(self, memory: memoryview) -> None:
-        """Most buffers of later calls will lie in `memory`, which stays where it is until the storage is closed.
+    def register(self, region: HostRegion) -> None:
+        """Most buffers of later calls will lie in `region`, which stays where it is until the storage is closed.
 
         For a backend with its own transport (RDMA), which has to register memory first. Returns at once: slow work is
         done by the next call. All other backends do nothing.

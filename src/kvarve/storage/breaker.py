@@ -15,7 +15,8 @@ from typing import TypeVar
 
 from kvarve.background import BackgroundCall
 from kvarve.errors import ConfigError, StorageError
-from kvarve.storage.base import ANY_NAME, Storage, StorageUsage, check_batch, check_names, check_pieces
+from kvarve.regions import HostRegion
+from kvarve.storage.base import ANY_NAME, Storage, StorageUsage, check_batch, check_names, check_pieces, deadline
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ class Breaker(Storage):
     calls pass, but the next failure opens it again and the pauses go on growing. It is fully closed once a call proves
     that the storage works, or a call that hung returns without error.
 
+    A call that ends itself by the deadline that `kvarve.storage.left_s` tells it has hung as well.
+
     `changed` is called whenever `up` has changed, on any thread, also within a read of `up`: it may wake a thread, and
     may not block. `counts` has the objects answered while open, and how often the circuit opened and closed;
     `last_error` and `since` (in `clock`'s time) are for people. `pause(event, seconds)` waits for the event that long.
@@ -90,7 +93,7 @@ class Breaker(Storage):
         self._prober: threading.Thread | None = None
         self._wake_prober = threading.Event()
         self._known_name: str | None = None  # an object that was there at the last proof
-        self._usage = StorageUsage(0, 0, None, 0)
+        self._usage = StorageUsage()
         self._closing: BackgroundCall[None] | None = None
         self._close_told = False  # a caller has got its result
 
@@ -172,8 +175,8 @@ class Breaker(Storage):
             self._usage = usage or self._usage
             return self._usage
 
-    def register(self, memory: memoryview) -> None:
-        self.inner.register(memory)
+    def register(self, region: HostRegion) -> None:
+        self.inner.register(region)
 
     def close(self) -> None:
         """Return within `close_s`. `inner` is closed when the last call in flight has returned.
@@ -213,7 +216,8 @@ class Breaker(Storage):
         if call is None:
             return down
         try:
-            answer = ask()
+            with deadline(self._deadline_s):
+                answer = ask()
         except ConfigError:  # says nothing about the medium
             self._leave(call)
             raise
@@ -241,16 +245,17 @@ class Breaker(Storage):
     def _leave(self, call: _Call, *, trouble: str = "", known: str | None = None) -> None:
         """Learn from how a call ended; one that began before the last change of state says nothing of now."""
         with self._lock:
-            self._in_flight.remove(call)
-            self._left.notify_all()
-            changed, past = False, call.hung or call.started < self.since
+            changed = bool(trouble) and self._look_for_hung_calls()  # it may have ended itself at its deadline
+            past = call.hung or call.started < self.since
             if trouble:
                 self.counts["raised"] += 1
-                changed = self._count_failure(trouble, by=0 if past else 1)
+                changed |= self._count_failure(trouble, by=0 if past else 1)
             elif call.hung or (known is not None and not past):
                 self._known_name = known if known not in (None, ANY_NAME) else self._known_name
                 self._failures_in_row, self._probe_s = 0, self._probe_first_s
                 changed = self._close_circuit()
+            self._in_flight.remove(call)
+            self._left.notify_all()
         self._notify(changed)
 
     # --- the circuit; with the lock held; True: `up` has changed
@@ -324,8 +329,9 @@ class Breaker(Storage):
                 name = self._known_name or ANY_NAME
             trouble = ""
             try:
-                if self.inner.exists([name]) == [True]:
-                    self.inner.get([name], [memoryview(bytearray(_PROBE_BYTES))])
+                with deadline(self._deadline_s):
+                    if self.inner.exists([name]) == [True]:
+                        self.inner.get([name], [memoryview(bytearray(_PROBE_BYTES))])
             except StorageError as e:
                 trouble = str(e)
             except Exception as e:  # else the probes would end

@@ -1,9 +1,9 @@
 """Objects in this process's own memory. A named one outlives its close, as a folder would: for tests and trials."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from kvarve.errors import StorageError
+from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import (
     LruIndex,
     Storage,
@@ -14,6 +14,7 @@ from kvarve.storage.base import (
     check_settings,
     in_group,
 )
+from kvarve.storage.urls import Backend, StorageUrl
 
 
 class _Region:
@@ -141,3 +142,17 @@ def _deleted(region: _Region, names: Sequence[str]) -> list[bool]:
     for name in names:
         region.objects.pop(name, None)
     return [region.index.drop(name) for name in names]
+
+
+class MemoryBackend(Backend):
+    example = "memory://name?capacity=1GiB"
+    parameters = frozenset({"capacity"})
+    bounded = True
+
+    @classmethod
+    def prepare(cls, url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
+        if not url.place or url.path not in ("", "/"):
+            raise ConfigError(f"{url.text}: a memory URL has one name and no path, as in {cls.example}")
+        capacity_bytes = url.size_bytes("capacity")
+        check_memory(capacity_bytes, label, description, url.place)
+        return lambda: MemoryStorage(capacity_bytes, label, description, url.place)

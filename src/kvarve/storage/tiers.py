@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 
 from kvarve.background import WorkerPool
 from kvarve.errors import StorageError
+from kvarve.regions import HostRegion
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, in_group
 from kvarve.storage.breaker import Breaker
 
@@ -71,7 +72,7 @@ class _Replicator:
     deleted_in_flight: set[str] = field(default_factory=set)  # of `in_flight`; hidden from all calls
     healthy: bool = True  # the tier has not failed since it last worked; else the backlog waits
     recoveries: int = 0  # how often it came up
-    usage: StorageUsage = field(default_factory=lambda: StorageUsage(0, 0, None, 0))  # as the tier last answered
+    usage: StorageUsage = field(default_factory=StorageUsage)  # as the tier last answered
     ask_usage: bool = True
     busy: bool = False
     thread: threading.Thread | None = None
@@ -343,9 +344,9 @@ class Tiers(Storage):
         self._check_open()
         return self._replicators[0].tier.usage()
 
-    def register(self, memory: memoryview) -> None:
+    def register(self, region: HostRegion) -> None:
         for replicator in self._replicators:
-            replicator.tier.register(memory)
+            replicator.tier.register(region)
 
     def close(self) -> None:
         """Write what is pending, within `close_s`, then close every tier. Backlogs are dropped."""
@@ -383,6 +384,8 @@ class Tiers(Storage):
         return self._whole is None or self._whole(data)
 
     def _raise_if_all(self, errors: Sequence[StorageError]) -> None:
+        if errors:
+            self._check_open()  # else what only a tier that is closed by now has would be a miss
         if len(errors) == len(self._replicators):
             raise errors[0]
 

@@ -1,31 +1,33 @@
 """Which storage does a setting such as `file:///var/kvarve?capacity=100GiB` mean? Several are tiers, nearest first.
 
-`file://?capacity=100GiB`, without a path, is a folder in the user's state directory.
+`file://?capacity=100GiB`, without a path, is a folder in the user's state directory. A scheme is an entry point of the
+group `kvarve.storage`, ours and others' alike; its module is imported when its first URL is parsed.
 """
 
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import ClassVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvarve.errors import ConfigError
+from kvarve.regions import HostRegion
 from kvarve.sizes import parse_size
-from kvarve.storage.base import ANY_NAME, Storage, check_settings
+from kvarve.storage.base import ANY_NAME, Storage
 from kvarve.storage.breaker import Breaker
-from kvarve.storage.file.folder import check_folder, checked_path
-from kvarve.storage.file.storage import DEFAULT_THREADS, FileStorage, check_limits
-from kvarve.storage.memory import MemoryStorage, check_memory
-from kvarve.storage.mooncake.client import load
-from kvarve.storage.mooncake.settings import PARAMETERS, read_settings
-from kvarve.storage.mooncake.storage import MooncakeStorage
 from kvarve.storage.tiers import Tiers
 
+GROUP = "kvarve.storage"
 DEFAULT_CAPACITY = "10GiB"  # of a plain path; a URL says its own
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", re.ASCII)
+_SECRET = re.compile(r"([?&][^=&]*(?:pass|secret|token|auth)[^=&]*=)[^&]*", re.IGNORECASE)
 
 
 def parse_time(written: str) -> float:
@@ -36,15 +38,28 @@ def parse_time(written: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
+def shown(text: str) -> str:
+    """A setting as it may be printed: without user and password, whether it can be parsed or not."""
+    scheme, found, rest = text.partition("://")
+    if not found:
+        scheme, rest = "", text
+    _, secret, place = rest.rpartition("@")
+    if secret and not rest.startswith("/"):
+        rest = f"***@{place}"
+    return _SECRET.sub(r"\1***", f"{scheme}{found}{rest}")
+
+
 @dataclass(frozen=True)
 class StorageUrl:
-    """A parsed setting. `text` is how it was written, for messages."""
+    """A parsed setting. `text` is how it was written, for messages: it has no secret."""
 
     text: str
     scheme: str
-    place: str  # between "//" and the path
+    place: str  # between "//" and the path, without user and password
     path: str
     parameters: dict[str, str]
+    user: str | None = field(default=None, repr=False)
+    password: str | None = field(default=None, repr=False)
 
     def size_bytes(self, parameter: str) -> int:
         """The size that `parameter` gives; ConfigError when it is missing or not one above zero."""
@@ -69,120 +84,110 @@ class StorageUrl:
         return int(written)
 
 
-@dataclass(frozen=True)
-class Scheme:
-    """One kind of storage URL. To add a backend, put one of these into `SCHEMES`.
+class Backend(ABC):
+    """One kind of storage, as its URLs show it: the class that an entry point names under its scheme.
 
-    `prepare(url, label, description)` checks them without touching anything (ConfigError, StorageError) and returns a
-    call that opens the storage, so that none is opened unchecked.
+    What is said here is known before a storage is opened, and of one that is wrapped in others.
     """
 
-    example: str
-    parameters: frozenset[str]
-    prepare: Callable[[StorageUrl, bytes, str], Callable[[], Storage]]
+    example: ClassVar[str]
+    parameters: ClassVar[frozenset[str]] = frozenset()
+    secrets: ClassVar[bool] = False  # its URL may have user:password@
+
+    bounded: ClassVar[bool] = False  # it holds at most the `capacity` of its URL, and evicts to do so
+    shared: ClassVar[bool] = False  # other processes that open its URL see the same objects
+    can_list: ClassVar[bool] = False  # `kvarve storage ls`, `stat`, `gc` and `drop` manage it without a server
+    can_verify: ClassVar[bool] = False  # and `kvarve storage verify` reads all of it
+    managed_by: ClassVar[str] = ""  # what does so instead, for people
+
+    @classmethod
+    @abstractmethod
+    def prepare(cls, url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
+        """Check all three without touching anything (ConfigError, StorageError); returns the call that opens the
+        storage, so that none is opened unchecked."""
+
+    @classmethod
+    def allocate(cls, url: StorageUrl, size_bytes: int) -> HostRegion | None:
+        """Memory for a host arena, from which this storage moves pages without a copy; None: any memory will do.
+        ConfigError: there is not so much."""
+        return None
 
 
-@dataclass(frozen=True)
-class FileSettings:
-    """The settings of a file URL. `capacity_bytes`: None if it has none."""
-
-    folder: Path
-    capacity_bytes: int | None
-    ttl_s: float | None
-    quota_bytes: int | None
-    eviction: str
-    threads: int
-
-
-def file_settings(url: StorageUrl) -> FileSettings:
-    """Raise ConfigError for invalid settings; the disk is not accessed."""
-    if url.place or not url.path.startswith("/"):
-        raise ConfigError(
-            f"{url.text}: a file URL has three slashes and an absolute path, as in {SCHEMES['file'].example}"
-        )
-    given = url.parameters
-    settings = FileSettings(
-        checked_path(url.path),
-        url.size_bytes("capacity") if "capacity" in given else None,
-        url.seconds("ttl") if "ttl" in given else None,
-        url.size_bytes("quota") if "quota" in given else None,
-        given.get("eviction", "lru"),
-        url.whole_number("threads") if "threads" in given else DEFAULT_THREADS,
-    )
-    check_limits(settings.ttl_s, settings.quota_bytes, settings.eviction, settings.threads)
-    return settings
+@cache
+def _entry_points() -> dict[str, EntryPoint]:
+    """By scheme; none of them is imported."""
+    found: dict[str, EntryPoint] = {}
+    for point in entry_points(group=GROUP):
+        other = found.setdefault(point.name, point)
+        if other.value != point.value:
+            raise ConfigError(
+                f"two packages want {point.name}:// for themselves, {other.value} and {point.value}: uninstall one"
+            )
+    return found
 
 
-def _file(url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
-    settings, capacity_bytes = file_settings(url), url.size_bytes("capacity")
-    check_folder(settings.folder, capacity_bytes, label, description)
-    return lambda: FileStorage(
-        settings.folder,
-        capacity_bytes,
-        label,
-        description,
-        ttl_s=settings.ttl_s,
-        quota_bytes=settings.quota_bytes,
-        eviction=settings.eviction,
-        threads=settings.threads,
-    )
+def _backend(scheme: str) -> type[Backend] | None:
+    point = _entry_points().get(scheme)
+    if point is None:
+        return None
+    try:
+        backend = point.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{point.value}, which serves {scheme}://, cannot be loaded: {error}") from error
+    if not (isinstance(backend, type) and issubclass(backend, Backend)):
+        raise ConfigError(f"{point.value}, which serves {scheme}://, is no kvarve.storage.Backend")
+    return backend
 
 
-def _memory(url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
-    if not url.place or url.path not in ("", "/"):
-        raise ConfigError(f"{url.text}: a memory URL has one name and no path, as in {SCHEMES['memory'].example}")
-    capacity_bytes = url.size_bytes("capacity")
-    check_memory(capacity_bytes, label, description, url.place)
-    return lambda: MemoryStorage(capacity_bytes, label, description, url.place)
-
-
-def _mooncake(url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
-    check_settings(1, label)
-    settings = read_settings(url.text, url.place, url.path, url.parameters)
-    load()  # else a missing library would be noticed late if the master is not up yet
-    return lambda: MooncakeStorage(settings, label, description)
-
-
-SCHEMES: dict[str, Scheme] = {
-    "file": Scheme(
-        "file:///var/kvarve?capacity=100GiB", frozenset({"capacity", "ttl", "quota", "eviction", "threads"}), _file
-    ),
-    "memory": Scheme("memory://name?capacity=1GiB", frozenset({"capacity"}), _memory),
-    "mooncake": Scheme("mooncake://10.0.0.1:50051?protocol=tcp&segment=4GiB", PARAMETERS, _mooncake),
-}
+def backend_of(url: StorageUrl) -> type[Backend]:
+    """What is known of all storages of a URL's scheme."""
+    backend = _backend(url.scheme)
+    assert backend is not None, "a parsed URL has a backend"
+    return backend
 
 
 def parse_url(text: str) -> StorageUrl:
     """Parse a setting; the disk is not accessed. ConfigError if it names no storage."""
+    told = shown(text)
     if not text.isprintable() or not text:
-        raise ConfigError(f"{text!r} is not a storage: {_known_schemes()}")
+        raise ConfigError(f"{told!r} is not a storage: {_known_schemes()}")
     if "://" not in text:
         if not text.startswith("/"):
-            raise ConfigError(f"{text!r} is neither an absolute path nor a storage URL: {_known_schemes()}")
+            raise ConfigError(f"{told!r} is neither an absolute path nor a storage URL: {_known_schemes()}")
         if "?" in text:
-            raise ConfigError(f"{text!r}: parameters need a URL: write file://{text}")
+            raise ConfigError(f"{told!r}: parameters need a URL: write file://{text}")
         return StorageUrl(text, "file", "", text, {"capacity": DEFAULT_CAPACITY})
     try:
         parts = urlsplit(text)
         pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True) if parts.query else []
     except ValueError as error:
-        raise ConfigError(f"{text!r} is not a URL: {error}") from error
-    scheme = SCHEMES.get(parts.scheme)
-    if scheme is None:
-        raise ConfigError(f"{text!r}: there is no storage of the kind {parts.scheme!r}; {_known_schemes()}")
+        why = "" if told != text else f": {error}"  # which may quote a password
+        raise ConfigError(f"{told!r} is not a URL{why}") from None
+    secrets, at, place = parts.netloc.rpartition("@")
+    rest = text.partition("://")[2]
+    if not rest.startswith("/") and "@" in rest[len(parts.netloc) :]:  # before any error that quotes a part
+        raise ConfigError(f"{told!r}: a password has / written as %2F, ? as %3F, # as %23 and @ as %40")
+    backend = _backend(parts.scheme)
+    if backend is None:
+        raise ConfigError(f"{told!r}: there is no storage of the kind {parts.scheme!r}; {_known_schemes()}")
     if parts.fragment or text.endswith("#"):
-        raise ConfigError(f"{text!r}: a # in a path is written %23")
+        raise ConfigError(f"{told!r}: a # in a path or a password is written %23")
     parameters = dict(pairs)
     for name, _ in pairs:
-        if name not in scheme.parameters:
-            known = ", ".join(sorted(scheme.parameters))
-            raise ConfigError(f"{text!r}: unknown parameter {name!r}; {parts.scheme} knows: {known}")
+        if name not in backend.parameters:
+            known = ", ".join(sorted(backend.parameters)) or "none"
+            raise ConfigError(f"{told!r}: unknown parameter {name!r}; {parts.scheme} knows: {known}")
     if len(parameters) < len(pairs):
-        raise ConfigError(f"{text!r}: a parameter is given twice")
+        raise ConfigError(f"{told!r}: a parameter is given twice")
+    if at and not backend.secrets:
+        raise ConfigError(f"{told!r}: a {parts.scheme} URL has no user and no password")
+    user, colon, password = secrets.partition(":")
     path = unquote(parts.path)
     if parts.scheme == "file" and not parts.netloc and not path:
         path = str(state_folder())
-    return StorageUrl(text, parts.scheme, parts.netloc, path, parameters)
+    return StorageUrl(
+        told, parts.scheme, place, path, parameters, unquote(user) or None, unquote(password) if colon else None
+    )
 
 
 def state_folder() -> Path:
@@ -243,8 +248,17 @@ def check_storage(setting: str | Sequence[str], *, label: bytes, description: st
 
 
 def _prepare(setting: str | Sequence[str], label: bytes, description: str) -> list[Callable[[], Storage]]:
-    return [SCHEMES[url.scheme].prepare(url, label, description) for url in parse_urls(setting)]
+    return [backend_of(url).prepare(url, label, description) for url in parse_urls(setting)]
+
+
+def allocate(setting: str | Sequence[str], size_bytes: int) -> HostRegion | None:
+    """Memory for a host arena, of the nearest of these storages that makes its own; None: none does."""
+    regions = (backend_of(url).allocate(url, size_bytes) for url in (parse_urls(setting) if setting else ()))
+    return next((region for region in regions if region is not None), None)
 
 
 def _known_schemes() -> str:
-    return "known are " + ", ".join(scheme.example for scheme in SCHEMES.values()) + " and a plain absolute path"
+    known = ", ".join(f"{scheme}://" for scheme in sorted(_entry_points()))
+    if "file" not in _entry_points():
+        return "kvarve's own backends are not registered here: install kvarve anew (pip install)"
+    return f"known are {known} and a plain absolute path"

@@ -10,18 +10,29 @@ from kvarve.testing.faulty import FaultyStorage, Rule
 from kvarve.testing.world import World
 
 if TYPE_CHECKING:
-    from kvarve.testing.suite import ByteCapacitySuite, CapacitySuite, MakeStorage, StorageSuite
+    from kvarve.testing.suite import ByteCapacitySuite, CapacitySuite, MakeStorage, QuotaSuite, StorageSuite, TtlSuite
 
-__all__ = ["ByteCapacitySuite", "CapacitySuite", "FaultyStorage", "MakeStorage", "Rule", "StorageSuite", "World"]
+__all__ = [
+    "ByteCapacitySuite",
+    "CapacitySuite",
+    "FaultyStorage",
+    "MakeStorage",
+    "QuotaSuite",
+    "Rule",
+    "StorageSuite",
+    "TtlSuite",
+    "World",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("ByteCapacitySuite", "CapacitySuite", "MakeStorage", "StorageSuite"):
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if f"{__name__}.suite" not in sys.modules:
         import pytest
 
-        pytest.register_assert_rewrite(f"{__name__}.suite")  # failures then show their values
+        for each in ("suite", "suite_use"):  # failures then show their values
+            pytest.register_assert_rewrite(f"{__name__}.{each}")
     from kvarve.testing import suite
 
     return getattr(suite, name)

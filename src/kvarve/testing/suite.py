@@ -5,9 +5,10 @@
         def make_storage(self) -> Iterator[MakeStorage]: ...
 
 `make_storage` opens a storage at a `place` (any short name); opening a place again finds its objects, and the fixture
-closes and removes everything. `CapacitySuite` is for backends that evict exactly while all objects are small and of one
-size; one that rounds sizes up overrides `capacity_for`. `ByteCapacitySuite` is for those that count the bytes of
-objects of any size.
+closes and removes everything. A backend that other processes can open says with `url_of` how. `TtlSuite` and
+`QuotaSuite` are for backends with such limits. `CapacitySuite` is for those that evict exactly while all objects are
+small and of one size; one that rounds sizes up overrides `capacity_for`. `ByteCapacitySuite` is for those that count
+the bytes of objects of any size.
 """
 
 import itertools
@@ -15,7 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -24,40 +25,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import Storage
+from kvarve.testing.suite_tools import LABEL, OTHER_LABEL, MakeStorage, evicted, get, holds, put, there
+from kvarve.testing.suite_use import MakeAging, QuotaSuite, TtlSuite, UrlOf, UseSuite
 
-LABEL, OTHER_LABEL = b"\x01" * 32, b"\x02" * 32
 BAD_NAMES = ["", ".", "..", "../up", "a/b", "a\\b", "a b", "a\n", "a\0", "é", "a~", "x" * 201]
 
 
-class MakeStorage(Protocol):
-    def __call__(
-        self,
-        *,
-        label: bytes = LABEL,
-        description: str = "model A",
-        capacity_bytes: int = 64 << 20,
-        place: str = "here",
-    ) -> Storage: ...
-
-
-def put(storage: Storage, **objects: bytes) -> list[bool]:
-    """Store these in one call."""
-    return storage.put(list(objects), [memoryview(data) for data in objects.values()])
-
-
-def get(storage: Storage, name: str, buffer_bytes: int = 4 << 20) -> bytes | None:
-    """The object, as far as the buffer goes."""
-    buffer = bytearray(buffer_bytes)
-    (size_bytes,) = storage.get([name], [memoryview(buffer)])
-    return None if size_bytes is None else bytes(buffer[:size_bytes])
-
-
-def there(storage: Storage, *names: str) -> str:
-    """Which of the names are there, as "a c"."""
-    return " ".join(name for name, found in zip(names, storage.exists(names), strict=True) if found)
-
-
-class StorageSuite:
+class StorageSuite(UseSuite):
     """Names and bytes: what is put comes back whole, from any thread and after opening again, and only to its owner."""
 
     @pytest.mark.parametrize("size_bytes", [0, 1, 4 << 10, (1 << 20) + 3])
@@ -81,7 +55,7 @@ class StorageSuite:
         put(storage, page=b"first")
         assert put(storage, page=b"a second one", other=b"2") == [True, True]
         assert get(storage, "page") == b"first"
-        assert (storage.usage().objects, storage.usage().bytes) == (2, 6)
+        assert holds(storage, 2, 6)
         storage.delete(["page"])
         assert put(storage, page=b"a second one") == [True]
         assert get(storage, "page") == b"a second one"
@@ -107,7 +81,7 @@ class StorageSuite:
         assert storage.delete(["a", "c"]) == [True, False]
         assert storage.exists(["a", "b"]) == [False, True]
         assert get(storage, "a") is None
-        assert (storage.usage().objects, storage.usage().bytes) == (1, 1)
+        assert holds(storage, 1, 1)
 
     def test_a_group_is_dropped_alone_and_a_label_whole(self, make_storage: MakeStorage) -> None:
         storage = make_storage()
@@ -181,9 +155,9 @@ class StorageSuite:
 
     def test_usage_counts_what_is_there(self, make_storage: MakeStorage) -> None:
         storage = make_storage()
-        assert (storage.usage().objects, storage.usage().bytes, storage.usage().evicted) == (0, 0, 0)
+        assert holds(storage, 0, 0) and evicted(storage, 0)
         put(storage, a=b"12345", b=b"", c=b"123")
-        assert (storage.usage().objects, storage.usage().bytes, storage.usage().evicted) == (3, 8, 0)
+        assert holds(storage, 3, 8) and evicted(storage, 0)
 
     def test_opening_again_finds_what_was_stored(self, make_storage: MakeStorage) -> None:
         storage = make_storage()
@@ -191,7 +165,7 @@ class StorageSuite:
         storage.close()
         again = make_storage()
         assert (get(again, "a"), get(again, "b"), get(again, "c")) == (b"first", b"", None)
-        assert (again.usage().objects, again.usage().bytes) == (2, 5)
+        assert holds(again, 2, 5)
 
     def test_two_places_share_nothing(self, make_storage: MakeStorage) -> None:
         put(make_storage(place="one"), a=b"1")
@@ -264,8 +238,7 @@ class StorageSuite:
         for ended in work:
             ended.result()
         found = [get(storage, name) for name in names]
-        assert storage.usage().objects == sum(data is not None for data in found)
-        assert storage.usage().bytes == sum(len(data or b"") for data in found)
+        assert holds(storage, sum(data is not None for data in found), sum(len(data or b"") for data in found))
 
     def test_an_object_that_is_put_again_is_never_missing(self, make_storage: MakeStorage) -> None:
         storage = make_storage()
@@ -505,8 +478,7 @@ def run_against_a_dict(make_storage: MakeStorage, capacity_bytes: int, most: int
 
         @invariant()
         def the_index_agrees(self) -> None:
-            usage = self.storage.usage()
-            assert (usage.objects, usage.bytes) == (len(self.model), sum(map(len, self.model.values())))
+            assert holds(self.storage, len(self.model), sum(map(len, self.model.values())))
             names = [f"page-{i}" for i in range(8)]
             assert self.storage.exists(names) == [name in self.model for name in names]
 
@@ -518,3 +490,20 @@ def run_against_a_dict(make_storage: MakeStorage, capacity_bytes: int, most: int
     run_state_machine_as_test(
         machine, settings=settings(max_examples=40, stateful_step_count=25, deadline=None, print_blob=True)
     )
+
+
+__all__ = [
+    "LABEL",
+    "OTHER_LABEL",
+    "ByteCapacitySuite",
+    "CapacitySuite",
+    "MakeAging",
+    "MakeStorage",
+    "QuotaSuite",
+    "StorageSuite",
+    "TtlSuite",
+    "UrlOf",
+    "get",
+    "put",
+    "there",
+]

@@ -68,7 +68,7 @@ class TransferEngine:
         """A connection for a storage that may be attached; it owns the storage. StorageError if no threads start."""
         for arena in self._host:
             if arena.in_place:  # else a storage moves copies
-                storage.register(arena.memory)
+                storage.register(arena.region)
         return StorageConnection(storage, self.ends, deadline_s=self._deadline_s, clock=self._clock)
 
     def attach(self, connection: StorageConnection | None) -> StorageConnection | None:

@@ -22,8 +22,8 @@ from kvarve.engine.model import LoadedModel, check_device, check_model, load_mod
 from kvarve.errors import ConfigError
 from kvarve.reports import check_file, write_json
 from kvarve.sizes import format_size
-from kvarve.storage import open_storage
-from kvarve.storage.urls import parse_url
+from kvarve.storage import StorageUsage, open_storage
+from kvarve.storage.urls import parse_url, shown
 from kvarve.verify.damage import ADVICE, damages
 from kvarve.verify.paths import PATHS
 from kvarve.verify.plan import Plan
@@ -104,7 +104,7 @@ def prove(model: LoadedModel, plan: Plan, storage: str | None, console: Console)
         except ConfigError as e:
             raise ConfigError(f"{e} (fewer --tokens need less)") from None
         with prover.store() as store:
-            _check_room(model, plan, url, store.usage().capacity_bytes, store.usage().bytes)
+            _check_room(model, plan, shown(url), store.usage())
         undo.enter_context(_listening(prover))
         for step in STEPS:
             step(prover)
@@ -178,13 +178,14 @@ def _progress(console: Console, steps: int) -> Iterator[tuple[Callable[[Path], N
         yield tick, lambda: progress.advance(bar)
 
 
-def _check_room(model: LoadedModel, plan: Plan, url: str, capacity: int | None, used: int) -> None:
+def _check_room(model: LoadedModel, plan: Plan, url: str, usage: StorageUsage) -> None:
     """ConfigError for a storage that would have to evict pages, ours or another user's."""
     shape = (model.layout.pools, plan.page, plan.chunk)
     need = room_for(plan.stored_tokens, *shape, records=True, per_snapshot=plan.chunk)
-    if capacity is not None and capacity - used < need:
+    free = None if usage.capacity_bytes is None or usage.bytes is None else usage.capacity_bytes - usage.bytes
+    if free is not None and free < need:
         raise ConfigError(
-            f"{url}: {format_size(capacity - used)} are free, and the proof stores {format_size(need)}: give it more, "
+            f"{url}: {format_size(free)} are free, and the proof stores {format_size(need)}: give it more, "
             f"or fewer --tokens"
         )
 

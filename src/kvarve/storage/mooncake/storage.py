@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvarve.errors import StorageError
+from kvarve.regions import HostRegion
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_settings
 from kvarve.storage.mooncake.client import (
     ALREADY_THERE,
@@ -65,16 +66,15 @@ class MooncakeStorage(Storage):
         self._lent: list[tuple[int, int]] = []  # start and end address of registered memory
         self._reading = 0  # gets in flight
         self._deleted: set[str] = set()  # deleted names still under a lease: hidden until the master removes them
-        self._usage = StorageUsage(0, 0, None, 0)  # as of the master's last answer
+        self._usage = StorageUsage()  # as of the master's last answer
         self._bounce_lock = threading.Lock()
         self._bounce = memoryview(b"")
 
-    def register(self, memory: memoryview) -> None:
-        """Buffers inside `memory` are read and written in place. All others are copied."""
-        self._client.lend(memory)
-        start = address_of(memory)
+    def register(self, region: HostRegion) -> None:
+        """Buffers inside `region` are read and written in place. All others are copied."""
+        self._client.lend(region.memory)
         with self._lock:
-            self._lent.append((start, start + memory.nbytes))
+            self._lent.append((region.address, region.address + region.size_bytes))
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         if not names:

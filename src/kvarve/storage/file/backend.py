@@ -1,0 +1,61 @@
+"""What a file URL may say: file:///var/kvarve?capacity=100GiB&ttl=7d&quota=1GiB&eviction=lru&threads=4."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvarve.errors import ConfigError
+from kvarve.storage.base import Storage
+from kvarve.storage.file.folder import check_folder, checked_path
+from kvarve.storage.file.storage import DEFAULT_THREADS, FileStorage, check_limits
+from kvarve.storage.urls import Backend, StorageUrl
+
+
+@dataclass(frozen=True)
+class FileSettings:
+    """The settings of a file URL. `capacity_bytes`: None if it has none."""
+
+    folder: Path
+    capacity_bytes: int | None
+    ttl_s: float | None
+    quota_bytes: int | None
+    eviction: str
+    threads: int
+
+
+def file_settings(url: StorageUrl) -> FileSettings:
+    """Raise ConfigError for invalid settings; the disk is not accessed."""
+    if url.place or not url.path.startswith("/"):
+        raise ConfigError(f"{url.text}: a file URL has three slashes and an absolute path, as in {FileBackend.example}")
+    given = url.parameters
+    settings = FileSettings(
+        checked_path(url.path),
+        url.size_bytes("capacity") if "capacity" in given else None,
+        url.seconds("ttl") if "ttl" in given else None,
+        url.size_bytes("quota") if "quota" in given else None,
+        given.get("eviction", "lru"),
+        url.whole_number("threads") if "threads" in given else DEFAULT_THREADS,
+    )
+    check_limits(settings.ttl_s, settings.quota_bytes, settings.eviction, settings.threads)
+    return settings
+
+
+class FileBackend(Backend):
+    example = "file:///var/kvarve?capacity=100GiB"
+    parameters = frozenset({"capacity", "ttl", "quota", "eviction", "threads"})
+    bounded = shared = can_list = can_verify = True
+
+    @classmethod
+    def prepare(cls, url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
+        settings, capacity_bytes = file_settings(url), url.size_bytes("capacity")
+        check_folder(settings.folder, capacity_bytes, label, description)
+        return lambda: FileStorage(
+            settings.folder,
+            capacity_bytes,
+            label,
+            description,
+            ttl_s=settings.ttl_s,
+            quota_bytes=settings.quota_bytes,
+            eviction=settings.eviction,
+            threads=settings.threads,
+        )

@@ -1,0 +1,202 @@
+"""The servers of one Redis URL, by the client library: which one has a key, and connections to it."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from kvarve.errors import ConfigError, StorageError
+from kvarve.storage.base import left_s
+from kvarve.storage.redis.wire import Wire
+
+CONNECT_S = 2.0  # for a connection, and for each step of its handshake
+CALL_S = 30.0  # for a call whose caller has not said how long it waits
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where a Redis is and how to reach it. `socket`: the path of a Unix socket, in place of host and port."""
+
+    where: str  # for messages
+    host: str = ""
+    port: int = 6379
+    socket: str = ""
+    database: int = 0
+    user: str | None = field(default=None, repr=False)
+    password: str | None = field(default=None, repr=False)
+    cluster: bool = False
+    tls: bool = False
+    tls_ca: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    ttl_s: float | None = None
+
+
+def library() -> Any:
+    """The client library. ConfigError: it is not installed."""
+    try:
+        return import_module("redis")
+    except ImportError as error:
+        raise ConfigError(f"redis:// needs redis-py ({error}): install kvarve with the extra 'redis'") from error
+
+
+class Servers:
+    """Connections to the servers of one URL, kept for the next call; used by several threads. A server is a number."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings, self._redis = settings, library()
+        self._lock = threading.Lock()  # guards all below
+        self._cluster: Any = None
+        self._pools: list[Any] = []  # of the library: how a connection to a server is made
+        self._names: list[str] = []
+        self._idle: list[list[Wire]] = []
+        self._busy: set[Wire] = set()
+        self._stale = settings.cluster  # the cluster's layout is not known, or not as it was
+        self.closed = False
+        if not settings.cluster:
+            self._pools, self._idle = [self._single().connection_pool], [[]]
+
+    def by_server(self, keys: Sequence[bytes]) -> list[tuple[int, list[int]]]:
+        """Which of the keys, by their places, each server has; in a cluster, some may be at none. StorageError: no
+        server of the cluster answers."""
+        if not self._settings.cluster:
+            return [(0, [*range(len(keys))])] if keys else []
+        self._learn()
+        parts: dict[int, list[int]] = {}
+        with self._library():
+            for i, key in enumerate(keys):
+                with suppress(self._redis.exceptions.SlotNotCoveredError):  # no server has it
+                    node = self._cluster.get_node_from_key(key)
+                    parts.setdefault(self._number(node), []).append(i)
+        return [*parts.items()]
+
+    def all(self) -> list[int]:
+        """Every server that has keys."""
+        if not self._settings.cluster:
+            return [0]
+        self._learn()
+        with self._library():
+            return [self._number(node) for node in self._cluster.get_primaries()]
+
+    def forget_layout(self) -> None:
+        """A server of the cluster is gone, or does not have a key that it had: ask anew."""
+        self._stale = self._settings.cluster
+
+    @contextmanager
+    def wire(self, server: int) -> Iterator[Wire]:
+        """A connection for a call, which is to end by its caller's deadline. StorageError: there is none."""
+        seconds = min(left_s(), CALL_S)
+        wire = self._taken(server) or self._connected(server, seconds)
+        try:
+            wire.wait_for(seconds)
+            yield wire
+        except BaseException as error:
+            wire.close()  # answers may still come, and would be taken for those of later commands
+            if isinstance(error, StorageError) and self.closed:
+                raise StorageError("this storage is closed") from None
+            raise
+        finally:
+            with self._lock:
+                self._busy.discard(wire)
+                kept = not wire.closed and not self.closed
+                if kept:
+                    self._idle[server].append(wire)
+            if not kept:
+                wire.close()
+
+    def close(self) -> None:
+        """Close all connections, also those of calls in flight."""
+        with self._lock:
+            self.closed = True
+            wires = [*self._busy, *(wire for idle in self._idle for wire in idle)]
+            self._idle = [[] for _ in self._idle]
+            cluster, self._cluster = self._cluster, None
+        for wire in wires:
+            wire.close()
+        if cluster is not None:
+            cluster.close()
+
+    # --- inside
+
+    def _taken(self, server: int) -> Wire | None:
+        """A connection of an earlier call. The server may have gone, or have come back, since then."""
+        while True:
+            with self._lock:
+                if not self._idle[server]:
+                    return None
+                wire = self._idle[server].pop()
+                self._busy.add(wire)
+            if wire.is_fresh():
+                return wire
+            wire.close()
+            with self._lock:
+                self._busy.discard(wire)
+
+    def _connected(self, server: int, seconds: float) -> Wire:
+        connection = self._pools[server].make_connection()
+        connection.socket_timeout = connection.socket_connect_timeout = min(CONNECT_S, max(seconds, 1e-3))
+        with self._library():
+            connection.connect()
+        link, connection._sock = connection._sock, None  # it is ours from now on
+        wire = Wire(link, self._settings.where)
+        with self._lock:
+            self._busy.add(wire)
+            closed = self.closed
+        if closed:
+            wire.close()
+        return wire
+
+    def _learn(self) -> None:
+        """Ask the cluster for its layout, if it may have changed."""
+        if not self._stale:
+            return
+        with self._library():
+            if self._cluster is None:
+                cluster = self._redis.cluster.RedisCluster(**self._options(), require_full_coverage=False)
+                with self._lock:
+                    self._cluster = cluster
+            else:
+                self._cluster.nodes_manager.initialize()
+        self._stale = False
+
+    def _number(self, node: Any) -> int:
+        """The number of a cluster's server."""
+        with self._lock:
+            if node.name not in self._names:
+                self._pools.append(self._cluster.get_redis_connection(node).connection_pool)
+                self._idle.append([])
+                self._names.append(node.name)
+            return self._names.index(node.name)
+
+    def _single(self) -> Any:
+        return self._redis.Redis(**self._options(), db=self._settings.database)
+
+    def _options(self) -> dict[str, Any]:
+        settings = self._settings
+        options: dict[str, Any] = {
+            "username": settings.user,
+            "password": settings.password,
+            "socket_timeout": CONNECT_S,
+            "socket_connect_timeout": CONNECT_S,
+            "protocol": 2,
+            "retry": self._redis.retry.Retry(self._redis.backoff.NoBackoff(), 0),  # the breaker tries again
+        }
+        if settings.socket:
+            return options | {"unix_socket_path": settings.socket}
+        options |= {"host": settings.host, "port": settings.port}
+        if settings.tls:
+            options |= {"ssl": True, "ssl_check_hostname": True, "ssl_ca_certs": settings.tls_ca}
+            options |= {"ssl_certfile": settings.tls_cert, "ssl_keyfile": settings.tls_key}
+        return options
+
+    @contextmanager
+    def _library(self) -> Iterator[None]:
+        """The library's errors are trouble."""
+        try:
+            yield
+        except (self._redis.RedisError, self._redis.exceptions.RedisClusterException, OSError) as error:
+            if self.closed:
+                raise StorageError("this storage is closed") from None
+            raise StorageError(f"{self._settings.where}: {error or type(error).__name__}") from None

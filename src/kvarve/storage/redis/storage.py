@@ -1,0 +1,185 @@
+"""Pages in Redis: one string per object, which the server evicts and expires by its own rules.
+
+A put is `SET key payload NX PX ttl`, so nothing is replaced. All commands of a call are sent before their answers are
+read, except that of a get at most `AHEAD_BYTES` are under way, since the server buffers what is not read yet. In a
+cluster each server is asked in turn; of one that is gone all objects are missing, and a call of which every server
+failed raises.
+"""
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from kvarve.errors import StorageError
+from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_pieces, check_settings
+from kvarve.storage.redis.servers import Servers, Settings
+from kvarve.storage.redis.wire import Refused, Wire, command
+
+AHEAD_BYTES = 8 << 20  # of payloads that were asked for and not read yet
+_DELETED = 1000  # names of one round of a drop
+_ELSEWHERE = ("MOVED", "ASK", "CLUSTERDOWN", "TRYAGAIN")  # another server has the key, or none now
+T = TypeVar("T")
+
+
+class RedisStorage(Storage):
+    """Objects of one label in a Redis that may have other keys, which are neither seen nor touched."""
+
+    def __init__(self, settings: Settings, label: bytes, description: str) -> None:
+        check_settings(1, label)
+        self.description = description
+        self.counts: Counter[str] = Counter()
+        self._prefix = b"kvarve:%s:" % hashlib.sha256(label).hexdigest()[:16].encode()  # no special characters of MATCH
+        ttl = () if settings.ttl_s is None else (b"PX", b"%d" % max(1, round(1000 * settings.ttl_s)))
+        options = (b"NX", *ttl)
+        self._set = b"*%d\r\n$3\r\nSET\r\n" % (3 + len(options))
+        self._options = b"\r\n" + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in options)
+        self._servers = Servers(settings)
+        self._pid = os.getpid()
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        check_names(names)
+
+        def ask(wire: Wire, part: Sequence[int]) -> list[bool | None]:
+            wire.send([b"".join(command(b"EXISTS", self._key(names[i])) for i in part)])
+            return [self._answer(lambda: wire.number() > 0) for _ in part]
+
+        return [bool(found) for found in self._each(names, ask)]
+
+    def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
+        check_batch(names, into)
+
+        def ask(wire: Wire, part: Sequence[int]) -> list[int | None]:
+            sizes: list[int | None] = []
+            sent = ahead_bytes = 0
+            for at, i in enumerate(part):
+                if sent == at or ahead_bytes <= AHEAD_BYTES // 2:
+                    first = sent
+                    while sent < len(part) and (sent == at or ahead_bytes < AHEAD_BYTES):
+                        ahead_bytes += into[part[sent]].nbytes
+                        sent += 1
+                    wire.send([b"".join(command(b"GET", self._key(names[part[j]])) for j in range(first, sent))])
+                sizes.append(self._answer(partial(wire.payload, into[i])))
+                ahead_bytes -= into[i].nbytes
+            return sizes
+
+        return self._each(names, ask)
+
+    def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
+        check_batch(names, data)
+        return self._put(names, [(view,) for view in data])
+
+    def put_pieces(self, names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> list[bool]:
+        check_pieces(names, data)
+        return self._put(names, data)
+
+    def _put(self, names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> list[bool]:
+        def ask(wire: Wire, part: Sequence[int]) -> list[bool | None]:
+            pieces: list[bytes | memoryview] = []
+            for i in part:
+                key = self._key(names[i])
+                pieces.append(b"%s$%d\r\n%s\r\n$%d\r\n" % (self._set, len(key), key, sum(map(len, data[i]))))
+                pieces += data[i]
+                pieces.append(self._options)
+            wire.send(pieces)
+            return [self._answer(lambda: wire.done() or True, full=False) for _ in part]
+
+        return [bool(stored) for stored in self._each(names, ask)]
+
+    def touch(self, names: Sequence[str]) -> None:
+        check_names(names)
+        self._count(b"TOUCH", names)
+
+    def delete(self, names: Sequence[str]) -> list[bool]:
+        check_names(names)
+        return self._count(b"UNLINK", names)
+
+    def drop(self, group: str | None = None) -> int:
+        """The server looks through all its keys, whosever they are."""
+        check_names([] if group is None else [group])
+        self._require_open()
+        pattern = self._prefix + (b"*" if group is None else group.encode() + b"-*")
+        count = 0
+        for server in self._servers.all():
+            cursor = b"0"
+            while True:
+                with self._servers.wire(server) as wire:
+                    wire.send([command(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % _DELETED)])
+                    cursor, keys = wire.page()
+                    wire.send([b"".join(command(b"UNLINK", key) for key in keys)])
+                    count += sum(wire.number() for _ in keys)
+                if cursor == b"0":
+                    break
+        return count
+
+    def usage(self) -> StorageUsage:
+        """Of all that the servers have: how much they may hold, and how many keys they have evicted. What they hold is
+        not only ours."""
+        self._require_open()
+        most = evicted = 0
+        for server in self._servers.all():
+            with self._servers.wire(server) as wire:
+                wire.send([command(b"INFO", b"memory"), command(b"INFO", b"stats")])
+                lines = (wire.text() + wire.text()).decode("utf-8", "replace").splitlines()
+            told = dict(line.split(":", 1) for line in lines if ":" in line)
+            most += int(told.get("maxmemory", 0))
+            evicted += int(told.get("evicted_keys", 0))
+        return StorageUsage(capacity_bytes=most or None, evicted=evicted)
+
+    def close(self) -> None:
+        if os.getpid() == self._pid:  # after a fork the connections are the parent's
+            self._servers.close()
+
+    # --- inside
+
+    def _key(self, name: str) -> bytes:
+        return self._prefix + name.encode()
+
+    def _require_open(self) -> None:
+        if self._servers.closed or os.getpid() != self._pid:
+            raise StorageError("this storage is closed, or was opened before a fork")
+
+    def _count(self, word: bytes, names: Sequence[str]) -> list[bool]:
+        def ask(wire: Wire, part: Sequence[int]) -> list[bool | None]:
+            wire.send([b"".join(command(word, self._key(names[i])) for i in part)])
+            return [self._answer(lambda: wire.number() > 0) for _ in part]
+
+        return [bool(done) for done in self._each(names, ask)]
+
+    def _answer(self, read: Callable[[], T], full: T | None = None) -> T | None:
+        """One answer. None, or `full` if the server has no memory left: it has not done what it was told to."""
+        try:
+            return read()
+        except Refused as refusal:
+            if refusal.words.startswith("OOM "):
+                self.counts["no space"] += 1
+                return full
+            if refusal.words.startswith(_ELSEWHERE):
+                self.counts["at another server"] += 1
+                self._servers.forget_layout()
+                return None
+            raise
+
+    def _each(self, names: Sequence[str], ask: Callable[[Wire, Sequence[int]], list[T | None]]) -> list[T | None]:
+        """The answer for each name, of the server that has it; None of one that is gone, unless all are."""
+        self._require_open()
+        answers: list[T | None] = [None] * len(names)
+        errors: list[StorageError] = []
+        parts = self._servers.by_server([self._key(name) for name in names])
+        for server, part in parts:
+            try:
+                with self._servers.wire(server) as wire:
+                    found = ask(wire, part)
+            except StorageError as error:
+                errors.append(error)
+                self._servers.forget_layout()
+                self._require_open()
+            else:
+                for i, answer in zip(part, found, strict=True):
+                    answers[i] = answer
+        if errors and len(errors) == len(parts):
+            raise errors[0]
+        self.counts["server gone"] += len(errors)
+        return answers

@@ -1,0 +1,198 @@
+"""One connection to a Redis server: commands out of the caller's buffers, answers into them. Knows no storage.
+
+The client library connects, authenticates and chooses the database; from then on the socket is read and written here
+alone, since the library makes a new string of every payload (docs/decisions/0016-redis.md). A connection that has
+failed is closed: answers that were still to come would be taken for those of later commands.
+"""
+
+import socket
+import ssl
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from math import inf
+
+from kvarve.errors import StorageError
+
+_LINES_BYTES = 16 << 10  # read ahead: short answers, and at most so much of a payload
+_LONGEST_LINE = 64 << 10
+_LARGE = 64 << 10  # of a piece that is sent alone, without a copy
+
+
+class Refused(StorageError):
+    """The server's own `words` for a command that it did not carry out. The answers of later commands come all the
+    same."""
+
+    def __init__(self, where: str, words: str) -> None:
+        super().__init__(f"{where}: {words}")
+        self.words = words
+
+
+def command(*words: bytes) -> bytes:
+    """A command without a payload."""
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
+
+
+class Wire:
+    """Used by one thread at a time. StorageError: the server is gone, late or no Redis, and the wire of no more use."""
+
+    def __init__(self, link: socket.socket, where: str) -> None:
+        self._link, self._where = link, where
+        self._buffer = bytearray(_LINES_BYTES)
+        self._lines = memoryview(self._buffer)
+        self._start = self._end = 0  # what was read ahead
+        self._until = inf
+        self.closed = False
+
+    def wait_for(self, seconds: float) -> None:
+        """From now on all that is sent and read has to be over in `seconds`."""
+        self._until = time.monotonic() + seconds
+
+    def is_fresh(self) -> bool:
+        """Whether the server has neither hung up nor said what was not asked for."""
+        if self.closed or self._start < self._end:
+            return False
+        try:
+            self._link.settimeout(0.0)
+            self._link.recv(1)
+        except (BlockingIOError, ssl.SSLWantReadError):  # nothing to read
+            return True
+        except OSError:
+            pass
+        return False
+
+    def close(self) -> None:
+        """May be called under a call of another thread, which ends."""
+        self.closed = True
+        with suppress(OSError):
+            self._link.shutdown(socket.SHUT_RDWR)
+        self._link.close()
+
+    # --- out
+
+    def send(self, pieces: Iterable[bytes | memoryview]) -> None:
+        """Send commands, whose payloads are pieces of their own. Small pieces go together, large ones as they lie."""
+        small = bytearray()
+        try:
+            for piece in pieces:
+                if len(piece) < _LARGE:
+                    small += piece
+                    if len(small) < _LARGE:
+                        continue
+                self._send_all(small)
+                small.clear()
+                if len(piece) >= _LARGE:
+                    self._send_all(piece)
+            self._send_all(small)
+        except OSError as error:
+            raise self._lost(error) from None
+
+    def _send_all(self, piece: bytearray | bytes | memoryview) -> None:
+        if piece:
+            self._arm()
+            self._link.sendall(piece)
+
+    # --- in
+
+    def number(self) -> int:
+        """The answer of a command that counts. Refused."""
+        line = self._line()
+        if line[:1] != b":":
+            raise self._strange(line)
+        return int(line[1:])
+
+    def done(self) -> bool:
+        """The answer of a SET: whether it stored anything, or found what its NX forbids to replace. Refused."""
+        line = self._line()
+        if line not in (b"+OK", b"$-1", b"_"):
+            raise self._strange(line)
+        return line == b"+OK"
+
+    def text(self) -> bytes:
+        """An answer in one string. Refused."""
+        data = memoryview(bytearray(self._size(b"$")))
+        self._into(data)
+        self._skip(2)
+        return bytes(data)
+
+    def page(self) -> tuple[bytes, list[bytes]]:
+        """The answer of a SCAN: where it goes on, and some keys. Refused."""
+        self._size(b"*")
+        cursor = self.text()
+        return cursor, [self.text() for _ in range(self._size(b"*"))]
+
+    def payload(self, into: memoryview) -> int | None:
+        """The whole size of a value, which is read as far as the buffer goes; None if there is none. Refused."""
+        size = self._size(b"$")
+        if size < 0:
+            return None
+        self._into(into[:size])
+        self._skip(max(0, size - into.nbytes) + 2)
+        return size
+
+    def _size(self, kind: bytes) -> int:
+        line = self._line()
+        if line[:1] != kind:
+            raise self._strange(line)
+        return int(line[1:])
+
+    def _strange(self, line: bytes) -> StorageError:
+        if line[:1] == b"-":
+            return Refused(self._where, line[1:].decode("utf-8", "replace"))
+        return StorageError(f"{self._where}: no Redis answers there: {line[:40]!r}")
+
+    def _line(self) -> bytes:
+        read = b""
+        while True:
+            at = self._buffer.find(b"\r\n", self._start, self._end)
+            if at >= 0 and not read:
+                line = bytes(self._lines[self._start : at])
+                self._start = at + 2
+                return line
+            read += bytes(self._lines[self._start : self._end])
+            self._start = self._end = 0
+            line, found, rest = read.partition(b"\r\n")
+            if found:
+                self._lines[: len(rest)] = rest
+                self._end = len(rest)
+                return line
+            if len(read) > _LONGEST_LINE:
+                raise StorageError(f"{self._where}: no Redis answers there: a line does not end")
+            self._end = self._receive(self._lines)
+
+    def _into(self, view: memoryview) -> None:
+        """Fill a buffer: first from what was read ahead, the rest by the system itself."""
+        ahead = min(self._end - self._start, view.nbytes)
+        view[:ahead] = self._lines[self._start : self._start + ahead]
+        self._start += ahead
+        while ahead < view.nbytes:
+            ahead += self._receive(view[ahead:])
+
+    def _skip(self, count: int) -> None:
+        while count:
+            if self._start == self._end:
+                self._start, self._end = 0, self._receive(self._lines)
+            here = min(count, self._end - self._start)
+            self._start += here
+            count -= here
+
+    def _receive(self, view: memoryview) -> int:
+        try:
+            self._arm()
+            count = self._link.recv_into(view)
+        except OSError as error:
+            raise self._lost(error) from None
+        if not count:
+            raise self._lost(ConnectionResetError("the server has hung up"))
+        return count
+
+    # --- trouble
+
+    def _arm(self) -> None:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("no answer in time")
+        self._link.settimeout(min(left, 1e6))
+
+    def _lost(self, error: OSError) -> StorageError:
+        return StorageError(f"{self._where}: {error.strerror or error}")

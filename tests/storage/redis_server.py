@@ -1,0 +1,101 @@
+"""Real Redis servers, processes of their own on loopback or a Unix socket, ended whatever happens."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+PATIENCE_S, PAUSE_S = 60.0, 0.005
+
+
+def require_redis() -> None:
+    """Skip where Redis cannot run; where it has to (KVARVE_TEST_REDIS=1, as in CI), that is a failure."""
+    problem = "" if shutil.which("redis-server") else "there is no redis-server"
+    problem = problem if find_spec("redis") is not None else "the client library is not installed"
+    if problem and os.environ.get("KVARVE_TEST_REDIS") == "1":
+        pytest.fail(f"Redis cannot be tested here: {problem}")
+    if problem:
+        pytest.skip(f"Redis cannot be tested here: {problem}")
+
+
+def until(holds: Callable[[], bool], what: str = "it") -> None:
+    """Poll, and leave the processor to the processes that are polled."""
+    end, never = time.monotonic() + PATIENCE_S, threading.Event()
+    while not holds():
+        assert time.monotonic() < end, f"{what} did not come about"
+        never.wait(PAUSE_S)
+
+
+def free_port() -> int:
+    with socket.socket() as some:
+        some.bind(("127.0.0.1", 0))
+        return int(some.getsockname()[1])
+
+
+class RedisServer:
+    """One server, on a Unix socket unless a port is given; `words` are options of redis-server."""
+
+    def __init__(self, folder: Path, *words: str, port: int = 0) -> None:
+        require_redis()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.port, self.socket = folder, port, folder / "redis.sock"
+        at = ("--bind", "127.0.0.1", "--unixsocket", str(self.socket))
+        self._words = (*at, "--save", "", "--appendonly", "no", "--dir", str(folder), *words)
+        if "--tls-port" not in words:
+            self._words = ("--port", str(port), *self._words)
+        self.start()
+
+    def start(self) -> None:
+        with (self.folder / "log").open("a") as log:
+            self.process = subprocess.Popen(["redis-server", *self._words], stdout=log, stderr=log)
+        until(lambda: self._answers() or self.process.poll() is not None, "a server that answers")
+        assert self.process.poll() is None, (self.folder / "log").read_text()[-2000:]
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.ask("PING"))
+        except OSError:
+            return False
+
+    def ask(self, *words: str) -> str:
+        """The answer of a command, as it comes."""
+        with socket.socket(socket.AF_UNIX) as link:
+            link.settimeout(PATIENCE_S)
+            link.connect(str(self.socket))
+            command = "".join(f"${len(word.encode())}\r\n{word}\r\n" for word in words)
+            link.sendall(f"*{len(words)}\r\n{command}".encode())
+            return link.recv(1 << 16).decode()
+
+    def url(self, rest: str = "") -> str:
+        return f"redis://{self.socket}{rest}"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.socket.unlink(missing_ok=True)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Freeze it, with its connections open."""
+        self.process.send_signal(signal.SIGSTOP)
+        state = Path(f"/proc/{self.process.pid}/stat")
+        until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", "a server that stands still")
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+        self.process.wait()

@@ -1,0 +1,218 @@
+"""Backends as entry points: found by scheme, imported when they are needed, and what they say of themselves is used."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvarve.config import CacheConfig
+from kvarve.errors import ConfigError, StorageError
+from kvarve.memory.arenas import HostArena
+from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
+from kvarve.regions import HostRegion, shared_region
+from kvarve.storage import Breaker, MemoryStorage, StorageUsage, check_storage, deadline, left_s, open_storage, urls
+from kvarve.storage.urls import backend_of, parse_url
+from kvarve.testing.suite import LABEL
+from kvarve.worker import CacheWorker
+from plugged import plug_in
+
+# --- found by scheme
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Installs a package: its metadata, and a module of this source."""
+
+    def install(name: str, points: str, source: str = "") -> None:
+        folder = tmp_path / name
+        (folder / f"{name}-1.dist-info").mkdir(parents=True)
+        (folder / f"{name}-1.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+        (folder / f"{name}-1.dist-info" / "entry_points.txt").write_text(f"[kvarve.storage]\n{points}\n")
+        (folder / f"{name}.py").write_text(source)
+        monkeypatch.syspath_prepend(folder)
+        urls._entry_points.cache_clear()
+
+    yield install
+    urls._entry_points.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("kvarve_odd")]:
+        del sys.modules[name]
+
+
+ODD = """
+from kvarve.storage import Backend, MemoryStorage
+
+class Odd(Backend):
+    example = "odd://x"
+    parameters = frozenset({"depth"})
+
+    @classmethod
+    def prepare(cls, url, label, description):
+        return lambda: MemoryStorage(int(url.parameters["depth"]), label, description)
+"""
+
+
+def test_a_package_adds_a_scheme_and_is_imported_when_its_first_url_is_parsed(package):
+    package("kvarve_odd", "odd = kvarve_odd:Odd", ODD)
+    with pytest.raises(ConfigError, match="known are file://, memory://, mooncake://, odd://"):
+        parse_url("other://x")
+    assert "kvarve_odd" not in sys.modules
+    storage = open_storage("odd://x?depth=70", label=LABEL, description="model A")
+    assert storage.usage().capacity_bytes == 70
+    with pytest.raises(ConfigError, match="odd knows: depth"):
+        parse_url("odd://x?capacity=1GiB")
+
+
+@pytest.mark.parametrize(
+    ("points", "source", "said"),
+    [
+        ("odd = kvarve_odd:Odd", "import no_such_library", "kvarve_odd:Odd, .* cannot be loaded: No module named"),
+        ("odd = kvarve_odd:Other", ODD, "cannot be loaded: module 'kvarve_odd' has no attribute 'Other'"),
+        ("odd = kvarve_odd:MemoryStorage", ODD, "is no kvarve.storage.Backend"),
+    ],
+)
+def test_a_backend_that_cannot_be_loaded_is_one_line(package, points, source, said):
+    package("kvarve_odd", points, source)
+    with pytest.raises(ConfigError, match=said) as told:
+        check_storage("odd://x?depth=1", label=LABEL, description="model A")
+    assert "\n" not in str(told.value)
+
+
+def test_two_packages_cannot_have_one_scheme(package):
+    package("kvarve_odd_one", "odd = kvarve_odd_one:Odd", ODD)
+    package("kvarve_odd_two", "odd = kvarve_odd_two:Odd", ODD)
+    with pytest.raises(ConfigError, match="two packages want odd:// for themselves"):
+        parse_url("odd://x?depth=1")
+
+
+def test_a_kvarve_that_was_not_installed_says_so(monkeypatch):
+    monkeypatch.setattr(urls, "_entry_points", dict)
+    with pytest.raises(ConfigError, match="install kvarve anew"):
+        parse_url("file:///x?capacity=1GiB")
+
+
+def test_no_backend_is_imported_before_its_url_is_parsed():
+    code = (
+        "import sys; from kvarve.storage.urls import parse_url; parse_url('memory://x?capacity=1MiB'); "
+        "sys.exit(any(name.startswith(('kvarve.storage.mooncake', 'kvarve.storage.redis')) for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_what_a_kind_of_storage_can_do_is_known_by_its_url(tmp_path):
+    file, memory = (backend_of(parse_url(url)) for url in (f"{tmp_path}/x", "memory://x?capacity=1MiB"))
+    assert (file.bounded, file.shared, file.can_list, file.can_verify) == (True, True, True, True)
+    assert (memory.bounded, memory.shared, memory.can_list, memory.can_verify) == (True, False, False, False)
+
+
+# --- a deadline in each call
+
+
+def test_a_call_knows_how_long_its_caller_waits_and_the_nearest_deadline_counts():
+    assert left_s() == float("inf")
+    with deadline(60.0):
+        assert 0 < left_s() <= 60.0
+        with deadline(0.0):
+            assert left_s() == 0.0
+        with deadline(3600.0):
+            assert left_s() <= 60.0
+    assert left_s() == float("inf")
+
+
+class Patient(MemoryStorage):
+    """Waits for as long as its caller does, on a clock of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20, LABEL, "model A")
+        self.now, self.told = 0.0, list[float]()
+
+    def exists(self, names):
+        self.told.append(left_s())
+        self.now += 30.5
+        raise StorageError("no answer")
+
+
+def test_a_call_that_ends_itself_at_its_deadline_opens_the_circuit_as_one_that_hangs():
+    inner = Patient()
+    breaker = Breaker(inner, deadline_s=30.0, clock=lambda: inner.now, pause=lambda event, _: event.wait())
+    with pytest.raises(StorageError, match="no answer"):
+        breaker.exists(["a"])
+    assert 0 < inner.told[0] <= 30.0
+    assert not breaker.up
+    assert breaker.counts["hung"] == 1
+    breaker.close()
+
+
+# --- memory that a storage allocates
+
+
+POOLS = (PoolSpec("kv", (BufferSpec("k", (64, 8), "float32"),), None),)
+IDENTITY = ModelIdentity("test", "weights", "float32", 64, 64, POOLS)
+
+
+def test_the_arenas_of_a_cache_lie_where_its_storage_wants_them(monkeypatch):
+    lent = list[HostRegion]()
+
+    class Ring(MemoryStorage):
+        def register(self, region):
+            lent.append(region)
+
+    plug_in(monkeypatch, "ring", lambda label, it: Ring(1 << 24, label, it), allocates=shared_region)
+    worker = CacheWorker(IDENTITY, CacheConfig(1 << 20, 1 << 20, "ring://x"))
+    (region,) = lent
+    assert region.name is not None
+    path = Path("/dev/shm") / region.name
+    assert path.stat().st_size == region.size_bytes == worker.host[0].memory.nbytes
+    worker.host[0].memory[5000:5004] = b"page"
+    assert path.read_bytes()[5000:5004] == b"page"
+    worker.close(5.0, 5.0, up=True)
+
+
+def test_without_such_a_storage_memory_has_no_name():
+    assert HostArena(POOLS[0], 2, bytes(32)).region.name is None
+    with CacheConfigured() as worker:
+        assert worker.host[0].region.name is None
+
+
+class CacheConfigured:
+    def __enter__(self) -> CacheWorker:
+        self.worker = CacheWorker(IDENTITY, CacheConfig(1 << 20, 1 << 20, "memory://arenas?capacity=64MiB"))
+        return self.worker
+
+    def __exit__(self, *_: object) -> None:
+        self.worker.close(5.0, 5.0, up=True)
+
+
+def test_shared_memory_is_gone_with_its_last_view_and_with_a_process_that_is_killed():
+    region = shared_region(1 << 16)
+    assert region.name is not None
+    path, address = Path("/dev/shm") / region.name, region.address
+    assert address % 4096 == 0
+    code = (
+        "import os, signal; from kvarve.regions import shared_region; region = shared_region(1 << 16); "
+        "print(region.name, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    left = Path("/dev/shm") / killed.stdout.strip()
+    assert left.exists()
+    shared_region(4096)
+    assert not left.exists()
+    assert path.exists(), "it is in use"
+    del region
+    assert not path.exists()
+
+
+def test_shared_memory_that_there_is_not_is_one_line():
+    with pytest.raises(ConfigError, match="no 4611686018427387904 bytes of memory in /dev/shm") as told:
+        shared_region(1 << 62)
+    assert "\n" not in str(told.value)
+
+
+# --- what a storage does not tell
+
+
+def test_what_a_storage_does_not_tell_is_left_out():
+    from kvarve.metrics import _storage
+
+    assert [metric.name for metric in _storage(StorageUsage(capacity_bytes=5))] == ["kvarve_storage_capacity_bytes"]
+    assert [*_storage(StorageUsage())] == []

@@ -1,0 +1,211 @@
+"""The suite of every storage against a real Redis server, over a Unix socket, and what is Redis's own."""
+
+import hashlib
+import itertools
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import hypothesis
+import pytest
+from redis_server import RedisServer, free_port
+
+from kvarve.errors import ConfigError, StorageError
+from kvarve.storage import Storage, check_storage, open_storage
+from kvarve.storage.redis.backend import read_settings
+from kvarve.storage.urls import parse_url
+from kvarve.testing import suite
+from kvarve.testing.suite import (
+    LABEL,
+    OTHER_LABEL,
+    MakeAging,
+    MakeStorage,
+    StorageSuite,
+    TtlSuite,
+    UrlOf,
+    get,
+    put,
+    there,
+)
+
+_tests = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"), port=free_port())
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def opened(server: RedisServer) -> Iterator[Callable[..., Storage]]:
+    everything = []
+
+    def make(url: str | None = None, label: bytes = LABEL) -> Storage:
+        everything.append(open_storage(url or server.url(), label=label, description="model A"))
+        return everything[-1]
+
+    yield make
+    for storage in everything:
+        storage.close()
+    server.ask("FLUSHALL")
+
+
+def mixed(label: bytes, place: str, test: int) -> bytes:
+    """One server is one place: several of them are labels here."""
+    return hashlib.sha256(label + f"{place} {test}".encode()).digest() if 1 <= len(label) <= 64 else label
+
+
+class TestRedisStorage(StorageSuite, TtlSuite):
+    @pytest.fixture
+    def test(self) -> int:
+        return next(_tests)
+
+    @pytest.fixture
+    def make_storage(self, server: RedisServer, opened: Callable[..., Storage], test: int) -> MakeStorage:
+        def make(
+            *,
+            label: bytes = LABEL,
+            description: str = "model A",
+            capacity_bytes: int = 64 << 20,
+            place: str = "here",
+        ) -> Storage:
+            return opened(label=mixed(label, place, test))
+
+        return make
+
+    @pytest.fixture
+    def url_of(self, server: RedisServer, test: int) -> UrlOf:
+        return lambda place: (server.url(), mixed(LABEL, place, test))
+
+    @pytest.fixture
+    def make_aging(self, server: RedisServer, opened: Callable[..., Storage]) -> MakeAging:
+        def wait(seconds: float) -> None:
+            for key in server.ask("KEYS", "*").split("\r\n")[2::2]:  # the server's clock cannot be moved
+                left_ms = int(server.ask("PTTL", key)[1:])
+                server.ask("PEXPIRE", key, str(left_ms - int(1000 * seconds)))
+
+        return lambda ttl_s: (opened(server.url(f"?ttl={ttl_s:g}s")), wait)
+
+    def test_any_history_of_calls_agrees_with_a_dict(
+        self, make_storage: MakeStorage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        few = {"max_examples": 10, "stateful_step_count": 20}
+        monkeypatch.setattr(suite, "settings", lambda **usual: hypothesis.settings(**(usual | few)))
+        super().test_any_history_of_calls_agrees_with_a_dict(make_storage)
+
+
+def test_other_keys_of_the_server_are_neither_seen_nor_touched(server, opened):
+    server.ask("SET", "theirs", "1")
+    storage, other = opened(), opened(label=OTHER_LABEL)
+    put(storage, page=b"1", theirs=b"ours")
+    put(other, page=b"2")
+    assert storage.drop() == 2
+    assert server.ask("GET", "theirs") == "$1\r\n1\r\n"
+    assert get(other, "page") == b"2"
+
+
+def test_a_drop_goes_through_as_many_keys_as_there_are(server, opened):
+    storage = opened()
+    names = [f"a-{i}" for i in range(2300)] + [f"b.c-{i}" for i in range(30)]
+    assert all(storage.put(names, [memoryview(b"1")] * len(names)))
+    assert (storage.drop("b.c"), storage.drop("a"), storage.drop()) == (30, 2300, 0)
+
+
+def test_a_key_lives_for_the_ttl_and_without_one_until_the_server_evicts_it(server, opened):
+    put(opened(server.url("?ttl=1.5h")), a=b"1")
+    put(opened(), b=b"1")
+    (a,) = [key for key in server.ask("KEYS", "*").split("\r\n")[2::2] if key.endswith("a")]
+    assert 5_000_000 < int(server.ask("PTTL", a)[1:]) <= 5_400_000
+    assert server.ask("PTTL", f"{a[:-1]}b") == ":-1\r\n"
+
+
+def test_a_databases_number_keeps_it_apart(server, opened):
+    one, other = (opened(f"redis://127.0.0.1:{server.port}/{number}") for number in (0, 3))
+    put(one, a=b"1")
+    assert there(other, "a") == ""
+    assert there(opened(f"redis://127.0.0.1:{server.port}"), "a") == "a"
+
+
+def test_a_payload_that_comes_in_many_pieces_is_put_together_wherever_they_end(opened):
+    storage = opened()
+    sizes = [*range(40), 16_383, 16_384, 16_385, 65_535, 65_537, 3_000_001]
+    data = [bytes((i + at) % 251 for at in range(min(size, 500))) * (size // 500 + 1) for i, size in enumerate(sizes)]
+    views = [memoryview(each)[:size] for each, size in zip(data, sizes, strict=True)]
+    names = [f"page-{i}" for i in range(len(sizes))]
+    assert all(storage.put(names, views))
+    buffers = [memoryview(bytearray(size)) for size in sizes]
+    assert storage.get(names, buffers) == sizes
+    assert buffers == views
+    half = [memoryview(bytearray(size // 2)) for size in sizes]
+    assert storage.get(names, half) == sizes
+    assert half == [view[: size // 2] for view, size in zip(views, sizes, strict=True)]
+
+
+def test_more_than_may_be_under_way_at_once_is_read(opened):
+    storage = opened()
+    names, data = [f"page-{i}" for i in range(40)], [memoryview(bytes([i]) * (1 << 20)) for i in range(40)]
+    assert all(storage.put(names, data))
+    buffers = [memoryview(bytearray(1 << 20)) for _ in names]
+    assert storage.get([*names, "none"], [*buffers, memoryview(bytearray(1 << 24))]) == [1 << 20] * 40 + [None]
+    assert buffers == data
+
+
+# --- what a URL may say
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("redis://", "say where the server is"),
+        ("redis://host:0", "is not host:port"),
+        ("redis://host:70000", "is not host:port"),
+        ("redis://ho st", "is not host:port"),
+        ("redis://host/name", "the number of a database"),
+        ("redis://host?ttl=soon", "ttl=soon is not a time"),
+        ("redis://host?ttl=0s", "ttl above zero"),
+        ("redis://host?capacity=1GiB", "redis knows: cluster, tls_ca, tls_cert, tls_key, ttl"),
+        ("redis://host?tls_ca=/ca.pem", "is for rediss://"),
+        ("redis://host?cluster=maybe", "yes or no"),
+        ("redis://host/1?cluster=yes", "no database but 0"),
+        ("redis:///socket?cluster=yes", "a cluster has a host"),
+        ("redis://user@host", "a user has a password"),
+        ("rediss:///socket", "say where the server is"),
+    ],
+)
+def test_a_url_that_cannot_work_is_told_in_one_line(url, said):
+    with pytest.raises(ConfigError, match=said) as told:
+        check_storage(url, label=LABEL, description="model A")
+    assert "\n" not in str(told.value)
+
+
+def test_a_url_says_where_and_how():
+    settings = read_settings(parse_url("redis://me:p%40w@10.0.0.1:7000/2?ttl=2m"))
+    assert (settings.host, settings.port, settings.database, settings.ttl_s) == ("10.0.0.1", 7000, 2, 120.0)
+    assert (settings.user, settings.password, settings.tls) == ("me", "p@w", False)
+    assert "p@w" not in repr(settings)
+    settings = read_settings(parse_url("rediss://[::1]?tls_ca=/ca.pem&cluster=yes"))
+    assert (settings.host, settings.port, settings.tls, settings.tls_ca) == ("::1", 6379, True, "/ca.pem")
+    assert settings.cluster
+    assert read_settings(parse_url("redis:///run/redis.sock")).socket == "/run/redis.sock"
+
+
+def test_what_is_no_redis_is_told_and_not_waited_for(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def greet() -> None:
+            for _ in range(2):
+                with suppress(OSError):  # it hangs up
+                    link, _ = listener.accept()
+                    with link:
+                        link.recv(1000)
+                        link.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        threading.Thread(target=greet, daemon=True).start()
+        port = listener.getsockname()[1]
+        with pytest.raises(StorageError) as told:
+            open_storage(f"redis://127.0.0.1:{port}", label=LABEL, description="model A")
+        assert f"127.0.0.1:{port}" in str(told.value)

@@ -1,0 +1,358 @@
+"""Redis servers that are killed, stopped, restarted, full, or want another password; TLS; a cluster."""
+
+import datetime
+import ipaddress
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from redis_server import RedisServer, free_port, require_redis, until
+
+from kvarve.errors import StorageError
+from kvarve.storage import Breaker, Storage, deadline, open_storage
+from kvarve.testing.suite import LABEL, get, put, there
+
+SECRET = "hunter2"
+
+
+Opened = Callable[..., Storage]
+
+
+@pytest.fixture
+def opened() -> Iterator[Opened]:
+    """Opens storages by their URLs, and closes them."""
+    everything = []
+
+    def make(url: str, *, answers: bool = True) -> Storage:
+        everything.append(open_storage(url, label=LABEL, description="model A", answers=answers))
+        return everything[-1]
+
+    yield make
+    for storage in everything:
+        storage.close()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path / "redis")
+    yield server
+    server.close()
+
+
+# --- a server that goes away
+
+
+def test_a_server_that_is_killed_is_trouble_and_one_that_is_back_is_used_at_once(server, opened):
+    storage = opened(server.url())
+    put(storage, page=b"1")
+    server.kill()
+    calls = [
+        lambda: storage.exists(["page"]),
+        lambda: get(storage, "page"),
+        lambda: put(storage, page=b"1"),
+        lambda: storage.delete(["page"]),
+        storage.drop,
+        storage.usage,
+    ]
+    for call in calls:
+        with pytest.raises(StorageError, match=str(server.socket)):
+            call()
+    with pytest.raises(StorageError):
+        opened(server.url())
+    later = opened(server.url(), answers=False)
+    server.start()
+    assert get(storage, "page") is None, "the server has forgotten everything"
+    assert put(later, page=b"2") == [True]
+    assert get(storage, "page") == b"2"
+
+
+def test_connections_to_the_server_that_was_there_before_are_not_used(server, opened):
+    storage = opened(server.url())
+    together = threading.Barrier(4, timeout=60)
+
+    def use(number: int) -> None:
+        together.wait()
+        put(storage, **{f"page-{number}": b"1"})
+
+    with ThreadPoolExecutor(4) as pool:
+        [*pool.map(use, range(4))]
+    server.kill()
+    server.start()
+    for _ in range(4):
+        assert storage.exists(["page-0"]) == [False]
+
+
+def test_a_server_that_stands_still_costs_its_callers_their_deadline_and_later_answers_nothing_wrong(server, opened):
+    storage = opened(server.url())
+    names = [f"page-{i}" for i in range(8)]
+    data = [memoryview(bytes([i]) * 300_000) for i in range(8)]
+    assert storage.put(names, data) == [True] * 8
+    buffers = [memoryview(bytearray(300_000)) for _ in names]
+    with server.stopped():
+        for call in (lambda: storage.get(names, buffers), lambda: storage.put(["x"], data[:1]), storage.usage):
+            with deadline(0.05), pytest.raises(StorageError, match=str(server.socket)):
+                call()
+        assert storage._servers._idle == [[]], "a connection on which answers may still come is not used again"
+    back = names[::-1]
+    assert storage.get(back, buffers) == [300_000] * 8
+    assert buffers == data[::-1]
+
+
+def test_behind_a_breaker_it_is_down_until_it_goes_on(server, opened):
+    storage = Breaker(opened(server.url()), deadline_s=0.05, probe_first_s=0.01, probe_most_s=0.02)
+    put(storage, page=b"1")
+    with server.stopped():
+        with pytest.raises(StorageError):
+            get(storage, "page")
+        assert not storage.up
+        assert get(storage, "page") is None
+    until(lambda: storage.up, "a storage that is up again")
+    until(lambda: there(storage, "page") == "page")  # half open: on a machine this busy a call may be late
+    storage.close()
+
+
+def test_a_connection_that_the_server_ends_in_the_middle_of_a_value_is_trouble(server, opened):
+    storage = opened(server.url())
+    put(storage, page=bytes(8 << 20))
+    stop = threading.Event()
+
+    def end_connections() -> None:
+        while not stop.is_set():
+            server.ask("CLIENT", "KILL", "TYPE", "normal")
+
+    buffer, troubles = memoryview(bytearray(8 << 20)), 0
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(end_connections)
+        try:
+            while not troubles:
+                buffer[:] = b"x" * len(buffer)
+                try:
+                    assert storage.get(["page"], [buffer]) == [8 << 20]
+                    assert not any(buffer[:: 1 << 12])
+                except StorageError:
+                    troubles += 1
+        finally:
+            stop.set()
+            with suppress(OSError):  # it has ended its own
+                ending.result()
+    until(lambda: _answers(storage), "a storage that answers")
+    assert get(storage, "page", 8 << 20) == bytes(8 << 20)
+
+
+def _answers(storage: Storage) -> bool:
+    try:
+        return bool(storage.exists(["page"]))
+    except StorageError:
+        return False
+
+
+# --- memory
+
+
+def test_a_server_that_evicts_costs_misses_and_one_that_may_not_has_no_space(tmp_path, opened):
+    server = RedisServer(tmp_path / "redis", "--maxmemory", "8mb", "--maxmemory-policy", "allkeys-lru")
+    try:
+        storage = opened(server.url())
+        names, view = [f"page-{i}" for i in range(200)], memoryview(bytes(100_000))
+        for name in names:
+            assert storage.put([name], [view]) == [True]
+        usage = storage.usage()
+        assert usage.capacity_bytes == 8 << 20
+        assert usage.evicted and usage.evicted >= 100
+        assert (usage.objects, usage.bytes) == (None, None)
+        found = sum(storage.exists(names))
+        assert 0 < found < 100
+        server.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
+        stored = storage.put([f"more-{i}" for i in range(100)], [view] * 100)
+        assert stored[-1] is False
+        sizes = storage.get([f"more-{i}" for i in range(100)], [view_of(100_000)] * 100)
+        assert [size is not None for size in sizes] == stored
+        assert storage.exists(names).count(True) == found
+    finally:
+        server.close()
+
+
+def view_of(size_bytes: int) -> memoryview:
+    return memoryview(bytearray(size_bytes))
+
+
+def test_a_server_that_refuses_writes_says_why(server, opened):
+    storage = opened(server.url())
+    put(storage, old=b"1")
+    server.ask("REPLICAOF", "127.0.0.1", "1")
+    with pytest.raises(StorageError, match="READONLY"):
+        put(storage, new=b"1")
+    assert get(storage, "old") == b"1"
+    server.ask("REPLICAOF", "NO", "ONE")
+    server.ask("ACL", "SETUSER", "default", "-scan", "-info")
+    for call in (storage.drop, storage.usage):
+        with pytest.raises(StorageError, match="NOPERM"):
+            call()
+    server.ask("SADD", f"{_prefix(server)}kind", "a set")
+    with pytest.raises(StorageError, match="WRONGTYPE"):
+        get(storage, "kind")
+    assert get(storage, "old") == b"1"
+
+
+def _prefix(server: RedisServer) -> str:
+    key = next(key for key in server.ask("KEYS", "*").split("\r\n") if key.startswith("kvarve:"))
+    return key.removesuffix("old")
+
+
+# --- passwords
+
+
+def test_a_password_is_needed_checked_and_told_to_nobody(tmp_path, opened, caplog):
+    caplog.set_level(logging.DEBUG)
+    port = free_port()
+    server = RedisServer(tmp_path / "redis", "--requirepass", SECRET, port=port)
+    try:
+        storage = opened(f"redis://:{SECRET}@127.0.0.1:{port}")
+        assert put(storage, page=b"1") == [True]
+        named = opened(f"redis://default:{SECRET}@127.0.0.1:{port}")
+        assert get(named, "page") == b"1"
+        told = [repr(vars(storage)), repr(storage)]
+        for url in (
+            f"redis://:{SECRET}x@127.0.0.1:{port}",
+            f"redis://127.0.0.1:{port}",
+            f"redis://me:{SECRET}@127.0.0.1:{port}",
+        ):
+            with pytest.raises(StorageError, match=rf"(?i)127.0.0.1:{port}: .*(password|authentication)") as refusal:
+                opened(url)
+            told.append(str(refusal.value))
+        assert SECRET not in "".join(told) + caplog.text
+        assert f"127.0.0.1:{port}" in told[-1]
+    finally:
+        server.close()
+
+
+# --- TLS
+
+
+def _certificates(folder: Path) -> tuple[Path, Path]:
+    """A certificate of 127.0.0.1 that signs itself, and its key."""
+    pytest.importorskip("cryptography")
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test")])
+    now = datetime.datetime.now(datetime.UTC)
+    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(address, critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = folder / "cert.pem", folder / "key.pem"
+    paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    encoding, none = serialization.Encoding.PEM, serialization.NoEncryption()
+    paths[1].write_bytes(key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, none))
+    return paths
+
+
+def test_over_tls_the_server_has_to_be_the_one_whose_certificate_is_known(tmp_path, opened):
+    certificate, key = _certificates(tmp_path / "tls")
+    port = free_port()
+    files = ("--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-auth-clients", "no")
+    server = RedisServer(tmp_path / "redis", "--port", "0", "--tls-port", str(port), *files)
+    try:
+        storage = opened(f"rediss://127.0.0.1:{port}?tls_ca={certificate}")
+        names, data = [f"page-{i}" for i in range(12)], [os.urandom(200_000 + i) for i in range(12)]
+        assert storage.put(names, [memoryview(each) for each in data]) == [True] * 12
+        buffers = [memoryview(bytearray(len(each))) for each in data]
+        assert storage.get(names, buffers) == [len(each) for each in data]
+        assert buffers == data
+        assert storage.exists([*names, "x"]) == [True] * 12 + [False]
+        for url in (f"rediss://127.0.0.1:{port}", f"redis://127.0.0.1:{port}"):
+            with deadline(20.0), pytest.raises(StorageError, match=f"127.0.0.1:{port}"):
+                opened(url)
+    finally:
+        server.close()
+
+
+# --- a cluster
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[list[RedisServer]]:
+    """Two servers that have half of the slots each."""
+    require_redis()
+    servers: list[RedisServer] = []
+    try:
+        for number in range(2):
+            while (port := free_port()) > 55_000:  # its bus has the port 10,000 above
+                pass
+            folder = tmp_path / f"redis{number}"
+            servers.append(
+                RedisServer(folder, "--cluster-enabled", "yes", "--cluster-require-full-coverage", "no", port=port)
+            )
+        half = 8192
+        assert servers[0].ask("CLUSTER", "ADDSLOTSRANGE", "0", str(half - 1)).startswith("+OK")
+        assert servers[1].ask("CLUSTER", "ADDSLOTSRANGE", str(half), "16383").startswith("+OK")
+        servers[0].ask("CLUSTER", "MEET", "127.0.0.1", str(servers[1].port))
+        for server in servers:
+            for wanted in ("cluster_state:ok", "cluster_slots_ok:16384"):
+                until(lambda server=server, wanted=wanted: wanted in server.ask("CLUSTER", "INFO"), "a cluster")
+        yield servers
+    finally:
+        for server in servers:
+            server.close()
+
+
+def test_a_cluster_has_each_object_at_one_server_and_misses_those_of_one_that_is_gone(cluster, opened):
+    storage = opened(f"redis://127.0.0.1:{cluster[0].port}?cluster=yes")
+    names, data = [f"page-{i}" for i in range(60)], [memoryview(bytes([i]) * 5000) for i in range(60)]
+    assert storage.put(names, data) == [True] * 60
+    counts = [int(server.ask("DBSIZE")[1:]) for server in cluster]
+    assert sum(counts) == 60
+    assert min(counts) > 10
+    buffers = [memoryview(bytearray(5000)) for _ in names]
+    assert storage.get([*names, "x"], [*buffers, view_of(9)]) == [5000] * 60 + [None]
+    assert buffers == data
+    assert storage.exists(names) == [True] * 60
+    # A slot moves: the first call after it finds nothing there, and the next one knows.
+    slot = int(cluster[0].ask("CLUSTER", "KEYSLOT", _key(cluster, names[0]))[1:])
+    assert storage.delete(names[:1]) == [True]
+    donor, taker = cluster if slot < 8192 else cluster[::-1]
+    for server in (taker, donor):
+        assert server.ask("CLUSTER", "SETSLOT", str(slot), "NODE", _id(taker)) == "+OK\r\n"
+    assert storage.put(names[:1], data[:1]) == [False]
+    assert storage.counts["at another server"] == 1
+    assert storage.put(names[:1], data[:1]) == [True]
+    assert get(storage, names[0]) == data[0]
+    before = storage.exists(names)
+    cluster[1].kill()
+    left = storage.exists(names)
+    assert 0 < sum(left) < sum(before)
+    assert storage.get(names, buffers) == [5000 if there else None for there in left]
+    cluster[0].kill()
+    with pytest.raises(StorageError):
+        storage.exists(names)
+
+
+def _key(cluster: list[RedisServer], name: str) -> str:
+    keys = [key for server in cluster for key in server.ask("KEYS", "*").split("\r\n")[2::2]]
+    return next(key for key in keys if key.endswith(f":{name}"))
+
+
+def _id(server: RedisServer) -> str:
+    return server.ask("CLUSTER", "MYID").split("\r\n")[1]
+
+
+def test_dropping_a_label_asks_every_server_of_a_cluster(cluster, opened):
+    storage = opened(f"redis://127.0.0.1:{cluster[1].port}?cluster=yes")
+    names = [f"a-{i}" for i in range(30)] + [f"b-{i}" for i in range(10)]
+    assert all(storage.put(names, [memoryview(b"1")] * 40))
+    assert (storage.drop("a"), storage.drop()) == (30, 10)
+    assert storage.usage().capacity_bytes is None

@@ -1,0 +1,114 @@
+"""A password in a URL is printed nowhere: not in errors, logs, states of the server, or the repr of what holds it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarve.config import CacheConfig
+from kvarve.errors import ConfigError
+from kvarve.integrations.given import Given
+from kvarve.integrations.hicache import Settings as HiCacheSettings
+from kvarve.integrations.tier_settings import TierSettings
+from kvarve.server.settings import Settings
+from kvarve.storage import Backend, MemoryStorage, check_storage
+from kvarve.storage.urls import parse_url, shown
+from kvarve.testing.suite import LABEL
+from plugged import plug_in
+
+SECRET = "hunter2"
+
+
+@pytest.fixture(autouse=True)
+def vault(monkeypatch):
+    plug_in(monkeypatch, "vault", lambda label, it: MemoryStorage(100, label, it))
+    monkeypatch.setattr(Backend, "secrets", True)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("vault://me:hunter2@host:1/0?capacity=1", "vault://***@host:1/0?capacity=1"),
+        ("vault://:hunter2@host", "vault://***@host"),
+        ("vault://me:hun@ter2@host", "vault://***@host"),
+        ("vault://me:hunter2/3@host", "vault://***@host"),
+        ("vault://me:hunter2?3@host", "vault://***@host"),
+        ("me:hunter2@host", "***@host"),
+        ("vault://host?password=hunter2&capacity=1", "vault://host?password=***&capacity=1"),
+        ("vault://host?auth_token=hunter2", "vault://host?auth_token=***"),
+        ("file:///data/a@b?capacity=1GiB", "file:///data/a@b?capacity=1GiB"),
+        ("/data/a@b", "/data/a@b"),
+    ],
+)
+def test_what_is_shown_of_a_url_has_no_secret(text, told):
+    assert shown(text) == told
+
+
+@given(st.text(alphabet="ab:/?#[]@%& ", max_size=12), st.sampled_from(["", "/0", "/0?capacity=1", "/0?what=ever"]))
+def test_no_error_about_a_url_has_its_password(before, behind):
+    text = f"vault://me:{before}{SECRET}@host{behind}"
+    try:
+        url = parse_url(text)
+    except ConfigError as error:
+        assert SECRET not in str(error)
+    else:
+        assert SECRET in str(url.password)
+        assert SECRET not in f"{url!r}{url.text}{url.place}{url.path}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"vault://me:{SECRET}@host?depth=1",
+        f"vault://?{SECRET}@host",
+        f"vault://me:{SECRET}@host?capacity",
+        f"vault://me:{SECRET}@[host",
+        f"vault://me:{SECRET}@host#",
+        f"vault://me:?{SECRET}@host?capacity=1",
+        f"vault://me:{SECRET}@\N{FULLWIDTH SOLIDUS}host",
+        f"nowhere://me:{SECRET}@host",
+        f"me:{SECRET}@host",
+        f"vault://host?password={SECRET}",
+    ],
+)
+def test_a_refusal_does_not_repeat_it(text):
+    for call in (
+        lambda: check_storage(text, label=LABEL, description="model A"),
+        lambda: Given("here", {"storage": [text]}).storage(),
+        lambda: Given("here", {"storage": {"url": text}}).storage(),
+    ):
+        with pytest.raises(ConfigError) as told:
+            call()
+        assert SECRET not in str(told.value)
+        assert told.value.__cause__ is None or SECRET not in str(told.value.__cause__)
+
+
+def test_two_tiers_of_one_place_are_named_without_it():
+    with pytest.raises(ConfigError, match="same place") as told:
+        check_storage([f"vault://a:{SECRET}@host", f"vault://b:{SECRET}@host"], label=LABEL, description="model A")
+    assert SECRET not in str(told.value)
+
+
+def test_a_kind_of_storage_without_passwords_refuses_one(monkeypatch):
+    monkeypatch.setattr(Backend, "secrets", False)
+    with pytest.raises(ConfigError, match="a memory URL has no user and no password") as told:
+        parse_url(f"memory://me:{SECRET}@name?capacity=1MiB")
+    assert SECRET not in str(told.value)
+
+
+def test_user_and_password_are_decoded_and_the_place_has_neither():
+    url = parse_url("vault://a%40b:p%2Fw%3A@host:1/x")
+    assert (url.user, url.password, url.place, url.path) == ("a@b", "p/w:", "host:1", "/x")
+    assert (parse_url("vault://host").user, parse_url("vault://host").password) == (None, None)
+    assert (parse_url("vault://:pw@host").user, parse_url("vault://:pw@host").password) == (None, "pw")
+
+
+def test_settings_that_hold_a_url_do_not_show_it():
+    url = f"vault://me:{SECRET}@host"
+    held = [
+        CacheConfig(1 << 20, 1 << 20, url),
+        Settings(storage=(url,)),
+        Settings(storage=(url,)).cache,
+        TierSettings((url,)),
+        HiCacheSettings((url,)),
+    ]
+    assert SECRET not in repr(held)
