@@ -9,8 +9,9 @@ import torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from kvarve.integrations.vllm import identity_of
+    from kvarve.integrations.vllm import check_engine, identity_of
 
+from kvarve.errors import ConfigError
 from kvarve.memory.engine_arena import pool_of
 
 
@@ -34,10 +35,12 @@ def config(**changes: Any) -> Any:
         ),
         cache_config=Config(
             cache_dtype="auto",
+            enable_prefix_caching=True,
             calculate_kv_scales=False,
             prefix_caching_hash_algo="sha256",
         ),
-        parallel_config=Config(),
+        parallel_config=Config(world_size=1, decode_context_parallel_size=1),
+        kv_transfer_config=Config(kv_role="kv_both", kv_load_failure_policy="recompute"),
     )
     for path, value in changes.items():
         *places, last = path.split("__")
@@ -70,3 +73,19 @@ def identity(**changes: Any) -> Any:
 def test_what_may_change_a_byte_changes_the_identity(change: dict[str, Any]) -> None:
     assert identity() == identity()
     assert identity(**change) != identity()
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ({"cache_config__enable_prefix_caching": False}, "remove --no-enable-prefix-caching"),
+        ({"kv_transfer_config__kv_role": "kv_producer"}, "give 'kv_both'"),
+        ({"kv_transfer_config__kv_load_failure_policy": "fail"}, "give 'recompute'"),
+        ({"parallel_config__world_size": 2}, "OffloadingConnector"),
+    ],
+    ids=str,
+)
+def test_settings_with_which_the_connector_cannot_work_are_refused(change: dict[str, Any], remedy: str) -> None:
+    check_engine(config())
+    with pytest.raises(ConfigError, match=remedy):
+        check_engine(config(**change))
