@@ -28,6 +28,7 @@ class Told:
         self.host: set[int] = set()
         self.storage: set[int] = set()
         self.wrong_from = ""  # an answer from there has another logprob
+        self.settings: list[dict[str, Any]] = []  # of the engines with kvarve
 
 
 class Engine:
@@ -36,6 +37,7 @@ class Engine:
     def __init__(self, told: Told, settings: dict[str, Any]) -> None:
         self.told, self.kvarve = told, settings["kvarve"] is not None
         told.device, told.host = set(), set()  # it has just started
+        told.settings += [settings["kvarve"]] if self.kvarve else []
 
     def __enter__(self) -> "Engine":
         return self
@@ -109,6 +111,13 @@ def test_one_logprob_that_differs_in_one_round_is_exit_code_1(
     said = capsys.readouterr().out
     assert said.count("DIFFER") == 1 and "this is a bug" in said
     assert json.loads((tmp_path / "demo-vllm.json").read_text())["outputs_equal"] is False
+
+
+def test_the_connector_divides_memory_by_its_default_unless_told(told: Told, tmp_path: Path) -> None:
+    asked: dict[str, list[str]] = {"default": [], "zero": ["--tokens-per-snapshot", "0"]}
+    for name, words in asked.items():
+        assert main(["demo", "--engine", "vllm", "--quick", "--out", str(tmp_path / name), *words]) == 0
+    assert [each.get("tokens_per_snapshot") for each in told.settings] == [None, None, 0, 0]
 
 
 def test_without_matplotlib_there_is_no_picture_and_it_says_so(

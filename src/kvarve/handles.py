@@ -5,6 +5,7 @@ A page of one block has the block's own number as its handle.
 
 from collections.abc import Sequence
 
+NULL_BLOCK = 0  # stands where the engine keeps nothing: skipped windows, old states
 _BITS = 32
 
 

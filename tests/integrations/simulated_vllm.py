@@ -16,8 +16,8 @@ from enum import Enum
 
 from kvarve.boundaries import legal, members, needed, of, shared
 from kvarve.core.effects import Copy, Ended, Event, Hurry, Probe
-from kvarve.handles import blocks_of
-from kvarve.integrations.plan import NULL_BLOCK, BlockPlanner, Group, Offer, Plan, Scheduled
+from kvarve.handles import NULL_BLOCK, blocks_of
+from kvarve.integrations.plan import BlockPlanner, Group, Offer, Plan, Scheduled
 from kvarve.messages import Order, Report
 from kvarve.model import Tier
 

@@ -1,12 +1,12 @@
 """The weights that an engine serves are told apart by their files, wherever these lie."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-import kvarve.integrations.checkpoint
 from kvarve.errors import ConfigError
 from kvarve.integrations.checkpoint import Adapters, local_files, weights_fingerprint
 
@@ -107,21 +107,59 @@ def test_adapters_of_equal_files_have_one_salt_wherever_they_lie(tmp_path: Path)
     assert Adapters(not_there).salt(an_adapter(tmp_path / "third", b"more weights")) != Adapters(not_there).salt(one)
 
 
-def test_an_adapter_whose_files_are_replaced_in_place_has_another_salt(tmp_path: Path) -> None:
+def test_an_adapter_whose_files_have_changed_shares_no_page_with_another_engine(tmp_path: Path) -> None:
+    """The engine computes with the weights that it loaded before, or with the new ones: nothing tells."""
     adapters, path = Adapters(not_there), an_adapter(tmp_path / "one", b"weights")
-    first = adapters.salt(path)
-    an_adapter(tmp_path / "one", b"others!!")
-    assert adapters.salt(path) != first
+    salts = [adapters.salt(path)]
+    for content in (b"others", b"weights"):
+        an_adapter(tmp_path / "one", content)
+        os.utime(tmp_path / "one" / "adapter_model.bin", ns=(len(salts), len(salts)))
+        salts += [adapters.salt(path), Adapters(not_there).salt(path)]
+        assert adapters.salt(path) == salts[-2], "it lasts until they change again"
+    first, changed, others, back, same = salts
+    assert same == first
+    assert len({first, changed, others, back}) == 4
 
 
-def test_the_files_of_an_adapter_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_of_an_adapter_are_read_once(tmp_path: Path) -> None:
     """The engine's scheduler asks several times for each request."""
     adapters, path = Adapters(not_there), an_adapter(tmp_path / "one", b"weights")
-    first = adapters.salt(path)
-    monkeypatch.setattr(kvarve.integrations.checkpoint, "weights_fingerprint", lambda _: pytest.fail("read again"))
-    assert adapters.salt(path) == first
+    first, before = adapters.salt(path), (tmp_path / "one" / "adapter_model.bin").stat()
+    an_adapter(tmp_path / "one", b"WEIGHTS")
+    os.utime(tmp_path / "one" / "adapter_model.bin", ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert adapters.salt(path) == first != Adapters(not_there).salt(path)
 
 
-def test_an_adapter_that_cannot_be_read_ends_no_engine_and_shares_no_page() -> None:
-    one, other = Adapters(not_there), Adapters(not_there)
-    assert one.salt("/no/such/adapter") == one.salt("/no/such/adapter") != other.salt("/no/such/adapter")
+@pytest.mark.parametrize("error", [OSError, ValueError, RuntimeError, KeyError])
+@pytest.mark.parametrize("path", ["/no/such/adapter", "org/name", "a\0b", "a\ud800b", "a" * 5000, ""])
+def test_an_adapter_that_cannot_be_read_ends_no_engine_and_shares_no_page(
+    path: str, error: type[Exception], caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(*_: object, **__: object) -> str:
+        raise error("the hub's client")
+
+    monkeypatch.chdir(tmp_path)
+    one, other = Adapters(find), Adapters(find)
+    assert one.salt(path) == one.salt(path) != other.salt(path)
+    assert "no other engine finds its pages" in caplog.text
+    assert '"weights"' not in caplog.text, "a setting that names no adapter"
+
+
+def test_an_adapter_s_files_may_have_any_name(tmp_path: Path) -> None:
+    name, folders = b"\xff.bin", [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+        try:
+            (folder / os.fsdecode(name)).write_bytes(b"weights")
+        except OSError:
+            pytest.skip("this file system wants names in UTF-8")
+    one, two = (Adapters(not_there).salt(str(folder)) for folder in folders)
+    assert one == two
+
+
+def test_a_pipe_among_an_adapter_s_files_is_not_waited_for(tmp_path: Path) -> None:
+    path = an_adapter(tmp_path / "one", b"weights")
+    alone = Adapters(not_there).salt(path)
+    os.mkfifo(tmp_path / "one" / "x.bin")
+    (tmp_path / "one" / "folder.bin").mkdir()
+    assert Adapters(not_there).salt(path) == alone

@@ -1,6 +1,8 @@
 """What an engine with blocks of its own loads and saves, with a scheduler that behaves like vLLM's."""
 
+import gc
 import random
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -10,7 +12,7 @@ from kvarve.config import CacheConfig
 from kvarve.core.effects import Copy
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
-from kvarve.integrations.plan import BlockPlanner, Group, lookback_of
+from kvarve.integrations.plan import BlockPlanner, Group, Stored, lookback_of
 from kvarve.model import BufferSpec, ModelIdentity, PoolSpec, Tier
 from kvarve.scheduler import CacheScheduler
 
@@ -350,8 +352,8 @@ def test_what_is_told_of_the_host_is_what_it_has() -> None:
         for number in range(12):
             ask(sim, prompt(70, number % 5), str(number))
             sim.reset()
-            for stored, here in sim.planner.take_changes():
-                page = (stored.pool, stored.name)
+            for change in sim.planner.take_changes():
+                page, here = (change.pool, change.name), isinstance(change, Stored)
                 assert (page in told) != here, "a page comes before it goes, and goes before it comes again"
                 (told.add if here else told.discard)(page)
                 seen[here] += 1
@@ -359,6 +361,15 @@ def test_what_is_told_of_the_host_is_what_it_has() -> None:
         core = sim.planner._scheduler.core
         there = sum(run.here[place].bit_count() for run in core.slot_pools.runs() for place in range(3))
         assert len(told) == there
+
+
+def test_pages_in_the_host_keep_no_request_alive() -> None:
+    sim = engine()
+    request = weakref.ref(sim.add("a", prompt(70, 1), 1))
+    sim.run()
+    assert sim.planner.take_changes()
+    gc.collect()
+    assert request() is None
 
 
 def test_a_lookback_by_the_kind_of_group() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from kvarve.errors import ConfigError
 from kvarve.integrations.chunks import namespace_of
-from kvarve.integrations.vllm_identity import groups_fields, model_fields, plain, weights_of
+from kvarve.integrations.vllm_identity import groups_fields, model_digest, plain, weights_of
 
 
 class Config(SimpleNamespace):
@@ -31,9 +31,19 @@ def configs(**changes: Any) -> Any:
         model_config=Config(
             model="/models/a",
             revision=None,
-            hf_config=Config(hidden_size=64, rope={"theta": 1e6}, _name_or_path="/models/a", transformers_version="5"),
+            hf_config=Config(
+                model_type="a",
+                hidden_size=64,
+                rope={"theta": 1e6},
+                vision_config={"model_type": "v", "depth": 4, "_name_or_path": "/models/v"},
+                _name_or_path="/models/a",
+                transformers_version="5",
+            ),
+            architectures=["AForCausalLM"],
             dtype="bfloat16",
             quantization=None,
+            quantization_config=None,
+            enforce_eager=False,
             max_model_len=4096,
             seed=0,
         ),
@@ -58,19 +68,27 @@ def configs(**changes: Any) -> Any:
     [
         {"model_config__hf_config__hidden_size": 65},
         {"model_config__hf_config__rope": {"theta": 1e4}},
+        {"model_config__hf_config__vision_config": {"model_type": "v", "depth": 5}},
+        {"model_config__architectures": ["AForOther"]},
         {"model_config__dtype": "float32"},
         {"model_config__quantization": "fp8"},
+        {"model_config__quantization_config": {"bits": 4}},
+        {"model_config__enforce_eager": True},
         {"cache_config__cache_dtype": "fp8"},
+        {"cache_config__calculate_kv_scales": True},
         {"cache_config__mamba_ssm_cache_dtype": "float32"},
         {"cache_config__kv_cache_layout": "LBNHC"},
         {"parallel_config__tensor_parallel_size": 2},
         {"attention_config__backend": Backend.OTHER},
+        {"attention_config__flash_attn_version": 3},
+        {"use_v2_model_runner": True},
+        {"lora_config": Config(lora_dtype="float32")},
         {"speculative_config": Config(method="eagle", model="d", num_speculative_tokens=3)},
     ],
     ids=str,
 )
 def test_what_may_change_a_byte_changes_the_identity(change: dict[str, Any]) -> None:
-    assert namespace_of(model_fields(configs(**change))) != namespace_of(model_fields(configs()))
+    assert model_digest(configs(**change)) != model_digest(configs())
 
 
 @pytest.mark.parametrize(
@@ -78,6 +96,7 @@ def test_what_may_change_a_byte_changes_the_identity(change: dict[str, Any]) -> 
     [
         {"model_config__model": "/elsewhere/a"},
         {"model_config__hf_config___name_or_path": "/elsewhere/a"},
+        {"model_config__hf_config__vision_config": {"model_type": "v", "depth": 4, "_name_or_path": "/elsewhere/v"}},
         {"model_config__max_model_len": 8192},
         {"model_config__seed": 7},
         {"cache_config__gpu_blocks": 200},
@@ -86,13 +105,13 @@ def test_what_may_change_a_byte_changes_the_identity(change: dict[str, Any]) -> 
     ids=str,
 )
 def test_what_changes_no_byte_does_not(change: dict[str, Any]) -> None:
-    assert namespace_of(model_fields(configs(**change))) == namespace_of(model_fields(configs()))
+    assert model_digest(configs(**change)) == model_digest(configs())
 
 
 def test_the_longest_context_counts_where_positions_depend_on_it() -> None:
     rope = {"model_config__hf_config__rope": {"rope_type": "longrope"}}
     short, long = (configs(**rope, model_config__max_model_len=tokens) for tokens in (4096, 8192))
-    assert model_fields(short) != model_fields(long)
+    assert model_digest(short) != model_digest(long)
 
 
 def test_groups_tell_their_layers_and_what_they_keep() -> None:

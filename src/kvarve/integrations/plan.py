@@ -25,13 +25,12 @@ from kvarve.boundaries import members, needed, ones, union
 from kvarve.core.effects import Copy, Ended, Page
 from kvarve.core.lease import Lease, Phase
 from kvarve.errors import ConfigError
-from kvarve.handles import blocks_of, handle_of
+from kvarve.handles import NULL_BLOCK, blocks_of, handle_of
 from kvarve.keys import TOKEN_BYTES
 from kvarve.messages import Order, Report
 from kvarve.model import Tier, window_lookback
 from kvarve.scheduler import CacheScheduler
 
-NULL_BLOCK = 0  # stands in a row where the engine keeps nothing: skipped windows, old states
 HASH_WORDS = 8  # the longest hash of a page, in tokens
 
 Rows = Sequence[Sequence[int]]  # by group of the engine: the blocks of a request, by position
@@ -106,13 +105,20 @@ class Offer(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A page of one group in the host: `name` is the engine's hash at its end, `parent` at its start."""
+    """A page of one group that the host has got: `name` is the engine's hash at its end, `parent` at its start."""
 
     request: Request
     pool: int
     page: int
     name: bytes
     parent: bytes | None
+
+
+class Removed(NamedTuple):
+    """A page of one group that the host has given up. It knows no request, which would live as long as the page."""
+
+    pool: int
+    name: bytes
 
 
 @dataclass
@@ -173,11 +179,10 @@ class BlockPlanner:
         self._freed: list[int] = []
         # If they are told: pages that are copied to the host, by copy; those in its slots, by pool and slot.
         self._copies: dict[int, list[tuple[Page, Stored]]] = {}
-        self._in_host: dict[tuple[int, int], Stored] = {}
-        self._changes: list[tuple[Stored, bool]] = []
+        self._in_host: dict[tuple[int, int], Removed] = {}
+        self._changes: list[Stored | Removed] = []
         self._up, self._now = True, 0.0
         self.failed_loads = 0
-        self.claimed_tokens = 0
 
     # --- what the engine asks
 
@@ -226,7 +231,6 @@ class BlockPlanner:
         self._scheduler.load(lease, targets)
         (op,) = lease.ops
         self._loads[op] = request.request_id
-        self.claimed_tokens += external
 
     def sources(self, request_id: str) -> dict[Tier, int]:
         """Of the tokens that are being loaded for a request, how many were in the host and how many in storage."""
@@ -262,14 +266,14 @@ class BlockPlanner:
             if isinstance(event, Ended):
                 for at, (page, stored) in enumerate(self._copies.pop(event.op, ())):
                     if event.good >> at & 1:
-                        self._in_host[page.pool, page.target] = stored
-                        self._changes.append((stored, True))
+                        self._in_host[page.pool, page.target] = Removed(stored.pool, stored.name)
+                        self._changes.append(stored)
         self._step(report)
         freed, self._freed = self._freed, []
         return freed
 
-    def take_changes(self) -> list[tuple[Stored, bool]]:
-        """The pages that the host has got (true) or given up since the last call, in order."""
+    def take_changes(self) -> list[Stored | Removed]:
+        """The pages that the host has got or given up since the last call, in order."""
         self._note_freed()
         changes, self._changes = self._changes, []
         return changes
@@ -392,8 +396,8 @@ class BlockPlanner:
 
     def _note_freed(self) -> None:
         for place in self._scheduler.freed() if self._tells else ():
-            if (stored := self._in_host.pop(place, None)) is not None:
-                self._changes.append((stored, False))
+            if (removed := self._in_host.pop(place, None)) is not None:
+                self._changes.append(removed)
 
     def _close(self, request_id: str) -> None:
         standing = self._standing.pop(request_id, None)

@@ -38,12 +38,12 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvarve.core.effects import Copy, Ended
-from kvarve.engine.identity import config_digest, numerics
+from kvarve.engine.identity import numerics
 from kvarve.errors import ConfigError
 from kvarve.integrations.checkpoint import Adapters
 from kvarve.integrations.extra_config import extra_config
-from kvarve.integrations.plan import BlockPlanner, Group, Offer, Plan, Scheduled, Stored, lookback_of
-from kvarve.integrations.vllm_identity import weights_of
+from kvarve.integrations.plan import BlockPlanner, Group, Offer, Plan, Removed, Scheduled, Stored, lookback_of
+from kvarve.integrations.vllm_identity import model_digest, weights_of
 from kvarve.memory.engine_arena import EngineArena, block_bytes, pool_of
 from kvarve.messages import Report
 from kvarve.model import LAYOUT_FORMAT, ModelIdentity, Tier
@@ -265,7 +265,10 @@ class SchedulerSide:
         return any(self.pool.blocks[block].ref_cnt == users for block, users in self._held.items())
 
     def take_events(self) -> list[Any]:
-        return [self._stored(page) if here else self._removed(page) for page, here in self.planner.take_changes()]
+        return [
+            self._stored(page) if isinstance(page, Stored) else self._removed(page)
+            for page in self.planner.take_changes()
+        ]
 
     def _stored(self, page: Stored) -> Any:
         group, request = self._groups[page.pool], cast(Any, page.request)
@@ -283,7 +286,7 @@ class SchedulerSide:
             kv_cache_spec_sliding_window=group.window_tokens,
         )
 
-    def _removed(self, page: Stored) -> Any:
+    def _removed(self, page: Removed) -> Any:
         name = maybe_convert_block_hash(page.name)
         return BlockRemoved(block_hashes=[name], medium=MEDIUM_CPU, group_idx=self._groups[page.pool].number)
 
@@ -394,6 +397,11 @@ class WorkerSide:
 def check_engine(config: "VllmConfig") -> None:
     """ConfigError for settings of the engine with which kvarve cannot work."""
     transfer, parallel = config.kv_transfer_config, config.parallel_config
+    if not config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "vLLM's prefix caching is off, whose hashes name kvarve's pages: remove --no-enable-prefix-caching, or "
+            "remove the connector"
+        )
     if transfer.kv_role != "kv_both":
         raise ConfigError(f"kv_role is {transfer.kv_role!r}: kvarve both saves and loads, so give 'kv_both'")
     if transfer.kv_load_failure_policy != "recompute":
@@ -432,14 +440,7 @@ def identity_of(
     The grid is a page: vLLM computes a prompt in chunks that follow from its load, and its own prefix cache does not
     tell them apart either.
     """
-    model, speculative = config.model_config, config.speculative_config
-    choices = [
-        f"vllm {VLLM_VERSION}",
-        f"attention {getattr(config, 'attention_config', None)}",
-        f"eager {model.enforce_eager}",
-        f"hashes {config.cache_config.prefix_caching_hash_algo}",
-        f"draft {speculative.method if speculative is not None else ''}",
-    ]
+    model, cache = config.model_config, config.cache_config
     return ModelIdentity(
         architecture=" ".join(model.architectures),
         weights=weights_of(config, weights),
@@ -448,9 +449,9 @@ def identity_of(
         chunk_tokens=page_tokens,
         pools=tuple(pools),
         layout=f"{LAYOUT_FORMAT} of vllm: {'; '.join(kept)}",
-        config=config_digest(model.hf_text_config.to_dict()),
-        quantisation=f"{model.quantization or ''} {config.cache_config.cache_dtype}".strip(),
-        numerics=numerics([device], choices),
+        config=model_digest(config),
+        quantisation=f"{model.quantization or ''} {cache.cache_dtype}".strip(),
+        numerics=numerics([device], [f"vllm {VLLM_VERSION}", f"hashes {cache.prefix_caching_hash_algo}"]),
     )
 
 

@@ -10,22 +10,21 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+from kvarve.engine.identity import config_digest
 from kvarve.integrations.checkpoint import Find, in_hub_cache, local_files, weights_fingerprint
 from kvarve.integrations.given import READ_ALL
-
-# Fields of a model's config for its name and its writer.
-_NOT_OWN = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
 
 Fields = dict[str, object]
 
 
-def model_fields(vllm_config: Any) -> Fields:
-    """The model as this engine computes it, without its weights."""
+def model_digest(vllm_config: Any) -> str:
+    """A digest of the model as this engine computes it, without its weights. Both seams have it in their identity."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    config = plain({k: v for k, v in model.hf_config.to_dict().items() if k not in _NOT_OWN})
+    config = plain(model.hf_config.to_dict())
     speculative, lora = getattr(vllm_config, "speculative_config", None), getattr(vllm_config, "lora_config", None)
     fields: Fields = {
         "config": config,
+        "architectures": model.architectures,
         "dtype": model.dtype,
         "quantization": [getattr(model, "quantization", None), getattr(model, "quantization_config", None)],
         "cache": [
@@ -34,7 +33,8 @@ def model_fields(vllm_config: Any) -> Fields:
         ],
         "kv_scales": getattr(cache, "calculate_kv_scales", None),
         "layout": getattr(cache, "kv_cache_layout", None),
-        "attention": getattr(getattr(vllm_config, "attention_config", None), "backend", None),
+        "attention": getattr(vllm_config, "attention_config", None),
+        "eager": getattr(model, "enforce_eager", None),
         "v2_runner": getattr(vllm_config, "use_v2_model_runner", None),
         "ranks": [
             getattr(parallel, f"{it}_parallel_size", 1)
@@ -46,7 +46,7 @@ def model_fields(vllm_config: Any) -> Fields:
     }
     if "longrope" in json.dumps(config):  # its factors are chosen by the longest context
         fields["max_model_len"] = model.max_model_len
-    return {name: plain(value) for name, value in fields.items()}
+    return config_digest({name: plain(value) for name, value in fields.items()})
 
 
 def groups_fields(kv_cache_config: Any) -> Fields:
@@ -86,6 +86,6 @@ def plain(value: Any) -> object:
     if isinstance(value, list | tuple):
         return [plain(each) for each in value]
     if hasattr(value, "to_dict"):
-        return plain({k: v for k, v in value.to_dict().items() if k not in _NOT_OWN})
+        return plain(value.to_dict())
     text = f"{type(value).__qualname__} {value}"
     return type(value).__qualname__ if " at 0x" in text else text  # an address differs in every process

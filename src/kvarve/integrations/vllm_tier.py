@@ -37,7 +37,7 @@ from kvarve.background import BackgroundCall
 from kvarve.errors import ConfigError
 from kvarve.integrations.chunks import ChunkStore, Found, namespace_of
 from kvarve.integrations.tier_settings import TierSettings, read_settings
-from kvarve.integrations.vllm_identity import Fields, groups_fields, model_fields, plain, weights_of
+from kvarve.integrations.vllm_identity import Fields, groups_fields, model_digest, plain, weights_of
 from kvarve.memory.record import whole
 from kvarve.memory.seals import Seal, seal_of
 from kvarve.storage import Breaker, Storage, Tiers, open_storage
@@ -223,7 +223,7 @@ def _identity(spec: Any, settings: TierSettings, row_bytes: int) -> Fields:
     vllm_config, kv_cache_config = found
     if kv_cache_config is not None:
         fields["specs"] = groups_fields(kv_cache_config)
-    fields["model"] = model_fields(vllm_config)
+    fields["model"] = model_digest(vllm_config)
     fields["weights"] = weights_of(vllm_config, settings.weights)
     return {name: plain(value) for name, value in fields.items()}
 

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from kvarve.errors import ConfigError
-from kvarve.handles import blocks_of
+from kvarve.handles import NULL_BLOCK, blocks_of
 from kvarve.model import BufferSpec, PoolSpec
-
-NULL_BLOCK = 0
 
 
 class EngineArena:
