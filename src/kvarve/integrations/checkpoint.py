@@ -109,7 +109,7 @@ def _fingerprint(folder: Path, *, whole: bool = False) -> str:
     """OSError: there are no weights, or they cannot be read."""
     files = _files(folder)
     if not files:
-        raise FileNotFoundError("no file of weights is there")
+        raise FileNotFoundError("no weights are there")
     digest = hashlib.sha256(b"whole" if whole else b"sample")
     for path in files:
         digest.update(b"%b %d " % (os.fsencode(path.name), path.stat().st_size))  # a name is any bytes
