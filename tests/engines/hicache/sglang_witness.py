@@ -95,7 +95,7 @@ class Sick:
     def __init__(self) -> None:
         self.storages: list[FaultyStorage] = []
 
-    def open(self, setting: Any, *, label: bytes, description: str, deadline_s: float) -> Breaker:
+    def open(self, setting: Any, *, label: bytes, description: str, deadline_s: float, seal: Any) -> Breaker:
         files = open_storage(setting, label=label, description=description)
         self.storages.append(FaultyStorage(files, seed=len(self.storages)))
         return Breaker(self.storages[-1], deadline_s=deadline_s, probe_first_s=0.001, probe_most_s=0.01)
