@@ -62,6 +62,12 @@ class StorageUrl:
         except ConfigError as error:
             raise ConfigError(f"{self.text}: {parameter}={error}") from None
 
+    def yes(self, parameter: str, *, default: bool) -> bool:
+        written = self.parameters.get(parameter, "yes" if default else "no")
+        if written not in ("yes", "no"):
+            raise ConfigError(f"{self.text}: {parameter}={written} is neither yes nor no")
+        return written == "yes"
+
     def whole_number(self, parameter: str) -> int:
         written = self.parameters[parameter]
         if not written.isascii() or not written.isdigit() or len(written) > 4:
@@ -92,6 +98,7 @@ class FileSettings:
     quota_bytes: int | None
     eviction: str
     threads: int
+    durable: bool
 
 
 def file_settings(url: StorageUrl) -> FileSettings:
@@ -108,6 +115,7 @@ def file_settings(url: StorageUrl) -> FileSettings:
         url.size_bytes("quota") if "quota" in given else None,
         given.get("eviction", "lru"),
         url.whole_number("threads") if "threads" in given else DEFAULT_THREADS,
+        url.yes("durable", default=True),
     )
     check_limits(settings.ttl_s, settings.quota_bytes, settings.eviction, settings.threads)
     return settings
@@ -125,6 +133,7 @@ def _file(url: StorageUrl, label: bytes, description: str) -> Callable[[], Stora
         quota_bytes=settings.quota_bytes,
         eviction=settings.eviction,
         threads=settings.threads,
+        durable=settings.durable,
     )
 
 
@@ -145,7 +154,9 @@ def _mooncake(url: StorageUrl, label: bytes, description: str) -> Callable[[], S
 
 SCHEMES: dict[str, Scheme] = {
     "file": Scheme(
-        "file:///var/kvarve?capacity=100GiB", frozenset({"capacity", "ttl", "quota", "eviction", "threads"}), _file
+        "file:///var/kvarve?capacity=100GiB",
+        frozenset({"capacity", "ttl", "quota", "eviction", "threads", "durable"}),
+        _file,
     ),
     "memory": Scheme("memory://name?capacity=1GiB", frozenset({"capacity"}), _memory),
     "mooncake": Scheme("mooncake://10.0.0.1:50051?protocol=tcp&segment=4GiB", PARAMETERS, _mooncake),

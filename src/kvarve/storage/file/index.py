@@ -48,6 +48,7 @@ class Limits:
     eviction: str = "lru"
     ttl_ns: int | None = None
     quota_bytes: int | None = None
+    durable: bool = True
 
 
 @dataclass(eq=False)
@@ -107,7 +108,7 @@ class Index:
         self.held: dict[RowAddress, int] = {}  # generations of rows reserved by calls of this process
         self._unclear: set[Slab] = set()  # slabs with entries that fail their check
         self._duplicates: set[RowAddress] = set()  # of their rows: another row has the same name
-        self.doubtful: dict[RowAddress, int] = {}  # generations of objects that may never have reached the medium
+        self.failed: dict[int, Slab] = {}  # by identity: a sync failed, so they are not used, and wait to be removed
         self._queues: dict[NeedVictims, EvictionQueue] = {}
         self._interrupted = False  # the tables may have rows that we reserved and no call fills
         self._last_tick = 0
@@ -172,7 +173,7 @@ class Index:
             if slab is not None:
                 for stripe in range(STRIPES) if changed.stripes is None else changed.stripes:
                     self._read(slab, *slab.rows_of(stripe))
-            elif changed.identity:
+            elif changed.identity and changed.identity not in self.failed:
                 # A slab that cannot be opened counts as missing.
                 try:
                     slab = Slab.open(self.disk, self.folder.model, changed.number, self.owner)
@@ -303,7 +304,6 @@ class Index:
         self.slabs.pop(slab.number, None)
         self.held = {place: it for place, it in self.held.items() if place[0] is not slab}
         self._duplicates = {place for place in self._duplicates if place[0] is not slab}
-        self.doubtful = {place: it for place, it in self.doubtful.items() if place[0] is not slab}
         self._dirty.pop(slab, None)
         self._unclear.discard(slab)
         self._queues.clear()  # they hold references that keep the file open
@@ -312,12 +312,8 @@ class Index:
         """Drop all references to slabs, so that their files close once the last read has ended."""
         for slab in [*self.slabs.values()]:
             self.slabs.pop(slab.number)
-        for known in (self.entries, self._dirty, self._unclear, self._duplicates, self.doubtful, self._queues):
+        for known in (self.entries, self._dirty, self._unclear, self._duplicates, self.failed, self._queues):
             known.clear()
-
-    def doubt(self, places: Iterable[RowAddress]) -> None:
-        """These may never have reached the medium: drop them as soon as tables can be written."""
-        self.doubtful.update(((slab, row), int(slab.generation[row])) for slab, row in places)
 
     # --- changes, with the mutex held
 
@@ -391,7 +387,6 @@ class Index:
                 slab.save(sorted(rows))
             with lock:
                 self.sequence_lock.end_write(change)
-                self.doubtful = {place: it for place, it in self.doubtful.items() if self.is_current(place, it)}
         except BaseException:  # also on an interrupt
             with lock:
                 self._interrupted = True
@@ -399,8 +394,7 @@ class Index:
             raise
 
     def repair(self) -> None:
-        """Free rows whose entry fails its check (no process is writing it), duplicates of a name, and objects that may
-        not be on the medium."""
+        """Free rows whose entry fails its check (no process is writing it), and duplicates of a name."""
         if self._interrupted:
             self._interrupted = False
             self.reclaim()
@@ -410,9 +404,6 @@ class Index:
                 for _, found in slab.load(row, row + 1):
                     if found.names and found.names[0] in self.entries:
                         self.drop(slab, row)
-        for place, generation in self.doubtful.items():
-            if self.is_current(place, generation):
-                self.drop(*place)
         unclear, self._unclear = self._unclear, set()
         for slab in unclear:
             broken = np.flatnonzero(slab.state >= BROKEN)
@@ -596,7 +587,8 @@ class Index:
 
     def remove(self, slab: Slab) -> None:
         """Drop a slab that is about to be removed. OSError: other processes do not see that yet."""
-        self.forget(slab)
+        if self.slabs.get(slab.number) is slab:
+            self.forget(slab)
         self.sequence_lock.end_write({slab.number: (0, ())})
 
     def begin(self, *, repair: bool) -> None:

@@ -232,6 +232,22 @@ class SlabAllocator:
                 self._index.remove(slab)
             log.warning("%s: its files were removed from outside, and all its objects are lost", slab.path)
 
+    def drop_failed(self) -> None:
+        """Remove the slabs of which a sync has failed. This process uses them no more even if that fails; the next
+        change tries again."""
+        for slab in [slab for slab in [*self._index.slabs.values()] if slab.failed]:
+            with self._lock:
+                self._index.lost += int((slab.state == STORED).sum())
+                self._index.forget(slab)
+                self._index.failed[slab.identity] = slab
+        for slab in [*self._index.failed.values()]:
+            with suppress(OSError):
+                if not slab.is_gone():  # its number may be another slab's by now
+                    with self._lock:
+                        self._index.remove(slab)
+                    unlink(slab.disk, slab.folder, slab.number, "a sync has failed, so any of its objects may be lost")
+                del self._index.failed[slab.identity]
+
     def shrink(self) -> None:
         """Remove slabs down to the capacity, which may be smaller than it was."""
         excess = self._folder.bytes() - self._index.limits.capacity_bytes
@@ -280,7 +296,8 @@ class SlabAllocator:
                         log.warning("%s is left alone: %s", folder.path / slab_name(number), why)
                         self._left_alone.add(number)
                 else:
-                    if disk.size(slab.file) == slab.shape.slots_bytes:  # else it would grow beyond the capacity
+                    fits = disk.size(slab.file) == slab.shape.slots_bytes  # else it would grow beyond the capacity
+                    if fits and slab.identity not in self._index.failed:
                         with self._lock:
                             self._index.add(slab, empty=False)
 
@@ -289,5 +306,6 @@ class SlabAllocator:
         return next((number for number in range(SLABS) if number not in there), None)
 
     def _new_slab(self, number: int, shape: Shape) -> Slab:
-        identity = secrets.randbits(64) | 1
-        return Slab.create(self._folder.disk, self._folder.model, number, shape, self._index.owner, identity)
+        index, identity = self._index, secrets.randbits(64) | 1
+        folder, durable = self._folder.model, index.limits.durable
+        return Slab.create(index.disk, folder, number, shape, index.owner, identity, durable=durable)

@@ -25,8 +25,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
-
 from kvarve.background import WorkerPool
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_pieces, in_group
@@ -36,7 +34,7 @@ from kvarve.storage.file.index import Call, Index, Limits, RowAddress
 from kvarve.storage.file.orders import ORDERS
 from kvarve.storage.file.slab_allocator import AT_ONCE, FULL, SlabAllocator
 from kvarve.storage.file.slabs import RowSpan, Slab, runs
-from kvarve.storage.file.table import FREE, RETIRED, STORED
+from kvarve.storage.file.table import FREE, RETIRED
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +65,7 @@ class _InFlightPut:
     places: dict[int, RowAddress] = field(default_factory=dict)  # by the object's number in the call
     failed: dict[int, OSError] = field(default_factory=dict)
     moving: list[Future[OSError | None]] = field(default_factory=list)  # writes in flight
-    # Slabs to sync, with new or young objects that may not be on the medium yet; and how many of their syncs had failed
-    # before the write.
-    failed_syncs: dict[Slab, int] = field(default_factory=dict)
-    given_up: bool = False  # the put has ended without a sync of them
+    slabs: set[Slab] = field(default_factory=set)  # with objects that it answers for and that may not be synced yet
 
 
 class FileStorage(Storage):
@@ -79,8 +74,9 @@ class FileStorage(Storage):
     The capacity bounds the whole folder with all its models: idle models' slabs are removed when space is needed.
     Objects lie in slots of whole 4 KiB. A new object evicts others by the order `eviction` (lru, lfu, s3fifo). Objects
     stored more than `ttl_s` ago are missing. `quota_bytes`: bound on the objects of one group (the part of a name
-    before the first "-"); `threads`: for reads and writes, and as many for syncs. `for_maintenance`: reads are no uses,
-    the store does not count as open, and nothing is evicted.
+    before the first "-"); `threads`: for reads and writes, and as many for syncs. `durable`: a put answers after syncs;
+    without, a power cut loses what the kernel had not written yet. `for_maintenance`: reads are no uses, the store does
+    not count as open, and nothing is evicted.
     """
 
     def __init__(
@@ -94,21 +90,22 @@ class FileStorage(Storage):
         quota_bytes: int | None = None,
         eviction: str = "lru",
         threads: int = DEFAULT_THREADS,
+        durable: bool = True,
         for_maintenance: bool = False,
         disk: Disk | None = None,
     ) -> None:
         check_limits(ttl_s, quota_bytes, eviction, threads)
         self._disk, self._label, self._description = disk or Disk(), label, description
-        self._threads, self._for_maintenance = threads, for_maintenance
-        self._limits = Limits(capacity_bytes, eviction, None if ttl_s is None else int(ttl_s * 1e9), quota_bytes)
+        self._threads, self._durable, self._for_maintenance = threads, durable, for_maintenance
+        ttl_ns = None if ttl_s is None else int(ttl_s * 1e9)
+        self._limits = Limits(capacity_bytes, eviction, ttl_ns, quota_bytes, durable)
         # Maintenance accepts any capacity.
         self._capacity_bytes = None if for_maintenance else capacity_bytes
         self._directory = check_folder(directory, self._capacity_bytes, label, description, self._disk)
         # To change tables a thread takes `_writing`, then the folder's mutex, and `_lock` for moments. Readers need
         # `_lock` alone, so it is not held during slow work.
         self._writing, self._lock = threading.Lock(), threading.Lock()
-        self._saved_ns = self._opened_ns = 0
-        self._unsynced: dict[RowAddress, _InFlightPut] = {}  # in the tables, perhaps not on the medium yet
+        self._saved_ns = 0
         self._pools: list[WorkerPool] = []
         self._open = False
         self._enter(make=True)
@@ -144,12 +141,11 @@ class FileStorage(Storage):
                     index.publish()
                     if not self._for_maintenance:
                         index.clock.save()
-                self._saved_ns = self._opened_ns = index.clock.now_ns()
+                self._saved_ns = index.clock.now_ns()
                 allocator.shrink()
             undo.pop_all()
         with self._lock:
             self._folder, self._index, self._allocator = folder, index, allocator
-            self._unsynced.clear()
 
     def _require_in_place(self) -> None:
         """Raise StorageError unless the folder is still in its place, or was replaced by one that can be opened.
@@ -353,9 +349,9 @@ class FileStorage(Storage):
 
     def close(self) -> None:
         """Close; rows that a call is still filling stay reserved until it returns."""
-        if self._index.doubtful:
-            with suppress(OSError, StorageError), self._changing(), self._lock:
-                self._index.publish()
+        if any(slab.failed for slab in [*self._index.slabs.values()]):
+            with suppress(OSError, StorageError), self._changing():
+                pass  # they are dropped
         with self._writing, self._lock:
             if self._open:
                 self._open = False
@@ -389,7 +385,6 @@ class FileStorage(Storage):
                     answers[number] = False
                     if place is not None:
                         in_flight.places[number] = place
-                        in_flight.failed_syncs.setdefault(place[0], place[0].failed_syncs())
                 self._index.publish(self._lock)
             except BaseException:  # also on an interrupt the rows are abandoned
                 with self._lock:
@@ -406,19 +401,11 @@ class FileStorage(Storage):
                 call.kept.add(self._index.entries[name])
                 call.touched.add(slab)
                 self._index.use([place])
-                if place in self._unsynced or now_ns - int(slab.stored[row]) < _YOUNG_NS:
-                    self._sync_too(in_flight, place)
+                if slab.syncing or now_ns - int(slab.stored[row]) < _YOUNG_NS:  # another put may be syncing it
+                    in_flight.slabs.add(slab)
             elif name in self._index.entries:
                 self._index.drop(*self._index.place(name))
             return place is not None
-
-    def _sync_too(self, in_flight: _InFlightPut, place: RowAddress) -> None:
-        """Sync another put's object as well: it is young or that put is in flight, so it may not be on the medium."""
-        slab = place[0]
-        known = (
-            put.failed_syncs[slab] for put in (in_flight, self._unsynced.get(place)) if put and slab in put.failed_syncs
-        )
-        in_flight.failed_syncs[slab] = min(known, default=slab.failed_syncs())
 
     def _write(self, in_flight: _InFlightPut, data: Sequence[Sequence[memoryview]]) -> None:
         pieces = [
@@ -445,7 +432,6 @@ class FileStorage(Storage):
             self._index.publish()
         with self._lock:
             self._index.abandon(in_flight.places.values())
-            in_flight.given_up = True
             if not self._open:
                 self._leave_folder()
 
@@ -475,13 +461,13 @@ class FileStorage(Storage):
                             full += [(slab, row)] if error.errno in FULL else []
                         elif names[number] in self._index.entries:  # another put was faster
                             self._index.drop(slab, row)
-                            self._sync_too(in_flight, self._index.place(names[number]))
+                            in_flight.slabs.add(self._index.place(names[number])[0])
                             answers[number] = True
                         else:
                             self._index.keep(slab, row, names[number], sizes[number], now_ns)
                             call.kept.add(slab.number << 32 | row)
                             kept.append((slab, row))
-                            self._unsynced[slab, row] = in_flight
+                            in_flight.slabs.add(slab)
                             answers[number] = True
             with self._lock:
                 self._index.use(kept, count=False)
@@ -495,37 +481,24 @@ class FileStorage(Storage):
                 self._index.clock.save()
 
     def _sync(self, in_flight: _InFlightPut, answers: dict[int, bool]) -> None:
-        """Return when the put is durable. If a sync fails, its objects are dropped, since any may be lost."""
-        files = [(slab, file) for slab in in_flight.failed_syncs for file in slab.files]
-        waiting = {}
+        """Return when the put is durable. A slab of which a sync has failed is dropped, as any object may be lost."""
+        if not self._durable:
+            return
+        files = [(slab, file) for slab in in_flight.slabs for file in slab.files]
         with self._lock:
-            for place, put in [*self._unsynced.items()]:
-                if self._index.slabs.get(place[0].number) is not place[0]:
-                    del self._unsynced[place]
-                elif put is in_flight or (put.given_up and place[0] in in_flight.failed_syncs):
-                    waiting[place] = put
+            for slab in in_flight.slabs:
+                slab.syncing += 1
         try:
             ended = list(self._each_run(files, lambda one: one[0].sync(one[1]), _SYNC))
-            errors = {slab: error for (slab, _), error in ended if error is not None}
-            for slab, before in in_flight.failed_syncs.items():
-                if slab not in errors and slab.failed_syncs(wait=True) > before:
-                    errors[slab] = OSError(errno.EIO, "the sync of another put failed, and with it perhaps this one's")
-        except BaseException:  # also on an interrupt: the sync of another put settles its rows
-            in_flight.given_up = True
-            raise
-        with self._lock:
-            for place, put in waiting.items():
-                # After a failed sync the kernel takes all data for written, and the next sync succeeds.
-                if place[0].failed_syncs() > put.failed_syncs[place[0]]:
-                    self._index.doubt([place])
-                if self._unsynced.get(place) is put:
-                    del self._unsynced[place]
+        finally:
+            with self._lock:
+                for slab in in_flight.slabs:
+                    slab.syncing -= 1
+        errors = {slab: error for (slab, _), error in ended if error is not None}
         if errors:
             answers.update((number, False) for number, (slab, _) in in_flight.places.items() if slab in errors)
-            with suppress(OSError), self._changing(), self._lock:
-                self._index.doubt(self._left_unsynced(errors))
-                self._index.repair()
-                self._index.publish()
+            with suppress(OSError, StorageError), self._changing():
+                pass  # they are dropped
             raise next(iter(errors.values()))
 
     def _require_kept(self, call: Call) -> None:
@@ -545,19 +518,6 @@ class FileStorage(Storage):
     def _give_up(self, removed: Iterable[Slab]) -> None:
         with suppress(OSError, StorageError), self._changing():
             self._allocator.give_up(removed)
-
-    def _left_unsynced(self, slabs: Iterable[Slab]) -> list[RowAddress]:
-        """The young objects of processes that have ended, perhaps before they had synced them. A live process sees a
-        failed sync itself, since the kernel reports it once per descriptor."""
-        now_ns, left = self._index.clock.now_ns(), []
-        for slab in slabs:
-            young = (slab.state == STORED) & (now_ns - slab.stored < _YOUNG_NS)
-            mine = (slab.holder == self._folder.number) & (slab.stored >= self._opened_ns)
-            for row in np.flatnonzero(young & ~mine).tolist():
-                holder = int(slab.holder[row])
-                if holder == self._folder.number or not self._folder.is_alive(holder):
-                    left.append((slab, row))
-        return left
 
     def _used(self, call: Call, names: Sequence[str], answers: dict[int, bool]) -> None:
         """Mark the objects of a call as used, the first as most recently, whether it is new or not."""
@@ -648,6 +608,7 @@ class FileStorage(Storage):
                 with self._lock:
                     self._index.refresh(closely=True)
                     self._index.repair()
+                self._allocator.drop_failed()
                 yield
 
     def _require_open(self) -> None:
@@ -662,7 +623,6 @@ class FileStorage(Storage):
     def _release_slabs(self) -> None:
         """Drop the slabs; one that is being read is closed when the read has ended."""
         self._index.close()
-        self._unsynced.clear()
         for pool in self._pools:
             pool.shutdown()
         self._pools = []
