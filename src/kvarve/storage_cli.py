@@ -244,7 +244,6 @@ def gc(url: Url, /, *, options: Gc = Gc()) -> int:
         else:
             done = [
                 (counts["expired"], "objects were too old"),
-                (counts["reclaimed"], "slots were those of dead processes"),
                 (counts["retired"], "slots can be read again"),
                 (counts["quarantined_bytes"], "bytes were those of damaged slabs"),
             ]

@@ -310,7 +310,7 @@ def test_an_entry_that_is_longer_than_its_slot_or_of_no_state_is_none(folder):
     forge(folder, 0, length=4097)
     forge(folder, 1, length=-1)
     forge(folder, 2, state=77)
-    forge(folder, 3, holder=65535, generation=(1 << 32) - 1)
+    forge(folder, 3, generation=(1 << 32) - 1)
     storage = opened(folder)
     assert len(intact(storage, BASE)) == len(BASE) - 3
     fill(storage)

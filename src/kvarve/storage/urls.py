@@ -15,8 +15,9 @@ from kvarve.errors import ConfigError
 from kvarve.sizes import parse_size
 from kvarve.storage.base import ANY_NAME, Storage, check_settings
 from kvarve.storage.breaker import Breaker
+from kvarve.storage.file.call import DEFAULT_THREADS, check_limits
 from kvarve.storage.file.folder import check_folder, checked_path
-from kvarve.storage.file.storage import DEFAULT_THREADS, FileStorage, check_limits
+from kvarve.storage.file.storage import FileStorage
 from kvarve.storage.memory import MemoryStorage, check_memory
 from kvarve.storage.mooncake.client import load
 from kvarve.storage.mooncake.settings import PARAMETERS, read_settings

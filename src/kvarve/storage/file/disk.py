@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 import stat
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +29,7 @@ _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.ENODEV)
 UNREADABLE = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EACCES)
 
 _UNKNOWN_BYTES = 1 << 60
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, 0 for OFD
 
 BLOCK_BYTES = 4096  # direct I/O moves whole blocks between block-aligned places
 
@@ -266,6 +268,21 @@ class Disk:
     def unlock(self, file: int) -> None:
         """Unlock also for copies of the descriptor in forked processes."""
         fcntl.flock(file, fcntl.LOCK_UN)
+
+    def lock_range(self, file: int, at: int, size_bytes: int) -> bool:
+        """Whether this open file now has the exclusive lock of a range of its bytes; it never waits.
+
+        The lock belongs to the open file (OFD), not to the process: another descriptor of the file is refused, and the
+        lock ends with the last copy of this one.
+        """
+        try:
+            fcntl.fcntl(file, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, at, size_bytes, 0))
+        except (BlockingIOError, PermissionError):  # POSIX allows both for a lock that another one has
+            return False
+        return True
+
+    def unlock_range(self, file: int, at: int, size_bytes: int) -> None:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, at, size_bytes, 0))
 
     # --- clocks
 

@@ -34,11 +34,11 @@ from kvarve.storage.file.disk import UNREADABLE, Directory, Disk, NotOurs, objec
 
 log = logging.getLogger(__name__)
 
-FORMAT = "kvarve-slabs/3"
+FORMAT = "kvarve-slabs/4"
 MUTEX_S = 20.0  # how long a process waits for the mutex, which is held for milliseconds
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.005  # between two tries
-# A file for each page; a table inside of each slab; tables with one header.
-_OLD_FORMATS = ("kvarve-files/1", "kvarve-slabs/1", "kvarve-slabs/2")
+# A file for each page; a table inside of each slab; tables with one header; rows reserved in the tables.
+_OLD_FORMATS = ("kvarve-files/1", "kvarve-slabs/1", "kvarve-slabs/2", "kvarve-slabs/3")
 _MARKER, _LOCK, _MODELS, _MODEL = "kvarve.json", "kvarve.lock", "models", "model.json"
 CHANGES, CLOCK = "changes", "clock"
 _UNFINISHED, _PROCESS = "~", "process-"
@@ -313,6 +313,17 @@ def _content(disk: Disk, folder: Directory, name: str) -> bytes:
         disk.close(file)
 
 
+def tries(directory: Path) -> Iterator[None]:
+    """Try something again that another process keeps this one from. StorageError after `MUTEX_S`."""
+    end, pause_s = time.monotonic() + MUTEX_S, FIRST_PAUSE_S
+    yield
+    while time.monotonic() <= end:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        yield
+    raise StorageError(f"{directory}: another process has held its lock for {MUTEX_S:g} s: is it stopped?")
+
+
 @contextmanager
 def opened_read_only(disk: Disk, path: Path) -> Iterator[Directory]:
     """The folder of a store, for inspection: nothing in it is made, locked or changed, and it may be another user's.
@@ -541,20 +552,15 @@ class Folder:
 
     @contextmanager
     def mutex(self) -> Iterator[None]:
-        """Exclude all other processes, for as long as it takes to change a table.
+        """Exclude all other processes, for as long as it takes to make or remove a slab.
 
         StorageError: another process has held it for `MUTEX_S`, so it may be stopped; or this process's lock file was
         removed, so the others take it for dead.
         """
-        end, pause_s = time.monotonic() + MUTEX_S, FIRST_PAUSE_S
         try:
-            while not self._locked():
-                if time.monotonic() > end:
-                    raise StorageError(
-                        f"{self.directory}: another process has held its lock for {MUTEX_S:g} s: is it stopped?"
-                    )
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            for _ in tries(self.directory):
+                if self._locked():
+                    break
             if self.number >= 0 and not self.is_in_place():
                 raise StorageError(
                     f"{self._process[0]} was removed or moved away while this process had the store open"
@@ -578,13 +584,10 @@ class Folder:
         self.disk.close(left)
         return False
 
-    def is_alive(self, number: int) -> bool:
-        """Whether a process of this number has the model open. With the mutex held."""
-        return number == self.number or is_locked(self.disk, self.model, number)
-
     def alone(self) -> bool:
         """Whether no other process has the model open. With the mutex held."""
-        return not any(self.is_alive(number) for number in processes(self.disk, self.model) if number != self.number)
+        others = (number for number in processes(self.disk, self.model) if number != self.number)
+        return not any(is_locked(self.disk, self.model, number) for number in others)
 
     def others(self) -> list[str]:
         """The folders of the other models. A damaged one is logged once."""

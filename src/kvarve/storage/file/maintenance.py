@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvarve.storage.file.call import group_of
 from kvarve.storage.file.clock import Clock
 from kvarve.storage.file.disk import Directory, Disk, NotOurs
 from kvarve.storage.file.folder import (
@@ -36,7 +37,6 @@ from kvarve.storage.file.folder import (
     slab_name,
     slab_numbers,
 )
-from kvarve.storage.file.index import group_of
 from kvarve.storage.file.slabs import Broken, RowSpan, Slab, states_of
 from kvarve.storage.file.storage import FileStorage
 from kvarve.storage.file.table import BROKEN, RETIRED, STORED, UNREADABLE, owner_of, times
@@ -239,25 +239,28 @@ def opened(directory: str | os.PathLike[str], model: Model, *, ttl_s: float | No
 
 
 def gc(storage: FileStorage) -> dict[str, int]:
-    """Free expired objects, rows reserved by dead processes (counted since this storage was opened, which frees some),
-    retired slots that work again, and quarantined slabs (bytes). Returns the counts."""
-    counts = dict.fromkeys(("expired", "reclaimed", "retired", "quarantined_bytes"), 0)
+    """Free expired objects, retired slots that work again, and quarantined slabs (bytes). Returns the counts."""
+    counts = dict.fromkeys(("expired", "retired", "quarantined_bytes"), 0)
     with storage.changing() as index:
         now_ns = index.clock.now_ns()
         counts["expired"] = index.expire(index.old(index.slabs.values(), now_ns), now_ns)
-        index.reclaim()
-        counts["reclaimed"] = index.reclaimed
         for slab in index.slabs.values():
             for row in np.flatnonzero(slab.state == RETIRED).tolist():
-                if slab.can_be_filled(row):
-                    index.drop(slab, row)
-                    counts["retired"] += 1
+                if index.seize(slab, row):
+                    works = slab.can_be_filled(row)
+                    counts["retired"] += works
+                    if works:
+                        index.drop(slab, row)
+                    else:
+                        index.release([(slab, row)])
             # A write may repair an unreadable entry; only if alone, as another process may be using it.
             for row in np.flatnonzero(slab.state == UNREADABLE).tolist() if index.folder.alone() else ():
-                index.drop(slab, row)
-                counts["retired"] += 1
+                if index.seize(slab, row, known=False):
+                    index.drop(slab, row)
+                    counts["retired"] += 1
         index.publish()
-        counts["quarantined_bytes"] = remove_quarantined(index.disk, index.folder.model, "kvarve storage gc")
+        with index.folder.mutex():
+            counts["quarantined_bytes"] = remove_quarantined(index.disk, index.folder.model, "kvarve storage gc")
     return counts
 
 

@@ -20,9 +20,12 @@ import numpy as np
 from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk, is_aligned
 from kvarve.storage.file.folder import QUARANTINED, TABLE, slab_name, spare_bytes
 from kvarve.storage.file.table import (
+    BROKEN,
     ENTRY_BYTES,
     FREE,
+    RESERVED,
     STAMP,
+    STATE_AT,
     STATES,
     STORED,
     USED_AT,
@@ -31,6 +34,7 @@ from kvarve.storage.file.table import (
     Shape,
     pack_header,
     read_entries,
+    state_word,
     unpack_header,
     write_entries,
 )
@@ -78,7 +82,6 @@ class Slab:
         self._closing.atexit = False
         slots = shape.slots
         self.state = np.zeros(slots, np.uint8)
-        self.holder = np.zeros(slots, np.uint16)
         self.generation = np.zeros(slots, np.uint32)
         self.length = np.zeros(slots, np.int64)
         self.stored = np.zeros(slots, np.int64)
@@ -218,9 +221,9 @@ class Slab:
         at = np.array(sorted(set(rows)), np.int64)
         if not len(at):
             return
+        state = self.state[at]
         columns = Columns(
-            self.state[at],
-            self.holder[at],
+            np.where(state == RESERVED, np.uint8(FREE), state),
             self.generation[at],
             self.length[at],
             self.stored[at],
@@ -233,6 +236,32 @@ class Slab:
         for begin, end in itertools.pairwise(begins):
             piece = raw[begin * ENTRY_BYTES : end * ENTRY_BYTES]
             write_all(self.disk, self.table, [piece], self.shape.entry_at(int(at[begin])))
+
+    def is_as_known(self, row: int) -> bool:
+        """Whether the table holds the entry that the columns have. An entry that fails its check is as a free one."""
+        raw = self.disk.peek(self.table, ENTRY_BYTES, self.shape.entry_at(row))
+        if raw[STATE_AT : STATE_AT + 8] == state_word(int(self.state[row]), int(self.generation[row])):
+            return True
+        known = self.state[row] in (FREE, BROKEN) and len(raw) == ENTRY_BYTES
+        return known and read_entries(raw, self.identity, row, self.shape.slot_bytes).state[0] == BROKEN
+
+    # --- locks: another process that fills or changes a row has locked its slot; the kernel unlocks it if it dies
+
+    def lock(self, row: int) -> bool:
+        return self.disk.lock_range(self.file, self.shape.slot_at(row), self.shape.slot_bytes)
+
+    def unlock(self, row: int) -> None:
+        self.disk.unlock_range(self.file, self.shape.slot_at(row), self.shape.slot_bytes)
+
+    def lock_all(self) -> bool:
+        return self.disk.lock_range(self.file, 0, 0)
+
+    def unlock_all(self) -> None:
+        self.disk.unlock_range(self.file, 0, 0)
+
+    def close(self) -> None:
+        """Close its files, and with them its locks."""
+        self._closing()
 
     def stamp(self, row: int, used: int, uses: int) -> None:
         """Write an object's time and number of uses; never synced."""
