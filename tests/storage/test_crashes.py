@@ -90,7 +90,7 @@ def intact_anew(folder: Path, some: Sequence[Page], capacity: int = 1 << 20) -> 
 
 def die(storage: FileStorage) -> None:
     """The kernel closes all its files."""
-    storage._folder.close()
+    storage._folder.abandon()
     for slab in storage._index.slabs.values():
         slab.close()
     storage._open = False

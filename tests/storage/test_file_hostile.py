@@ -22,7 +22,11 @@ from kvarve.cli import main
 from kvarve.errors import StorageError
 from kvarve.memory.record import record_bytes
 from kvarve.storage import FileStorage
-from kvarve.storage.file.folder import model_name, process_number, slab_file
+from kvarve.storage.file.folder import (
+    model_name,
+    slab_file,
+)
+from kvarve.storage.file.processes import process_number
 from kvarve.storage.file.table import (
     ENTRY_BYTES,
     STORED,

@@ -14,7 +14,7 @@ from file_disks import MIB, ONE, SMALL_FILES, WithoutSync, total
 
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
-from kvarve.storage.file.folder import is_in_use
+from kvarve.storage.file.processes import is_in_use
 from kvarve.storage.file.slabs import RowSpan
 from kvarve.testing.suite import LABEL, get, put, there
 

@@ -198,6 +198,13 @@ def test_a_file_system_without_locks_is_refused(opened):
         opened(disk=disk)
 
 
+def test_a_file_system_that_cannot_lock_parts_of_files_is_refused(opened):
+    disk = Failing()
+    disk.fails["lock_range"] = errno.EINVAL
+    with pytest.raises(StorageError, match="cannot lock parts of files"):
+        opened(disk=disk)
+
+
 # --- capacity
 
 

@@ -329,6 +329,25 @@ def test_a_stripes_number_never_goes_back(tmp_path: Path) -> None:
     third.close()
 
 
+def test_a_change_that_comes_while_another_of_its_stripe_is_made_is_noticed(tmp_path: Path) -> None:
+    folder, disk, base = tmp_path / "store", Rigged(), pages("full", *range(40))
+    one, other = opened(folder, disk, capacity=8 * MIB), opened(folder, capacity=8 * MIB)
+    assert all(store(one, base))
+    places = [one._index.place(page.name) for page in base[3:6]]
+    assert len({int(slab.stripe(row)) for slab, row in places}) == 1
+
+    def happens(call: str, name: str, at: int) -> None:
+        if call == "write" and name.endswith(".table"):
+            disk.happens = lambda call, name, at: None
+            assert other.delete([base[4].name]) == [True]
+
+    disk.happens = happens
+    assert one.delete([base[3].name]) == [True]
+    assert one.exists(names(base[3:6])) == other.exists(names(base[3:6])) == [False, False, True]
+    one.close()
+    other.close()
+
+
 @pytest.mark.parametrize("nth", range(6))
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_process_that_is_interrupted_while_it_announces_a_change_knows_the_disk(

@@ -114,6 +114,7 @@ def test_a_memory_url_is_found_again_by_its_name():
         ("file:///store?capacity=1GiB&eviction=random", "unknown eviction order 'random'; known: lru, lfu, s3fifo"),
         ("file:///store?capacity=1GiB&threads=0", "at least 1"),
         ("file:///store?capacity=1GiB&durable=maybe", "durable=maybe is neither yes nor no"),
+        ("file:///store?capacity=1GiB&shared=1", "shared=1 is neither yes nor no"),
         ("file:///store?capacity=1GiB&threads=-1", "is not a number from 1 to 9999"),
         ("file:///a#b?capacity=1GiB", "written %23"),
         ("file:///store?capacity=1GiB#", "written %23"),

@@ -100,6 +100,7 @@ class FileSettings:
     eviction: str
     threads: int
     durable: bool
+    shared: bool
 
 
 def file_settings(url: StorageUrl) -> FileSettings:
@@ -117,6 +118,7 @@ def file_settings(url: StorageUrl) -> FileSettings:
         given.get("eviction", "lru"),
         url.whole_number("threads") if "threads" in given else DEFAULT_THREADS,
         url.yes("durable", default=True),
+        url.yes("shared", default=False),
     )
     check_limits(settings.ttl_s, settings.quota_bytes, settings.eviction, settings.threads)
     return settings
@@ -124,7 +126,7 @@ def file_settings(url: StorageUrl) -> FileSettings:
 
 def _file(url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
     settings, capacity_bytes = file_settings(url), url.size_bytes("capacity")
-    check_folder(settings.folder, capacity_bytes, label, description)
+    check_folder(settings.folder, capacity_bytes, label, description, shared=settings.shared)
     return lambda: FileStorage(
         settings.folder,
         capacity_bytes,
@@ -135,6 +137,7 @@ def _file(url: StorageUrl, label: bytes, description: str) -> Callable[[], Stora
         eviction=settings.eviction,
         threads=settings.threads,
         durable=settings.durable,
+        shared=settings.shared,
     )
 
 
@@ -156,7 +159,7 @@ def _mooncake(url: StorageUrl, label: bytes, description: str) -> Callable[[], S
 SCHEMES: dict[str, Scheme] = {
     "file": Scheme(
         "file:///var/kvarve?capacity=100GiB",
-        frozenset({"capacity", "ttl", "quota", "eviction", "threads", "durable"}),
+        frozenset({"capacity", "ttl", "quota", "eviction", "threads", "durable", "shared"}),
         _file,
     ),
     "memory": Scheme("memory://name?capacity=1GiB", frozenset({"capacity"}), _memory),

@@ -13,6 +13,7 @@ Who may call whom, from the top:
       slabs           one slab: a file of equal slots and its table
         table           the entries of a table, as bytes and arrays
       folder          the folder: its owner, its processes, the mutex, its size
+        processes       which processes have the store open, on which hosts
         clock           the age of the store
           disk            every system call; tests put a disk that fails in its place
     maintenance     stat, ls, verify, gc for people, on a store that others may have open

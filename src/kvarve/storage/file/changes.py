@@ -11,6 +11,7 @@ The file means nothing once no process has the store open; the first one to open
 calls and not mapped: an I/O error in a mapping is a signal that ends the process, here it is an exception.
 """
 
+import errno
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvarve.errors import StorageError
 from kvarve.storage.file.disk import Disk
 from kvarve.storage.file.folder import LINE_BYTES, SLABS, tries
 from kvarve.storage.file.slabs import STRIPES, write_all
@@ -109,6 +111,18 @@ class Changes:
             self._head = after
 
     # --- opening
+
+    def require_locks(self) -> None:
+        """StorageError: this file system cannot lock parts of files. A file that is only readable is no sign of it."""
+        try:
+            if self._disk.lock_range(self._file, _MOST_BYTES, 1):
+                self._disk.unlock_range(self._file, _MOST_BYTES, 1)
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise StorageError(
+                    f"{self._directory}: its file system cannot lock parts of files ({error.strerror}): give another "
+                    f"folder"
+                ) from error
 
     def begin(self, slabs: Mapping[int, int]) -> None:
         """Write the file anew for these slabs (identity by number), as no other process has the store open."""

@@ -23,9 +23,7 @@ from kvarve.storage.file.folder import (
     check_folder,
     checked_path,
     files_of_model,
-    is_in_use,
     known_models,
-    last_open_ns,
     medium,
     model_name,
     models_of,
@@ -37,6 +35,7 @@ from kvarve.storage.file.folder import (
     slab_name,
     slab_numbers,
 )
+from kvarve.storage.file.processes import is_in_use, last_open_ns
 from kvarve.storage.file.slabs import Broken, RowSpan, Slab, states_of
 from kvarve.storage.file.storage import FileStorage
 from kvarve.storage.file.table import BROKEN, RETIRED, STORED, UNREADABLE, owner_of, times
@@ -93,7 +92,7 @@ def contents(directory: str | os.PathLike[str]) -> Contents:
             assert folders is not None
             with disk.closing(disk.enter_below(folders, model.name)) as folder:
                 size_bytes = sum(it.st_size for it in files_of_model(disk, folder).values())
-                ago_s = max(0.0, time.time() - last_open_ns(disk, folder) / 1e9)
+                ago_s = max(0.0, time.time() - last_open_ns(disk, folder, CLOCK) / 1e9)
                 in_use = is_in_use(disk, folder)
             found.append(Model(model.label, model.description, folder.path, size_bytes, in_use, ago_s))
             total += size_bytes
@@ -227,11 +226,12 @@ def inspect(directory: str | os.PathLike[str], model: Model, disk: Disk | None =
 
 
 @contextmanager
-def opened(directory: str | os.PathLike[str], model: Model, *, ttl_s: float | None = None) -> Iterator[FileStorage]:
+def opened(
+    directory: str | os.PathLike[str], model: Model, *, ttl_s: float | None = None, shared: bool = False
+) -> Iterator[FileStorage]:
     """Open the store beside its users. StorageError if it is another user's."""
-    storage = FileStorage(
-        directory, _AS_LARGE_AS_IT_IS, model.label, model.description, ttl_s=ttl_s, for_maintenance=True
-    )
+    identity = model.label, model.description
+    storage = FileStorage(directory, _AS_LARGE_AS_IT_IS, *identity, ttl_s=ttl_s, shared=shared, for_maintenance=True)
     try:
         yield storage
     finally:
@@ -264,9 +264,9 @@ def gc(storage: FileStorage) -> dict[str, int]:
     return counts
 
 
-def drop_model(directory: str | os.PathLike[str], model: Model, why: str) -> bool:
+def drop_model(directory: str | os.PathLike[str], model: Model, why: str, *, shared: bool = False) -> bool:
     """Remove a model from a folder; False, and nothing is removed, while a process has it open."""
-    path, disk = check_folder(directory, None, model.label, model.description), Disk()
+    path, disk = check_folder(directory, None, model.label, model.description, shared=shared), Disk()
     with medium(path):
         store = Folder(disk, path, model.label, model.description, make=False)
         try:

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 from kvarve.errors import StorageError
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_pieces, in_group
@@ -42,7 +43,8 @@ class FileStorage(Storage):
     Objects lie in slots of whole 4 KiB. A new object evicts others by the order `eviction` (lru, lfu, s3fifo). Objects
     stored more than `ttl_s` ago are missing. `quota_bytes`: bound on the objects of one group (the part of a name
     before the first "-"); `threads`: for reads and writes, and as many for syncs. `durable`: a put answers after syncs;
-    without, a power cut loses what the kernel had not written yet. `for_maintenance`: reads are no uses, the store does
+    without, a power cut loses what the kernel had not written yet. `shared`: processes on several hosts use the folder,
+    and locks reach all of them. `for_maintenance`: reads are no uses, the store does
     not count as open, and nothing is evicted.
     """
 
@@ -58,6 +60,7 @@ class FileStorage(Storage):
         eviction: str = "lru",
         threads: int = DEFAULT_THREADS,
         durable: bool = True,
+        shared: bool = False,
         for_maintenance: bool = False,
         disk: Disk | None = None,
     ) -> None:
@@ -68,7 +71,8 @@ class FileStorage(Storage):
         self._limits = Limits(capacity_bytes, eviction, ttl_ns, quota_bytes, durable)
         # Maintenance accepts any capacity.
         self._capacity_bytes = None if for_maintenance else capacity_bytes
-        self._directory = check_folder(directory, self._capacity_bytes, label, description, self._disk)
+        self._shared = shared
+        self._directory = self._checked(directory)
         # To change rows a thread takes `_writing`, and `_lock` for moments. Readers need `_lock` alone, so it is not
         # held during slow work.
         self._writing, self._lock = threading.Lock(), threading.Lock()
@@ -79,6 +83,10 @@ class FileStorage(Storage):
         self._open = True
         _open_here.add(self)
 
+    def _checked(self, directory: str | os.PathLike[str]) -> Path:
+        identity = self._label, self._description
+        return check_folder(directory, self._capacity_bytes, *identity, self._disk, shared=self._shared)
+
     def _enter(self, *, make: bool) -> None:
         """Open the folder for this process."""
         with ExitStack() as undo, medium(self._directory):
@@ -86,9 +94,11 @@ class FileStorage(Storage):
             undo.callback(folder.close)
             with folder.mutex():
                 # The folder may have changed since the first check.
-                check_contents(self._disk, folder.root, self._capacity_bytes, self._label, self._description)
+                identity = self._label, self._description
+                check_contents(self._disk, folder.root, self._capacity_bytes, *identity, shared=self._shared)
                 folder.enter(self._capacity_bytes)
                 index = Index(self._disk, folder, self._label, self._limits)
+                index.changes.require_locks()
                 allocator = SlabAllocator(index, self._lock)
                 if folder.alone():
                     index.begin(repair=not self._for_maintenance)
@@ -138,7 +148,7 @@ class FileStorage(Storage):
             if in_flight:  # opened anew, their rows could be given to other objects
                 raise StorageError(f"{self._directory}: what lies in it was removed while a put was under way")
             try:
-                check_folder(self._directory, self._capacity_bytes, self._label, self._description, self._disk)
+                self._checked(self._directory)
                 self._enter(make=False)
             except StorageError as error:
                 raise StorageError(
