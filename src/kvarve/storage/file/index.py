@@ -346,10 +346,10 @@ class Index:
         self._dirty[slab].add(row)
 
     def publish(self, lock: AbstractContextManager[object] = _HELD) -> None:
-        """Write the changes into the tables, tell other processes, and let go of all rows but those to be filled.
-        OSError: see `revert`. `lock`: the store's, if the caller does not hold it; readers go on while tables are
-        written."""
-        dirty = {slab: sorted(rows) for slab, rows in self._dirty.items()}
+        """Write the changes into the tables, tell other processes, let go of all rows but those to be filled. OSError:
+        see `revert`. `lock`: the store's, if the caller does not hold it; readers go on while tables are written."""
+        with lock:
+            dirty = {slab: sorted(rows) for slab, rows in self._dirty.items()}
         if not dirty:
             return
         for slab, rows in dirty.items():

@@ -1,7 +1,6 @@
 """A slab: a file of equal slots, a file with the table of their contents, and I/O on both.
 
-There are two files because a buffered write waits for all direct I/O in its file, and a table is written with the mutex
-held.
+There are two files because a buffered write waits for all direct I/O in its file, and tables are written one at a time.
 """
 
 import errno

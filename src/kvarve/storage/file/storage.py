@@ -555,6 +555,7 @@ class FileStorage(Storage):
                     index.repair()
                 self._allocator.drop_failed()
                 yield
+                index.publish(self._lock)  # what was repaired, if the caller had no changes
             except BaseException:  # also on an interrupt
                 with self._lock:
                     index.revert()
