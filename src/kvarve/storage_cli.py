@@ -238,11 +238,11 @@ def gc(url: Url, /, *, options: Gc = Gc()) -> int:
     for model in contents.models:
         with maintenance.inspect(place.folder, model) as inspection:
             unused_s = _unused_s(model, inspection.objects())
-        with maintenance.opened(place.folder, model, ttl_s=place.ttl_s) as storage:
+        with maintenance.opened(place.folder, model, ttl_s=place.ttl_s, shared=place.shared) as storage:
             counts = maintenance.gc(storage)
         old = unused_for_s is not None and not model.in_use and unused_s >= unused_for_s
         removed = old and maintenance.drop_model(
-            place.folder, model, f"kvarve storage gc --unused-for {options.unused_for}"
+            place.folder, model, f"kvarve storage gc --unused-for {options.unused_for}", shared=place.shared
         )
         reports.append(_model_json(model) | counts | {"unused_s": unused_s, "removed": removed})
         model_text = f"{model.description} ({_short(model)}): "
@@ -251,7 +251,6 @@ def gc(url: Url, /, *, options: Gc = Gc()) -> int:
         else:
             done = [
                 (counts["expired"], "objects were too old"),
-                (counts["reclaimed"], "slots were those of dead processes"),
                 (counts["retired"], "slots can be read again"),
                 (counts["quarantined_bytes"], "bytes were those of damaged slabs"),
             ]
@@ -276,7 +275,7 @@ def drop(url: Url, /, *, options: Drop = Drop()) -> int:
             return out.write(report)
         count = 0
         for model in models:
-            with maintenance.opened(place.folder, model) as storage:
+            with maintenance.opened(place.folder, model, shared=place.shared) as storage:
                 count += storage.drop(group)
         report |= {"dropped": True, "objects": count}
         out.say(f"{_many(count, 'object')} dropped")
@@ -293,8 +292,8 @@ def drop(url: Url, /, *, options: Drop = Drop()) -> int:
     if not _agreed(f"drop {_many(len(models), 'model')}, {size}: {what}", options, out):
         return out.write(report)
     for model in models:
-        if not maintenance.drop_model(place.folder, model, "kvarve storage drop"):  # it has been opened since
-            raise StorageError(_in_use(model))
+        if not maintenance.drop_model(place.folder, model, "kvarve storage drop", shared=place.shared):
+            raise StorageError(_in_use(model))  # it has been opened since
         out.say(f"{model.description} ({_short(model)}): dropped")
     return out.write(report | {"dropped": True})
 

@@ -82,6 +82,10 @@ class Failing(WithoutSync):
         self._maybe("lock")
         return super().lock(file, wait=wait, shared=shared)
 
+    def lock_range(self, file: int, at: int, size_bytes: int) -> bool:
+        self._maybe("lock_range")
+        return super().lock_range(file, at, size_bytes)
+
 
 class Rigged(WithoutSync):
     """Before each write, sync and unlink it asks `happens(call, the file's name, where)`, which may raise."""

@@ -22,7 +22,11 @@ from kvarve.cli import main
 from kvarve.errors import StorageError
 from kvarve.memory.record import record_bytes
 from kvarve.storage import FileStorage
-from kvarve.storage.file.folder import model_name, process_number, slab_file
+from kvarve.storage.file.folder import (
+    model_name,
+    slab_file,
+)
+from kvarve.storage.file.processes import process_number
 from kvarve.storage.file.table import (
     ENTRY_BYTES,
     STORED,
@@ -310,7 +314,7 @@ def test_an_entry_that_is_longer_than_its_slot_or_of_no_state_is_none(folder):
     forge(folder, 0, length=4097)
     forge(folder, 1, length=-1)
     forge(folder, 2, state=77)
-    forge(folder, 3, holder=65535, generation=(1 << 32) - 1)
+    forge(folder, 3, generation=(1 << 32) - 1)
     storage = opened(folder)
     assert len(intact(storage, BASE)) == len(BASE) - 3
     fill(storage)

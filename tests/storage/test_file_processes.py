@@ -14,7 +14,7 @@ from file_disks import MIB, ONE, SMALL_FILES, WithoutSync, total
 
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
-from kvarve.storage.file.folder import is_in_use
+from kvarve.storage.file.processes import is_in_use
 from kvarve.storage.file.slabs import RowSpan
 from kvarve.testing.suite import LABEL, get, put, there
 
@@ -341,9 +341,24 @@ def test_a_process_that_stops_with_the_lock_in_its_hands_costs_the_others_no_mor
     storage, stopped = opened(), opened()
     put(storage, a=b"1")
     stopped._folder.disk.lock(stopped._folder._mutex)
-    for call in (lambda: put(storage, b=b"2"), opened):
+    for call in (lambda: put(storage, large=bytes(9000)), opened):
         with pytest.raises(StorageError, match="is it stopped"):
             call()
     assert get(storage, "a") == b"1"
+    assert put(storage, b=b"2") == [True], "only making and removing slabs needs it"
     stopped._folder.disk.unlock(stopped._folder._mutex)
-    assert put(storage, b=b"2") == [True]
+    assert put(storage, large=bytes(9000)) == [True]
+
+
+def test_a_process_that_stops_while_it_evicts_an_object_costs_a_delete_of_it_no_more_than_a_wait(opened, monkeypatch):
+    monkeypatch.setattr("kvarve.storage.file.folder.MUTEX_S", 0.05)
+    storage, stopped = opened(), opened()
+    put(storage, a=b"1", b=b"2")
+    assert there(stopped, "a") == "a"
+    with stopped.changing() as index:
+        assert index.seize(*index.place("a"))
+        with pytest.raises(StorageError, match="is it stopped"):
+            storage.delete(["b", "a"])
+        assert there(storage, "a", "b") == "a"
+        index.release([index.place("a")])
+    assert storage.delete(["a", "b", "a"]) == [True, False, False]

@@ -3,18 +3,19 @@
 import errno
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 from file_disks import MIB, Rigged, WithoutSync, file_name, trouble
-from test_crashes import Quick, intact, intact_anew, names, opened, pages, store
+from test_crashes import Page, Quick, die, intact, intact_anew, names, opened, pages, store
 
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
+from kvarve.storage.file.call import Call
 from kvarve.storage.file.disk import Directory
-from kvarve.storage.file.index import Call
 from kvarve.storage.file.maintenance import gc
 from kvarve.testing.suite import LABEL
 
@@ -56,7 +57,7 @@ def test_a_row_that_is_being_filled_is_not_reused_though_its_entry_cannot_be_rea
     assert intact_anew(folder, both) == set(both)
 
 
-def test_a_row_that_a_disk_has_lost_to_another_process_is_not_entered(tmp_path: Path) -> None:
+def test_a_row_that_is_being_filled_is_not_reused_though_a_disk_has_torn_its_entry(tmp_path: Path) -> None:
     folder, (mine, theirs) = tmp_path / "store", pages("full", 20, 21)
     one, other = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
     assert all(store(other, pages("full", *range(3))))
@@ -64,13 +65,78 @@ def test_a_row_that_a_disk_has_lost_to_another_process_is_not_entered(tmp_path: 
     in_flight = one._reserve(call, [0], [mine.name], [mine.record().nbytes], answers)
     ((slab, row),) = in_flight.places.values()
     os.pwrite(slab.table, b"torn", slab.shape.entry_at(row))
-    other._index.reload([other._index.slabs[slab.number]])
+    other._index._read(other._index.slabs[slab.number], 0, slab.shape.slots)
     assert store(other, [theirs]) == [True]
-    assert other._index.place(theirs.name)[1] == row
+    assert other._index.place(theirs.name)[1] != row
+    one._write(in_flight, [[mine.record()]])
     one._commit(call, in_flight, [mine.name], [mine.record().nbytes], answers)
-    assert answers == {0: False}
+    assert answers == {0: True}
     assert one._index.held == {}
-    assert intact(one, [theirs]) == intact(other, [theirs]) == {theirs}
+    assert intact(one, [mine, theirs]) == intact(other, [mine, theirs]) == {mine, theirs}
+    one.close()
+    other.close()
+
+
+def test_rows_that_a_process_was_filling_when_it_died_are_filled_by_the_others(tmp_path: Path) -> None:
+    folder, some = tmp_path / "store", pages("full", *range(20, 31))
+    one, dying = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
+    assert all(store(one, pages("full", *range(3))))
+    names_, sizes = names(some), [page.record().nbytes for page in some]
+    in_flight = dying._reserve(Call(), [*range(11)], names_, sizes, {})
+    (slab,) = {place[0] for place in in_flight.places.values()}
+    assert store(one, [Page(50, "full")]) == [True]
+    assert one._index.place(Page(50, "full").name)[0].number != slab.number, "the rest of the slab is being filled"
+    die(dying)
+    assert all(store(one, some))
+    lies = [one._index.place(name)[0].number for name in names_]
+    assert lies.count(slab.number) == 11, "without a sweep, and though nothing was told"
+    assert intact(one, some) == set(some)
+    one.close()
+
+
+def test_a_slab_is_not_removed_while_another_process_fills_a_row_of_it(tmp_path: Path) -> None:
+    folder, page = tmp_path / "store", pages("full", 20)[0]
+    one, other = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
+    assert all(store(other, pages("full", *range(3))))
+    call, answers = Call(), dict[int, bool]()
+    in_flight = one._reserve(call, [0], [page.name], [page.record().nbytes], answers)
+    with other._changing():
+        assert not other._allocator.remove(other._index.slabs[0], "a test")
+    one._write(in_flight, [[page.record()]])
+    one._commit(call, in_flight, [page.name], [page.record().nbytes], answers)
+    assert intact(other, [page]) == {page} and answers == {0: True}
+    with other._changing():
+        assert other._allocator.remove(other._index.slabs[0], "a test")
+    assert one.exists([page.name]) == [False]
+    one.close()
+    other.close()
+
+
+def test_what_is_seized_in_a_slab_that_another_process_has_just_removed_is_not_confirmed(tmp_path: Path) -> None:
+    class Late(Quick):
+        """The slab goes between two calls of this process: it has not looked since."""
+
+        removes: Callable[[], None] | None = None
+
+        def lock_range(self, file: int, at: int, size_bytes: int) -> bool:
+            removes, self.removes = self.removes, None
+            if removes is not None:
+                removes()
+            return super().lock_range(file, at, size_bytes)
+
+    folder, disk, page = tmp_path / "store", Late(), pages("full", 20)[0]
+    one, other = opened(folder, disk, capacity=MIB), opened(folder, capacity=MIB)
+    assert all(store(one, pages("full", *range(3))))
+    other.exists(["x"])
+
+    def removes() -> None:
+        with other._changing():
+            assert other._allocator.remove(other._index.slabs[0], "a test")
+
+    disk.removes = removes
+    assert store(one, [page]) == [True], "in a slab that is there"
+    assert one._index.held == {}
+    assert intact(other, [page]) == intact(one, [page]) == {page}
     one.close()
     other.close()
 
@@ -112,17 +178,22 @@ def test_rows_whose_entries_can_never_be_read_are_mended_by_gc(tmp_path: Path) -
 def test_rows_that_could_not_be_given_back_are_free_again_and_the_folder_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process is frozen while it holds the mutex."""
+    """Another process is frozen while it tells what it has changed."""
     monkeypatch.setattr("kvarve.storage.file.folder.MUTEX_S", 0.01)
     folder, disk = tmp_path / "store", Rigged()
     storage, other = opened(folder, disk, capacity=MIB), opened(folder, capacity=MIB)
     assert store(storage, pages("full", 1)) == [True]
-    mutex = other._folder.mutex()
-    disk.happens = lambda call, name, at: mutex.__enter__() if call == "write" and name == "slab-000000" else None
+    changes, frozen = other._index.changes, other._folder.disk
+
+    def freezes(call: str, name: str, at: int) -> None:
+        if call == "write" and name == "slab-000000":
+            assert frozen.lock(changes._file, wait=False)
+
+    disk.happens = freezes
     with pytest.raises(StorageError, match="is it stopped"):
         store(storage, pages("full", 2))
     disk.happens = lambda call, name, at: None
-    mutex.__exit__(None, None, None)
+    frozen.unlock(changes._file)
     assert store(storage, pages("full", 3)) == [True]
     assert storage._index.states()["reserved"] == 0
     storage.close()

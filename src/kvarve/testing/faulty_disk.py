@@ -214,6 +214,14 @@ class FaultyDisk(Disk):
         self._live()
         super().unlock(file)
 
+    def lock_range(self, file: int, at: int, size_bytes: int) -> bool:
+        self._live()
+        return super().lock_range(file, at, size_bytes)
+
+    def unlock_range(self, file: int, at: int, size_bytes: int) -> None:
+        self._live()
+        super().unlock_range(file, at, size_bytes)
+
     def _happens(
         self,
         kind: Kind,

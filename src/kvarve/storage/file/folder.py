@@ -4,7 +4,7 @@ kvarve.json                     the format; written before anything else
 kvarve.lock                     the mutex of all processes that have the folder open
 models/<16 hex of the label>/   one model's objects
     model.json                  the whole label, and what it means to people
-    process-3                   locked by that process while it has the model open; has its capacity
+    process-3                   locked by that process while it has the model open; has its capacity and host
     changes                     what changed in which slab, for the other processes; means nothing after a crash
     clock                       the age of the store
     slab-000007                 objects
@@ -31,22 +31,31 @@ from kvarve.errors import ConfigError, StorageError
 from kvarve.sizes import format_size
 from kvarve.storage.base import LABEL_MAX_BYTES, check_owner, check_settings
 from kvarve.storage.file.disk import UNREADABLE, Directory, Disk, NotOurs, objection
+from kvarve.storage.file.processes import (
+    PROCESSES,
+    is_locked,
+    leave,
+    process_name,
+    process_number,
+    processes,
+    seen,
+    take,
+)
 
 log = logging.getLogger(__name__)
 
-FORMAT = "kvarve-slabs/3"
+FORMAT = "kvarve-slabs/4"
 MUTEX_S = 20.0  # how long a process waits for the mutex, which is held for milliseconds
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.005  # between two tries
-# A file for each page; a table inside of each slab; tables with one header.
-_OLD_FORMATS = ("kvarve-files/1", "kvarve-slabs/1", "kvarve-slabs/2")
+# A file for each page; a table inside of each slab; tables with one header; rows reserved in the tables.
+_OLD_FORMATS = ("kvarve-files/1", "kvarve-slabs/1", "kvarve-slabs/2", "kvarve-slabs/3")
 _MARKER, _LOCK, _MODELS, _MODEL = "kvarve.json", "kvarve.lock", "models", "model.json"
 CHANGES, CLOCK = "changes", "clock"
-_UNFINISHED, _PROCESS = "~", "process-"
+_UNFINISHED = "~"
 _NOT_FOR_US_TO_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM)
 TABLE, QUARANTINED = ".table", ".quarantined"
 _JSON_MAX_BYTES = 1 << 16  # of one JSON file
 _RESERVE_BYTES, _RESERVE_SHARE = 256 << 20, 100  # of the disk, left free for other programs
-PROCESSES = 1 << 12
 SLABS = (1 << 15) - 1  # numbers of slabs are below this
 SLAB_BYTES = 16 << 30  # of the slots of one slab, at most
 LINE_BYTES = 128  # per slab, in the file of changes
@@ -58,9 +67,6 @@ _ROOT_FILES = frozenset({_MARKER, _MARKER + _UNFINISHED, _LOCK})
 _MODEL_FILES = frozenset({_MODEL, _MODEL + _UNFINISHED, CHANGES, CLOCK})
 _MODEL_NAME = re.compile("(?:[0-9a-f]{2}){1,8}")
 _SLAB_NAME = re.compile(r"slab-([0-9]{6})(\.table)?(\.quarantined)?")
-_PROCESS_NAME = re.compile("process-(0|[1-9][0-9]{0,3})")
-_CAPACITY = re.compile(rb"capacity ([1-9][0-9]{0,18}) *\n")
-_PROCESS_BYTES = 28
 
 
 class SlabFile(NamedTuple):
@@ -110,12 +116,6 @@ def slab_file(name: str) -> SlabFile | None:
     return SlabFile(int(match[1]), match[2] is not None, match[3] is not None)
 
 
-def process_number(name: str) -> int | None:
-    """The number in a name; None if no process's file can have it."""
-    match = _PROCESS_NAME.fullmatch(name)
-    return int(match[1]) if match and int(match[1]) < PROCESSES else None
-
-
 def model_name(label: bytes) -> str:
     return label.hex()[:16]
 
@@ -154,6 +154,8 @@ def check_folder(
     label: bytes,
     description: str,
     disk: Disk | None = None,
+    *,
+    shared: bool = False,
 ) -> Path:
     """Raise what opening would raise, and touch nothing; returns the folder's path.
 
@@ -173,7 +175,7 @@ def check_folder(
             with disk.closing(disk.enter(path)) as root:
                 if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
                     raise _no_permission(path, path)
-                check_contents(disk, root, capacity_bytes, label, description)
+                check_contents(disk, root, capacity_bytes, label, description, shared=shared)
     return path
 
 
@@ -191,7 +193,15 @@ def _no_permission(path: Path, place: Path) -> StorageError:
     return StorageError(f"{path}: no permission to read and write {place}")
 
 
-def check_contents(disk: Disk, root: Directory, capacity_bytes: int | None, label: bytes, description: str) -> None:
+def check_contents(
+    disk: Disk,
+    root: Directory,
+    capacity_bytes: int | None,
+    label: bytes,
+    description: str,
+    *,
+    shared: bool = False,
+) -> None:
     """StorageError unless a folder is empty, or a store of this format in which this model can be opened."""
     there = disk.entries(root)
     if _MARKER not in there:
@@ -210,8 +220,7 @@ def check_contents(disk: Disk, root: Directory, capacity_bytes: int | None, labe
                 suppress(FileNotFoundError, Damaged),  # then `Folder.enter` writes model.json anew
             ):
                 check_owner(str(folder.path), _owner_of(disk, folder), (label, description))
-        if capacity_bytes is not None:
-            _check_capacity(disk, models, capacity_bytes)
+        _check_processes(disk, models, capacity_bytes, shared)
 
 
 def is_store(disk: Disk, root: Directory) -> bool:
@@ -234,21 +243,28 @@ def check_format(disk: Disk, root: Directory) -> None:
         )
 
 
-def _check_capacity(disk: Disk, models: Directory, capacity_bytes: int) -> None:
-    """StorageError if a process has another capacity: the smaller of two would evict what the other one stores."""
+def _check_processes(disk: Disk, models: Directory, capacity_bytes: int | None, shared: bool) -> None:
+    """StorageError if a process has another capacity: the smaller of two would evict what the other one stores; or if
+    locks may not reach all processes (not if the folder is known to be `shared`)."""
     for model in known_models(disk, models)[0]:
         with disk.closing(disk.enter_below(models, model.name)) as folder:
             for number in processes(disk, folder):
-                if not is_locked(disk, folder, number):
+                found = seen(disk, folder, number)
+                if found is None:
                     continue
-                with suppress(FileNotFoundError):
-                    match = _CAPACITY.fullmatch(_content(disk, folder, f"{_PROCESS}{number}"))
-                    if match is not None and int(match[1]) != capacity_bytes:
-                        raise StorageError(
-                            f"{models.path.parent} is open with a capacity of {format_size(int(match[1]))} "
-                            f"({int(match[1])} bytes), not {format_size(capacity_bytes)} ({capacity_bytes} bytes): "
-                            f"give the same, or first end or detach the processes that have it open"
-                        )
+                theirs_bytes = found.capacity_bytes
+                if found.locked and capacity_bytes and theirs_bytes and theirs_bytes != capacity_bytes:
+                    raise StorageError(
+                        f"{models.path.parent} is open with a capacity of {format_size(theirs_bytes)} "
+                        f"({theirs_bytes} bytes), not {format_size(capacity_bytes)} ({capacity_bytes} bytes): "
+                        f"give the same, or first end or detach the processes that have it open"
+                    )
+                if not found.locked and not shared and found.is_elsewhere(disk) and not disk.is_local(folder):
+                    raise StorageError(
+                        f"{folder.path / process_name(number)}: a process on host {found.host!r} has this folder open, "
+                        f"or ended without closing it, and its lock is not seen here: if that host is down, remove "
+                        f"this file; if locks reach all hosts (NFS without nolock or local_lock), give shared=yes"
+                    )
 
 
 def known_models(disk: Disk, models: Directory) -> tuple[list[Known], dict[str, str]]:
@@ -313,6 +329,17 @@ def _content(disk: Disk, folder: Directory, name: str) -> bytes:
         disk.close(file)
 
 
+def tries(directory: Path) -> Iterator[None]:
+    """Try something again that another process keeps this one from. StorageError after `MUTEX_S`."""
+    end, pause_s = time.monotonic() + MUTEX_S, FIRST_PAUSE_S
+    yield
+    while time.monotonic() <= end:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        yield
+    raise StorageError(f"{directory}: another process has held its lock for {MUTEX_S:g} s: is it stopped?")
+
+
 @contextmanager
 def opened_read_only(disk: Disk, path: Path) -> Iterator[Directory]:
     """The folder of a store, for inspection: nothing in it is made, locked or changed, and it may be another user's.
@@ -348,41 +375,6 @@ def spare_bytes(disk: Disk, folder: Directory) -> int:
     Negative: that reserve is already in use."""
     free_bytes, disk_bytes = disk.space(folder)
     return free_bytes - max(_RESERVE_BYTES, disk_bytes // _RESERVE_SHARE)
-
-
-# --- processes that have a model open
-
-
-def processes(disk: Disk, folder: Directory) -> list[int]:
-    """The numbers of all processes that have, or had, a model open. OSError: unknown."""
-    found = (process_number(name) for name in disk.files(folder))
-    return [number for number in found if number is not None]
-
-
-def is_in_use(disk: Disk, folder: Directory) -> bool:
-    """Whether some process has a model open."""
-    return any(is_locked(disk, folder, number) for number in processes(disk, folder))
-
-
-def is_locked(disk: Disk, folder: Directory, number: int) -> bool:
-    """Whether the process of this number has a model open."""
-    try:
-        file = disk.open(folder, f"{_PROCESS}{number}", read_only=True)
-    except (FileNotFoundError, NotOurs):
-        return False
-    try:
-        free = disk.lock(file, wait=False, shared=True)  # else two inspections would take each other for users
-        if free:
-            disk.unlock(file)
-        return not free
-    finally:
-        disk.close(file)
-
-
-def last_open_ns(disk: Disk, folder: Directory) -> int:
-    """The wall time (ns) at which the clock of a model was last written, which happens while it is open."""
-    clock = disk.files(folder).get(CLOCK)
-    return 0 if clock is None else clock.st_mtime_ns
 
 
 # --- removing
@@ -486,19 +478,12 @@ class Folder:
 
     def _take(self, number: int, capacity_bytes: int | None) -> bool:
         try:
-            file = self._opened(self.model, f"{_PROCESS}{number}")
+            file = self._opened(self.model, process_name(number))
         except NotOurs:  # a foreign file: try the next number
             return False
-        if self.disk.lock(file, wait=False):
-            # Always of one length, so that the next process can write it on a full disk.
-            content = b"visiting" if capacity_bytes is None else b"capacity %d" % capacity_bytes
-            try:
-                self.disk.write(file, [content.ljust(_PROCESS_BYTES) + b"\n"], 0)
-                self.disk.cut(file, _PROCESS_BYTES + 1)
-            except OSError as error:  # if read-only, no process can evict; else another capacity might
-                if capacity_bytes is not None and error.errno not in (errno.EROFS, errno.EBADF):
-                    raise
-            self._process = str(self.model.path / f"{_PROCESS}{number}"), self.disk.identity(file)
+        if take(self.disk, file, capacity_bytes):
+            self._process = str(self.model.path / process_name(number)), self.disk.identity(file)
+            self._process_file = file
             return True
         self._files.remove(file)
         self.disk.close(file)
@@ -541,20 +526,15 @@ class Folder:
 
     @contextmanager
     def mutex(self) -> Iterator[None]:
-        """Exclude all other processes, for as long as it takes to change a table.
+        """Exclude all other processes, for as long as it takes to make or remove a slab.
 
         StorageError: another process has held it for `MUTEX_S`, so it may be stopped; or this process's lock file was
         removed, so the others take it for dead.
         """
-        end, pause_s = time.monotonic() + MUTEX_S, FIRST_PAUSE_S
         try:
-            while not self._locked():
-                if time.monotonic() > end:
-                    raise StorageError(
-                        f"{self.directory}: another process has held its lock for {MUTEX_S:g} s: is it stopped?"
-                    )
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            for _ in tries(self.directory):
+                if self._locked():
+                    break
             if self.number >= 0 and not self.is_in_place():
                 raise StorageError(
                     f"{self._process[0]} was removed or moved away while this process had the store open"
@@ -578,13 +558,10 @@ class Folder:
         self.disk.close(left)
         return False
 
-    def is_alive(self, number: int) -> bool:
-        """Whether a process of this number has the model open. With the mutex held."""
-        return number == self.number or is_locked(self.disk, self.model, number)
-
     def alone(self) -> bool:
         """Whether no other process has the model open. With the mutex held."""
-        return not any(self.is_alive(number) for number in processes(self.disk, self.model) if number != self.number)
+        others = (number for number in processes(self.disk, self.model) if number != self.number)
+        return not any(is_locked(self.disk, self.model, number) for number in others)
 
     def others(self) -> list[str]:
         """The folders of the other models. A damaged one is logged once."""
@@ -603,6 +580,8 @@ class Folder:
         return root_bytes(self.disk, self.root) + sum(it.st_size for it in found)
 
     def close(self) -> None:
+        if self.number >= 0 and self._files:
+            leave(self.disk, self._process_file)
         for file in self._files:
             with suppress(OSError):
                 self.disk.unlock(file)

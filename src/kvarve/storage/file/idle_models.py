@@ -17,7 +17,6 @@ from kvarve.storage.file.folder import (
     TABLE,
     Folder,
     files_of_model,
-    is_in_use,
     known_models,
     remove_model,
     remove_quarantined,
@@ -25,6 +24,7 @@ from kvarve.storage.file.folder import (
     slab_numbers,
 )
 from kvarve.storage.file.orders import LastUse
+from kvarve.storage.file.processes import is_in_use
 from kvarve.storage.file.slabs import Broken, Slab, unlink
 from kvarve.storage.file.table import STORED, owner_of, times
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvarve.storage.file.call import group_of
 from kvarve.storage.file.clock import Clock
 from kvarve.storage.file.disk import Directory, Disk, NotOurs
 from kvarve.storage.file.folder import (
@@ -22,9 +23,7 @@ from kvarve.storage.file.folder import (
     check_folder,
     checked_path,
     files_of_model,
-    is_in_use,
     known_models,
-    last_open_ns,
     medium,
     model_name,
     models_of,
@@ -36,7 +35,7 @@ from kvarve.storage.file.folder import (
     slab_name,
     slab_numbers,
 )
-from kvarve.storage.file.index import group_of
+from kvarve.storage.file.processes import is_in_use, last_open_ns
 from kvarve.storage.file.slabs import Broken, RowSpan, Slab, states_of
 from kvarve.storage.file.storage import FileStorage
 from kvarve.storage.file.table import BROKEN, RETIRED, STORED, UNREADABLE, owner_of, times
@@ -93,7 +92,7 @@ def contents(directory: str | os.PathLike[str]) -> Contents:
             assert folders is not None
             with disk.closing(disk.enter_below(folders, model.name)) as folder:
                 size_bytes = sum(it.st_size for it in files_of_model(disk, folder).values())
-                ago_s = max(0.0, time.time() - last_open_ns(disk, folder) / 1e9)
+                ago_s = max(0.0, time.time() - last_open_ns(disk, folder, CLOCK) / 1e9)
                 in_use = is_in_use(disk, folder)
             found.append(Model(model.label, model.description, folder.path, size_bytes, in_use, ago_s))
             total += size_bytes
@@ -227,11 +226,12 @@ def inspect(directory: str | os.PathLike[str], model: Model, disk: Disk | None =
 
 
 @contextmanager
-def opened(directory: str | os.PathLike[str], model: Model, *, ttl_s: float | None = None) -> Iterator[FileStorage]:
+def opened(
+    directory: str | os.PathLike[str], model: Model, *, ttl_s: float | None = None, shared: bool = False
+) -> Iterator[FileStorage]:
     """Open the store beside its users. StorageError if it is another user's."""
-    storage = FileStorage(
-        directory, _AS_LARGE_AS_IT_IS, model.label, model.description, ttl_s=ttl_s, for_maintenance=True
-    )
+    identity = model.label, model.description
+    storage = FileStorage(directory, _AS_LARGE_AS_IT_IS, *identity, ttl_s=ttl_s, shared=shared, for_maintenance=True)
     try:
         yield storage
     finally:
@@ -239,31 +239,34 @@ def opened(directory: str | os.PathLike[str], model: Model, *, ttl_s: float | No
 
 
 def gc(storage: FileStorage) -> dict[str, int]:
-    """Free expired objects, rows reserved by dead processes (counted since this storage was opened, which frees some),
-    retired slots that work again, and quarantined slabs (bytes). Returns the counts."""
-    counts = dict.fromkeys(("expired", "reclaimed", "retired", "quarantined_bytes"), 0)
+    """Free expired objects, retired slots that work again, and quarantined slabs (bytes). Returns the counts."""
+    counts = dict.fromkeys(("expired", "retired", "quarantined_bytes"), 0)
     with storage.changing() as index:
         now_ns = index.clock.now_ns()
         counts["expired"] = index.expire(index.old(index.slabs.values(), now_ns), now_ns)
-        index.reclaim()
-        counts["reclaimed"] = index.reclaimed
         for slab in index.slabs.values():
             for row in np.flatnonzero(slab.state == RETIRED).tolist():
-                if slab.can_be_filled(row):
-                    index.drop(slab, row)
-                    counts["retired"] += 1
+                if index.seize(slab, row):
+                    works = slab.can_be_filled(row)
+                    counts["retired"] += works
+                    if works:
+                        index.drop(slab, row)
+                    else:
+                        index.release([(slab, row)])
             # A write may repair an unreadable entry; only if alone, as another process may be using it.
             for row in np.flatnonzero(slab.state == UNREADABLE).tolist() if index.folder.alone() else ():
-                index.drop(slab, row)
-                counts["retired"] += 1
+                if index.seize(slab, row, known=False):
+                    index.drop(slab, row)
+                    counts["retired"] += 1
         index.publish()
-        counts["quarantined_bytes"] = remove_quarantined(index.disk, index.folder.model, "kvarve storage gc")
+        with index.folder.mutex():
+            counts["quarantined_bytes"] = remove_quarantined(index.disk, index.folder.model, "kvarve storage gc")
     return counts
 
 
-def drop_model(directory: str | os.PathLike[str], model: Model, why: str) -> bool:
+def drop_model(directory: str | os.PathLike[str], model: Model, why: str, *, shared: bool = False) -> bool:
     """Remove a model from a folder; False, and nothing is removed, while a process has it open."""
-    path, disk = check_folder(directory, None, model.label, model.description), Disk()
+    path, disk = check_folder(directory, None, model.label, model.description, shared=shared), Disk()
     with medium(path):
         store = Folder(disk, path, model.label, model.description, make=False)
         try:

@@ -1,7 +1,8 @@
 """Allocates slabs in a folder: how large they are, which is removed for which, and that no file is left behind.
 
-Every call holds the folder's mutex. The store's lock, which is all that readers need, is held for moments only, since
-it is slow to make and remove files and to compute eviction queues.
+One thread of the process at a time calls it. To make or remove a slab it takes the folder's mutex. The store's lock,
+which is all that readers need, is held for moments only, since it is slow to make and remove files and to compute
+eviction queues.
 """
 
 import errno
@@ -9,16 +10,18 @@ import logging
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
 
+from kvarve.errors import StorageError
+from kvarve.storage.file.call import Call, NeedSlab, NeedVictims, RowAddress
 from kvarve.storage.file.disk import NotOurs
 from kvarve.storage.file.folder import LINE_BYTES, SLABS, slab_name, slab_numbers, spare_bytes
 from kvarve.storage.file.idle_models import IdleModels, IdleSlab
-from kvarve.storage.file.index import Call, Index, NeedSlab, NeedVictims, RowAddress
+from kvarve.storage.file.index import Index
 from kvarve.storage.file.orders import LastUse, coldest
 from kvarve.storage.file.slabs import Broken, Slab, unlink
 from kvarve.storage.file.table import STORED, Shape, slot_bytes_for
@@ -69,15 +72,14 @@ class SlabAllocator:
         self._left_alone: set[int] = set()  # numbers of slabs that are none of ours
 
     def begin(self, call: Call) -> int:
-        """Start a put, and now and then sweep: free expired objects, rows reserved by dead processes, and slabs whose
-        files were removed. Returns the store's time."""
+        """Start a put, and now and then sweep: free expired objects, and slabs whose files were removed. Returns the
+        store's time."""
         call.low = spare_bytes(self._folder.disk, self._folder.root) < 0
         index = self._index
         with self._lock:
             now_ns, slabs = index.clock.now_ns(), [*index.slabs.values()]
             if not index.is_due(now_ns):
                 return now_ns
-            index.reclaim()
         self.give_up(slab for slab in slabs if slab.is_gone())
         old = index.old(slabs, now_ns)
         for at in range(0, len(old), AT_ONCE):
@@ -92,8 +94,9 @@ class SlabAllocator:
             with self._lock:
                 found = self._index.reserve(call, name, size_bytes)
             if isinstance(found, NeedSlab):
-                if not self._grow(call, found.slot_bytes):
-                    call.grown.add(found.slot_bytes)
+                with self._alone():
+                    if not self._grow(call, found.slot_bytes):
+                        call.grown.add(found.slot_bytes)
             elif isinstance(found, NeedVictims):
                 self._choose_victims(call, found)
             else:
@@ -111,12 +114,13 @@ class SlabAllocator:
         if slot_bytes is not None and slot_bytes not in call.stuck:
             used_ns = queue.first_used_ns()
             age_ns = -1.0 if used_ns is None else max(0.0, self._index.clock.now_ns() - used_ns)
-            offers = self._offers(call, slot_bytes)
-            older = min((each for each in offers if each.is_older(age_ns)), key=_Offer.sort_key, default=None)
-            if older is not None:
-                if self._swap(call, slot_bytes, older, sum(each.bytes for each in offers)):
-                    return
-                call.stuck.add(slot_bytes)
+            with self._alone():
+                offers = self._offers(call, slot_bytes)
+                older = min((each for each in offers if each.is_older(age_ns)), key=_Offer.sort_key, default=None)
+                if older is not None:
+                    if self._swap(call, slot_bytes, older, sum(each.bytes for each in offers)):
+                        return
+                    call.stuck.add(slot_bytes)
         with self._lock:
             self._index.set_victims(need, queue)
 
@@ -137,8 +141,17 @@ class SlabAllocator:
             self._index.limits.capacity_bytes,
         )
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process makes or removes a slab meanwhile."""
+        with self._folder.mutex():
+            with self._lock:
+                self._index.look_again()
+                self._index.refresh()
+            yield
+
     def _grow(self, call: Call, slot_bytes: int) -> bool:
-        """Add a slab of a class if there is space; quarantined slabs are removed for it."""
+        """Add a slab of a class if there is space, with the mutex held; quarantined slabs are removed for it."""
         now_ns = self._index.clock.now_ns()
         if self._full_until.get(slot_bytes, 0) > now_ns:
             return False
@@ -159,8 +172,7 @@ class SlabAllocator:
             self._full_until[slot_bytes] = now_ns + _RETRY_NS
             return False
         call.freed_bytes = max(0, call.freed_bytes - slab.shape.bytes)
-        with self._lock:
-            self._index.add(slab, empty=True)
+        self._index.add(slab, self._lock, empty=True)
         return True
 
     def _swap(self, call: Call, slot_bytes: int, older: _Offer, offered_bytes: int) -> bool:
@@ -171,7 +183,8 @@ class SlabAllocator:
             return False
         if self._shape_for(slot_bytes, self._space_bytes(call, offered_bytes)) is None:
             return False
-        self._remove(older, "what is stored now is used more")
+        if not self._remove(older, "what is stored now is used more"):
+            return False
         call.freed_bytes += older.bytes
         if self._grow(call, slot_bytes):
             return True
@@ -203,46 +216,71 @@ class SlabAllocator:
             found.append(_Offer(each, each.bytes, is_last, each.mean_age_ns, each.least_age_ns))
         return found
 
-    def _remove(self, offer: _Offer, why: str) -> None:
+    def _remove(self, offer: _Offer, why: str) -> bool:
+        """Whether a slab could be removed: no other process is filling it."""
         if isinstance(offer.slab, IdleSlab):
             self._idle_models.remove(offer.slab, why)
             self._full_until.clear()
-        else:
-            self.remove(offer.slab, why)
+            return True
+        return self.remove(offer.slab, why)
 
-    def remove(self, slab: Slab, why: str) -> None:
-        """Evict all objects of a slab, and remove it."""
+    def remove(self, slab: Slab, why: str) -> bool:
+        """Evict all objects of a slab, and remove it, with the mutex held. False: another process is filling it."""
+        if not slab.lock_all():
+            return False
         rows = np.flatnonzero(slab.state == STORED)
         for at in range(0, len(rows), AT_ONCE):  # there may be a hundred thousand of them
             with self._lock:
                 self._index.unlist(slab, rows[at : at + AT_ONCE].tolist())
-        with self._lock:
-            self._index.remove(slab)
+        try:
+            self._index.remove(slab, self._lock)
+        except BaseException:  # also on an interrupt
+            slab.unlock_all()
+            raise
         with suppress(NotOurs):  # it has a second hard link: a user wants to keep it
             unlink(slab.disk, slab.folder, slab.number, why)
         self._full_until.clear()
+        return True
 
     def give_up(self, slabs: Iterable[Slab]) -> None:
         """Drop slabs whose files were removed from outside."""
         for slab in slabs:
-            with self._lock:
+            with self._alone():
                 if self._index.slabs.get(slab.number) is not slab:
                     continue
                 self._index.lost += int((slab.state == STORED).sum())
-                self._index.remove(slab)
+                self._index.remove(slab, self._lock)
             log.warning("%s: its files were removed from outside, and all its objects are lost", slab.path)
+
+    def drop_failed(self) -> None:
+        """Remove the slabs of which a sync has failed. This process uses them no more even if that fails; the next
+        change tries again."""
+        for slab in [slab for slab in [*self._index.slabs.values()] if slab.failed]:
+            with self._lock:
+                self._index.lost += int((slab.state == STORED).sum())
+                self._index.forget(slab)
+                self._index.failed[slab.identity] = slab
+        for slab in [*self._index.failed.values()]:
+            with suppress(OSError, StorageError), self._alone():
+                if not slab.is_gone():  # its number may be another slab's by now
+                    self._index.remove(slab, self._lock)
+                    unlink(slab.disk, slab.folder, slab.number, "a sync has failed, so any of its objects may be lost")
+                del self._index.failed[slab.identity]
 
     def shrink(self) -> None:
         """Remove slabs down to the capacity, which may be smaller than it was."""
         excess = self._folder.bytes() - self._index.limits.capacity_bytes
         if excess > 0:
             excess -= self._idle_models.remove_quarantined("the capacity is smaller than it was")
+        tried = set[Slab | IdleSlab]()
         while excess > 0:
-            offer = min(self._offers(None), key=_Offer.sort_key, default=None)
+            offers = (each for each in self._offers(None) if each.slab not in tried)
+            offer = min(offers, key=_Offer.sort_key, default=None)
             if offer is None:
                 break
-            excess -= offer.bytes
-            self._remove(offer, "the capacity is smaller than it was")
+            tried.add(offer.slab)
+            if self._remove(offer, "the capacity is smaller than it was"):
+                excess -= offer.bytes
 
     def _space_bytes(self, call: Call, more_bytes: int = 0) -> int:
         """How large a new slab may be, if `more_bytes` are removed; less its line in the file of changes. The bytes
@@ -266,7 +304,7 @@ class SlabAllocator:
     def _find_lost(self) -> None:
         """Add slabs that are on disk and not in the index: a process died or failed while it made or removed them, or
         they could not be opened. Their objects are used."""
-        disk, folder, known = self._folder.disk, self._folder.model, self._index.sequence_lock.known()
+        disk, folder, known = self._folder.disk, self._folder.model, self._index.changes.known()
         for number, whole in slab_numbers(disk, folder).items():
             if number in known or number in self._index.slabs:
                 continue
@@ -280,14 +318,15 @@ class SlabAllocator:
                         log.warning("%s is left alone: %s", folder.path / slab_name(number), why)
                         self._left_alone.add(number)
                 else:
-                    if disk.size(slab.file) == slab.shape.slots_bytes:  # else it would grow beyond the capacity
-                        with self._lock:
-                            self._index.add(slab, empty=False)
+                    fits = disk.size(slab.file) == slab.shape.slots_bytes  # else it would grow beyond the capacity
+                    if fits and slab.identity not in self._index.failed:
+                        self._index.add(slab, self._lock, empty=False)
 
     def _new_number(self) -> int | None:
         there = slab_numbers(self._folder.disk, self._folder.model)
         return next((number for number in range(SLABS) if number not in there), None)
 
     def _new_slab(self, number: int, shape: Shape) -> Slab:
-        identity = secrets.randbits(64) | 1
-        return Slab.create(self._folder.disk, self._folder.model, number, shape, self._index.owner, identity)
+        index, identity = self._index, secrets.randbits(64) | 1
+        folder, durable = self._folder.model, index.limits.durable
+        return Slab.create(index.disk, folder, number, shape, index.owner, identity, durable=durable)

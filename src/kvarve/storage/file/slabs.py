@@ -1,13 +1,13 @@
 """A slab: a file of equal slots, a file with the table of their contents, and I/O on both.
 
-There are two files because a buffered write waits for all direct I/O in its file, and a table is written with the mutex
-held.
+There are two files because a buffered write waits for all direct I/O in its file, and tables are written one at a time.
 """
 
 import errno
 import itertools
 import logging
 import mmap
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,9 +19,12 @@ import numpy as np
 from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk, is_aligned
 from kvarve.storage.file.folder import QUARANTINED, TABLE, slab_name, spare_bytes
 from kvarve.storage.file.table import (
+    BROKEN,
     ENTRY_BYTES,
     FREE,
+    RESERVED,
     STAMP,
+    STATE_AT,
     STATES,
     STORED,
     USED_AT,
@@ -30,6 +33,7 @@ from kvarve.storage.file.table import (
     Shape,
     pack_header,
     read_entries,
+    state_word,
     unpack_header,
     write_entries,
 )
@@ -77,7 +81,6 @@ class Slab:
         self._closing.atexit = False
         slots = shape.slots
         self.state = np.zeros(slots, np.uint8)
-        self.holder = np.zeros(slots, np.uint16)
         self.generation = np.zeros(slots, np.uint32)
         self.length = np.zeros(slots, np.int64)
         self.stored = np.zeros(slots, np.int64)
@@ -87,13 +90,16 @@ class Slab:
         self.names: list[str] = [""] * slots
         self.free: list[int] = []  # rows that may be free, the next one last; checked again when taken
         self.searched = False  # whether `free` has been filled since rows became free
-        self._syncs = threading.Condition()
-        self._syncing: set[object] = set()
-        self._failed_syncs = 0
+        self._syncing = {each: threading.Lock() for each in self.files}
+        self._syncs_begun = dict.fromkeys(self.files, 0)
+        self.syncing = 0  # puts that have entered objects here and have not synced them yet
+        self.failed = 0  # errno of a sync that failed: any object may be missing on the medium, so the slab has to go
 
     @staticmethod
-    def create(disk: Disk, folder: Directory, number: int, shape: Shape, owner: int, identity: int) -> "Slab":
-        """Make an empty slab, durable when this returns. OSError, such as ENOSPC: no file is left."""
+    def create(
+        disk: Disk, folder: Directory, number: int, shape: Shape, owner: int, identity: int, *, durable: bool
+    ) -> "Slab":
+        """Make an empty slab. OSError, such as ENOSPC: no file is left."""
         name = slab_name(number)
         files = [disk.open(folder, name, create=True)]
         try:
@@ -103,8 +109,9 @@ class Slab:
             disk.allocate(files[1], shape.table_bytes)
             for at in shape.headers_at:
                 write_all(disk, files[1], [pack_header(shape, owner, identity)], at)
-            disk.sync(files[1])
-            disk.sync_folder(folder)
+            if durable:
+                disk.sync(files[1])
+                disk.sync_folder(folder)
         except OSError:
             _close(disk, *files)
             with suppress(OSError):
@@ -213,9 +220,9 @@ class Slab:
         at = np.array(sorted(set(rows)), np.int64)
         if not len(at):
             return
+        state = self.state[at]
         columns = Columns(
-            self.state[at],
-            self.holder[at],
+            np.where(state == RESERVED, np.uint8(FREE), state),
             self.generation[at],
             self.length[at],
             self.stored[at],
@@ -228,6 +235,32 @@ class Slab:
         for begin, end in itertools.pairwise(begins):
             piece = raw[begin * ENTRY_BYTES : end * ENTRY_BYTES]
             write_all(self.disk, self.table, [piece], self.shape.entry_at(int(at[begin])))
+
+    def is_as_known(self, row: int) -> bool:
+        """Whether the table holds the entry that the columns have. An entry that fails its check is as a free one."""
+        raw = self.disk.peek(self.table, ENTRY_BYTES, self.shape.entry_at(row))
+        if raw[STATE_AT : STATE_AT + 8] == state_word(int(self.state[row]), int(self.generation[row])):
+            return True
+        known = self.state[row] in (FREE, BROKEN) and len(raw) == ENTRY_BYTES
+        return known and read_entries(raw, self.identity, row, self.shape.slot_bytes).state[0] == BROKEN
+
+    # --- locks: another process that fills or changes a row has locked its slot; the kernel unlocks it if it dies
+
+    def lock(self, row: int) -> bool:
+        return self.disk.lock_range(self.file, self.shape.slot_at(row), self.shape.slot_bytes)
+
+    def unlock(self, row: int) -> None:
+        self.disk.unlock_range(self.file, self.shape.slot_at(row), self.shape.slot_bytes)
+
+    def lock_all(self) -> bool:
+        return self.disk.lock_range(self.file, 0, 0)
+
+    def unlock_all(self) -> None:
+        self.disk.unlock_range(self.file, 0, 0)
+
+    def close(self) -> None:
+        """Close its files, and with them its locks."""
+        self._closing()
 
     def stamp(self, row: int, used: int, uses: int) -> None:
         """Write an object's time and number of uses; never synced."""
@@ -264,29 +297,24 @@ class Slab:
         return self.file, self.table
 
     def sync(self, file: int) -> None:
-        """Return when all writes to one of its files are on the medium. OSError: some are not, maybe not the caller's.
+        """Return when all that was written to one of its files so far is on the medium. OSError: that is unknown since
+        this sync, or an earlier one, has failed.
 
-        A return proves nothing yet: the kernel reports a failure to only one of all callers that sync one descriptor.
-        So a writer compares `failed_syncs` from before its write with that from after this call.
+        The kernel reports a failure to one caller only of all that sync a descriptor, and takes the data for written
+        from then on. So they sync one after the other, and after a failure none succeeds. A caller that had to wait
+        for a whole sync needs none of its own.
         """
-        this, failed = object(), True
-        try:
-            with self._syncs:
-                self._syncing.add(this)
-            self.disk.sync(file)
-            failed = False
-        finally:
-            with self._syncs:
-                self._failed_syncs += failed
-                self._syncing.discard(this)
-                self._syncs.notify_all()
-
-    def failed_syncs(self, *, wait: bool = False) -> int:
-        """How many syncs have failed; `wait`: including those in flight now."""
-        with self._syncs:
-            under_way = set(self._syncing) if wait else set()
-            self._syncs.wait_for(lambda: not under_way & self._syncing)
-            return self._failed_syncs
+        needed = self._syncs_begun[file] + 1
+        with self._syncing[file]:
+            if self._syncs_begun[file] < needed and not self.failed:
+                self._syncs_begun[file] += 1
+                try:
+                    self.disk.sync(file)
+                except BaseException as error:  # also on an interrupt
+                    self.failed = getattr(error, "errno", None) or errno.EIO
+                    raise
+            if self.failed:
+                raise OSError(self.failed, os.strerror(self.failed))
 
     def answers(self) -> bool:
         """Whether its files can be read at all: else the disk failed, and not one object."""

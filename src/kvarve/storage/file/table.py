@@ -2,8 +2,8 @@
 
     table   header, entries, zeros up to whole blocks, the header once more as its last 256 bytes
     header  magic 8, format u32, 0 u32, owner u64 (of the label), identity u64, slot bytes u64, slots u64, check u64
-    entry   check u64; state u8, 0 u8, holder u16, generation u32; length u64; stored u64 (ns); name 200, zeros behind;
-            0 u64; used u64 (ns), uses u64
+    entry   check u64; state u8, 0 u24, generation u32; length u64; stored u64 (ns); name 200, zeros behind; 0 u64;
+            used u64 (ns), uses u64
 
 Little-endian. An entry lies within one sector of the disk, so a power cut leaves the old one or the new one; its check,
 a checksum with the slab and the row in it, detects damage and misplaced writes. Time and number of uses are outside the
@@ -12,6 +12,7 @@ by numpy. Values are accepted within bounds only: legal names, lengths that fit,
 """
 
 import hashlib
+import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,16 +32,16 @@ ENTRY_WORDS = ENTRY_BYTES // 8
 NAME_BYTES = 200
 _CHECK, _STATE, _LENGTH, _STORED, _NAME, _USED, _USES = 0, 1, 2, 3, 4, 30, 31
 _CHECKED = slice(1, _USED)
-USED_AT = 8 * _USED  # within the entry; 16 bytes, `STAMP`
+STATE_AT, USED_AT = 8 * _STATE, 8 * _USED  # within the entry; 8 bytes, and 16 bytes, `STAMP`
 STAMP = struct.Struct("<QQ")
 
-# The states of a row. The last two are never written: a reader gives them to an entry that fails its check, which may
-# be half written by another process, and to one that the disk cannot read.
-STATES = ("free", "reserved", "stored", "retired", "broken", "unreadable")
-FREE, RESERVED, STORED, RETIRED, BROKEN, UNREADABLE = range(6)
+# The states of a row. The last three are never written: a row that a call of this process fills (FREE in the table); an
+# entry that fails its check, which may be half written by another process; and one that the disk cannot read.
+STATES = ("free", "stored", "retired", "reserved", "broken", "unreadable")
+FREE, STORED, RETIRED, RESERVED, BROKEN, UNREADABLE = range(6)
 
 _HEADER = struct.Struct("<8sIIQQQQ")
-_MAGIC, _FORMAT = b"kvarveSL", 2
+_MAGIC, _FORMAT = b"kvarveSL", 3
 MOST_USES = 1 << 40
 _SECOND_NS = 1_000_000_000
 _MASK = (1 << 64) - 1
@@ -141,13 +142,24 @@ class Columns:
     """Some entries side by side. `names` has those of STORED rows only, in their order."""
 
     state: npt.NDArray[np.uint8]
-    holder: npt.NDArray[np.uint16]
     generation: npt.NDArray[np.uint32]
     length: Rows
     stored: Rows
     used: Rows
     uses: Rows
     names: list[str]
+
+    def only(self, rows: npt.NDArray[np.bool_]) -> "Columns":
+        """Some of these entries."""
+        return Columns(
+            self.state[rows],
+            self.generation[rows],
+            self.length[rows],
+            self.stored[rows],
+            self.used[rows],
+            self.uses[rows],
+            list(itertools.compress(self.names, rows[self.state == STORED].tolist())),
+        )
 
 
 def read_entries(
@@ -180,7 +192,6 @@ def read_entries(
         found = names[state == STORED].tolist()
     return Columns(
         state,
-        (entries[:, _STATE] >> np.uint64(16)).astype(np.uint16),
         (entries[:, _STATE] >> np.uint64(32)).astype(np.uint32),
         length,
         entries[:, _STORED].astype(np.int64),
@@ -188,6 +199,11 @@ def read_entries(
         np.minimum(entries[:, _USES], MOST_USES).astype(np.int64),
         b"\n".join(found).decode().split("\n") if found else [],
     )
+
+
+def state_word(state: int, generation: int) -> bytes:
+    """An entry's state and generation as they are written."""
+    return (state | generation << 32).to_bytes(8, "little")
 
 
 def times(found: Columns, now_ns: int) -> tuple[Rows, Rows]:
@@ -200,11 +216,7 @@ def times(found: Columns, now_ns: int) -> tuple[Rows, Rows]:
 def write_entries(columns: Columns, identity: int, rows: Rows) -> bytes:
     """The entries for these rows, one behind the other; `columns.names` has one name for each, "" if it has none."""
     entries = np.zeros((len(rows), ENTRY_WORDS), np.uint64)
-    entries[:, _STATE] = (
-        columns.state.astype(np.uint64)
-        | columns.holder.astype(np.uint64) << np.uint64(16)
-        | columns.generation.astype(np.uint64) << np.uint64(32)
-    )
+    entries[:, _STATE] = columns.state.astype(np.uint64) | columns.generation.astype(np.uint64) << np.uint64(32)
     entries[:, _LENGTH] = columns.length
     entries[:, _STORED] = columns.stored
     names = np.ndarray((len(rows),), f"S{NAME_BYTES}", entries, 8 * _NAME, (ENTRY_BYTES,))
