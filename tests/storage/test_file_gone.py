@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from file_disks import MIB, Rigged, WithoutSync, file_name, total
+from file_disks import MIB, Rigged, WithoutSync, changing, file_name, total
 from test_crashes import Quick, intact, names, pages, store
 
 from kvarve.errors import StorageError
@@ -307,7 +307,7 @@ def test_a_process_whose_number_was_removed_takes_another_one(tmp_path, others):
         assert intact(each, [*SOME, *pages("full", 900)]) == {*SOME, *pages("full", 900)}
     assert len({each._folder.number for each in stores}) == len(stores)
     for each in stores:
-        with each.changing() as index:
+        with changing(each) as index:
             assert index.folder.alone() is (len(stores) == 1)
     for each in stores:
         each.close()

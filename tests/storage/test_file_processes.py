@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from file_disks import MIB, ONE, SMALL_FILES, WithoutSync, total
+from file_disks import MIB, ONE, SMALL_FILES, WithoutSync, changing, total
 
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
@@ -166,7 +166,7 @@ def test_of_two_objects_of_one_name_one_goes_for_good(opened):
     storage = opened()
     names = [f"page-{i:02}" for i in range(20)]
     assert all(storage.put(names, [memoryview(b"1")] * 20))
-    with storage.changing() as index:
+    with changing(storage) as index:
         one, row = index.place("page-00")
         other = next(slab for slab in index.slabs.values() if slab is not one)
         double = other.take_free()
@@ -178,7 +178,7 @@ def test_of_two_objects_of_one_name_one_goes_for_good(opened):
     storage.close()
     storage = opened()
     assert put(storage, new=b"2") == [True]
-    with storage.looking() as index:
+    with storage._looking() as index:
         tables = [found for slab in index.slabs.values() for _, found in slab.load(0, slab.shape.slots)]
     on_disk = [name for table in tables for name in table.names]
     assert sorted(on_disk) == sorted([*names, "new"])
@@ -355,7 +355,7 @@ def test_a_process_that_stops_while_it_evicts_an_object_costs_a_delete_of_it_no_
     storage, stopped = opened(), opened()
     put(storage, a=b"1", b=b"2")
     assert there(stopped, "a") == "a"
-    with stopped.changing() as index:
+    with changing(stopped) as index:
         assert index.seize(*index.place("a"))
         with pytest.raises(StorageError, match="is it stopped"):
             storage.delete(["b", "a"])

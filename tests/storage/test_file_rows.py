@@ -14,9 +14,8 @@ from test_crashes import Page, Quick, die, intact, intact_anew, names, opened, p
 
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
-from kvarve.storage.file.call import Call
 from kvarve.storage.file.disk import Directory
-from kvarve.storage.file.maintenance import gc
+from kvarve.storage.file.index import Put
 from kvarve.testing.suite import LABEL
 
 # --- a table that cannot be read for a moment
@@ -38,8 +37,8 @@ def test_a_row_that_is_being_filled_is_not_reused_though_its_entry_cannot_be_rea
     folder, disks, (mine, theirs) = tmp_path / "store", (Blind(), Blind()), pages("full", 20, 21)
     one, other = (opened(folder, disk, capacity=MIB) for disk in disks)
     assert all(store(other, pages("full", *range(3))))
-    call, answers = Call(), dict[int, bool]()
-    in_flight = one._reserve(call, [0], [mine.name], [mine.record().nbytes], answers)
+    put = Put([mine.name], [[mine.record()]])
+    one._reserve(put, [0])
     disk = disks[blind == "another"]
     disk.blind = True
     assert store(other, [theirs]) == [True]
@@ -47,9 +46,9 @@ def test_a_row_that_is_being_filled_is_not_reused_though_its_entry_cannot_be_rea
     with one._changing():
         pass
     disk.blind = False
-    one._write(in_flight, [[mine.record()]])
-    one._commit(call, in_flight, [mine.name], [mine.record().nbytes], answers)
-    assert answers == {0: True}
+    one._write(put)
+    one._commit(put)
+    assert put.answers == {0: True}
     both = [mine, theirs, *pages("full", *range(3))]
     assert intact(one, both) == intact(other, both) == set(both)
     one.close()
@@ -61,16 +60,16 @@ def test_a_row_that_is_being_filled_is_not_reused_though_a_disk_has_torn_its_ent
     folder, (mine, theirs) = tmp_path / "store", pages("full", 20, 21)
     one, other = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
     assert all(store(other, pages("full", *range(3))))
-    call, answers = Call(), dict[int, bool]()
-    in_flight = one._reserve(call, [0], [mine.name], [mine.record().nbytes], answers)
-    ((slab, row),) = in_flight.places.values()
+    put = Put([mine.name], [[mine.record()]])
+    one._reserve(put, [0])
+    ((slab, row),) = put.places.values()
     os.pwrite(slab.table, b"torn", slab.shape.entry_at(row))
     other._index._read(other._index.slabs[slab.number], 0, slab.shape.slots)
     assert store(other, [theirs]) == [True]
     assert other._index.place(theirs.name)[1] != row
-    one._write(in_flight, [[mine.record()]])
-    one._commit(call, in_flight, [mine.name], [mine.record().nbytes], answers)
-    assert answers == {0: True}
+    one._write(put)
+    one._commit(put)
+    assert put.answers == {0: True}
     assert one._index.held == {}
     assert intact(one, [mine, theirs]) == intact(other, [mine, theirs]) == {mine, theirs}
     one.close()
@@ -81,9 +80,9 @@ def test_rows_that_a_process_was_filling_when_it_died_are_filled_by_the_others(t
     folder, some = tmp_path / "store", pages("full", *range(20, 31))
     one, dying = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
     assert all(store(one, pages("full", *range(3))))
-    names_, sizes = names(some), [page.record().nbytes for page in some]
-    in_flight = dying._reserve(Call(), [*range(11)], names_, sizes, {})
-    (slab,) = {place[0] for place in in_flight.places.values()}
+    names_, put = names(some), Put(names(some), [[page.record()] for page in some])
+    dying._reserve(put, range(11))
+    (slab,) = {place[0] for place in put.places.values()}
     assert store(one, [Page(50, "full")]) == [True]
     assert one._index.place(Page(50, "full").name)[0].number != slab.number, "the rest of the slab is being filled"
     die(dying)
@@ -98,13 +97,13 @@ def test_a_slab_is_not_removed_while_another_process_fills_a_row_of_it(tmp_path:
     folder, page = tmp_path / "store", pages("full", 20)[0]
     one, other = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
     assert all(store(other, pages("full", *range(3))))
-    call, answers = Call(), dict[int, bool]()
-    in_flight = one._reserve(call, [0], [page.name], [page.record().nbytes], answers)
+    put = Put([page.name], [[page.record()]])
+    one._reserve(put, [0])
     with other._changing():
         assert not other._allocator.remove(other._index.slabs[0], "a test")
-    one._write(in_flight, [[page.record()]])
-    one._commit(call, in_flight, [page.name], [page.record().nbytes], answers)
-    assert intact(other, [page]) == {page} and answers == {0: True}
+    one._write(put)
+    one._commit(put)
+    assert intact(other, [page]) == {page} and put.answers == {0: True}
     with other._changing():
         assert other._allocator.remove(other._index.slabs[0], "a test")
     assert one.exists([page.name]) == [False]
@@ -156,20 +155,6 @@ def test_what_cannot_be_read_of_a_table_is_not_written_over_and_is_there_again_w
     assert blind._index.states()["unreadable"] == 0
     blind.close()
     other.close()
-
-
-def test_rows_whose_entries_can_never_be_read_are_mended_by_gc(tmp_path: Path) -> None:
-    folder, disk = tmp_path / "store", Blind()
-    storage = opened(folder, capacity=MIB)
-    assert all(store(storage, pages("full", *range(15))))
-    storage.close()
-    disk.blind = True
-    storage = opened(folder, disk, capacity=MIB)
-    unreadable = storage._index.states()["unreadable"]
-    assert unreadable >= 15
-    assert gc(storage)["retired"] == unreadable
-    assert storage._index.states()["unreadable"] == 0
-    storage.close()
 
 
 # --- rows that are being filled

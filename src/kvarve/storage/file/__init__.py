@@ -3,14 +3,12 @@
 Who may call whom, from the top:
 
     storage         `FileStorage`: the calls of a storage; takes the locks
-      mover           moves bytes between memory and slots on several threads, and syncs
-      slab_allocator  makes a slab, removes one, finds the one that is worth least
+      slab_allocator  finds a row for an object: free, in a new slab, or evicted; makes and removes slabs
         idle_models     slabs of models that no process has open
-      index           where each object lies, which is evicted next; seizes rows and writes the tables; moves no object
-        call            what a put may do and needs next
         orders          eviction orders
+      index           where each object lies; seizes rows and writes the tables; moves no object
         changes         tells processes what others have changed
-      slabs           one slab: a file of equal slots and its table
+      slabs           one slab: a file of equal slots and its table; moves bytes by several threads, and syncs
         table           the entries of a table, as bytes and arrays
       folder          the folder: its owner, its processes, the mutex, its size
         processes       which processes have the store open, on which hosts

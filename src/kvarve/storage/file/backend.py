@@ -6,8 +6,8 @@ from pathlib import Path
 
 from kvarve.errors import ConfigError
 from kvarve.storage.base import Storage
-from kvarve.storage.file.call import DEFAULT_THREADS, check_limits
 from kvarve.storage.file.folder import check_folder, checked_path
+from kvarve.storage.file.index import DEFAULT_THREADS, check_limits
 from kvarve.storage.file.storage import FileStorage
 from kvarve.storage.urls import Backend, StorageUrl
 

@@ -127,7 +127,7 @@ class Changes:
     def begin(self, slabs: Mapping[int, int]) -> None:
         """Write the file anew for these slabs (identity by number), as no other process has the store open."""
         lines = max([1, *(number + 2 for number in slabs)])
-        self._disk.cut(self._file, lines * LINE_BYTES)
+        self._disk.resize(self._file, lines * LINE_BYTES)
         fresh = np.zeros((lines, _WORDS), np.uint64)
         for number, identity in slabs.items():
             fresh[number + 1, 0] = identity

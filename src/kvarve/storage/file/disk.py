@@ -254,9 +254,9 @@ class Disk:
                 raise
             os.ftruncate(file, max(size_bytes, self.size(file)))
 
-    def cut(self, file: int, size_bytes: int) -> None:
-        """Cut the file to at most this size."""
-        os.ftruncate(file, min(size_bytes, self.size(file)))
+    def resize(self, file: int, size_bytes: int) -> None:
+        """Cut or extend the file to this size; new blocks are not allocated."""
+        os.ftruncate(file, size_bytes)
 
     # --- locks: the kernel releases them when the process ends, however it ends
 

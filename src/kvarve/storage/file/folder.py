@@ -9,7 +9,6 @@ models/<16 hex of the label>/   one model's objects
     clock                       the age of the store
     slab-000007                 objects
     slab-000007.table           which object each slot holds
-    slab-000007[.table].quarantined     a damaged slab: never read, removed when space is needed
 
 Entries with another name, or not ours by `disk.objection`, are left alone and not counted. A model is a folder of such
 a name with a `model.json` whose label begins with it.
@@ -22,14 +21,14 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.sizes import format_size
 from kvarve.storage.base import LABEL_MAX_BYTES, check_owner, check_settings
+from kvarve.storage.file.clock import CLOCK
 from kvarve.storage.file.disk import UNREADABLE, Directory, Disk, NotOurs, objection
 from kvarve.storage.file.processes import (
     PROCESSES,
@@ -47,13 +46,11 @@ log = logging.getLogger(__name__)
 FORMAT = "kvarve-slabs/4"
 MUTEX_S = 20.0  # how long a process waits for the mutex, which is held for milliseconds
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.005  # between two tries
-# A file for each page; a table inside of each slab; tables with one header; rows reserved in the tables.
-_OLD_FORMATS = ("kvarve-files/1", "kvarve-slabs/1", "kvarve-slabs/2", "kvarve-slabs/3")
 _MARKER, _LOCK, _MODELS, _MODEL = "kvarve.json", "kvarve.lock", "models", "model.json"
-CHANGES, CLOCK = "changes", "clock"
+CHANGES = "changes"
 _UNFINISHED = "~"
 _NOT_FOR_US_TO_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM)
-TABLE, QUARANTINED = ".table", ".quarantined"
+TABLE = ".table"
 _JSON_MAX_BYTES = 1 << 16  # of one JSON file
 _RESERVE_BYTES, _RESERVE_SHARE = 256 << 20, 100  # of the disk, left free for other programs
 SLABS = (1 << 15) - 1  # numbers of slabs are below this
@@ -66,15 +63,7 @@ _NOT_CONTENT = frozenset({_LOCK, _MARKER + _UNFINISHED, "lost+found"})
 _ROOT_FILES = frozenset({_MARKER, _MARKER + _UNFINISHED, _LOCK})
 _MODEL_FILES = frozenset({_MODEL, _MODEL + _UNFINISHED, CHANGES, CLOCK})
 _MODEL_NAME = re.compile("(?:[0-9a-f]{2}){1,8}")
-_SLAB_NAME = re.compile(r"slab-([0-9]{6})(\.table)?(\.quarantined)?")
-
-
-class SlabFile(NamedTuple):
-    """The parsed name of a slab's file."""
-
-    number: int
-    table: bool
-    quarantined: bool
+_SLAB_NAME = re.compile(r"slab-([0-9]{6})(\.table)?")
 
 
 @dataclass(frozen=True)
@@ -108,12 +97,10 @@ def slab_name(number: int) -> str:
     return f"slab-{number:06}"
 
 
-def slab_file(name: str) -> SlabFile | None:
-    """Parse a name; None if no slab's file can have it."""
+def slab_file(name: str) -> tuple[int, bool] | None:
+    """The number in a name, and whether it is a table's; None if no slab's file can have it."""
     match = _SLAB_NAME.fullmatch(name)
-    if match is None or int(match[1]) >= SLABS:
-        return None
-    return SlabFile(int(match[1]), match[2] is not None, match[3] is not None)
+    return (int(match[1]), match[2] is not None) if match and int(match[1]) < SLABS else None
 
 
 def model_name(label: bytes) -> str:
@@ -130,6 +117,10 @@ def files_of_model(disk: Disk, folder: Directory) -> dict[str, os.stat_result]:
     return found
 
 
+def bytes_of_model(disk: Disk, folder: Directory) -> int:
+    return sum(it.st_size for it in files_of_model(disk, folder).values())
+
+
 def root_bytes(disk: Disk, root: Directory) -> int:
     """The total size of our files that belong to no model."""
     return sum(found.st_size for name, found in disk.files(root).items() if name in _ROOT_FILES)
@@ -140,8 +131,8 @@ def slab_numbers(disk: Disk, folder: Directory) -> dict[int, bool]:
     found: dict[int, bool] = {}
     for name in disk.entries(folder):  # also those not ours: their numbers are taken
         file = slab_file(name)
-        if file is not None and not file.quarantined:
-            found[file.number] = found.get(file.number, False) or file.table
+        if file is not None:
+            found[file[0]] = found.get(file[0], False) or file[1]
     return found
 
 
@@ -223,23 +214,13 @@ def check_contents(
         _check_processes(disk, models, capacity_bytes, shared)
 
 
-def is_store(disk: Disk, root: Directory) -> bool:
-    """Whether a folder has been opened as a store before."""
-    return _MARKER in disk.entries(root)
-
-
 def check_format(disk: Disk, root: Directory) -> None:
     """StorageError unless a store is of this format."""
     version = _read_json(disk, root, _MARKER, "empty its folder or give another one", "format")["format"]
-    if version in _OLD_FORMATS:
-        raise StorageError(
-            f"{root.path} holds pages of an earlier version of kvarve ({version!r}), which this one "
-            f"({FORMAT!r}) does not read: empty this folder or give another one"
-        )
     if version != FORMAT:
         raise StorageError(
-            f"{root.path} is in format {version!r}, this version of kvarve reads {FORMAT!r}: "
-            f"give another folder or empty this one"
+            f"{root.path} holds pages of another version of kvarve ({version!r}), which this one ({FORMAT!r}) does not "
+            f"read: empty this folder or give another one"
         )
 
 
@@ -341,33 +322,25 @@ def tries(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def opened_read_only(disk: Disk, path: Path) -> Iterator[Directory]:
-    """The folder of a store, for inspection: nothing in it is made, locked or changed, and it may be another user's.
-
-    StorageError: it holds no store of this format.
-    """
-    with medium(path):
+def opened_read_only(disk: Disk, path: Path) -> Iterator[tuple[Directory, Directory | None]]:
+    """The folder of a store, and that of its models if there are any, for inspection: nothing in it is made, locked or
+    changed, and it may be another user's. StorageError: it holds no store of this format."""
+    with medium(path), ExitStack() as closing:
         if not os.path.lexists(path):
             raise StorageError(f"{path}: no such folder")
-        with disk.closing(disk.enter(path, for_maintenance=True)) as root:
-            if not is_store(disk, root):
-                raise StorageError(
-                    f"{path}: there is no kvarve storage in it"
-                    if not disk.entries(root).keys() - _NOT_CONTENT
-                    else f"{path} is not empty and not a kvarve storage folder: give another one"
-                )
-            check_format(disk, root)
-            yield root
-
-
-@contextmanager
-def models_of(disk: Disk, root: Directory) -> Iterator[Directory | None]:
-    """The folder of a store's models; None if there is none yet."""
-    if _MODELS not in disk.entries(root):
-        yield None
-        return
-    with disk.closing(disk.enter_below(root, _MODELS)) as models:
-        yield models
+        root = closing.enter_context(disk.closing(disk.enter(path, for_maintenance=True)))
+        there = disk.entries(root).keys()
+        if _MARKER not in there:
+            raise StorageError(
+                f"{path} is not empty and not a kvarve storage folder: give another one"
+                if there - _NOT_CONTENT
+                else f"{path}: there is no kvarve storage in it"
+            )
+        check_format(disk, root)
+        if _MODELS not in there:
+            yield root, None
+        else:
+            yield root, closing.enter_context(disk.closing(disk.enter_below(root, _MODELS)))
 
 
 def spare_bytes(disk: Disk, folder: Directory) -> int:
@@ -395,24 +368,6 @@ def remove_model(disk: Disk, models: Directory, name: str, why: str) -> None:
             raise
         log.warning("%s: the folder stays, as it holds files that are not of this store", models.path / name)
     disk.sync_folder(models)
-
-
-def quarantined(disk: Disk, folder: Directory) -> dict[str, int]:
-    """The quarantined files of a model, and their sizes."""
-    return {
-        name: found.st_size
-        for name, found in disk.files(folder).items()
-        if (file := slab_file(name)) is not None and file.quarantined
-    }
-
-
-def remove_quarantined(disk: Disk, folder: Directory, why: str) -> int:
-    """Remove the quarantined files, with the mutex held; returns their bytes."""
-    files = quarantined(disk, folder)
-    for name in files:
-        disk.unlink(folder, name)
-        log.warning("%s: removed: %s", folder.path / name, why)
-    return sum(files.values())
 
 
 # --- an open folder
@@ -445,7 +400,7 @@ class Folder:
 
     def enter(self, capacity_bytes: int | None) -> None:
         """Open the model for this process; with the mutex held, after `check_contents`."""
-        if not is_store(self.disk, self.root):
+        if _MARKER not in self.disk.entries(self.root):
             self._write_json(self.root, _MARKER, {"format": FORMAT})
         self.models = self._entered(self.root, _MODELS)
         self.model = self._entered(self.models, model_name(self._label))
@@ -563,21 +518,17 @@ class Folder:
         others = (number for number in processes(self.disk, self.model) if number != self.number)
         return not any(is_locked(self.disk, self.model, number) for number in others)
 
-    def others(self) -> list[str]:
-        """The folders of the other models. A damaged one is logged once."""
+    def bytes(self) -> int:
+        """The size of all our files in the folder, of all models. A damaged model is logged once."""
         known, damaged = known_models(self.disk, self.models)
         for name in damaged.keys() - self._warned - {self.model.path.name}:
             log.warning("%s", damaged[name])
             self._warned.add(name)
-        return [model.name for model in known if model.name != self.model.path.name]
-
-    def bytes(self) -> int:
-        """The size of all our files in the folder, of all models."""
-        found = [*files_of_model(self.disk, self.model).values()]
-        for name in self.others():
+        total = root_bytes(self.disk, self.root) + bytes_of_model(self.disk, self.model)
+        for name in {each.name for each in known} - {self.model.path.name}:
             with self.disk.closing(self.disk.enter_below(self.models, name)) as folder:
-                found += files_of_model(self.disk, folder).values()
-        return root_bytes(self.disk, self.root) + sum(it.st_size for it in found)
+                total += bytes_of_model(self.disk, folder)
+        return total
 
     def close(self) -> None:
         if self.number >= 0 and self._files:

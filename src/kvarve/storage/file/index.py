@@ -8,42 +8,102 @@ import logging
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvarve.errors import StorageError
-from kvarve.storage.file.call import Call, Limits, NeedSlab, NeedVictims, RowAddress, group_of
+from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.file.changes import Changes
-from kvarve.storage.file.clock import Clock
+from kvarve.storage.file.clock import CLOCK, Clock
 from kvarve.storage.file.disk import Disk
-from kvarve.storage.file.folder import CHANGES, CLOCK, Folder, files_of_model, slab_name, slab_numbers
-from kvarve.storage.file.orders import EvictionQueue, Victim
-from kvarve.storage.file.slabs import STRIPES, Broken, Slab, quarantine, states_of, unlink
+from kvarve.storage.file.folder import CHANGES, Folder, slab_name, slab_numbers
+from kvarve.storage.file.orders import ORDERS
+from kvarve.storage.file.slabs import STRIPES, Broken, Slab, states_of, unlink
 from kvarve.storage.file.table import (
     BROKEN,
+    DUPLICATE,
     FREE,
-    MOST_USES,
     RESERVED,
+    RETIRED,
     STORED,
-    UNREADABLE,
     Columns,
     Rows,
     owner_of,
-    slot_bytes_for,
     times,
 )
 
 log = logging.getLogger(__name__)
 
+RowAddress = tuple[Slab, int]
+DEFAULT_THREADS = 4
 _HELD = nullcontext()  # the caller holds the lock
-_GROUP_QUEUES = 64  # eviction queues of groups that are cached: each is some kilobytes and quick to compute
-_SECOND_NS = 1_000_000_000
+SECOND_NS = 1_000_000_000
 _GENERATIONS = (1 << 32) - 1
 _ROW = (1 << 32) - 1
 
 
-def _number_of(group: str) -> int:
+def check_limits(ttl_s: float | None, quota_bytes: int | None, eviction: str, threads: int) -> None:
+    """Raise ConfigError unless a file storage can be opened with these."""
+    if ttl_s is not None and not ttl_s > 0:
+        raise ConfigError(f"objects that live for {ttl_s} s are never found: give a ttl above zero, such as 7d")
+    if quota_bytes is not None and quota_bytes <= 0:
+        raise ConfigError(f"a quota of {quota_bytes} bytes admits no object: give one above zero, such as 1GiB")
+    if eviction not in ORDERS:
+        raise ConfigError(f"unknown eviction order {eviction!r}; known: {', '.join(ORDERS)}")
+    if threads < 1:
+        raise ConfigError(f"{threads} threads read and write nothing: give at least 1")
+
+
+@dataclass(frozen=True)
+class Limits:
+    capacity_bytes: int
+    eviction: str = "lru"
+    ttl_ns: int | None = None
+    quota_bytes: int | None = None
+    durable: bool = True
+
+
+@dataclass(eq=False)
+class Put:
+    """One put, in one or two rounds. Objects have their numbers in the call. It may not evict what it answers for."""
+
+    names: Sequence[str] = ()
+    data: Sequence[Sequence[memoryview]] = ()
+    answers: dict[int, bool] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)  # entries of what was there already, and of what it stored
+    stored: set[RowAddress] = field(default_factory=set)
+    touched: set[Slab] = field(default_factory=set)  # of all objects that it answers for
+    of_group: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # slot bytes reserved
+    freed_bytes: int = 0  # of the disk, by slabs that it removed
+    low: bool = False  # the disk is as full as it may be, so only rows whose blocks are allocated are usable
+    full: bool = False  # the disk had no blocks for a free row, so only rows that were filled before are usable
+
+    # Of the round:
+    places: dict[int, RowAddress] = field(default_factory=dict)  # rows to be filled
+    failed: dict[int, OSError] = field(default_factory=dict)
+    moving: list[Future[OSError | None]] = field(default_factory=list)  # writes in flight
+    slabs: set[Slab] = field(default_factory=set)  # with objects that it answers for and that may not be synced yet
+    busy: set[Slab] = field(default_factory=set)  # slabs of which other processes are filling the last free rows
+    contended: bool = False  # other processes had all rows, or removed a slab
+
+    def begin_round(self) -> None:
+        for of_round in (self.places, self.failed, self.moving, self.slabs, self.busy, self.of_group):
+            of_round.clear()
+        self.contended = False
+
+    def size_bytes(self, number: int) -> int:
+        return sum(view.nbytes for view in self.data[number])
+
+
+def group_of(name: str) -> str:
+    """The part of a name before the first "-": the group shares a quota."""
+    group, dash, _ = name.partition("-")
+    return group if dash else ""
+
+
+def number_of(group: str) -> int:
     """A group's number in a column; for two groups with one number the names decide."""
     return zlib.crc32(group.encode()) >> 1
 
@@ -63,12 +123,9 @@ class Index:
         self._dirty: dict[Slab, set[int]] = defaultdict(set)
         self.held: dict[Slab, set[int]] = {}  # rows that this process has seized
         self._unclear: set[Slab] = set()  # slabs with entries that fail their check
-        self._duplicates: set[RowAddress] = set()  # of their rows: another row has the same name
         self.failed: dict[int, Slab] = {}  # by identity: a sync failed, so they are not used, and wait to be removed
-        self._queues: dict[NeedVictims, EvictionQueue] = {}
         self._unopened: set[int] = set()  # numbers of slabs that could not be opened
         self._last_tick = 0
-        self._swept_ns = 0
 
     # --- lookup
 
@@ -167,7 +224,8 @@ class Index:
             others[ours] = False
             here = rows = rows[others]
             found = found.only(others)
-        changed = (slab.state[here] != found.state) | (slab.generation[here] != found.generation)
+        known = np.where(slab.state[here] == DUPLICATE, np.uint8(STORED), slab.state[here])
+        changed = (known != found.state) | (slab.generation[here] != found.generation)
         changed |= found.state >= BROKEN
         for row in rows[changed & (slab.state[here] == STORED)].tolist():
             self._unlist(slab, row)
@@ -179,11 +237,10 @@ class Index:
         slab.used[here] = np.where(changed, used, np.maximum(slab.used[here], used))
         slab.stored[here] = np.where(changed, stored, slab.stored[here])
         slab.uses[here] = np.where(changed, found.uses, np.maximum(slab.uses[here], found.uses))
-        slab.state[here] = found.state
+        slab.state[here] = np.where(changed, found.state, slab.state[here])
         slab.generation[here] = found.generation
         slab.length[here] = found.length
-        slab.searched = False
-        self._taken.discard(slab.shape.slot_bytes)
+        self._search_again(slab)
         if held.any():
             self._last_tick = max(self._last_tick, int(slab.used[here][held].max()))
             new = changed[held]
@@ -232,9 +289,8 @@ class Index:
             del self.entries[name]
         self.bytes -= int(slab.length[row])
         self._count_group(slab, row, -1)
-        slab.state[row], slab.names[row] = BROKEN, ""
+        slab.state[row], slab.names[row] = DUPLICATE, ""
         self._unclear.add(slab)
-        self._duplicates.add((slab, row))
 
     def _count_in(self, slab: Slab, row: int) -> None:
         self.entries[slab.names[row]] = slab.number << 32 | row
@@ -246,12 +302,10 @@ class Index:
         if self.limits.quota_bytes is None:
             return
         group = group_of(slab.names[row])
-        slab.group[row] = _number_of(group)
+        slab.group[row] = number_of(group)
         size_bytes = self._of_group.pop(group, 0) + by * slab.shape.slot_bytes
         if size_bytes:
             self._of_group[group] = size_bytes
-        else:
-            self._queues.pop(NeedVictims(None, group), None)
 
     def _unlist(self, slab: Slab, row: int) -> None:
         name = slab.names[row]
@@ -266,28 +320,26 @@ class Index:
         for row in np.flatnonzero(slab.state == STORED).tolist():
             self._unlist(slab, row)
         self.slabs.pop(slab.number, None)
-        self._duplicates = {place for place in self._duplicates if place[0] is not slab}
         self._let_go(slab, [row for row in self._dirty.pop(slab, ()) if slab.state[row] != RESERVED])
         self._unclear.discard(slab)
-        self._queues.clear()  # they hold references that keep the file open
 
     def close(self) -> None:
         """Drop all references to slabs, so that their files close once the last read has ended."""
         for slab in [*self.slabs.values()]:
             self.slabs.pop(slab.number)
-        for known in (self.entries, self._dirty, self._unclear, self._duplicates, self.failed, self._queues):
+        for known in (self.entries, self._dirty, self._unclear, self.failed):
             known.clear()
 
     # --- changes
 
-    def seize(self, slab: Slab, row: int, *, known: bool = True) -> bool:
+    def seize(self, slab: Slab, row: int) -> bool:
         """Keep other processes from a row until `release`, or until its change is published. False: another process has
-        seized it, a call of this one has, or (unless not `known`) its entry is another one now and has been read."""
+        seized it, a call of this one has, or its entry is another one now and has been read."""
         if row in self.held.get(slab, ()) or not slab.lock(row):
             return False
         self.held.setdefault(slab, set()).add(row)
         with suppress(OSError):  # it is unreadable now
-            if not known or slab.is_as_known(row):
+            if slab.is_as_known(row):
                 return True
         self._let_go(slab, [row])
         self._read(slab, row, row + 1)
@@ -310,6 +362,13 @@ class Index:
             if row in self.held.get(slab, ()):
                 self._let_go(slab, [row])
 
+    def retire(self, places: Iterable[RowAddress]) -> None:
+        """Leave rows alone whose slots could not be written or read: FREE in the table, and not filled by this process
+        until the table is read again."""
+        for slab, row in places:
+            if slab.state[row] == FREE:
+                slab.state[row] = RETIRED
+
     def _let_go(self, slab: Slab, rows: Iterable[int]) -> None:
         held = self.held.get(slab, set())
         for row in rows:
@@ -317,18 +376,19 @@ class Index:
             if slab.state[row] == RESERVED:
                 slab.state[row] = FREE
             slab.unlock(row)
-        slab.searched = False
-        self._taken.discard(slab.shape.slot_bytes)
+        self._search_again(slab)
         if not held:
             self.held.pop(slab, None)
 
-    def drop(self, slab: Slab, row: int, state: int = FREE) -> None:
-        """Drop the object of a seized row; the row becomes FREE, or another `state`."""
+    def _search_again(self, slab: Slab) -> None:
+        slab.searched = False
+        self._taken.discard(slab.shape.slot_bytes)
+
+    def drop(self, slab: Slab, row: int) -> None:
+        """Drop the object of a seized row; the row becomes FREE."""
         self._unlist(slab, row)
-        self._set(slab, row, state)
-        if state == FREE:  # the same call may fill it
-            slab.searched = False
-            self._taken.discard(slab.shape.slot_bytes)
+        self._set(slab, row, FREE)
+        self._search_again(slab)  # the same call may fill it
 
     def keep(self, slab: Slab, row: int, name: str, length: int, now_ns: int) -> None:
         """A seized row has been filled: it is STORED."""
@@ -363,22 +423,14 @@ class Index:
 
     def repair(self) -> None:
         """Free rows whose entry fails its check (no process is writing it), and duplicates of a name."""
-        duplicates, self._duplicates = self._duplicates, set()
-        for slab, row in duplicates:
-            if slab.state[row] == BROKEN and self.seize(slab, row, known=False):
-                for _, found in slab.load(row, row + 1):
-                    if found.names and found.names[0] in self.entries:
-                        self.drop(slab, row)
-                    else:
-                        self.release([(slab, row)])
         unclear, self._unclear = self._unclear, set()
         for slab in unclear:
             broken = np.flatnonzero(slab.state >= BROKEN)
             for stripe in np.unique(slab.stripe(broken)).tolist():
                 self._read(slab, *slab.rows_of(stripe))
-            for row in np.flatnonzero(slab.state == BROKEN).tolist():
+            for row in np.flatnonzero((slab.state == BROKEN) | (slab.state == DUPLICATE)).tolist():
                 if self.seize(slab, row):
-                    self.lost += 1
+                    self.lost += slab.state[row] == BROKEN
                     self.drop(slab, row)
             self._unclear.discard(slab)
             if (slab.state >= BROKEN).any():  # unreadable now: tried again the next time
@@ -408,46 +460,18 @@ class Index:
     def _is_old(self, slab: Slab, row: int, now_ns: int) -> bool:
         return self.limits.ttl_ns is not None and now_ns - int(slab.stored[row]) > self.limits.ttl_ns
 
-    def is_due(self, now_ns: int) -> bool:
-        """Whether to sweep now: free expired objects, and slabs that are gone."""
-        due = now_ns - self._swept_ns > _SECOND_NS
-        if due:
-            self._swept_ns = now_ns
-        return due
+    # --- allocation
 
-    # --- allocation and eviction
+    def group_bytes(self, group: str) -> int:
+        """The slots of a group's objects; counted where there is a quota."""
+        return self._of_group.get(group, 0)
 
-    def reserve(self, call: Call, name: str, size_bytes: int) -> RowAddress | NeedSlab | NeedVictims | None:
-        """Reserve a row for a new object; None: no space. `NeedSlab`, `NeedVictims`: the caller acts and asks again."""
-        slot_bytes = slot_bytes_for(size_bytes)
-        group = group_of(name) if self.limits.quota_bytes is not None else ""
-        space = self._make_space_in_group(call, group, slot_bytes)
-        if space is not True:
-            return space or None
-        place = None if call.full else self._free(slot_bytes, call)
-        if place is None and not call.full and slot_bytes not in call.grown:
-            return NeedSlab(slot_bytes)
-        if place is None:
-            victim = self._victim(call, NeedVictims(slot_bytes, None))
-            if not isinstance(victim, Victim):
-                return victim
-            place = victim.slab, victim.row
-            self.evict(*place)
-        place[0].state[place[1]] = RESERVED
-        call.seized.append(place)
-        call.touched.add(place[0])
-        call.of_group[group] += slot_bytes
-        return place
-
-    def evict(self, slab: Slab, row: int) -> None:
-        self.drop(slab, row)
-        self.evicted += 1
-
-    def _free(self, slot_bytes: int, call: Call) -> RowAddress | None:
+    def free_row(self, put: Put, slot_bytes: int) -> RowAddress | None:
+        """Seize a free row of a class; None if there is none, or other processes are filling all."""
         if slot_bytes in self._taken:
             return None
         for slab in [*self.slabs.values()]:
-            if slab.shape.slot_bytes != slot_bytes or slab in call.busy or (call.low and not slab.is_solid()):
+            if slab.shape.slot_bytes != slot_bytes or slab in put.busy or (put.low and not slab.is_solid()):
                 continue
             busy = False
             while (row := slab.take_free()) is not None:
@@ -455,75 +479,16 @@ class Index:
                     return slab, row
                 busy |= slab.state[row] == FREE
             if busy:
-                call.busy.add(slab)
-                call.contended = True
+                put.busy.add(slab)
+                put.contended = True
                 slab.searched = False  # the next call tries again
-        if not call.low and not any(slab.shape.slot_bytes == slot_bytes for slab in call.busy):
+        if not put.low and not any(slab.shape.slot_bytes == slot_bytes for slab in put.busy):
             self._taken.add(slot_bytes)
         return None
 
-    def _make_space_in_group(self, call: Call, group: str, slot_bytes: int) -> bool | NeedVictims:
-        """Whether the group may have one more slot; its own coldest objects are evicted for it."""
-        quota = self.limits.quota_bytes
-        if quota is None:
-            return True
-        if call.of_group[group] + slot_bytes > quota:
-            return False
-        while self._of_group.get(group, 0) + call.of_group[group] + slot_bytes > quota:
-            victim = self._victim(call, NeedVictims(None, group))
-            if not isinstance(victim, Victim):
-                return victim or False
-            self.evict(victim.slab, victim.row)
-        return True
-
-    def _victim(self, call: Call, need: NeedVictims) -> Victim | NeedVictims | None:
-        """The next victim of a slot class or a group; `need` if the queue has to be computed; None if there is none."""
-        queue = self._queues.get(need)
-        if queue is None:
-            return need
-        while (victim := queue.pop()) is not None:
-            if (
-                victim.is_current(self.slabs)
-                and victim.slab.number << 32 | victim.row not in call.kept
-                and need.group in (None, group_of(victim.slab.names[victim.row]))
-            ):
-                elsewhere = self._used_elsewhere(victim)
-                seized = not elsewhere and self.seize(victim.slab, victim.row)
-                # Also if another process used or changed it, as that is known now.
-                queue.useful |= seized or not victim.is_current(self.slabs)
-                if seized:
-                    return victim
-                call.contended |= not elsewhere
-        del self._queues[need]
-        return need if queue.useful else None
-
-    def set_victims(self, need: NeedVictims, queue: EvictionQueue) -> None:
-        """Set the eviction queue for `need`."""
-        if need.group is not None and len(self._queues) >= _GROUP_QUEUES:
-            for other in [other for other in self._queues if other.group is not None][:1]:
-                del self._queues[other]
-        self._queues[need] = queue
-
-    def victim_slabs(self, need: NeedVictims) -> tuple[list[Slab], int | None]:
-        """The slabs with candidates for `need`, and the number of their group."""
-        slabs = [slab for slab in self.slabs.values() if need.slot_bytes in (None, slab.shape.slot_bytes)]
-        return slabs, None if need.group is None else _number_of(need.group)
-
-    def _used_elsewhere(self, victim: Victim) -> bool:
-        """Whether another process has used it since; if so, take over its time of use."""
-        slab, row = victim.slab, victim.row
-        with suppress(OSError):
-            used, uses = slab.stamped(row)
-            if used > slab.used[row] and used <= self.clock.now_ns() + _SECOND_NS:
-                slab.used[row], slab.uses[row] = used, max(min(uses, MOST_USES), int(slab.uses[row]))
-                return True
-        return False
-
-    def may_go(self, slab: Slab, call: Call | None = None) -> bool:
-        """Whether the slab may be removed: this process fills no row of it, and this call keeps none."""
-        if slab in self.held or (slab.state == UNREADABLE).any():
-            return False
-        return call is None or not any(place >> 32 == slab.number for place in call.kept)
+    def fill(self, place: RowAddress) -> None:
+        """A seized row is to be filled."""
+        place[0].state[place[1]] = RESERVED
 
     # --- slabs, with the mutex held
 
@@ -564,36 +529,24 @@ class Index:
                 self.forget(slab)
 
     def begin(self, *, repair: bool) -> None:
-        """Open the slabs found on disk, as no other process has the store open.
-
-        `repair`: quarantine files that are named like a slab and are none, and remove slots without a table, which are
-        left if a process dies while it makes or removes a slab.
-        """
+        """Open the slabs found on disk, as no other process has the store open. `repair`: and remove slots without a
+        table, which are left if a process dies while it makes or removes a slab."""
         found, folder = {}, self.folder.model
-        space_bytes = self.limits.capacity_bytes - self.folder.bytes()
-        files = files_of_model(self.disk, folder)
         for number, whole in slab_numbers(self.disk, folder).items():
             try:
-                slab = Slab.open(self.disk, folder, number, self.owner, alone=repair, space_bytes=space_bytes)
-                found[number] = slab.identity
-                if slab_name(number) in files:  # it may have grown
-                    space_bytes -= max(0, self.disk.size(slab.file) - files[slab_name(number)].st_size)
+                found[number] = Slab.open(self.disk, folder, number, self.owner, alone=repair).identity
             except Broken as why:
                 self.lost += whole
-                if repair:
+                log.warning(
+                    "%s is damaged and not used, until its space is needed: %s", folder.path / slab_name(number), why
+                )
+                if repair and not whole:
                     with suppress(OSError):  # it keeps its number until the next try
-                        self.quarantine(number, str(why), whole=whole)
+                        unlink(self.disk, folder, number, "a process that has died left its slots without a table")
             except OSError as error:
                 self.lost += 1
                 log.warning("%s is not used: %s", folder.path / slab_name(number), error)
         self.changes.begin(found)
-
-    def quarantine(self, number: int, why: str, *, whole: bool) -> None:
-        """Move files that are no slab out of the way: removed if there are only slots, without a table."""
-        if whole:
-            quarantine(self.disk, self.folder.model, number, why)
-        else:
-            unlink(self.disk, self.folder.model, number, "a process that has died left its slots without a table")
 
     def states(self) -> dict[str, int]:
         """How many rows are in which state."""

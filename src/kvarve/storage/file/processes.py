@@ -100,7 +100,7 @@ def take(disk: Disk, file: int, capacity_bytes: int | None) -> bool:
     content = capacity.ljust(28) + b"\n" + where
     try:
         disk.write(file, [content.ljust(_CONTENT_BYTES - 1) + b"\n"], 0)
-        disk.cut(file, _CONTENT_BYTES)
+        disk.resize(file, _CONTENT_BYTES)
     except OSError as error:  # if read-only, no process can evict; else another capacity might
         if capacity_bytes is not None and error.errno not in (errno.EROFS, errno.EBADF):
             raise
@@ -111,9 +111,3 @@ def leave(disk: Disk, file: int) -> None:
     """The process ends or closes the store: nothing is left of it on any host."""
     with suppress(OSError):  # then a person has to tell another host that this process has ended
         disk.write(file, [b"\n".rjust(_CONTENT_BYTES - 28)], 28)
-
-
-def last_open_ns(disk: Disk, folder: Directory, clock: str) -> int:
-    """The wall time (ns) at which the clock of a model was last written, which happens while it is open."""
-    found = disk.files(folder).get(clock)
-    return 0 if found is None else found.st_mtime_ns

@@ -20,14 +20,11 @@ from pathlib import Path
 
 from kvarve.errors import StorageError
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_pieces, in_group
-from kvarve.storage.file.call import DEFAULT_THREADS, Call, InFlightPut, Limits, RowAddress, check_limits
 from kvarve.storage.file.disk import Disk
 from kvarve.storage.file.folder import Folder, check_contents, check_folder, medium, tries
-from kvarve.storage.file.index import Index
-from kvarve.storage.file.mover import Mover
+from kvarve.storage.file.index import DEFAULT_THREADS, Index, Limits, Put, RowAddress, check_limits
 from kvarve.storage.file.slab_allocator import AT_ONCE, FULL, SlabAllocator
-from kvarve.storage.file.slabs import RowSpan, Slab
-from kvarve.storage.file.table import RETIRED
+from kvarve.storage.file.slabs import Mover, RowSpan, Slab
 
 log = logging.getLogger(__name__)
 
@@ -159,17 +156,23 @@ class FileStorage(Storage):
 
     # --- the calls
 
-    def exists(self, names: Sequence[str]) -> list[bool]:
+    @contextmanager
+    def _looking(self) -> Iterator[Index]:
+        """The index with all changes so far, for moments."""
         self._require_in_place()
         with self._lock, medium(self._directory):
             self._require_open()
             self._index.refresh()
-            if self._index.limits.ttl_ns is None:
-                index = self._index.entries
-                found = [name in index for name in names]
+            yield self._index
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        with self._looking() as index:
+            if self._limits.ttl_ns is None:
+                entries = index.entries
+                found = [name in entries for name in names]
             else:
-                now_ns = self._index.clock.now_ns()
-                found = [self._index.find(name, now_ns) is not None for name in names]
+                now_ns = index.clock.now_ns()
+                found = [index.find(name, now_ns) is not None for name in names]
         if not all(found):
             check_names(names)  # a stored object has a legal name
         return found
@@ -177,15 +180,12 @@ class FileStorage(Storage):
     def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
         """As the protocol; if another process evicts an object meanwhile (None), its buffer may be partly filled."""
         check_batch(names, into)
-        self._require_in_place()
         pieces, generations, sizes = [], [], []
         answers: list[int | None] = [None] * len(names)
-        with self._lock, medium(self._directory):
-            self._require_open()
-            self._index.refresh()
-            now_ns = self._index.clock.now_ns()
+        with self._looking() as index:
+            now_ns = index.clock.now_ns()
             for number, (name, view) in enumerate(zip(names, into, strict=True)):
-                place = self._index.find(name, now_ns)
+                place = index.find(name, now_ns)
                 if place is not None:
                     slab, row = place
                     sizes.append(int(slab.length[row]))
@@ -229,49 +229,44 @@ class FileStorage(Storage):
 
     def _put(self, names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> list[bool]:
         self._require_in_place()
-        call, answers = Call(), dict[int, bool]()
-        sizes = [sum(view.nbytes for view in pieces) for pieces in data]
-        first: dict[str, int] = {}
+        put, first = Put(names, data), dict[str, int]()
         for number, name in enumerate(names):
             first.setdefault(name, number)
         numbers = list(first.values())
         try:
             # A second try: a slot is bad, or has no blocks on the disk, or other processes were filling all rows.
             for _ in range(2):
-                in_flight = self._reserve(call, numbers, names, sizes, answers)
-                if in_flight.places:
+                self._reserve(put, numbers)
+                if put.places:
                     try:
-                        self._write(in_flight, data)
-                        self._commit(call, in_flight, names, sizes, answers)
+                        self._write(put)
+                        self._commit(put)
                     except BaseException:  # also on an interrupt the rows are released
-                        self._release_rows(in_flight)
+                        self._release_rows(put)
                         raise
-                self._sync(in_flight, answers)
-                self._require_kept(call)
-                numbers = sorted(in_flight.failed)
-                if call.contended:
-                    numbers = sorted({*numbers, *(number for number, stored in answers.items() if not stored)})
-                call.full = any(error.errno in FULL for error in in_flight.failed.values())
+                self._sync(put)
+                self._require_kept(put)
+                numbers = [
+                    it for it, stored in put.answers.items() if not stored and (put.contended or it in put.failed)
+                ]
+                put.full = any(error.errno in FULL for error in put.failed.values())
                 if not numbers:
                     break
-            for error in in_flight.failed.values():
+            for error in put.failed.values():
                 if error.errno not in FULL:
                     raise error
         except OSError as error:
-            done = sum(answers.values())
+            done = sum(put.answers.values())
             raise StorageError(f"{self._directory}: stored {done} of {len(names)} objects: {error}") from error
-        self._used(call, names, answers)
-        return [answers[first[name]] for name in names]
+        self._used(put)
+        return [put.answers[first[name]] for name in names]
 
     def touch(self, names: Sequence[str]) -> None:
         check_names(names)
-        self._require_in_place()
-        with self._lock, medium(self._directory):
-            self._require_open()
-            self._index.refresh()
-            now_ns = self._index.clock.now_ns()
-            found = [place for name in dict.fromkeys(names) if (place := self._index.find(name, now_ns)) is not None]
-            stamps = self._index.use(found) if not self._for_maintenance else []
+        with self._looking() as index:
+            now_ns = index.clock.now_ns()
+            found = [place for name in dict.fromkeys(names) if (place := index.find(name, now_ns)) is not None]
+            stamps = index.use(found) if not self._for_maintenance else []
         self._stamp(stamps)
 
     def delete(self, names: Sequence[str]) -> list[bool]:
@@ -309,38 +304,29 @@ class FileStorage(Storage):
 
     def drop(self, group: str | None = None) -> int:
         check_names([] if group is None else [group])
-        with self.looking() as index:
+        with self._looking() as index:
             names = [name for name in index.entries if in_group(name, group)]
         return sum(sum(self.delete(names[at : at + _DROPPED])) for at in range(0, len(names), _DROPPED))
 
     def usage(self) -> StorageUsage:
-        self._require_in_place()
-        with self._lock, medium(self._directory):
-            self._require_open()
-            self._index.refresh()
-            objects, size_bytes = self._index.count(self._index.clock.now_ns())
-            return StorageUsage(objects, size_bytes, self._limits.capacity_bytes, self._index.evicted)
+        with self._looking() as index:
+            objects, size_bytes = index.count(index.clock.now_ns())
+            return StorageUsage(objects, size_bytes, self._limits.capacity_bytes, index.evicted)
 
     def trouble(self) -> dict[str, int]:
         """How many objects could not be read and how many entries were lost since this storage was opened."""
         with self._lock:
             return {"damaged": self._index.damaged, "lost": self._index.lost}
 
-    @contextmanager
-    def looking(self) -> Iterator[Index]:
-        """The index, for maintenance that changes nothing."""
+    def collect(self) -> dict[str, int]:
+        """Free expired objects, and damaged slabs; returns the objects and the bytes."""
         self._require_in_place()
-        with self._lock, medium(self._directory):
-            self._require_open()
-            self._index.refresh()
-            yield self._index
-
-    @contextmanager
-    def changing(self) -> Iterator[Index]:
-        """The same with all other threads excluded that change rows; the caller publishes its changes."""
-        self._require_in_place()
-        with medium(self._directory), self._changing(), self._lock:
-            yield self._index
+        with medium(self._directory), self._changing():
+            with self._lock:
+                index, now_ns = self._index, self._index.clock.now_ns()
+                expired = index.expire(index.old(index.slabs.values(), now_ns), now_ns)
+                index.publish()
+            return {"expired": expired, "damaged_bytes": self._allocator.remove_damaged("kvarve storage gc")}
 
     def close(self) -> None:
         """Close; rows that a call is still filling stay reserved until it returns."""
@@ -358,146 +344,118 @@ class FileStorage(Storage):
 
     # --- a put, step by step
 
-    def _reserve(
-        self,
-        call: Call,
-        numbers: Sequence[int],
-        names: Sequence[str],
-        sizes: Sequence[int],
-        answers: dict[int, bool],
-    ) -> InFlightPut:
+    def _reserve(self, put: Put, numbers: Iterable[int]) -> None:
         """Find stored objects, and reserve rows for the others; an object that gets no row is answered False."""
-        in_flight = InFlightPut()
-        call.begin_round()
+        put.begin_round()
         try:
             with self._changing():
-                now_ns = self._allocator.begin(call)
+                now_ns = self._allocator.begin(put)
                 for number in numbers:
-                    name = names[number]
-                    if self._is_there(call, in_flight, name, now_ns):
-                        answers[number] = True
-                        continue
-                    place = self._allocator.reserve(call, name, sizes[number])
-                    answers[number] = False
-                    if place is not None:
-                        in_flight.places[number] = place
+                    put.answers[number] = self._is_there(put, put.names[number], now_ns)
+                    if not put.answers[number]:
+                        self._allocator.reserve(put, number)
                 self._index.publish(self._lock)  # what was evicted is gone before it is overwritten
                 with self._lock:
                     self._index.refresh()  # a slab may have been removed just before a row of it was seized
         except BaseException:  # also on an interrupt
             with self._lock:
-                self._index.release(call.seized)
+                self._index.release(put.places.values())
             raise
-        return in_flight
 
-    def _is_there(self, call: Call, in_flight: InFlightPut, name: str, now_ns: int) -> bool:
-        """Whether an object is stored. If so, it counts as used, and this call keeps it; an expired one is dropped."""
+    def _is_there(self, put: Put, name: str, now_ns: int) -> bool:
+        """Whether an object is stored. If so, it counts as used, and this put keeps it; an expired one is dropped."""
         with self._lock:
             place = self._index.find(name, now_ns)
             while place is not None and not self._index.confirm(place):
                 place = self._index.find(name, now_ns)
             if place is not None:
                 slab, row = place
-                call.kept.add(self._index.entries[name])
-                call.touched.add(slab)
+                put.kept.add(self._index.entries[name])
+                put.touched.add(slab)
                 self._index.use([place])
                 if slab.syncing or now_ns - int(slab.stored[row]) < _YOUNG_NS:  # another put may be syncing it
-                    in_flight.slabs.add(slab)
+                    put.slabs.add(slab)
             elif name in self._index.entries and self._index.seize(*self._index.place(name)):
                 self._index.drop(*self._index.place(name))
             return place is not None
 
-    def _write(self, in_flight: InFlightPut, data: Sequence[Sequence[memoryview]]) -> None:
+    def _write(self, put: Put) -> None:
         pieces = [
-            RowSpan(number, *place, data[number][0], data[number][1:]) for number, place in in_flight.places.items()
+            RowSpan(number, *place, put.data[number][0], put.data[number][1:]) for number, place in put.places.items()
         ]
-        in_flight.failed.update(self._mover.write(pieces, in_flight.moving))
+        put.failed.update(self._mover.write(pieces, put.moving))
 
-    def _release_rows(self, in_flight: InFlightPut) -> None:
+    def _release_rows(self, put: Put) -> None:
         """Free the rows once no thread writes to them any more: a write goes on if its caller is interrupted."""
-        while in_flight.moving:
-            moving = in_flight.moving.pop()
+        while put.moving:
+            moving = put.moving.pop()
             if not moving.done():
-                moving.add_done_callback(lambda _: self._release_rows(in_flight))
+                moving.add_done_callback(lambda _: self._release_rows(put))
                 return
         with self._lock:
-            self._index.release(in_flight.places.values())
+            self._index.release(put.places.values())
             if not self._open:
                 self._leave_folder()
 
-    def _commit(
-        self,
-        call: Call,
-        in_flight: InFlightPut,
-        names: Sequence[str],
-        sizes: Sequence[int],
-        answers: dict[int, bool],
-    ) -> None:
-        """Publish the written objects; the rows of the others become FREE or RETIRED."""
-        call.of_group.clear()
-        full, kept, places = list[RowAddress](), list[RowAddress](), [*in_flight.places.items()]
+    def _commit(self, put: Put) -> None:
+        """Publish the written objects, and release the rows of the others."""
+        new, places = list[RowAddress](), [*put.places.items()]
         with self._changing():
             now_ns = self._index.clock.now_ns()
             for at in range(0, len(places), AT_ONCE):
                 with self._lock:
                     for number, (slab, row) in places[at : at + AT_ONCE]:
-                        error = in_flight.failed.get(number)
-                        there = self._index.find(names[number], now_ns)
+                        there = self._index.find(put.names[number], now_ns)
                         if self._index.slabs.get(slab.number) is not slab:  # it was removed
-                            call.contended = True
-                            continue
-                        if error is not None and error.errno == errno.EIO:
-                            self._index.damaged += 1
-                            self._index.drop(slab, row, RETIRED)
-                        elif error is not None:
-                            full += [(slab, row)] if error.errno in FULL else []
+                            put.contended = True
+                        elif number in put.failed:
+                            self._index.damaged += put.failed[number].errno == errno.EIO
                         elif there is not None:  # another put was faster
-                            in_flight.slabs.add(there[0])
-                            answers[number] = True
+                            put.slabs.add(there[0])
+                            put.answers[number] = True
                         else:
-                            self._index.keep(slab, row, names[number], sizes[number], now_ns)
-                            call.kept.add(slab.number << 32 | row)
-                            kept.append((slab, row))
-                            in_flight.slabs.add(slab)
-                            answers[number] = True
+                            self._index.keep(slab, row, put.names[number], put.size_bytes(number), now_ns)
+                            put.kept.add(slab.number << 32 | row)
+                            new.append((slab, row))
+                            put.slabs.add(slab)
+                            put.answers[number] = True
             with self._lock:
-                self._index.use(kept, count=False)
-            call.stored.append(set(kept))
+                self._index.use(new, count=False)
+            put.stored.update(new)
             self._index.publish(self._lock)
             with self._lock:
-                self._index.release(in_flight.places.values())
-                for slab, row in full:  # FREE in the table, but not tried again while this storage is open
-                    slab.state[row] = RETIRED
+                self._index.release(put.places.values())
+                self._index.retire(put.places[number] for number in put.failed)
             if now_ns - self._saved_ns > _SAVE_CLOCK_NS:
                 self._saved_ns = now_ns
                 self._index.clock.save()
 
-    def _sync(self, in_flight: InFlightPut, answers: dict[int, bool]) -> None:
+    def _sync(self, put: Put) -> None:
         """Return when the put is durable. A slab of which a sync has failed is dropped, as any object may be lost."""
         if not self._durable:
             return
-        files = [(slab, file) for slab in in_flight.slabs for file in slab.files]
+        files = [(slab, file) for slab in put.slabs for file in slab.files]
         with self._lock:
-            for slab in in_flight.slabs:
+            for slab in put.slabs:
                 slab.syncing += 1
         try:
             ended = self._mover.sync(files)
         finally:
             with self._lock:
-                for slab in in_flight.slabs:
+                for slab in put.slabs:
                     slab.syncing -= 1
         errors = {slab: error for (slab, _), error in ended if error is not None}
         if errors:
-            answers.update((number, False) for number, (slab, _) in in_flight.places.items() if slab in errors)
+            put.answers.update((number, False) for number, (slab, _) in put.places.items() if slab in errors)
             with suppress(OSError, StorageError), self._changing():
                 pass  # they are dropped
             raise next(iter(errors.values()))
 
-    def _require_kept(self, call: Call) -> None:
+    def _require_kept(self, put: Put) -> None:
         """OSError: the files of an object for which this put is about to answer were removed."""
         if not self._folder.is_in_place():
             raise OSError(errno.ENOENT, f"{self._folder.model.path} was removed or moved away")
-        removed = [slab for slab in call.touched if slab.is_gone()]
+        removed = [slab for slab in put.touched if slab.is_gone()]
         if removed:
             with self._lock:
                 self._require_open()
@@ -511,17 +469,18 @@ class FileStorage(Storage):
         with suppress(OSError, StorageError), self._changing():
             self._allocator.give_up(removed)
 
-    def _used(self, call: Call, names: Sequence[str], answers: dict[int, bool]) -> None:
-        """Mark the objects of a call as used, the first as most recently, whether it is new or not."""
+    def _used(self, put: Put) -> None:
+        """Mark the objects of a put as used, the first as most recently, whether it is new or not."""
         with self._lock:
             self._require_open()
             now_ns = self._index.clock.now_ns()
-            stored = [self._index.find(names[number], now_ns) for number in sorted(answers) if answers[number]]
+            stored = [
+                self._index.find(put.names[number], now_ns) for number in sorted(put.answers) if put.answers[number]
+            ]
             places = list(dict.fromkeys(place for place in stored if place))
             stamps = self._index.use(places, count=False)
-        if len(call.stored) == 1 and call.stored[0].issuperset(places):
-            return  # their entries were just written, in this order
-        self._stamp(stamps)
+        if not put.stored.issuperset(places):  # else their entries were just written, in this order
+            self._stamp(stamps)
 
     def _stamp(self, stamps: Iterable[tuple[Slab, int, int, int]]) -> None:
         with suppress(OSError):  # on a disk that became read-only the order does not matter
@@ -531,13 +490,16 @@ class FileStorage(Storage):
     # --- a get, step by step
 
     def _retire(self, damaged: Sequence[tuple[Slab, int, int]]) -> None:
-        """Drop objects that cannot be read, and retire their slots until `gc` has checked them."""
+        """Drop objects that cannot be read, and leave their slots alone."""
         with suppress(OSError, StorageError), self._changing(), self._lock:
+            retired = []
             for slab, row, generation in damaged:
                 if self._index.is_current((slab, row), generation) and self._index.seize(slab, row):
                     self._index.damaged += 1
-                    self._index.drop(slab, row, RETIRED)
+                    self._index.drop(slab, row)
+                    retired.append((slab, row))
             self._index.publish()
+            self._index.retire(retired)
 
     # --- threads, locks, and the end
 

@@ -35,10 +35,12 @@ _CHECKED = slice(1, _USED)
 STATE_AT, USED_AT = 8 * _STATE, 8 * _USED  # within the entry; 8 bytes, and 16 bytes, `STAMP`
 STAMP = struct.Struct("<QQ")
 
-# The states of a row. The last three are never written: a row that a call of this process fills (FREE in the table); an
-# entry that fails its check, which may be half written by another process; and one that the disk cannot read.
-STATES = ("free", "stored", "retired", "reserved", "broken", "unreadable")
-FREE, STORED, RETIRED, RESERVED, BROKEN, UNREADABLE = range(6)
+# The states of a row. Only the first two are written. In the table a row is FREE also while a call of this process
+# fills it, and if its slot could not be written or read: it is RETIRED for this process. BROKEN: the entry fails its
+# check, as another process may have half written it. UNREADABLE: the disk cannot read it. DUPLICATE: another row has
+# the same name.
+STATES = ("free", "stored", "reserved", "retired", "broken", "unreadable", "duplicate")
+FREE, STORED, RESERVED, RETIRED, BROKEN, UNREADABLE, DUPLICATE = range(7)
 
 _HEADER = struct.Struct("<8sIIQQQQ")
 _MAGIC, _FORMAT = b"kvarveSL", 3
@@ -180,7 +182,7 @@ def read_entries(
     blank = ~whole & (state == FREE)
     blank[blank] = ~entries[blank][:, _CHECKED].any(axis=1)
     length = entries[:, _LENGTH].astype(np.int64)
-    whole &= (state <= RETIRED) & (length >= 0) & (length <= slot_bytes)
+    whole &= (state <= STORED) & (length >= 0) & (length <= slot_bytes)
     state[~whole] = BROKEN
     state[blank] = FREE
     state[list(unreadable)] = UNREADABLE
