@@ -34,7 +34,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 
-import lmdb
 import numpy as np
 import torch
 
@@ -393,6 +392,8 @@ def _store_tenants(folder: Path, tenants: int, told: Connection) -> None:
 def beside_lmdb(folder: Path, size: Size, rounds: int) -> dict[str, list[float]]:
     """Seconds of durable puts of small pages, and of LMDB's with its own sync, in turns; a first round only warms up,
     so that both write where they have written before."""
+    import lmdb  # here, as other benchmarks use other parts of this file
+
     records, found = Records(64 * KIB, size.moved_bytes // (64 * KIB)), dict[str, list[float]]()
     store = FileStorage(folder / "ours", 4 * records.page_bytes * records.count, LABEL, "bench/storage.py")
     (folder / "lmdb").mkdir()

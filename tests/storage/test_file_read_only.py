@@ -126,6 +126,27 @@ def test_looking_at_a_store_changes_no_byte_of_it_in_whatever_state_it_is(store_
     assert everything(store_of_two) == before
 
 
+@pytest.mark.parametrize("kind", ["nothing", "an entry", "an object", "a header", "no changes"])
+def test_looking_changes_no_byte_of_a_store_that_is_in_use(store_of_two, kind):
+    storage = opened(store_of_two, capacity=MIB)
+    damage(store_of_two, kind)
+    before = everything(store_of_two)
+    for does in LOOKS:
+        assert main(["storage", does, str(store_of_two)]) in (0, 1), kind
+    assert everything(store_of_two) == before
+    storage.close()
+
+
+@pytest.mark.parametrize("version", ["kvarve-files/1", "kvarve-slabs/1", "kvarve-slabs/3", "kvarve-slabs/5"])
+def test_looking_at_a_store_of_another_version_is_refused_and_changes_no_byte_of_it(store_of_two, version, capsys):
+    (store_of_two / "kvarve.json").write_text(json.dumps({"format": version}))
+    before = everything(store_of_two)
+    for does in LOOKS:
+        assert main(["storage", does, str(store_of_two)]) == 2
+        assert f"another version of kvarve ({version!r})" in " ".join(capsys.readouterr().err.split())
+    assert everything(store_of_two) == before
+
+
 def test_looking_works_where_nothing_can_be_written(store_of_two, read_only, capsys):
     before = everything(store_of_two)
     for does in LOOKS:

@@ -240,7 +240,8 @@ class Index:
         slab.state[here] = np.where(changed, found.state, slab.state[here])
         slab.generation[here] = found.generation
         slab.length[here] = found.length
-        self._search_again(slab)
+        slab.searched = False
+        self._taken.discard(slab.shape.slot_bytes)
         if held.any():
             self._last_tick = max(self._last_tick, int(slab.used[here][held].max()))
             new = changed[held]
@@ -376,19 +377,21 @@ class Index:
             if slab.state[row] == RESERVED:
                 slab.state[row] = FREE
             slab.unlock(row)
-        self._search_again(slab)
+            if slab.state[row] == FREE:
+                self._is_free(slab, row)
         if not held:
             self.held.pop(slab, None)
 
-    def _search_again(self, slab: Slab) -> None:
-        slab.searched = False
+    def _is_free(self, slab: Slab, row: int) -> None:
+        """A row may be free now."""
+        slab.free.append(row)
         self._taken.discard(slab.shape.slot_bytes)
 
     def drop(self, slab: Slab, row: int) -> None:
         """Drop the object of a seized row; the row becomes FREE."""
         self._unlist(slab, row)
         self._set(slab, row, FREE)
-        self._search_again(slab)  # the same call may fill it
+        self._is_free(slab, row)  # the same call may fill it
 
     def keep(self, slab: Slab, row: int, name: str, length: int, now_ns: int) -> None:
         """A seized row has been filled: it is STORED."""

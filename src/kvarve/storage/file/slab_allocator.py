@@ -67,7 +67,8 @@ class SlabAllocator:
         return now_ns
 
     def reserve(self, put: Put, number: int) -> bool:
-        """Reserve a row for an object of a put; False: there is no space for it."""
+        """Reserve a row for an object of a put: a free one, one of a new slab, or that of an object that is evicted.
+        False: there is no space for it."""
         index, slot_bytes = self._index, slot_bytes_for(put.size_bytes(number))
         group, quota = "", index.limits.quota_bytes
         if quota is not None:
@@ -75,66 +76,36 @@ class SlabAllocator:
             if put.of_group[group] + slot_bytes > quota:
                 return False
             while index.group_bytes(group) + put.of_group[group] + slot_bytes > quota:
-                if self._evict(put, group) is None:  # its own coldest objects make space
+                with self._lock:
+                    place = self._evict(put, group)  # its own coldest object makes space
+                if place is None and not self._choose_victims(put, group):
                     return False
-        place = None if put.full else self._free_row(put, slot_bytes)
-        place = place or self._evict(put, slot_bytes)
-        if place is None:
-            self._warn_if_never(slot_bytes)
-            return False
-        with self._lock:
-            index.fill(place)
-            put.places[number] = place
-        put.touched.add(place[0])
-        put.of_group[group] += slot_bytes
-        return True
-
-    def _free_row(self, put: Put, slot_bytes: int) -> RowAddress | None:
-        with self._lock:
-            place = self._index.free_row(put, slot_bytes)
-        if place is None and self._full_until.get(slot_bytes, 0) <= self._index.clock.now_ns():
-            with self._alone():
-                grown = self._grow(put, slot_bytes)
+        while True:
+            grows = not put.full and self._full_until.get(slot_bytes, 0) <= index.clock.now_ns()
             with self._lock:
-                place = self._index.free_row(put, slot_bytes) if grown else None
-        return place
+                place = None if put.full else index.free_row(put, slot_bytes)
+                if place is None and not grows:
+                    place = self._evict(put, slot_bytes)
+                if place is not None:
+                    index.fill(place)
+                    put.places[number] = place
+                    put.touched.add(place[0])
+                    put.of_group[group] += slot_bytes
+                    return True
+            if grows:
+                with self._alone():
+                    self._grow(put, slot_bytes)
+            elif not self._choose_victims(put, slot_bytes):
+                self._warn_if_never(slot_bytes)
+                return False
 
     # --- eviction
 
     def _evict(self, put: Put, of: int | str) -> RowAddress | None:
-        """Evict the next victim of a slot class, or of a group; None if there is none. In place of a victim that is
-        much younger than a slab of another class or of an idle model, that slab is replaced by one of this class."""
-        while True:
-            with self._lock:
-                queue = self._queues.get(of)
-                place = self._next_victim(put, of, queue) if queue is not None else None
-                if place is not None:
-                    self._index.drop(*place)
-                    self._index.evicted += 1
-                    return place
-                slabs = [
-                    slab for slab in self._index.slabs.values() if isinstance(of, str) or slab.shape.slot_bytes == of
-                ]
-            if queue is not None:
-                del self._queues[of]
-                if not queue.useful:
-                    return None
-            # Without the lock, as it takes a tenth of a second for a million objects.
-            group = number_of(of) if isinstance(of, str) else None
-            queue = coldest(slabs, self._index.limits.eviction, group)
-            if isinstance(of, int) and self._replace_older(put, of, queue.first_used_ns):
-                with self._lock:
-                    place = self._index.free_row(put, of)
-                if place is not None:
-                    return place
-                continue
-            if len(self._queues) >= _QUEUES:
-                del self._queues[next(iter(self._queues))]
-            self._queues[of] = queue
-
-    def _next_victim(self, put: Put, of: int | str, queue: EvictionQueue) -> RowAddress | None:
-        index = self._index
-        while (victim := queue.pop()) is not None:
+        """Seize and evict the next victim of a slot class or of a group, with the lock held; None if victims have to be
+        chosen first."""
+        index, queue = self._index, self._queues.get(of)
+        while queue is not None and (victim := queue.pop()) is not None:
             place = victim.place(index.slabs)
             if place is None or place[0].number << 32 | place[1] in put.kept:
                 continue
@@ -145,9 +116,29 @@ class SlabAllocator:
             # Also if another process used or changed it, as that is known now.
             queue.useful |= seized or victim.place(index.slabs) is None
             if seized:
+                index.drop(*place)
+                index.evicted += 1
                 return place
             put.contended |= not elsewhere
         return None
+
+    def _choose_victims(self, put: Put, of: int | str) -> bool:
+        """Compute an eviction queue for a slot class or a group; or, if a slab of another class or of an idle model is
+        much older than its first victim, replace that slab by one of this class. False: the last queue was of no use.
+        """
+        last = self._queues.pop(of, None)
+        if last is not None and not last.useful:
+            return False
+        with self._lock:
+            slabs = [slab for slab in self._index.slabs.values() if isinstance(of, str) or slab.shape.slot_bytes == of]
+        # Without the lock, as it takes a tenth of a second for a million objects.
+        group = number_of(of) if isinstance(of, str) else None
+        queue = coldest(slabs, self._index.limits.eviction, group)
+        if isinstance(of, str) or not self._replace_older(put, of, queue.first_used_ns):
+            if len(self._queues) >= _QUEUES:
+                del self._queues[next(iter(self._queues))]
+            self._queues[of] = queue
+        return True
 
     def _used_elsewhere(self, slab: Slab, row: int) -> bool:
         """Whether another process has used an object since; if so, take over its time of use."""

@@ -273,7 +273,7 @@ class Slab:
             if self.searched:
                 return None
             self.free = np.flatnonzero(self.state == FREE)[::-1].tolist()
-            self.searched = True
+            self.searched = True  # from now on rows that become free are added
 
     def is_gone(self) -> bool:
         """Whether one of its files was removed or moved away, so that writes to it are lost."""
