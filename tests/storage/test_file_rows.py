@@ -76,6 +76,22 @@ def test_a_row_that_is_being_filled_is_not_reused_though_a_disk_has_torn_its_ent
     other.close()
 
 
+def test_rows_that_a_put_is_filling_stay_its_own_when_others_tell_of_their_stripe(tmp_path: Path) -> None:
+    folder, (mine, theirs, more) = tmp_path / "store", pages("full", 20, 30, 40)
+    one, other = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
+    put = Put([mine.name], [[mine.record()]])
+    one._reserve(put, [0])
+    assert store(other, [theirs]) == [True]
+    assert intact(one, [theirs]) == {theirs}, "it has read that part of the table"
+    assert store(one, [more]) == [True]
+    assert one._index.place(more.name) not in put.places.values()
+    one._write(put)
+    one._commit(put)
+    assert intact(one, [mine, theirs, more]) == intact(other, [mine, theirs, more]) == {mine, theirs, more}
+    one.close()
+    other.close()
+
+
 def test_rows_that_a_process_was_filling_when_it_died_are_filled_by_the_others(tmp_path: Path) -> None:
     folder, some = tmp_path / "store", pages("full", *range(20, 31))
     one, dying = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
@@ -152,7 +168,7 @@ def test_what_cannot_be_read_of_a_table_is_not_written_over_and_is_there_again_w
     disk.blind = False
     assert store(blind, pages("window", 2)) == [True]
     assert intact(blind, some) == intact(other, some) == {*some} - {some[5]}
-    assert blind._index.states()["unreadable"] == 0
+    assert blind._index.states()["broken"] == 0
     blind.close()
     other.close()
 

@@ -156,17 +156,15 @@ def check_folder(
     disk = disk or Disk()
     check_settings(1 if capacity_bytes is None else capacity_bytes, label)
     path = checked_path(directory)
-    with medium(path):
+    with medium(path), ExitStack() as closing:
         nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
         if nearest != path and not nearest.is_dir():
             raise StorageError(f"{path}: {nearest} is not a folder")
-        if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK) and nearest != path:
-            raise _no_permission(path, nearest)
-        if nearest == path:
-            with disk.closing(disk.enter(path)) as root:
-                if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-                    raise _no_permission(path, path)
-                check_contents(disk, root, capacity_bytes, label, description, shared=shared)
+        root = closing.enter_context(disk.closing(disk.enter(path))) if nearest == path else None
+        if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
+            raise StorageError(f"{path}: no permission to read and write {nearest}")
+        if root is not None:
+            check_contents(disk, root, capacity_bytes, label, description, shared=shared)
     return path
 
 
@@ -178,10 +176,6 @@ def checked_path(directory: str | os.PathLike[str]) -> Path:
             f"{str(path)!r} is not an absolute path: a storage folder is named from the root, as /var/kvarve"
         )
     return path
-
-
-def _no_permission(path: Path, place: Path) -> StorageError:
-    return StorageError(f"{path}: no permission to read and write {place}")
 
 
 def check_contents(

@@ -436,7 +436,7 @@ class Index:
                     self.lost += slab.state[row] == BROKEN
                     self.drop(slab, row)
             self._unclear.discard(slab)
-            if (slab.state >= BROKEN).any():  # unreadable now: tried again the next time
+            if (slab.state >= BROKEN).any():  # it cannot be read, or another process has it: tried again the next time
                 self._unclear.add(slab)
 
     def old(self, slabs: Iterable[Slab], now_ns: int) -> list[RowAddress]:

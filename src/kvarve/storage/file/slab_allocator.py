@@ -81,9 +81,9 @@ class SlabAllocator:
                 if place is None and not self._choose_victims(put, group):
                     return False
         while True:
-            grows = not put.full and self._full_until.get(slot_bytes, 0) <= index.clock.now_ns()
             with self._lock:
                 place = None if put.full else index.free_row(put, slot_bytes)
+                grows = not place and not put.full and self._full_until.get(slot_bytes, 0) <= index.clock.now_ns()
                 if place is None and not grows:
                     place = self._evict(put, slot_bytes)
                 if place is not None:
@@ -314,7 +314,7 @@ class SlabAllocator:
 
     def remove(self, slab: Slab, why: str) -> bool:
         """Evict all objects of a slab, and remove it, with the mutex held. False: another process is filling it."""
-        if not slab.lock_all():
+        if not slab.lock(None):
             return False
         rows = np.flatnonzero(slab.state == STORED)
         for at in range(0, len(rows), AT_ONCE):  # there may be a hundred thousand of them
@@ -323,7 +323,7 @@ class SlabAllocator:
         try:
             self._index.remove(slab, self._lock)
         except BaseException:  # also on an interrupt
-            slab.unlock_all()
+            slab.unlock(None)
             raise
         with suppress(NotOurs):  # it has a second hard link: a user wants to keep it
             unlink(slab.disk, slab.folder, slab.number, why)

@@ -187,25 +187,20 @@ class Slab:
         step = _READ_TABLE_BYTES // ENTRY_BYTES
         for at in range(first, last, step):
             raw = bytearray((min(last, at + step) - at) * ENTRY_BYTES)
-            unreadable: list[int] = []
             try:
                 done = _read_some(self.disk, self.table, memoryview(raw), self.shape.entry_at(at))
                 raw[done:] = b"\xff" * (len(raw) - done)  # the table was cut: missing entries fail their check
             except OSError:
-                unreadable = self._entry_by_entry(memoryview(raw), at)
-            yield at, read_entries(raw, self.identity, at, self.shape.slot_bytes, unreadable, named=named)
+                self._entry_by_entry(memoryview(raw), at)
+            yield at, read_entries(raw, self.identity, at, self.shape.slot_bytes, named=named)
 
-    def _entry_by_entry(self, view: memoryview, first: int) -> list[int]:
-        """After an I/O error: read entry by entry; returns which entries cannot be read."""
-        unreadable = []
+    def _entry_by_entry(self, view: memoryview, first: int) -> None:
+        """After an I/O error: read entry by entry. One that cannot be read fails its check."""
         for i in range(view.nbytes // ENTRY_BYTES):
             entry = view[i * ENTRY_BYTES : (i + 1) * ENTRY_BYTES]
             entry[:] = b"\xff" * ENTRY_BYTES
-            try:
+            with suppress(OSError):
                 _read_some(self.disk, self.table, entry, self.shape.entry_at(first + i))
-            except OSError:
-                unreadable.append(i)
-        return unreadable
 
     def save(self, rows: Sequence[int]) -> None:
         """Write the entries of these rows from the columns. Not durable before `sync`."""
@@ -238,17 +233,15 @@ class Slab:
 
     # --- locks: another process that fills or changes a row has locked its slot; the kernel unlocks it if it dies
 
-    def lock(self, row: int) -> bool:
-        return self.disk.lock_range(self.file, self.shape.slot_at(row), self.shape.slot_bytes)
+    def lock(self, row: int | None) -> bool:
+        """Lock the slot of a row, or (None) the whole file. False: another process has some of it."""
+        return self.disk.lock_range(self.file, *self._slot(row))
 
-    def unlock(self, row: int) -> None:
-        self.disk.unlock_range(self.file, self.shape.slot_at(row), self.shape.slot_bytes)
+    def unlock(self, row: int | None) -> None:
+        self.disk.unlock_range(self.file, *self._slot(row))
 
-    def lock_all(self) -> bool:
-        return self.disk.lock_range(self.file, 0, 0)
-
-    def unlock_all(self) -> None:
-        self.disk.unlock_range(self.file, 0, 0)
+    def _slot(self, row: int | None) -> tuple[int, int]:
+        return (0, 0) if row is None else (self.shape.slot_at(row), self.shape.slot_bytes)
 
     def close(self) -> None:
         """Close its files, and with them its locks."""
@@ -311,13 +304,12 @@ class Slab:
     def answers(self) -> bool:
         """Whether its files can be read at all: else the disk failed, and not one object."""
         try:
-            return len(self.disk.peek(self.table, ENTRY_BYTES, 0)) == ENTRY_BYTES and self._reads_direct()
+            if len(self.disk.peek(self.table, ENTRY_BYTES, 0)) < ENTRY_BYTES:
+                return False
+            # With direct I/O, as the page cache would answer for a disk that is gone.
+            return self.direct < 0 or self.disk.read(self.direct, [_blocks(BLOCK_BYTES)], 0) == BLOCK_BYTES
         except OSError:
             return False
-
-    def _reads_direct(self) -> bool:
-        """With direct I/O, as the page cache would answer for a disk that is gone."""
-        return self.direct < 0 or self.disk.read(self.direct, [_blocks(BLOCK_BYTES)], 0) == BLOCK_BYTES
 
     # --- the slots
 

@@ -14,7 +14,6 @@ by numpy. Values are accepted within bounds only: legal names, lengths that fit,
 import hashlib
 import itertools
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,10 +36,9 @@ STAMP = struct.Struct("<QQ")
 
 # The states of a row. Only the first two are written. In the table a row is FREE also while a call of this process
 # fills it, and if its slot could not be written or read: it is RETIRED for this process. BROKEN: the entry fails its
-# check, as another process may have half written it. UNREADABLE: the disk cannot read it. DUPLICATE: another row has
-# the same name.
-STATES = ("free", "stored", "reserved", "retired", "broken", "unreadable", "duplicate")
-FREE, STORED, RESERVED, RETIRED, BROKEN, UNREADABLE, DUPLICATE = range(7)
+# check, as another process may have half written it, or the disk cannot read it. DUPLICATE: another row has its name.
+STATES = ("free", "stored", "reserved", "retired", "broken", "duplicate")
+FREE, STORED, RESERVED, RETIRED, BROKEN, DUPLICATE = range(6)
 
 _HEADER = struct.Struct("<8sIIQQQQ")
 _MAGIC, _FORMAT = b"kvarveSL", 3
@@ -169,12 +167,10 @@ def read_entries(
     identity: int,
     first_row: int,
     slot_bytes: int,
-    unreadable: Sequence[int] = (),
     *,
     named: bool = True,
 ) -> Columns:
-    """The entries from `first_row` on. An entry that fails its check is BROKEN, one never written is FREE, and one of
-    the `unreadable` (counted from the first) is UNREADABLE."""
+    """The entries from `first_row` on. An entry that fails its check is BROKEN, one never written is FREE."""
     entries = np.frombuffer(raw, np.uint64).reshape(-1, ENTRY_WORDS)
     rows = np.arange(first_row, first_row + len(entries))
     whole = entries[:, _CHECK] == _checks(entries, identity, rows)
@@ -185,7 +181,6 @@ def read_entries(
     whole &= (state <= STORED) & (length >= 0) & (length <= slot_bytes)
     state[~whole] = BROKEN
     state[blank] = FREE
-    state[list(unreadable)] = UNREADABLE
     names = np.ndarray((len(entries),), f"S{NAME_BYTES}", raw, 8 * _NAME, (ENTRY_BYTES,))
     found = names[state == STORED].tolist() if named else []
     if not all(found) or b"".join(found).translate(None, LEGAL) or b"." in found or b".." in found:
