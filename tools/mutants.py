@@ -36,7 +36,7 @@ from rich.text import Text
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = Path(__file__).with_name("mutants.toml")
-COPIED = ("src", "tests", "tools", "bench", "pyproject.toml")
+COPIED = ("src", "tests", "tools", "bench", "docs", "pyproject.toml")
 TEST_S, QUICK_S, SUITE_S = 60, 300, 1800  # time limits of a test, a mutant's own tests and the whole suite
 
 

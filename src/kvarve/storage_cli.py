@@ -134,17 +134,10 @@ def stat(url: Url, /, *, options: Maintain = Maintain()) -> int:
     reports: list[dict[str, Any]] = []
     for model in models:
         with maintenance.inspect(place.folder, model) as inspection:
-            objects, slots, lost, quarantined = (
-                inspection.objects(),
-                inspection.states(),
-                inspection.lost,
-                inspection.quarantined,
-            )
+            objects, slots, lost = inspection.objects(), inspection.states(), inspection.lost
         rows = _shares(objects)
         reports.append(
-            _model_json(model)
-            | {"slots": slots, "objects": len(objects), "groups": [*rows]}
-            | {"lost": lost, "quarantined_bytes": quarantined}
+            _model_json(model) | {"slots": slots, "objects": len(objects), "groups": [*rows]} | {"lost": lost}
         )
         use = "in use" if model.in_use else f"not used for {_age(_unused_s(model, objects))}"
         out.say(f"\n{model.description}")
@@ -152,8 +145,6 @@ def stat(url: Url, /, *, options: Maintain = Maintain()) -> int:
         out.say("  slots: " + ", ".join(f"{count:,} {state}" for state, count in slots.items() if count))
         for damage in lost:
             out.say(f"  {damage}")
-        if quarantined:
-            out.say(f"  {format_size(quarantined)} of slabs that were damaged, until their space is needed, or gc")
         table = plain_table("group", "pool", right=("objects", "size", "oldest", "newest", "last used"))
         for row in rows:
             ages = (_age(row[f"{when}_s_ago"]) for when in ("oldest", "newest", "used"))
@@ -253,11 +244,11 @@ def gc(url: Url, /, *, options: Gc = Gc()) -> int:
     for model in contents.models:
         with maintenance.inspect(place.folder, model) as inspection:
             unused_s = _unused_s(model, inspection.objects())
-        with maintenance.opened(place.folder, model, ttl_s=place.ttl_s) as storage:
-            counts = maintenance.gc(storage)
+        with maintenance.opened(place.folder, model, ttl_s=place.ttl_s, shared=place.shared) as storage:
+            counts = storage.collect()
         old = unused_for_s is not None and not model.in_use and unused_s >= unused_for_s
         removed = old and maintenance.drop_model(
-            place.folder, model, f"kvarve storage gc --unused-for {options.unused_for}"
+            place.folder, model, f"kvarve storage gc --unused-for {options.unused_for}", shared=place.shared
         )
         reports.append(_model_json(model) | counts | {"unused_s": unused_s, "removed": removed})
         model_text = f"{model.description} ({_short(model)}): "
@@ -266,9 +257,7 @@ def gc(url: Url, /, *, options: Gc = Gc()) -> int:
         else:
             done = [
                 (counts["expired"], "objects were too old"),
-                (counts["reclaimed"], "slots were those of dead processes"),
-                (counts["retired"], "slots can be read again"),
-                (counts["quarantined_bytes"], "bytes were those of damaged slabs"),
+                (counts["damaged_bytes"], "bytes were those of damaged slabs"),
             ]
             out.say(model_text + (", ".join(f"{count:,} {what}" for count, what in done if count) or "nothing to free"))
     return out.write({"folder": str(place.folder), "models": reports, "damaged": contents.damaged})
@@ -291,7 +280,7 @@ def drop(url: Url, /, *, options: Drop = Drop()) -> int:
             return out.write(report)
         count = 0
         for model in models:
-            with maintenance.opened(place.folder, model) as storage:
+            with maintenance.opened(place.folder, model, shared=place.shared) as storage:
                 count += storage.drop(group)
         report |= {"dropped": True, "objects": count}
         out.say(f"{_many(count, 'object')} dropped")
@@ -308,8 +297,8 @@ def drop(url: Url, /, *, options: Drop = Drop()) -> int:
     if not _agreed(f"drop {_many(len(models), 'model')}, {size}: {what}", options, out):
         return out.write(report)
     for model in models:
-        if not maintenance.drop_model(place.folder, model, "kvarve storage drop"):  # it has been opened since
-            raise StorageError(_in_use(model))
+        if not maintenance.drop_model(place.folder, model, "kvarve storage drop", shared=place.shared):
+            raise StorageError(_in_use(model))  # it has been opened since
         out.say(f"{model.description} ({_short(model)}): dropped")
     return out.write(report | {"dropped": True})
 

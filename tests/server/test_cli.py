@@ -236,8 +236,8 @@ def test_a_port_in_use_is_refused_before_the_storage_is_touched(serve: Run, tmp_
     [
         ("notes.txt", "do not lose", "not empty and not a kvarve storage folder"),
         ("kvarve.json", "{", "is damaged"),
-        ("kvarve.json", '{"format": "kvarve-slabs/999"}', "is in format 'kvarve-slabs/999'"),
-        ("kvarve.json", '{"format": "kvarve-files/1"}', "an earlier version of kvarve"),
+        ("kvarve.json", '{"format": "kvarve-slabs/999"}', "another version of kvarve ('kvarve-slabs/999')"),
+        ("kvarve.json", '{"format": "kvarve-files/1"}', "another version of kvarve ('kvarve-files/1')"),
     ],
 )
 def test_a_folder_with_something_else_is_refused_and_left_as_it_was(

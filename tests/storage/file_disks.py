@@ -3,7 +3,8 @@
 import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from disks import WithoutSync
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
 from kvarve.storage.file.disk import Directory
+from kvarve.storage.file.index import Index
 from kvarve.storage.file.table import Shape
 
 MIB = 1 << 20
@@ -19,6 +21,13 @@ SMALL_FILES = 8192
 ONE = Shape(4096, 1).bytes
 
 Open = Callable[..., FileStorage]
+
+
+@contextmanager
+def changing(storage: FileStorage) -> Iterator[Index]:
+    """The index of a store while no other thread of it changes rows."""
+    with storage._changing(), storage._lock:
+        yield storage._index
 
 
 class Clockwork(WithoutSync):
@@ -81,6 +90,10 @@ class Failing(WithoutSync):
     def lock(self, file: int, *, wait: bool = True, shared: bool = False) -> bool:
         self._maybe("lock")
         return super().lock(file, wait=wait, shared=shared)
+
+    def lock_range(self, file: int, at: int, size_bytes: int) -> bool:
+        self._maybe("lock_range")
+        return super().lock_range(file, at, size_bytes)
 
 
 class Rigged(WithoutSync):

@@ -89,7 +89,10 @@ def intact_anew(folder: Path, some: Sequence[Page], capacity: int = 1 << 20) -> 
 
 
 def die(storage: FileStorage) -> None:
-    storage._folder.close()
+    """The kernel closes all its files."""
+    storage._folder.abandon()
+    for slab in storage._index.slabs.values():
+        slab.close()
     storage._open = False
 
 

@@ -188,23 +188,6 @@ def test_where_nothing_can_be_preallocated_free_rows_are_left_alone_while_the_di
     assert disk.taken() > before
 
 
-def test_a_slab_that_was_cut_is_not_made_whole_on_a_disk_that_is_full(opened, folder):
-    disk = Limited(folder, 10 * GIB, 2 * GIB)
-    storage = opened(2 * MIB, disk=disk)
-    assert put(storage, a=bytes(4096), b=bytes(9000)) == [True, True]
-    storage.close()
-    (slab, _) = sorted(folder.glob("models/*/slab-??????"))
-    os.truncate(slab, 4096)
-    before = total(folder)
-    disk.fill()
-    storage = opened(2 * MIB, disk=disk)
-    assert total(folder) <= before + 8192
-    assert (get(storage, "a"), get(storage, "b")) == (bytes(4096), bytes(9000))
-    for i in range(20):
-        assert put(storage, **{f"page-{i}": b"1"}) == [True]
-        assert total(folder) <= before + 8192, "nor by puts into it"
-
-
 def test_a_disk_that_cannot_say_how_full_it_is_is_trouble_that_is_told(opened, folder):
     class Mute(WithoutSync):
         mute = False

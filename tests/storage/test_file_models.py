@@ -269,7 +269,7 @@ def test_maintenance_needs_to_know_no_capacity(opened, folder):
     put(storage, **{"aaaa-1": b"1"})
     (model,) = maintenance.models(folder)
     with maintenance.opened(folder, model) as beside:
-        assert maintenance.gc(beside)["expired"] == 0
+        assert beside.collect()["expired"] == 0
         with pytest.raises(StorageError, match="not 1 MiB"):
             opened(MIB)
         assert put(opened(CAPACITY), **{"aaaa-2": b"1"}) == [True]

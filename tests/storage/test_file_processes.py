@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from file_disks import MIB, ONE, SMALL_FILES, WithoutSync, total
+from file_disks import MIB, ONE, SMALL_FILES, WithoutSync, changing, total
 
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
-from kvarve.storage.file.folder import is_in_use
+from kvarve.storage.file.processes import is_in_use
 from kvarve.storage.file.slabs import RowSpan
 from kvarve.testing.suite import LABEL, get, put, there
 
@@ -166,7 +166,7 @@ def test_of_two_objects_of_one_name_one_goes_for_good(opened):
     storage = opened()
     names = [f"page-{i:02}" for i in range(20)]
     assert all(storage.put(names, [memoryview(b"1")] * 20))
-    with storage.changing() as index:
+    with changing(storage) as index:
         one, row = index.place("page-00")
         other = next(slab for slab in index.slabs.values() if slab is not one)
         double = other.take_free()
@@ -178,7 +178,7 @@ def test_of_two_objects_of_one_name_one_goes_for_good(opened):
     storage.close()
     storage = opened()
     assert put(storage, new=b"2") == [True]
-    with storage.looking() as index:
+    with storage._looking() as index:
         tables = [found for slab in index.slabs.values() for _, found in slab.load(0, slab.shape.slots)]
     on_disk = [name for table in tables for name in table.names]
     assert sorted(on_disk) == sorted([*names, "new"])
@@ -341,9 +341,24 @@ def test_a_process_that_stops_with_the_lock_in_its_hands_costs_the_others_no_mor
     storage, stopped = opened(), opened()
     put(storage, a=b"1")
     stopped._folder.disk.lock(stopped._folder._mutex)
-    for call in (lambda: put(storage, b=b"2"), opened):
+    for call in (lambda: put(storage, large=bytes(9000)), opened):
         with pytest.raises(StorageError, match="is it stopped"):
             call()
     assert get(storage, "a") == b"1"
+    assert put(storage, b=b"2") == [True], "only making and removing slabs needs it"
     stopped._folder.disk.unlock(stopped._folder._mutex)
-    assert put(storage, b=b"2") == [True]
+    assert put(storage, large=bytes(9000)) == [True]
+
+
+def test_a_process_that_stops_while_it_evicts_an_object_costs_a_delete_of_it_no_more_than_a_wait(opened, monkeypatch):
+    monkeypatch.setattr("kvarve.storage.file.folder.MUTEX_S", 0.05)
+    storage, stopped = opened(), opened()
+    put(storage, a=b"1", b=b"2")
+    assert there(stopped, "a") == "a"
+    with changing(stopped) as index:
+        assert index.seize(*index.place("a"))
+        with pytest.raises(StorageError, match="is it stopped"):
+            storage.delete(["b", "a"])
+        assert there(storage, "a", "b") == "a"
+        index.release([index.place("a")])
+    assert storage.delete(["a", "b", "a"]) == [True, False, False]

@@ -13,7 +13,7 @@ from test_crashes import Quick, die, intact, names, opened, pages, store
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
 from kvarve.storage.file.disk import Directory
-from kvarve.storage.file.index import Call
+from kvarve.storage.file.index import Put
 from kvarve.testing.faulty_disk import Died, FaultyDisk
 from kvarve.testing.suite import LABEL
 
@@ -47,9 +47,10 @@ def test_of_two_objects_of_one_name_that_a_power_cut_leaves_the_confirmed_one_st
     moved, other = (next(page for page in some if lies[page] is slab) for slab in (first, second))
     storage.delete([moved.name])
     new = pages("full", 777)[0]
-    in_flight = storage._reserve(Call(), [0], [new.name], [new.record().nbytes], {})
-    assert in_flight.places[0][0] is first
-    storage._write(in_flight, [[new.record()]])
+    put = Put([new.name], [[new.record()]])
+    storage._reserve(put, [0])
+    assert put.places[0][0] is first
+    storage._write(put)
     storage.delete([other.name])
     assert store(storage, [moved]) == [True]
     assert storage._index.place(moved.name)[0] is second
@@ -67,17 +68,17 @@ def test_what_a_process_had_stored_before_it_died_is_not_taken_for_reserved(tmp_
     lagging, disk = opened(folder, capacity=MIB), Rigged()
     store(lagging, pages("full", 1))
     dying = opened(folder, disk, capacity=MIB)
-    call, answers = Call(), dict[int, bool]()
-    in_flight = dying._reserve(call, [0], [page.name], [page.record().nbytes], answers)
-    dying._write(in_flight, [[page.record()]])
+    put = Put([page.name], [[page.record()]])
+    dying._reserve(put, [0])
+    dying._write(put)
     lagging.exists([page.name])
     disk.fail(Died(), "write", "changes", skip=1)  # the table has been written
     with pytest.raises(Died):
-        dying._commit(call, in_flight, [page.name], [page.record().nbytes], answers)
+        dying._commit(put)
     later = opened(folder, capacity=MIB)
     die(dying)
     assert store(later, [page]) == [True]
-    lagging._index._swept_ns = 0
+    lagging._allocator._swept_ns = 0
     store(lagging, pages("full", 7))
     assert later.exists([page.name]) == [True]
     later.close()
@@ -156,7 +157,7 @@ def test_what_a_process_leaves_that_dies_while_it_makes_or_removes_a_slab_is_roo
             died = True
         for turn in range(4):
             survivor._allocator._full_until.clear()  # it would check again after some seconds
-            survivor._index._swept_ns = 0
+            survivor._allocator._swept_ns = 0
             fresh = pages("full", *range(100 + 9 * turn, 109 + 9 * turn))
             assert all(store(survivor, fresh))
             assert intact(survivor, fresh) == set(fresh)
@@ -224,7 +225,7 @@ def test_a_write_that_ends_after_the_store_was_closed_overwrites_no_page(tmp_pat
     disk.gate.set()
     assert "is closed" in str(calls.join()["late"])
     assert intact(new, pages("full", 1, 3)) == set(pages("full", 1, 3))
-    new._index._swept_ns = 0
+    new._allocator._swept_ns = 0
     assert store(new, pages("full", 4)) == [True]
     assert new._index.states()["reserved"] == 0, "and its row is free when the put has ended"
     assert new._folder.alone()

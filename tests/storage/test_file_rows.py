@@ -3,19 +3,19 @@
 import errno
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 from file_disks import MIB, Rigged, WithoutSync, file_name, trouble
-from test_crashes import Quick, intact, intact_anew, names, opened, pages, store
+from test_crashes import Page, Quick, die, intact, intact_anew, names, opened, pages, store
 
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
 from kvarve.storage.file.disk import Directory
-from kvarve.storage.file.index import Call
-from kvarve.storage.file.maintenance import gc
+from kvarve.storage.file.index import Put
 from kvarve.testing.suite import LABEL
 
 # --- a table that cannot be read for a moment
@@ -37,8 +37,8 @@ def test_a_row_that_is_being_filled_is_not_reused_though_its_entry_cannot_be_rea
     folder, disks, (mine, theirs) = tmp_path / "store", (Blind(), Blind()), pages("full", 20, 21)
     one, other = (opened(folder, disk, capacity=MIB) for disk in disks)
     assert all(store(other, pages("full", *range(3))))
-    call, answers = Call(), dict[int, bool]()
-    in_flight = one._reserve(call, [0], [mine.name], [mine.record().nbytes], answers)
+    put = Put([mine.name], [[mine.record()]])
+    one._reserve(put, [0])
     disk = disks[blind == "another"]
     disk.blind = True
     assert store(other, [theirs]) == [True]
@@ -46,9 +46,9 @@ def test_a_row_that_is_being_filled_is_not_reused_though_its_entry_cannot_be_rea
     with one._changing():
         pass
     disk.blind = False
-    one._write(in_flight, [[mine.record()]])
-    one._commit(call, in_flight, [mine.name], [mine.record().nbytes], answers)
-    assert answers == {0: True}
+    one._write(put)
+    one._commit(put)
+    assert put.answers == {0: True}
     both = [mine, theirs, *pages("full", *range(3))]
     assert intact(one, both) == intact(other, both) == set(both)
     one.close()
@@ -56,21 +56,102 @@ def test_a_row_that_is_being_filled_is_not_reused_though_its_entry_cannot_be_rea
     assert intact_anew(folder, both) == set(both)
 
 
-def test_a_row_that_a_disk_has_lost_to_another_process_is_not_entered(tmp_path: Path) -> None:
+def test_a_row_that_is_being_filled_is_not_reused_though_a_disk_has_torn_its_entry(tmp_path: Path) -> None:
     folder, (mine, theirs) = tmp_path / "store", pages("full", 20, 21)
     one, other = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
     assert all(store(other, pages("full", *range(3))))
-    call, answers = Call(), dict[int, bool]()
-    in_flight = one._reserve(call, [0], [mine.name], [mine.record().nbytes], answers)
-    ((slab, row),) = in_flight.places.values()
+    put = Put([mine.name], [[mine.record()]])
+    one._reserve(put, [0])
+    ((slab, row),) = put.places.values()
     os.pwrite(slab.table, b"torn", slab.shape.entry_at(row))
-    other._index.reload([other._index.slabs[slab.number]])
+    other._index._read(other._index.slabs[slab.number], 0, slab.shape.slots)
     assert store(other, [theirs]) == [True]
-    assert other._index.place(theirs.name)[1] == row
-    one._commit(call, in_flight, [mine.name], [mine.record().nbytes], answers)
-    assert answers == {0: False}
+    assert other._index.place(theirs.name)[1] != row
+    one._write(put)
+    one._commit(put)
+    assert put.answers == {0: True}
     assert one._index.held == {}
-    assert intact(one, [theirs]) == intact(other, [theirs]) == {theirs}
+    assert intact(one, [mine, theirs]) == intact(other, [mine, theirs]) == {mine, theirs}
+    one.close()
+    other.close()
+
+
+def test_rows_that_a_put_is_filling_stay_its_own_when_others_tell_of_their_stripe(tmp_path: Path) -> None:
+    folder, (mine, theirs, more) = tmp_path / "store", pages("full", 20, 30, 40)
+    one, other = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
+    put = Put([mine.name], [[mine.record()]])
+    one._reserve(put, [0])
+    assert store(other, [theirs]) == [True]
+    assert intact(one, [theirs]) == {theirs}, "it has read that part of the table"
+    assert store(one, [more]) == [True]
+    assert one._index.place(more.name) not in put.places.values()
+    one._write(put)
+    one._commit(put)
+    assert intact(one, [mine, theirs, more]) == intact(other, [mine, theirs, more]) == {mine, theirs, more}
+    one.close()
+    other.close()
+
+
+def test_rows_that_a_process_was_filling_when_it_died_are_filled_by_the_others(tmp_path: Path) -> None:
+    folder, some = tmp_path / "store", pages("full", *range(20, 31))
+    one, dying = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
+    assert all(store(one, pages("full", *range(3))))
+    names_, put = names(some), Put(names(some), [[page.record()] for page in some])
+    dying._reserve(put, range(11))
+    (slab,) = {place[0] for place in put.places.values()}
+    assert store(one, [Page(50, "full")]) == [True]
+    assert one._index.place(Page(50, "full").name)[0].number != slab.number, "the rest of the slab is being filled"
+    die(dying)
+    assert all(store(one, some))
+    lies = [one._index.place(name)[0].number for name in names_]
+    assert lies.count(slab.number) == 11, "without a sweep, and though nothing was told"
+    assert intact(one, some) == set(some)
+    one.close()
+
+
+def test_a_slab_is_not_removed_while_another_process_fills_a_row_of_it(tmp_path: Path) -> None:
+    folder, page = tmp_path / "store", pages("full", 20)[0]
+    one, other = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
+    assert all(store(other, pages("full", *range(3))))
+    put = Put([page.name], [[page.record()]])
+    one._reserve(put, [0])
+    with other._changing():
+        assert not other._allocator.remove(other._index.slabs[0], "a test")
+    one._write(put)
+    one._commit(put)
+    assert intact(other, [page]) == {page} and put.answers == {0: True}
+    with other._changing():
+        assert other._allocator.remove(other._index.slabs[0], "a test")
+    assert one.exists([page.name]) == [False]
+    one.close()
+    other.close()
+
+
+def test_what_is_seized_in_a_slab_that_another_process_has_just_removed_is_not_confirmed(tmp_path: Path) -> None:
+    class Late(Quick):
+        """The slab goes between two calls of this process: it has not looked since."""
+
+        removes: Callable[[], None] | None = None
+
+        def lock_range(self, file: int, at: int, size_bytes: int) -> bool:
+            removes, self.removes = self.removes, None
+            if removes is not None:
+                removes()
+            return super().lock_range(file, at, size_bytes)
+
+    folder, disk, page = tmp_path / "store", Late(), pages("full", 20)[0]
+    one, other = opened(folder, disk, capacity=MIB), opened(folder, capacity=MIB)
+    assert all(store(one, pages("full", *range(3))))
+    other.exists(["x"])
+
+    def removes() -> None:
+        with other._changing():
+            assert other._allocator.remove(other._index.slabs[0], "a test")
+
+    disk.removes = removes
+    assert store(one, [page]) == [True], "in a slab that is there"
+    assert one._index.held == {}
+    assert intact(other, [page]) == intact(one, [page]) == {page}
     one.close()
     other.close()
 
@@ -87,23 +168,9 @@ def test_what_cannot_be_read_of_a_table_is_not_written_over_and_is_there_again_w
     disk.blind = False
     assert store(blind, pages("window", 2)) == [True]
     assert intact(blind, some) == intact(other, some) == {*some} - {some[5]}
-    assert blind._index.states()["unreadable"] == 0
+    assert blind._index.states()["broken"] == 0
     blind.close()
     other.close()
-
-
-def test_rows_whose_entries_can_never_be_read_are_mended_by_gc(tmp_path: Path) -> None:
-    folder, disk = tmp_path / "store", Blind()
-    storage = opened(folder, capacity=MIB)
-    assert all(store(storage, pages("full", *range(15))))
-    storage.close()
-    disk.blind = True
-    storage = opened(folder, disk, capacity=MIB)
-    unreadable = storage._index.states()["unreadable"]
-    assert unreadable >= 15
-    assert gc(storage)["retired"] == unreadable
-    assert storage._index.states()["unreadable"] == 0
-    storage.close()
 
 
 # --- rows that are being filled
@@ -112,17 +179,22 @@ def test_rows_whose_entries_can_never_be_read_are_mended_by_gc(tmp_path: Path) -
 def test_rows_that_could_not_be_given_back_are_free_again_and_the_folder_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process is frozen while it holds the mutex."""
+    """Another process is frozen while it tells what it has changed."""
     monkeypatch.setattr("kvarve.storage.file.folder.MUTEX_S", 0.01)
     folder, disk = tmp_path / "store", Rigged()
     storage, other = opened(folder, disk, capacity=MIB), opened(folder, capacity=MIB)
     assert store(storage, pages("full", 1)) == [True]
-    mutex = other._folder.mutex()
-    disk.happens = lambda call, name, at: mutex.__enter__() if call == "write" and name == "slab-000000" else None
+    changes, frozen = other._index.changes, other._folder.disk
+
+    def freezes(call: str, name: str, at: int) -> None:
+        if call == "write" and name == "slab-000000":
+            assert frozen.lock(changes._file, wait=False)
+
+    disk.happens = freezes
     with pytest.raises(StorageError, match="is it stopped"):
         store(storage, pages("full", 2))
     disk.happens = lambda call, name, at: None
-    mutex.__exit__(None, None, None)
+    frozen.unlock(changes._file)
     assert store(storage, pages("full", 3)) == [True]
     assert storage._index.states()["reserved"] == 0
     storage.close()

@@ -54,7 +54,7 @@ def test_a_lookup_does_not_wait_while_victims_are_chosen(opened, monkeypatch):
     """With a million objects that took up to 0.8 s, once for every 64th of them that was evicted."""
     storage = opened(CAPACITY)
     some = full(storage)
-    storage._index._queues.clear()
+    storage._allocator._queues.clear()
     began, goes_on = while_it_waits(
         monkeypatch, __import__("kvarve.storage.file.slab_allocator", fromlist=["coldest"]), "coldest"
     )
@@ -72,7 +72,7 @@ def test_a_reader_does_not_wait_until_the_tables_of_other_models_are_read(opened
     other.close()
     storage = opened(CAPACITY)
     put(storage, first=bytes(9000))
-    began, goes_on = while_it_waits(monkeypatch, IdleModels, "slabs")
+    began, goes_on = while_it_waits(monkeypatch, IdleModels, "offers")
     calls = Calls()
     calls.start("put", lambda: put(storage, new=b"1"))
     assert began.wait(60)
@@ -184,12 +184,12 @@ def test_of_salts_that_have_come_and_gone_nothing_stays(opened):
     there_now = {name.partition("-")[0] for name in index.entries}
     assert index._of_group.keys() == there_now
     assert sum(index._of_group.values()) == 4096 * len(index.entries)
-    assert {need.group for need in index._queues} - {None} <= there_now
-    assert len(index._queues) <= 65
+    assert len(storage._allocator._queues) <= 32
 
 
 def test_two_salts_that_have_one_number_do_not_pay_for_each_other(opened, monkeypatch):
-    monkeypatch.setattr("kvarve.storage.file.index._number_of", lambda group: 7)
+    for module in ("index", "slab_allocator"):
+        monkeypatch.setattr(f"kvarve.storage.file.{module}.number_of", lambda group: 7)
     storage = opened(quota_bytes=3 * 4096)
     for i in range(20):
         for group in ("aaaa", "bbbb"):
@@ -206,4 +206,4 @@ def test_a_quota_holds_for_more_salts_than_orders_are_kept_of(opened):
             assert put(storage, **{f"{salt(number)}-{page}": b"1"}) == [True]
     for number in range(100):
         assert storage.exists([f"{salt(number)}-{page}" for page in range(4)]) == [False, False, True, True]
-    assert len(storage._index._queues) <= 65
+    assert len(storage._allocator._queues) <= 32

@@ -111,15 +111,19 @@ def test_a_folder_that_is_no_store_yet_has_no_models_to_tell_of(folder):
     assert [*folder.iterdir()] == []
 
 
-def test_gc_gives_back_what_is_too_old_and_slots_that_can_be_read_again(folder, storage):
-    put(storage, a=b"1", b=b"2")
-    with storage.changing() as index:
-        index.drop(*index.place("a"), 3)
-        index.publish()
-    assert storage._index.states()["retired"] == 1
-    assert maintenance.gc(storage) == {"expired": 0, "reclaimed": 0, "retired": 1, "quarantined_bytes": 0}
-    assert storage._index.states()["retired"] == 0
-    assert get(storage, "b") == b"2"
+def test_gc_frees_damaged_slabs_and_nothing_else(folder, storage):
+    put(storage, a=b"1", b=bytes(5000))
+    damaged, _ = storage._index.place("a")
+    storage.close()
+    table = damaged.path.with_name(damaged.path.name + ".table")
+    table.write_bytes(bytes(table.stat().st_size))
+    (model,) = maintenance.models(folder)
+    with maintenance.opened(folder, model) as beside:
+        assert damaged.path.exists() and beside.trouble()["lost"] == 1
+        assert beside.collect() == {"expired": 0, "damaged_bytes": damaged.shape.bytes}
+        assert not damaged.path.exists() and not table.exists()
+        assert there(beside, "a", "b") == "b"
+        assert beside.collect() == {"expired": 0, "damaged_bytes": 0}
 
 
 def test_objects_are_dropped_alone_and_a_model_only_while_no_process_uses_it(storage, folder):

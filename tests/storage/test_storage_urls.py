@@ -30,10 +30,11 @@ def test_a_file_url_opens_a_folder(tmp_path):
 
 
 def test_a_file_url_says_for_how_long_how_much_and_in_what_order(tmp_path):
-    url = f"file://{tmp_path}/store?capacity=1MiB&ttl=1.5d&quota=8KiB&eviction=s3fifo&threads=2"
+    url = f"file://{tmp_path}/store?capacity=1MiB&ttl=1.5d&quota=8KiB&eviction=s3fifo&threads=2&durable=no"
     storage = opened(url)
     limits = storage._index.limits
     assert (limits.ttl_ns, limits.quota_bytes, limits.eviction) == (129_600 * 10**9, 8192, "s3fifo")
+    assert limits.durable is False
     assert put(storage, **{f"salt-{i}": b"1" for i in range(3)}) == [True, True, False]
     storage.close()
 
@@ -115,6 +116,8 @@ def test_a_memory_url_is_found_again_by_its_name():
         ("file:///store?capacity=1GiB&quota=0", "quota must be above zero"),
         ("file:///store?capacity=1GiB&eviction=random", "unknown eviction order 'random'; known: lru, lfu, s3fifo"),
         ("file:///store?capacity=1GiB&threads=0", "at least 1"),
+        ("file:///store?capacity=1GiB&durable=maybe", "durable=maybe is neither yes nor no"),
+        ("file:///store?capacity=1GiB&shared=1", "shared=1 is neither yes nor no"),
         ("file:///store?capacity=1GiB&threads=-1", "is not a number from 1 to 9999"),
         ("file:///a#b?capacity=1GiB", "written %23"),
         ("file:///store?capacity=1GiB#", "written %23"),

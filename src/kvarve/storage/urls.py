@@ -79,6 +79,12 @@ class StorageUrl:
         except ConfigError as error:
             raise ConfigError(f"{self.text}: {parameter}={error}") from None
 
+    def yes(self, parameter: str, *, default: bool) -> bool:
+        written = self.parameters.get(parameter, "yes" if default else "no")
+        if written not in ("yes", "no"):
+            raise ConfigError(f"{self.text}: {parameter}={written} is neither yes nor no")
+        return written == "yes"
+
     def whole_number(self, parameter: str) -> int:
         written = self.parameters[parameter]
         if not written.isascii() or not written.isdigit() or len(written) > 4:

@@ -160,10 +160,10 @@ class FaultyDisk(Disk):
         self._happens("allocate", file=file, at=size_bytes)
         os.ftruncate(file, max(size_bytes, self.size(file)))
 
-    def cut(self, file: int, size_bytes: int) -> None:
-        if size_bytes < self.size(file):
+    def resize(self, file: int, size_bytes: int) -> None:
+        if size_bytes != self.size(file):
             self._happens("truncate", file=file, at=size_bytes)
-        super().cut(file, size_bytes)
+        super().resize(file, size_bytes)
 
     def make_root(self, path: Path) -> None:
         self._live()
@@ -214,6 +214,14 @@ class FaultyDisk(Disk):
         self._live()
         super().unlock(file)
 
+    def lock_range(self, file: int, at: int, size_bytes: int) -> bool:
+        self._live()
+        return super().lock_range(file, at, size_bytes)
+
+    def unlock_range(self, file: int, at: int, size_bytes: int) -> None:
+        self._live()
+        super().unlock_range(file, at, size_bytes)
+
     def _happens(
         self,
         kind: Kind,
@@ -254,6 +262,7 @@ def _apply(data: bytearray, event: Event, rng: random.Random | None = None) -> N
         return
     if event.kind == "truncate":
         del data[event.at :]
+        data.extend(bytes(event.at - len(data)))
         return
     luck = "kept" if rng is None else rng.choice(["kept", "dropped", "torn", "torn"])
     if luck == "dropped":

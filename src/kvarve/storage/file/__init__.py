@@ -2,15 +2,16 @@
 
 Who may call whom, from the top:
 
-    storage         `FileStorage`: the calls of a storage; takes the locks, moves bytes on several threads
-      slab_allocator  makes a slab, removes one, finds the one that is worth least
-      index           where each object lies, which is evicted next, what to write into the tables; moves no object
-        orders          eviction orders
-        sequence_lock   tells processes what others have changed
+    storage         `FileStorage`: the calls of a storage; takes the locks
+      slab_allocator  finds a row for an object: free, in a new slab, or evicted; makes and removes slabs
         idle_models     slabs of models that no process has open
-      slabs           one slab: a file of equal slots and its table
+        orders          eviction orders
+      index           where each object lies; seizes rows and writes the tables; moves no object
+        changes         tells processes what others have changed
+      slabs           one slab: a file of equal slots and its table; moves bytes by several threads, and syncs
         table           the entries of a table, as bytes and arrays
       folder          the folder: its owner, its processes, the mutex, its size
+        processes       which processes have the store open, on which hosts
         clock           the age of the store
           disk            every system call; tests put a disk that fails in its place
     maintenance     stat, ls, verify, gc for people, on a store that others may have open

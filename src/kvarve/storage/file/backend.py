@@ -7,7 +7,8 @@ from pathlib import Path
 from kvarve.errors import ConfigError
 from kvarve.storage.base import Storage
 from kvarve.storage.file.folder import check_folder, checked_path
-from kvarve.storage.file.storage import DEFAULT_THREADS, FileStorage, check_limits
+from kvarve.storage.file.index import DEFAULT_THREADS, check_limits
+from kvarve.storage.file.storage import FileStorage
 from kvarve.storage.urls import Backend, StorageUrl
 
 
@@ -21,6 +22,8 @@ class FileSettings:
     quota_bytes: int | None
     eviction: str
     threads: int
+    durable: bool
+    shared: bool
 
 
 def file_settings(url: StorageUrl) -> FileSettings:
@@ -35,6 +38,8 @@ def file_settings(url: StorageUrl) -> FileSettings:
         url.size_bytes("quota") if "quota" in given else None,
         given.get("eviction", "lru"),
         url.whole_number("threads") if "threads" in given else DEFAULT_THREADS,
+        url.yes("durable", default=True),
+        url.yes("shared", default=False),
     )
     check_limits(settings.ttl_s, settings.quota_bytes, settings.eviction, settings.threads)
     return settings
@@ -42,13 +47,13 @@ def file_settings(url: StorageUrl) -> FileSettings:
 
 class FileBackend(Backend):
     example = "file:///var/kvarve?capacity=100GiB"
-    parameters = frozenset({"capacity", "ttl", "quota", "eviction", "threads"})
+    parameters = frozenset({"capacity", "ttl", "quota", "eviction", "threads", "durable", "shared"})
     bounded = shared = can_list = can_verify = True
 
     @classmethod
     def prepare(cls, url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
         settings, capacity_bytes = file_settings(url), url.size_bytes("capacity")
-        check_folder(settings.folder, capacity_bytes, label, description)
+        check_folder(settings.folder, capacity_bytes, label, description, shared=settings.shared)
         return lambda: FileStorage(
             settings.folder,
             capacity_bytes,
@@ -58,4 +63,6 @@ class FileBackend(Backend):
             quota_bytes=settings.quota_bytes,
             eviction=settings.eviction,
             threads=settings.threads,
+            durable=settings.durable,
+            shared=settings.shared,
         )

@@ -5,8 +5,9 @@ import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvarve.storage.file.disk import Disk
+from kvarve.storage.file.disk import Directory, Disk
 
+CLOCK = "clock"  # its file in a model's folder
 _PAIR = struct.Struct("<16sqqqI")
 _LATEST_NS = 1 << 62  # the year 2116, far from the end of 64 bits
 _NEAR_NS = 60_000_000_000  # how far the saved clock may be behind stored objects: it is saved twice as often
@@ -58,3 +59,15 @@ class Clock:
         since_boot = self.disk.since_boot_ns()
         plain = _PAIR.pack(self._boot, since_boot, self._wall_ns(), self._behind_ns + since_boot, 0)[:-4]
         self.disk.write(self.file, [plain + zlib.crc32(plain).to_bytes(4, "little")], 0)
+
+
+def read_clock(disk: Disk, folder: Directory) -> Clock:
+    """The clock of a model; nothing is written, and it may have none."""
+    try:
+        file = disk.open(folder, CLOCK, read_only=True)
+    except OSError:
+        return Clock(disk, -1)
+    try:
+        return Clock(disk, file)
+    finally:
+        disk.close(file)

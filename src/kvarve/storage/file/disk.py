@@ -4,10 +4,13 @@ Files are opened through the descriptor of their folder, never through a link, a
 with one name, owned by us and not writable by others.
 """
 
+import ctypes
 import errno
 import fcntl
 import os
+import socket
 import stat
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +31,8 @@ _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.ENODEV)
 UNREADABLE = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EACCES)
 
 _UNKNOWN_BYTES = 1 << 60
+_OF_ONE_HOST = ("tmpfs", "ramfs", "overlay", "zfs")  # as every file system on a block device
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, 0 for OFD
 
 BLOCK_BYTES = 4096  # direct I/O moves whole blocks between block-aligned places
 
@@ -243,15 +248,15 @@ class Disk:
     def allocate(self, file: int, size_bytes: int) -> None:
         """Make the file at least this long and, where the file system can, allocate its blocks."""
         try:
-            os.posix_fallocate(file, 0, size_bytes)
+            _fallocate(file, size_bytes)
         except OSError as error:
             if error.errno not in _CANNOT_ALLOCATE:
                 raise
             os.ftruncate(file, max(size_bytes, self.size(file)))
 
-    def cut(self, file: int, size_bytes: int) -> None:
-        """Cut the file to at most this size."""
-        os.ftruncate(file, min(size_bytes, self.size(file)))
+    def resize(self, file: int, size_bytes: int) -> None:
+        """Cut or extend the file to this size; new blocks are not allocated."""
+        os.ftruncate(file, size_bytes)
 
     # --- locks: the kernel releases them when the process ends, however it ends
 
@@ -267,6 +272,21 @@ class Disk:
         """Unlock also for copies of the descriptor in forked processes."""
         fcntl.flock(file, fcntl.LOCK_UN)
 
+    def lock_range(self, file: int, at: int, size_bytes: int) -> bool:
+        """Whether this open file now has the exclusive lock of a range of its bytes; it never waits.
+
+        The lock belongs to the open file (OFD), not to the process: another descriptor of the file is refused, and the
+        lock ends with the last copy of this one.
+        """
+        try:
+            fcntl.fcntl(file, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, at, size_bytes, 0))
+        except (BlockingIOError, PermissionError):  # POSIX allows both for a lock that another one has
+            return False
+        return True
+
+    def unlock_range(self, file: int, at: int, size_bytes: int) -> None:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, at, size_bytes, 0))
+
     # --- clocks
 
     def wall_ns(self) -> int:
@@ -277,12 +297,40 @@ class Disk:
         """A clock that cannot be set, one for all processes until the machine reboots."""
         return time.clock_gettime_ns(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic_ns()
 
+    def host(self) -> str:
+        """The name of this host, or container."""
+        return socket.gethostname()
+
+    def is_local(self, folder: Directory) -> bool:
+        """Whether a folder is on a file system that only this host can have mounted. False: not, or unknown."""
+        device = os.fstat(folder.file).st_dev
+        number = f"{os.major(device)}:{os.minor(device)}"
+        try:
+            mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        except OSError:
+            return False
+        for words in mounts:
+            if words[2] == number:
+                kind, source = words[words.index("-") + 1 :][:2]
+                return source.startswith("/dev/") or kind in _OF_ONE_HOST
+        return False
+
     def boot(self) -> bytes:
         """The id of this boot of this machine, in 16 bytes."""
         try:
             return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
         except (OSError, ValueError):
             return os.urandom(16)  # then every opening uses the wall clock for the time it was closed
+
+
+def _fallocate(file: int, size_bytes: int) -> None:
+    """The system call. Where a file system cannot, glibc's `posix_fallocate` writes to every block instead, which takes
+    minutes for a slab."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    while libc.fallocate(file, 0, ctypes.c_long(0), ctypes.c_long(size_bytes)):
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
 
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

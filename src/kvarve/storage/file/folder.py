@@ -4,12 +4,11 @@ kvarve.json                     the format; written before anything else
 kvarve.lock                     the mutex of all processes that have the folder open
 models/<16 hex of the label>/   one model's objects
     model.json                  the whole label, and what it means to people
-    process-3                   locked by that process while it has the model open; has its capacity
+    process-3                   locked by that process while it has the model open; has its capacity and host
     changes                     what changed in which slab, for the other processes; means nothing after a crash
     clock                       the age of the store
     slab-000007                 objects
     slab-000007.table           which object each slot holds
-    slab-000007[.table].quarantined     a damaged slab: never read, removed when space is needed
 
 Entries with another name, or not ours by `disk.objection`, are left alone and not counted. A model is a folder of such
 a name with a `model.json` whose label begins with it.
@@ -22,31 +21,38 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.sizes import format_size
 from kvarve.storage.base import LABEL_MAX_BYTES, check_owner, check_settings
+from kvarve.storage.file.clock import CLOCK
 from kvarve.storage.file.disk import UNREADABLE, Directory, Disk, NotOurs, objection
+from kvarve.storage.file.processes import (
+    PROCESSES,
+    is_locked,
+    leave,
+    process_name,
+    process_number,
+    processes,
+    seen,
+    take,
+)
 
 log = logging.getLogger(__name__)
 
-FORMAT = "kvarve-slabs/3"
+FORMAT = "kvarve-slabs/4"
 MUTEX_S = 20.0  # how long a process waits for the mutex, which is held for milliseconds
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.005  # between two tries
-# A file for each page; a table inside of each slab; tables with one header.
-_OLD_FORMATS = ("kvarve-files/1", "kvarve-slabs/1", "kvarve-slabs/2")
 _MARKER, _LOCK, _MODELS, _MODEL = "kvarve.json", "kvarve.lock", "models", "model.json"
-CHANGES, CLOCK = "changes", "clock"
-_UNFINISHED, _PROCESS = "~", "process-"
+CHANGES = "changes"
+_UNFINISHED = "~"
 _NOT_FOR_US_TO_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM)
-TABLE, QUARANTINED = ".table", ".quarantined"
+TABLE = ".table"
 _JSON_MAX_BYTES = 1 << 16  # of one JSON file
 _RESERVE_BYTES, _RESERVE_SHARE = 256 << 20, 100  # of the disk, left free for other programs
-PROCESSES = 1 << 12
 SLABS = (1 << 15) - 1  # numbers of slabs are below this
 SLAB_BYTES = 16 << 30  # of the slots of one slab, at most
 LINE_BYTES = 128  # per slab, in the file of changes
@@ -57,18 +63,7 @@ _NOT_CONTENT = frozenset({_LOCK, _MARKER + _UNFINISHED, "lost+found"})
 _ROOT_FILES = frozenset({_MARKER, _MARKER + _UNFINISHED, _LOCK})
 _MODEL_FILES = frozenset({_MODEL, _MODEL + _UNFINISHED, CHANGES, CLOCK})
 _MODEL_NAME = re.compile("(?:[0-9a-f]{2}){1,8}")
-_SLAB_NAME = re.compile(r"slab-([0-9]{6})(\.table)?(\.quarantined)?")
-_PROCESS_NAME = re.compile("process-(0|[1-9][0-9]{0,3})")
-_CAPACITY = re.compile(rb"capacity ([1-9][0-9]{0,18}) *\n")
-_PROCESS_BYTES = 28
-
-
-class SlabFile(NamedTuple):
-    """The parsed name of a slab's file."""
-
-    number: int
-    table: bool
-    quarantined: bool
+_SLAB_NAME = re.compile(r"slab-([0-9]{6})(\.table)?")
 
 
 @dataclass(frozen=True)
@@ -102,18 +97,10 @@ def slab_name(number: int) -> str:
     return f"slab-{number:06}"
 
 
-def slab_file(name: str) -> SlabFile | None:
-    """Parse a name; None if no slab's file can have it."""
+def slab_file(name: str) -> tuple[int, bool] | None:
+    """The number in a name, and whether it is a table's; None if no slab's file can have it."""
     match = _SLAB_NAME.fullmatch(name)
-    if match is None or int(match[1]) >= SLABS:
-        return None
-    return SlabFile(int(match[1]), match[2] is not None, match[3] is not None)
-
-
-def process_number(name: str) -> int | None:
-    """The number in a name; None if no process's file can have it."""
-    match = _PROCESS_NAME.fullmatch(name)
-    return int(match[1]) if match and int(match[1]) < PROCESSES else None
+    return (int(match[1]), match[2] is not None) if match and int(match[1]) < SLABS else None
 
 
 def model_name(label: bytes) -> str:
@@ -130,6 +117,10 @@ def files_of_model(disk: Disk, folder: Directory) -> dict[str, os.stat_result]:
     return found
 
 
+def bytes_of_model(disk: Disk, folder: Directory) -> int:
+    return sum(it.st_size for it in files_of_model(disk, folder).values())
+
+
 def root_bytes(disk: Disk, root: Directory) -> int:
     """The total size of our files that belong to no model."""
     return sum(found.st_size for name, found in disk.files(root).items() if name in _ROOT_FILES)
@@ -140,8 +131,8 @@ def slab_numbers(disk: Disk, folder: Directory) -> dict[int, bool]:
     found: dict[int, bool] = {}
     for name in disk.entries(folder):  # also those not ours: their numbers are taken
         file = slab_file(name)
-        if file is not None and not file.quarantined:
-            found[file.number] = found.get(file.number, False) or file.table
+        if file is not None:
+            found[file[0]] = found.get(file[0], False) or file[1]
     return found
 
 
@@ -154,6 +145,8 @@ def check_folder(
     label: bytes,
     description: str,
     disk: Disk | None = None,
+    *,
+    shared: bool = False,
 ) -> Path:
     """Raise what opening would raise, and touch nothing; returns the folder's path.
 
@@ -163,17 +156,15 @@ def check_folder(
     disk = disk or Disk()
     check_settings(1 if capacity_bytes is None else capacity_bytes, label)
     path = checked_path(directory)
-    with medium(path):
+    with medium(path), ExitStack() as closing:
         nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
         if nearest != path and not nearest.is_dir():
             raise StorageError(f"{path}: {nearest} is not a folder")
-        if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK) and nearest != path:
-            raise _no_permission(path, nearest)
-        if nearest == path:
-            with disk.closing(disk.enter(path)) as root:
-                if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-                    raise _no_permission(path, path)
-                check_contents(disk, root, capacity_bytes, label, description)
+        root = closing.enter_context(disk.closing(disk.enter(path))) if nearest == path else None
+        if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
+            raise StorageError(f"{path}: no permission to read and write {nearest}")
+        if root is not None:
+            check_contents(disk, root, capacity_bytes, label, description, shared=shared)
     return path
 
 
@@ -187,11 +178,15 @@ def checked_path(directory: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _no_permission(path: Path, place: Path) -> StorageError:
-    return StorageError(f"{path}: no permission to read and write {place}")
-
-
-def check_contents(disk: Disk, root: Directory, capacity_bytes: int | None, label: bytes, description: str) -> None:
+def check_contents(
+    disk: Disk,
+    root: Directory,
+    capacity_bytes: int | None,
+    label: bytes,
+    description: str,
+    *,
+    shared: bool = False,
+) -> None:
     """StorageError unless a folder is empty, or a store of this format in which this model can be opened."""
     there = disk.entries(root)
     if _MARKER not in there:
@@ -210,45 +205,41 @@ def check_contents(disk: Disk, root: Directory, capacity_bytes: int | None, labe
                 suppress(FileNotFoundError, Damaged),  # then `Folder.enter` writes model.json anew
             ):
                 check_owner(str(folder.path), _owner_of(disk, folder), (label, description))
-        if capacity_bytes is not None:
-            _check_capacity(disk, models, capacity_bytes)
-
-
-def is_store(disk: Disk, root: Directory) -> bool:
-    """Whether a folder has been opened as a store before."""
-    return _MARKER in disk.entries(root)
+        _check_processes(disk, models, capacity_bytes, shared)
 
 
 def check_format(disk: Disk, root: Directory) -> None:
     """StorageError unless a store is of this format."""
     version = _read_json(disk, root, _MARKER, "empty its folder or give another one", "format")["format"]
-    if version in _OLD_FORMATS:
-        raise StorageError(
-            f"{root.path} holds pages of an earlier version of kvarve ({version!r}), which this one "
-            f"({FORMAT!r}) does not read: empty this folder or give another one"
-        )
     if version != FORMAT:
         raise StorageError(
-            f"{root.path} is in format {version!r}, this version of kvarve reads {FORMAT!r}: "
-            f"give another folder or empty this one"
+            f"{root.path} holds pages of another version of kvarve ({version!r}), which this one ({FORMAT!r}) does not "
+            f"read: empty this folder or give another one"
         )
 
 
-def _check_capacity(disk: Disk, models: Directory, capacity_bytes: int) -> None:
-    """StorageError if a process has another capacity: the smaller of two would evict what the other one stores."""
+def _check_processes(disk: Disk, models: Directory, capacity_bytes: int | None, shared: bool) -> None:
+    """StorageError if a process has another capacity: the smaller of two would evict what the other one stores; or if
+    locks may not reach all processes (not if the folder is known to be `shared`)."""
     for model in known_models(disk, models)[0]:
         with disk.closing(disk.enter_below(models, model.name)) as folder:
             for number in processes(disk, folder):
-                if not is_locked(disk, folder, number):
+                found = seen(disk, folder, number)
+                if found is None:
                     continue
-                with suppress(FileNotFoundError):
-                    match = _CAPACITY.fullmatch(_content(disk, folder, f"{_PROCESS}{number}"))
-                    if match is not None and int(match[1]) != capacity_bytes:
-                        raise StorageError(
-                            f"{models.path.parent} is open with a capacity of {format_size(int(match[1]))} "
-                            f"({int(match[1])} bytes), not {format_size(capacity_bytes)} ({capacity_bytes} bytes): "
-                            f"give the same, or first end or detach the processes that have it open"
-                        )
+                theirs_bytes = found.capacity_bytes
+                if found.locked and capacity_bytes and theirs_bytes and theirs_bytes != capacity_bytes:
+                    raise StorageError(
+                        f"{models.path.parent} is open with a capacity of {format_size(theirs_bytes)} "
+                        f"({theirs_bytes} bytes), not {format_size(capacity_bytes)} ({capacity_bytes} bytes): "
+                        f"give the same, or first end or detach the processes that have it open"
+                    )
+                if not found.locked and not shared and found.is_elsewhere(disk) and not disk.is_local(folder):
+                    raise StorageError(
+                        f"{folder.path / process_name(number)}: a process on host {found.host!r} has this folder open, "
+                        f"or ended without closing it, and its lock is not seen here: if that host is down, remove "
+                        f"this file; if locks reach all hosts (NFS without nolock or local_lock), give shared=yes"
+                    )
 
 
 def known_models(disk: Disk, models: Directory) -> tuple[list[Known], dict[str, str]]:
@@ -313,34 +304,37 @@ def _content(disk: Disk, folder: Directory, name: str) -> bytes:
         disk.close(file)
 
 
-@contextmanager
-def opened_read_only(disk: Disk, path: Path) -> Iterator[Directory]:
-    """The folder of a store, for inspection: nothing in it is made, locked or changed, and it may be another user's.
+def tries(directory: Path) -> Iterator[None]:
+    """Try something again that another process keeps this one from. StorageError after `MUTEX_S`."""
+    end, pause_s = time.monotonic() + MUTEX_S, FIRST_PAUSE_S
+    yield
+    while time.monotonic() <= end:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        yield
+    raise StorageError(f"{directory}: another process has held its lock for {MUTEX_S:g} s: is it stopped?")
 
-    StorageError: it holds no store of this format.
-    """
-    with medium(path):
+
+@contextmanager
+def opened_read_only(disk: Disk, path: Path) -> Iterator[tuple[Directory, Directory | None]]:
+    """The folder of a store, and that of its models if there are any, for inspection: nothing in it is made, locked or
+    changed, and it may be another user's. StorageError: it holds no store of this format."""
+    with medium(path), ExitStack() as closing:
         if not os.path.lexists(path):
             raise StorageError(f"{path}: no such folder")
-        with disk.closing(disk.enter(path, for_maintenance=True)) as root:
-            if not is_store(disk, root):
-                raise StorageError(
-                    f"{path}: there is no kvarve storage in it"
-                    if not disk.entries(root).keys() - _NOT_CONTENT
-                    else f"{path} is not empty and not a kvarve storage folder: give another one"
-                )
-            check_format(disk, root)
-            yield root
-
-
-@contextmanager
-def models_of(disk: Disk, root: Directory) -> Iterator[Directory | None]:
-    """The folder of a store's models; None if there is none yet."""
-    if _MODELS not in disk.entries(root):
-        yield None
-        return
-    with disk.closing(disk.enter_below(root, _MODELS)) as models:
-        yield models
+        root = closing.enter_context(disk.closing(disk.enter(path, for_maintenance=True)))
+        there = disk.entries(root).keys()
+        if _MARKER not in there:
+            raise StorageError(
+                f"{path} is not empty and not a kvarve storage folder: give another one"
+                if there - _NOT_CONTENT
+                else f"{path}: there is no kvarve storage in it"
+            )
+        check_format(disk, root)
+        if _MODELS not in there:
+            yield root, None
+        else:
+            yield root, closing.enter_context(disk.closing(disk.enter_below(root, _MODELS)))
 
 
 def spare_bytes(disk: Disk, folder: Directory) -> int:
@@ -348,41 +342,6 @@ def spare_bytes(disk: Disk, folder: Directory) -> int:
     Negative: that reserve is already in use."""
     free_bytes, disk_bytes = disk.space(folder)
     return free_bytes - max(_RESERVE_BYTES, disk_bytes // _RESERVE_SHARE)
-
-
-# --- processes that have a model open
-
-
-def processes(disk: Disk, folder: Directory) -> list[int]:
-    """The numbers of all processes that have, or had, a model open. OSError: unknown."""
-    found = (process_number(name) for name in disk.files(folder))
-    return [number for number in found if number is not None]
-
-
-def is_in_use(disk: Disk, folder: Directory) -> bool:
-    """Whether some process has a model open."""
-    return any(is_locked(disk, folder, number) for number in processes(disk, folder))
-
-
-def is_locked(disk: Disk, folder: Directory, number: int) -> bool:
-    """Whether the process of this number has a model open."""
-    try:
-        file = disk.open(folder, f"{_PROCESS}{number}", read_only=True)
-    except (FileNotFoundError, NotOurs):
-        return False
-    try:
-        free = disk.lock(file, wait=False, shared=True)  # else two inspections would take each other for users
-        if free:
-            disk.unlock(file)
-        return not free
-    finally:
-        disk.close(file)
-
-
-def last_open_ns(disk: Disk, folder: Directory) -> int:
-    """The wall time (ns) at which the clock of a model was last written, which happens while it is open."""
-    clock = disk.files(folder).get(CLOCK)
-    return 0 if clock is None else clock.st_mtime_ns
 
 
 # --- removing
@@ -403,24 +362,6 @@ def remove_model(disk: Disk, models: Directory, name: str, why: str) -> None:
             raise
         log.warning("%s: the folder stays, as it holds files that are not of this store", models.path / name)
     disk.sync_folder(models)
-
-
-def quarantined(disk: Disk, folder: Directory) -> dict[str, int]:
-    """The quarantined files of a model, and their sizes."""
-    return {
-        name: found.st_size
-        for name, found in disk.files(folder).items()
-        if (file := slab_file(name)) is not None and file.quarantined
-    }
-
-
-def remove_quarantined(disk: Disk, folder: Directory, why: str) -> int:
-    """Remove the quarantined files, with the mutex held; returns their bytes."""
-    files = quarantined(disk, folder)
-    for name in files:
-        disk.unlink(folder, name)
-        log.warning("%s: removed: %s", folder.path / name, why)
-    return sum(files.values())
 
 
 # --- an open folder
@@ -453,7 +394,7 @@ class Folder:
 
     def enter(self, capacity_bytes: int | None) -> None:
         """Open the model for this process; with the mutex held, after `check_contents`."""
-        if not is_store(self.disk, self.root):
+        if _MARKER not in self.disk.entries(self.root):
             self._write_json(self.root, _MARKER, {"format": FORMAT})
         self.models = self._entered(self.root, _MODELS)
         self.model = self._entered(self.models, model_name(self._label))
@@ -486,19 +427,12 @@ class Folder:
 
     def _take(self, number: int, capacity_bytes: int | None) -> bool:
         try:
-            file = self._opened(self.model, f"{_PROCESS}{number}")
+            file = self._opened(self.model, process_name(number))
         except NotOurs:  # a foreign file: try the next number
             return False
-        if self.disk.lock(file, wait=False):
-            # Always of one length, so that the next process can write it on a full disk.
-            content = b"visiting" if capacity_bytes is None else b"capacity %d" % capacity_bytes
-            try:
-                self.disk.write(file, [content.ljust(_PROCESS_BYTES) + b"\n"], 0)
-                self.disk.cut(file, _PROCESS_BYTES + 1)
-            except OSError as error:  # if read-only, no process can evict; else another capacity might
-                if capacity_bytes is not None and error.errno not in (errno.EROFS, errno.EBADF):
-                    raise
-            self._process = str(self.model.path / f"{_PROCESS}{number}"), self.disk.identity(file)
+        if take(self.disk, file, capacity_bytes):
+            self._process = str(self.model.path / process_name(number)), self.disk.identity(file)
+            self._process_file = file
             return True
         self._files.remove(file)
         self.disk.close(file)
@@ -541,20 +475,15 @@ class Folder:
 
     @contextmanager
     def mutex(self) -> Iterator[None]:
-        """Exclude all other processes, for as long as it takes to change a table.
+        """Exclude all other processes, for as long as it takes to make or remove a slab.
 
         StorageError: another process has held it for `MUTEX_S`, so it may be stopped; or this process's lock file was
         removed, so the others take it for dead.
         """
-        end, pause_s = time.monotonic() + MUTEX_S, FIRST_PAUSE_S
         try:
-            while not self._locked():
-                if time.monotonic() > end:
-                    raise StorageError(
-                        f"{self.directory}: another process has held its lock for {MUTEX_S:g} s: is it stopped?"
-                    )
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            for _ in tries(self.directory):
+                if self._locked():
+                    break
             if self.number >= 0 and not self.is_in_place():
                 raise StorageError(
                     f"{self._process[0]} was removed or moved away while this process had the store open"
@@ -578,31 +507,26 @@ class Folder:
         self.disk.close(left)
         return False
 
-    def is_alive(self, number: int) -> bool:
-        """Whether a process of this number has the model open. With the mutex held."""
-        return number == self.number or is_locked(self.disk, self.model, number)
-
     def alone(self) -> bool:
         """Whether no other process has the model open. With the mutex held."""
-        return not any(self.is_alive(number) for number in processes(self.disk, self.model) if number != self.number)
+        others = (number for number in processes(self.disk, self.model) if number != self.number)
+        return not any(is_locked(self.disk, self.model, number) for number in others)
 
-    def others(self) -> list[str]:
-        """The folders of the other models. A damaged one is logged once."""
+    def bytes(self) -> int:
+        """The size of all our files in the folder, of all models. A damaged model is logged once."""
         known, damaged = known_models(self.disk, self.models)
         for name in damaged.keys() - self._warned - {self.model.path.name}:
             log.warning("%s", damaged[name])
             self._warned.add(name)
-        return [model.name for model in known if model.name != self.model.path.name]
-
-    def bytes(self) -> int:
-        """The size of all our files in the folder, of all models."""
-        found = [*files_of_model(self.disk, self.model).values()]
-        for name in self.others():
+        total = root_bytes(self.disk, self.root) + bytes_of_model(self.disk, self.model)
+        for name in {each.name for each in known} - {self.model.path.name}:
             with self.disk.closing(self.disk.enter_below(self.models, name)) as folder:
-                found += files_of_model(self.disk, folder).values()
-        return root_bytes(self.disk, self.root) + sum(it.st_size for it in found)
+                total += bytes_of_model(self.disk, folder)
+        return total
 
     def close(self) -> None:
+        if self.number >= 0 and self._files:
+            leave(self.disk, self._process_file)
         for file in self._files:
             with suppress(OSError):
                 self.disk.unlock(file)

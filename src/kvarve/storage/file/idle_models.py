@@ -5,40 +5,56 @@ Every call holds the folder's mutex, so that no process opens one of these model
 """
 
 import os
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvarve.storage.file.clock import Clock
+from kvarve.storage.file.clock import read_clock
 from kvarve.storage.file.disk import Directory
 from kvarve.storage.file.folder import (
-    CLOCK,
     TABLE,
     Folder,
     files_of_model,
-    is_in_use,
     known_models,
     remove_model,
-    remove_quarantined,
     slab_name,
     slab_numbers,
 )
 from kvarve.storage.file.orders import LastUse
+from kvarve.storage.file.processes import is_in_use
 from kvarve.storage.file.slabs import Broken, Slab, unlink
 from kvarve.storage.file.table import STORED, owner_of, times
 
+# A slab of another class, or of an idle model, is removed if its objects are on average this many times as old as the
+# victim here; the last slab of a class only if all of its objects are older.
+_MUCH_OLDER = 2.0
+
 
 @dataclass(frozen=True)
-class IdleSlab:
-    """A slab of a model that no process has open. Ages are in ns: of its objects on average, and of the youngest."""
+class Offer:
+    """A slab that could be removed: `slab` if it is of this process's model, else the `number`-th of another `model`.
 
+    `is_last`: the only one of its class in its model. Without it a prompt that needs one page of each class could
+    resume nowhere, and a class of small objects keeps its objects for the longest. Ages are in ns: of its objects on
+    average, and of the youngest.
+    """
+
+    slab: Slab | None
     model: str
     number: int
-    slot_bytes: int
     bytes: int
+    is_last: bool
     mean_age_ns: float
     least_age_ns: float
+
+    def is_older(self, age_ns: float) -> bool:
+        return self.least_age_ns > age_ns if self.is_last else self.mean_age_ns > _MUCH_OLDER * age_ns
+
+    def sort_key(self) -> tuple[bool, float]:
+        """The slab with the smallest key is removed first."""
+        return self.is_last, -self.mean_age_ns
 
 
 class IdleModels:
@@ -47,40 +63,34 @@ class IdleModels:
         # By model and number: the table's inode and mtime, the size of its slots, and their last use.
         self._seen: dict[tuple[str, int], tuple[tuple[int, int], int, LastUse]] = {}
 
-    def slabs(self) -> list[IdleSlab]:
+    def offers(self) -> list[Offer]:
         """All slabs of all models that no process has open."""
         found, models = [], self._folder.models
         for model in known_models(self._disk, models)[0]:
             if model.name != self._folder.model.path.name:
                 with self._disk.closing(self._disk.enter_below(models, model.name)) as folder:
                     if not is_in_use(self._disk, folder):
-                        found += self._slabs_of(model.name, folder, owner_of(model.label))
+                        found += self._offers_of(model.name, folder, owner_of(model.label))
         there = {(each.model, each.number) for each in found}
         self._seen = {key: it for key, it in self._seen.items() if key in there}
         return found
 
-    def _slabs_of(self, model: str, folder: Directory, owner: int) -> list[IdleSlab]:
-        files = files_of_model(self._disk, folder)
-        now_ns, found = self._now_ns(folder), []
+    def _offers_of(self, model: str, folder: Directory, owner: int) -> list[Offer]:
+        files, now_ns = files_of_model(self._disk, folder), read_clock(self._disk, folder).now_ns()
+        found = {}
         for number in slab_numbers(self._disk, folder):
             sizes = [files[name].st_size for name in (slab_name(number), slab_name(number) + TABLE) if name in files]
             if sizes:
                 table = files.get(slab_name(number) + TABLE)
-                slot_bytes, used = self._last_use(model, folder, number, owner, table, now_ns)
-                ages = (max(0.0, now_ns - each) for each in (used.mean_ns, used.last_ns))
-                found.append(IdleSlab(model, number, slot_bytes, sum(sizes), *ages))
-        return found
-
-    def _now_ns(self, folder: Directory) -> int:
-        """The time by the clock of another model."""
-        try:
-            file = self._disk.open(folder, CLOCK, read_only=True)
-        except OSError:
-            return Clock(self._disk, -1).now_ns()
-        try:
-            return Clock(self._disk, file).now_ns()
-        finally:
-            self._disk.close(file)
+                found[number] = sum(sizes), *self._last_use(model, folder, number, owner, table, now_ns)
+        classes = Counter(slot_bytes for _, slot_bytes, _ in found.values())
+        return [
+            Offer(
+                *(None, model, number, size_bytes, slot_bytes > 0 and classes[slot_bytes] == 1),
+                *(max(0.0, now_ns - each) for each in (used.mean_ns, used.last_ns)),
+            )
+            for number, (size_bytes, slot_bytes, used) in found.items()
+        ]
 
     def _last_use(
         self, model: str, folder: Directory, number: int, owner: int, table: os.stat_result | None, now_ns: int
@@ -93,27 +103,16 @@ class IdleModels:
             seen = key, 0, LastUse()
             with suppress(Broken, OSError):
                 slab = Slab.open(self._disk, folder, number, owner, read_only=True)
-                if self._disk.size(slab.file) > slab.shape.slots_bytes:
-                    raise Broken("its slots take more than its header says")
                 tables = [table for _, table in slab.load(0, slab.shape.slots, named=False)]
                 used = np.concatenate([times(table, now_ns)[1][table.state == STORED] for table in tables])
                 seen = key, slab.shape.slot_bytes, LastUse.of(used)
             self._seen[model, number] = seen
         return seen[1:]
 
-    def remove(self, slab: IdleSlab, why: str) -> None:
+    def remove(self, offer: Offer, why: str) -> None:
         """Remove a slab, and with its last slab the model."""
-        with self._disk.closing(self._disk.enter_below(self._folder.models, slab.model)) as folder:
-            unlink(self._disk, folder, slab.number, why)
+        with self._disk.closing(self._disk.enter_below(self._folder.models, offer.model)) as folder:
+            unlink(self._disk, folder, offer.number, why)
             left = slab_numbers(self._disk, folder)
         if not left:
-            remove_model(self._disk, self._folder.models, slab.model, f"nothing is left of it: {why}")
-
-    def remove_quarantined(self, why: str) -> int:
-        """Remove the quarantined slabs of these models and of our own; returns their bytes."""
-        size_bytes = remove_quarantined(self._disk, self._folder.model, why)
-        for name in self._folder.others():
-            with self._disk.closing(self._disk.enter_below(self._folder.models, name)) as folder:
-                if not is_in_use(self._disk, folder):
-                    size_bytes += remove_quarantined(self._disk, folder, why)
-        return size_bytes
+            remove_model(self._disk, self._folder.models, offer.model, f"nothing is left of it: {why}")

@@ -1,45 +1,59 @@
 """The index of a file store: where each object lies, which is evicted next, and what to write into the tables.
 
-Every call holds the store's lock; one that changes a table, the folder's mutex as well. No object's bytes move here.
+Every call holds the store's lock. One thread of the process at a time changes rows: it seizes them, so that other
+processes leave them alone, changes the columns, publishes, and lets go. No object's bytes move here.
 """
 
 import logging
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvarve.storage.file.clock import Clock
+from kvarve.errors import ConfigError, StorageError
+from kvarve.storage.file.changes import Changes
+from kvarve.storage.file.clock import CLOCK, Clock
 from kvarve.storage.file.disk import Disk
-from kvarve.storage.file.folder import CHANGES, CLOCK, Folder, files_of_model, slab_name, slab_numbers
-from kvarve.storage.file.orders import EvictionQueue, Victim
-from kvarve.storage.file.sequence_lock import SequenceLock
-from kvarve.storage.file.slabs import STRIPES, Broken, Slab, quarantine, states_of, unlink
+from kvarve.storage.file.folder import CHANGES, Folder, slab_name, slab_numbers
+from kvarve.storage.file.orders import ORDERS
+from kvarve.storage.file.slabs import STRIPES, Broken, Slab, states_of, unlink
 from kvarve.storage.file.table import (
     BROKEN,
+    DUPLICATE,
     FREE,
-    MOST_USES,
     RESERVED,
+    RETIRED,
     STORED,
-    UNREADABLE,
     Columns,
+    Rows,
     owner_of,
-    slot_bytes_for,
     times,
 )
 
 log = logging.getLogger(__name__)
 
+RowAddress = tuple[Slab, int]
+DEFAULT_THREADS = 4
 _HELD = nullcontext()  # the caller holds the lock
-_GROUP_QUEUES = 64  # eviction queues of groups that are cached: each is some kilobytes and quick to compute
-_SECOND_NS = 1_000_000_000
+SECOND_NS = 1_000_000_000
 _GENERATIONS = (1 << 32) - 1
 _ROW = (1 << 32) - 1
 
-RowAddress = tuple[Slab, int]
+
+def check_limits(ttl_s: float | None, quota_bytes: int | None, eviction: str, threads: int) -> None:
+    """Raise ConfigError unless a file storage can be opened with these."""
+    if ttl_s is not None and not ttl_s > 0:
+        raise ConfigError(f"objects that live for {ttl_s} s are never found: give a ttl above zero, such as 7d")
+    if quota_bytes is not None and quota_bytes <= 0:
+        raise ConfigError(f"a quota of {quota_bytes} bytes admits no object: give one above zero, such as 1GiB")
+    if eviction not in ORDERS:
+        raise ConfigError(f"unknown eviction order {eviction!r}; known: {', '.join(ORDERS)}")
+    if threads < 1:
+        raise ConfigError(f"{threads} threads read and write nothing: give at least 1")
 
 
 @dataclass(frozen=True)
@@ -48,36 +62,39 @@ class Limits:
     eviction: str = "lru"
     ttl_ns: int | None = None
     quota_bytes: int | None = None
+    durable: bool = True
 
 
 @dataclass(eq=False)
-class Call:
-    """State of one put. It may not evict objects that it has answered for."""
+class Put:
+    """One put, in one or two rounds. Objects have their numbers in the call. It may not evict what it answers for."""
 
+    names: Sequence[str] = ()
+    data: Sequence[Sequence[memoryview]] = ()
+    answers: dict[int, bool] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)  # entries of what was there already, and of what it stored
-    stored: list[set[RowAddress]] = field(default_factory=list)  # per round
+    stored: set[RowAddress] = field(default_factory=set)
     touched: set[Slab] = field(default_factory=set)  # of all objects that it answers for
     of_group: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # slot bytes reserved
-    grown: set[int] = field(default_factory=set)  # slot classes that cannot get another slab now
-    stuck: set[int] = field(default_factory=set)  # slot classes for which no removal frees enough
     freed_bytes: int = 0  # of the disk, by slabs that it removed
     low: bool = False  # the disk is as full as it may be, so only rows whose blocks are allocated are usable
     full: bool = False  # the disk had no blocks for a free row, so only rows that were filled before are usable
 
+    # Of the round:
+    places: dict[int, RowAddress] = field(default_factory=dict)  # rows to be filled
+    failed: dict[int, OSError] = field(default_factory=dict)
+    moving: list[Future[OSError | None]] = field(default_factory=list)  # writes in flight
+    slabs: set[Slab] = field(default_factory=set)  # with objects that it answers for and that may not be synced yet
+    busy: set[Slab] = field(default_factory=set)  # slabs of which other processes are filling the last free rows
+    contended: bool = False  # other processes had all rows, or removed a slab
 
-@dataclass(frozen=True)
-class NeedSlab:
-    """No row is free: the caller should add a slab with slots of this size."""
+    def begin_round(self) -> None:
+        for of_round in (self.places, self.failed, self.moving, self.slabs, self.busy, self.of_group):
+            of_round.clear()
+        self.contended = False
 
-    slot_bytes: int
-
-
-@dataclass(frozen=True)
-class NeedVictims:
-    """The caller has to compute an eviction queue, for a slot class or for a group."""
-
-    slot_bytes: int | None
-    group: str | None
+    def size_bytes(self, number: int) -> int:
+        return sum(view.nbytes for view in self.data[number])
 
 
 def group_of(name: str) -> str:
@@ -86,7 +103,7 @@ def group_of(name: str) -> str:
     return group if dash else ""
 
 
-def _number_of(group: str) -> int:
+def number_of(group: str) -> int:
     """A group's number in a column; for two groups with one number the names decide."""
     return zlib.crc32(group.encode()) >> 1
 
@@ -95,23 +112,20 @@ class Index:
     def __init__(self, disk: Disk, folder: Folder, label: bytes, limits: Limits) -> None:
         self.disk, self.folder, self.limits = disk, folder, limits
         self.owner = owner_of(label)
-        self.sequence_lock = SequenceLock(disk, folder.open(CHANGES))
+        self.changes = Changes(disk, folder.open(CHANGES), folder.directory)
         self.clock = Clock(disk, folder.open(CLOCK))
         self.slabs: dict[int, Slab] = {}
         self.entries: dict[str, int] = {}  # the slab's number << 32 | the row
         self.bytes = 0
-        self.evicted = self.lost = self.damaged = self.reclaimed = 0
+        self.evicted = self.lost = self.damaged = 0
         self._of_group: dict[str, int] = {}  # slot bytes, of groups that have any; counted where there is a quota
         self._taken: set[int] = set()  # classes (slot bytes) without a free row
         self._dirty: dict[Slab, set[int]] = defaultdict(set)
-        self.held: dict[RowAddress, int] = {}  # generations of rows reserved by calls of this process
+        self.held: dict[Slab, set[int]] = {}  # rows that this process has seized
         self._unclear: set[Slab] = set()  # slabs with entries that fail their check
-        self._duplicates: set[RowAddress] = set()  # of their rows: another row has the same name
-        self.doubtful: dict[RowAddress, int] = {}  # generations of objects that may never have reached the medium
-        self._queues: dict[NeedVictims, EvictionQueue] = {}
-        self._interrupted = False  # the tables may have rows that we reserved and no call fills
+        self.failed: dict[int, Slab] = {}  # by identity: a sync failed, so they are not used, and wait to be removed
+        self._unopened: set[int] = set()  # numbers of slabs that could not be opened
         self._last_tick = 0
-        self._swept_ns = 0
 
     # --- lookup
 
@@ -159,12 +173,10 @@ class Index:
 
     # --- reading the tables
 
-    def refresh(self, *, closely: bool = False) -> None:
-        """Take over what other processes have changed; `closely` before this process changes a table."""
-        unfinished, unopened = {}, []
-        for changed in self.sequence_lock.look(closely=closely):
-            if changed.unfinished:
-                unfinished[changed.number] = changed.identity, changed.unfinished
+    def refresh(self) -> None:
+        """Take over what other processes have changed."""
+        unopened = []
+        for changed in self.changes.look():
             slab = self.slabs.get(changed.number)
             if slab is not None and slab.identity != changed.identity:
                 self.forget(slab)
@@ -172,7 +184,7 @@ class Index:
             if slab is not None:
                 for stripe in range(STRIPES) if changed.stripes is None else changed.stripes:
                     self._read(slab, *slab.rows_of(stripe))
-            elif changed.identity:
+            elif changed.identity and changed.identity not in self.failed:
                 # A slab that cannot be opened counts as missing.
                 try:
                     slab = Slab.open(self.disk, self.folder.model, changed.number, self.owner)
@@ -183,27 +195,40 @@ class Index:
                     pass
                 except OSError:
                     unopened.append(changed.number)
-        self.sequence_lock.mark_stale(unopened)
-        if unfinished:
-            with suppress(OSError):  # then the next process that changes something finishes it
-                self.sequence_lock.end_write(unfinished)
+        self._unopened.update(unopened)
 
-    def reload(self, slabs: Iterable[Slab]) -> None:
-        """Read the tables again, as the columns have changes that could not be written."""
-        for slab in slabs:
+    def look_again(self) -> None:
+        """Have the next refresh try slabs again that could not be opened."""
+        self.changes.look_again(self._unopened)
+        self._unopened.clear()
+
+    def revert(self) -> None:
+        """Read rows again whose changes were not published, and let go of them."""
+        dirty, self._dirty = self._dirty, defaultdict(set)
+        for slab, rows in dirty.items():
+            self._let_go(slab, rows)
             if self.slabs.get(slab.number) is slab:
-                self._read(slab, 0, slab.shape.slots)
+                for stripe in set(slab.stripe(np.array([*rows])).tolist()):
+                    self._read(slab, *slab.rows_of(stripe))
 
     def _read(self, slab: Slab, first: int, last: int) -> None:
         for at, columns in slab.load(first, last):
             self._learn(slab, at, columns)
 
     def _learn(self, slab: Slab, first: int, found: Columns) -> None:
-        here = slice(first, first + len(found.state))
-        changed = (slab.state[here] != found.state) | (slab.generation[here] != found.generation)
+        rows = np.arange(first, first + len(found.state))
+        here: slice | Rows = slice(first, first + len(rows))
+        ours = [row - first for row in self.held.get(slab, ()) if first <= row < first + len(rows)]
+        if ours:  # no other process changes these
+            others = np.ones(len(rows), np.bool_)
+            others[ours] = False
+            here = rows = rows[others]
+            found = found.only(others)
+        known = np.where(slab.state[here] == DUPLICATE, np.uint8(STORED), slab.state[here])
+        changed = (known != found.state) | (slab.generation[here] != found.generation)
         changed |= found.state >= BROKEN
-        for row in np.flatnonzero(changed & (slab.state[here] == STORED)).tolist():
-            self._unlist(slab, first + row)
+        for row in rows[changed & (slab.state[here] == STORED)].tolist():
+            self._unlist(slab, row)
         held = found.state == STORED
         if held.any():
             self.clock.at_least(int(found.stored[held].max()))
@@ -212,8 +237,7 @@ class Index:
         slab.used[here] = np.where(changed, used, np.maximum(slab.used[here], used))
         slab.stored[here] = np.where(changed, stored, slab.stored[here])
         slab.uses[here] = np.where(changed, found.uses, np.maximum(slab.uses[here], found.uses))
-        slab.state[here] = found.state
-        slab.holder[here] = found.holder
+        slab.state[here] = np.where(changed, found.state, slab.state[here])
         slab.generation[here] = found.generation
         slab.length[here] = found.length
         slab.searched = False
@@ -221,9 +245,8 @@ class Index:
         if held.any():
             self._last_tick = max(self._last_tick, int(slab.used[here][held].max()))
             new = changed[held]
-            rows = (np.flatnonzero(held) + first)[new].tolist()
             names = found.names if new.all() else [found.names[i] for i in np.flatnonzero(new).tolist()]
-            self._list(slab, rows, names)
+            self._list(slab, rows[held][new].tolist(), names)
         if (slab.state[here] >= BROKEN).any():
             self._unclear.add(slab)
 
@@ -267,9 +290,8 @@ class Index:
             del self.entries[name]
         self.bytes -= int(slab.length[row])
         self._count_group(slab, row, -1)
-        slab.state[row], slab.names[row] = BROKEN, ""
+        slab.state[row], slab.names[row] = DUPLICATE, ""
         self._unclear.add(slab)
-        self._duplicates.add((slab, row))
 
     def _count_in(self, slab: Slab, row: int) -> None:
         self.entries[slab.names[row]] = slab.number << 32 | row
@@ -281,12 +303,10 @@ class Index:
         if self.limits.quota_bytes is None:
             return
         group = group_of(slab.names[row])
-        slab.group[row] = _number_of(group)
+        slab.group[row] = number_of(group)
         size_bytes = self._of_group.pop(group, 0) + by * slab.shape.slot_bytes
         if size_bytes:
             self._of_group[group] = size_bytes
-        else:
-            self._queues.pop(NeedVictims(None, group), None)
 
     def _unlist(self, slab: Slab, row: int) -> None:
         name = slab.names[row]
@@ -301,147 +321,123 @@ class Index:
         for row in np.flatnonzero(slab.state == STORED).tolist():
             self._unlist(slab, row)
         self.slabs.pop(slab.number, None)
-        self.held = {place: it for place, it in self.held.items() if place[0] is not slab}
-        self._duplicates = {place for place in self._duplicates if place[0] is not slab}
-        self.doubtful = {place: it for place, it in self.doubtful.items() if place[0] is not slab}
-        self._dirty.pop(slab, None)
+        self._let_go(slab, [row for row in self._dirty.pop(slab, ()) if slab.state[row] != RESERVED])
         self._unclear.discard(slab)
-        self._queues.clear()  # they hold references that keep the file open
 
     def close(self) -> None:
         """Drop all references to slabs, so that their files close once the last read has ended."""
         for slab in [*self.slabs.values()]:
             self.slabs.pop(slab.number)
-        for known in (self.entries, self._dirty, self._unclear, self._duplicates, self.doubtful, self._queues):
+        for known in (self.entries, self._dirty, self._unclear, self.failed):
             known.clear()
 
-    def doubt(self, places: Iterable[RowAddress]) -> None:
-        """These may never have reached the medium: drop them as soon as tables can be written."""
-        self.doubtful.update(((slab, row), int(slab.generation[row])) for slab, row in places)
+    # --- changes
 
-    # --- changes, with the mutex held
+    def seize(self, slab: Slab, row: int) -> bool:
+        """Keep other processes from a row until `release`, or until its change is published. False: another process has
+        seized it, a call of this one has, or its entry is another one now and has been read."""
+        if row in self.held.get(slab, ()) or not slab.lock(row):
+            return False
+        self.held.setdefault(slab, set()).add(row)
+        with suppress(OSError):  # it is unreadable now
+            if slab.is_as_known(row):
+                return True
+        self._let_go(slab, [row])
+        self._read(slab, row, row + 1)
+        return False
 
-    def hold(self, slab: Slab, row: int) -> None:
-        """Reserve the row for this process."""
-        self._set(slab, row, RESERVED)
-        self.held[slab, row] = int(slab.generation[row])
-        slab.length[row] = slab.used[row] = slab.uses[row] = 0
-
-    def drop(self, slab: Slab, row: int, state: int = FREE) -> None:
-        """Drop the row's object; the row becomes FREE, or another `state`."""
-        self._unlist(slab, row)
-        self.held.pop((slab, row), None)
-        self._set(slab, row, state)
-        if state == FREE:
-            slab.searched = False
-            self._taken.discard(slab.shape.slot_bytes)
+    def confirm(self, place: RowAddress) -> bool:
+        """Whether an object is in the table, whatever other processes have told; else its entry is read again."""
+        slab, row = place
+        if row in self.held.get(slab, ()):
+            return True
+        with suppress(OSError):
+            if slab.is_as_known(row):
+                return True
+        self._read(slab, row, row + 1)
+        return False
 
     def release(self, places: Iterable[RowAddress]) -> None:
-        """Free these rows, as far as they are still reserved by us."""
-        for place in places:
-            if self.is_ours(place):
-                self.drop(*place)
-            self.held.pop(place, None)
+        """Let go of these rows; those that were to be filled are FREE."""
+        for slab, row in places:
+            if row in self.held.get(slab, ()):
+                self._let_go(slab, [row])
 
-    def is_ours(self, place: RowAddress) -> bool:
-        """Whether a row is still reserved by us: a disk may have lost the entry, and another process reserved it."""
-        slab, row = place
-        ours = slab.state[row] == RESERVED and slab.holder[row] == self.folder.number
-        same = slab.generation[row] == self.held.get(place) and self.slabs.get(slab.number) is slab
-        return bool(ours and same)
+    def retire(self, places: Iterable[RowAddress]) -> None:
+        """Leave rows alone whose slots could not be written or read: FREE in the table, and not filled by this process
+        until the table is read again."""
+        for slab, row in places:
+            if slab.state[row] == FREE:
+                slab.state[row] = RETIRED
 
-    def abandon(self, places: Iterable[RowAddress]) -> None:
-        """As `release`, if the tables cannot be written: rows stay RESERVED on disk until `reclaim` frees them."""
-        for place in places:
-            self.held.pop(place, None)
-        self._interrupted = True
+    def _let_go(self, slab: Slab, rows: Iterable[int]) -> None:
+        held = self.held.get(slab, set())
+        for row in rows:
+            held.discard(row)
+            if slab.state[row] == RESERVED:
+                slab.state[row] = FREE
+            slab.unlock(row)
+            if slab.state[row] == FREE:
+                self._is_free(slab, row)
+        if not held:
+            self.held.pop(slab, None)
+
+    def _is_free(self, slab: Slab, row: int) -> None:
+        """A row may be free now."""
+        slab.free.append(row)
+        self._taken.discard(slab.shape.slot_bytes)
+
+    def drop(self, slab: Slab, row: int) -> None:
+        """Drop the object of a seized row; the row becomes FREE."""
+        self._unlist(slab, row)
+        self._set(slab, row, FREE)
+        self._is_free(slab, row)  # the same call may fill it
 
     def keep(self, slab: Slab, row: int, name: str, length: int, now_ns: int) -> None:
-        """The row has been filled: it is STORED."""
-        self.held.pop((slab, row), None)
-        slab.state[row], slab.names[row], slab.length[row] = STORED, name, length
-        slab.stored[row] = now_ns
-        self._dirty[slab].add(row)
+        """A seized row has been filled: it is STORED."""
+        if name in self.entries:  # expired
+            self._unlist(*self.place(name))
+        self._set(slab, row, STORED)
+        slab.names[row], slab.length[row], slab.stored[row] = name, length, now_ns
         self._count_in(slab, row)
 
     def _set(self, slab: Slab, row: int, state: int) -> None:
+        assert row in self.held[slab], f"{slab.path}: row {row} is not ours to change"
         slab.state[row] = state
-        slab.holder[row] = self.folder.number
         slab.generation[row] = (int(slab.generation[row]) + 1) & _GENERATIONS
+        slab.length[row] = slab.used[row] = slab.uses[row] = 0
         self._dirty[slab].add(row)
 
     def publish(self, lock: AbstractContextManager[object] = _HELD) -> None:
-        """Write the changes into the tables and make them visible to other processes. OSError: nothing has changed.
-
-        `lock`: the store's, if the caller does not hold it. It is held for moments, not while tables are written, so
-        readers go on; with the mutex held no other process changes a table meanwhile.
-        """
+        """Write the changes into the tables, tell other processes, let go of all rows but those to be filled. OSError:
+        see `revert`. `lock`: the store's, if the caller does not hold it; readers go on while tables are written."""
         with lock:
-            dirty, self._dirty = self._dirty, defaultdict(set)
-            change = {
-                slab.number: (slab.identity, set(slab.stripe(np.array(sorted(rows))).tolist()))
-                for slab, rows in dirty.items()
-            }
+            dirty = {slab: sorted(rows) for slab, rows in self._dirty.items()}
         if not dirty:
             return
-        try:
-            with lock:
-                self.sequence_lock.begin_write(change)
+        for slab, rows in dirty.items():
+            slab.save(rows)
+        stripes = {slab: set(slab.stripe(np.array(rows)).tolist()) for slab, rows in dirty.items()}
+        self.changes.tell({slab.number: (slab.identity, which) for slab, which in stripes.items()}, lock)
+        with lock:
+            self._dirty.clear()
             for slab, rows in dirty.items():
-                slab.save(sorted(rows))
-            with lock:
-                self.sequence_lock.end_write(change)
-                self.doubtful = {place: it for place, it in self.doubtful.items() if self.is_current(place, it)}
-        except BaseException:  # also on an interrupt
-            with lock:
-                self._interrupted = True
-                self.reload(dirty)
-            raise
+                self._let_go(slab, [row for row in rows if slab.state[row] != RESERVED])
 
     def repair(self) -> None:
-        """Free rows whose entry fails its check (no process is writing it), duplicates of a name, and objects that may
-        not be on the medium."""
-        if self._interrupted:
-            self._interrupted = False
-            self.reclaim()
-        duplicates, self._duplicates = self._duplicates, set()
-        for slab, row in duplicates:
-            if slab.state[row] == BROKEN:
-                for _, found in slab.load(row, row + 1):
-                    if found.names and found.names[0] in self.entries:
-                        self.drop(slab, row)
-        for place, generation in self.doubtful.items():
-            if self.is_current(place, generation):
-                self.drop(*place)
+        """Free rows whose entry fails its check (no process is writing it), and duplicates of a name."""
         unclear, self._unclear = self._unclear, set()
         for slab in unclear:
             broken = np.flatnonzero(slab.state >= BROKEN)
             for stripe in np.unique(slab.stripe(broken)).tolist():
                 self._read(slab, *slab.rows_of(stripe))
-            for row in np.flatnonzero(slab.state == BROKEN).tolist():
-                if (slab, row) not in self.held:  # a call of ours is writing there
-                    self.lost += 1
+            for row in np.flatnonzero((slab.state == BROKEN) | (slab.state == DUPLICATE)).tolist():
+                if self.seize(slab, row):
+                    self.lost += slab.state[row] == BROKEN
                     self.drop(slab, row)
             self._unclear.discard(slab)
-            if (slab.state >= BROKEN).any():  # unreadable now: tried again the next time
+            if (slab.state >= BROKEN).any():  # it cannot be read, or another process has it: tried again the next time
                 self._unclear.add(slab)
-
-    def reclaim(self) -> None:
-        """Free the rows reserved by processes that died, and those of ours that no call fills."""
-        for slab in self.slabs.values():
-            reserved = np.flatnonzero(slab.state == RESERVED)
-            if not len(reserved):
-                continue
-            holders = np.unique(slab.holder[reserved]).tolist()
-            gone = [each for each in holders if each == self.folder.number or not self.folder.is_alive(each)]
-            rows = reserved[np.isin(slab.holder[reserved], gone)]
-            rows = rows[[(slab, row) not in self.held for row in rows.tolist()]]
-            # Read the tables again: a process may have died or failed before it wrote its change.
-            for stripe in np.unique(slab.stripe(rows)).tolist():
-                self._read(slab, *slab.rows_of(stripe))
-            for row in rows[slab.state[rows] == RESERVED].tolist():
-                self.reclaimed += 1
-                self.drop(slab, row)
 
     def old(self, slabs: Iterable[Slab], now_ns: int) -> list[RowAddress]:
         """The expired objects of these slabs. No lock is needed, as `expire` checks again."""
@@ -458,7 +454,8 @@ class Index:
         """Drop those of these rows that are still expired; returns how many."""
         count = 0
         for slab, row in places:
-            if self.slabs.get(slab.number) is slab and slab.state[row] == STORED and self._is_old(slab, row, now_ns):
+            known = self.slabs.get(slab.number) is slab and slab.state[row] == STORED
+            if known and self._is_old(slab, row, now_ns) and self.seize(slab, row):
                 self.drop(slab, row)
                 count += 1
         return count
@@ -466,125 +463,50 @@ class Index:
     def _is_old(self, slab: Slab, row: int, now_ns: int) -> bool:
         return self.limits.ttl_ns is not None and now_ns - int(slab.stored[row]) > self.limits.ttl_ns
 
-    def is_due(self, now_ns: int) -> bool:
-        """Whether to sweep now: free expired objects, rows of dead processes and slabs that are gone."""
-        due = now_ns - self._swept_ns > _SECOND_NS
-        if due:
-            self._swept_ns = now_ns
-        return due
+    # --- allocation
 
-    # --- allocation and eviction
+    def group_bytes(self, group: str) -> int:
+        """The slots of a group's objects; counted where there is a quota."""
+        return self._of_group.get(group, 0)
 
-    def reserve(self, call: Call, name: str, size_bytes: int) -> RowAddress | NeedSlab | NeedVictims | None:
-        """Reserve a row for a new object; None: no space. `NeedSlab`, `NeedVictims`: the caller acts and asks again."""
-        slot_bytes = slot_bytes_for(size_bytes)
-        group = group_of(name) if self.limits.quota_bytes is not None else ""
-        space = self._make_space_in_group(call, group, slot_bytes)
-        if space is not True:
-            return space or None
-        place = None if call.full else self._free(slot_bytes, call)
-        if place is None and not call.full and slot_bytes not in call.grown:
-            return NeedSlab(slot_bytes)
-        if place is None:
-            victim = self._victim(call, NeedVictims(slot_bytes, None))
-            if not isinstance(victim, Victim):
-                return victim
-            place = victim.slab, victim.row
-            self._unlist(*place)
-            self.evicted += 1
-        self.hold(*place)
-        call.touched.add(place[0])
-        call.of_group[group] += slot_bytes
-        return place
-
-    def evict(self, slab: Slab, row: int) -> None:
-        self.drop(slab, row)
-        self.evicted += 1
-
-    def _free(self, slot_bytes: int, call: Call) -> RowAddress | None:
-        if slot_bytes not in self._taken:
-            for slab in self.slabs.values():
-                if slab.shape.slot_bytes != slot_bytes or (call.low and not slab.is_solid()):
-                    continue
-                while (row := slab.take_free()) is not None:
-                    if (slab, row) not in self.held:
-                        return slab, row
-            if not call.low:
-                self._taken.add(slot_bytes)
+    def free_row(self, put: Put, slot_bytes: int) -> RowAddress | None:
+        """Seize a free row of a class; None if there is none, or other processes are filling all."""
+        if slot_bytes in self._taken:
+            return None
+        for slab in [*self.slabs.values()]:
+            if slab.shape.slot_bytes != slot_bytes or slab in put.busy or (put.low and not slab.is_solid()):
+                continue
+            busy = False
+            while (row := slab.take_free()) is not None:
+                if row in self.held.get(slab, ()) or self.seize(slab, row):  # it was dropped by this call
+                    return slab, row
+                busy |= slab.state[row] == FREE
+            if busy:
+                put.busy.add(slab)
+                put.contended = True
+                slab.searched = False  # the next call tries again
+        if not put.low and not any(slab.shape.slot_bytes == slot_bytes for slab in put.busy):
+            self._taken.add(slot_bytes)
         return None
 
-    def _make_space_in_group(self, call: Call, group: str, slot_bytes: int) -> bool | NeedVictims:
-        """Whether the group may have one more slot; its own coldest objects are evicted for it."""
-        quota = self.limits.quota_bytes
-        if quota is None:
-            return True
-        if call.of_group[group] + slot_bytes > quota:
-            return False
-        while self._of_group.get(group, 0) + call.of_group[group] + slot_bytes > quota:
-            victim = self._victim(call, NeedVictims(None, group))
-            if not isinstance(victim, Victim):
-                return victim or False
-            self.evict(victim.slab, victim.row)
-        return True
-
-    def _victim(self, call: Call, need: NeedVictims) -> Victim | NeedVictims | None:
-        """The next victim of a slot class or a group; `need` if the queue has to be computed; None if there is none."""
-        queue = self._queues.get(need)
-        if queue is None:
-            return need
-        while (victim := queue.pop()) is not None:
-            if (
-                victim.is_current(self.slabs)
-                and victim.slab.number << 32 | victim.row not in call.kept
-                and (victim.slab, victim.row) not in self.held
-                and need.group in (None, group_of(victim.slab.names[victim.row]))
-            ):
-                queue.useful = True  # also if another process used it, as its time of use is known now
-                if not self._used_elsewhere(victim):
-                    return victim
-        del self._queues[need]
-        return need if queue.useful else None
-
-    def set_victims(self, need: NeedVictims, queue: EvictionQueue) -> None:
-        """Set the eviction queue for `need`."""
-        if need.group is not None and len(self._queues) >= _GROUP_QUEUES:
-            for other in [other for other in self._queues if other.group is not None][:1]:
-                del self._queues[other]
-        self._queues[need] = queue
-
-    def victim_slabs(self, need: NeedVictims) -> tuple[list[Slab], int | None]:
-        """The slabs with candidates for `need`, and the number of their group."""
-        slabs = [slab for slab in self.slabs.values() if need.slot_bytes in (None, slab.shape.slot_bytes)]
-        return slabs, None if need.group is None else _number_of(need.group)
-
-    def _used_elsewhere(self, victim: Victim) -> bool:
-        """Whether another process has used it since; if so, take over its time of use."""
-        slab, row = victim.slab, victim.row
-        with suppress(OSError):
-            used, uses = slab.stamped(row)
-            if used > slab.used[row] and used <= self.clock.now_ns() + _SECOND_NS:
-                slab.used[row], slab.uses[row] = used, max(min(uses, MOST_USES), int(slab.uses[row]))
-                return True
-        return False
-
-    def may_go(self, slab: Slab, call: Call | None = None) -> bool:
-        """Whether the slab may be removed: no row is being filled, as far as known, nor kept by this call."""
-        if ((slab.state == RESERVED) | (slab.state == UNREADABLE)).any():
-            return False
-        return call is None or not any(place >> 32 == slab.number for place in call.kept)
+    def fill(self, place: RowAddress) -> None:
+        """A seized row is to be filled."""
+        place[0].state[place[1]] = RESERVED
 
     # --- slabs, with the mutex held
 
-    def add(self, slab: Slab, *, empty: bool) -> None:
+    def add(self, slab: Slab, lock: AbstractContextManager[object], *, empty: bool) -> None:
         """Add a new slab, or one found with its contents. OSError: it is not added."""
-        self.slabs[slab.number] = slab
-        self._taken.discard(slab.shape.slot_bytes)
         try:
-            if not empty:
-                self._read(slab, 0, slab.shape.slots)
-            self.sequence_lock.end_write({slab.number: (slab.identity, ())})
+            with lock:
+                self.slabs[slab.number] = slab
+                self._taken.discard(slab.shape.slot_bytes)
+                if not empty:
+                    self._read(slab, 0, slab.shape.slots)
+            self.changes.tell({slab.number: (slab.identity, ())}, lock, new=True)
         except BaseException:  # also on an interrupt
-            self.forget(slab)
+            with lock:
+                self.forget(slab)
             raise
 
     def unlist(self, slab: Slab, rows: Sequence[int]) -> None:
@@ -594,42 +516,40 @@ class Index:
         slab.state[rows] = FREE
         self.evicted += len(rows)
 
-    def remove(self, slab: Slab) -> None:
-        """Drop a slab that is about to be removed. OSError: other processes do not see that yet."""
-        self.forget(slab)
-        self.sequence_lock.end_write({slab.number: (0, ())})
+    def remove(self, slab: Slab, lock: AbstractContextManager[object]) -> None:
+        """Drop a slab that is about to be removed. OSError: it is not dropped."""
+        try:
+            self.changes.tell({slab.number: (0, ())}, lock, new=True)
+        except BaseException:  # also on an interrupt
+            with suppress(OSError, StorageError):
+                self.changes.tell({slab.number: (slab.identity, ())}, lock, new=True)
+            with lock:
+                if self.slabs.get(slab.number) is slab:
+                    self._read(slab, 0, slab.shape.slots)
+            raise
+        with lock:
+            if self.slabs.get(slab.number) is slab:
+                self.forget(slab)
 
     def begin(self, *, repair: bool) -> None:
-        """Open the slabs found on disk, as no other process has the store open.
-
-        `repair`: quarantine files that are named like a slab and are none, and remove slots without a table, which are
-        left if a process dies while it makes or removes a slab.
-        """
+        """Open the slabs found on disk, as no other process has the store open. `repair`: and remove slots without a
+        table, which are left if a process dies while it makes or removes a slab."""
         found, folder = {}, self.folder.model
-        space_bytes = self.limits.capacity_bytes - self.folder.bytes()
-        files = files_of_model(self.disk, folder)
         for number, whole in slab_numbers(self.disk, folder).items():
             try:
-                slab = Slab.open(self.disk, folder, number, self.owner, alone=repair, space_bytes=space_bytes)
-                found[number] = slab.identity
-                if slab_name(number) in files:  # it may have grown
-                    space_bytes -= max(0, self.disk.size(slab.file) - files[slab_name(number)].st_size)
+                found[number] = Slab.open(self.disk, folder, number, self.owner, alone=repair).identity
             except Broken as why:
                 self.lost += whole
-                if repair:
+                log.warning(
+                    "%s is damaged and not used, until its space is needed: %s", folder.path / slab_name(number), why
+                )
+                if repair and not whole:
                     with suppress(OSError):  # it keeps its number until the next try
-                        self.quarantine(number, str(why), whole=whole)
+                        unlink(self.disk, folder, number, "a process that has died left its slots without a table")
             except OSError as error:
                 self.lost += 1
                 log.warning("%s is not used: %s", folder.path / slab_name(number), error)
-        self.sequence_lock.begin(found)
-
-    def quarantine(self, number: int, why: str, *, whole: bool) -> None:
-        """Move files that are no slab out of the way: removed if there are only slots, without a table."""
-        if whole:
-            quarantine(self.disk, self.folder.model, number, why)
-        else:
-            unlink(self.disk, self.folder.model, number, "a process that has died left its slots without a table")
+        self.changes.begin(found)
 
     def states(self) -> dict[str, int]:
         """How many rows are in which state."""

@@ -14,32 +14,27 @@ from pathlib import Path
 
 import numpy as np
 
-from kvarve.storage.file.clock import Clock
+from kvarve.storage.file.clock import CLOCK, read_clock
 from kvarve.storage.file.disk import Directory, Disk, NotOurs
 from kvarve.storage.file.folder import (
-    CLOCK,
     Folder,
+    bytes_of_model,
     check_folder,
     checked_path,
-    files_of_model,
-    is_in_use,
     known_models,
-    last_open_ns,
     medium,
     model_name,
-    models_of,
     opened_read_only,
-    quarantined,
     remove_model,
-    remove_quarantined,
     root_bytes,
     slab_name,
     slab_numbers,
 )
 from kvarve.storage.file.index import group_of
+from kvarve.storage.file.processes import is_in_use
 from kvarve.storage.file.slabs import Broken, RowSpan, Slab, states_of
 from kvarve.storage.file.storage import FileStorage
-from kvarve.storage.file.table import BROKEN, RETIRED, STORED, UNREADABLE, owner_of, times
+from kvarve.storage.file.table import BROKEN, STORED, owner_of, times
 
 _AS_LARGE_AS_IT_IS = 1 << 62
 _LOOKS, _PAUSE_S = 5, 0.01  # at entries that another process may be writing
@@ -86,14 +81,16 @@ class Stored:
 def contents(directory: str | os.PathLike[str]) -> Contents:
     """The contents of a folder. StorageError if it is no store."""
     disk, path = Disk(), checked_path(directory)
-    with medium(path), opened_read_only(disk, path) as root, models_of(disk, root) as folders:
-        found, total = [], root_bytes(disk, root)
-        known, damaged = known_models(disk, folders) if folders is not None else ([], {})
+    with opened_read_only(disk, path) as (root, folders):
+        found, total = list[Model](), root_bytes(disk, root)
+        if folders is None:
+            return Contents(found, total, [])
+        known, damaged = known_models(disk, folders)
         for model in known:
-            assert folders is not None
             with disk.closing(disk.enter_below(folders, model.name)) as folder:
-                size_bytes = sum(it.st_size for it in files_of_model(disk, folder).values())
-                ago_s = max(0.0, time.time() - last_open_ns(disk, folder) / 1e9)
+                size_bytes, clock = bytes_of_model(disk, folder), disk.files(folder).get(CLOCK)
+                # The clock is written while a model is open.
+                ago_s = max(0.0, time.time() - (clock.st_mtime if clock is not None else 0))
                 in_use = is_in_use(disk, folder)
             found.append(Model(model.label, model.description, folder.path, size_bytes, in_use, ago_s))
             total += size_bytes
@@ -107,14 +104,13 @@ def models(directory: str | os.PathLike[str]) -> list[Model]:
 
 class Inspection:
     """One model's slabs, open for reading. They may change meanwhile, so after a read its entry is checked again.
-    `lost`: the parts of its tables that cannot be read, and why; `quarantined`: bytes."""
+    `lost`: the parts of its tables that cannot be read, and why."""
 
     def __init__(self, disk: Disk, folder: Directory, label: bytes) -> None:
         self._disk, self._folder = disk, folder
         self.slabs: list[Slab] = []
         self.lost: list[str] = []
-        self.quarantined = sum(quarantined(disk, folder).values())
-        self._now_ns = self._clock().now_ns()
+        self._now_ns = read_clock(disk, folder).now_ns()
         self._places: dict[str, tuple[Slab, int]] = {}
         for number, whole in sorted(slab_numbers(disk, folder).items()):
             try:
@@ -128,16 +124,6 @@ class Inspection:
                 self.lost.append(f"{folder.path / slab_name(number)} cannot be read: {why.strerror}")
             else:
                 self._take(slab)
-
-    def _clock(self) -> Clock:
-        try:
-            file = self._disk.open(self._folder, CLOCK, read_only=True)
-        except OSError:
-            return Clock(self._disk, -1)
-        try:
-            return Clock(self._disk, file)
-        finally:
-            self._disk.close(file)
 
     def _take(self, slab: Slab) -> None:
         for look in range(_LOOKS):
@@ -216,7 +202,7 @@ class Inspection:
 def inspect(directory: str | os.PathLike[str], model: Model, disk: Disk | None = None) -> Iterator[Inspection]:
     """Inspect one model of a folder. StorageError if it cannot be read, or is gone."""
     disk, path = disk or Disk(), checked_path(directory)
-    with medium(path), opened_read_only(disk, path) as root, models_of(disk, root) as folders:
+    with opened_read_only(disk, path) as (_, folders):
         if folders is None:
             raise FileNotFoundError(model.folder)
         with disk.closing(disk.enter_below(folders, model_name(model.label))) as folder:
@@ -227,54 +213,33 @@ def inspect(directory: str | os.PathLike[str], model: Model, disk: Disk | None =
 
 
 @contextmanager
-def opened(directory: str | os.PathLike[str], model: Model, *, ttl_s: float | None = None) -> Iterator[FileStorage]:
+def opened(
+    directory: str | os.PathLike[str], model: Model, *, ttl_s: float | None = None, shared: bool = False
+) -> Iterator[FileStorage]:
     """Open the store beside its users. StorageError if it is another user's."""
-    storage = FileStorage(
-        directory, _AS_LARGE_AS_IT_IS, model.label, model.description, ttl_s=ttl_s, for_maintenance=True
-    )
+    identity = model.label, model.description
+    storage = FileStorage(directory, _AS_LARGE_AS_IT_IS, *identity, ttl_s=ttl_s, shared=shared, for_maintenance=True)
     try:
         yield storage
     finally:
         storage.close()
 
 
-def gc(storage: FileStorage) -> dict[str, int]:
-    """Free expired objects, rows reserved by dead processes (counted since this storage was opened, which frees some),
-    retired slots that work again, and quarantined slabs (bytes). Returns the counts."""
-    counts = dict.fromkeys(("expired", "reclaimed", "retired", "quarantined_bytes"), 0)
-    with storage.changing() as index:
-        now_ns = index.clock.now_ns()
-        counts["expired"] = index.expire(index.old(index.slabs.values(), now_ns), now_ns)
-        index.reclaim()
-        counts["reclaimed"] = index.reclaimed
-        for slab in index.slabs.values():
-            for row in np.flatnonzero(slab.state == RETIRED).tolist():
-                if slab.can_be_filled(row):
-                    index.drop(slab, row)
-                    counts["retired"] += 1
-            # A write may repair an unreadable entry; only if alone, as another process may be using it.
-            for row in np.flatnonzero(slab.state == UNREADABLE).tolist() if index.folder.alone() else ():
-                index.drop(slab, row)
-                counts["retired"] += 1
-        index.publish()
-        counts["quarantined_bytes"] = remove_quarantined(index.disk, index.folder.model, "kvarve storage gc")
-    return counts
-
-
-def drop_model(directory: str | os.PathLike[str], model: Model, why: str) -> bool:
+def drop_model(directory: str | os.PathLike[str], model: Model, why: str, *, shared: bool = False) -> bool:
     """Remove a model from a folder; False, and nothing is removed, while a process has it open."""
-    path, disk = check_folder(directory, None, model.label, model.description), Disk()
+    path, disk = check_folder(directory, None, model.label, model.description, shared=shared), Disk()
     with medium(path):
         store = Folder(disk, path, model.label, model.description, make=False)
         try:
-            with store.mutex(), models_of(disk, store.root) as folders:
-                if folders is None or model.label not in {each.label for each in known_models(disk, folders)[0]}:
-                    return True  # another process removed it
-                name = model_name(model.label)
-                with disk.closing(disk.enter_below(folders, name)) as folder:
-                    if is_in_use(disk, folder):
-                        return False
-                remove_model(disk, folders, name, why)
+            with store.mutex(), disk.closing(disk.enter_below(store.root, model.folder.parent.name)) as folders:
+                if model.label in {each.label for each in known_models(disk, folders)[0]}:
+                    name = model_name(model.label)
+                    with disk.closing(disk.enter_below(folders, name)) as folder:
+                        if is_in_use(disk, folder):
+                            return False
+                    remove_model(disk, folders, name, why)
                 return True
+        except FileNotFoundError:
+            return True  # another process removed it
         finally:
             store.close()

@@ -1,8 +1,7 @@
 """Which object is evicted first: an order over the columns of tables, computed for many objects at once."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -13,107 +12,62 @@ from kvarve.storage.file.table import STORED, Rows
 _PROBATION = 0.1
 
 
-class Candidates:
-    """The columns by which an order compares objects, of all that may be evicted."""
-
-    def __init__(self, places: Sequence[tuple[Slab, Rows]]) -> None:
-        self._places = places
-
-    @cached_property
-    def stored(self) -> Rows:
-        return np.concatenate([slab.stored[rows] for slab, rows in self._places])
-
-    @cached_property
-    def used(self) -> Rows:
-        return np.concatenate([slab.used[rows] for slab, rows in self._places])
-
-    @cached_property
-    def uses(self) -> Rows:
-        return np.concatenate([slab.uses[rows] for slab, rows in self._places])
+def lru(stored: Rows, used: Rows, uses: Rows) -> tuple[Rows, ...]:
+    return (used,)
 
 
-def lru(among: Candidates) -> tuple[Rows, ...]:
-    return (among.used,)
+def lfu(stored: Rows, used: Rows, uses: Rows) -> tuple[Rows, ...]:
+    return (used, uses)
 
 
-def lfu(among: Candidates) -> tuple[Rows, ...]:
-    return (among.used, among.uses)
-
-
-def s3fifo(among: Candidates) -> tuple[Rows, ...]:
+def s3fifo(stored: Rows, used: Rows, uses: Rows) -> tuple[Rows, ...]:
     """Objects not used since they were stored go first, oldest first, while they are over a tenth of all."""
-    once = among.uses == 0
+    once = uses == 0
     if once.mean() <= _PROBATION:
-        return (among.used,)
-    return (np.where(once, among.stored, among.used), (~once).astype(np.int64))
+        return (used,)
+    return (np.where(once, stored, used), (~once).astype(np.int64))
 
 
 # As for numpy.lexsort: the last key counts most, and the smallest goes first.
-ORDERS: Mapping[str, Callable[[Candidates], tuple[Rows, ...]]] = {"lru": lru, "lfu": lfu, "s3fifo": s3fifo}
+ORDERS: Mapping[str, Callable[[Rows, Rows, Rows], tuple[Rows, ...]]] = {"lru": lru, "lfu": lfu, "s3fifo": s3fifo}
 
 
 @dataclass(frozen=True)
 class Victim:
-    """An object to be evicted, as it was when the order was computed."""
+    """An object to be evicted, as it was when the order was computed. It names its slab, so that a queue of victims
+    keeps no file open."""
 
-    slab: Slab
+    slab: tuple[int, int]  # number and identity
     row: int
     generation: int
     used: int
     uses: int
 
-    def is_current(self, slabs: Mapping[int, Slab]) -> bool:
-        """Whether it has not changed since, as far as this process knows."""
-        slab, row = self.slab, self.row
-        return (
-            slabs.get(slab.number) is slab
-            and slab.state[row] == STORED
-            and slab.generation[row] == self.generation
-            and slab.used[row] == self.used
-            and slab.uses[row] == self.uses
-        )
+    def place(self, slabs: Mapping[int, Slab]) -> tuple[Slab, int] | None:
+        """Where it is; None if it has changed since, as far as this process knows."""
+        slab, row = slabs.get(self.slab[0]), self.row
+        if slab is None or (slab.number, slab.identity) != self.slab or slab.state[row] != STORED:
+            return None
+        now = int(slab.generation[row]), int(slab.used[row]), int(slab.uses[row])
+        return (slab, row) if now == (self.generation, self.used, self.uses) else None
 
 
 class EvictionQueue:
-    """The next victims, in order; as columns, as there may be a hundred thousand. `useful`: one was still current."""
+    """The next victims, in order. `first_used_ns`: when the first was used; `useful`: one was still current."""
 
-    def __init__(self, slabs: Sequence[Slab], which: Rows, rows: Rows) -> None:
-        self._slabs, self._which, self._rows = slabs, which, rows
-        self._generation, self._used, self._uses = (np.zeros(len(rows), np.int64) for _ in range(3))
-        for number, slab in enumerate(slabs):
-            here = which == number
-            at = rows[here]
-            self._generation[here], self._used[here], self._uses[here] = (
-                slab.generation[at],
-                slab.used[at],
-                slab.uses[at],
-            )
-        self._next = 0
+    def __init__(self, victims: Iterator[Victim], first_used_ns: int | None) -> None:
+        self._victims, self.first_used_ns = victims, first_used_ns
         self.useful = False
 
     def pop(self) -> Victim | None:
         """The next victim; None if there are no more."""
-        at = self._next
-        if at == len(self._rows):
-            return None
-        self._next += 1
-        return Victim(
-            self._slabs[self._which[at]],
-            int(self._rows[at]),
-            int(self._generation[at]),
-            int(self._used[at]),
-            int(self._uses[at]),
-        )
-
-    def first_used_ns(self) -> int | None:
-        """When the first victim was used."""
-        return int(self._used[0]) if len(self._used) else None
+        return next(self._victims, None)
 
 
 def coldest(slabs: Iterable[Slab], order: str, group: int | None = None) -> EvictionQueue:
     """The next victims among the objects of these slabs (of the group of this number).
 
-    No lock is needed: the caller checks `Victim.is_current` of each victim that it pops.
+    No lock is needed: the caller asks for the `Victim.place` of each victim that it pops.
     """
     places = []
     for slab in slabs:
@@ -124,17 +78,26 @@ def coldest(slabs: Iterable[Slab], order: str, group: int | None = None) -> Evic
         if len(rows):
             places.append((slab, rows))
     if not places:
-        return EvictionQueue([], np.zeros(0, np.int64), np.zeros(0, np.int64))
+        return EvictionQueue(iter(()), None)
+    stored, used, uses, generation = (
+        np.concatenate([getattr(slab, column)[rows] for slab, rows in places])
+        for column in ("stored", "used", "uses", "generation")
+    )
     ends = np.cumsum([len(rows) for _, rows in places])
-    keys = ORDERS[order](Candidates(places))
+    keys = ORDERS[order](stored, used, uses)
     # Enough to spread the cost of the order over many victims. In LRU new objects go last; in other orders they may go
     # first, so a queue there is no longer than a 64th of all.
     count = max(64 if order == "lru" else 1, int(ends[-1]) // 64)
     first = _smallest(keys, count) if count < ends[-1] else np.arange(int(ends[-1]))
     first = first[np.lexsort([key[first] for key in keys])][:count]
-    which = np.searchsorted(ends, first, "right")
-    rows = np.concatenate([rows for _, rows in places])[first]
-    return EvictionQueue([slab for slab, _ in places], which, rows)
+    named = [(slab.number, slab.identity) for slab, _ in places]
+    columns = (np.concatenate([rows for _, rows in places]), generation, used, uses)
+    victims = map(
+        Victim,
+        map(named.__getitem__, np.searchsorted(ends, first, "right")),
+        *(map(int, column[first]) for column in columns),  # the columns stay arrays
+    )
+    return EvictionQueue(victims, int(used[first[0]]))
 
 
 def _smallest(keys: tuple[Rows, ...], count: int) -> Rows:

@@ -1,7 +1,8 @@
-"""Allocates slabs in a folder: how large they are, which is removed for which, and that no file is left behind.
+"""Finds a row for a new object: a free one, one of a new slab, or that of an object that is evicted.
 
-Every call holds the folder's mutex. The store's lock, which is all that readers need, is held for moments only, since
-it is slow to make and remove files and to compute eviction queues.
+One thread of the process at a time calls it. To make or remove a slab it takes the folder's mutex. The store's lock,
+which is all that readers need, is held for moments only, since it is slow to make and remove files and to compute
+eviction queues.
 """
 
 import errno
@@ -9,19 +10,19 @@ import logging
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
+from kvarve.errors import StorageError
 from kvarve.storage.file.disk import NotOurs
 from kvarve.storage.file.folder import LINE_BYTES, SLABS, slab_name, slab_numbers, spare_bytes
-from kvarve.storage.file.idle_models import IdleModels, IdleSlab
-from kvarve.storage.file.index import Call, Index, NeedSlab, NeedVictims, RowAddress
-from kvarve.storage.file.orders import LastUse, coldest
+from kvarve.storage.file.idle_models import IdleModels, Offer
+from kvarve.storage.file.index import SECOND_NS, Index, Put, RowAddress, group_of, number_of
+from kvarve.storage.file.orders import EvictionQueue, LastUse, coldest
 from kvarve.storage.file.slabs import Broken, Slab, unlink
-from kvarve.storage.file.table import STORED, Shape, slot_bytes_for
+from kvarve.storage.file.table import MOST_USES, STORED, Shape, slot_bytes_for
 
 log = logging.getLogger(__name__)
 
@@ -31,53 +32,32 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # EFBIG: for a file of this si
 _SLAB_BYTES = 256 << 20
 _SHARE = 16
 _RETRY_NS = 10_000_000_000  # until a slot class that found no space for a slab tries again
-
-
-# A slab of another class, or of an idle model, is removed if its objects are on average this many times as old as the
-# victim here; the last slab of a class only if all of its objects are older.
-_MUCH_OLDER = 2.0
+_QUEUES = 32  # eviction queues that are cached: there may be many groups, and each queue is quick to compute
 AT_ONCE = 32  # objects per hold of the lock, which bounds how long readers wait
-
-
-@dataclass(frozen=True)
-class _Offer:
-    """A slab that could be removed. `is_last`: the only one of its class in its model. Without it a prompt that needs
-    one page of each class could resume nowhere, and a class of small objects keeps its objects for the longest. Ages
-    are in ns: of its objects on average, and of the youngest."""
-
-    slab: Slab | IdleSlab
-    bytes: int
-    is_last: bool
-    mean_age_ns: float
-    least_age_ns: float
-
-    def is_older(self, age_ns: float) -> bool:
-        return self.least_age_ns > age_ns if self.is_last else self.mean_age_ns > _MUCH_OLDER * age_ns
-
-    def sort_key(self) -> tuple[bool, float]:
-        """The slab with the smallest key is removed first."""
-        return self.is_last, -self.mean_age_ns
 
 
 class SlabAllocator:
     def __init__(self, index: Index, lock: threading.Lock) -> None:
         self._index, self._folder, self._lock = index, index.folder, lock
         self._idle_models = IdleModels(self._folder)
+        self._queues: dict[int | str, EvictionQueue] = {}  # of slot classes (bytes) and of groups
         self._full_until: dict[int, int] = {}  # store time by slot bytes
         self._stuck_until: dict[int, int] = {}
+        self._swept_ns = 0
         self._warned: set[int] = set()  # slot bytes logged as impossible to store
+        self._damaged: set[int] = set()  # numbers of slabs that are damaged, found by the last search
         self._left_alone: set[int] = set()  # numbers of slabs that are none of ours
 
-    def begin(self, call: Call) -> int:
-        """Start a put, and now and then sweep: free expired objects, rows reserved by dead processes, and slabs whose
-        files were removed. Returns the store's time."""
-        call.low = spare_bytes(self._folder.disk, self._folder.root) < 0
+    def begin(self, put: Put) -> int:
+        """Start a round of a put, and now and then sweep: free expired objects, and slabs whose files were removed.
+        Returns the store's time."""
+        put.low = spare_bytes(self._folder.disk, self._folder.root) < 0
         index = self._index
         with self._lock:
             now_ns, slabs = index.clock.now_ns(), [*index.slabs.values()]
-            if not index.is_due(now_ns):
-                return now_ns
-            index.reclaim()
+        if now_ns - self._swept_ns <= SECOND_NS:
+            return now_ns
+        self._swept_ns = now_ns
         self.give_up(slab for slab in slabs if slab.is_gone())
         old = index.old(slabs, now_ns)
         for at in range(0, len(old), AT_ONCE):
@@ -86,39 +66,88 @@ class SlabAllocator:
             index.publish(self._lock)
         return now_ns
 
-    def reserve(self, call: Call, name: str, size_bytes: int) -> RowAddress | None:
-        """Reserve a row for a new object; None if there is no space for it."""
+    def reserve(self, put: Put, number: int) -> bool:
+        """Reserve a row for an object of a put: a free one, one of a new slab, or that of an object that is evicted.
+        False: there is no space for it."""
+        index, slot_bytes = self._index, slot_bytes_for(put.size_bytes(number))
+        group, quota = "", index.limits.quota_bytes
+        if quota is not None:
+            group = group_of(put.names[number])
+            if put.of_group[group] + slot_bytes > quota:
+                return False
+            while index.group_bytes(group) + put.of_group[group] + slot_bytes > quota:
+                with self._lock:
+                    place = self._evict(put, group)  # its own coldest object makes space
+                if place is None and not self._choose_victims(put, group):
+                    return False
         while True:
             with self._lock:
-                found = self._index.reserve(call, name, size_bytes)
-            if isinstance(found, NeedSlab):
-                if not self._grow(call, found.slot_bytes):
-                    call.grown.add(found.slot_bytes)
-            elif isinstance(found, NeedVictims):
-                self._choose_victims(call, found)
-            else:
-                if found is None:
-                    self._warn_if_never(slot_bytes_for(size_bytes))
-                return found
+                place = None if put.full else index.free_row(put, slot_bytes)
+                grows = not place and not put.full and self._full_until.get(slot_bytes, 0) <= index.clock.now_ns()
+                if place is None and not grows:
+                    place = self._evict(put, slot_bytes)
+                if place is not None:
+                    index.fill(place)
+                    put.places[number] = place
+                    put.touched.add(place[0])
+                    put.of_group[group] += slot_bytes
+                    return True
+            if grows:
+                with self._alone():
+                    self._grow(put, slot_bytes)
+            elif not self._choose_victims(put, slot_bytes):
+                self._warn_if_never(slot_bytes)
+                return False
 
-    def _choose_victims(self, call: Call, need: NeedVictims) -> None:
-        """Compute an eviction queue, without the lock as it takes a tenth of a second for a million objects; or, if a
-        slab of another class or of an idle model is much older, replace that."""
+    # --- eviction
+
+    def _evict(self, put: Put, of: int | str) -> RowAddress | None:
+        """Seize and evict the next victim of a slot class or of a group, with the lock held; None if victims have to be
+        chosen first."""
+        index, queue = self._index, self._queues.get(of)
+        while queue is not None and (victim := queue.pop()) is not None:
+            place = victim.place(index.slabs)
+            if place is None or place[0].number << 32 | place[1] in put.kept:
+                continue
+            if isinstance(of, str) and group_of(place[0].names[place[1]]) != of:
+                continue
+            elsewhere = self._used_elsewhere(*place)
+            seized = not elsewhere and index.seize(*place)
+            # Also if another process used or changed it, as that is known now.
+            queue.useful |= seized or victim.place(index.slabs) is None
+            if seized:
+                index.drop(*place)
+                index.evicted += 1
+                return place
+            put.contended |= not elsewhere
+        return None
+
+    def _choose_victims(self, put: Put, of: int | str) -> bool:
+        """Compute an eviction queue for a slot class or a group; or, if a slab of another class or of an idle model is
+        much older than its first victim, replace that slab by one of this class. False: the last queue was of no use.
+        """
+        last = self._queues.pop(of, None)
+        if last is not None and not last.useful:
+            return False
         with self._lock:
-            slabs, group = self._index.victim_slabs(need)
+            slabs = [slab for slab in self._index.slabs.values() if isinstance(of, str) or slab.shape.slot_bytes == of]
+        # Without the lock, as it takes a tenth of a second for a million objects.
+        group = number_of(of) if isinstance(of, str) else None
         queue = coldest(slabs, self._index.limits.eviction, group)
-        slot_bytes = need.slot_bytes
-        if slot_bytes is not None and slot_bytes not in call.stuck:
-            used_ns = queue.first_used_ns()
-            age_ns = -1.0 if used_ns is None else max(0.0, self._index.clock.now_ns() - used_ns)
-            offers = self._offers(call, slot_bytes)
-            older = min((each for each in offers if each.is_older(age_ns)), key=_Offer.sort_key, default=None)
-            if older is not None:
-                if self._swap(call, slot_bytes, older, sum(each.bytes for each in offers)):
-                    return
-                call.stuck.add(slot_bytes)
-        with self._lock:
-            self._index.set_victims(need, queue)
+        if isinstance(of, str) or not self._replace_older(put, of, queue.first_used_ns):
+            if len(self._queues) >= _QUEUES:
+                del self._queues[next(iter(self._queues))]
+            self._queues[of] = queue
+        return True
+
+    def _used_elsewhere(self, slab: Slab, row: int) -> bool:
+        """Whether another process has used an object since; if so, take over its time of use."""
+        with suppress(OSError):
+            used, uses = slab.stamped(row)
+            if slab.used[row] < used <= self._index.clock.now_ns() + SECOND_NS:
+                slab.used[row], slab.uses[row] = used, max(min(uses, MOST_USES), int(slab.uses[row]))
+                return True
+        return False
 
     def _warn_if_never(self, slot_bytes: int) -> None:
         """Log once that no object of this size can be stored, as there is none to evict for it."""
@@ -137,15 +166,26 @@ class SlabAllocator:
             self._index.limits.capacity_bytes,
         )
 
-    def _grow(self, call: Call, slot_bytes: int) -> bool:
-        """Add a slab of a class if there is space; quarantined slabs are removed for it."""
+    # --- making slabs
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process makes or removes a slab meanwhile."""
+        with self._folder.mutex():
+            with self._lock:
+                self._index.look_again()
+                self._index.refresh()
+            yield
+
+    def _grow(self, put: Put, slot_bytes: int) -> bool:
+        """Add a slab of a class if there is space, with the mutex held; damaged slabs are removed for it."""
         now_ns = self._index.clock.now_ns()
         if self._full_until.get(slot_bytes, 0) > now_ns:
             return False
         self._find_lost()
-        shape = self._shape_for(slot_bytes, self._space_bytes(call))
-        if shape is None and self._idle_models.remove_quarantined("its space is needed"):
-            shape = self._shape_for(slot_bytes, self._space_bytes(call))
+        shape = self._shape_for(slot_bytes, self._space_bytes(put))
+        if shape is None and self._remove_damaged("its space is needed"):
+            shape = self._shape_for(slot_bytes, self._space_bytes(put))
         number, slab = self._new_number(), None
         while slab is None and shape is not None and number is not None:
             try:
@@ -158,97 +198,37 @@ class SlabAllocator:
         if slab is None:
             self._full_until[slot_bytes] = now_ns + _RETRY_NS
             return False
-        call.freed_bytes = max(0, call.freed_bytes - slab.shape.bytes)
-        with self._lock:
-            self._index.add(slab, empty=True)
+        put.freed_bytes = max(0, put.freed_bytes - slab.shape.bytes)
+        self._index.add(slab, self._lock, empty=True)
         return True
 
-    def _swap(self, call: Call, slot_bytes: int, older: _Offer, offered_bytes: int) -> bool:
-        """Remove an older slab and make one of this class in its place, unless all offers together are too small.
-        Returns whether one was made, or could be once the next slab is removed as well."""
+    def _replace_older(self, put: Put, slot_bytes: int, used_ns: int | None) -> bool:
+        """Replace a slab of another class or of an idle model, if it is much older than an object used at `used_ns`
+        and all such slabs together are large enough. Returns whether it was, or will be once the next one is too."""
         now_ns = self._index.clock.now_ns()
         if self._stuck_until.get(slot_bytes, 0) > now_ns:
             return False
-        if self._shape_for(slot_bytes, self._space_bytes(call, offered_bytes)) is None:
+        age_ns = -1.0 if used_ns is None else max(0.0, now_ns - used_ns)
+        with self._alone():
+            offers = self._offers(put, slot_bytes)
+            older = min((each for each in offers if each.is_older(age_ns)), key=Offer.sort_key, default=None)
+            space_bytes = self._space_bytes(put, sum(each.bytes for each in offers))
+            if older is None or self._shape_for(slot_bytes, space_bytes) is None:
+                return False
+            if not self._remove(older, "what is stored now is used more"):
+                return False
+            put.freed_bytes += older.bytes
+            if self._grow(put, slot_bytes) or self._shape_for(slot_bytes, self._space_bytes(put)) is None:
+                return True
+            # There is space for a slab, and yet none could be made: the disk is full, whatever is removed.
+            self._stuck_until[slot_bytes] = now_ns + _RETRY_NS
             return False
-        self._remove(older, "what is stored now is used more")
-        call.freed_bytes += older.bytes
-        if self._grow(call, slot_bytes):
-            return True
-        if self._shape_for(slot_bytes, self._space_bytes(call)) is None:
-            return True
-        # There is space for a slab, and yet none could be made: the disk is full, whatever is removed.
-        self._stuck_until[slot_bytes] = now_ns + _RETRY_NS
-        return False
 
-    def _offers(self, call: Call | None, but: int | None = None) -> list[_Offer]:
-        """The slabs that could be removed: of all classes but `but`, and of idle models."""
-        with self._lock:
-            mine = [
-                slab
-                for slab in self._index.slabs.values()
-                if slab.shape.slot_bytes != but and self._index.may_go(slab, call)
-            ]
-            classes = Counter(slab.shape.slot_bytes for slab in self._index.slabs.values())
-            now_ns = self._index.clock.now_ns()
-        found = []
-        for slab in mine:
-            used = LastUse.of(slab.used[slab.state == STORED])
-            ages = (max(0.0, now_ns - each) for each in (used.mean_ns, used.last_ns))
-            found.append(_Offer(slab, slab.shape.bytes, classes[slab.shape.slot_bytes] == 1, *ages))
-        idle = self._idle_models.slabs()
-        kinds = Counter((each.model, each.slot_bytes) for each in idle)
-        for each in idle:
-            is_last = each.slot_bytes > 0 and kinds[each.model, each.slot_bytes] == 1
-            found.append(_Offer(each, each.bytes, is_last, each.mean_age_ns, each.least_age_ns))
-        return found
-
-    def _remove(self, offer: _Offer, why: str) -> None:
-        if isinstance(offer.slab, IdleSlab):
-            self._idle_models.remove(offer.slab, why)
-            self._full_until.clear()
-        else:
-            self.remove(offer.slab, why)
-
-    def remove(self, slab: Slab, why: str) -> None:
-        """Evict all objects of a slab, and remove it."""
-        rows = np.flatnonzero(slab.state == STORED)
-        for at in range(0, len(rows), AT_ONCE):  # there may be a hundred thousand of them
-            with self._lock:
-                self._index.unlist(slab, rows[at : at + AT_ONCE].tolist())
-        with self._lock:
-            self._index.remove(slab)
-        with suppress(NotOurs):  # it has a second hard link: a user wants to keep it
-            unlink(slab.disk, slab.folder, slab.number, why)
-        self._full_until.clear()
-
-    def give_up(self, slabs: Iterable[Slab]) -> None:
-        """Drop slabs whose files were removed from outside."""
-        for slab in slabs:
-            with self._lock:
-                if self._index.slabs.get(slab.number) is not slab:
-                    continue
-                self._index.lost += int((slab.state == STORED).sum())
-                self._index.remove(slab)
-            log.warning("%s: its files were removed from outside, and all its objects are lost", slab.path)
-
-    def shrink(self) -> None:
-        """Remove slabs down to the capacity, which may be smaller than it was."""
-        excess = self._folder.bytes() - self._index.limits.capacity_bytes
-        if excess > 0:
-            excess -= self._idle_models.remove_quarantined("the capacity is smaller than it was")
-        while excess > 0:
-            offer = min(self._offers(None), key=_Offer.sort_key, default=None)
-            if offer is None:
-                break
-            excess -= offer.bytes
-            self._remove(offer, "the capacity is smaller than it was")
-
-    def _space_bytes(self, call: Call, more_bytes: int = 0) -> int:
+    def _space_bytes(self, put: Put, more_bytes: int = 0) -> int:
         """How large a new slab may be, if `more_bytes` are removed; less its line in the file of changes. The bytes
-        that this call has freed count, however full the disk is."""
+        that this put has freed count, however full the disk is."""
         spare = spare_bytes(self._folder.disk, self._folder.root)
-        free_bytes = max(spare, call.freed_bytes) + more_bytes
+        free_bytes = max(spare, put.freed_bytes) + more_bytes
         return min(self._index.limits.capacity_bytes - self._folder.bytes() - LINE_BYTES + more_bytes, free_bytes)
 
     def _shape_for(self, slot_bytes: int, space_bytes: int) -> Shape | None:
@@ -265,29 +245,128 @@ class SlabAllocator:
 
     def _find_lost(self) -> None:
         """Add slabs that are on disk and not in the index: a process died or failed while it made or removed them, or
-        they could not be opened. Their objects are used."""
-        disk, folder, known = self._folder.disk, self._folder.model, self._index.sequence_lock.known()
-        for number, whole in slab_numbers(disk, folder).items():
+        they could not be opened. Their objects are used; damaged ones are left where they are until space is needed."""
+        disk, folder, known = self._folder.disk, self._folder.model, self._index.changes.known()
+        self._damaged.clear()
+        for number in slab_numbers(disk, folder):
             if number in known or number in self._index.slabs:
                 continue
             with suppress(OSError):  # it keeps its number until the next try
                 try:
                     slab = Slab.open(disk, folder, number, self._index.owner)
-                except Broken as why:
-                    self._index.quarantine(number, str(why), whole=whole)
+                except Broken:
+                    self._damaged.add(number)
                 except NotOurs as why:
                     if number not in self._left_alone:
                         log.warning("%s is left alone: %s", folder.path / slab_name(number), why)
                         self._left_alone.add(number)
                 else:
-                    if disk.size(slab.file) == slab.shape.slots_bytes:  # else it would grow beyond the capacity
-                        with self._lock:
-                            self._index.add(slab, empty=False)
+                    if slab.identity not in self._index.failed:
+                        self._index.add(slab, self._lock, empty=False)
+
+    def remove_damaged(self, why: str) -> int:
+        """Remove damaged slabs of this model; returns their bytes."""
+        with self._alone():
+            self._find_lost()
+            return self._remove_damaged(why)
+
+    def _remove_damaged(self, why: str) -> int:
+        before = self._folder.bytes()
+        for number in self._damaged:
+            with suppress(NotOurs):
+                unlink(self._folder.disk, self._folder.model, number, f"it is damaged, and {why}")
+        return before - self._folder.bytes() if self._damaged else 0
 
     def _new_number(self) -> int | None:
         there = slab_numbers(self._folder.disk, self._folder.model)
         return next((number for number in range(SLABS) if number not in there), None)
 
     def _new_slab(self, number: int, shape: Shape) -> Slab:
-        identity = secrets.randbits(64) | 1
-        return Slab.create(self._folder.disk, self._folder.model, number, shape, self._index.owner, identity)
+        index, identity = self._index, secrets.randbits(64) | 1
+        folder, durable = self._folder.model, index.limits.durable
+        return Slab.create(index.disk, folder, number, shape, index.owner, identity, durable=durable)
+
+    # --- removing slabs
+
+    def _offers(self, put: Put, but: int | None = None) -> list[Offer]:
+        """The slabs that could be removed: of all classes but `but`, and of idle models. Not those that this process is
+        filling, or of which the put has told that an object is there."""
+        kept = {place >> 32 for place in put.kept}
+        with self._lock:
+            mine, held = [*self._index.slabs.values()], set(self._index.held)
+            now_ns = self._index.clock.now_ns()
+        classes, found = Counter(slab.shape.slot_bytes for slab in mine), self._idle_models.offers()
+        for slab in mine:
+            if slab.shape.slot_bytes != but and slab not in held and slab.number not in kept:
+                used = LastUse.of(slab.used[slab.state == STORED])
+                ages = (max(0.0, now_ns - each) for each in (used.mean_ns, used.last_ns))
+                is_last = classes[slab.shape.slot_bytes] == 1
+                found.append(Offer(slab, "", slab.number, slab.shape.bytes, is_last, *ages))
+        return found
+
+    def _remove(self, offer: Offer, why: str) -> bool:
+        """Whether a slab could be removed: no other process is filling it."""
+        if offer.slab is not None:
+            return self.remove(offer.slab, why)
+        self._idle_models.remove(offer, why)
+        self._full_until.clear()
+        return True
+
+    def remove(self, slab: Slab, why: str) -> bool:
+        """Evict all objects of a slab, and remove it, with the mutex held. False: another process is filling it."""
+        if not slab.lock(None):
+            return False
+        rows = np.flatnonzero(slab.state == STORED)
+        for at in range(0, len(rows), AT_ONCE):  # there may be a hundred thousand of them
+            with self._lock:
+                self._index.unlist(slab, rows[at : at + AT_ONCE].tolist())
+        try:
+            self._index.remove(slab, self._lock)
+        except BaseException:  # also on an interrupt
+            slab.unlock(None)
+            raise
+        with suppress(NotOurs):  # it has a second hard link: a user wants to keep it
+            unlink(slab.disk, slab.folder, slab.number, why)
+        self._full_until.clear()
+        return True
+
+    def give_up(self, slabs: Iterable[Slab]) -> None:
+        """Drop slabs whose files were removed from outside."""
+        for slab in slabs:
+            with self._alone():
+                if self._index.slabs.get(slab.number) is not slab:
+                    continue
+                self._index.lost += int((slab.state == STORED).sum())
+                self._index.remove(slab, self._lock)
+            log.warning("%s: its files were removed from outside, and all its objects are lost", slab.path)
+
+    def drop_failed(self) -> None:
+        """Remove the slabs of which a sync has failed. This process uses them no more even if that fails; the next
+        change tries again."""
+        for slab in [slab for slab in [*self._index.slabs.values()] if slab.failed]:
+            with self._lock:
+                self._index.lost += int((slab.state == STORED).sum())
+                self._index.forget(slab)
+                self._index.failed[slab.identity] = slab
+        for slab in [*self._index.failed.values()]:
+            with suppress(OSError, StorageError), self._alone():
+                if not slab.is_gone():  # its number may be another slab's by now
+                    self._index.remove(slab, self._lock)
+                    unlink(slab.disk, slab.folder, slab.number, "a sync has failed, so any of its objects may be lost")
+                del self._index.failed[slab.identity]
+
+    def shrink(self) -> None:
+        """Remove slabs down to the capacity, which may be smaller than it was; with the mutex held."""
+        why, capacity_bytes = "the capacity is smaller than it was", self._index.limits.capacity_bytes
+        if self._folder.bytes() > capacity_bytes:
+            self._find_lost()
+            self._remove_damaged(why)
+        excess, tried = self._folder.bytes() - capacity_bytes, set[tuple[str, int]]()
+        while excess > 0:
+            offers = (each for each in self._offers(Put()) if (each.model, each.number) not in tried)
+            offer = min(offers, key=Offer.sort_key, default=None)
+            if offer is None:
+                break
+            tried.add((offer.model, offer.number))
+            if self._remove(offer, why):
+                excess -= offer.bytes

@@ -1,27 +1,34 @@
-"""A slab: a file of equal slots, a file with the table of their contents, and I/O on both.
+"""A slab: a file of equal slots, a file with the table of their contents, and I/O on both, by several threads.
 
-There are two files because a buffered write waits for all direct I/O in its file, and a table is written with the mutex
-held.
+There are two files because a buffered write waits for all direct I/O in its file, and tables are written one at a time.
 """
 
 import errno
 import itertools
 import logging
 import mmap
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
+from kvarve.background import WorkerPool
 from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk, is_aligned
-from kvarve.storage.file.folder import QUARANTINED, TABLE, slab_name, spare_bytes
+from kvarve.storage.file.folder import TABLE, slab_name
 from kvarve.storage.file.table import (
+    BROKEN,
+    DUPLICATE,
     ENTRY_BYTES,
     FREE,
     STAMP,
+    STATE_AT,
     STATES,
     STORED,
     USED_AT,
@@ -30,6 +37,7 @@ from kvarve.storage.file.table import (
     Shape,
     pack_header,
     read_entries,
+    state_word,
     unpack_header,
     write_entries,
 )
@@ -39,10 +47,9 @@ log = logging.getLogger(__name__)
 # Parts of a slab's table, each read again by itself when another process has changed it.
 STRIPES = 15
 _RUN_BYTES = 4 << 20  # of adjacent slots moved by one system call, at most
-_BOUNCE_BYTES = 1 << 20
 _READ_TABLE_BYTES = 16 << 20
-
-_here = threading.local()
+_MOVE, _SYNC = 0, 1  # two pools of threads: else a sync would queue behind the writes of other puts
+_Work = TypeVar("_Work")
 
 
 class Broken(Exception):
@@ -77,7 +84,6 @@ class Slab:
         self._closing.atexit = False
         slots = shape.slots
         self.state = np.zeros(slots, np.uint8)
-        self.holder = np.zeros(slots, np.uint16)
         self.generation = np.zeros(slots, np.uint32)
         self.length = np.zeros(slots, np.int64)
         self.stored = np.zeros(slots, np.int64)
@@ -87,13 +93,16 @@ class Slab:
         self.names: list[str] = [""] * slots
         self.free: list[int] = []  # rows that may be free, the next one last; checked again when taken
         self.searched = False  # whether `free` has been filled since rows became free
-        self._syncs = threading.Condition()
-        self._syncing: set[object] = set()
-        self._failed_syncs = 0
+        self._syncing = {each: threading.Lock() for each in self.files}
+        self._syncs_begun = dict.fromkeys(self.files, 0)
+        self.syncing = 0  # puts that have entered objects here and have not synced them yet
+        self.failed = 0  # errno of a sync that failed: any object may be missing on the medium, so the slab has to go
 
     @staticmethod
-    def create(disk: Disk, folder: Directory, number: int, shape: Shape, owner: int, identity: int) -> "Slab":
-        """Make an empty slab, durable when this returns. OSError, such as ENOSPC: no file is left."""
+    def create(
+        disk: Disk, folder: Directory, number: int, shape: Shape, owner: int, identity: int, *, durable: bool
+    ) -> "Slab":
+        """Make an empty slab. OSError, such as ENOSPC: no file is left."""
         name = slab_name(number)
         files = [disk.open(folder, name, create=True)]
         try:
@@ -103,8 +112,9 @@ class Slab:
             disk.allocate(files[1], shape.table_bytes)
             for at in shape.headers_at:
                 write_all(disk, files[1], [pack_header(shape, owner, identity)], at)
-            disk.sync(files[1])
-            disk.sync_folder(folder)
+            if durable:
+                disk.sync(files[1])
+                disk.sync_folder(folder)
         except OSError:
             _close(disk, *files)
             with suppress(OSError):
@@ -120,20 +130,15 @@ class Slab:
         owner: int,
         *,
         alone: bool = False,
-        space_bytes: int = 0,
         read_only: bool = False,
     ) -> "Slab":
-        """Open an existing slab. `Broken`: neither header is intact, the table has another length than they say, or a
-        file is missing. NotOurs, or another OSError: unknown, as it cannot be read.
-
-        `alone`: no other process has the store open, so the slab may be repaired; if it was cut, it is extended by up
-        to `space_bytes`, unless the disk is full. `read_only`: for inspection.
-        """
+        """Open an existing slab. `Broken`: neither header is intact, a file has another length than they say, or is
+        missing. NotOurs, or another OSError: unknown, as it cannot be read. `read_only`: for inspection. `alone`: no
+        other process has the store open, so slots that were cut are made whole."""
         name, files = slab_name(number), list[int]()
         try:
             for each in (name + TABLE, name):
-                file, writable = _opened(disk, folder, each, read_only=read_only)
-                files.append(file)
+                files.append(_opened(disk, folder, each, read_only=read_only))
             table, slots = files
             size_bytes = disk.size(table)
             headers = [
@@ -143,18 +148,12 @@ class Slab:
             fitting = [header for header in headers if header and header[0].table_bytes == size_bytes]
             if not fitting:
                 raise Broken(f"neither header of its table, which has {size_bytes} bytes, is as it was written")
-            found = shape, identity = fitting[0]
-            if alone and writable:
-                for at, header in zip(shape.headers_at, headers, strict=True):
-                    if header != found:
-                        log.warning("%s: one of its two headers was damaged, and is written anew", folder.path / name)
-                        write_all(disk, table, [pack_header(shape, owner, identity)], at)
-                disk.cut(slots, shape.slots_bytes)
-                missing_bytes = shape.slots_bytes - disk.size(slots)
-                if 0 < missing_bytes > space_bytes:
-                    raise Broken(f"{missing_bytes} bytes of its slots are cut off, and there is no space for them")
-                if 0 < missing_bytes <= spare_bytes(disk, folder):  # lost objects fail their own checksums
-                    disk.allocate(slots, shape.slots_bytes)
+            shape, identity = fitting[0]
+            if alone and disk.size(slots) != shape.slots_bytes:
+                with suppress(OSError):
+                    disk.resize(slots, shape.slots_bytes)  # lost objects fail their own checksums
+            if disk.size(slots) != shape.slots_bytes:
+                raise Broken(f"its slots have {disk.size(slots)} bytes, and not {shape.slots_bytes}")
         except FileNotFoundError:
             _close(disk, *files)
             raise Broken("one of its two files is missing") from None
@@ -166,7 +165,7 @@ class Slab:
     def _try_direct(self) -> None:
         """Some file systems take the flag and refuse the I/O."""
         try:
-            self.disk.read(self.direct, [_bounce()[:BLOCK_BYTES]], 0)
+            self.disk.read(self.direct, [_blocks(BLOCK_BYTES)], 0)
         except OSError as error:
             if error.errno == errno.EINVAL:
                 self.disk.close(self.direct)
@@ -188,25 +187,20 @@ class Slab:
         step = _READ_TABLE_BYTES // ENTRY_BYTES
         for at in range(first, last, step):
             raw = bytearray((min(last, at + step) - at) * ENTRY_BYTES)
-            unreadable: list[int] = []
             try:
                 done = _read_some(self.disk, self.table, memoryview(raw), self.shape.entry_at(at))
                 raw[done:] = b"\xff" * (len(raw) - done)  # the table was cut: missing entries fail their check
             except OSError:
-                unreadable = self._entry_by_entry(memoryview(raw), at)
-            yield at, read_entries(raw, self.identity, at, self.shape.slot_bytes, unreadable, named=named)
+                self._entry_by_entry(memoryview(raw), at)
+            yield at, read_entries(raw, self.identity, at, self.shape.slot_bytes, named=named)
 
-    def _entry_by_entry(self, view: memoryview, first: int) -> list[int]:
-        """After an I/O error: read entry by entry; returns which entries cannot be read."""
-        unreadable = []
+    def _entry_by_entry(self, view: memoryview, first: int) -> None:
+        """After an I/O error: read entry by entry. One that cannot be read fails its check."""
         for i in range(view.nbytes // ENTRY_BYTES):
             entry = view[i * ENTRY_BYTES : (i + 1) * ENTRY_BYTES]
             entry[:] = b"\xff" * ENTRY_BYTES
-            try:
+            with suppress(OSError):
                 _read_some(self.disk, self.table, entry, self.shape.entry_at(first + i))
-            except OSError:
-                unreadable.append(i)
-        return unreadable
 
     def save(self, rows: Sequence[int]) -> None:
         """Write the entries of these rows from the columns. Not durable before `sync`."""
@@ -214,8 +208,7 @@ class Slab:
         if not len(at):
             return
         columns = Columns(
-            self.state[at],
-            self.holder[at],
+            np.where(self.state[at] == STORED, np.uint8(STORED), np.uint8(FREE)),
             self.generation[at],
             self.length[at],
             self.stored[at],
@@ -228,6 +221,31 @@ class Slab:
         for begin, end in itertools.pairwise(begins):
             piece = raw[begin * ENTRY_BYTES : end * ENTRY_BYTES]
             write_all(self.disk, self.table, [piece], self.shape.entry_at(int(at[begin])))
+
+    def is_as_known(self, row: int) -> bool:
+        """Whether the table holds the entry that the columns have. An entry that fails its check is as a free one."""
+        raw = self.disk.peek(self.table, ENTRY_BYTES, self.shape.entry_at(row))
+        state = STORED if self.state[row] == DUPLICATE else int(self.state[row])
+        if raw[STATE_AT : STATE_AT + 8] == state_word(state, int(self.generation[row])):
+            return True
+        known = self.state[row] in (FREE, BROKEN) and len(raw) == ENTRY_BYTES
+        return known and read_entries(raw, self.identity, row, self.shape.slot_bytes).state[0] == BROKEN
+
+    # --- locks: another process that fills or changes a row has locked its slot; the kernel unlocks it if it dies
+
+    def lock(self, row: int | None) -> bool:
+        """Lock the slot of a row, or (None) the whole file. False: another process has some of it."""
+        return self.disk.lock_range(self.file, *self._slot(row))
+
+    def unlock(self, row: int | None) -> None:
+        self.disk.unlock_range(self.file, *self._slot(row))
+
+    def _slot(self, row: int | None) -> tuple[int, int]:
+        return (0, 0) if row is None else (self.shape.slot_at(row), self.shape.slot_bytes)
+
+    def close(self) -> None:
+        """Close its files, and with them its locks."""
+        self._closing()
 
     def stamp(self, row: int, used: int, uses: int) -> None:
         """Write an object's time and number of uses; never synced."""
@@ -248,7 +266,7 @@ class Slab:
             if self.searched:
                 return None
             self.free = np.flatnonzero(self.state == FREE)[::-1].tolist()
-            self.searched = True
+            self.searched = True  # from now on rows that become free are added
 
     def is_gone(self) -> bool:
         """Whether one of its files was removed or moved away, so that writes to it are lost."""
@@ -264,54 +282,32 @@ class Slab:
         return self.file, self.table
 
     def sync(self, file: int) -> None:
-        """Return when all writes to one of its files are on the medium. OSError: some are not, maybe not the caller's.
+        """Return when all that was written to one of its files so far is on the medium. OSError: that is unknown since
+        this sync, or an earlier one, has failed.
 
-        A return proves nothing yet: the kernel reports a failure to only one of all callers that sync one descriptor.
-        So a writer compares `failed_syncs` from before its write with that from after this call.
+        The kernel reports a failure to one caller only of all that sync a descriptor, and takes the data for written
+        from then on. So they sync one after the other, and after a failure none succeeds. A caller that had to wait
+        for a whole sync needs none of its own.
         """
-        this, failed = object(), True
-        try:
-            with self._syncs:
-                self._syncing.add(this)
-            self.disk.sync(file)
-            failed = False
-        finally:
-            with self._syncs:
-                self._failed_syncs += failed
-                self._syncing.discard(this)
-                self._syncs.notify_all()
-
-    def failed_syncs(self, *, wait: bool = False) -> int:
-        """How many syncs have failed; `wait`: including those in flight now."""
-        with self._syncs:
-            under_way = set(self._syncing) if wait else set()
-            self._syncs.wait_for(lambda: not under_way & self._syncing)
-            return self._failed_syncs
+        needed = self._syncs_begun[file] + 1
+        with self._syncing[file]:
+            if self._syncs_begun[file] < needed and not self.failed:
+                self._syncs_begun[file] += 1
+                try:
+                    self.disk.sync(file)
+                except BaseException as error:  # also on an interrupt
+                    self.failed = getattr(error, "errno", None) or errno.EIO
+                    raise
+            if self.failed:
+                raise OSError(self.failed, os.strerror(self.failed))
 
     def answers(self) -> bool:
         """Whether its files can be read at all: else the disk failed, and not one object."""
         try:
-            return len(self.disk.peek(self.table, ENTRY_BYTES, 0)) == ENTRY_BYTES and self._reads_direct()
-        except OSError:
-            return False
-
-    def _reads_direct(self) -> bool:
-        """With direct I/O, as the page cache would answer for a disk that is gone."""
-        return self.direct < 0 or self.disk.read(self.direct, [_bounce()[:BLOCK_BYTES]], 0) == BLOCK_BYTES
-
-    def can_be_filled(self, row: int) -> bool:
-        """Whether an empty slot can be written and read back."""
-        pattern, back = _bounce()[:BLOCK_BYTES].tobytes(), bytearray(BLOCK_BYTES)
-        try:
-            for at in range(0, self.shape.slot_bytes, BLOCK_BYTES):
-                write_all(self.disk, self.file, [pattern], self.shape.slot_at(row) + at)
-            self.sync(self.file)
-            return all(
-                self._read_bounced(memoryview(back), self.shape.slot_at(row) + at) == BLOCK_BYTES and back == pattern
-                if self.direct >= 0
-                else _read_some(self.disk, self.file, memoryview(back), self.shape.slot_at(row) + at) == BLOCK_BYTES
-                for at in range(0, self.shape.slot_bytes, BLOCK_BYTES)
-            )
+            if len(self.disk.peek(self.table, ENTRY_BYTES, 0)) < ENTRY_BYTES:
+                return False
+            # With direct I/O, as the page cache would answer for a disk that is gone.
+            return self.direct < 0 or self.disk.read(self.direct, [_blocks(BLOCK_BYTES)], 0) == BLOCK_BYTES
         except OSError:
             return False
 
@@ -320,47 +316,33 @@ class Slab:
     def read(self, run: Sequence["RowSpan"]) -> int:
         """Read adjacent slots into their views; returns the bytes read."""
         at, views = self.shape.slot_at(run[0].row), [piece.view for piece in run]
-        if self.direct >= 0 and all(piece.aligned for piece in run):
-            total = sum(view.nbytes for view in views)
-            count = self.disk.read(self.direct, views, at)
-            if count in (0, total):
-                return count
-        elif self.direct >= 0:
-            return sum(_each(self._read_bounced, views, at))
-        return sum(_each(lambda view, place: _read_some(self.disk, self.file, view, place), views, at))
-
-    def _read_bounced(self, view: memoryview, at: int) -> int:
+        total = sum(view.nbytes for view in views)
+        if self.direct >= 0:
+            into = views if run[0].aligned else [_blocks(total)]
+            count = self.disk.read(self.direct, into, at)
+            if count in (0, sum(view.nbytes for view in into)):
+                if not run[0].aligned:
+                    views[0][:] = into[0][:total]
+                return min(count, total)
         done = 0
-        while done < view.nbytes:
-            count = min(_BOUNCE_BYTES, view.nbytes - done)
-            bounce = _bounce()[: -(-count // BLOCK_BYTES) * BLOCK_BYTES]
-            if self.disk.read(self.direct, [bounce], at + done) < bounce.nbytes:
-                return done + _read_some(self.disk, self.file, view[done:], at + done)
-            view[done : done + count] = bounce[:count]
+        for view in views:
+            count = _read_some(self.disk, self.file, view, at + done)
             done += count
+            if count < view.nbytes:
+                break
         return done
 
     def write(self, run: Sequence["RowSpan"]) -> None:
         """Write adjacent slots, each but the last in full. OSError: not all is written."""
         at, views = self.shape.slot_at(run[0].row), [view for piece in run for view in piece.views]
-        if self.direct < 0:
-            write_all(self.disk, self.file, views, at)
-        elif all(piece.aligned for piece in run):
-            count = self.disk.write(self.direct, views, at)
-            if count < sum(view.nbytes for view in views):
-                write_all(self.disk, self.file, views, at)
-        else:
-            for view, place in _places([piece.joined() for piece in run], at):
-                self._write_bounced(view, place)
-
-    def _write_bounced(self, view: memoryview, at: int) -> None:
-        for done in range(0, view.nbytes, _BOUNCE_BYTES):
-            count = min(_BOUNCE_BYTES, view.nbytes - done)
-            bounce = _bounce()[: -(-count // BLOCK_BYTES) * BLOCK_BYTES]
-            bounce[:count] = view[done : done + count]
-            bounce[count:] = bytes(bounce.nbytes - count)
-            if self.disk.write(self.direct, [bounce], at + done) < bounce.nbytes:
-                write_all(self.disk, self.file, [view[done : done + count]], at + done)
+        if self.direct >= 0:
+            if not run[0].aligned:
+                joined = b"".join(views)
+                views = [_blocks(len(joined))]
+                views[0][: len(joined)] = joined
+            if self.disk.write(self.direct, views, at) == sum(view.nbytes for view in views):
+                return
+        write_all(self.disk, self.file, views, at)
 
 
 @dataclass(eq=False)
@@ -378,9 +360,6 @@ class RowSpan:
         self.views = (self.view, *self.more)
         self.size_bytes = sum(view.nbytes for view in self.views)
         self.aligned = all(map(is_aligned, self.views))  # cached, as it is read three times
-
-    def joined(self) -> memoryview:
-        return memoryview(b"".join(self.views)) if self.more else self.view
 
 
 def runs(pieces: Iterable[RowSpan]) -> list[list[RowSpan]]:
@@ -406,33 +385,99 @@ def runs(pieces: Iterable[RowSpan]) -> list[list[RowSpan]]:
     return found
 
 
+class Mover:
+    """Moves the bytes of objects between memory and slabs, several runs of slots at once, and syncs.
+
+    `lock` and `require_open` are the store's: after it was closed no thread is started.
+    """
+
+    def __init__(self, threads: int, lock: threading.Lock, require_open: Callable[[], None]) -> None:
+        self._threads, self._lock, self._require_open = threads, lock, require_open
+        self._pools: list[WorkerPool] = []
+
+    def read(self, pieces: Sequence[RowSpan]) -> tuple[dict[int, int], dict[int, OSError]]:
+        """The bytes read of each piece, and the errors, by number."""
+        counts: dict[int, int] = {}
+        troubles: dict[int, OSError] = {}
+
+        def read(run: list[RowSpan]) -> None:
+            count = run[0].slab.read(run)
+            for piece in run:
+                counts[piece.number] = max(0, min(count, piece.view.nbytes))
+                count -= piece.view.nbytes
+
+        for run, error in self._each(runs(pieces), read):
+            for piece in run if error is not None else ():
+                try:
+                    counts[piece.number] = piece.slab.read([piece])
+                except OSError as its_own:
+                    troubles[piece.number] = its_own
+        return counts, troubles
+
+    def write(self, pieces: Sequence[RowSpan], moving: list[Future[OSError | None]]) -> dict[int, OSError]:
+        """The errors, by number. Writes that go on if this is interrupted are in `moving`."""
+        troubles: dict[int, OSError] = {}
+        for run, error in self._each(runs(pieces), lambda run: run[0].slab.write(run), moving=moving):
+            for piece in run if error is not None else ():
+                try:
+                    piece.slab.write([piece])
+                except OSError as its_own:
+                    troubles[piece.number] = its_own
+        return troubles
+
+    def sync(self, files: Sequence[tuple[Slab, int]]) -> list[tuple[tuple[Slab, int], OSError | None]]:
+        """Sync files of slabs; returns each with its error."""
+        return list(self._each(files, lambda one: one[0].sync(one[1]), _SYNC))
+
+    def close(self) -> None:
+        for pool in self._pools:
+            pool.shutdown()
+        self._pools = []
+
+    def leave_to_parent(self) -> None:
+        """In a child after fork: the threads are the parent's."""
+        self._pools = []
+
+    def _each(
+        self,
+        work: Sequence[_Work],
+        do: Callable[[_Work], None],
+        pool: int = _MOVE,
+        moving: "list[Future[OSError | None]] | None" = None,
+    ) -> Iterator[tuple[_Work, OSError | None]]:
+        """Do all work, several at once; yields each with its error. The futures are added to `moving`."""
+
+        def tried(one: _Work) -> OSError | None:
+            try:
+                do(one)
+            except OSError as error:
+                return error
+            return None
+
+        if len(work) < 2 or self._threads == 1:
+            yield from [(one, tried(one)) for one in work]
+            return
+        with self._lock:
+            self._require_open()
+            if not self._pools:
+                self._pools = [WorkerPool(self._threads, f"kvarve files {what}") for what in ("move", "sync")]
+            futures: list[Future[OSError | None]] = [Future() for _ in work]
+            if moving is not None:
+                moving += futures
+            for one, future in zip(work, futures, strict=True):
+                self._pools[pool].run(partial(tried, one), future)
+        yield from [(one, future.result()) for one, future in zip(work, futures, strict=True)]
+
+
 def states_of(slabs: Iterable[Slab]) -> dict[str, int]:
     """How many rows of slabs are in which state."""
     counts = sum((np.bincount(slab.state, minlength=len(STATES)) for slab in slabs), np.zeros(len(STATES), np.int64))
     return dict(zip(STATES, counts.tolist(), strict=True))
 
 
-def _bounce() -> memoryview:
-    """This thread's own block-aligned memory."""
-    memory: memoryview | None = getattr(_here, "bounce", None)
-    if memory is None:
-        memory = _here.bounce = memoryview(mmap.mmap(-1, _BOUNCE_BYTES))
-    return memory
-
-
-def _places(views: Sequence[memoryview], at: int) -> Iterator[tuple[memoryview, int]]:
-    for view in views:
-        yield view, at
-        at += view.nbytes
-
-
-def _each(read: Callable[[memoryview, int], int], views: Sequence[memoryview], at: int) -> Iterator[int]:
-    """The bytes of each read, up to the first short one."""
-    for view, place in _places(views, at):
-        count = read(view, place)
-        yield count
-        if count < view.nbytes:
-            return
+def _blocks(size_bytes: int) -> memoryview:
+    """Block-aligned memory of whole blocks, for direct I/O in place of memory that is not."""
+    return memoryview(mmap.mmap(-1, max(1, -(-size_bytes // BLOCK_BYTES)) * BLOCK_BYTES))
 
 
 def _read_some(disk: Disk, file: int, view: memoryview, at: int) -> int:
@@ -471,24 +516,15 @@ def unlink(disk: Disk, folder: Directory, number: int, why: str) -> None:
     log.info("%s: removed: %s", folder.path / name, why)
 
 
-def quarantine(disk: Disk, folder: Directory, number: int, why: str) -> None:
-    """Rename the files of a damaged slab so that no process opens them, until their space is needed."""
-    name = slab_name(number)
-    for each in (name + TABLE, name):
-        with suppress(FileNotFoundError):
-            disk.rename(folder, each, each + QUARANTINED)
-    log.warning("%s: damaged, as %s: it is renamed to %s%s", folder.path / name, why, name, QUARANTINED)
-
-
-def _opened(disk: Disk, folder: Directory, name: str, *, read_only: bool) -> tuple[int, bool]:
-    """An open file, and whether it is writable."""
+def _opened(disk: Disk, folder: Directory, name: str, *, read_only: bool) -> int:
+    """An open file, to be written if that is possible."""
     if not read_only:
         try:
-            return disk.open(folder, name), True
+            return disk.open(folder, name)
         except OSError as error:
             if error.errno != errno.EROFS:
                 raise
-    return disk.open(folder, name, read_only=True), False
+    return disk.open(folder, name, read_only=True)
 
 
 def _close(disk: Disk, *files: int) -> None:

@@ -1,16 +1,12 @@
 """Objects in a few large files below one folder, within a capacity. Knows names and bytes only.
 
-A slab is a file of equal slots, with a second file for their table (`slabs`, `table`); `folder` has the layout of the
-folder, `index` what is known of the objects in memory and which are evicted, and `slab_allocator` makes and removes
-slabs. The calls here take locks, use the index, and move bytes on several threads, by direct I/O where it is available.
+A put that answers True has written the data, then the entries in the tables, then synced both. Entries need not wait
+for data, as a reader checks each object's own checksum: an object torn by a power cut is a miss, and so is a slot that
+was given to another object and still has its old entry. Nothing is ever replaced.
 
-A put is durable when it answers True: it writes the data, then the entries in the tables, then syncs both. The entries
-need not wait for the data, because a reader checks each object's own checksum: an object torn by a power cut is a miss,
-and so is a slot that was given to another object and still has its old entry. Nothing is ever replaced.
-
-Several processes may have one folder open. They change tables one at a time (under a mutex that the kernel releases
-when a process dies), fill rows that they have reserved without a lock, and read without a lock: after a read, the
-reader checks that the row still holds the same object.
+Several processes may have one folder open. A process that fills or changes a row has locked its slot, as bytes of the
+slab's file (the kernel unlocks them when it dies); a mutex excludes others while a slab is made or removed. Reading
+takes no lock: after a read, the reader checks that the row still holds the same object.
 """
 
 import errno
@@ -18,59 +14,23 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TypeVar
+from pathlib import Path
 
-import numpy as np
-
-from kvarve.background import WorkerPool
-from kvarve.errors import ConfigError, StorageError
+from kvarve.errors import StorageError
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_pieces, in_group
 from kvarve.storage.file.disk import Disk
-from kvarve.storage.file.folder import Folder, check_contents, check_folder, medium
-from kvarve.storage.file.index import Call, Index, Limits, RowAddress
-from kvarve.storage.file.orders import ORDERS
+from kvarve.storage.file.folder import Folder, check_contents, check_folder, medium, tries
+from kvarve.storage.file.index import DEFAULT_THREADS, Index, Limits, Put, RowAddress, check_limits
 from kvarve.storage.file.slab_allocator import AT_ONCE, FULL, SlabAllocator
-from kvarve.storage.file.slabs import RowSpan, Slab, runs
-from kvarve.storage.file.table import FREE, RETIRED, STORED
+from kvarve.storage.file.slabs import Mover, RowSpan, Slab
 
 log = logging.getLogger(__name__)
 
-DEFAULT_THREADS = 4
-_MOVE, _SYNC = 0, 1  # two pools: else a sync would queue behind the writes of other puts
-_Work = TypeVar("_Work")
 _DROPPED = 1024  # objects per change that other processes wait for
 _SAVE_CLOCK_NS = 30_000_000_000
 _YOUNG_NS = 60_000_000_000  # the kernel has written older data of any process, even one that died
-
-
-def check_limits(ttl_s: float | None, quota_bytes: int | None, eviction: str, threads: int) -> None:
-    """Raise ConfigError unless a file storage can be opened with these."""
-    if ttl_s is not None and not ttl_s > 0:
-        raise ConfigError(f"objects that live for {ttl_s} s are never found: give a ttl above zero, such as 7d")
-    if quota_bytes is not None and quota_bytes <= 0:
-        raise ConfigError(f"a quota of {quota_bytes} bytes admits no object: give one above zero, such as 1GiB")
-    if eviction not in ORDERS:
-        raise ConfigError(f"unknown eviction order {eviction!r}; known: {', '.join(ORDERS)}")
-    if threads < 1:
-        raise ConfigError(f"{threads} threads read and write nothing: give at least 1")
-
-
-@dataclass(eq=False)
-class _InFlightPut:
-    """The rows of one round of a put."""
-
-    places: dict[int, RowAddress] = field(default_factory=dict)  # by the object's number in the call
-    failed: dict[int, OSError] = field(default_factory=dict)
-    moving: list[Future[OSError | None]] = field(default_factory=list)  # writes in flight
-    # Slabs to sync, with new or young objects that may not be on the medium yet; and how many of their syncs had failed
-    # before the write.
-    failed_syncs: dict[Slab, int] = field(default_factory=dict)
-    given_up: bool = False  # the put has ended without a sync of them
 
 
 class FileStorage(Storage):
@@ -79,8 +39,10 @@ class FileStorage(Storage):
     The capacity bounds the whole folder with all its models: idle models' slabs are removed when space is needed.
     Objects lie in slots of whole 4 KiB. A new object evicts others by the order `eviction` (lru, lfu, s3fifo). Objects
     stored more than `ttl_s` ago are missing. `quota_bytes`: bound on the objects of one group (the part of a name
-    before the first "-"); `threads`: for reads and writes, and as many for syncs. `for_maintenance`: reads are no uses,
-    the store does not count as open, and nothing is evicted.
+    before the first "-"); `threads`: for reads and writes, and as many for syncs. `durable`: a put answers after syncs;
+    without, a power cut loses what the kernel had not written yet. `shared`: processes on several hosts use the folder,
+    and locks reach all of them. `for_maintenance`: reads are no uses, the store does
+    not count as open, and nothing is evicted.
     """
 
     def __init__(
@@ -94,26 +56,33 @@ class FileStorage(Storage):
         quota_bytes: int | None = None,
         eviction: str = "lru",
         threads: int = DEFAULT_THREADS,
+        durable: bool = True,
+        shared: bool = False,
         for_maintenance: bool = False,
         disk: Disk | None = None,
     ) -> None:
         check_limits(ttl_s, quota_bytes, eviction, threads)
         self._disk, self._label, self._description = disk or Disk(), label, description
-        self._threads, self._for_maintenance = threads, for_maintenance
-        self._limits = Limits(capacity_bytes, eviction, None if ttl_s is None else int(ttl_s * 1e9), quota_bytes)
+        self._durable, self._for_maintenance = durable, for_maintenance
+        ttl_ns = None if ttl_s is None else int(ttl_s * 1e9)
+        self._limits = Limits(capacity_bytes, eviction, ttl_ns, quota_bytes, durable)
         # Maintenance accepts any capacity.
         self._capacity_bytes = None if for_maintenance else capacity_bytes
-        self._directory = check_folder(directory, self._capacity_bytes, label, description, self._disk)
-        # To change tables a thread takes `_writing`, then the folder's mutex, and `_lock` for moments. Readers need
-        # `_lock` alone, so it is not held during slow work.
+        self._shared = shared
+        self._directory = self._checked(directory)
+        # To change rows a thread takes `_writing`, and `_lock` for moments. Readers need `_lock` alone, so it is not
+        # held during slow work.
         self._writing, self._lock = threading.Lock(), threading.Lock()
-        self._saved_ns = self._opened_ns = 0
-        self._unsynced: dict[RowAddress, _InFlightPut] = {}  # in the tables, perhaps not on the medium yet
-        self._pools: list[WorkerPool] = []
+        self._saved_ns = 0
+        self._mover = Mover(threads, self._lock, self._require_open)
         self._open = False
         self._enter(make=True)
         self._open = True
         _open_here.add(self)
+
+    def _checked(self, directory: str | os.PathLike[str]) -> Path:
+        identity = self._label, self._description
+        return check_folder(directory, self._capacity_bytes, *identity, self._disk, shared=self._shared)
 
     def _enter(self, *, make: bool) -> None:
         """Open the folder for this process."""
@@ -122,13 +91,15 @@ class FileStorage(Storage):
             undo.callback(folder.close)
             with folder.mutex():
                 # The folder may have changed since the first check.
-                check_contents(self._disk, folder.root, self._capacity_bytes, self._label, self._description)
+                identity = self._label, self._description
+                check_contents(self._disk, folder.root, self._capacity_bytes, *identity, shared=self._shared)
                 folder.enter(self._capacity_bytes)
                 index = Index(self._disk, folder, self._label, self._limits)
+                index.changes.require_locks()
                 allocator = SlabAllocator(index, self._lock)
                 if folder.alone():
                     index.begin(repair=not self._for_maintenance)
-                elif not index.sequence_lock.is_begun():
+                elif not index.changes.is_begun():
                     raise StorageError(
                         f"{folder.model.path}: processes have it open, and the file by which they see each other's "
                         f"changes was removed: end them first"
@@ -136,20 +107,18 @@ class FileStorage(Storage):
             undo.callback(index.close)
             index.refresh()  # slow if there are many objects, so without the mutex
             with folder.mutex():
-                index.refresh(closely=True)
-                index.repair()
-                # Clean up after the last processes; the capacity may be smaller than theirs.
+                index.refresh()
+                # The capacity may be smaller than that of the last processes.
                 with suppress(OSError):  # a read-only store can still be read
-                    index.reclaim()
+                    index.repair()
                     index.publish()
                     if not self._for_maintenance:
                         index.clock.save()
-                self._saved_ns = self._opened_ns = index.clock.now_ns()
+                self._saved_ns = index.clock.now_ns()
                 allocator.shrink()
             undo.pop_all()
         with self._lock:
             self._folder, self._index, self._allocator = folder, index, allocator
-            self._unsynced.clear()
 
     def _require_in_place(self) -> None:
         """Raise StorageError unless the folder is still in its place, or was replaced by one that can be opened.
@@ -176,7 +145,7 @@ class FileStorage(Storage):
             if in_flight:  # opened anew, their rows could be given to other objects
                 raise StorageError(f"{self._directory}: what lies in it was removed while a put was under way")
             try:
-                check_folder(self._directory, self._capacity_bytes, self._label, self._description, self._disk)
+                self._checked(self._directory)
                 self._enter(make=False)
             except StorageError as error:
                 raise StorageError(
@@ -187,17 +156,23 @@ class FileStorage(Storage):
 
     # --- the calls
 
-    def exists(self, names: Sequence[str]) -> list[bool]:
+    @contextmanager
+    def _looking(self) -> Iterator[Index]:
+        """The index with all changes so far, for moments."""
         self._require_in_place()
         with self._lock, medium(self._directory):
             self._require_open()
             self._index.refresh()
-            if self._index.limits.ttl_ns is None:
-                index = self._index.entries
-                found = [name in index for name in names]
+            yield self._index
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        with self._looking() as index:
+            if self._limits.ttl_ns is None:
+                entries = index.entries
+                found = [name in entries for name in names]
             else:
-                now_ns = self._index.clock.now_ns()
-                found = [self._index.find(name, now_ns) is not None for name in names]
+                now_ns = index.clock.now_ns()
+                found = [index.find(name, now_ns) is not None for name in names]
         if not all(found):
             check_names(names)  # a stored object has a legal name
         return found
@@ -205,15 +180,12 @@ class FileStorage(Storage):
     def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
         """As the protocol; if another process evicts an object meanwhile (None), its buffer may be partly filled."""
         check_batch(names, into)
-        self._require_in_place()
         pieces, generations, sizes = [], [], []
         answers: list[int | None] = [None] * len(names)
-        with self._lock, medium(self._directory):
-            self._require_open()
-            self._index.refresh()
-            now_ns = self._index.clock.now_ns()
+        with self._looking() as index:
+            now_ns = index.clock.now_ns()
             for number, (name, view) in enumerate(zip(names, into, strict=True)):
-                place = self._index.find(name, now_ns)
+                place = index.find(name, now_ns)
                 if place is not None:
                     slab, row = place
                     sizes.append(int(slab.length[row]))
@@ -221,7 +193,7 @@ class FileStorage(Storage):
                     pieces.append(RowSpan(number, slab, row, view[: sizes[-1]]))
         if not pieces:
             return answers
-        counts, troubles = self._read(pieces)
+        counts, troubles = self._mover.read(pieces)
         if len(troubles) == len(pieces) and not any(piece.slab.answers() for piece in pieces):
             raise StorageError(f"{self._directory}: read 0 of {len(names)} objects: {troubles[pieces[0].number]}")
         used, gone = [], []
@@ -257,105 +229,110 @@ class FileStorage(Storage):
 
     def _put(self, names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> list[bool]:
         self._require_in_place()
-        call, answers = Call(), dict[int, bool]()
-        sizes = [sum(view.nbytes for view in pieces) for pieces in data]
-        first: dict[str, int] = {}
+        put, first = Put(names, data), dict[str, int]()
         for number, name in enumerate(names):
             first.setdefault(name, number)
         numbers = list(first.values())
         try:
-            # An object whose slot is bad, or has no blocks on the disk, gets a second try.
+            # A second try: a slot is bad, or has no blocks on the disk, or other processes were filling all rows.
             for _ in range(2):
-                in_flight = self._reserve(call, numbers, names, sizes, answers)
-                if in_flight.places:
+                self._reserve(put, numbers)
+                if put.places:
                     try:
-                        self._write(in_flight, data)
-                        self._commit(call, in_flight, names, sizes, answers)
+                        self._write(put)
+                        self._commit(put)
                     except BaseException:  # also on an interrupt the rows are released
-                        self._release_rows(in_flight)
+                        self._release_rows(put)
                         raise
-                self._sync(in_flight, answers)
-                self._require_kept(call)
-                numbers = sorted(in_flight.failed)
-                call.full = any(error.errno in FULL for error in in_flight.failed.values())
+                self._sync(put)
+                self._require_kept(put)
+                numbers = [
+                    it for it, stored in put.answers.items() if not stored and (put.contended or it in put.failed)
+                ]
+                put.full = any(error.errno in FULL for error in put.failed.values())
                 if not numbers:
                     break
-            for error in in_flight.failed.values():
+            for error in put.failed.values():
                 if error.errno not in FULL:
                     raise error
         except OSError as error:
-            done = sum(answers.values())
+            done = sum(put.answers.values())
             raise StorageError(f"{self._directory}: stored {done} of {len(names)} objects: {error}") from error
-        self._used(call, names, answers)
-        return [answers[first[name]] for name in names]
+        self._used(put)
+        return [put.answers[first[name]] for name in names]
 
     def touch(self, names: Sequence[str]) -> None:
         check_names(names)
-        self._require_in_place()
-        with self._lock, medium(self._directory):
-            self._require_open()
-            self._index.refresh()
-            now_ns = self._index.clock.now_ns()
-            found = [place for name in dict.fromkeys(names) if (place := self._index.find(name, now_ns)) is not None]
-            stamps = self._index.use(found) if not self._for_maintenance else []
+        with self._looking() as index:
+            now_ns = index.clock.now_ns()
+            found = [place for name in dict.fromkeys(names) if (place := index.find(name, now_ns)) is not None]
+            stamps = index.use(found) if not self._for_maintenance else []
         self._stamp(stamps)
 
     def delete(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
         self._require_in_place()
-        deleted = []
-        with medium(self._directory), self._changing():
-            for at in range(0, len(names), AT_ONCE):
-                with self._lock:
-                    now_ns = self._index.clock.now_ns()
-                    for name in names[at : at + AT_ONCE]:
-                        place = self._index.find(name, now_ns)
-                        if place is not None:
-                            self._index.drop(*place)
-                        deleted.append(place is not None)
-            self._index.publish(self._lock)
-        return deleted
+        deleted: set[str] = set()
+        left = [*dict.fromkeys(names)]
+        with medium(self._directory):
+            for _ in tries(self._directory):  # another process may be about to evict some of them
+                with self._changing():
+                    left = self._delete(left, deleted)
+                if not left:
+                    break
+        answers = []
+        for name in names:
+            answers.append(name in deleted)
+            deleted.discard(name)  # of one name twice the first is the one
+        return answers
+
+    def _delete(self, names: Sequence[str], deleted: set[str]) -> list[str]:
+        """Delete objects; returns the names of those that another process has seized."""
+        left = []
+        for at in range(0, len(names), AT_ONCE):
+            with self._lock:
+                now_ns = self._index.clock.now_ns()
+                for name in names[at : at + AT_ONCE]:
+                    place = self._index.find(name, now_ns)
+                    if place is not None and self._index.seize(*place):
+                        self._index.drop(*place)
+                        deleted.add(name)
+                    elif place is not None:
+                        left.append(name)
+        self._index.publish(self._lock)
+        return left
 
     def drop(self, group: str | None = None) -> int:
         check_names([] if group is None else [group])
-        with self.looking() as index:
+        with self._looking() as index:
             names = [name for name in index.entries if in_group(name, group)]
         return sum(sum(self.delete(names[at : at + _DROPPED])) for at in range(0, len(names), _DROPPED))
 
     def usage(self) -> StorageUsage:
-        self._require_in_place()
-        with self._lock, medium(self._directory):
-            self._require_open()
-            self._index.refresh()
-            objects, size_bytes = self._index.count(self._index.clock.now_ns())
-            return StorageUsage(objects, size_bytes, self._limits.capacity_bytes, self._index.evicted)
+        with self._looking() as index:
+            objects, size_bytes = index.count(index.clock.now_ns())
+            return StorageUsage(objects, size_bytes, self._limits.capacity_bytes, index.evicted)
 
     def trouble(self) -> dict[str, int]:
         """How many objects could not be read and how many entries were lost since this storage was opened."""
         with self._lock:
             return {"damaged": self._index.damaged, "lost": self._index.lost}
 
-    @contextmanager
-    def looking(self) -> Iterator[Index]:
-        """The index, for maintenance that changes nothing."""
+    def collect(self) -> dict[str, int]:
+        """Free expired objects, and damaged slabs; returns the objects and the bytes."""
         self._require_in_place()
-        with self._lock, medium(self._directory):
-            self._require_open()
-            self._index.refresh()
-            yield self._index
-
-    @contextmanager
-    def changing(self) -> Iterator[Index]:
-        """The same with all other processes excluded; the caller publishes its changes."""
-        self._require_in_place()
-        with medium(self._directory), self._changing(), self._lock:
-            yield self._index
+        with medium(self._directory), self._changing():
+            with self._lock:
+                index, now_ns = self._index, self._index.clock.now_ns()
+                expired = index.expire(index.old(index.slabs.values(), now_ns), now_ns)
+                index.publish()
+            return {"expired": expired, "damaged_bytes": self._allocator.remove_damaged("kvarve storage gc")}
 
     def close(self) -> None:
         """Close; rows that a call is still filling stay reserved until it returns."""
-        if self._index.doubtful:
-            with suppress(OSError, StorageError), self._changing(), self._lock:
-                self._index.publish()
+        if any(slab.failed for slab in [*self._index.slabs.values()]):
+            with suppress(OSError, StorageError), self._changing():
+                pass  # they are dropped
         with self._writing, self._lock:
             if self._open:
                 self._open = False
@@ -367,170 +344,118 @@ class FileStorage(Storage):
 
     # --- a put, step by step
 
-    def _reserve(
-        self,
-        call: Call,
-        numbers: Sequence[int],
-        names: Sequence[str],
-        sizes: Sequence[int],
-        answers: dict[int, bool],
-    ) -> _InFlightPut:
+    def _reserve(self, put: Put, numbers: Iterable[int]) -> None:
         """Find stored objects, and reserve rows for the others; an object that gets no row is answered False."""
-        in_flight = _InFlightPut()
-        with self._changing():
-            try:
-                now_ns = self._allocator.begin(call)
+        put.begin_round()
+        try:
+            with self._changing():
+                now_ns = self._allocator.begin(put)
                 for number in numbers:
-                    name = names[number]
-                    if self._is_there(call, in_flight, name, now_ns):
-                        answers[number] = True
-                        continue
-                    place = self._allocator.reserve(call, name, sizes[number])
-                    answers[number] = False
-                    if place is not None:
-                        in_flight.places[number] = place
-                        in_flight.failed_syncs.setdefault(place[0], place[0].failed_syncs())
-                self._index.publish(self._lock)
-            except BaseException:  # also on an interrupt the rows are abandoned
+                    put.answers[number] = self._is_there(put, put.names[number], now_ns)
+                    if not put.answers[number]:
+                        self._allocator.reserve(put, number)
+                self._index.publish(self._lock)  # what was evicted is gone before it is overwritten
                 with self._lock:
-                    self._index.abandon(in_flight.places.values())
-                raise
-        return in_flight
+                    self._index.refresh()  # a slab may have been removed just before a row of it was seized
+        except BaseException:  # also on an interrupt
+            with self._lock:
+                self._index.release(put.places.values())
+            raise
 
-    def _is_there(self, call: Call, in_flight: _InFlightPut, name: str, now_ns: int) -> bool:
-        """Whether an object is stored. If so, it counts as used, and this call keeps it; an expired one is dropped."""
+    def _is_there(self, put: Put, name: str, now_ns: int) -> bool:
+        """Whether an object is stored. If so, it counts as used, and this put keeps it; an expired one is dropped."""
         with self._lock:
             place = self._index.find(name, now_ns)
+            while place is not None and not self._index.confirm(place):
+                place = self._index.find(name, now_ns)
             if place is not None:
                 slab, row = place
-                call.kept.add(self._index.entries[name])
-                call.touched.add(slab)
+                put.kept.add(self._index.entries[name])
+                put.touched.add(slab)
                 self._index.use([place])
-                if place in self._unsynced or now_ns - int(slab.stored[row]) < _YOUNG_NS:
-                    self._sync_too(in_flight, place)
-            elif name in self._index.entries:
+                if slab.syncing or now_ns - int(slab.stored[row]) < _YOUNG_NS:  # another put may be syncing it
+                    put.slabs.add(slab)
+            elif name in self._index.entries and self._index.seize(*self._index.place(name)):
                 self._index.drop(*self._index.place(name))
             return place is not None
 
-    def _sync_too(self, in_flight: _InFlightPut, place: RowAddress) -> None:
-        """Sync another put's object as well: it is young or that put is in flight, so it may not be on the medium."""
-        slab = place[0]
-        known = (
-            put.failed_syncs[slab] for put in (in_flight, self._unsynced.get(place)) if put and slab in put.failed_syncs
-        )
-        in_flight.failed_syncs[slab] = min(known, default=slab.failed_syncs())
-
-    def _write(self, in_flight: _InFlightPut, data: Sequence[Sequence[memoryview]]) -> None:
+    def _write(self, put: Put) -> None:
         pieces = [
-            RowSpan(number, *place, data[number][0], data[number][1:]) for number, place in in_flight.places.items()
+            RowSpan(number, *place, put.data[number][0], put.data[number][1:]) for number, place in put.places.items()
         ]
-        for run, error in self._each_run(runs(pieces), lambda run: run[0].slab.write(run), moving=in_flight.moving):
-            if error is None:
-                continue
-            for piece in run:
-                try:
-                    piece.slab.write([piece])
-                except OSError as its_own:
-                    in_flight.failed[piece.number] = its_own
+        put.failed.update(self._mover.write(pieces, put.moving))
 
-    def _release_rows(self, in_flight: _InFlightPut) -> None:
+    def _release_rows(self, put: Put) -> None:
         """Free the rows once no thread writes to them any more: a write goes on if its caller is interrupted."""
-        while in_flight.moving:
-            moving = in_flight.moving.pop()
+        while put.moving:
+            moving = put.moving.pop()
             if not moving.done():
-                moving.add_done_callback(lambda _: self._release_rows(in_flight))
+                moving.add_done_callback(lambda _: self._release_rows(put))
                 return
-        with suppress(OSError, StorageError), self._changing(), self._lock:
-            self._index.release(in_flight.places.values())
-            self._index.publish()
         with self._lock:
-            self._index.abandon(in_flight.places.values())
-            in_flight.given_up = True
+            self._index.release(put.places.values())
             if not self._open:
                 self._leave_folder()
 
-    def _commit(
-        self,
-        call: Call,
-        in_flight: _InFlightPut,
-        names: Sequence[str],
-        sizes: Sequence[int],
-        answers: dict[int, bool],
-    ) -> None:
-        """Publish the written objects; the rows of the others become FREE or RETIRED."""
-        call.of_group.clear()
-        full, kept, places = list[RowAddress](), list[RowAddress](), [*in_flight.places.items()]
+    def _commit(self, put: Put) -> None:
+        """Publish the written objects, and release the rows of the others."""
+        new, places = list[RowAddress](), [*put.places.items()]
         with self._changing():
             now_ns = self._index.clock.now_ns()
             for at in range(0, len(places), AT_ONCE):
                 with self._lock:
                     for number, (slab, row) in places[at : at + AT_ONCE]:
-                        error = in_flight.failed.get(number)
-                        if not self._index.is_ours((slab, row)):
-                            self._index.release([(slab, row)])
-                        elif error is not None:
-                            bad = error.errno == errno.EIO
-                            self._index.damaged += bad
-                            self._index.drop(slab, row, RETIRED if bad else FREE)
-                            full += [(slab, row)] if error.errno in FULL else []
-                        elif names[number] in self._index.entries:  # another put was faster
-                            self._index.drop(slab, row)
-                            self._sync_too(in_flight, self._index.place(names[number]))
-                            answers[number] = True
+                        there = self._index.find(put.names[number], now_ns)
+                        if self._index.slabs.get(slab.number) is not slab:  # it was removed
+                            put.contended = True
+                        elif number in put.failed:
+                            self._index.damaged += put.failed[number].errno == errno.EIO
+                        elif there is not None:  # another put was faster
+                            put.slabs.add(there[0])
+                            put.answers[number] = True
                         else:
-                            self._index.keep(slab, row, names[number], sizes[number], now_ns)
-                            call.kept.add(slab.number << 32 | row)
-                            kept.append((slab, row))
-                            self._unsynced[slab, row] = in_flight
-                            answers[number] = True
+                            self._index.keep(slab, row, put.names[number], put.size_bytes(number), now_ns)
+                            put.kept.add(slab.number << 32 | row)
+                            new.append((slab, row))
+                            put.slabs.add(slab)
+                            put.answers[number] = True
             with self._lock:
-                self._index.use(kept, count=False)
-            call.stored.append(set(kept))
+                self._index.use(new, count=False)
+            put.stored.update(new)
             self._index.publish(self._lock)
             with self._lock:
-                for slab, row in full:  # FREE in the table, but not tried again while this storage is open
-                    slab.state[row] = RETIRED
+                self._index.release(put.places.values())
+                self._index.retire(put.places[number] for number in put.failed)
             if now_ns - self._saved_ns > _SAVE_CLOCK_NS:
                 self._saved_ns = now_ns
                 self._index.clock.save()
 
-    def _sync(self, in_flight: _InFlightPut, answers: dict[int, bool]) -> None:
-        """Return when the put is durable. If a sync fails, its objects are dropped, since any may be lost."""
-        files = [(slab, file) for slab in in_flight.failed_syncs for file in slab.files]
-        waiting = {}
+    def _sync(self, put: Put) -> None:
+        """Return when the put is durable. A slab of which a sync has failed is dropped, as any object may be lost."""
+        if not self._durable:
+            return
+        files = [(slab, file) for slab in put.slabs for file in slab.files]
         with self._lock:
-            for place, put in [*self._unsynced.items()]:
-                if self._index.slabs.get(place[0].number) is not place[0]:
-                    del self._unsynced[place]
-                elif put is in_flight or (put.given_up and place[0] in in_flight.failed_syncs):
-                    waiting[place] = put
+            for slab in put.slabs:
+                slab.syncing += 1
         try:
-            ended = list(self._each_run(files, lambda one: one[0].sync(one[1]), _SYNC))
-            errors = {slab: error for (slab, _), error in ended if error is not None}
-            for slab, before in in_flight.failed_syncs.items():
-                if slab not in errors and slab.failed_syncs(wait=True) > before:
-                    errors[slab] = OSError(errno.EIO, "the sync of another put failed, and with it perhaps this one's")
-        except BaseException:  # also on an interrupt: the sync of another put settles its rows
-            in_flight.given_up = True
-            raise
-        with self._lock:
-            for place, put in waiting.items():
-                # After a failed sync the kernel takes all data for written, and the next sync succeeds.
-                if place[0].failed_syncs() > put.failed_syncs[place[0]]:
-                    self._index.doubt([place])
-                if self._unsynced.get(place) is put:
-                    del self._unsynced[place]
+            ended = self._mover.sync(files)
+        finally:
+            with self._lock:
+                for slab in put.slabs:
+                    slab.syncing -= 1
+        errors = {slab: error for (slab, _), error in ended if error is not None}
         if errors:
-            answers.update((number, False) for number, (slab, _) in in_flight.places.items() if slab in errors)
-            with suppress(OSError), self._changing(), self._lock:
-                self._index.doubt(self._left_unsynced(errors))
-                self._index.repair()
-                self._index.publish()
+            put.answers.update((number, False) for number, (slab, _) in put.places.items() if slab in errors)
+            with suppress(OSError, StorageError), self._changing():
+                pass  # they are dropped
             raise next(iter(errors.values()))
 
-    def _require_kept(self, call: Call) -> None:
+    def _require_kept(self, put: Put) -> None:
         """OSError: the files of an object for which this put is about to answer were removed."""
-        removed = [slab for slab in call.touched if slab.is_gone()]
+        if not self._folder.is_in_place():
+            raise OSError(errno.ENOENT, f"{self._folder.model.path} was removed or moved away")
+        removed = [slab for slab in put.touched if slab.is_gone()]
         if removed:
             with self._lock:
                 self._require_open()
@@ -539,37 +464,23 @@ class FileStorage(Storage):
         if removed:
             self._give_up(removed)
             raise OSError(errno.ENOENT, f"{removed[0].path} was removed from outside")
-        if not self._folder.is_in_place():
-            raise OSError(errno.ENOENT, f"{self._folder.model.path} was removed or moved away")
 
     def _give_up(self, removed: Iterable[Slab]) -> None:
         with suppress(OSError, StorageError), self._changing():
             self._allocator.give_up(removed)
 
-    def _left_unsynced(self, slabs: Iterable[Slab]) -> list[RowAddress]:
-        """The young objects of processes that have ended, perhaps before they had synced them. A live process sees a
-        failed sync itself, since the kernel reports it once per descriptor."""
-        now_ns, left = self._index.clock.now_ns(), []
-        for slab in slabs:
-            young = (slab.state == STORED) & (now_ns - slab.stored < _YOUNG_NS)
-            mine = (slab.holder == self._folder.number) & (slab.stored >= self._opened_ns)
-            for row in np.flatnonzero(young & ~mine).tolist():
-                holder = int(slab.holder[row])
-                if holder == self._folder.number or not self._folder.is_alive(holder):
-                    left.append((slab, row))
-        return left
-
-    def _used(self, call: Call, names: Sequence[str], answers: dict[int, bool]) -> None:
-        """Mark the objects of a call as used, the first as most recently, whether it is new or not."""
+    def _used(self, put: Put) -> None:
+        """Mark the objects of a put as used, the first as most recently, whether it is new or not."""
         with self._lock:
             self._require_open()
             now_ns = self._index.clock.now_ns()
-            stored = [self._index.find(names[number], now_ns) for number in sorted(answers) if answers[number]]
+            stored = [
+                self._index.find(put.names[number], now_ns) for number in sorted(put.answers) if put.answers[number]
+            ]
             places = list(dict.fromkeys(place for place in stored if place))
             stamps = self._index.use(places, count=False)
-        if len(call.stored) == 1 and call.stored[0].issuperset(places):
-            return  # their entries were just written, in this order
-        self._stamp(stamps)
+        if not put.stored.issuperset(places):  # else their entries were just written, in this order
+            self._stamp(stamps)
 
     def _stamp(self, stamps: Iterable[tuple[Slab, int, int, int]]) -> None:
         with suppress(OSError):  # on a disk that became read-only the order does not matter
@@ -578,77 +489,39 @@ class FileStorage(Storage):
 
     # --- a get, step by step
 
-    def _read(self, pieces: Sequence[RowSpan]) -> tuple[dict[int, int], dict[int, OSError]]:
-        """The bytes read of each piece, and the errors, by number."""
-        counts: dict[int, int] = {}
-        troubles: dict[int, OSError] = {}
-
-        def read(run: list[RowSpan]) -> None:
-            count = run[0].slab.read(run)
-            for piece in run:
-                counts[piece.number] = max(0, min(count, piece.view.nbytes))
-                count -= piece.view.nbytes
-
-        for run, error in self._each_run(runs(pieces), read):
-            for piece in run if error is not None else ():
-                try:
-                    counts[piece.number] = piece.slab.read([piece])
-                except OSError as its_own:
-                    troubles[piece.number] = its_own
-        return counts, troubles
-
     def _retire(self, damaged: Sequence[tuple[Slab, int, int]]) -> None:
-        """Drop objects that cannot be read, and retire their slots until `gc` has checked them."""
+        """Drop objects that cannot be read, and leave their slots alone."""
         with suppress(OSError, StorageError), self._changing(), self._lock:
+            retired = []
             for slab, row, generation in damaged:
-                if self._index.is_current((slab, row), generation):
+                if self._index.is_current((slab, row), generation) and self._index.seize(slab, row):
                     self._index.damaged += 1
-                    self._index.drop(slab, row, RETIRED)
+                    self._index.drop(slab, row)
+                    retired.append((slab, row))
             self._index.publish()
+            self._index.retire(retired)
 
     # --- threads, locks, and the end
 
-    def _each_run(
-        self,
-        work: Sequence[_Work],
-        do: Callable[[_Work], None],
-        pool: int = _MOVE,
-        moving: "list[Future[OSError | None]] | None" = None,
-    ) -> Iterator[tuple[_Work, OSError | None]]:
-        """Do all work, several at once; yields each with its error. The futures are added to `moving`."""
-
-        def tried(one: _Work) -> OSError | None:
-            try:
-                do(one)
-            except OSError as error:
-                return error
-            return None
-
-        if len(work) < 2 or self._threads == 1:
-            yield from [(one, tried(one)) for one in work]
-            return
-        with self._lock:
-            self._require_open()
-            if not self._pools:
-                self._pools = [WorkerPool(self._threads, f"kvarve files {what}") for what in ("move", "sync")]
-            futures: list[Future[OSError | None]] = [Future() for _ in work]
-            if moving is not None:
-                moving += futures
-            for one, future in zip(work, futures, strict=True):
-                self._pools[pool].run(partial(tried, one), future)
-        yield from [(one, future.result()) for one, future in zip(work, futures, strict=True)]
-
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Exclude all other threads and processes that change tables, and refresh the index."""
+        """Exclude all other threads that change rows, and refresh the index."""
         with self._writing:
             with self._lock:
                 self._require_open()
-            with self._folder.mutex():
+            index = self._index
+            try:
                 with self._lock:
-                    self._index.refresh(closely=True)
-                    self._index.repair()
+                    index.look_again()
+                    index.refresh()
+                    index.repair()
+                self._allocator.drop_failed()
                 yield
+                index.publish(self._lock)  # what was repaired, if the caller had no changes
+            except BaseException:  # also on an interrupt
+                with self._lock:
+                    index.revert()
+                raise
 
     def _require_open(self) -> None:
         if not self._open:
@@ -662,18 +535,17 @@ class FileStorage(Storage):
     def _release_slabs(self) -> None:
         """Drop the slabs; one that is being read is closed when the read has ended."""
         self._index.close()
-        self._unsynced.clear()
-        for pool in self._pools:
-            pool.shutdown()
-        self._pools = []
+        self._mover.close()
 
     def _leave_to_parent(self) -> None:
         """In a child after fork: the folder stays the parent's, and this process must not hold on to its locks."""
         self._writing, self._lock = threading.Lock(), threading.Lock()  # a thread of the parent may have held them
-        self._pools = []  # their threads are the parent's
+        self._mover.leave_to_parent()
         self._folder.abandon()
         if self._open:
             self._open = False
+            for slab in {*self._index.slabs.values(), *self._index.held}:
+                slab.close()  # a thread of the parent may have been using it, and its locks are the parent's
             self._release_slabs()
 
 

@@ -2,8 +2,8 @@
 
     table   header, entries, zeros up to whole blocks, the header once more as its last 256 bytes
     header  magic 8, format u32, 0 u32, owner u64 (of the label), identity u64, slot bytes u64, slots u64, check u64
-    entry   check u64; state u8, 0 u8, holder u16, generation u32; length u64; stored u64 (ns); name 200, zeros behind;
-            0 u64; used u64 (ns), uses u64
+    entry   check u64; state u8, 0 u24, generation u32; length u64; stored u64 (ns); name 200, zeros behind; 0 u64;
+            used u64 (ns), uses u64
 
 Little-endian. An entry lies within one sector of the disk, so a power cut leaves the old one or the new one; its check,
 a checksum with the slab and the row in it, detects damage and misplaced writes. Time and number of uses are outside the
@@ -12,8 +12,8 @@ by numpy. Values are accepted within bounds only: legal names, lengths that fit,
 """
 
 import hashlib
+import itertools
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,16 +31,17 @@ ENTRY_WORDS = ENTRY_BYTES // 8
 NAME_BYTES = 200
 _CHECK, _STATE, _LENGTH, _STORED, _NAME, _USED, _USES = 0, 1, 2, 3, 4, 30, 31
 _CHECKED = slice(1, _USED)
-USED_AT = 8 * _USED  # within the entry; 16 bytes, `STAMP`
+STATE_AT, USED_AT = 8 * _STATE, 8 * _USED  # within the entry; 8 bytes, and 16 bytes, `STAMP`
 STAMP = struct.Struct("<QQ")
 
-# The states of a row. The last two are never written: a reader gives them to an entry that fails its check, which may
-# be half written by another process, and to one that the disk cannot read.
-STATES = ("free", "reserved", "stored", "retired", "broken", "unreadable")
-FREE, RESERVED, STORED, RETIRED, BROKEN, UNREADABLE = range(6)
+# The states of a row. Only the first two are written. In the table a row is FREE also while a call of this process
+# fills it, and if its slot could not be written or read: it is RETIRED for this process. BROKEN: the entry fails its
+# check, as another process may have half written it, or the disk cannot read it. DUPLICATE: another row has its name.
+STATES = ("free", "stored", "reserved", "retired", "broken", "duplicate")
+FREE, STORED, RESERVED, RETIRED, BROKEN, DUPLICATE = range(6)
 
 _HEADER = struct.Struct("<8sIIQQQQ")
-_MAGIC, _FORMAT = b"kvarveSL", 2
+_MAGIC, _FORMAT = b"kvarveSL", 3
 MOST_USES = 1 << 40
 _SECOND_NS = 1_000_000_000
 _MASK = (1 << 64) - 1
@@ -141,7 +142,6 @@ class Columns:
     """Some entries side by side. `names` has those of STORED rows only, in their order."""
 
     state: npt.NDArray[np.uint8]
-    holder: npt.NDArray[np.uint16]
     generation: npt.NDArray[np.uint32]
     length: Rows
     stored: Rows
@@ -149,18 +149,28 @@ class Columns:
     uses: Rows
     names: list[str]
 
+    def only(self, rows: npt.NDArray[np.bool_]) -> "Columns":
+        """Some of these entries."""
+        return Columns(
+            self.state[rows],
+            self.generation[rows],
+            self.length[rows],
+            self.stored[rows],
+            self.used[rows],
+            self.uses[rows],
+            list(itertools.compress(self.names, rows[self.state == STORED].tolist())),
+        )
+
 
 def read_entries(
     raw: bytes | bytearray,
     identity: int,
     first_row: int,
     slot_bytes: int,
-    unreadable: Sequence[int] = (),
     *,
     named: bool = True,
 ) -> Columns:
-    """The entries from `first_row` on. An entry that fails its check is BROKEN, one never written is FREE, and one of
-    the `unreadable` (counted from the first) is UNREADABLE."""
+    """The entries from `first_row` on. An entry that fails its check is BROKEN, one never written is FREE."""
     entries = np.frombuffer(raw, np.uint64).reshape(-1, ENTRY_WORDS)
     rows = np.arange(first_row, first_row + len(entries))
     whole = entries[:, _CHECK] == _checks(entries, identity, rows)
@@ -168,10 +178,9 @@ def read_entries(
     blank = ~whole & (state == FREE)
     blank[blank] = ~entries[blank][:, _CHECKED].any(axis=1)
     length = entries[:, _LENGTH].astype(np.int64)
-    whole &= (state <= RETIRED) & (length >= 0) & (length <= slot_bytes)
+    whole &= (state <= STORED) & (length >= 0) & (length <= slot_bytes)
     state[~whole] = BROKEN
     state[blank] = FREE
-    state[list(unreadable)] = UNREADABLE
     names = np.ndarray((len(entries),), f"S{NAME_BYTES}", raw, 8 * _NAME, (ENTRY_BYTES,))
     found = names[state == STORED].tolist() if named else []
     if not all(found) or b"".join(found).translate(None, LEGAL) or b"." in found or b".." in found:
@@ -180,7 +189,6 @@ def read_entries(
         found = names[state == STORED].tolist()
     return Columns(
         state,
-        (entries[:, _STATE] >> np.uint64(16)).astype(np.uint16),
         (entries[:, _STATE] >> np.uint64(32)).astype(np.uint32),
         length,
         entries[:, _STORED].astype(np.int64),
@@ -188,6 +196,11 @@ def read_entries(
         np.minimum(entries[:, _USES], MOST_USES).astype(np.int64),
         b"\n".join(found).decode().split("\n") if found else [],
     )
+
+
+def state_word(state: int, generation: int) -> bytes:
+    """An entry's state and generation as they are written."""
+    return (state | generation << 32).to_bytes(8, "little")
 
 
 def times(found: Columns, now_ns: int) -> tuple[Rows, Rows]:
@@ -200,11 +213,7 @@ def times(found: Columns, now_ns: int) -> tuple[Rows, Rows]:
 def write_entries(columns: Columns, identity: int, rows: Rows) -> bytes:
     """The entries for these rows, one behind the other; `columns.names` has one name for each, "" if it has none."""
     entries = np.zeros((len(rows), ENTRY_WORDS), np.uint64)
-    entries[:, _STATE] = (
-        columns.state.astype(np.uint64)
-        | columns.holder.astype(np.uint64) << np.uint64(16)
-        | columns.generation.astype(np.uint64) << np.uint64(32)
-    )
+    entries[:, _STATE] = columns.state.astype(np.uint64) | columns.generation.astype(np.uint64) << np.uint64(32)
     entries[:, _LENGTH] = columns.length
     entries[:, _STORED] = columns.stored
     names = np.ndarray((len(rows),), f"S{NAME_BYTES}", entries, 8 * _NAME, (ENTRY_BYTES,))
