@@ -1,5 +1,6 @@
 """A storage that compresses: the same records come out, whoever reads them, and `auto` does so only where it pays."""
 
+import errno
 import os
 import sys
 import threading
@@ -419,5 +420,21 @@ def test_a_forked_child_writes_nothing_into_its_parents_buffers():
         os._exit(0)
     os.waitpid(child, 0)
     assert bytes(buffer) == before
+    assert all_right(storage, pages)
+    storage.close()
+
+
+def test_where_no_memory_is_left_for_a_buffer_records_are_stored_as_they_are(monkeypatch):
+    storage, pages = Compressed(memory(), "zstd"), records(3)
+
+    def full(*_):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compression.mmap, "mmap", full)
+        for _ in range(BUFFERS + 1):
+            assert all(put_all(storage, {"one": pages["bfloat16-0"]}))
+    assert all(put_all(storage, pages))
+    assert storage.pools["attention"].stored_bytes < storage.pools["attention"].plain_bytes, "there is memory again"
     assert all_right(storage, pages)
     storage.close()

@@ -282,7 +282,12 @@ class _Buffers:
                 self._left -= 1
             else:
                 return None
-        buffer = memoryview(mmap.mmap(-1, max(BUFFER_BYTES, size_bytes)))  # aligned for direct I/O
+        try:
+            buffer = memoryview(mmap.mmap(-1, max(BUFFER_BYTES, size_bytes)))  # aligned for direct I/O
+        except OSError:  # no memory is left: a later call tries again
+            with self._lock:
+                self._left += 1
+            return None
         self._register(HostRegion(buffer))
         return buffer
 
