@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvarve.config import NO_HOST, spacing, split
+from kvarve.config import NO_HOST, cut_memory, spacing, split
 from kvarve.core.cache import Core
 from kvarve.core.effects import Copy, Ended, Hurry, Page, Probe, Transfer
 from kvarve.core.policies import WAIT_COMPLETE, Policies
@@ -124,8 +124,19 @@ class SimulationConfig:
         slots = {Tier.DEVICE: split(self.device_memory, *shape, records=False, what="device", per_snapshot=apart)}
         if self.host_memory:
             slots[Tier.HOST] = split(self.host_memory, *shape, records=True, what="host", per_snapshot=apart)
+        extents = {}
+        for tier, memory in {Tier.DEVICE: self.device_memory, Tier.HOST: self.host_memory}.items():
+            cut = None if self.policies.tokens_per_snapshot else cut_memory(memory, *shape, records=tier is Tier.HOST)
+            if cut is not None:
+                extents[tier] = cut[0]
         return CoreConfig(
-            shape[0], slots, self.page_tokens, self.grid, storage=bool(self.storage_memory), policies=self.policies
+            shape[0],
+            slots,
+            self.page_tokens,
+            self.grid,
+            storage=bool(self.storage_memory),
+            policies=self.policies,
+            extents=extents,
         )
 
 

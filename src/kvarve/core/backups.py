@@ -484,11 +484,11 @@ class Backups:
         if self.state.config.policies.write is not WritePolicy.WRITE_BACK:
             return
         backing_off = self.copies.storage and self.backing_off()
-        for place, capacity in enumerate(self.slot_pools.capacity):
+        for place in range(len(self.slot_pools.capacity)):
             tier, pool = self.slot_pools.tier(place), place % len(self.pools)
             if backing_off and tier is Tier.HOST:  # its pages could not be stored, and perhaps need not go
                 continue
-            short = capacity // 8 - len(self.slot_pools.free[place])
+            short = self.slot_pools.committed(place) // 8 - len(self.slot_pools.free[place])
             coming = sum(
                 page.pool == pool
                 for op in self.copies.ops.values()

@@ -1,7 +1,8 @@
 """The core's settings and counters."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kvarve.core.extents import Cut
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
 from kvarve.model import MEMORY_TIERS, PoolSpec, Tier
@@ -27,6 +28,7 @@ class CoreConfig:
     load_deadline_s: float = LOAD_DEADLINE_S  # how long a request waits for a copy to the device that never ends
     batch_pages: int = 16  # pages per copy: these can be late together; small, so that checks overlap with reads
     backup_pages: int = 256  # pages that backups may have in flight at once
+    extents: dict[Tier, Cut] = field(default_factory=dict)  # of a tier that pools share; `slots` divides it for shares
     offload_horizon_bytes: int = 0  # stored between two checks of that; 0: `HORIZON_HOSTS` times the host
 
     def __post_init__(self) -> None:
