@@ -106,9 +106,9 @@ def room_for(
 
 def cut_memory(
     memory: int, pools: Sequence[PoolSpec], page_tokens: int, chunk_tokens: int, *, records: bool
-) -> tuple[Cut, int] | None:
-    """Extents of `memory` bytes for pools that share it, and the bytes of one; None if memory is too small to be cut,
-    or has one pool. Several chains do not share: admission counts what is left for each of them by itself."""
+) -> Cut | None:
+    """Extents of `memory` bytes for pools that share it; None if memory is too small to be cut, or has one pool.
+    Several chains do not share: admission counts what is left for each of them by itself."""
     if len(pools) < 2 or sum(pool.lookback is None for pool in pools) > 1:
         return None
     sizes, _, fewest = _slot_prices(pools, page_tokens, chunk_tokens, records, 0)

@@ -27,10 +27,9 @@ def owned(world: World) -> list[int]:
 def test_a_budget_is_cut_into_whole_slots_of_every_pool() -> None:
     for budget, sizes in product([10**4, 10**6, 10**9], [(12, 77), (4096, 8192, 4096), (1, 1000), (7, 7)]):
         if (found := cut(budget, sizes, [2] * len(sizes))) is not None:
-            cut_, extent = found
-            assert cut_.count * extent <= budget and all(per for per in cut_.per)
-            assert all(per * size <= extent for per, size in zip(cut_.per, sizes, strict=True))
-            assert all(least * per >= 2 for least, per in zip(cut_.least, cut_.per, strict=True))
+            assert found.count * found.nbytes <= budget and all(found.per)
+            assert all(per * size <= found.nbytes for per, size in zip(found.per, sizes, strict=True))
+            assert all(least * per >= 2 for least, per in zip(found.least, found.per, strict=True))
     assert cut(100, (12, 77), (2, 2)) is None, "too little for two slots of each"
 
 
@@ -38,8 +37,8 @@ def test_a_budget_is_cut_into_whole_slots_of_every_pool() -> None:
 def test_the_slots_of_an_extent_begin_at_whole_blocks(sizes: tuple[int, ...]) -> None:
     found = cut(4096 * 10**5, sizes, [2] * len(sizes), unit=4096)
     assert found is not None
-    for per, size in zip(found[0].per, sizes, strict=True):
-        assert found[1] % per == 0 and found[1] // per % 4096 == 0 and found[1] // per >= size
+    for per, size in zip(found.per, sizes, strict=True):
+        assert found.nbytes % per == 0 and found.nbytes // per % 4096 == 0 and found.nbytes // per >= size
 
 
 def test_one_pool_and_several_chains_do_not_share() -> None:

@@ -18,11 +18,16 @@ TIMES = 16  # slots of the largest kind in an extent, at most
 @dataclass(frozen=True)
 class Cut:
     """How a memory tier is cut: into `count` extents, of which each holds `per[pool]` slots of a pool, and of which
-    each pool can always have `least[pool]`."""
+    each pool can always have `least[pool]`. `nbytes`: of an extent, for who has the bytes."""
 
     count: int
     per: tuple[int, ...]
     least: tuple[int, ...]
+    nbytes: int = 0
+
+    def slots(self, pool: int) -> int:
+        """The slots that a pool would have in all of them."""
+        return self.count * self.per[pool]
 
     def most(self, pool: int) -> int:
         """The slots that a pool can have at most."""
@@ -33,6 +38,7 @@ class Extents:
     def __init__(self, cut: Cut) -> None:
         self.cut = cut
         self.pool_of = [NONE] * cut.count
+        self.left: set[tuple[int, int]] = set()  # pools and extents that they had, for who gives memory back
         self.owned = [0] * len(cut.per)  # extents of each pool
         self.loose = array("i", range(cut.count - 1, -1, -1))  # of no pool
         self._taken = [0] * cut.count  # of its slots, how many are not free
@@ -65,6 +71,7 @@ class Extents:
         extent = self.loose.pop()
         self.pool_of[extent] = pool
         self.owned[pool] += 1
+        self.left.discard((pool, extent))
         self._empty[pool].add(extent)
         return self.slots(pool, extent)
 
@@ -94,6 +101,7 @@ class Extents:
         # The last ones, so that a pool's slots gather at the start of the tier, whatever the order of a set is.
         gone = set(sorted(self._empty[pool])[-count:])
         self._empty[pool] -= gone
+        self.left |= {(pool, extent) for extent in gone}
         self.owned[pool] -= len(gone)
         for extent in gone:
             self.pool_of[extent] = NONE
@@ -102,14 +110,14 @@ class Extents:
         return array("i", [slot for slot in free if slot // per not in gone])
 
 
-def cut(budget: int, sizes: Sequence[int], fewest: Sequence[int], unit: int = 1) -> tuple[Cut, int] | None:
-    """Cut `budget` bytes for pools whose slots take `sizes` bytes, of which each needs `fewest`; and the bytes of an
-    extent, of which each pool's share is a multiple of `unit`. None if so few bytes cannot be cut.
+def cut(budget: int, sizes: Sequence[int], fewest: Sequence[int], unit: int = 1) -> Cut | None:
+    """Cut `budget` bytes for pools whose slots take `sizes` bytes, of which each needs `fewest`; an extent is a
+    multiple of `unit` bytes for each slot. None if so few bytes cannot be cut.
 
     Large extents waste little where slots do not fill them; of small ones few pages have to leave before one is empty.
     """
     largest = max(sizes)
-    found: list[tuple[float, Cut, int]] = []
+    found: list[tuple[float, Cut]] = []
     for times in range(1, TIMES + 1):
         per = tuple(times * largest // size for size in sizes)
         step = unit * math.lcm(*per) if unit > 1 else 1
@@ -119,8 +127,5 @@ def cut(budget: int, sizes: Sequence[int], fewest: Sequence[int], unit: int = 1)
             continue
         waste = max(1 - each * size / extent for each, size in zip(per, sizes, strict=True))
         count = budget // extent
-        found.append((waste + LOST / count, Cut(count, per, least), extent))
-    if not found:
-        return None
-    _, best, extent = min(found, key=lambda each: each[0])  # of equal ones the first
-    return best, extent
+        found.append((waste + LOST / count, Cut(count, per, least, extent)))
+    return min(found, key=lambda each: each[0])[1] if found else None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvarve.boundaries import leading, members, of, ones, read_before, span, union
 from kvarve.core.eviction import order_for
 from kvarve.core.eviction.order import OrderContext
-from kvarve.core.extents import Extents
+from kvarve.core.extents import Cut, Extents
 from kvarve.core.ghosts import Ghosts
 from kvarve.core.tree import Root, Run, upward
 from kvarve.errors import ConfigError
@@ -42,18 +42,20 @@ class SlotPools:
         # By a set of tiers: the numbers of those of them that are memory of ours.
         self._memory_in = {tiers: [self._numbers[tier] for tier in tiers if tier in self.memory] for tiers in sets}
         self._others = [tuple(other for other in tiers if other != tier) for tier in tiers]
-        self.capacity = [count for tier in self.memory for count in config.slots.get(tier, (0,) * pools)]
+        divided = [config.slots.get(tier, (0,) * pools) for tier in self.memory]
+        self.extents = [Extents(each) if isinstance(each, Cut) else None for each in divided]
+        # The slots that a place can have at most: where pools share a tier, it has fewer for now (`committed`).
+        self.capacity = [
+            slots for each in divided for slots in (map(each.most, range(pools)) if isinstance(each, Cut) else each)
+        ]
         for place, count in enumerate(self.capacity):
             if count < 0:
                 tier, pool = self.tier(place), self.pools[place % pools]
                 raise ConfigError(f"pool {pool.name}: {count} slots on the {tier.name.lower()}")
-        self.free = [array("i", range(count - 1, -1, -1)) for count in self.capacity]
-        self.extents = [Extents(cut) if (cut := config.extents.get(tier)) else None for tier in self.memory]
-        for number, extents in enumerate(self.extents):
-            if extents is not None:
-                shared = slice(number * pools, (number + 1) * pools)
-                self.capacity[shared] = [extents.cut.most(each) for each in range(pools)]
-                self.free[shared] = [array("i") for _ in range(pools)]
+        self.free = [
+            array("i", range(0 if self.extents[place // pools] else count)[::-1])
+            for place, count in enumerate(self.capacity)
+        ]
         self._lookbacks = [pool.lookback for pool in self.pools] * len(self.memory)  # by place
         cost = config.policies.cost(config.page_tokens)
         contexts = [
@@ -89,6 +91,13 @@ class SlotPools:
         number, pool = divmod(place, len(self.pools))
         extents = self.extents[number]
         return self.capacity[place] if extents is None else extents.owned[pool] * extents.cut.per[pool]
+
+    def unused(self, place: int) -> int:
+        """How many slots a place could reserve without an eviction."""
+        number, pool = divmod(place, len(self.pools))
+        extents = self.extents[number]
+        loose = 0 if extents is None or not extents.may_grow(pool) else len(extents.loose) * extents.cut.per[pool]
+        return len(self.free[place]) + loose
 
     def is_chain(self, place: int) -> bool:
         return self.pools[place % len(self.pools)].lookback is None

@@ -13,7 +13,7 @@ from typing import Any
 from kvarve.core.eviction import ORDERS
 from kvarve.core.extents import Cut
 from kvarve.core.policies import BEST_EFFORT, WAIT_COMPLETE, Patience, Policies, WritePolicy
-from kvarve.core.settings import CoreConfig
+from kvarve.core.settings import CoreConfig, Slots
 from kvarve.keys import pack
 from kvarve.model import BufferSpec, PoolSpec, Tier
 
@@ -39,19 +39,17 @@ def config(
     """A small core: slots of each pool, or one number for all; no host tier by default. `cut`: of tiers that the pools
     share, how many extents they have, and of each pool the slots in one and its least. `rest` names policies too."""
     policies = {each.name: rest.pop(each.name) for each in fields(Policies) if each.name in rest}
-    slots: dict[Tier, tuple[int, ...]] = {}
+    slots: Slots = {}
     if device is not None:
         slots[Tier.DEVICE] = (device,) * len(pools) if isinstance(device, int) else tuple(device)
     if host:
         slots[Tier.HOST] = (host,) * len(pools) if isinstance(host, int) else tuple(host)
+    for tier in slots:
+        if tier.name.lower() in cut:
+            count, per, least = cut[tier.name.lower()]
+            slots[tier] = Cut(count, tuple(per), tuple(least))
     return CoreConfig(
-        pools,
-        slots,
-        page_tokens=PAGE_TOKENS,
-        chunk_tokens=PAGE_TOKENS * grid,
-        policies=Policies(**policies),
-        extents={Tier[name.upper()]: Cut(count, tuple(per), tuple(least)) for name, (count, per, least) in cut.items()},
-        **rest,
+        pools, slots, page_tokens=PAGE_TOKENS, chunk_tokens=PAGE_TOKENS * grid, policies=Policies(**policies), **rest
     )
 
 
