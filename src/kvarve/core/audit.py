@@ -3,6 +3,7 @@
 Sets of positions are integers, as in the core, so that the laws can be checked after every input of a long life.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 
 from kvarve.core.cache import Core
@@ -157,10 +158,10 @@ def _audit_extents(core: Core) -> None:
         for pool in pools:
             per, place = extents.cut.per[pool], number * len(core.pools) + pool
             _check(counts[pool] * per <= core.slot_pools.capacity[place], "a pool has at most its most")
-            free = [slot // per for slot in core.slot_pools.free[place]]
-            for at in range(extents.cut.count):
-                if extents.pool_of[at] == pool:
-                    _check(extents.in_use(at) == per - free.count(at), "the slots in use of an extent are counted")
+            free = Counter(slot // per for slot in core.slot_pools.free[place])
+            for at, has in enumerate(extents.pool_of):
+                if has == pool:
+                    _check(extents.in_use(at) == per - free[at], "the slots in use of an extent are counted")
 
 
 def _audit_counts(core: Core, runs: list[Run]) -> None:
