@@ -16,6 +16,7 @@ from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
 from kvarve.storage.file.disk import Directory
 from kvarve.storage.file.index import Put
+from kvarve.testing.faulty_disk import Died
 from kvarve.testing.suite import LABEL
 
 # --- a table that cannot be read for a moment
@@ -110,6 +111,32 @@ def test_rows_that_a_process_was_filling_when_it_died_are_filled_by_the_others(t
     assert lies.count(slab.number) == 11, "without a sweep, and though nothing was told"
     assert intact(one, some) == set(some)
     one.close()
+
+
+def test_a_reader_that_was_not_told_of_a_deletion_gets_no_bytes_of_the_next_object(tmp_path: Path) -> None:
+    """A process dies when it has freed a row in the table, and before it tells; the next one fills that row."""
+
+    def dies(*told: object, **how: object) -> None:
+        raise Died
+
+    folder, (old, new) = tmp_path / "store", pages("full", 1, 2)
+    reader, dying = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
+    assert store(reader, [old]) == [True]
+    dying._index.changes.tell = dies  # type: ignore[method-assign]
+    with pytest.raises(Died):
+        dying.delete([old.name])
+    die(dying)
+    filling, put = opened(folder, capacity=MIB), Put([new.name], [[new.record()]])
+    filling._reserve(put, [0])
+    filling._write(put)
+    place, (slab, row) = reader._index.place(old.name), put.places[0]
+    assert (place[0].number, place[1]) == (slab.number, row)
+    buffer = memoryview(bytearray(len(old.record())))
+    assert reader.get([old.name], [buffer]) == [None]
+    filling._commit(put)
+    assert intact(reader, [old, new]) == {new}
+    reader.close()
+    filling.close()
 
 
 def test_a_slab_is_not_removed_while_another_process_fills_a_row_of_it(tmp_path: Path) -> None:

@@ -272,3 +272,19 @@ def test_without_durable_nothing_is_synced_and_what_a_power_cut_leaves_is_a_hit_
         assert all(store(again, some))
         assert intact(again, some) == set(some)
         again.close()
+
+
+def test_a_durable_put_into_a_slab_that_a_process_without_syncs_has_made_survives_a_power_cut(tmp_path: Path) -> None:
+    disk, (theirs, mine) = FaultyDisk(tmp_path / "store"), pages("full", 1, 2)
+    disk.root.mkdir()
+    careless = FileStorage(disk.root, MIB, LABEL, "model A", threads=1, disk=disk, durable=False)
+    durable = FileStorage(disk.root, MIB, LABEL, "model A", threads=1, disk=disk)
+    assert store(careless, [theirs]) == [True]
+    assert store(durable, [mine]) == [True]
+    assert durable._index.place(mine.name)[0].number == careless._index.place(theirs.name)[0].number
+    disk.after(len(disk.events), tmp_path / "cut", "dropped")
+    again = opened(tmp_path / "cut", capacity=MIB)
+    assert mine in intact(again, [theirs, mine])
+    again.close()
+    careless.close()
+    durable.close()

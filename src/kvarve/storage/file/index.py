@@ -490,8 +490,12 @@ class Index:
         return None
 
     def fill(self, place: RowAddress) -> None:
-        """A seized row is to be filled."""
-        place[0].state[place[1]] = RESERVED
+        """A seized row is to be filled. If it has had an object, it is told again that this one is gone: whoever dropped
+        it may have died before, and a reader would take the new bytes for it."""
+        slab, row = place
+        slab.state[row] = RESERVED
+        if slab.generation[row]:
+            self._dirty[slab].add(row)
 
     # --- slabs, with the mutex held
 

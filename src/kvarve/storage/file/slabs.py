@@ -69,6 +69,7 @@ class Slab:
         table: int,
         file: int,
         *,
+        named: bool = False,
         read_only: bool = False,
     ) -> None:
         self.disk, self.folder, self.number, self.path = disk, folder, number, folder.path / slab_name(number)
@@ -96,6 +97,7 @@ class Slab:
         self._syncing = {each: threading.Lock() for each in self.files}
         self._syncs_begun = dict.fromkeys(self.files, 0)
         self.syncing = 0  # puts that have entered objects here and have not synced them yet
+        self._named = named  # its names are on the medium; of one that another process made that is unknown
         self.failed = 0  # errno of a sync that failed: any object may be missing on the medium, so the slab has to go
 
     @staticmethod
@@ -120,7 +122,7 @@ class Slab:
             with suppress(OSError):
                 unlink(disk, folder, number, "it could not be made whole")
             raise
-        return Slab(disk, folder, number, shape, identity, files[1], files[0])
+        return Slab(disk, folder, number, shape, identity, files[1], files[0], named=durable)
 
     @staticmethod
     def open(
@@ -294,6 +296,9 @@ class Slab:
             if self._syncs_begun[file] < needed and not self.failed:
                 self._syncs_begun[file] += 1
                 try:
+                    if not self._named:  # a process that does not sync may have made it
+                        self.disk.sync_folder(self.folder)
+                        self._named = True
                     self.disk.sync(file)
                 except BaseException as error:  # also on an interrupt
                     self.failed = getattr(error, "errno", None) or errno.EIO
