@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from file_disks import MIB, Rigged, WithoutSync, changing, file_name, total
+from file_disks import MIB, Clockwork, Rigged, WithoutSync, changing, file_name, total
 from test_crashes import Quick, intact, names, pages, store
 
 from kvarve.errors import StorageError
@@ -147,9 +147,9 @@ def test_slabs_removed_from_outside_are_lost_alone_and_nothing_is_confirmed_in_t
             if how == "another name is kept":
                 (tmp_path / path.name).hardlink_to(path)
             path.rename(tmp_path / path.name) if how == "moved away" else path.unlink()
-    with pytest.raises(StorageError, match="was removed from outside"):
+    with pytest.raises(StorageError, match="was removed or cut from outside"):
         store(storage, held[:1])
-    assert f"{slab.path}: its files were removed from outside" in caplog.text
+    assert f"{slab.path}: its files were removed or cut from outside" in caplog.text
     assert storage.exists(names(held)) == [False] * len(held)
     assert intact(storage, SOME) == set(SOME) - set(held)
     assert all(store(storage, held))
@@ -157,6 +157,25 @@ def test_slabs_removed_from_outside_are_lost_alone_and_nothing_is_confirmed_in_t
     storage = opened(folder)
     assert intact(storage, SOME) == set(SOME)
     assert total(folder) <= MIB
+    storage.close()
+
+
+def test_a_slab_whose_table_was_cut_is_lost_and_its_space_is_used_again(tmp_path):
+    folder, disk, some = tmp_path / "store", Clockwork(), pages("full", *range(230))
+    storage, beside = opened(folder, disk), opened(folder, disk)
+    assert all(store(storage, some))
+    slabs = [*storage._index.slabs.values()]
+    for slab in slabs:
+        os.truncate(f"{slab.path}.table", 256)
+    disk.elapse(2)
+    assert all(store(storage, some))
+    assert intact(storage, some) == intact(beside, some) == set(some)
+    assert storage._index.states()["broken"] == 0
+    assert total(folder) <= MIB
+    storage.close()
+    beside.close()
+    storage = opened(folder)
+    assert intact(storage, some) == set(some)
     storage.close()
 
 

@@ -331,14 +331,14 @@ class SlabAllocator:
         return True
 
     def give_up(self, slabs: Iterable[Slab]) -> None:
-        """Drop slabs whose files were removed from outside."""
+        """Drop slabs whose files were removed or cut from outside."""
         for slab in slabs:
             with self._alone():
                 if self._index.slabs.get(slab.number) is not slab:
                     continue
                 self._index.lost += int((slab.state == STORED).sum())
                 self._index.remove(slab, self._lock)
-            log.warning("%s: its files were removed from outside, and all its objects are lost", slab.path)
+            log.warning("%s: its files were removed or cut from outside, and all its objects are lost", slab.path)
 
     def drop_failed(self) -> None:
         """Remove the slabs of which a sync has failed. This process uses them no more even if that fails; the next

@@ -271,8 +271,10 @@ class Slab:
             self.searched = True  # from now on rows that become free are added
 
     def is_gone(self) -> bool:
-        """Whether one of its files was removed or moved away, so that writes to it are lost."""
-        return not all(self.disk.is_there(*place) for place in self._places)
+        """Whether one of its files was removed or moved away, so that writes to it are lost; or its table was cut, and
+        with that the header by which it could be opened again."""
+        there = all(self.disk.is_there(*place) for place in self._places)
+        return not there or self.disk.size(self.table) < self.shape.table_bytes
 
     def is_solid(self) -> bool:
         """Whether the disk has blocks allocated for all its slots, also those never filled."""

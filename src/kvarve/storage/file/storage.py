@@ -463,7 +463,7 @@ class FileStorage(Storage):
                 removed = [slab for slab in removed if self._index.slabs.get(slab.number) is slab]
         if removed:
             self._give_up(removed)
-            raise OSError(errno.ENOENT, f"{removed[0].path} was removed from outside")
+            raise OSError(errno.ENOENT, f"{removed[0].path} was removed or cut from outside")
 
     def _give_up(self, removed: Iterable[Slab]) -> None:
         with suppress(OSError, StorageError), self._changing():
