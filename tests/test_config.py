@@ -13,7 +13,7 @@ from kvarve.config import CacheConfig, room_for, spacing, split
 from kvarve.core.policies import Policies, WritePolicy
 from kvarve.errors import ConfigError
 from kvarve.memory.record import record_bytes
-from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
+from kvarve.model import BufferSpec, ModelIdentity, PoolSpec, Tier
 from kvarve.prefix_cache import PrefixCache
 from kvarve.sizes import parse_size
 from kvarve.storage import MemoryStorage
@@ -182,7 +182,7 @@ def test_a_storage_that_could_never_be_used_is_refused_however_it_is_given() -> 
 
 def test_checking_alone_makes_nothing(tmp_path: Path) -> None:
     slots = check(IDENTITY, CacheConfig(MIB, MIB, f"file://{tmp_path}/store?capacity=1GiB"))
-    assert {len(count) for count in slots.values()} == {3}
+    assert {*slots} == {Tier.DEVICE, Tier.HOST}
     assert not [*tmp_path.iterdir()]
 
 

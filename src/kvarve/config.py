@@ -4,10 +4,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvarve.core.extents import Cut, cut
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
 from kvarve.memory.layouts import PAGE_FIRST_DIRECT, check_layout
-from kvarve.memory.record import record_bytes
+from kvarve.memory.record import BLOCK_BYTES, record_bytes
 from kvarve.model import ModelIdentity, PoolSpec
 from kvarve.sizes import format_size, parse_size
 
@@ -101,6 +102,17 @@ def room_for(
     pages = math.ceil(tokens / page_tokens)
     slots = [few + math.ceil(pages * share) for few, share in zip(fewest, shares, strict=True)]
     return sum(size * count for size, count in zip(sizes, slots, strict=True)) + sum(sizes)
+
+
+def cut_memory(
+    memory: int, pools: Sequence[PoolSpec], page_tokens: int, chunk_tokens: int, *, records: bool
+) -> Cut | None:
+    """Extents of `memory` bytes for pools that share it; None if memory is too small to be cut, or has one pool.
+    Several chains do not share: admission counts what is left for each of them by itself."""
+    if len(pools) < 2 or sum(pool.lookback is None for pool in pools) > 1:
+        return None
+    sizes, _, fewest = _slot_prices(pools, page_tokens, chunk_tokens, records, 0)
+    return cut(memory, sizes, fewest, BLOCK_BYTES if records else 1)
 
 
 def _slot_prices(

@@ -230,3 +230,5 @@ class PrefixCache:
     def _send(self) -> None:
         if orders := self.scheduler.take():
             self.worker.do(orders)
+        if left := self.scheduler.left():
+            self.worker.release(left)

@@ -24,7 +24,7 @@ from kvarve.core.effects import Release
 from kvarve.core.headroom import Demand
 from kvarve.core.lease import Lease
 from kvarve.core.outside import EngineCore, core_for
-from kvarve.core.settings import CoreConfig, Counters
+from kvarve.core.settings import CoreConfig, Counters, Slots
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES, bind_to_chunk, names, pack, root_key
 from kvarve.messages import ChangeMade, ChangeProposed, Order, Report
 from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
@@ -61,7 +61,7 @@ class CacheScheduler:
         self,
         identity: ModelIdentity,
         config: CacheConfig,
-        slots: dict[Tier, tuple[int, ...]],
+        slots: Slots,
         *,
         storage: bool = False,
         agreement: Agreement | None = None,
@@ -253,6 +253,14 @@ class CacheScheduler:
         pages = min((slot_pools.capacity[pool] for pool in slot_pools.chains), default=1 << 40)
         return pages * self.identity.page_tokens
 
+    def left(self) -> list[tuple[int, int]]:
+        """The device's extents that have left a pool since the last call, and are not its again: pool and extent."""
+        extents = self.core.slot_pools.extents[0]
+        if extents is None or Tier.DEVICE not in self.core.config.slots:
+            return []
+        left, extents.left = [*extents.left], set()
+        return left
+
     def demand(self, asked: Sequence[tuple[Lease, int]]) -> Demand:
         """The loose device slots, and how many each lease would take up to a page (see `headroom.demand`)."""
         return headroom.demand(self._own_device(), asked)
@@ -408,8 +416,8 @@ class CacheScheduler:
         slot_pools = self.core.slot_pools
         for number, place in enumerate(self._places()):
             name = ".".join(place)
-            levels[f"slots.{name}"] = slot_pools.capacity[number]
-            levels[f"used.{name}"] = slot_pools.capacity[number] - len(slot_pools.free[number])
+            levels[f"slots.{name}"] = slot_pools.committed(number)
+            levels[f"used.{name}"] = slot_pools.committed(number) - len(slot_pools.free[number])
             levels[f"evicted.{name}"] = slot_pools.evicted[number]
             levels[f"evicted_spare.{name}"] = slot_pools.evicted_spares[number]
         return levels

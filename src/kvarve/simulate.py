@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvarve.config import NO_HOST, spacing, split
+from kvarve.config import NO_HOST, cut_memory, spacing, split
 from kvarve.core.cache import Core
 from kvarve.core.effects import Copy, Ended, Hurry, Page, Probe, Transfer
 from kvarve.core.policies import WAIT_COMPLETE, Policies
-from kvarve.core.settings import CoreConfig
+from kvarve.core.settings import CoreConfig, Slots
 from kvarve.errors import ConfigError
 from kvarve.keys import TOKEN_BYTES, object_name, root_key
 from kvarve.memory.record import record_bytes
@@ -120,10 +120,12 @@ class SimulationConfig:
 
     def core(self) -> CoreConfig:
         """The settings of the core, with memory turned into slots as the real cache does it."""
-        shape, apart = (self.pools(), self.page_tokens, self.grid), self.spacing
-        slots = {Tier.DEVICE: split(self.device_memory, *shape, records=False, what="device", per_snapshot=apart)}
-        if self.host_memory:
-            slots[Tier.HOST] = split(self.host_memory, *shape, records=True, what="host", per_snapshot=apart)
+        shape, slots = (self.pools(), self.page_tokens, self.grid), Slots()
+        for tier, memory in {Tier.DEVICE: self.device_memory, Tier.HOST: self.host_memory}.items():
+            if memory or tier is Tier.DEVICE:
+                records, asked = tier is Tier.HOST, self.policies.tokens_per_snapshot
+                division = split(memory, *shape, records=records, what=tier.name.lower(), per_snapshot=self.spacing)
+                slots[tier] = (None if asked else cut_memory(memory, *shape, records=records)) or division
         return CoreConfig(
             shape[0], slots, self.page_tokens, self.grid, storage=bool(self.storage_memory), policies=self.policies
         )
@@ -379,9 +381,9 @@ def replayed(requests: Iterable[TraceRequest], config: SimulationConfig) -> Simu
     report.uncached_pages = core.counters.uncached
     report.stored_bytes, report.used_bytes = core.counters.stored_bytes, core.counters.used_bytes
     for place, capacity in enumerate(core.slot_pools.capacity):
-        if capacity:
+        if capacity:  # where pools share a tier, what they have in the end
             name = f"{Tier(place // len(core.pools)).name.lower()}.{core.pools[place % len(core.pools)].name}"
-            report.slots[name], report.evicted[name] = capacity, core.slot_pools.evicted[place]
+            report.slots[name], report.evicted[name] = core.slot_pools.committed(place), core.slot_pools.evicted[place]
     if config.storage_memory:
         report.evicted["storage"] = transfers.storage.evicted
     return report
@@ -439,7 +441,7 @@ def _table(report: SimulationReport, config: SimulationConfig) -> Table:
     moved = ", ".join(f"{edge.replace('_', ' ')} {format_size(size)}" for edge, size in report.moved_bytes.items())
     saved = f"{report.saved_rate:.1%} of the computation saved"
     table.caption = f"{saved}; moved: {moved or 'nothing'}; computed and not kept: {report.uncached_pages:,} pages"
-    if any(pool.lookback is not None for pool in config.pools()):
+    if config.policies.tokens_per_snapshot and any(pool.lookback is not None for pool in config.pools()):
         table.caption += f"; memory divided for a snapshot every {config.spacing:,} tokens"
     if config.storage_memory:
         used = f"{report.used_bytes / max(1, report.stored_bytes):.1%} of the {format_size(report.stored_bytes)} stored"

@@ -12,13 +12,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
-from kvarve.config import NO_HOST, CacheConfig, spacing_of, split
+from kvarve.config import NO_HOST, CacheConfig, cut_memory, spacing_of, split
 from kvarve.core.effects import Effect
+from kvarve.core.extents import Cut
+from kvarve.core.settings import Slots
 from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
 from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.engine_arena import EngineArena
+from kvarve.memory.host_memory import HostMemory
+from kvarve.memory.layouts import PAGE_FIRST_DIRECT
 from kvarve.memory.machine import device_bytes, host_bytes, on_host
 from kvarve.memory.record import record_bytes, whole
 from kvarve.memory.seals import seal_of
@@ -38,17 +43,20 @@ class UnderWay(Busy):
     """Another change of the storage is in progress."""
 
 
-def check(
-    identity: ModelIdentity, config: CacheConfig, device: str = "cpu", *, blocks: bool = False
-) -> dict[Tier, tuple[int, ...]]:
-    """The slots of each memory tier; with `blocks`, the device's are an engine's own. ConfigError, before any
-    allocation, for settings that cannot work."""
+def check(identity: ModelIdentity, config: CacheConfig, device: str = "cpu", *, blocks: bool = False) -> Slots:
+    """The slots of each memory tier, or how it is cut; with `blocks`, the device's are an engine's own. ConfigError,
+    before any allocation, for settings that cannot work."""
     shape, apart = _shape(identity), spacing_of(identity, config)
-    slots = {}
+    slots = Slots()
+    asked = bool(config.policies.tokens_per_snapshot)
     if not blocks:
-        slots[Tier.DEVICE] = split(config.device_memory, *shape, records=False, what="device", per_snapshot=apart)
+        divided = split(config.device_memory, *shape, records=False, what="device", per_snapshot=apart)
+        fixed = asked or not on_host(device)  # a GPU's memory cannot be committed piece by piece
+        slots[Tier.DEVICE] = (None if fixed else cut_memory(config.device_memory, *shape, records=False)) or divided
     if config.host_memory:
-        slots[Tier.HOST] = split(config.host_memory, *shape, records=True, what="host", per_snapshot=apart)
+        divided = split(config.host_memory, *shape, records=True, what="host", per_snapshot=apart)
+        fixed = asked or config.host_layout != PAGE_FIRST_DIRECT  # in the others slots are of no fixed place
+        slots[Tier.HOST] = (None if fixed else cut_memory(config.host_memory, *shape, records=True)) or divided
     urls = parse_urls(config.storages) if config.storages else ()
     buffers = buffers_bytes(urls, max(record_bytes(pool.payload_bytes) for pool in identity.pools))
     wanted, what, have = config.host_memory + buffers, "host memory", host_bytes()
@@ -83,6 +91,12 @@ def check_setting(identity: ModelIdentity, config: CacheConfig) -> None:
 
 def _shape(identity: ModelIdentity) -> tuple[tuple[PoolSpec, ...], int, int]:
     return identity.pools, identity.page_tokens, identity.chunk_tokens
+
+
+def _counts(slots: Slots, tier: Tier) -> tuple[int, ...]:
+    """The slots of each pool's arena, of which others may have the memory now."""
+    found = slots.get(tier, ())
+    return tuple(map(found.slots, range(len(found.per)))) if isinstance(found, Cut) else found
 
 
 @dataclass(frozen=True)
@@ -139,11 +153,17 @@ class CacheWorker:
         self._changes = 0  # proposed so far
         self.attached: Attached | None = None
         self.device = [
-            DeviceArena(pool, n, device) for pool, n in zip(pools, self.slots.get(Tier.DEVICE, ()), strict=False)
+            DeviceArena(pool, n, device) for pool, n in zip(pools, _counts(self.slots, Tier.DEVICE), strict=False)
         ]
         self.host: list[HostArena] = []
         with ExitStack() as undo:
-            for pool, n in zip(pools, self.slots.get(Tier.HOST, ()), strict=False):
+            shared, strides = None, [0] * len(pools)
+            if isinstance(cut := self.slots.get(Tier.HOST), Cut):
+                nbytes = cut.count * cut.nbytes
+                shared = HostMemory(nbytes, torch.device(device), region=allocate(config.storages, nbytes))
+                undo.callback(shared.close)
+                strides = [cut.nbytes // per for per in cut.per]
+            for pool, n, stride in zip(pools, _counts(self.slots, Tier.HOST), strides, strict=False):
                 arena = HostArena(
                     pool,
                     n,
@@ -154,6 +174,8 @@ class CacheWorker:
                     device=device,
                     allocate=partial(allocate, config.storages),
                     seal=self._seal,
+                    shared=shared,
+                    stride=stride,
                 )
                 undo.callback(arena.close)
                 self.host.append(arena)
@@ -201,6 +223,14 @@ class CacheWorker:
             else:
                 effects.append(order)
         self.transfers.send(*effects)
+
+    def release(self, left: Iterable[tuple[int, int]]) -> None:
+        """Give the system the memory of extents that have left a pool of the device."""
+        cut = self.slots.get(Tier.DEVICE)
+        assert isinstance(cut, Cut), "only of a device that pools share"
+        for pool, extent in left:
+            per = cut.per[pool]
+            self.device[pool].release(range(extent * per, (extent + 1) * per))
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until a copy has ended or `wake` was called, at most `timeout_s`; False if nothing has happened."""

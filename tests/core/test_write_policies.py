@@ -130,16 +130,17 @@ def test_write_back_keeps_what_could_not_be_copied() -> None:
 
 
 def test_what_loses_its_copy_below_to_another_that_comes_down_stays_itself() -> None:
-    world = World(config=config(ATTENTION, STATE, device=[32, 2], host=[32, 1], write_policy="write_back"))
-    world.request(prompt(2))
-    for _ in range(2):
-        world.flush(DEVICE)
-        world.settle()
-    world.request(prompt(2))
+    policies = {"write_policy": "write_back", "snapshot_every": 4}
+    world = World(config=config(ATTENTION, STATE, device=[32, 2], host=[32, 1], **policies))
+    world.request(prompt(4))  # with states after two pages and at its end, of which the second comes down below
+    world.flush(DEVICE)
+    world.settle()
+    world.request(prompt(3))
+    world.settle()
     world.request(prompt(4))
     assert [world.resident(tier, pool=1) for tier in (DEVICE, HOST)] == [2, 1]
     world.request(prompt(6, seed=1, extra=0))  # needs the slots of both states, of which the host can keep only one
-    assert world.hit(prompt(2)) == (2, 2) and world.hit(prompt(4))[1] == 4
+    assert world.hit(prompt(2))[1] == 2 and world.hit(prompt(4)) == (4, 4)
 
 
 def test_what_only_the_device_has_comes_down_before_it_goes_when_pages_in_the_host_rest_on_it() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvarve.config import CacheConfig, split
+from kvarve.config import CacheConfig, cut_memory, split
 from kvarve.core.policies import Policies
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import LoadedModel
@@ -96,14 +96,17 @@ def engines() -> Iterator[Make]:
         engine.shutdown(10)
 
 
-def room_for(model: LoadedModel, tokens: int) -> int:
-    """The least device memory that holds one sequence of this many tokens."""
+def room_for(model: LoadedModel, tokens: int, shared: bool = False) -> int:
+    """The least device memory that holds one sequence of this many tokens, if it is divided once; or if pools share
+    it."""
     page, chunk = model.layout.page_tokens, model.layout.chunk_tokens
     low, high = 0, 64 * MIB
     while low < high:
         middle = (low + high) // 2
         try:
             slots = split(middle, model.identity.pools, page, chunk, records=False, what="device")[0]
+            if shared and (cut := cut_memory(middle, model.identity.pools, page, chunk, records=False)):
+                slots = cut.most(0)
         except ConfigError:
             slots = 0
         low, high = (low, middle) if slots * page >= tokens else (middle + 1, high)

@@ -164,7 +164,7 @@ def test_what_a_running_request_has_beside_its_pages_is_known_beforehand(family:
 def test_a_preempted_request_resumes_with_the_same_answer(family: str, make: Make) -> None:
     """Slots for two of them at most; each needs more the longer its answer gets."""
     model = a_model(family)
-    engine = make(model, start=False, device=room_for(model, 200), host=4 * MIB)
+    engine = make(model, start=False, device=room_for(model, 200, shared=True), host=4 * MIB)
     requests = [engine.submit(a_request(a_prompt(tokens, seed), most)) for tokens, seed, most in ASKED]
     turns(engine, lambda: engine.counts.finished == len(ASKED), at_most=4000)
     if model.layout.page_tokens == PAGE:  # else none grows by a page

@@ -254,7 +254,7 @@ def test_under_every_write_policy_more_prompts_than_the_device_holds_come_back(m
     store = a_store()
     cache = make(store, device=60_000, host=4 << 20, write_policy=policy, selective_uses=1)
     prompts = [prompt(16.5, seed) for seed in range(30)]
-    room = cache.stats()["slots.device.attention"]
+    room = cache.scheduler.core.slot_pools.capacity[0]
     assert 16 < room < 30 * 16
     for tokens in prompts:
         run(cache, tokens)

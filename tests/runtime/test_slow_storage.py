@@ -192,7 +192,7 @@ def test_settling_says_no_if_something_could_not_be_stored(make: Make) -> None:
 def test_a_put_that_hangs_costs_no_hit_on_the_device(make: Make) -> None:
     """20 prompts on a device that holds a third of them, each asked twice in a row."""
     store = HungPuts(a_region())
-    cache = make(store, device=8000)
+    cache = make(store, device=7000)
     assert cache.scheduler.core.slot_pools.capacity[0] < 20 * 8 / 3
     run(cache, prompt(8.5, seed=100))
     until(cache, store.hung.is_set)

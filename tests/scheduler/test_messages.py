@@ -9,6 +9,7 @@ from wire import MESSAGES, PLAIN, SETTINGS, VALUES, PlainReader
 from kvarve.config import CacheConfig
 from kvarve.core.cache import Hit
 from kvarve.core.effects import Began, Copy, Ended, Hurry, Page, Probe, Release, Verified
+from kvarve.core.extents import Cut
 from kvarve.core.headroom import Demand
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.settings import Counters
@@ -23,6 +24,7 @@ PAGE = Page(0, bytes(32), -1, 7)
 PROPOSED = ChangeProposed(3, CONFIG, back_up=True)
 SAMPLES: list[Any] = [
     PAGE,
+    Cut(4, (2, 1), (1, 1), 8192),
     Copy(1, Tier.HOST, Tier.DEVICE, (PAGE, PAGE), b"root", 0.5),
     Probe(2, (PAGE,), b"root", 0.5),
     Hurry((2, 3)),

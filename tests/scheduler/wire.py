@@ -13,6 +13,7 @@ from kvarve import messages
 from kvarve.config import CacheConfig
 from kvarve.core import effects
 from kvarve.core.cache import Hit
+from kvarve.core.extents import Cut
 from kvarve.core.headroom import Demand
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import Policies, WritePolicy
@@ -75,7 +76,7 @@ def of_module(module: Any) -> set[type]:
 
 
 MESSAGES = of_module(effects) | of_module(messages)
-SETTINGS = {CacheConfig, Policies, Snapshots, WritePolicy, ModelIdentity, PoolSpec, BufferSpec, Tier}
+SETTINGS = {CacheConfig, Cut, Policies, Snapshots, WritePolicy, ModelIdentity, PoolSpec, BufferSpec, Tier}
 VALUES = {Prompt, Demand, Hit, Counters, Phase, range, frozenset}
 PLAIN = MESSAGES | SETTINGS | VALUES | {Number, Standing, Call, Answer}
 _BY_NAME = {(each.__module__, each.__qualname__): each for each in PLAIN}

@@ -79,11 +79,14 @@ def test_a_row_that_is_being_filled_is_not_reused_though_a_disk_has_torn_its_ent
 
 def test_rows_that_a_put_is_filling_stay_its_own_when_others_tell_of_their_stripe(tmp_path: Path) -> None:
     folder, (mine, theirs, more) = tmp_path / "store", pages("full", 20, 30, 40)
-    one, other = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
+    one, other = opened(folder, capacity=64 * MIB), opened(folder, capacity=64 * MIB)
     put = Put([mine.name], [[mine.record()]])
     one._reserve(put, [0])
     assert store(other, [theirs]) == [True]
+    ((slab, row),), (there, at) = put.places.values(), other._index.place(theirs.name)
+    assert (there.number, there.stripe(at)) == (slab.number, slab.stripe(row))
     assert intact(one, [theirs]) == {theirs}, "it has read that part of the table"
+    slab.free.clear()  # it looks for free rows anew
     assert store(one, [more]) == [True]
     assert one._index.place(more.name) not in put.places.values()
     one._write(put)

@@ -3,6 +3,7 @@
 Sets of positions are integers, as in the core, so that the laws can be checked after every input of a long life.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 
 from kvarve.core.cache import Core
@@ -127,8 +128,40 @@ def _audit_slots(core: Core, runs: list[Run]) -> None:
                 owned[place].extend(table)
     for place, slots_ in enumerate(owned):
         slots_.sort()
-        if slots_ != [*range(core.slot_pools.capacity[place])]:
+        if slots_ != _slots_of(core, place):
             raise BrokenLaw(f"every slot of place {place} has exactly one owner")
+
+
+def _slots_of(core: Core, place: int) -> list[int]:
+    """The slots that a place has now, ascending."""
+    number, pool = divmod(place, len(core.pools))
+    extents = core.slot_pools.extents[number]
+    if extents is None:
+        return [*range(core.slot_pools.capacity[place])]
+    per = extents.cut.per[pool]
+    return [slot for at, has in enumerate(extents.pool_of) if has == pool for slot in range(at * per, at * per + per)]
+
+
+def _audit_extents(core: Core) -> None:
+    """A tier that pools share has no more extents than its budget, each of one pool or of none."""
+    for number, extents in enumerate(core.slot_pools.extents):
+        if extents is None:
+            continue
+        pools = range(len(core.pools))
+        counts = [extents.pool_of.count(pool) for pool in pools]
+        loose = [at for at, has in enumerate(extents.pool_of) if has not in pools]
+        _check(len(extents.pool_of) == extents.cut.count, "a tier has the extents of its budget")
+        _check(sorted(extents.loose) == loose, "an extent is of one pool, or loose")
+        _check(counts == extents.owned, "the extents of each pool are counted")
+        lacks = sum(max(0, least - has) for least, has in zip(extents.cut.least, counts, strict=True))
+        _check(len(loose) >= lacks, "each pool can have its least")
+        for pool in pools:
+            per, place = extents.cut.per[pool], number * len(core.pools) + pool
+            _check(counts[pool] * per <= core.slot_pools.capacity[place], "a pool has at most its most")
+            free = Counter(slot // per for slot in core.slot_pools.free[place])
+            for at, has in enumerate(extents.pool_of):
+                if has == pool:
+                    _check(extents.in_use(at) == per - free[at], "the slots in use of an extent are counted")
 
 
 def _audit_counts(core: Core, runs: list[Run]) -> None:
@@ -194,6 +227,7 @@ def audit(core: Core) -> None:
         prefix_pins.append(_shares(runs, [(run, chains) for run, _, chains in holds]))
     _audit_leases(core)
     _audit_slots(core, runs)
+    _audit_extents(core)
     _audit_counts(core, runs)
 
     # A run with an evictable page stands in the eviction order exactly once; one without may stand there once.

@@ -49,6 +49,8 @@ class Backups:
         self.down = False  # a storage is attached, but does not answer
         # Slots of each host pool that copies to and from storage may hold: fetches all of them, stores half.
         host = [self.slot_pools.capacity[self._host(pool)] for pool in self.pools]
+        if (extents := self.slot_pools.extents[-1]) is not None:  # an even share of the bytes
+            host = [extents.cut.slots(pool) // len(self.pools) for pool in self.pools]
         self.share = [
             max(int(config.policies.host_share * slots), min(slots, 2 * (pool.lookback or 1)))
             for pool, slots in zip(config.pools, host, strict=True)
@@ -484,11 +486,11 @@ class Backups:
         if self.state.config.policies.write is not WritePolicy.WRITE_BACK:
             return
         backing_off = self.copies.storage and self.backing_off()
-        for place, capacity in enumerate(self.slot_pools.capacity):
+        for place in range(len(self.slot_pools.capacity)):
             tier, pool = self.slot_pools.tier(place), place % len(self.pools)
             if backing_off and tier is Tier.HOST:  # its pages could not be stored, and perhaps need not go
                 continue
-            short = capacity // 8 - len(self.slot_pools.free[place])
+            short = self.slot_pools.committed(place) // 8 - self.slot_pools.unused(place)
             coming = sum(
                 page.pool == pool
                 for op in self.copies.ops.values()

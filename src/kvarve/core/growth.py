@@ -132,7 +132,7 @@ class Growing(Resuming):
         for pool, here in enumerate(lease.seen):
             keep = self._worth_keeping(lease, pool, lease.grown, upto) & ~here & ~boundaries.of(lease.own[pool])
             wanted = keep.bit_count() - len(self.slot_pools.free[pool])
-            if wanted > 0 and self.slot_pools.evict(pool, wanted) < wanted and self.backups.leaving():
+            if wanted > 0 and self.slot_pools.make_room(pool, wanted) < wanted and self.backups.leaving():
                 return True
         return False
 

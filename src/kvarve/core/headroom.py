@@ -9,6 +9,7 @@ from typing import NamedTuple
 from kvarve.boundaries import of, ones
 from kvarve.core.cache import Core
 from kvarve.core.copies import BACKUP, LOAD, PROBE, STORE, Op
+from kvarve.core.extents import Extents
 from kvarve.core.lease import Lease
 from kvarve.core.tree import Run, same_pages
 
@@ -34,6 +35,8 @@ class Headroom:
         for stuck in self._stuck.values():
             for i, pages in enumerate(stuck):
                 self.loose[i] -= pages
+        if (extents := core.slot_pools.extents[0]) is not None and self._chains:
+            self.loose[0] -= self._blocked(extents) * extents.cut.per[self._chains[0]]
 
     def _hold(self, run: Run | None) -> None:
         """Note the pages of a run, and of the runs above it, that cannot be evicted."""
@@ -49,6 +52,27 @@ class Headroom:
                     return
             self._stuck[run] = stuck
             below, run = [pages > 0 for pages in stuck], run.parent
+
+    def _blocked(self, extents: Extents) -> int:
+        """How many of the device's extents, beyond its least, another pool cannot give to the chain: each of its slots
+        that is in use for now may be in an extent of its own."""
+        core, busy = self._core, [0] * len(self._core.pools)
+        for run in self._stuck:
+            held = run.pins[0].held()
+            for pool, here in enumerate(run.here[: len(busy)]):
+                busy[pool] += (here & held).bit_count()
+        for lease in core.leases.values():
+            for pool, slots in enumerate(lease.own):
+                busy[pool] += len(slots)
+        for op in core.copies.ops.values():
+            if op.edge == LOAD:
+                for i, page in enumerate(op.pages):
+                    busy[page.pool] += not op.given >> i & 1
+        return sum(
+            max(0, min(slots, owned) - least)
+            for pool, (slots, owned, least) in enumerate(zip(busy, extents.owned, extents.cut.least, strict=True))
+            if pool not in self._chains
+        )
 
     def needs(self, lease: Lease, upto: int) -> list[int]:
         """Of each chain, how many of the `loose` slots a lease would take to hold all pages before `upto`."""

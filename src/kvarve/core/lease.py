@@ -77,6 +77,7 @@ class Lease:
         "awaited",
         "begun",
         "boundary",
+        "branch",
         "claimed",
         "deadline",
         "done",
@@ -149,6 +150,7 @@ class Lease:
         self.boundary = 0
         self.promised = 0  # the boundary that memory could serve when it was queued
         self.known = 0  # pages whose tokens the tree knew when it became ready, resident or not
+        self.branch = 0  # the same, and of pages that have left it, if another prompt went on differently there
         self.deadline = 0.0  # of its wait for storage, or for a load
         self.wait_s = 0.0  # what is left of its patience with storage
         self.begun = False  # its patience runs: a worker has begun its copy or probe

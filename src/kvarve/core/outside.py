@@ -155,6 +155,7 @@ class EngineCore(Core):
     def _ready(self, lease: Lease, allowed: int) -> None:
         """The engine may start, at the deepest allowed boundary for which it has pages or was brought them."""
         run, _, lease.known = self.paths.find(lease.root, lease.tokens)
+        lease.branch = self.slot_pools.ghosts.branch(lease.root, run, lease.tokens, lease.known)
         lease.seen = [*lease.arrived]
         for pool, pages in enumerate(lease.outside):
             lease.seen[pool] |= pages

@@ -24,8 +24,9 @@ class Paths:
         self.grid = config.chunk_tokens // config.page_tokens
         self.width = config.page_tokens * TOKEN_BYTES
         # A boundary whose pages do not fit on the device is never served; an engine limits its own prompts.
-        slots = zip(self.lookbacks, config.slots.get(Tier.DEVICE, ()), strict=False)
-        self.most = min((count for back, count in slots if back is None or count < back), default=1 << 32)
+        slots = state.slot_pools.capacity if Tier.DEVICE in config.slots else []
+        pages = (count for back, count in zip(self.lookbacks, slots, strict=False) if back is None or count < back)
+        self.most = min(pages, default=1 << 32)
         self._found: tuple[bytes, bytes, int, tuple[Run, list[Run], int]] | None = None  # the last answer of `find`
 
     # --- residency
@@ -82,6 +83,23 @@ class Paths:
     def legal(self, present: list[int], lease: Lease) -> int:
         """The boundaries on the prefill grid at which a lease could resume from these pages."""
         return boundaries.resume_at(present, self.lookbacks, lease.limit, self.grid)
+
+    def leaves_room(self, lease: Lease, run: Run, boundary: int) -> bool:
+        """Whether the windows and states that a lease pins until it has resumed at a boundary leave as many of the
+        device's extents as its prompt needs for its chain, even if it is alone."""
+        extents = self.slot_pools.extents[0]
+        if extents is None or not boundary or not self.slot_pools.chains:
+            return True
+        left = extents.cut.count
+        for pool, lookback in enumerate(self.lookbacks):
+            if lookback is not None:
+                pinned = set[int]()
+                if lookback > extents.cut.least[pool]:  # each of its pages could be in an extent of its own
+                    positions = members(needed(boundary, lookback))
+                    pinned = {covering(run, at).slot(pool, at) // extents.cut.per[pool] for at in positions}
+                left -= max(extents.cut.least[pool], len(pinned))
+        pages = -(-len(lease.tokens) // self.width)
+        return left * extents.cut.per[self.slot_pools.chains[0]] >= pages
 
     def reserve(self, tier: Tier, need: Sequence[int], available: list[int]) -> list[list[int]] | None:
         """Slots for the pages needed of each pool; or None, no slot taken, and `available` set to each pool's count."""
@@ -205,7 +223,9 @@ class Paths:
         named = lease.named[known * KEY_BYTES : end * KEY_BYTES]
         if known < tail.end:
             tail = self.slot_pools.split(tail, known)
-        if tail.parent is not None and not tail.children:
+        # What goes on from a prompt's end is a run of its own: the states at that end are used less often than it.
+        ended = len(self.slot_pools.chains) < len(self.pools) and tail.pages and tail.ends >> tail.pages - 1
+        if tail.parent is not None and not tail.children and not ended:
             tail.append(tokens, named)
             self.slot_pools.lengthened(tail)
             return tail

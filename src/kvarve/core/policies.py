@@ -72,7 +72,7 @@ class Policies:
     snapshot_gap: int = 0
     """the fewest tokens that a kept window or state has to save"""
     tokens_per_snapshot: int = 0
-    """divide memory as if windows and states were kept every N tokens; 0: by the model"""
+    """divide memory as if windows and states were kept every N tokens; 0: it is shared as the traffic asks"""
     eviction: str = "lru"
     """eviction order: lru, lfu, s3fifo, priority or flops"""
     cost_doubles_at: int = 0

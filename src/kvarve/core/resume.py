@@ -123,7 +123,11 @@ class Resuming(State):
         self._resume(lease, deepest(self.paths.legal(device, lease) & allowed), run, known, device)
 
     def _resume(self, lease: Lease, boundary: int, run: Run, known: int, device: list[int]) -> None:
+        if not self.paths.leaves_room(lease, run, boundary):
+            self._ready(lease, ones(boundary))
+            return
         lease.boundary, lease.known = boundary, known
+        lease.branch = self.slot_pools.ghosts.branch(lease.root, run, lease.tokens, known)
         # Pages beyond the boundary that are resident are not kept a second time, so they must not be evicted.
         positions, prefix_pins = self.paths.pins_for(lease.boundary, device)
         self.paths.hold(lease, run, positions, prefix_pins | self.paths.ahead(device), ON_DEVICE)
@@ -230,8 +234,7 @@ class Resuming(State):
         if self.config.policies.snapshot_ends:
             ends |= 1 << lease.pages - lease.pages % self.grid | 1 << lease.limit - lease.limit % self.grid
         if self.config.policies.snapshot_branches:
-            branch = min(lease.known, lease.pages)
-            ends |= 1 << branch - branch % self.grid
+            ends |= 1 << lease.branch - lease.branch % self.grid
         lease.ends = ends & ~1
         self.paths.mark_ends(run, lease.known, lease.ends)
 
@@ -242,8 +245,9 @@ class Resuming(State):
             short = [pool for pool, back in enumerate(self.lookbacks) if back is not None]
             backs = [self.lookbacks[pool] for pool in short]
             kept = boundaries.resume_at([lease.seen[pool] for pool in short], backs, limit, self.grid) & ~1
-        branch = min(lease.known, lease.pages)
-        return config.policies.snapshots.boundaries(lease.pages, limit, branch, kept, config.page_tokens, self.grid)
+        return config.policies.snapshots.boundaries(
+            lease.pages, limit, lease.branch, kept, config.page_tokens, self.grid
+        )
 
 
 def outcomes_of(op: Op, event: Verified | Ended) -> list[CopyOutcome]:

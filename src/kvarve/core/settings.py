@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvarve.core.extents import Cut
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
 from kvarve.model import MEMORY_TIERS, PoolSpec, Tier
@@ -10,16 +11,19 @@ LOAD_DEADLINE_S = 30.0  # how long a copy to the device is waited for that makes
 HORIZON_HOSTS = 16  # hosts' worth of bytes: a page that comes back has left the host, so its next use is further off
 
 
+Slots = dict[Tier, tuple[int, ...] | Cut]
+
+
 @dataclass(frozen=True)
 class CoreConfig:
-    """The core's settings. `slots[tier][pool]` says how many pages fit.
+    """The core's settings. `slots[tier]` says for each pool how many pages fit, or how a tier is cut that pools share.
 
     Leave out a tier that does not exist; without the device, the slots there belong to an engine, which says in `open`
     what it has, and copies go to and from blocks that it names.
     """
 
     pools: tuple[PoolSpec, ...]
-    slots: dict[Tier, tuple[int, ...]]
+    slots: Slots
     page_tokens: int = 64
     chunk_tokens: int = 256
     storage: bool = False
@@ -32,7 +36,8 @@ class CoreConfig:
     def __post_init__(self) -> None:
         if self.offload_horizon_bytes < 0:
             raise ConfigError("the horizon of what is stored cannot be negative")
-        if not any(self.slots.get(Tier.HOST, ())) and Tier.DEVICE not in self.slots:
+        host = self.slots.get(Tier.HOST, ())
+        if not (isinstance(host, Cut) or any(host)) and Tier.DEVICE not in self.slots:
             raise ConfigError("a cache needs slots on the device or in the host")
 
     @property

@@ -11,11 +11,13 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvarve.boundaries import leading, members, of, ones, read_before, span, union
 from kvarve.core.eviction import order_for
 from kvarve.core.eviction.order import OrderContext
+from kvarve.core.extents import Cut, Extents
+from kvarve.core.ghosts import Ghosts
 from kvarve.core.tree import Root, Run, upward
 from kvarve.errors import ConfigError
 from kvarve.model import MEMORY_TIERS, Tier
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from kvarve.core.state import State
 
 NEAR = 64  # free slots that are searched for a row, at least
+GHOSTS = 4  # times the pages that memory holds: so many are remembered once they have left it
 SPARE = 8  # free slots behind a row that make it a better choice
 
 
@@ -39,12 +42,20 @@ class SlotPools:
         # By a set of tiers: the numbers of those of them that are memory of ours.
         self._memory_in = {tiers: [self._numbers[tier] for tier in tiers if tier in self.memory] for tiers in sets}
         self._others = [tuple(other for other in tiers if other != tier) for tier in tiers]
-        self.capacity = [count for tier in self.memory for count in config.slots.get(tier, (0,) * pools)]
+        divided = [config.slots.get(tier, (0,) * pools) for tier in self.memory]
+        self.extents = [Extents(each) if isinstance(each, Cut) else None for each in divided]
+        # The slots that a place can have at most: where pools share a tier, it has fewer for now (`committed`).
+        self.capacity = [
+            slots for each in divided for slots in (map(each.most, range(pools)) if isinstance(each, Cut) else each)
+        ]
         for place, count in enumerate(self.capacity):
             if count < 0:
                 tier, pool = self.tier(place), self.pools[place % pools]
                 raise ConfigError(f"pool {pool.name}: {count} slots on the {tier.name.lower()}")
-        self.free = [array("i", range(count - 1, -1, -1)) for count in self.capacity]
+        self.free = [
+            array("i", range(0 if self.extents[place // pools] else count)[::-1])
+            for place, count in enumerate(self.capacity)
+        ]
         self._lookbacks = [pool.lookback for pool in self.pools] * len(self.memory)  # by place
         cost = config.policies.cost(config.page_tokens)
         contexts = [
@@ -57,6 +68,9 @@ class SlotPools:
                 self.orders[len(contexts) + place] = order_for(config.policies.eviction, context)
         self.counts_uses = any(order.counts_uses for order in self.orders.values())
         self.chains = tuple(i for i, pool in enumerate(self.pools) if pool.lookback is None)
+        self.ghosts = Ghosts(
+            GHOSTS * sum(slots for slots, back in zip(self.capacity, self._lookbacks, strict=True) if back is None)
+        )
         self.roots: dict[bytes, Root] = {}
         self.evicted = [0] * len(self.capacity)
         self.evicted_spares = [0] * len(self.capacity)  # of these, while they were spare
@@ -71,6 +85,19 @@ class SlotPools:
 
     def tier(self, place: int) -> Tier:
         return self.memory[place // len(self.pools)]
+
+    def committed(self, place: int) -> int:
+        """How many slots a place has now: of a tier that pools share, those of its extents."""
+        number, pool = divmod(place, len(self.pools))
+        extents = self.extents[number]
+        return self.capacity[place] if extents is None else extents.owned[pool] * extents.cut.per[pool]
+
+    def unused(self, place: int) -> int:
+        """How many slots a place could reserve without an eviction."""
+        number, pool = divmod(place, len(self.pools))
+        extents = self.extents[number]
+        loose = 0 if extents is None or not extents.may_grow(pool) else len(extents.loose) * extents.cut.per[pool]
+        return len(self.free[place]) + loose
 
     def is_chain(self, place: int) -> bool:
         return self.pools[place % len(self.pools)].lookback is None
@@ -198,6 +225,9 @@ class SlotPools:
 
     def _free(self, place: int, slots: Sequence[int]) -> None:
         self.free[place].extend(slots)
+        number, pool = divmod(place, len(self.pools))
+        if (extents := self.extents[number]) is not None:
+            extents.give(pool, slots)
         if self.freed is not None:
             self.freed += [(place, slot) for slot in slots]
 
@@ -292,6 +322,75 @@ class SlotPools:
         self._evict(place, wanted - handled, place, self.droppable)
         return len(self.free[place]) - before
 
+    def make_room(self, place: int, wanted: int, spare: bool = False) -> int:
+        """Have up to `wanted` more free slots; where pools share a tier, of pages of all pools that are worth least.
+        `spare`: evict only spare pages. Returns how many came free at once; others come when copies have ended."""
+        number, pool = divmod(place, len(self.pools))
+        extents = self.extents[number]
+        if extents is None:
+            return (self.evict_spares if spare else self.evict)(place, wanted)
+        enough, moving, stay = len(self.free[place]) + wanted, 0, list[tuple[Run, int]]()
+        while len(self.free[place]) + moving < enough:
+            if extents.may_grow(pool) and (slots := extents.grow(pool) or self._grow(number, pool)):
+                self.free[place].extend(reversed(slots))
+                continue
+            found = self._next_victim(number, pool, spare)
+            if found is None:
+                break
+            run, order = found
+            theirs = order % len(self.capacity)
+            evicted, pages = self.evicted[theirs], self.droppable if order == theirs else self.spare
+            # Of another pool one at a time, as with a chain's page its position leaves, and perhaps an extent is empty.
+            most = enough - len(self.free[place]) - moving if theirs == place else 1
+            went = self._trim(run, theirs, most, pages(run, theirs))
+            left = self.evicted[theirs] - evicted
+            if order != theirs:
+                self.evicted_spares[theirs] += left
+            if not went:
+                stay.append(found)
+                continue
+            moving += max(0, went - left)
+            run.queued &= ~(1 << order)
+            self.offer(run, theirs)
+        for run, order in stay:
+            run.queued &= ~(1 << order)
+            self.offer(run, order % len(self.capacity))
+        return wanted - max(0, enough - len(self.free[place]))
+
+    def _grow(self, number: int, pool: int) -> range | None:
+        """An extent for a pool of a tier, from the empty ones of the others."""
+        extents, first = self.extents[number], number * len(self.pools)
+        assert extents is not None
+        for other in range(len(self.pools)):
+            if other != pool:
+                self.free[first + other] = extents.loosen(other, self.free[first + other])
+        return extents.grow(pool)
+
+    def _next_victim(self, number: int, pool: int, spare: bool) -> tuple[Run, int] | None:
+        """The run of a tier whose pages are worth least, spare ones first, and the number of its order, which it has
+        left (though `queued` says otherwise). Pages of another pool count if that may give an extent to this one."""
+        extents, first, places = self.extents[number], number * len(self.pools), len(self.capacity)
+        assert extents is not None
+        grows = extents.may_grow(pool)
+        givers = [
+            first + each for each in range(len(self.pools)) if each == pool or (grows and extents.may_shrink(each))
+        ]
+        for behind, pages in ((places, self.spare), (0, self.droppable))[: 1 if spare else 2]:
+            best: tuple[Any, int] | None = None
+            for place in givers:
+                if (order := self.orders.get(behind + place)) is None:
+                    continue
+                while (run := order.peek()) is not None and not pages(run, place):  # unpinning it offers it again
+                    order.pop()
+                    run.queued &= ~(1 << behind + place)
+                if run is not None and (best is None or order.worth(run) < best[0]):
+                    best = order.worth(run), behind + place
+            if best is not None:
+                taken = self.orders[best[1]].pop()
+                assert taken is not None
+                return taken, best[1]
+        return None
+
     def evict_spares(self, place: int, wanted: int) -> int:
         """Evict up to `wanted` spare pages; returns how many go."""
         spares, before = len(self.capacity) + place, self.evicted[place]
@@ -381,6 +480,7 @@ class SlotPools:
                 for local in members(here & span(alive - run.first, run.pages)):
                     self.leave(run, place, run.first + local)
                     self.evicted[place] += 1
+            self.ghosts.left(run, alive - run.first)
             if alive > run.first:
                 run.trim(alive)
                 return
@@ -414,17 +514,21 @@ class SlotPools:
     def reserve(self, place: int, wanted: int, spare: bool = False) -> list[int]:
         """Up to `wanted` free slots, evicting unpinned pages for them, or for `spare` ones only such; the caller owns
         them."""
+        if len(self.free[place]) < wanted:
+            self.make_room(place, wanted - len(self.free[place]), spare)
         free = self.free[place]
-        if len(free) < wanted:
-            (self.evict_spares if spare else self.evict)(place, wanted - len(free))
-        return [free.pop() for _ in range(min(wanted, len(free)))]
+        slots = [free.pop() for _ in range(min(wanted, len(free)))]
+        number, pool = divmod(place, len(self.pools))
+        if (extents := self.extents[number]) is not None:
+            extents.take(pool, slots)
+        return slots
 
     def straighten(self, place: int, wanted: int, after: int) -> None:
         """Have `reserve` return consecutive slots next: behind the slot `after` if those are free, else where the row
         can go on. Pages in consecutive slots need no gathering."""
+        if len(self.free[place]) < wanted:
+            self.make_room(place, wanted - len(self.free[place]))
         free = self.free[place]
-        if len(free) < wanted:
-            self.evict(place, wanted - len(free))
         near = sorted(free[-max(NEAR, 4 * wanted) :])
         at = bisect_left(near, after + 1)
         behind = [(at, wanted)] if at < len(near) and near[at] == after + 1 else []

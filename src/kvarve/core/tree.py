@@ -28,6 +28,7 @@ class Run:
         "first": "how many pages come before this run",
         "tokens": "its packed tokens",
         "named": "the keys of its first pages, as far as they have been computed",
+        "traced": "64-bit hashes of all tokens up to the end of its first pages, as far as they have been computed",
         "width": "bytes of packed tokens in a page",
         "here": "[place] positions that are resident there",
         "slots": "[place] the slot, by position; None where no page is resident",
@@ -40,6 +41,7 @@ class Run:
         "kids": "[place] how many child runs begin with a page there, which rests on this run's last position",
         "pins": "[memory tier, by its number] by position: how many leases and copies need all its pages there",
         "prefix_pins": "the same of leases that need its chains there, as the prefix of their pages",
+        "followed": "whether a page has ever followed its last one",
         "used": "when it was used last, in ticks of the core",
         "uses": "how many requests have used it",
         "priority": "the highest priority of those requests",
@@ -63,6 +65,7 @@ class Run:
         self.first = first
         self.tokens = tokens
         self.named = named
+        self.traced = array("q")
         self.width = page_tokens * TOKEN_BYTES
         self.children: dict[bytes, Run] = {}
         places = tiers * pools
@@ -76,7 +79,7 @@ class Run:
         self.pins = tuple([Pins() for _ in range(tiers)])
         self.prefix_pins = tuple([Pins() for _ in range(tiers)])
         self.ends = self.inside = self.used = self.uses = self.priority = self.failed_backups = self.queued = 0
-        self.wanted = False
+        self.wanted = self.followed = False
 
     @property
     def pages(self) -> int:
@@ -106,6 +109,22 @@ class Run:
             assert run.parent is not None
             run.named = names(run.parent.named[-KEY_BYTES:], run.named, run.tokens, run.width // TOKEN_BYTES)
         return self.named
+
+    @property
+    def traces(self) -> "array[int]":
+        """For each of its pages a hash of the root key and all tokens up to the page's end, for this process alone."""
+        untraced, run = [], self
+        while run.parent is not None and len(run.traced) < run.pages:
+            untraced.append(run)
+            run = run.parent
+        for run in reversed(untraced):
+            assert run.parent is not None
+            before = run.traced or run.parent.traced
+            trace = before[-1] if before else hash(run.parent.named)
+            for at in range(len(run.traced) * run.width, len(run.tokens), run.width):
+                trace = hash((trace, run.tokens[at : at + run.width]))
+                run.traced.append(trace)
+        return self.traced
 
     def key(self, position: int) -> bytes:
         at = (position - self.first) * KEY_BYTES
@@ -182,14 +201,17 @@ class Run:
         if len(self.named) == self.pages * KEY_BYTES:
             self.named += named
         self.tokens += tokens
+        self.followed = False
 
     def trim(self, end: int) -> None:
         """Drop the positions from `end` on, which have no pages, pins or children."""
         keep = end - self.first
         self.tokens = self.tokens[: keep * self.width]
         self.named = self.named[: keep * KEY_BYTES]
+        del self.traced[keep:]
         mask = boundaries.ones(keep)
         self.ends &= mask
+        self.followed = True
         self.stored = [bits & mask for bits in self.stored]
         self.backed_up_since_use = [bits & mask for bits in self.backed_up_since_use]
         for place, table in enumerate(self.slots):
@@ -206,6 +228,7 @@ class Run:
         low = boundaries.ones(cut)
         front = Run(self.parent, self.first, self.tokens[: cut * self.width], self.named[: cut * KEY_BYTES], 0, 0)
         front.width = self.width
+        front.traced, self.traced = self.traced[:cut], self.traced[cut:]
         front.used, front.uses, front.failed_backups, front.priority = (
             self.used,
             self.uses,
@@ -213,6 +236,7 @@ class Run:
             self.priority,
         )
         front.wanted = self.wanted
+        front.followed = True
         front.inside = self.inside
         front.ends, self.ends = self.ends & low, self.ends >> cut
         front.here, self.here = [bits & low for bits in self.here], [bits >> cut for bits in self.here]
@@ -240,7 +264,9 @@ class Run:
         """Take an empty leaf out of the tree. It keeps its parent, so references to it still lead to every position."""
         assert self.parent is not None and not self.children and not self.pinned()
         del self.parent.children[self.tokens[: self.width]]
+        self.parent.followed = True
         self.tokens = self.named = b""
+        self.traced = array("q")
 
 
 class Root(Run):

@@ -38,6 +38,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvarve.core.effects import Copy, Ended
+from kvarve.core.settings import Slots
 from kvarve.engine.identity import numerics
 from kvarve.errors import ConfigError
 from kvarve.integrations.checkpoint import Adapters
@@ -87,7 +88,7 @@ class Ready(KVConnectorHandshakeMetadata):
     """What the scheduler has to know of the worker before the first request."""
 
     identity: ModelIdentity
-    slots: dict[Tier, tuple[int, ...]]
+    slots: Slots
     storage: bool
 
 
@@ -350,8 +351,10 @@ class WorkerSide:
             for pool, mine, group in zip(pools, layers, self._groups, strict=True)
         ]
         self._worker = CacheWorker(identity, self._settings.cache, device=str(_device(layers)), blocks=arenas)
-        slots = dict(zip((group.name for group in self._groups), self._worker.slots[Tier.HOST], strict=True))
-        log.info("kvarve keeps pages of %d tokens in host memory, by group: %s (%s)", self._page, slots, identity)
+        slots = {arena.pool.name: arena.slots for arena in self._worker.host}
+        log.info(
+            "kvarve keeps pages of %d tokens in host memory, at most by group: %s (%s)", self._page, slots, identity
+        )
 
     def ready(self) -> Ready:
         return Ready(self.worker.identity, self.worker.slots, self.worker.attached is not None)

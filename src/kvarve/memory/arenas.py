@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvarve.errors import ConfigError
+from kvarve.memory.heap import discard
 from kvarve.memory.host_memory import HostMemory, zeros
 from kvarve.memory.layouts import PAGE_FIRST_DIRECT, Span, check_layout, entry_bytes, spans
 from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
@@ -37,6 +38,12 @@ class DeviceArena:
         """The bytes of each buffer, [slots, entries, entry bytes]."""
         found = zip(self.pool.buffers, self.buffers.values(), strict=True)
         return [tensor.view(-1).view(torch.uint8).view(self.slots, buffer.shape[0], -1) for buffer, tensor in found]
+
+    def release(self, slots: range) -> None:
+        """Give the system the memory of slots that hold nothing; it comes back as they are written."""
+        for tensor in self.buffers.values() if self.device.type == "cpu" else ():
+            each = tensor[0].nbytes
+            discard(tensor.data_ptr() + slots.start * each, len(slots) * each)
 
     columns = 1  # a page is one slot
 
@@ -64,20 +71,27 @@ class HostArena:
         device: str | torch.device = "cpu",
         allocate: Callable[[int], HostRegion | None] = lambda _: None,
         seal: Seal = CHECKSUM,
+        shared: HostMemory | None = None,
+        stride: int = 0,
     ) -> None:
-        """`allocate(bytes)`: memory of a storage's making, if it wants any."""
+        """`allocate(bytes)`: memory of a storage's making, if it wants any. `shared`: memory that other arenas are over
+        as well, in which slot s begins at s x `stride` bytes."""
         check_layout(layout)
         self.pool, self.slots, self.layout = pool, slots, layout
-        self.stride = record_bytes(pool.payload_bytes)
+        self.stride = stride or record_bytes(pool.payload_bytes)
+        self._length = record_bytes(pool.payload_bytes)
         number = 0 if pool.replicated else rank
         self.stamp = Stamp(namespace, pool.name, pool.payload_bytes, number, ranks, seal)
         self.in_place = layout == PAGE_FIRST_DIRECT
         self._scratch = threading.local()  # a record of zeros between the buffers, for `_glimpse`
         self._gaps = _gaps(pool)
         nbytes, self._spans = spans(layout, pool, slots)
+        if shared is not None:
+            assert self.in_place and self.stride * slots <= shared.bytes.nbytes
+            self._spans = [span._replace(page=self.stride) for span in self._spans]
         try:
             self._headers = bytearray(0 if self.in_place else slots * HEADER_BYTES)
-            self._memory = HostMemory(nbytes, torch.device(device), region=allocate(nbytes))
+            self._memory = shared or HostMemory(nbytes, torch.device(device), region=allocate(nbytes))
         except (ConfigError, MemoryError) as e:
             raise ConfigError(f"{slots} pages of {pool.name}: {e}") from e
         self._pieces = _pieces(pool, self._spans, self._memory.tensor, slots)
@@ -109,7 +123,7 @@ class HostArena:
         """Memory for a record that will be `put` into the slot: the slot's own where a page is its record; else `into`,
         which is of `apart`, or new memory."""
         if self.in_place:
-            return self.memory[slot * self.stride : (slot + 1) * self.stride]
+            return self.memory[slot * self.stride : slot * self.stride + self._length]
         return zeros(self.stride) if into is None else into
 
     def put(self, slot: int, record: memoryview) -> None:

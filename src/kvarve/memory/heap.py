@@ -1,6 +1,7 @@
-"""The C library's heap in a long-running process with many threads."""
+"""The C library's heap in a long-running process with many threads, and memory of it that goes back to the system."""
 
 import ctypes
+import mmap
 import os
 import sys
 
@@ -19,3 +20,11 @@ def bound_heaps() -> bool:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none, and one heap
     return mallopt is not None and mallopt(_ARENA_MAX, HEAPS) == 1
+
+
+def discard(address: int, nbytes: int) -> None:
+    """Give the system all whole pages of this memory, whose contents are lost; they come back as they are written."""
+    page = mmap.PAGESIZE
+    start, end = -(-address // page) * page, (address + nbytes) // page * page
+    if sys.platform == "linux" and start < end:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)

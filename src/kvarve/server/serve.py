@@ -16,6 +16,7 @@ from typing import cast
 import torch
 import uvicorn
 
+from kvarve.core.extents import Cut
 from kvarve.engine.engine import Engine
 from kvarve.engine.families import reads, takes
 from kvarve.engine.model import check_device, check_model, keeping_answers, load_model, quiet_libraries
@@ -140,7 +141,11 @@ class Server:
             ("pages", f"{settings.page_tokens} tokens, prompts computed {settings.chunk_tokens} at a time"),
         ]
         for number, pool in enumerate(model.layout.pools):
-            slots = ", ".join(f"{slots[number]} on the {tier.name.lower()}" for tier, slots in self.slots.items())
+            counts = {
+                tier: f"up to {slots.most(number)}" if isinstance(slots, Cut) else slots[number]
+                for tier, slots in self.slots.items()
+            }
+            slots = ", ".join(f"{count} on the {tier.name.lower()}" for tier, count in counts.items())
             size = format_size(pool.payload_bytes)
             lines.append((f"pool {pool.name}", f"reads {reads(pool.lookback)}, {size} a page; slots: {slots}"))
         layout = model.layout

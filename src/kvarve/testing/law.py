@@ -163,10 +163,33 @@ def _available(core: Core, stuck: dict[int, dict[int, int]]) -> dict[int, int]:
     runs: list[Run] = [*core.slot_pools.roots.values()]
     for run in runs:
         runs.extend(run.children.values())
-    return {
+    available = {
         pool: len(core.slot_pools.free[pool]) + sum(run.here[pool].bit_count() - stuck[id(run)][pool] for run in runs)
         for pool in core.slot_pools.chains
     }
+    extents = core.slot_pools.extents[0]
+    if extents is not None:
+        for pool in available:
+            available[pool] += extents.cut.per[pool] * _could_come(core, runs, pool)
+    return available
+
+
+def _could_come(core: Core, runs: list[Run], chain: int) -> int:
+    """How many of the device's extents a chain could still get: those of no pool, and of another pool those that it has
+    beyond its least, and beyond one for each page that is pinned, owned by a lease or about to come."""
+    extents = core.slot_pools.extents[0]
+    assert extents is not None
+    could = len(extents.loose)
+    for pool in range(len(core.pools)):
+        if pool == chain:
+            continue
+        busy = sum((run.here[pool] & run.pins[0].held()).bit_count() for run in runs)
+        busy += sum(len(lease.own[pool]) for lease in core.leases.values())
+        for op in core.copies.ops.values():
+            if op.edge == (Tier.HOST, Tier.DEVICE):
+                busy += sum(page.pool == pool for i, page in enumerate(op.pages) if not op.given >> i & 1)
+        could += extents.owned[pool] - max(extents.cut.least[pool], min(busy, extents.owned[pool]))
+    return could
 
 
 def _wants(core: Core, task: Task, pool: int, stuck: dict[int, dict[int, int]]) -> int:

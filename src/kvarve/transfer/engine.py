@@ -66,9 +66,8 @@ class TransferEngine:
 
     def connect(self, storage: Storage) -> StorageConnection:
         """A connection for a storage that may be attached; it owns the storage. StorageError if no threads start."""
-        for arena in self._host:
-            if arena.in_place:  # else a storage moves copies
-                storage.register(arena.region)
+        for region in {id(arena.region): arena.region for arena in self._host if arena.in_place}.values():
+            storage.register(region)  # in other layouts a storage moves copies
         return StorageConnection(storage, self.ends, deadline_s=self._deadline_s, clock=self._clock)
 
     def attach(self, connection: StorageConnection | None) -> StorageConnection | None:

@@ -40,6 +40,17 @@ class Order(ABC):
     def pop(self) -> Run | None:
         """Take out the run that is the next victim; None if there is none."""
 
+    def peek(self) -> Run | None:
+        """The next victim, which stays."""
+        run = self.pop()
+        if run is not None:
+            self.push(run)
+        return run
+
+    @abstractmethod
+    def worth(self, run: Run) -> Any:
+        """What a run is worth, to be compared between the orders of a tier's pools: the lowest goes first."""
+
     @abstractmethod
     def forget(self, run: Run, stands: bool) -> None:
         """A run has left the tree: drop all state of it; if it `stands` here, `pop` must never return it."""
@@ -69,16 +80,26 @@ class Ranked(Order):
         heappush(self._heap, (self.rank(run), next(self._ticket), run))
 
     def pop(self) -> Run | None:
+        run = self.peek()
+        if run is not None:
+            heappop(self._heap)
+            self.taken(run)
+        return run
+
+    def peek(self) -> Run | None:
         while self._heap:
-            rank, _, run = heappop(self._heap)
-            if not run.tokens:
-                self._dead = max(0, self._dead - 1)
-            elif self.stale(rank, run):
+            rank, _, run = self._heap[0]
+            if run.tokens and not self.stale(rank, run):
+                return run
+            heappop(self._heap)
+            if run.tokens:
                 self.push(run)
             else:
-                self.taken(run)
-                return run
+                self._dead = max(0, self._dead - 1)
         return None
+
+    def worth(self, run: Run) -> Any:
+        return self.rank(run)
 
     def stale(self, rank: Any, run: Run) -> bool:
         """Whether a run's rank has changed since it was pushed."""

@@ -56,6 +56,9 @@ class S3Fifo(Order):
             self._main.append(run)
         return None
 
+    def worth(self, run: Run) -> int:
+        return run.used
+
     def forget(self, run: Run, stands: bool) -> None:
         self._proven.pop(run, None)
         self._counted.pop(run, None)

@@ -490,8 +490,8 @@ class Index:
         return None
 
     def fill(self, place: RowAddress) -> None:
-        """A seized row is to be filled. If it has had an object, it is told again that this one is gone: whoever dropped
-        it may have died before, and a reader would take the new bytes for it."""
+        """A seized row is to be filled. If it has had an object, it is told again that this one is gone: the process
+        that dropped it may have died before, and a reader would take the new bytes for it."""
         slab, row = place
         slab.state[row] = RESERVED
         if slab.generation[row]:

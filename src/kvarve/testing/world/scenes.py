@@ -7,11 +7,13 @@ CoreConfig of it.
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any
 
 from kvarve.core.eviction import ORDERS
+from kvarve.core.extents import Cut
 from kvarve.core.policies import BEST_EFFORT, WAIT_COMPLETE, Patience, Policies, WritePolicy
-from kvarve.core.settings import CoreConfig
+from kvarve.core.settings import CoreConfig, Slots
 from kvarve.keys import pack
 from kvarve.model import BufferSpec, PoolSpec, Tier
 
@@ -27,15 +29,25 @@ ATTENTION, INDEX, WINDOW, STATE = pool("attention", None), pool("index", None), 
 
 
 def config(
-    *pools: PoolSpec, device: int | Sequence[int] | None = 64, host: int | Sequence[int] = 0, grid: int = 1, **rest: Any
+    *pools: PoolSpec,
+    device: int | Sequence[int] | None = 64,
+    host: int | Sequence[int] = 0,
+    grid: int = 1,
+    cut: Mapping[str, tuple[int, Sequence[int], Sequence[int]]] = MappingProxyType({}),
+    **rest: Any,
 ) -> CoreConfig:
-    """A small core: slots of each pool, or one number for all; no host tier by default. `rest` names policies too."""
+    """A small core: slots of each pool, or one number for all; no host tier by default. `cut`: of tiers that the pools
+    share, how many extents they have, and of each pool the slots in one and its least. `rest` names policies too."""
     policies = {each.name: rest.pop(each.name) for each in fields(Policies) if each.name in rest}
-    slots: dict[Tier, tuple[int, ...]] = {}
+    slots: Slots = {}
     if device is not None:
         slots[Tier.DEVICE] = (device,) * len(pools) if isinstance(device, int) else tuple(device)
     if host:
         slots[Tier.HOST] = (host,) * len(pools) if isinstance(host, int) else tuple(host)
+    for tier in slots:
+        if tier.name.lower() in cut:
+            count, per, least = cut[tier.name.lower()]
+            slots[tier] = Cut(count, tuple(per), tuple(least))
     return CoreConfig(
         pools, slots, page_tokens=PAGE_TOKENS, chunk_tokens=PAGE_TOKENS * grid, policies=Policies(**policies), **rest
     )
@@ -61,6 +73,15 @@ def words(text: str) -> bytes:
 
 def draw(dice: random.Random) -> dict[str, Any]:
     """Draw the settings of a core, as plain data."""
+    drawn = _draw(dice)
+    if {"attention", "index"} <= {each["name"] for each in drawn["pools"]} or not all(drawn["device"]):
+        drawn["cut"].pop("device", None)  # a device is shared with one chain at most
+    if not drawn["host"] or not all(drawn["host"]):
+        drawn["cut"].pop("host", None)
+    return drawn
+
+
+def _draw(dice: random.Random) -> dict[str, Any]:
     names = dice.sample(["attention", "index", "window", "state"], dice.randint(1, 4))
     lookbacks: dict[str, list[int | None]] = {
         "attention": [None],
@@ -80,6 +101,7 @@ def draw(dice: random.Random) -> dict[str, Any]:
         ],
         "device": [_room(dice, 3, 24) for _ in names],
         "host": [_room(dice, 4, 40) for _ in names] if dice.random() < 0.9 else [],
+        "cut": {tier: _cut(dice, names) for tier in ("device", "host") if dice.random() < 0.4},
         "grid": dice.choice([1, 1, 2, 3]),
         "storage": dice.random() < 0.85,
         "write_policy": dice.choice([*WritePolicy]).value,
@@ -100,6 +122,11 @@ def draw(dice: random.Random) -> dict[str, Any]:
         "offload_pays_at": dice.choice([0.0, 0.0, 0.1, 0.5, 2.0]),
         "offload_horizon_bytes": dice.choice([0, 64, 400, 2000]),  # a page has 16
     }
+
+
+def _cut(dice: random.Random, names: Sequence[str]) -> list[Any]:
+    least = [dice.randint(0, 2) for _ in names]
+    return [sum(least) + dice.randint(1, 8), [dice.choice([1, 1, 2, 3, 5]) for _ in names], least]
 
 
 def draw_engine(dice: random.Random) -> dict[str, Any]:

@@ -103,6 +103,31 @@ class Shadow:
             self._truth[keys[at]] = (keys[at - 1] if at else root, tokens[at * width : (at + 1) * width])
         return keys
 
+    def _leaves_room(self, lease: Lease, boundary: int) -> bool:
+        """Whether a request that is alone could have its whole prompt on the device while it resumes at a boundary, if
+        no extent with a window or state that it reads there goes to the chain."""
+        extents = self.core.slot_pools.extents[0]
+        if extents is None or not self.core.slot_pools.chains:
+            return True
+        chain, most = self.core.slot_pools.chains[0], extents.cut.count
+        tail, _, _ = self.core.paths.find(lease.root, lease.tokens)
+        for pool in range(len(self.core.pools)):
+            if pool != chain:
+                reads, read = self._reads(pool, boundary), set[int]()
+                run: Run | None = tail
+                while run is not None and run.tokens:
+                    table = run.slots[pool] or ()
+                    read |= {
+                        slot // extents.cut.per[pool]
+                        for at, slot in enumerate(table, run.first)
+                        if at in reads and slot >= 0
+                    }
+                    run = run.parent
+                few = len(reads) <= extents.cut.least[pool]
+                most -= extents.cut.least[pool] if few else max(extents.cut.least[pool], len(read))
+        pages = -(-len(lease.tokens) // (self.core.config.page_tokens * TOKEN_BYTES))
+        return most * extents.cut.per[chain] >= pages
+
     def _key(self, tokens: Sequence[int], position: int, salt: str) -> bytes:
         return extend(root_key(b"world", salt), pack(tokens), self.core.config.page_tokens)[position]
 
@@ -131,7 +156,7 @@ class Shadow:
 
         def deepest(present: list[set[int]], those: Sequence[int]) -> int:
             for boundary in range(max(0, tokens - 1) // self.core.config.page_tokens, 0, -1):
-                capacity = self.core.config.slots.get(Tier.DEVICE, ())  # an engine limits its own prompts
+                capacity = self.core.slot_pools.capacity if ours else ()  # an engine limits its own prompts
                 reads = [len(self._reads(pool, boundary)) for pool in pools]
                 fits = all(pages <= slots for pages, slots in zip(reads, capacity, strict=False))
                 if (
@@ -234,7 +259,8 @@ class Shadow:
                     given = self.core.copies.ops[effect.op].given
                     for i, page in enumerate(effect.pages):
                         counts[slot_pools.place(effect.target, page.pool)] += not given >> i & 1
-        assert counts == slot_pools.capacity, f"slots are conserved: {counts} of {slot_pools.capacity}"
+        committed = [slot_pools.committed(place) for place in range(len(counts))]
+        assert counts == committed, f"slots are conserved: {counts} of {committed}"
 
     def _keys_of(self, run: Run) -> bytes:
         """A run's keys as the shadow derives them, whether the core has computed them or not."""

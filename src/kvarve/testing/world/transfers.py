@@ -4,14 +4,15 @@ So a core that mixes up two slots, frees one that is still read, or resumes a pr
 caught at once. Other slots have distinct contents too: free, reserved and not filled, target of a copy in flight.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvarve.core.effects import Copy, Page, Probe, Transfer
 from kvarve.core.slot_pools import SlotPools
 from kvarve.model import Tier
 
-FREE, ROTTEN, BROKEN = b"free", b"rotten", b"broken"
+FREE, ROTTEN, BROKEN, OTHERS = b"free", b"rotten", b"broken", b"another pool's"
 PAGE = 32  # bytes: only a page's key is as long as this
 
 Name = tuple[bytes, int, int]  # key, pool, rank
@@ -43,13 +44,42 @@ class Arena(Protocol):
     def __setitem__(self, slot: int, content: bytes, /) -> None: ...
 
 
+class Shared(list[bytes]):
+    """A pool's pages in a tier whose extents go from pool to pool: what is written to a slot destroys all that other
+    pools had in its extent."""
+
+    def __init__(self, slots: int, per: int) -> None:
+        super().__init__([FREE] * slots)
+        self._per, self.others = per, list["Shared"]()
+
+    def __setitem__(self, slot: Any, content: Any) -> None:
+        super().__setitem__(slot, content)
+        if content != FREE:
+            for other in self.others:
+                for at in range(slot // self._per * other._per, (slot // self._per + 1) * other._per):
+                    list.__setitem__(other, at, OTHERS)
+
+
+def _arenas(slot_pools: SlotPools) -> Iterator[list[bytes]]:
+    """By place."""
+    pools = len(slot_pools.pools)
+    for number, extents in enumerate(slot_pools.extents):
+        if extents is None:
+            yield from ([FREE] * slots for slots in slot_pools.capacity[number * pools : (number + 1) * pools])
+        else:
+            shared = [Shared(extents.cut.count * per, per) for per in extents.cut.per]
+            for each in shared:
+                each.others = [other for other in shared if other is not each]
+            yield from shared
+
+
 class SimulatedTransfers:
     """The arenas of one rank, by place (`SlotPools.place`), and its lanes' copies."""
 
     def __init__(self, slot_pools: SlotPools, rank: int, ranks: int) -> None:
         self.pools, self.rank, self.ranks = slot_pools.pools, rank, ranks
         self._memory = slot_pools.memory
-        self.arenas = [[FREE] * slots for slots in slot_pools.capacity]
+        self.arenas = [*_arenas(slot_pools)]
         self.filling: dict[tuple[int, int, int], int] = {}  # by tier, pool and slot: the load that still copies to it
 
     def arena(self, tier: Tier, pool: int) -> Arena:

@@ -1,0 +1,131 @@
+"""Which pool has which part of a memory tier: one budget, cut into extents of equal size that go from pool to pool.
+
+An extent holds `per[pool]` slots of one pool at a time: slot s of a pool lies in extent s // per[pool]. It may leave
+its pool only while all its slots are free, so nothing in it is pinned, read or written. Each pool can always have
+`least` extents.
+"""
+
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+NONE = -1  # no pool has it
+LOST = 5  # extents' worth of memory that pages in part of an extent keep from other pools
+TIMES = 16  # slots of the largest kind in an extent, at most
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a memory tier is cut: into `count` extents, of which each holds `per[pool]` slots of a pool, and of which
+    each pool can always have `least[pool]`. `nbytes`: of an extent, for who has the bytes."""
+
+    count: int
+    per: tuple[int, ...]
+    least: tuple[int, ...]
+    nbytes: int = 0
+
+    def slots(self, pool: int) -> int:
+        """The slots that a pool would have in all of them."""
+        return self.count * self.per[pool]
+
+    def most(self, pool: int) -> int:
+        """The slots that a pool can have at most."""
+        return (self.count - sum(self.least) + self.least[pool]) * self.per[pool]
+
+
+class Extents:
+    def __init__(self, cut: Cut) -> None:
+        self.cut = cut
+        self.pool_of = [NONE] * cut.count
+        self.left: set[tuple[int, int]] = set()  # pools and extents that they had, for who gives memory back
+        self.owned = [0] * len(cut.per)  # extents of each pool
+        self.loose = array("i", range(cut.count - 1, -1, -1))  # of no pool
+        self._taken = [0] * cut.count  # of its slots, how many are not free
+        self._empty: list[set[int]] = [set() for _ in cut.per]  # extents of each pool whose slots are all free
+
+    def slots(self, pool: int, extent: int) -> range:
+        per = self.cut.per[pool]
+        return range(extent * per, (extent + 1) * per)
+
+    def in_use(self, extent: int) -> int:
+        """How many of its slots are not free."""
+        return self._taken[extent]
+
+    def may_grow(self, pool: int) -> bool:
+        """Whether a pool could have another extent, if one were loose."""
+        return self.owned[pool] * self.cut.per[pool] < self.cut.most(pool)
+
+    def may_shrink(self, pool: int) -> bool:
+        return self.owned[pool] > self.cut.least[pool]
+
+    def grow(self, pool: int) -> range | None:
+        """The slots of a loose extent, which the pool has from now on; None if none is to spare."""
+        kept = sum(
+            max(0, least - owned)
+            for each, (least, owned) in enumerate(zip(self.cut.least, self.owned, strict=True))
+            if each != pool
+        )
+        if len(self.loose) <= kept:
+            return None
+        extent = self.loose.pop()
+        self.pool_of[extent] = pool
+        self.owned[pool] += 1
+        self.left.discard((pool, extent))
+        self._empty[pool].add(extent)
+        return self.slots(pool, extent)
+
+    def take(self, pool: int, slots: Iterable[int]) -> None:
+        """Slots are in use."""
+        per, taken, empty = self.cut.per[pool], self._taken, self._empty[pool]
+        for slot in slots:
+            extent = slot // per
+            if not taken[extent]:
+                empty.discard(extent)
+            taken[extent] += 1
+
+    def give(self, pool: int, slots: Iterable[int]) -> None:
+        """Slots are free again."""
+        per, taken, empty = self.cut.per[pool], self._taken, self._empty[pool]
+        for slot in slots:
+            extent = slot // per
+            taken[extent] -= 1
+            if not taken[extent]:
+                empty.add(extent)
+
+    def loosen(self, pool: int, free: "array[int]") -> "array[int]":
+        """Take the empty extents of a pool away from it, but for its least; returns what is left of its free slots."""
+        count = min(len(self._empty[pool]), self.owned[pool] - self.cut.least[pool])
+        if count <= 0:
+            return free
+        # The last ones, so that a pool's slots gather at the start of the tier, whatever the order of a set is.
+        gone = set(sorted(self._empty[pool])[-count:])
+        self._empty[pool] -= gone
+        self.left |= {(pool, extent) for extent in gone}
+        self.owned[pool] -= len(gone)
+        for extent in gone:
+            self.pool_of[extent] = NONE
+        self.loose.extend(sorted(gone, reverse=True))
+        per = self.cut.per[pool]
+        return array("i", [slot for slot in free if slot // per not in gone])
+
+
+def cut(budget: int, sizes: Sequence[int], fewest: Sequence[int], unit: int = 1) -> Cut | None:
+    """Cut `budget` bytes for pools whose slots take `sizes` bytes, of which each needs `fewest`; an extent is a
+    multiple of `unit` bytes for each slot. None if so few bytes cannot be cut.
+
+    Large extents waste little where slots do not fill them; of small ones few pages have to leave before one is empty.
+    """
+    largest = max(sizes)
+    found: list[tuple[float, Cut]] = []
+    for times in range(1, TIMES + 1):
+        per = tuple(times * largest // size for size in sizes)
+        step = unit * math.lcm(*per) if unit > 1 else 1
+        extent = -(-times * largest // step) * step
+        least = tuple(-(-few // each) for few, each in zip(fewest, per, strict=True))
+        if sum(least) + len(sizes) > budget // extent:
+            continue
+        waste = max(1 - each * size / extent for each, size in zip(per, sizes, strict=True))
+        count = budget // extent
+        found.append((waste + LOST / count, Cut(count, per, least, extent)))
+    return min(found, key=lambda each: each[0])[1] if found else None

@@ -1,0 +1,126 @@
+"""Pools that share a memory tier: extents go from pool to pool as the traffic asks."""
+
+from itertools import product
+
+import pytest
+
+from kvarve.config import cut_memory
+from kvarve.core.extents import Cut, Extents, cut
+from kvarve.model import BufferSpec, PoolSpec, Tier
+from kvarve.testing.world import World, config, prompt
+from kvarve.testing.world.scenes import ATTENTION, STATE
+
+DEVICE = Tier.DEVICE
+
+
+def shared(*pools: PoolSpec, count: int, per: list[int], least: list[int] | None = None, **rest: object) -> World:
+    cut = {"device": (count, per, least or [1] * len(pools))}
+    return World(config=config(*pools, device=1, cut=cut, **rest))  # type: ignore[arg-type]
+
+
+def owned(world: World) -> list[int]:
+    extents = world.core.slot_pools.extents[0]
+    assert extents is not None
+    return extents.owned
+
+
+def test_a_budget_is_cut_into_whole_slots_of_every_pool() -> None:
+    for budget, sizes in product([10**4, 10**6, 10**9], [(12, 77), (4096, 8192, 4096), (1, 1000), (7, 7)]):
+        if (found := cut(budget, sizes, [2] * len(sizes))) is not None:
+            assert found.count * found.nbytes <= budget and all(found.per)
+            assert all(per * size <= found.nbytes for per, size in zip(found.per, sizes, strict=True))
+            assert all(least * per >= 2 for least, per in zip(found.least, found.per, strict=True))
+    assert cut(100, (12, 77), (2, 2)) is None, "too little for two slots of each"
+
+
+@pytest.mark.parametrize("sizes", [(3 * 4096, 19 * 4096), (4096, 5 * 4096, 7 * 4096)])
+def test_the_slots_of_an_extent_begin_at_whole_blocks(sizes: tuple[int, ...]) -> None:
+    found = cut(4096 * 10**5, sizes, [2] * len(sizes), unit=4096)
+    assert found is not None
+    for per, size in zip(found.per, sizes, strict=True):
+        assert found.nbytes % per == 0 and found.nbytes // per % 4096 == 0 and found.nbytes // per >= size
+
+
+def test_one_pool_and_several_chains_do_not_share() -> None:
+    def pools(*lookbacks: int | None) -> list[PoolSpec]:
+        return [PoolSpec(str(at), (BufferSpec("x", (64,), "uint8"),), back) for at, back in enumerate(lookbacks)]
+
+    assert cut_memory(10**6, pools(None), 16, 64, records=False) is None
+    assert cut_memory(10**6, pools(None, None, 1), 16, 64, records=False) is None
+    assert cut_memory(10**6, pools(None, 1), 16, 64, records=False) is not None
+
+
+def test_an_extent_goes_only_while_all_its_slots_are_free() -> None:
+    extents = Extents(Cut(4, (2, 1), (1, 1)))
+    assert [extents.grow(0) for _ in range(4)] == [range(2), range(2, 4), range(4, 6), None], "one is the other's"
+    extents.take(0, [0, 2, 3])
+    world = shared(ATTENTION, STATE, count=4, per=[2, 1])
+    free = world.core.slot_pools.free[0][:0]
+    free.extend([1, 4, 5])
+    assert extents.loosen(0, free).tolist() == [1] and extents.owned == [2, 0]
+    extents.give(0, [2])
+    free = extents.loosen(0, free[:1])
+    assert extents.owned == [2, 0], "slot 3 is in use"
+    extents.give(0, [3])
+    assert extents.grow(1) == range(2, 3) and extents.owned == [2, 1]
+
+
+def test_prompts_alone_take_what_states_do_not_use_and_states_take_it_back() -> None:
+    world = shared(ATTENTION, STATE, count=16, per=[4, 1], snapshot_ends=False, snapshot_branches=False)
+    for seed in range(4):
+        world.request(prompt(15, seed=seed))
+    assert all(world.hit(prompt(15, seed=seed))[0] == 0 for seed in range(4)), "no states are kept"
+    assert owned(world)[0] == 15, "all but the least of the states"
+    assert len(world.core.slot_pools.reserve(1, 15)) == 15 and owned(world) == [1, 15]
+
+
+def test_the_pool_whose_next_victim_was_used_longest_ago_gives() -> None:
+    world = shared(ATTENTION, STATE, count=8, per=[4, 1])
+    for seed in range(4):
+        world.request(prompt(4, seed=seed))
+    assert owned(world) == [4, 4]
+    world.request(prompt(4, seed=0))  # the oldest one now is that of seed 1
+    world.request(prompt(8, seed=9))
+    assert [world.hit(prompt(4, seed=seed))[0] for seed in range(4)] == [4, 0, 0, 4]
+    assert world.hit(prompt(8, seed=9))[0] == 8
+
+
+def test_no_page_of_a_running_request_leaves_for_another_pool() -> None:
+    world = shared(ATTENTION, STATE, count=4, per=[4, 1])
+    lease = world.start(prompt(8))
+    assert world.core.reserve(lease, 8)
+    assert len(world.core.slot_pools.reserve(1, 4)) == 2, "two extents are the prompt's"
+
+
+def test_a_state_is_kept_where_prompts_branch_off_one_that_has_left() -> None:
+    world = World(config=config(ATTENTION, STATE, device=[16, 16]))
+    world.request(prompt(12))
+    world.flush(DEVICE)
+    branch = prompt(6, extra=0)
+    world.request([*branch, *(7 for _ in range(8))])
+    assert world.hit([*branch, *(8 for _ in range(8))])[0] == 6
+
+
+def test_what_goes_on_from_the_end_of_a_prompt_that_has_left_is_no_branch() -> None:
+    world = World(config=config(ATTENTION, STATE, device=[32, 16]))
+    world.request(prompt(4, extra=0))
+    world.flush(DEVICE)
+    world.request(prompt(12))
+    assert world.hit(prompt(4))[0] == 0 and world.hit(prompt(12))[0] == 12
+
+
+def test_pages_of_two_salts_are_not_remembered_together() -> None:
+    world = World(config=config(ATTENTION, STATE, device=[16, 16]))
+    world.request(prompt(12), salt="a")
+    world.flush(DEVICE)
+    branch = prompt(6, extra=0)
+    world.request([*branch, *(7 for _ in range(8))], salt="b")
+    assert world.hit([*branch, *(8 for _ in range(8))], salt="b")[0] == 0
+
+
+def test_what_has_left_is_remembered_within_bounds() -> None:
+    world = World(config=config(ATTENTION, STATE, device=8))
+    ghosts = world.core.slot_pools.ghosts
+    for seed in range(50):
+        world.request(prompt(7, seed=seed), salt=str(seed % 20))
+    assert 0 < sum(len(pages) for pages in ghosts._of.values()) <= 4 * 8
