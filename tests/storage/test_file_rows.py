@@ -113,6 +113,29 @@ def test_rows_that_a_process_was_filling_when_it_died_are_filled_by_the_others(t
     one.close()
 
 
+def test_a_put_that_fails_releases_no_row_that_another_put_has_seized_since(tmp_path: Path) -> None:
+    """Its rows are free for the other threads of the process as soon as its changes were reverted."""
+    disk, one = Rigged(), Page(1, "full")
+    storage = opened(tmp_path / "store", disk, capacity=MIB)
+    failing = Put([one.name], [[one.record()]])
+    storage._reserve(failing, [0])
+    (place,) = failing.places.values()
+    others = pages("full", *range(20, 20 + place[0].shape.slots))
+    put = Put(names(others), [[page.record()] for page in others])
+    storage._write(failing)
+    disk.fail(trouble(), "write", ".table")
+    with pytest.raises(OSError, match="Input/output"):
+        storage._commit(failing)
+    storage._reserve(put, range(len(others)))
+    assert place in put.places.values()
+    storage._release_rows(failing)
+    storage._write(put)
+    storage._commit(put)
+    assert intact(storage, [one, *others]) == set(others)
+    assert storage._index.held == {}
+    storage.close()
+
+
 def test_a_reader_that_was_not_told_of_a_deletion_gets_no_bytes_of_the_next_object(tmp_path: Path) -> None:
     """A process dies when it has freed a row in the table, and before it tells; the next one fills that row."""
 

@@ -347,20 +347,15 @@ class FileStorage(Storage):
     def _reserve(self, put: Put, numbers: Iterable[int]) -> None:
         """Find stored objects, and reserve rows for the others; an object that gets no row is answered False."""
         put.begin_round()
-        try:
-            with self._changing():
-                now_ns = self._allocator.begin(put)
-                for number in numbers:
-                    put.answers[number] = self._is_there(put, put.names[number], now_ns)
-                    if not put.answers[number]:
-                        self._allocator.reserve(put, number)
-                self._index.publish(self._lock)  # what was evicted is gone before it is overwritten
-                with self._lock:
-                    self._index.refresh()  # a slab may have been removed just before a row of it was seized
-        except BaseException:  # also on an interrupt
+        with self._changing(put):
+            now_ns = self._allocator.begin(put)
+            for number in numbers:
+                put.answers[number] = self._is_there(put, put.names[number], now_ns)
+                if not put.answers[number]:
+                    self._allocator.reserve(put, number)
+            self._index.publish(self._lock)  # what was evicted is gone before it is overwritten
             with self._lock:
-                self._index.release(put.places.values())
-            raise
+                self._index.refresh()  # a slab may have been removed just before a row of it was seized
 
     def _is_there(self, put: Put, name: str, now_ns: int) -> bool:
         """Whether an object is stored. If so, it counts as used, and this put keeps it; an expired one is dropped."""
@@ -400,7 +395,7 @@ class FileStorage(Storage):
     def _commit(self, put: Put) -> None:
         """Publish the written objects, and release the rows of the others."""
         new, places = list[RowAddress](), [*put.places.items()]
-        with self._changing():
+        with self._changing(put):
             now_ns = self._index.clock.now_ns()
             for at in range(0, len(places), AT_ONCE):
                 with self._lock:
@@ -504,8 +499,9 @@ class FileStorage(Storage):
     # --- threads, locks, and the end
 
     @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Exclude all other threads that change rows, and refresh the index."""
+    def _changing(self, put: Put | None = None) -> Iterator[None]:
+        """Exclude all other threads that change rows, and refresh the index. If that fails, the rows of `put` are
+        released before another thread can seize them."""
         with self._writing:
             with self._lock:
                 self._require_open()
@@ -520,6 +516,9 @@ class FileStorage(Storage):
                 index.publish(self._lock)  # what was repaired, if the caller had no changes
             except BaseException:  # also on an interrupt
                 with self._lock:
+                    if put is not None:
+                        index.release(put.places.values())
+                        put.places.clear()
                     index.revert()
                 raise
 
