@@ -16,6 +16,7 @@ from kvarve.errors import Busy, KvarveError, StorageError
 from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import Storage
 from kvarve.storage.urls import shown
+from kvarve.transfer.compression import totals
 from kvarve.worker import Change, UnderWay
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class Admin:
                 }
                 for lane in attached.connection.lanes.values()
             },
+            "compressed": totals(attached.storage),
             "counts": dict(attached.storage.counts),
         }
 

@@ -191,6 +191,11 @@ def _cache(stats: Mapping[str, float]) -> Iterator[Metric]:
     stuck = _under("lane_stuck_s.", stats)
     help_text = "Seconds for which the oldest call of a lane has been running."
     yield _by("kvarve_lane_stuck_seconds", help_text, ("lane",), stuck, gauge=True)
+    plain, smaller, on = (_under(f"compress_{name}.", stats) for name in ("plain_bytes", "stored_bytes", "on"))
+    yield _by("kvarve_compress_plain_bytes", "Bytes of records stored, before compression.", ("pool",), plain)
+    yield _by("kvarve_compress_stored_bytes", "Bytes of the same records as they were stored.", ("pool",), smaller)
+    help_text = "1 while records are compressed for storage, 0 while that does not pay."
+    yield _by("kvarve_compress_on", help_text, ("pool",), on, gauge=True)
     help_text = "Copies that a lane refused, started too late or failed to do."
     yield _by("kvarve_lane_failures", help_text, ("lane",), failed)
 

@@ -21,6 +21,7 @@ from rich.table import Table
 from kvarve.commands import Drop, Gc, Ls, Maintain, VerifyStored
 from kvarve.errors import ConfigError, StorageError
 from kvarve.keys import parse_object_name
+from kvarve.memory.encodings import Broken, expanded
 from kvarve.memory.record import is_keyed, title, whole
 from kvarve.memory.seals import CHECKSUM, Seal, seal_of
 from kvarve.reports import check_file, plain_table, write_json
@@ -181,6 +182,7 @@ def verify(url: Url, /, *, options: VerifyStored = VerifyStored()) -> int:
         reports.append(
             _model_json(model)
             | {"read": read, "unknown": inspector.unknown, "keyed": inspector.keyed, "lost": lost}
+            | {"compressed": inspector.compressed}
             | {"damaged": [{"name": name, "why": why} for name, why in whys.items()]}
         )
         text = f"{model.description} ({_short(model)}): {_many(read, 'object')} read, "
@@ -195,6 +197,8 @@ def verify(url: Url, /, *, options: VerifyStored = VerifyStored()) -> int:
             out.say(f"  {_many(inspector.unknown, 'object')} without a page's name: not checked")
         if inspector.keyed:
             out.say(f"  {_many(inspector.keyed, 'object')} sealed with a key: not checked (--storage-key)")
+        if inspector.compressed:
+            out.say(f"  {_many(inspector.compressed, 'object')} compressed: not checked (install the extra 'compress')")
     report = {"folder": str(place.folder), "ok": not damages, "models": reports, "damaged": contents.damaged}
     return out.write(report, 1 if damages else 0)
 
@@ -207,14 +211,25 @@ class Inspector:
         self.whys: dict[str, str] = {}
         self.unknown = 0  # objects whose names are no page's, so that they cannot be checked
         self.keyed = 0  # the same for those that were sealed with a key, where none is given
+        self.compressed = 0  # and for those whose compression has no library here
 
     def intact(self, name: str, record: memoryview) -> bool:
         wanted = parse_object_name(name)
         if wanted is None:
             self.unknown += 1
-        elif self._seal is CHECKSUM and is_keyed(record):
+            return True
+        if self._seal is CHECKSUM and is_keyed(record):
             self.keyed += 1
-        elif not whole(record, self._seal):
+            return True
+        try:
+            record = expanded(record)
+        except Broken as why:
+            self.whys[name] = f"it was compressed, and {why}"
+            return False
+        except ConfigError:
+            self.compressed += 1
+            return True
+        if not whole(record, self._seal):
             self.whys[name] = "its seal or its checksum is wrong"
         elif (header := title(record)).namespace != self._namespace:
             self.whys[name] = f"holds a page of another model, {header.namespace.hex()[:_SHORT]}"

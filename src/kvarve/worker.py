@@ -27,6 +27,7 @@ from kvarve.model import ModelIdentity, PoolSpec, Tier
 from kvarve.sizes import format_size
 from kvarve.storage import Breaker, Storage, StorageUsage, Tiers, check_storage, open_storage
 from kvarve.storage.urls import allocate, backend_of, parse_urls
+from kvarve.transfer.compression import MEMORY_BYTES, OFF, compressing, totals
 from kvarve.transfer.engine import TransferEngine
 from kvarve.transfer.storage_connection import StorageConnection
 
@@ -48,7 +49,9 @@ def check(
         slots[Tier.DEVICE] = split(config.device_memory, *shape, records=False, what="device", per_snapshot=apart)
     if config.host_memory:
         slots[Tier.HOST] = split(config.host_memory, *shape, records=True, what="host", per_snapshot=apart)
-    wanted, what, have = config.host_memory, "host memory", host_bytes()
+    urls = parse_urls(config.storages) if config.storages else ()
+    buffers = MEMORY_BYTES * sum(url.compress != OFF for url in urls)
+    wanted, what, have = config.host_memory + buffers, "host memory", host_bytes()
     if on_host(device):
         wanted, what = wanted + config.device_memory, "device and host memory together"
     elif config.device_memory > (total := device_bytes(device) or config.device_memory):
@@ -75,7 +78,7 @@ def check_setting(identity: ModelIdentity, config: CacheConfig) -> None:
                 split(url.size_bytes("quota"), *shape, records=True, what="quota", per_snapshot=apart)
         except ConfigError as e:
             raise ConfigError(f"{url.text}: {e}") from None
-    check_storage(config.storages, label=identity.fingerprint(), description=str(identity))
+    check_storage(config.storages, label=identity.fingerprint(), description=str(identity), around=compressing)
 
 
 def _shape(identity: ModelIdentity) -> tuple[tuple[PoolSpec, ...], int, int]:
@@ -306,6 +309,9 @@ class CacheWorker:
             stats[f"lane_waiting.{lane.name}"] = lane.waiting()
             stats[f"lane_failed.{lane.name}"] = lane.counts.failed + lane.counts.late + lane.counts.refused
             stats[f"lane_stuck_s.{lane.name}"] = lane.stuck_s()
+        attached = self.attached
+        for pool, total in (totals(attached.storage) if attached is not None else {}).items():
+            stats |= {f"compress_{name}.{pool}": value for name, value in total.items()}
         return stats
 
     def _with(self, setting: str | Sequence[str], prefetch: str | None, write: str | None) -> CacheConfig:
@@ -324,6 +330,7 @@ class CacheWorker:
             description=str(self.identity),
             guard=partial(Breaker, deadline_s=config.policies.storage_deadline_s, clock=self._clock),
             whole=partial(whole, seal=self._seal),
+            around=compressing,
             answers=answers,
         )
 

@@ -29,6 +29,7 @@ from kvarve.memory.seals import CHECKSUM, Seal
 from kvarve.regions import HostRegion
 from kvarve.storage import Breaker, Storage, Tiers
 from kvarve.storage.urls import open_storage
+from kvarve.transfer.compression import compressing
 
 log = logging.getLogger(__name__)
 
@@ -469,7 +470,15 @@ def open_guarded(
     """
     guard = partial(Breaker, deadline_s=deadline_s)
     judge = partial(whole, seal=seal)
-    storage = open_storage(setting, label=label, description=description, guard=guard, whole=judge, answers=False)
+    storage = open_storage(
+        setting,
+        label=label,
+        description=description,
+        guard=guard,
+        whole=judge,
+        around=compressing,
+        answers=False,
+    )
     return storage if isinstance(storage, Tiers) else guard(storage)
 
 

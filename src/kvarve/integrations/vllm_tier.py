@@ -42,6 +42,7 @@ from kvarve.memory.record import whole
 from kvarve.memory.seals import Seal, seal_of
 from kvarve.storage import Breaker, Storage, Tiers, open_storage
 from kvarve.storage.urls import shown
+from kvarve.transfer.compression import compressing
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,13 @@ class KvarveTier(SecondaryTierManager):
 
         judge = partial(whole, seal=seal)
         storage = open_storage(
-            self.settings.storage, label=namespace, description=description, guard=guard, whole=judge, answers=False
+            self.settings.storage,
+            label=namespace,
+            description=description,
+            guard=guard,
+            whole=judge,
+            around=compressing,
+            answers=False,
         )
         return storage if isinstance(storage, Tiers) else guard(storage)
 

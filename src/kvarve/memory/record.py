@@ -13,12 +13,12 @@ Format 2, little-endian. Fields for later versions are reserved, and zero until 
      64  32  key: the chained hash of all tokens up to the page's end
      96  32  name of the pool, padded with zeros
     128   2  kind of the check: 1 a checksum, 2 a tag under a storage key (`seals`)
-    130   2  encoding of the payload: 0 as it is; no other is made yet, such as a lossless compression
+    130   2  encoding of the payload: 0 as it is; in storage also 1 zstd, 2 lz4 (`encodings`)
     132   4  flags, none yet
     136   8  plain length: bytes of the payload as the model has it
-    144   8  stored length: bytes of the payload as it stands here
+    144   8  stored length: bytes behind the header as they stand here; the plain length where it is not encoded
     152  72  zeros
-    224  32  the check, of all bytes before and behind it
+    224  32  the check, of all bytes before and behind it; of the plain record if this one is encoded
     256      payload; a buffer that starts at a multiple of 64 bytes in a page does so in memory as well
 
 A record is padded with zeros to whole 4 KiB blocks, for direct I/O. The reader is strict: it rejects an unknown format,
@@ -34,7 +34,7 @@ HEADER = struct.Struct("<8s2I2I2I32s32s32s2HI2Q72x")  # all before the check
 HEADER_BYTES = HEADER.size + CHECK_BYTES
 MAGIC = b"kvarvepg"
 FORMAT = 2
-RAW = 0  # the one encoding there is
+RAW = 0
 NO_FLAGS = 0
 BLOCK_BYTES = 4096
 KEY_BYTES = 32

@@ -49,6 +49,7 @@ def describe(status: dict[str, Any]) -> str:
         if status["bytes"] is not None:
             most = "" if status["capacity_bytes"] is None else f" of {format_size(status['capacity_bytes'])}"
             lines.append(("holds", f"{status['objects']} objects, {format_size(status['bytes'])}{most}"))
+        lines += [(f"compressed {pool}", _compressed(total)) for pool, total in status["compressed"].items()]
         lines.append(("pages", _counts(status["pages"])))
         lines += [(name, _counts(lane)) for name, lane in status["lanes"].items()]
     lines.append(("policies", f"prefetch {status['prefetch_policy']}, write {status['write_policy']}"))
@@ -56,6 +57,13 @@ def describe(status: dict[str, Any]) -> str:
         lines.append(("before", "a call to the storage that was attached hangs: it is closed when that comes back"))
     width = max(len(word) for word, _ in lines)
     return "\n".join(f"{word:<{width}}  {text}" for word, text in lines)
+
+
+def _compressed(total: dict[str, int]) -> str:
+    plain, stored = total["plain_bytes"], total["stored_bytes"]
+    share = f", {stored / plain:.0%}" if plain else ""
+    off = "" if total["on"] else "; off, as it does not pay"
+    return f"{format_size(plain)} stored as {format_size(stored)}{share}{off}"
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -147,6 +147,11 @@ class Tiers(Storage):
             replicator.tier.look()
 
     @property
+    def tiers(self) -> list[Breaker]:
+        """Nearest first."""
+        return [replicator.tier for replicator in self._replicators]
+
+    @property
     def last_error(self) -> str:
         errors = ((number, replicator.tier.last_error) for number, replicator in enumerate(self._replicators))
         return "; ".join(f"tier {number}: {error}" for number, error in errors if error)

@@ -25,6 +25,7 @@ from kvarve.storage.tiers import Tiers
 
 GROUP = "kvarve.storage"
 DEFAULT_CAPACITY = "10GiB"  # of a plain path; a URL says its own
+COMPRESS = ("no", "zstd", "lz4", "auto")  # a parameter of every URL, as records are encoded outside of a storage
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", re.ASCII)
 _SECRET = re.compile(r"([?&][^=&]*(?:pass|secret|token|auth)[^=&]*=)[^&]*", re.IGNORECASE)
@@ -57,7 +58,8 @@ class StorageUrl:
     scheme: str
     place: str  # between "//" and the path, without user and password
     path: str
-    parameters: dict[str, str]
+    parameters: dict[str, str]  # of its backend
+    compress: str = "no"
     user: str | None = field(default=None, repr=False)
     password: str | None = field(default=None, repr=False)
 
@@ -82,6 +84,9 @@ class StorageUrl:
         if not written.isascii() or not written.isdigit() or len(written) > 4:
             raise ConfigError(f"{self.text}: {parameter}={written} is not a number from 1 to 9999")
         return int(written)
+
+
+Wrap = Callable[[Storage], Storage]
 
 
 class Backend(ABC):
@@ -174,20 +179,22 @@ def parse_url(text: str) -> StorageUrl:
         raise ConfigError(f"{told!r}: a # in a path or a password is written %23")
     parameters = dict(pairs)
     for name, _ in pairs:
-        if name not in backend.parameters:
-            known = ", ".join(sorted(backend.parameters)) or "none"
+        if name not in (names := {*backend.parameters, "compress"}):
+            known = ", ".join(sorted(names))
             raise ConfigError(f"{told!r}: unknown parameter {name!r}; {parts.scheme} knows: {known}")
     if len(parameters) < len(pairs):
         raise ConfigError(f"{told!r}: a parameter is given twice")
     if at and not backend.secrets:
         raise ConfigError(f"{told!r}: a {parts.scheme} URL has no user and no password")
+    compress = parameters.pop("compress", COMPRESS[0])
+    if compress not in COMPRESS:
+        raise ConfigError(f"{told!r}: compress is {', '.join(COMPRESS[:-1])} or {COMPRESS[-1]}, not {compress!r}")
     user, colon, password = secrets.partition(":")
     path = unquote(parts.path)
     if parts.scheme == "file" and not parts.netloc and not path:
         path = str(state_folder())
-    return StorageUrl(
-        told, parts.scheme, place, path, parameters, unquote(user) or None, unquote(password) if colon else None
-    )
+    password_given = unquote(password) if colon else None
+    return StorageUrl(told, parts.scheme, place, path, parameters, compress, unquote(user) or None, password_given)
 
 
 def state_folder() -> Path:
@@ -215,6 +222,12 @@ def parse_urls(setting: str | Sequence[str]) -> tuple[StorageUrl, ...]:
     return urls
 
 
+def _plain(url: StorageUrl) -> Wrap:
+    if url.compress != COMPRESS[0]:
+        raise ConfigError(f"{url.text}: nothing that can be compressed is stored here: leave out compress")
+    return lambda storage: storage
+
+
 def open_storage(
     setting: str | Sequence[str],
     *,
@@ -222,18 +235,20 @@ def open_storage(
     description: str,
     guard: Callable[[Storage], Breaker] = lambda storage: Breaker(storage, deadline_s=30.0),
     whole: Callable[[memoryview], bool] | None = None,
+    around: Callable[[StorageUrl], Wrap] = _plain,
     answers: bool = True,
 ) -> Storage:
     """Open the storage that a URL names, for pages of `label` (1 to 64 bytes; `description` is for people).
 
-    Several URLs are tiers, nearest first, each behind a `guard` of its own; see `Tiers` for `whole`. ConfigError: the
-    setting is invalid. StorageError: the storage cannot be used, or (unless `answers` is false) does not answer now, as
+    Several URLs are tiers, nearest first, each behind a `guard` of its own; see `Tiers` for `whole`. `around(url)` is
+    how each is wrapped inside of its guard: for a caller whose objects can be compressed. ConfigError: the setting is
+    invalid. StorageError: the storage cannot be used, or (unless `answers` is false) does not answer now, as
     one on another machine may not. Nothing is touched in either case, unless one of several was opened and another,
     which passed its checks, then fails.
     """
     with ExitStack() as undo:
         storages = []
-        for opened in _prepare(setting, label, description):
+        for opened in _prepare(setting, label, description, around):
             storages.append(opened())
             undo.callback(storages[-1].close)
             if answers:
@@ -242,13 +257,21 @@ def open_storage(
     return storages[0] if len(storages) == 1 else Tiers([guard(storage) for storage in storages], whole=whole)
 
 
-def check_storage(setting: str | Sequence[str], *, label: bytes, description: str) -> None:
+def check_storage(
+    setting: str | Sequence[str], *, label: bytes, description: str, around: Callable[[StorageUrl], Wrap] = _plain
+) -> None:
     """Raise what `open_storage` would raise, as far as can be known without touching or creating anything."""
-    _prepare(setting, label, description)
+    _prepare(setting, label, description, around)
 
 
-def _prepare(setting: str | Sequence[str], label: bytes, description: str) -> list[Callable[[], Storage]]:
-    return [backend_of(url).prepare(url, label, description) for url in parse_urls(setting)]
+def _prepare(
+    setting: str | Sequence[str], label: bytes, description: str, around: Callable[[StorageUrl], Wrap]
+) -> list[Callable[[], Storage]]:
+    def opening(url: StorageUrl) -> Callable[[], Storage]:
+        opened, wrap = backend_of(url).prepare(url, label, description), around(url)
+        return lambda: wrap(opened())
+
+    return [*map(opening, parse_urls(setting))]
 
 
 def allocate(setting: str | Sequence[str], size_bytes: int) -> HostRegion | None:

@@ -24,6 +24,7 @@ from kvarve.reports import check_file, write_json
 from kvarve.sizes import format_size
 from kvarve.storage import StorageUsage, open_storage
 from kvarve.storage.urls import parse_url, shown
+from kvarve.transfer.compression import compressing
 from kvarve.verify.damage import ADVICE, damages
 from kvarve.verify.paths import PATHS
 from kvarve.verify.plan import Plan
@@ -192,7 +193,8 @@ def _check_room(model: LoadedModel, plan: Plan, url: str, usage: StorageUsage) -
 
 def _clear(model: LoadedModel, url: str, names: set[str]) -> None:
     """Delete the proof's pages from the user's own storage."""
-    storage = open_storage(url, label=model.identity.fingerprint(), description=str(model.identity))
+    label, description = model.identity.fingerprint(), str(model.identity)
+    storage = open_storage(url, label=label, description=description, around=compressing)
     try:
         storage.delete(sorted(names))
     finally:

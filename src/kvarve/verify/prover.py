@@ -12,6 +12,7 @@ from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
 from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import open_storage
 from kvarve.storage.altered import AlteredStorage
+from kvarve.transfer.compression import compressing
 from kvarve.verify.plan import Plan
 from kvarve.verify.report import TIERS, Path, ProofReport
 from kvarve.verify.requests import ProofRequest, Stuck, Transcript, Uncached, differences, largest
@@ -91,7 +92,8 @@ class Prover:
     def store(self) -> Iterator[AlteredStorage]:
         """The storage, reopened, in an AlteredStorage."""
         identity = self.model.identity
-        store = AlteredStorage(open_storage(self.storage, label=identity.fingerprint(), description=str(identity)))
+        label, description = identity.fingerprint(), str(identity)
+        store = AlteredStorage(open_storage(self.storage, label=label, description=description, around=compressing))
         try:
             yield store
         finally:

@@ -1,0 +1,302 @@
+"""A storage whose records are compressed on their way, and expanded when they are read: `?compress=` of any URL.
+
+    put:  record ──(encode)──> buffer ──> storage          get:  storage ──> record's own place ──(expand)──> there
+
+It lies between a storage and its breaker, so all above it see plain records, whose check covers what comes out. It runs
+on the threads that call it, the lanes' workers: one encodes while another moves. An encoded record says so, so a get
+needs no setting. Objects that are no records pass as they are.
+"""
+
+import logging
+import mmap
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvarve.errors import ConfigError
+from kvarve.memory.encodings import Broken, Codec, codec, decode, encode, plain_bytes, pool_of
+from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES
+from kvarve.regions import HostRegion
+from kvarve.storage import Breaker, Storage, StorageUsage, Tiers
+from kvarve.storage.base import check_batch, check_pieces
+from kvarve.storage.urls import StorageUrl
+
+log = logging.getLogger(__name__)
+
+AUTO, OFF = "auto", "no"
+BUFFERS = 4  # of one storage: three workers put at a time, and a replicator
+BUFFER_BYTES = 16 << 20  # of each; more if a single record is larger
+MEMORY_BYTES = BUFFERS * BUFFER_BYTES
+_TELLS_BYTES = 1 << 20  # a smaller call says more about a storage's latency than about its rate
+_TRIAL = 64  # of so many records of a pool that are not encoded, one is, to see whether that would pay by now
+_KEPT = 0.9  # of what earlier calls have told, at each new one
+
+Pieces = Sequence[memoryview]
+
+
+@dataclass
+class _Cost:
+    """Seconds for a byte, as an average in which earlier calls fade."""
+
+    bytes: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        self.bytes = _KEPT * self.bytes + nbytes
+        self.seconds = _KEPT * self.seconds + seconds
+
+    def __bool__(self) -> bool:
+        return self.bytes > 0
+
+    @property
+    def per_byte(self) -> float:
+        return self.seconds / self.bytes
+
+
+@dataclass
+class Pool:
+    """What is known of one pool's records. `plain_bytes` and `stored_bytes`: of those stored so far, before and after
+    they were encoded."""
+
+    plain_bytes: int = 0
+    stored_bytes: int = 0
+    on: bool = False
+    passed: int = 0  # since one was encoded
+    encoding: _Cost = field(default_factory=_Cost)
+    expanding: _Cost = field(default_factory=_Cost)
+    encoded: float = 0.0  # of `encoding.bytes`, what came out
+
+
+class Compressed(Storage):
+    """`inner`, in which records are stored as `compress` says: "zstd" or "lz4", where that saves space; "auto", with
+    zstd and where that saves time; "no". `pools` by name; `counts` what could not be expanded."""
+
+    def __init__(self, inner: Storage, compress: str = OFF, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        """ConfigError: the library that `compress` takes is missing."""
+        self.inner, self.compress = inner, compress
+        self._codec: Codec | None = None if compress == OFF else codec("zstd" if compress == AUTO else compress)
+        self._clock = clock
+        self._buffers = _Buffers(inner.register)
+        self._lock = threading.Lock()  # guards all below, for moments
+        self.counts: Counter[str] = Counter()
+        self.pools: dict[str, Pool] = {}
+        self._putting, self._getting = _Cost(), _Cost()
+
+    # --- the calls that see bytes
+
+    def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
+        if self._codec is None:
+            return self.inner.put(names, data)
+        check_batch(names, data)
+        return self._put(names, [(view,) for view in data], self._codec)
+
+    def put_pieces(self, names: Sequence[str], data: Sequence[Pieces]) -> list[bool]:
+        if self._codec is None:
+            return self.inner.put_pieces(names, data)
+        check_pieces(names, data)
+        return self._put(names, data, self._codec)
+
+    def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
+        began = self._clock()
+        sizes = self.inner.get(names, into)
+        self._note(self._getting, began, (min(size or 0, len(view)) for size, view in zip(sizes, into, strict=True)))
+        for i, (view, size) in enumerate(zip(into, sizes, strict=True)):
+            if size is not None and size != view.nbytes:
+                sizes[i] = self._expanded(names[i], view, size)
+        return sizes
+
+    # --- those that do not
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        return self.inner.exists(names)
+
+    def touch(self, names: Sequence[str]) -> None:
+        self.inner.touch(names)
+
+    def delete(self, names: Sequence[str]) -> list[bool]:
+        return self.inner.delete(names)
+
+    def drop(self, group: str | None = None) -> int:
+        return self.inner.drop(group)
+
+    def usage(self) -> StorageUsage:
+        """Of the storage itself: what is encoded counts as many bytes as it takes there."""
+        return self.inner.usage()
+
+    def register(self, region: HostRegion) -> None:
+        self.inner.register(region)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    # --- put
+
+    def _put(self, names: Sequence[str], objects: Sequence[Pieces], using: Codec) -> list[bool]:
+        pools = [pool_of(pieces) for pieces in objects]
+        sizes = [sum(map(len, pieces)) for pieces in objects]
+        wanted = [pool is not None and self._wants(pool) for pool in pools]
+        largest = max((size for size, want in zip(sizes, wanted, strict=True) if want), default=0)
+        # Of one name twice in a call the first stays: then nothing may be put out of order.
+        buffer = self._buffers.take(largest + BLOCK_BYTES) if largest and len({*names}) == len(names) else None
+        if buffer is None:
+            stored = self._send(names, objects)
+            self._stored(pools, sizes, sizes, stored)
+            return stored
+        stored, lengths = [False] * len(names), [*sizes]
+        try:
+            # What does not fit into the buffer at once is put in several calls, the last first, so that space which
+            # runs out is the first names'.
+            end, calls = len(names), 0
+            while end:
+                start, room, ready = end, buffer, list[Pieces]()
+                while start and (not wanted[start - 1] or room.nbytes >= sizes[start - 1] + BLOCK_BYTES):
+                    start -= 1
+                    pieces, pool = objects[start], pools[start]
+                    if wanted[start] and pool is not None and (size := self._encode(pool, pieces, using, room)):
+                        pieces, room, lengths[start] = (room[:size],), room[size:], size
+                    ready.append(pieces)
+                stored[start:end] = self._send(names[start:end], ready[::-1])
+                end, calls = start, calls + 1
+            if calls > 1:  # a later call may have evicted what an earlier one has stored
+                stored = [done and here for done, here in zip(stored, self.inner.exists(names), strict=True)]
+        finally:
+            self._buffers.give_back(buffer)
+        self._stored(pools, sizes, lengths, stored)
+        return stored
+
+    def _send(self, names: Sequence[str], objects: Sequence[Pieces]) -> list[bool]:
+        began = self._clock()
+        if all(len(pieces) == 1 for pieces in objects):
+            stored = self.inner.put(names, [pieces[0] for pieces in objects])
+        else:
+            stored = self.inner.put_pieces(names, objects)
+        self._note(self._putting, began, (sum(map(len, pieces)) for pieces in objects))
+        return stored
+
+    def _encode(self, pool: str, pieces: Pieces, using: Codec, into: memoryview) -> int | None:
+        began = self._clock()
+        size, plain = encode(pieces, using, into), sum(map(len, pieces))
+        took = self._clock() - began
+        with self._lock:
+            known = self.pools[pool]
+            known.encoding.add(plain, took)
+            known.encoded = _KEPT * known.encoded + (size or plain)
+        return size
+
+    def _stored(
+        self, pools: Sequence[str | None], sizes: Sequence[int], lengths: Sequence[int], stored: Sequence[bool]
+    ) -> None:
+        with self._lock:
+            for pool, size, length, done in zip(pools, sizes, lengths, stored, strict=True):
+                if pool is not None and done:
+                    self.pools[pool].plain_bytes += size
+                    self.pools[pool].stored_bytes += length
+
+    # --- whether it pays
+
+    def _wants(self, pool: str) -> bool:
+        """Whether the next record of a pool is to be encoded."""
+        with self._lock:
+            known = self.pools.setdefault(pool, Pool())
+            known.on = self.compress != AUTO or self._pays(known)
+            trial = not known.on and known.passed % _TRIAL == 0
+            known.passed = 0 if known.on else known.passed + 1
+            return known.on or trial
+
+    def _pays(self, pool: Pool) -> bool:
+        """Whether the bytes saved would take the storage longer, written once and read once, than encoding and
+        expanding takes. What has not been measured yet is taken to be as its counterpart."""
+        if not (self._putting and pool.encoding):
+            return False
+        saved = 1 - pool.encoded / pool.encoding.bytes
+        moving = self._putting.per_byte + (self._getting or self._putting).per_byte
+        return saved * moving > pool.encoding.per_byte + (pool.expanding or pool.encoding).per_byte
+
+    def _note(self, cost: _Cost, began: float, sizes: Iterator[int]) -> None:
+        if self.compress == AUTO and (nbytes := sum(sizes)) >= _TELLS_BYTES:
+            took = self._clock() - began
+            with self._lock:
+                cost.add(nbytes, took)
+
+    # --- get
+
+    def _expanded(self, name: str, view: memoryview, size: int) -> int | None:
+        """The size of a plain object; one that was encoded and fits into its buffer is expanded there. What cannot be
+        expanded is left, for the caller to find too short; None if only the library is missing here."""
+        begins = view
+        if view.nbytes < HEADER_BYTES <= size:
+            begins = memoryview(bytearray(HEADER_BYTES))
+            self.inner.get([name], [begins])
+        plain = plain_bytes(begins[:size], size)
+        if plain is None or plain > view.nbytes:
+            return plain or size
+        into, began = view[:plain], self._clock()
+        try:
+            decode(bytes(view[:size]), into)
+        except Broken:
+            return size
+        except ConfigError as error:
+            with self._lock:
+                self.counts["unread: no library"] += 1
+                first = self.counts["unread: no library"] == 1
+            if first:
+                log.warning("pages that another server has compressed cannot be read: %s", error)
+            return None
+        took = self._clock() - began
+        with self._lock:
+            self.pools.setdefault(pool_of([into]) or "", Pool()).expanding.add(plain, took)
+        return plain
+
+
+class _Buffers:
+    """Memory for what is encoded, made when it is needed first, and no more than `BUFFERS` pieces of it: a call that
+    hangs keeps its own, and a call that finds none free stores records as they are."""
+
+    def __init__(self, register: Callable[[HostRegion], None]) -> None:
+        self._left, self._register = BUFFERS, register
+        self._free: list[memoryview] = []
+        self._replaced: list[memoryview] = []  # a storage may have registered them, so they stay where they are
+        self._lock = threading.Lock()
+
+    def take(self, size_bytes: int) -> memoryview | None:
+        with self._lock:
+            if self._free:
+                buffer = self._free.pop()
+                if buffer.nbytes >= size_bytes:
+                    return buffer
+                self._replaced.append(buffer)
+            elif self._left:
+                self._left -= 1
+            else:
+                return None
+        buffer = memoryview(mmap.mmap(-1, max(BUFFER_BYTES, size_bytes)))  # aligned for direct I/O
+        self._register(HostRegion(buffer))
+        return buffer
+
+    def give_back(self, buffer: memoryview) -> None:
+        with self._lock:
+            self._free.append(buffer)
+
+
+def compressing(url: StorageUrl) -> Callable[[Storage], Storage]:
+    """How a storage of this URL is wrapped. ConfigError, before anything is opened: a library is missing."""
+    if url.compress != OFF:
+        codec("zstd" if url.compress == AUTO else url.compress)
+    return lambda storage: Compressed(storage, url.compress)
+
+
+def totals(storage: Breaker | Tiers) -> dict[str, dict[str, int]]:
+    """By pool: the bytes of the records that were stored so far, as they were (`plain_bytes`) and as they were stored
+    (`stored_bytes`), and whether they are being compressed now (`on`). Of all tiers that may compress."""
+    found: dict[str, dict[str, int]] = {}
+    for breaker in storage.tiers if isinstance(storage, Tiers) else [storage]:
+        tier = breaker.inner
+        if isinstance(tier, Compressed) and tier.compress != OFF:
+            for pool, known in tier.pools.copy().items():
+                total = found.setdefault(pool, {"plain_bytes": 0, "stored_bytes": 0, "on": 0})
+                total["plain_bytes"] += known.plain_bytes
+                total["stored_bytes"] += known.stored_bytes
+                total["on"] |= known.on
+    return found
