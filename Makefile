@@ -101,7 +101,7 @@ train: setup
 # torch is installed first and by itself (see TORCH), so the lock leaves it out; it has hashes and no URLs.
 lock: setup
 	mkdir -p .venv/lock && grep -v '"torch' pyproject.toml > .venv/lock/pyproject.toml
-	$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --extra dev --extra mooncake --extra redis --extra storage-key --no-header \
+	$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --extra dev --extra compress --extra mooncake --extra redis --extra storage-key --no-header \
 		--no-annotate .venv/lock/pyproject.toml -o requirements.lock
 
 # The versions of what the engines need, with hashes; torch as for kvarve itself, and no sound or video.

@@ -59,7 +59,7 @@ def test_a_package_adds_a_scheme_and_is_imported_when_its_first_url_is_parsed(pa
     assert "kvarve_odd" not in sys.modules
     storage = open_storage("odd://x?depth=70", label=LABEL, description="model A")
     assert storage.usage().capacity_bytes == 70
-    with pytest.raises(ConfigError, match="odd knows: depth"):
+    with pytest.raises(ConfigError, match="odd knows: compress, depth"):
         parse_url("odd://x?capacity=1GiB")
 
 

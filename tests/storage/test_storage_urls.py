@@ -107,6 +107,8 @@ def test_a_memory_url_is_found_again_by_its_name():
         ("file:///store?capacity=1GiB&fsync=1", "unknown parameter 'fsync'; file knows: capacity"),
         ("file:///store?Capacity=1GiB", "unknown parameter 'Capacity'"),
         ("file:///store?capacity=1GiB&capacity=2GiB", "given twice"),
+        ("file:///store?capacity=1GiB&compress=gzip", "compress is no, zstd, lz4 or auto, not 'gzip'"),
+        ("memory://name?capacity=1GiB&compress=", "compress is no, zstd, lz4 or auto, not ''"),
         ("file:///store?capacity=1GiB&ttl=soon", "ttl=soon is not a time: write 90s, 30m, 12h, 7d or 2w"),
         ("file:///store?capacity=1GiB&ttl=0d", "ttl above zero"),
         ("file:///store?capacity=1GiB&ttl=7", "is not a time"),
@@ -152,7 +154,7 @@ def test_a_backend_plugs_in_by_its_scheme(monkeypatch):
     made = MemoryStorage(100, LABEL, "model A")
     plug_in(monkeypatch, "nowhere", lambda label, description: made, takes=frozenset({"depth"}))
     assert opened("nowhere://host?depth=4") is made
-    with pytest.raises(ConfigError, match="nowhere knows: depth"):
+    with pytest.raises(ConfigError, match="nowhere knows: compress, depth"):
         opened("nowhere://host?capacity=4")
 
 
