@@ -1,0 +1,210 @@
+"""A cache over a storage that compresses: every page that it resumes from is the page that was computed."""
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import filling
+import numpy as np
+import pytest
+import torch
+from filling import ROOM, an_identity, prompt, run, settle
+from torch import Tensor
+
+import kvarve.worker
+from compressible import numbers
+from kvarve.cli import main
+from kvarve.config import CacheConfig
+from kvarve.errors import ConfigError
+from kvarve.memory.encodings import codec, plain_bytes
+from kvarve.memory.layouts import LAYOUTS
+from kvarve.model import BufferSpec, PoolSpec
+from kvarve.prefix_cache import PrefixCache
+from kvarve.storage import MemoryStorage
+from kvarve.storage.memory import forget_memory
+
+pytest.importorskip("zstandard")
+pytest.importorskip("lz4")
+KV = PoolSpec("attention", tuple(BufferSpec(each, (64, 2, 64), "bfloat16") for each in "kv"), None)
+STATE = PoolSpec("state", (BufferSpec("s", (4, 40, 40), "float32"), BufferSpec("c", (100,), "bfloat16")), 1)
+LONG, ALL = prompt(8.5), 8
+PLACE = "memory://{}?capacity=64MiB{}"
+
+
+def a_page(pool: PoolSpec, buffer: BufferSpec, tokens: Sequence[int], salt: str, rank: int = 0) -> Tensor:
+    told = f"{pool.name} {buffer.name} {salt} {rank} ".encode() + np.asarray(tokens, np.int64).tobytes()
+    seed = int.from_bytes(hashlib.sha256(told).digest()[:8], "little")
+    raw = np.frombuffer(bytearray(numbers(buffer.dtype, buffer.nbytes, seed)), np.uint8)
+    return torch.from_numpy(raw).view(getattr(torch, buffer.dtype)).view(buffer.shape)
+
+
+@pytest.fixture(autouse=True)
+def _pages_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filling, "page_bytes", a_page)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., PrefixCache]]:
+    caches: list[PrefixCache] = []
+
+    def made(*urls: str, **settings: Any) -> PrefixCache:
+        config = CacheConfig(4 * ROOM, 8 * ROOM, urls, **settings)
+        caches.append(PrefixCache(an_identity((KV, STATE)), config))
+        return caches[-1]
+
+    yield made
+    for cache in caches:
+        cache.shutdown(5)
+
+
+@pytest.fixture
+def here() -> Iterator[str]:
+    name = uuid4().hex
+    yield name
+    forget_memory(name)
+
+
+def of(name: str) -> MemoryStorage:
+    return MemoryStorage(64 << 20, an_identity((KV, STATE)).fingerprint(), "test", name)
+
+
+def turned(cache: PrefixCache) -> tuple[int, int, int]:
+    """The long prompt through a cache that is then shut down; its pages from device, host and storage."""
+    found = run(cache, LONG)
+    settle(cache)
+    assert cache.counters.bad_storage == 0
+    cache.shutdown(5)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("writes", "reads"), [("zstd", "no"), ("no", "zstd"), ("lz4", "auto"), ("zstd", "zstd")])
+def test_pages_come_back_after_a_restart_with_any_other_setting(
+    make: Callable[..., PrefixCache], here: str, writes: str, reads: str, layout: str
+) -> None:
+    assert turned(make(PLACE.format(here, f"&compress={writes}"), host_layout=layout)) == (0, 0, 0)
+    encoded = [plain_bytes(memoryview(data), len(data)) is not None for data in of(here)._region.objects.values()]  # type: ignore[union-attr]
+    assert all(encoded) if writes == "zstd" else any(encoded) == (writes != "no")
+    assert turned(make(PLACE.format(here, f"&compress={reads}"), host_layout=layout)) == (0, 0, ALL)
+
+
+@pytest.mark.parametrize("reader", ["one", "two", None])
+def test_a_storage_key_holds_for_compressed_pages(
+    make: Callable[..., PrefixCache], here: str, tmp_path: Path, reader: str | None
+) -> None:
+    pytest.importorskip("cryptography")
+    for name in ("one", "two"):
+        (tmp_path / name).write_bytes(name.encode().ljust(32))
+        (tmp_path / name).chmod(0o600)
+    url = PLACE.format(here, "&compress=zstd")
+    turned(make(url, storage_key=str(tmp_path / "one")))
+    cache = make(url, storage_key=reader and str(tmp_path / reader))
+    if reader == "one":
+        assert turned(cache) == (0, 0, ALL)
+        return
+    assert run(cache, LONG) == (0, 0, 0)
+    assert cache.counters.bad_storage >= ALL
+    settle(cache)
+    cache.flush()
+    assert run(cache, LONG) == (0, 0, ALL), "its own pages have taken the place of the others"
+
+
+def bomb(record: bytes) -> bytes:
+    """The same header, and planes that would be very much larger."""
+    import zstandard
+
+    plane = zstandard.ZstdCompressor().compress(bytes(1 << 28))
+    body = len(plane).to_bytes(4, "little") * 4 + plane * 4
+    return (record[:144] + len(body).to_bytes(8, "little") + record[152:256] + body).ljust(len(record), b"\0")
+
+
+DAMAGE: dict[str, Callable[[bytes, bytes], bytes]] = {
+    "truncated": lambda data, _: data[:-4096],
+    "cut short": lambda data, _: data[:100],
+    "empty": lambda data, _: b"",
+    "flipped": lambda data, _: data[:5000] + bytes([data[5000] ^ 1]) + data[5001:],
+    "foreign": lambda data, other: other,
+    "no record": lambda data, _: b"x" * len(data),
+    "another codec": lambda data, _: data[:130] + b"\2" + data[131:],
+    "unknown codec": lambda data, _: data[:130] + b"\7" + data[131:],
+    "a bomb": lambda data, _: bomb(data),
+    "much larger": lambda data, _: data + bytes(1 << 20),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_page_is_a_miss_that_is_counted_and_mended(
+    make: Callable[..., PrefixCache], here: str, damage: str
+) -> None:
+    url = PLACE.format(here, "&compress=zstd")
+    turned(make(url))
+    objects = of(here)._region.objects  # type: ignore[union-attr]
+    (name, data), (_, other), *_ = [each for each in objects.items() if ".attention." in each[0]]
+    objects[name] = DAMAGE[damage](data, other)
+    cache = make(url)
+    assert run(cache, LONG)[2] < ALL
+    assert cache.counters.bad_storage >= 1
+    settle(cache)
+    cache.flush()
+    assert run(cache, LONG) == (0, 0, ALL)
+    assert objects[name] == data
+
+
+def test_a_near_storage_that_is_plain_and_a_far_one_that_compresses_serve_each_other(
+    make: Callable[..., PrefixCache], here: str
+) -> None:
+    near, far = PLACE.format(here, ""), PLACE.format(f"{here}-far", "&compress=zstd")
+    assert turned(make(near, far)) == (0, 0, 0)
+    plain, small = (sum(map(len, of(name)._region.objects.values())) for name in (here, f"{here}-far"))  # type: ignore[union-attr]
+    assert small < 0.8 * plain
+    forget_memory(here)
+    assert turned(make(near, far)) == (0, 0, ALL)
+    assert turned(make(near)) == (0, 0, ALL), "what came from the far one was written to the near one"
+    forget_memory(f"{here}-far")
+
+
+def test_verify_and_stat_know_compressed_pages_and_change_nothing(
+    make: Callable[..., PrefixCache],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "store"
+    cache = make(f"file://{folder}?capacity=64MiB&compress=zstd")
+    run(cache, LONG)
+    settle(cache)
+    totals = {name: value for name, value in cache.stats().items() if name.startswith("compress_")}
+    assert totals["compress_stored_bytes.attention"] < 0.72 * totals["compress_plain_bytes.attention"]
+    assert totals["compress_on.attention"] == 1
+    cache.shutdown(5)
+
+    def command(*words: str) -> tuple[int, str]:
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        code = main(["storage", words[0], str(folder), *words[1:]])
+        assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        return code, capsys.readouterr().out
+
+    assert command("stat")[0] == command("ls")[0] == 0
+    code, told = command("verify")
+    assert code == 0 and "none damaged" in told
+    slab = max(folder.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    data = bytearray(slab.read_bytes())
+    data[data.index(b"kvarvepg") + 6000] ^= 1
+    slab.write_bytes(data)
+    code, told = command("verify")
+    assert code == 1 and "1 damaged" in told
+    codec.cache_clear()
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    code, told = command("verify")
+    assert code == 0 and "compressed: not checked (install the extra 'compress')" in told
+    codec.cache_clear()
+
+
+def test_the_buffers_count_as_memory(make: Callable[..., PrefixCache], here: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(kvarve.worker, "host_bytes", lambda: 12 * ROOM + 1)
+    assert turned(make(PLACE.format(here, ""))) == (0, 0, 0)
+    with pytest.raises(ConfigError, match="more than this machine's"):
+        make(PLACE.format(here, "&compress=zstd"))
