@@ -81,7 +81,8 @@ def test_every_setting_reads_what_every_other_has_written(writes: str, reads: st
     assert put_all(Compressed(inner, reads), pages) == [True] * len(pages)
     assert all_right(Compressed(inner, writes), pages)
     plain = sum(len(page) for page in pages.values())
-    assert inner.usage().bytes == plain if writes == "no" else (inner.usage().bytes or 0) < plain
+    # `auto` does not know yet whether it would pay.
+    assert inner.usage().bytes == plain if writes in ("no", "auto") else (inner.usage().bytes or 0) < plain
 
 
 def test_what_is_compressed_takes_less_of_the_capacity() -> None:

@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 AUTO, OFF = "auto", "no"
 BUFFERS = 4  # of one storage: three workers put at a time, and a replicator
-BUFFER_BYTES = 16 << 20  # of each; more if a single record is larger
+BUFFER_BYTES = 4 << 20  # of each; more if a single record is larger. While one piece is put, others are encoded
 MEMORY_BYTES = BUFFERS * BUFFER_BYTES
 _TELLS_BYTES = 1 << 20  # a smaller call says more about a storage's latency than about its rate
-_TRIAL = 64  # of so many records of a pool that are not encoded, one is, to see whether that would pay by now
+_TRIAL = 256  # of so many records of a pool that are not encoded, one is in vain, to see whether it would pay by now
 _KEPT = 0.9  # of what earlier calls have told, at each new one
 
 Pieces = Sequence[memoryview]
@@ -136,7 +136,9 @@ class Compressed(Storage):
     def _put(self, names: Sequence[str], objects: Sequence[Pieces], using: Codec) -> list[bool]:
         pools = [pool_of(pieces) for pieces in objects]
         sizes = [sum(map(len, pieces)) for pieces in objects]
-        wanted = [pool is not None and self._wants(pool) for pool in pools]
+        wanted = [
+            pool is not None and self._wants(pool, pieces, using) for pool, pieces in zip(pools, objects, strict=True)
+        ]
         largest = max((size for size, want in zip(sizes, wanted, strict=True) if want), default=0)
         # Of one name twice in a call the first stays: then nothing may be put out of order.
         buffer = self._buffers.take(largest + BLOCK_BYTES) if largest and len({*names}) == len(names) else None
@@ -196,14 +198,21 @@ class Compressed(Storage):
 
     # --- whether it pays
 
-    def _wants(self, pool: str) -> bool:
-        """Whether the next record of a pool is to be encoded."""
+    def _wants(self, pool: str, pieces: Pieces, using: Codec) -> bool:
+        """Whether the next record of a pool is to be encoded. Now and then one that is not is encoded in vain."""
         with self._lock:
             known = self.pools.setdefault(pool, Pool())
             known.on = self.compress != AUTO or self._pays(known)
-            trial = not known.on and known.passed % _TRIAL == 0
             known.passed = 0 if known.on else known.passed + 1
-            return known.on or trial
+            if known.on or known.passed % _TRIAL != 1:
+                return known.on
+        buffer = self._buffers.take(sum(map(len, pieces)) + BLOCK_BYTES)
+        if buffer is not None:
+            try:
+                self._encode(pool, pieces, using, buffer)
+            finally:
+                self._buffers.give_back(buffer)
+        return False
 
     def _pays(self, pool: Pool) -> bool:
         """Whether the bytes saved would take the storage longer, written once and read once, than encoding and
