@@ -20,14 +20,14 @@ from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
 from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.engine_arena import EngineArena
 from kvarve.memory.machine import device_bytes, host_bytes, on_host
-from kvarve.memory.record import whole
+from kvarve.memory.record import record_bytes, whole
 from kvarve.memory.seals import seal_of
 from kvarve.messages import ChangeMade, ChangeProposed, ChangeRefused, Order, Report
 from kvarve.model import ModelIdentity, PoolSpec, Tier
 from kvarve.sizes import format_size
 from kvarve.storage import Breaker, Storage, StorageUsage, Tiers, check_storage, open_storage
 from kvarve.storage.urls import allocate, backend_of, parse_urls
-from kvarve.transfer.compression import MEMORY_BYTES, OFF, compressing, totals
+from kvarve.transfer.compression import buffers_bytes, compressing, totals
 from kvarve.transfer.engine import TransferEngine
 from kvarve.transfer.storage_connection import StorageConnection
 
@@ -50,7 +50,7 @@ def check(
     if config.host_memory:
         slots[Tier.HOST] = split(config.host_memory, *shape, records=True, what="host", per_snapshot=apart)
     urls = parse_urls(config.storages) if config.storages else ()
-    buffers = MEMORY_BYTES * sum(url.compress != OFF for url in urls)
+    buffers = buffers_bytes(urls, max(record_bytes(pool.payload_bytes) for pool in identity.pools))
     wanted, what, have = config.host_memory + buffers, "host memory", host_bytes()
     if on_host(device):
         wanted, what = wanted + config.device_memory, "device and host memory together"

@@ -15,6 +15,7 @@ from servers import settings
 from talk import Body, cached, complete, refused, text, until
 
 from kvarve.cli import main
+from kvarve.server.remote import describe
 from kvarve.server.serve import Server
 from kvarve.storage import FileStorage, MemoryStorage, Storage
 from plugged import plug_in
@@ -99,6 +100,22 @@ def test_pages_in_memory_are_backed_up_to_a_new_storage_if_asked(
     settled(client, operated)
     done(client.post("/flush_cache"))
     assert cached(complete(client, song * 2, cache_salt=salt)) == {"storage": 64}
+
+
+def test_the_status_says_what_compression_saves(
+    client: httpx.Client, operated: Server, tmp_path: Path, song: str, salt: str
+) -> None:
+    pytest.importorskip("zstandard")
+    done(client.put(STORAGE, json={"url": f"file://{tmp_path}/pages?capacity=64MiB&compress=zstd"}))
+    complete(client, song * 2, cache_salt=salt)
+    settled(client, operated)
+    told = done(client.get(STORAGE))
+    assert told["compressed"].keys() == {pool.name for pool in operated.engine.model.identity.pools}
+    assert all(0 < total["stored_bytes"] <= total["plain_bytes"] for total in told["compressed"].values())
+    shown = describe(told | {"compressed": {"kv": {"plain_bytes": 3 << 20, "stored_bytes": 2 << 20, "on": 0}}})
+    assert "compressed kv" in shown and "3 MiB stored as 2 MiB, 67%; off, as it does not pay" in shown
+    url = f"file://{tmp_path}/other?capacity=64MiB&compress=7z"
+    assert "compress is no, zstd, lz4 or auto" in refused(client.put(STORAGE, json={"url": url}), 400)
 
 
 def test_several_storages_are_attached_as_tiers(

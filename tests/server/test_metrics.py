@@ -1,5 +1,7 @@
 """Numbers in, Prometheus' text out."""
 
+from dataclasses import replace
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvarve.metrics import Histogram, Metrics, Snapshot
@@ -74,6 +76,19 @@ def test_every_metric_is_ours_and_says_what_it_means() -> None:
     assert samples["kvarve_info"].labels["model"] == 'a "model"\n'
     assert samples["kvarve_slots"].labels == {"tier": "device", "pool": "window-24"}
     assert samples["kvarve_ttft_seconds_sum"].value == 10.3
+
+
+def test_compression_is_counted_by_pool() -> None:
+    told = {
+        "compress_plain_bytes.window-24": 100.0,
+        "compress_stored_bytes.window-24": 70.0,
+        "compress_on.window-24": 1,
+    }
+    snapshot = replace(a_snapshot(None), cache=CACHE | told)
+    text = Metrics(lambda: snapshot).text().decode()
+    assert 'kvarve_compress_plain_bytes_total{pool="window-24"} 100.0' in text
+    assert 'kvarve_compress_stored_bytes_total{pool="window-24"} 70.0' in text
+    assert 'kvarve_compress_on{pool="window-24"} 1.0' in text
 
 
 def test_without_a_storage_nothing_is_said_of_one() -> None:

@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 AUTO, OFF = "auto", "no"
 BUFFERS = 4  # of one storage: three workers put at a time, and a replicator
 BUFFER_BYTES = 4 << 20  # of each; more if a single record is larger. While one piece is put, others are encoded
-MEMORY_BYTES = BUFFERS * BUFFER_BYTES
 _TELLS_BYTES = 1 << 20  # a smaller call says more about a storage's latency than about its rate
 _TRIAL = 256  # of so many records of a pool that are not encoded, one is in vain, to see whether it would pay by now
 _KEPT = 0.9  # of what earlier calls have told, at each new one
@@ -287,6 +286,11 @@ class _Buffers:
     def give_back(self, buffer: memoryview) -> None:
         with self._lock:
             self._free.append(buffer)
+
+
+def buffers_bytes(urls: Sequence[StorageUrl], record: int) -> int:
+    """The memory that storages of these URLs take at most, if the largest record has so many bytes."""
+    return BUFFERS * max(BUFFER_BYTES, record + BLOCK_BYTES) * sum(url.compress != OFF for url in urls)
 
 
 def compressing(url: StorageUrl) -> Callable[[Storage], Storage]:
