@@ -38,6 +38,7 @@ def decoded(data: bytes | bytearray) -> memoryview | None:
     size = plain_bytes(memoryview(data), len(data))
     if size is None:
         return None
+    assert len(data) < size <= 32 * len(data), "no more than this is ever allocated for a record"
     memory = memoryview(bytearray(b"#" * (size + 2 * PADDING)))
     try:
         decode(data, memory[PADDING:-PADDING])
