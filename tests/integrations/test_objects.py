@@ -364,3 +364,20 @@ def test_several_urls_are_tiers_and_a_near_copy_that_is_damaged_is_read_from_the
     near.put([KV.name(KEYS[3])], [memoryview(bytes(KV.record_bytes))])
     near.close()
     assert slots.load(objects) == [True] * 12
+
+
+@pytest.mark.parametrize(("writes", "reads"), [("zstd", "no"), ("no", "zstd")])
+def test_pages_of_a_storage_that_compresses_come_back_whatever_the_reader_is_told(
+    tmp_path: Path, opened: Open, writes: str, reads: str
+) -> None:
+    pytest.importorskip("zstandard")
+    for compress in (writes, reads):
+        url = f"file://{tmp_path}/pages?capacity=64MiB&compress={compress}"
+        storage = open_guarded(url, label=LABEL, description="", deadline_s=LONG_S)
+        objects, slots = opened(storage), Slots()
+        if compress == writes:
+            slots.store(objects)
+            used = storage.usage().bytes
+            assert used is not None and (used < 12 * KV.record_bytes) == (writes == "zstd")
+        assert slots.load(objects) == [True] * 12
+        objects.close()

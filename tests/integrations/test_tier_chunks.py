@@ -16,6 +16,7 @@ from kvarve.keys import parse_object_name
 from kvarve.memory.record import title, whole
 from kvarve.storage import Breaker, MemoryStorage, Storage, Tiers, open_storage
 from kvarve.testing import FaultyStorage, Rule
+from kvarve.transfer.compression import compressing
 
 MakeBed = Callable[..., Bed]
 
@@ -396,3 +397,25 @@ def test_several_storages_are_tiers_and_a_damaged_near_copy_is_read_from_the_far
         chunks.drain()
         assert [ended.good for ended in chunks.ended()] == [(key(1),)] and bed.holds(job, 1)
     chunks.close()
+
+
+def test_chunks_of_a_storage_that_compresses_come_back_whatever_the_reader_is_told(bed: Bed, tmp_path: Path) -> None:
+    pytest.importorskip("zstandard")
+    row = np.repeat(np.arange(bed.rows.shape[1] // 64, dtype=np.uint8), 64)
+    for job, compress in enumerate(("zstd", "no"), 1):
+        url = f"file://{tmp_path / 'small'}?capacity=8MiB&compress={compress}"
+        storage = Breaker(
+            open_storage(url, label=bed.namespace, description="a", around=compressing), deadline_s=LONG_S
+        )
+        chunks = ChunkStore(storage, bed.rows, bed.namespace, deadline_s=LONG_S)
+        if job == 1:
+            bed.rows[0] = row
+            chunks.store(job, [key(1)], [0])
+            chunks.drain()
+            used = storage.usage().bytes
+            assert used is not None and used < bed.rows.shape[1]
+        bed.rows[0] = 0
+        chunks.load(job + 10, [key(1)], [0])
+        chunks.drain()
+        assert [ended.good for ended in chunks.ended()][-1] == (key(1),) and (bed.rows[0] == row).all()
+        chunks.close()

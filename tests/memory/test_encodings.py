@@ -7,10 +7,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from compressible import MODEL, a_record, key
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compressible import MODEL, a_record, key
 from kvarve.errors import ConfigError
 from kvarve.memory.encodings import Broken, codec, decode, encode, expanded, plain_bytes, pool_of
 from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES, Stamp, record_bytes, whole
