@@ -23,7 +23,7 @@ PADDING = 64  # bytes around a target, which have to stay as they are
 
 def encoded(record: memoryview, name: str = "zstd") -> bytearray | None:
     into = memoryview(bytearray(record.nbytes + BLOCK_BYTES))
-    size = encode([record], codec(name), into)
+    size, _ = encode([record], codec(name), into)
     return None if size is None else bytearray(into[:size])
 
 
@@ -101,8 +101,18 @@ def test_any_payload_comes_back(payload: bytes, name: str, copies: int) -> None:
 def test_a_record_in_pieces_is_encoded_as_one_that_is_whole(cut: int) -> None:
     _, record = a_record("bfloat16")
     into = memoryview(bytearray(record.nbytes + BLOCK_BYTES))
-    size = encode([record[:cut], record[cut:]], codec("zstd"), into)
+    size, _ = encode([record[:cut], record[cut:]], codec("zstd"), into)
     assert into[:size] == sure(record)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float32", "noise", "zeros"])
+def test_a_record_whose_planes_are_not_as_was_told_comes_back_as_well(kind: str) -> None:
+    _, record = a_record(kind)
+    for worth in ([True] * 4, [False] * 4, [False, True, False, True], [True, False, True, False]):
+        into = memoryview(bytearray(record.nbytes + BLOCK_BYTES))
+        size, tried = encode([record], codec("zstd"), into, worth)
+        assert tried == worth and (size is None or decoded(bytes(into[:size])) == record)
+        assert size is not None or kind == "noise" or not all(worth)
 
 
 def test_only_plain_records_are_encoded() -> None:

@@ -231,7 +231,7 @@ def test_more_than_a_buffer_holds_is_put_in_several_calls_of_which_the_first_nam
 
 def test_a_record_larger_than_a_buffer_gets_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compression, "BUFFER_BYTES", 64 << 10)
-    pages = records(1) | records(2, "zeros", 500_000)
+    pages = records(1) | records(2, "zeros", 500_000, pool="state")
     inner = Watched()
     storage = Compressed(inner, "zstd")
     assert all(put_all(storage, records(1))) and all(put_all(storage, pages))

@@ -127,31 +127,36 @@ def pool_of(pieces: Sequence[memoryview]) -> str | None:
     return bytes(pool).rstrip(b"\0").decode("ascii", "replace")
 
 
-def encode(pieces: Sequence[memoryview], using: Codec, into: memoryview) -> int | None:
+def encode(
+    pieces: Sequence[memoryview], using: Codec, into: memoryview, worth: Sequence[bool] = ()
+) -> tuple[int | None, Sequence[bool]]:
     """Write a record (see `pool_of`) encoded to `into`, which has `BLOCK_BYTES` more than the record; returns the bytes
-    that it takes there. None: it would not save a step."""
+    that it takes there, or None if it would not save a step, and which of its planes were worth compressing. That need
+    not be found out again, a third of the time, if it is given: a pool's records are alike."""
     nbytes = sum(map(len, pieces))
     payload = [pieces[0][HEADER_BYTES:], *pieces[1:]]
     each = [np.frombuffer(piece, np.uint8).reshape(-1, PLANES) for piece in payload if piece.nbytes]
     size, at = (nbytes - HEADER_BYTES) // PLANES, _START
+    tried = []
     lengths, out = [], np.frombuffer(into, np.uint8)
     for number in range(PLANES):
         np.concatenate([rows[:, number] for rows in each], out=out[at : at + size])
         plane = into[at : at + size]
-        packed = using.compress(plane) if _shrinks(plane, using) else plane
+        tried.append(worth[number] if worth else _shrinks(plane, using))
+        packed = using.compress(plane) if tried[-1] else plane
         if len(packed) < _LEAST * size:
             into[at : at + len(packed)] = packed
         lengths.append(len(packed) if len(packed) < _LEAST * size else size)
         at += lengths[-1]
     whole = _padded(at, nbytes)
     if whole >= nbytes:
-        return None
+        return None, tried
     into[:HEADER_BYTES] = pieces[0][:HEADER_BYTES]
     _ENCODING.pack_into(into, _ENCODING_AT, using.number)
     _STORED.pack_into(into, _STORED_AT, at - HEADER_BYTES)
     _LENGTHS.pack_into(into, HEADER_BYTES, *lengths)
     into[at:whole] = bytes(whole - at)
-    return whole
+    return whole, tried
 
 
 def plain_bytes(begins: memoryview, size: int) -> int | None:

@@ -30,6 +30,7 @@ BUFFERS = 4  # of one storage: three workers put at a time, and a replicator
 BUFFER_BYTES = 4 << 20  # of each; more if a single record is larger. While one piece is put, others are encoded
 _TELLS_BYTES = 1 << 20  # a smaller call says more about a storage's latency than about its rate
 _TRIAL = 256  # of so many records of a pool that are not encoded, one is in vain, to see whether it would pay by now
+_LOOK = 16  # of so many records of a pool that are encoded, one is asked which of its planes shrink
 _KEPT = 0.9  # of what earlier calls have told, at each new one
 
 Pieces = Sequence[memoryview]
@@ -65,6 +66,8 @@ class Pool:
     passed: int = 0  # since one was encoded
     encoding: _Cost = field(default_factory=_Cost)
     expanding: _Cost = field(default_factory=_Cost)
+    encodings: int = 0
+    worth: Sequence[bool] = ()  # which planes shrink; looked at anew now and then
     encoded: float = 0.0  # of `encoding.bytes`, what came out
 
 
@@ -177,11 +180,13 @@ class Compressed(Storage):
         return stored
 
     def _encode(self, pool: str, pieces: Pieces, using: Codec, into: memoryview) -> int | None:
+        known, plain = self.pools[pool], sum(map(len, pieces))
         began = self._clock()
-        size, plain = encode(pieces, using, into), sum(map(len, pieces))
+        size, worth = encode(pieces, using, into, known.worth)
         took = self._clock() - began
         with self._lock:
-            known = self.pools[pool]
+            known.encodings += 1
+            known.worth = worth if size is not None and known.encodings % _LOOK else ()
             known.encoding.add(plain, took)
             known.encoded = _KEPT * known.encoded + (size or plain)
         return size
