@@ -1,9 +1,12 @@
 """A storage that compresses: the same records come out, whoever reads them, and `auto` does so only where it pays."""
 
+import errno
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -401,3 +404,37 @@ def test_a_caller_whose_objects_cannot_be_compressed_says_so(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="nothing that can be compressed is stored here"):
         open_storage(f"file://{tmp_path}/store?capacity=64MiB&compress=zstd", label=LABEL, description="model A")
     assert not (tmp_path / "store").exists()
+
+
+def test_a_forked_child_writes_nothing_into_its_parents_buffers():
+    """Memory of `mmap` is shared with children, and a child may put into a storage that it has inherited."""
+    storage = Compressed(memory(), "zstd")
+    pages = records(2)
+    assert all(put_all(storage, pages))
+    (buffer,) = storage._buffers._free
+    before = bytes(buffer)
+    child = os.fork()
+    if not child:
+        with suppress(BaseException):
+            put_all(storage, records(1, "float32"))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert bytes(buffer) == before
+    assert all_right(storage, pages)
+    storage.close()
+
+
+def test_where_no_memory_is_left_for_a_buffer_records_are_stored_as_they_are(monkeypatch):
+    storage, pages = Compressed(memory(), "zstd"), records(3)
+
+    def full(*_):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compression.mmap, "mmap", full)
+        for _ in range(BUFFERS + 1):
+            assert all(put_all(storage, {"one": pages["bfloat16-0"]}))
+    assert all(put_all(storage, pages))
+    assert storage.pools["attention"].stored_bytes < storage.pools["attention"].plain_bytes, "there is memory again"
+    assert all_right(storage, pages)
+    storage.close()

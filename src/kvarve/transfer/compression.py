@@ -9,6 +9,7 @@ needs no setting. Objects that are no records pass as they are.
 
 import logging
 import mmap
+import os
 import threading
 import time
 from collections import Counter
@@ -268,12 +269,14 @@ class _Buffers:
     hangs keeps its own, and a call that finds none free stores records as they are."""
 
     def __init__(self, register: Callable[[HostRegion], None]) -> None:
-        self._left, self._register = BUFFERS, register
+        self._left, self._register, self._process = BUFFERS, register, os.getpid()
         self._free: list[memoryview] = []
         self._replaced: list[memoryview] = []  # a storage may have registered them, so they stay where they are
         self._lock = threading.Lock()
 
     def take(self, size_bytes: int) -> memoryview | None:
+        if os.getpid() != self._process:  # after a fork they are the parent's, whose memory this process shares
+            return None
         with self._lock:
             if self._free:
                 buffer = self._free.pop()
@@ -284,7 +287,12 @@ class _Buffers:
                 self._left -= 1
             else:
                 return None
-        buffer = memoryview(mmap.mmap(-1, max(BUFFER_BYTES, size_bytes)))  # aligned for direct I/O
+        try:
+            buffer = memoryview(mmap.mmap(-1, max(BUFFER_BYTES, size_bytes)))  # aligned for direct I/O
+        except OSError:  # no memory is left: a later call tries again
+            with self._lock:
+                self._left += 1
+            return None
         self._register(HostRegion(buffer))
         return buffer
 
