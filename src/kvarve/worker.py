@@ -32,7 +32,7 @@ from kvarve.model import ModelIdentity, PoolSpec, Tier
 from kvarve.sizes import format_size
 from kvarve.storage import Breaker, Storage, StorageUsage, Tiers, check_storage, open_storage
 from kvarve.storage.urls import allocate, backend_of, parse_urls
-from kvarve.transfer.compression import buffers_bytes, compressing, totals
+from kvarve.transfer.compression import Compressed, buffers_bytes, compressing, totals
 from kvarve.transfer.engine import TransferEngine
 from kvarve.transfer.storage_connection import StorageConnection
 
@@ -371,6 +371,8 @@ class CacheWorker:
         else:
             deadline_s = self.config.policies.storage_deadline_s
             close_s = min(CLOSE_S, deadline_s)
+            if not isinstance(storage, Compressed):  # one that was given as an object may have been written compressed
+                storage = Compressed(storage)
             guarded = Breaker(storage, deadline_s=deadline_s, close_s=close_s, changed=self.wake, clock=self._clock)
         return Attached(urls, guarded, self.transfers.connect(guarded))
 

@@ -150,7 +150,7 @@ def changes(rank: int, ranks: int) -> object:
             if step == 2 * rank and what is not None:
                 change = what()
             cache.step()
-            attached = None if cache.attached is None else stores.index(cache.attached.storage.inner)  # type: ignore[arg-type]
+            attached = None if cache.attached is None else stores.index(cache.attached.storage.inner.inner)  # type: ignore[arg-type]
             alike.append([attached, cache.scheduler.core.copies.storage])
             clock.now += later_s
         why = None if change is None or not change.made.done() else change.made.exception(0)

@@ -166,6 +166,18 @@ def test_a_near_storage_that_is_plain_and_a_far_one_that_compresses_serve_each_o
     forget_memory(f"{here}-far")
 
 
+def test_a_storage_that_is_given_as_an_object_has_the_pages_that_others_compressed(
+    make: Callable[..., PrefixCache], here: str
+) -> None:
+    first = make(PLACE.format(here, "&compress=zstd"))
+    run(first, LONG)
+    settle(first)
+    cache = PrefixCache(first.identity, CacheConfig(4 * ROOM, 8 * ROOM), storage=of(here))
+    assert run(cache, LONG) == (0, 0, ALL)
+    cache.shutdown(5)
+
+
+
 def test_verify_and_stat_know_compressed_pages_and_change_nothing(
     make: Callable[..., PrefixCache],
     tmp_path: Path,
