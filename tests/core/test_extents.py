@@ -131,3 +131,24 @@ def test_a_prompt_as_long_as_the_device_falls_back_past_any_number_of_windows() 
     world.request(prompt(1198))
     lease = world.start(prompt(2398))
     assert lease.ready and lease.boundary < 3, "each page of a window may be in an extent of its own"
+
+
+def test_under_write_back_as_many_pages_come_down_at_once_as_an_extent_holds() -> None:
+    world = World(
+        config=config(
+            ATTENTION,
+            STATE,
+            cut={"device": (6, [16, 1], [1, 0])},
+            host=[400, 40],
+            write_policy="write_back",
+            batch_pages=64,
+        )
+    )
+    for seed in range(5):
+        world.request(prompt(16, seed=seed))
+    slot_pools, rounds = world.core.slot_pools, 0
+    while (lacks := 4 - len(slot_pools.free[1])) > 0:
+        slot_pools.make_room(1, lacks)
+        world.settle()
+        rounds += 1
+    assert rounds <= 4
