@@ -152,3 +152,10 @@ def test_under_write_back_as_many_pages_come_down_at_once_as_an_extent_holds() -
         world.settle()
         rounds += 1
     assert rounds <= 4
+
+
+def test_nothing_is_remembered_where_only_chains_are_kept() -> None:
+    world = World(config=config(ATTENTION, device=8))
+    for seed in range(5):
+        world.request(prompt(7, seed=seed))
+    assert not world.core.slot_pools.ghosts._of

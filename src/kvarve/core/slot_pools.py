@@ -70,9 +70,9 @@ class SlotPools:
                 self.orders[len(contexts) + place] = order_for(config.policies.eviction, context)
         self.counts_uses = any(order.counts_uses for order in self.orders.values())
         self.chains = tuple(i for i, pool in enumerate(self.pools) if pool.lookback is None)
-        self.ghosts = Ghosts(
-            GHOSTS * sum(slots for slots, back in zip(self.capacity, self._lookbacks, strict=True) if back is None)
-        )
+        # Where nothing but chains is kept, no branch is asked for.
+        pages = sum(slots for slots, back in zip(self.capacity, self._lookbacks, strict=True) if back is None)
+        self.ghosts = Ghosts(GHOSTS * pages if len(self.chains) < len(self.pools) else 0)
         self.roots: dict[bytes, Root] = {}
         self.evicted = [0] * len(self.capacity)
         self.evicted_spares = [0] * len(self.capacity)  # of these, while they were spare
