@@ -8,7 +8,7 @@ from kvarve.config import cut_memory
 from kvarve.core.extents import Cut, Extents, cut
 from kvarve.model import BufferSpec, PoolSpec, Tier
 from kvarve.testing.world import World, config, prompt
-from kvarve.testing.world.scenes import ATTENTION, STATE
+from kvarve.testing.world.scenes import ATTENTION, STATE, WINDOW
 
 DEVICE = Tier.DEVICE
 
@@ -124,3 +124,38 @@ def test_what_has_left_is_remembered_within_bounds() -> None:
     for seed in range(50):
         world.request(prompt(7, seed=seed), salt=str(seed % 20))
     assert 0 < sum(len(pages) for pages in ghosts._of.values()) <= 4 * 8
+
+
+def test_a_prompt_as_long_as_the_device_falls_back_past_any_number_of_windows() -> None:
+    world = shared(ATTENTION, WINDOW, count=2400, per=[1, 1], snapshot_every=2)
+    world.request(prompt(1198))
+    lease = world.start(prompt(2398))
+    assert lease.ready and lease.boundary < 3, "each page of a window may be in an extent of its own"
+
+
+def test_under_write_back_as_many_pages_come_down_at_once_as_an_extent_holds() -> None:
+    world = World(
+        config=config(
+            ATTENTION,
+            STATE,
+            cut={"device": (6, [16, 1], [1, 0])},
+            host=[400, 40],
+            write_policy="write_back",
+            batch_pages=64,
+        )
+    )
+    for seed in range(5):
+        world.request(prompt(16, seed=seed))
+    slot_pools, rounds = world.core.slot_pools, 0
+    while (lacks := 4 - len(slot_pools.free[1])) > 0:
+        slot_pools.make_room(1, lacks)
+        world.settle()
+        rounds += 1
+    assert rounds <= 4
+
+
+def test_nothing_is_remembered_where_only_chains_are_kept() -> None:
+    world = World(config=config(ATTENTION, device=8))
+    for seed in range(5):
+        world.request(prompt(7, seed=seed))
+    assert not world.core.slot_pools.ghosts._of

@@ -375,7 +375,7 @@ class Backups:
             if len(sent) < missing and run.pages:
                 self.pending_backup[run] = None  # at the end of the queue
                 if len(sent) < self.state.config.batch_pages:
-                    full = [full[pool] or not self.slot_pools.free[self._host(pool)] for pool in self.pools]
+                    full = [full[pool] or not self.slot_pools.unused(self._host(pool)) for pool in self.pools]
 
     def _send_to_storage(self) -> None:
         """In order; a run that finds no slots in the stores' share of the host stays first until stores end."""

@@ -15,13 +15,15 @@ LEAST = 1024  # pages of a salt, at least
 class Ghosts:
     def __init__(self, limit: int) -> None:
         """`limit`: pages that are remembered of all salts together; a salt that has more than its even share loses its
-        own first."""
+        own first. 0: none is, which costs nothing."""
         self._limit = limit
         self._pages = 0
         self._of: OrderedDict[bytes, OrderedDict[int, bool]] = OrderedDict()  # by root: whether a page followed it
 
     def left(self, run: Run, start: int) -> None:
         """The pages of a run from a local position on leave the tree; the run has their tokens still."""
+        if not self._limit:
+            return
         name = root_of(run).named
         ghosts = self._of.setdefault(name, OrderedDict())
         self._of.move_to_end(name)

@@ -123,9 +123,8 @@ class Resuming(State):
         self._resume(lease, deepest(self.paths.legal(device, lease) & allowed), run, known, device)
 
     def _resume(self, lease: Lease, boundary: int, run: Run, known: int, device: list[int]) -> None:
-        if not self.paths.leaves_room(lease, run, boundary):
-            self._ready(lease, ones(boundary))
-            return
+        while not self.paths.leaves_room(lease, run, boundary):
+            boundary = deepest(self.paths.legal(device, lease) & ones(boundary))
         lease.boundary, lease.known = boundary, known
         lease.branch = self.slot_pools.ghosts.branch(lease.root, run, lease.tokens, known)
         # Pages beyond the boundary that are resident are not kept a second time, so they must not be evicted.

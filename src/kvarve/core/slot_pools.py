@@ -11,6 +11,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from kvarve.boundaries import leading, members, of, ones, read_before, span, union
@@ -18,6 +19,7 @@ from kvarve.core.eviction import order_for
 from kvarve.core.eviction.order import OrderContext
 from kvarve.core.extents import Cut, Extents
 from kvarve.core.ghosts import Ghosts
+from kvarve.core.policies import WritePolicy
 from kvarve.core.tree import Root, Run, upward
 from kvarve.errors import ConfigError
 from kvarve.model import MEMORY_TIERS, Tier
@@ -68,9 +70,9 @@ class SlotPools:
                 self.orders[len(contexts) + place] = order_for(config.policies.eviction, context)
         self.counts_uses = any(order.counts_uses for order in self.orders.values())
         self.chains = tuple(i for i, pool in enumerate(self.pools) if pool.lookback is None)
-        self.ghosts = Ghosts(
-            GHOSTS * sum(slots for slots, back in zip(self.capacity, self._lookbacks, strict=True) if back is None)
-        )
+        # Where nothing but chains is kept, no branch is asked for.
+        pages = sum(slots for slots, back in zip(self.capacity, self._lookbacks, strict=True) if back is None)
+        self.ghosts = Ghosts(GHOSTS * pages if len(self.chains) < len(self.pools) else 0)
         self.roots: dict[bytes, Root] = {}
         self.evicted = [0] * len(self.capacity)
         self.evicted_spares = [0] * len(self.capacity)  # of these, while they were spare
@@ -329,7 +331,9 @@ class SlotPools:
         extents = self.extents[number]
         if extents is None:
             return (self.evict_spares if spare else self.evict)(place, wanted)
-        enough, moving, stay = len(self.free[place]) + wanted, 0, list[tuple[Run, int]]()
+        per, waits = extents.cut.per, self._state.config.policies.write is WritePolicy.WRITE_BACK
+        # `moving`: slots that come free when copies have ended, or their share of an extent that does.
+        enough, moving, stay = len(self.free[place]) + wanted, 0.0, list[tuple[Run, int]]()
         while len(self.free[place]) + moving < enough:
             if extents.may_grow(pool) and (slots := extents.grow(pool) or self._grow(number, pool)):
                 self.free[place].extend(reversed(slots))
@@ -340,8 +344,10 @@ class SlotPools:
             run, order = found
             theirs = order % len(self.capacity)
             evicted, pages = self.evicted[theirs], self.droppable if order == theirs else self.spare
-            # Of another pool one at a time, as with a chain's page its position leaves, and perhaps an extent is empty.
-            most = enough - len(self.free[place]) - moving if theirs == place else 1
+            # Of another pool one at a time, as with a chain's page its position leaves, and perhaps an extent is empty;
+            # but together where they wait for copies.
+            worth = per[pool] / per[theirs % len(self.pools)]
+            most = ceil((enough - len(self.free[place]) - moving) / worth) if theirs == place or waits else 1
             went = self._trim(run, theirs, most, pages(run, theirs))
             left = self.evicted[theirs] - evicted
             if order != theirs:
@@ -349,7 +355,7 @@ class SlotPools:
             if not went:
                 stay.append(found)
                 continue
-            moving += max(0, went - left)
+            moving += max(0, went - left) * worth
             run.queued &= ~(1 << order)
             self.offer(run, theirs)
         for run, order in stay:
