@@ -177,7 +177,6 @@ def test_a_storage_that_is_given_as_an_object_has_the_pages_that_others_compress
     cache.shutdown(5)
 
 
-
 def test_verify_and_stat_know_compressed_pages_and_change_nothing(
     make: Callable[..., PrefixCache],
     tmp_path: Path,

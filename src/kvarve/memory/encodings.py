@@ -37,7 +37,7 @@ _SAMPLE_BYTES, _SAMPLE_SHARE = 4096, 16  # of a plane, compressed to see whether
 
 
 class Broken(Exception):
-    """What says that it is an encoded record is none."""
+    """A record whose header names an encoding, but which cannot be expanded."""
 
 
 class Codec(Protocol):
