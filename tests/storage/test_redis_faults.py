@@ -87,6 +87,15 @@ def test_connections_to_the_server_that_was_there_before_are_not_used(server, op
         assert storage.exists(["page-0"]) == [False]
 
 
+def test_connections_that_were_lost_are_replaced_however_many_they_were(server, opened):
+    storage = opened(server.url())
+    put(storage, page=b"1")
+    for _ in range(250):
+        server.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        until(lambda: storage._servers._idle[0] and not storage._servers._idle[0][0].is_fresh(), "a lost connection")
+        assert get(storage, "page") == b"1"
+
+
 def test_a_server_that_stands_still_costs_its_callers_their_deadline_and_later_answers_nothing_wrong(server, opened):
     storage = opened(server.url())
     names = [f"page-{i}" for i in range(8)]

@@ -181,6 +181,7 @@ class Servers:
             "socket_timeout": CONNECT_S,
             "socket_connect_timeout": CONNECT_S,
             "protocol": 2,
+            "max_connections": 1 << 31,  # the library counts those that it has made, and ours are never given back
             "retry": self._redis.retry.Retry(self._redis.backoff.NoBackoff(), 0),  # the breaker tries again
         }
         if settings.socket:
