@@ -37,7 +37,7 @@ def test_rules_are_measured_against_the_best_fixed_spacing_of_the_shape() -> Non
     assert found.keys() == rules().keys()
     fixed = [lost.hit_rate for lost in found.values() if lost.rule.startswith("every ")]
     assert max(fixed) == next(iter(found.values())).best > 0 and len(fixed) == len(SPACINGS)
-    assert found["the default"] == Lost("the default", *_rest(found["between even and 8,192"]))
+    assert found["by the model"] == Lost("by the model", *_rest(found["between even and 8,192"]))
 
 
 def _rest(lost: Lost) -> tuple[int, float, float]:
@@ -60,5 +60,5 @@ def test_the_command_writes_its_figures(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "argv", ["split.py", "--shapes", "1", "--json", str(out), "--trace", str(trace)])
     assert split.main() == 0
     figures = json.loads(out.read_text())
-    assert figures["rows"] and figures["ratios"]["default_hits_over_best"] > 0
+    assert figures["rows"] and figures["ratios"]["shared_hits_over_best"] > 0
     assert len(figures["shapes"]) == 1 and figures["trace.jsonl"][0]["rule"] == "every 256"

@@ -168,8 +168,7 @@ def test_a_store_that_goes_first_ends_what_was_sent_to_it(make: Make) -> None:
     until(
         cache,
         lambda: (
-            cache.stats()["backed_up"] > 0
-            and cache.worker.transfers.connection.lanes[storage_connection.STORE].waiting() > 0
+            cache.stats()["backed_up"] > 0 and any(op.edge == STORE for op in cache.scheduler.core.copies.ops.values())
         ),
     )
     change = cache.detach()

@@ -167,7 +167,7 @@ def test_more_than_may_be_under_way_at_once_is_read(opened):
         ("redis://host/name", "the number of a database"),
         ("redis://host?ttl=soon", "ttl=soon is not a time"),
         ("redis://host?ttl=0s", "ttl above zero"),
-        ("redis://host?capacity=1GiB", "redis knows: cluster, tls_ca, tls_cert, tls_key, ttl"),
+        ("redis://host?capacity=1GiB", "redis knows: cluster, compress, tls_ca, tls_cert, tls_key, ttl"),
         ("redis://host?tls_ca=/ca.pem", "is for rediss://"),
         ("redis://host?cluster=maybe", "yes or no"),
         ("redis://host/1?cluster=yes", "no database but 0"),
