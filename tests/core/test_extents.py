@@ -8,7 +8,7 @@ from kvarve.config import cut_memory
 from kvarve.core.extents import Cut, Extents, cut
 from kvarve.model import BufferSpec, PoolSpec, Tier
 from kvarve.testing.world import World, config, prompt
-from kvarve.testing.world.scenes import ATTENTION, STATE, WINDOW
+from kvarve.testing.world.scenes import ATTENTION, STATE, WINDOW, pool
 
 DEVICE = Tier.DEVICE
 
@@ -159,3 +159,12 @@ def test_nothing_is_remembered_where_only_chains_are_kept() -> None:
     for seed in range(5):
         world.request(prompt(7, seed=seed))
     assert not world.core.slot_pools.ghosts._of
+
+
+def test_states_inside_of_a_window_that_is_read_are_pinned_and_leave_no_room() -> None:
+    cut = {"device": (11, [2, 1, 1], [1, 1, 1])}
+    world = World(config=config(STATE, ATTENTION, pool("window", 9), device=1, cut=cut, grid=2, snapshot_every=6))
+    world.request(prompt(6, seed=1))
+    world.request(prompt(4))
+    lease = world.start(prompt(5))
+    assert lease.ready and world.core.reserve(lease, 6), "it is alone"

@@ -90,14 +90,16 @@ class Paths:
         extents = self.slot_pools.extents[0]
         if extents is None or not boundary or not self.slot_pools.chains:
             return True
-        left = extents.cut.count
-        for pool, lookback in enumerate(self.lookbacks):
-            if lookback is not None:
-                pinned = set[int]()
-                if lookback > extents.cut.least[pool]:  # each of its pages could be in an extent of its own
-                    positions = members(needed(boundary, lookback))
-                    pinned = {covering(run, at).slot(pool, at) // extents.cut.per[pool] for at in positions}
-                left -= max(extents.cut.least[pool], len(pinned))
+        left, short = extents.cut.count, [pool for pool, back in enumerate(self.lookbacks) if back is not None]
+        # A pin keeps the pages of all pools at its position, so also states inside of a window.
+        held = self.pins_for(boundary, [0] * len(self.pools))[0]
+        for pool in short:
+            pinned = set[int]()
+            if held.bit_count() > extents.cut.least[pool]:  # each of its pages could be in an extent of its own
+                for each, share in upward(run, held):
+                    table = each.slots[pool] or ()
+                    pinned |= {table[at] // extents.cut.per[pool] for at in members(share & each.here[pool])}
+            left -= max(extents.cut.least[pool], len(pinned))
         pages = -(-len(lease.tokens) // self.width)
         return left * extents.cut.per[self.slot_pools.chains[0]] >= pages
 

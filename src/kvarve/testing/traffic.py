@@ -281,7 +281,7 @@ class Traffic:
         audit(core)
         if engine.broken or core.leases or core.copies.ops:
             raise Wrong(f"left behind: {engine.broken or (len(core.leases), len(core.copies.ops))}")
-        lost = [room - len(free) for room, free in zip(core.slot_pools.capacity, core.slot_pools.free, strict=True)]
+        lost = [core.slot_pools.committed(place) - len(free) for place, free in enumerate(core.slot_pools.free)]
         if any(lost):
             raise Wrong(f"slots that did not come back: {lost}")
 

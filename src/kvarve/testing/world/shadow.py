@@ -111,9 +111,11 @@ class Shadow:
             return True
         chain, most = self.core.slot_pools.chains[0], extents.cut.count
         tail, _, _ = self.core.paths.find(lease.root, lease.tokens)
+        others = [pool for pool in range(len(self.core.pools)) if pool != chain]
+        reads = {at for pool in others for at in self._reads(pool, boundary)}  # a pin is on all pools' pages there
         for pool in range(len(self.core.pools)):
             if pool != chain:
-                reads, read = self._reads(pool, boundary), set[int]()
+                read = set[int]()
                 run: Run | None = tail
                 while run is not None and run.tokens:
                     table = run.slots[pool] or ()
