@@ -7,6 +7,8 @@ is unknown.
 
 from collections import OrderedDict
 
+from xxhash import xxh3_64_intdigest
+
 from kvarve.core.tree import Run, root_of
 
 LEAST = 1024  # pages of a salt, at least
@@ -46,10 +48,10 @@ class Ghosts:
         ghosts = self._of.get(root)
         if not ghosts:
             return known
-        trace = tail.traces[known - tail.first - 1] if known > tail.first else hash(root)
+        trace = tail.traces[known - tail.first - 1] if known > tail.first else xxh3_64_intdigest(root)
         at, width, followed = known, tail.width, False
         while (at + 1) * width <= len(tokens):
-            trace = hash((trace, tokens[at * width : (at + 1) * width]))
+            trace = xxh3_64_intdigest(tokens[at * width : (at + 1) * width], trace)
             found = ghosts.get(trace)
             if found is None:
                 return at if followed else known

@@ -8,6 +8,8 @@ policies.
 from array import array
 from collections.abc import Iterator, Sequence
 
+from xxhash import xxh3_64_intdigest
+
 from kvarve import boundaries
 from kvarve.core.pins import Pins
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES, names
@@ -65,7 +67,7 @@ class Run:
         self.first = first
         self.tokens = tokens
         self.named = named
-        self.traced = array("q")
+        self.traced = array("Q")
         self.width = page_tokens * TOKEN_BYTES
         self.children: dict[bytes, Run] = {}
         places = tiers * pools
@@ -112,7 +114,7 @@ class Run:
 
     @property
     def traces(self) -> "array[int]":
-        """For each of its pages a hash of the root key and all tokens up to the page's end, for this process alone."""
+        """For each of its pages a hash of the root key and all tokens up to the page's end, the same on all ranks."""
         untraced, run = [], self
         while run.parent is not None and len(run.traced) < run.pages:
             untraced.append(run)
@@ -120,9 +122,9 @@ class Run:
         for run in reversed(untraced):
             assert run.parent is not None
             before = run.traced or run.parent.traced
-            trace = before[-1] if before else hash(run.parent.named)
+            trace = before[-1] if before else xxh3_64_intdigest(run.parent.named)
             for at in range(len(run.traced) * run.width, len(run.tokens), run.width):
-                trace = hash((trace, run.tokens[at : at + run.width]))
+                trace = xxh3_64_intdigest(run.tokens[at : at + run.width], trace)
                 run.traced.append(trace)
         return self.traced
 
@@ -266,7 +268,7 @@ class Run:
         del self.parent.children[self.tokens[: self.width]]
         self.parent.followed = True
         self.tokens = self.named = b""
-        self.traced = array("q")
+        self.traced = array("Q")
 
 
 class Root(Run):
