@@ -36,8 +36,8 @@ test: setup
 	.venv/bin/mypy
 	.venv/bin/python -m pytest --numprocesses 3 --dist loadfile
 
-# With the long tests: every family, every place to cut the power, ...; test-NAME runs all tests in tests/NAME and
-# tests/test_NAME*.py, for example test-storage.
+# With the long tests: every family, every place to cut the power, ...; test-NAME runs all tests in tests/NAME and all files
+# test_NAME*.py, for example test-storage, test-hf3fs.
 test-all: setup
 	.venv/bin/python -m pytest -m '' --numprocesses 3 --dist loadfile
 
@@ -62,7 +62,7 @@ test-engines: .venv-vllm/ready .venv-sglang/ready
 	@touch $@
 
 test-%: setup
-	.venv/bin/python -m pytest -m '' --numprocesses 3 --dist loadfile $(wildcard tests/$* tests/test_$**.py)
+	.venv/bin/python -m pytest -m '' --numprocesses 3 --dist loadfile $(wildcard tests/$* tests/test_$**.py tests/*/test_$**.py)
 
 lint: setup
 	.venv/bin/ruff check --fix

@@ -41,9 +41,9 @@ from kvarve.memory.encodings import codec, decode, encode
 from kvarve.memory.record import BLOCK_BYTES
 from kvarve.model import PoolSpec, Tier
 from kvarve.prefix_cache import PrefixCache
-from kvarve.regions import HostRegion
-from kvarve.storage import MemoryStorage, Storage, StorageUsage, open_storage
+from kvarve.storage import MemoryStorage, Storage, open_storage
 from kvarve.storage.altered import AlteredStorage
+from kvarve.storage.base import Around
 from kvarve.transfer.compression import Compressed
 from kvarve.transfer.engine import TransferEngine
 
@@ -97,11 +97,12 @@ def computed(name: str, tokens: int) -> list[Pages]:
     return [Pages(pool, namespace, found[pool.name]) for pool in model.identity.pools]
 
 
-class Link(Storage):
+class Link(Around):
     """`inner` at the end of a link of so many bytes a second, which all calls share and each waits for."""
 
     def __init__(self, inner: Storage, rate: float = LINK) -> None:
-        self.inner, self._rate = inner, rate
+        super().__init__(inner)
+        self._rate = rate
         self._lock, self._free = threading.Lock(), 0.0
 
     def _pass(self, nbytes: int) -> None:
@@ -117,24 +118,6 @@ class Link(Storage):
         sizes = self.inner.get(names, into)
         self._pass(sum(size or 0 for size in sizes))
         return sizes
-
-    def exists(self, names: Sequence[str]) -> list[bool]:
-        return self.inner.exists(names)
-
-    def delete(self, names: Sequence[str]) -> list[bool]:
-        return self.inner.delete(names)
-
-    def drop(self, group: str | None = None) -> int:
-        return self.inner.drop(group)
-
-    def usage(self) -> StorageUsage:
-        return self.inner.usage()
-
-    def register(self, region: HostRegion) -> None:
-        self.inner.register(region)
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 @dataclass

@@ -5,7 +5,8 @@
 Times are of the calling thread's CPU as well as of the wall, since the machine may be shared. `match` is `lookup`, with
 the packing of the prompt's tokens left out (an engine packs a prompt once); `insert` takes device slots for the new
 pages of a prompt and adds them to the tree; `open_close` finds, names, pins and unpins a prompt's pages;
-`turn` is a request's whole life in the core. In `runs_256` another prompt branches off after every 256 tokens, so
+`turn` is a request's whole life in the core; its `shared` pools have memory by extents. In `runs_256` another prompt
+branches off after every 256 tokens, so
 that each 256 tokens of the path are a run of their own.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 
 from common import arguments, machine, show, watched, write_json
 from kvarve.core.cache import Core
+from kvarve.core.extents import Cut
 from kvarve.core.lease import Lease
 from kvarve.core.settings import CoreConfig
 from kvarve.keys import pack, root_key
@@ -27,9 +29,12 @@ ROOT = root_key(b"bench")
 LOOKBACKS = (None, 2, 1, 16)  # attention, a window, a state, a long window
 
 
-def core(pools: int, page: int, slots: int) -> Core:
+def core(pools: int, page: int, slots: int, shared: bool = False) -> Core:
+    """`shared`: the pools share the memory of all slots by extents, of eight pages or one state."""
     rows = tuple(PoolSpec(f"pool{i}", (BufferSpec("x", (1,), "uint8"),), LOOKBACKS[i]) for i in range(pools))
-    return Core(CoreConfig(rows, {Tier.DEVICE: (slots,) * pools}, page_tokens=page, chunk_tokens=page))
+    per = tuple(1 if row.lookback == 1 else 8 for row in rows)
+    device = Cut(slots * pools // 8, per, (2,) * pools) if shared else (slots,) * pools
+    return Core(CoreConfig(rows, {Tier.DEVICE: device}, page_tokens=page, chunk_tokens=page))
 
 
 def tokens(rng: random.Random, count: int) -> bytes:
@@ -154,12 +159,12 @@ def insert_rows(page: int, pools: int, tree: int, quick: bool) -> list[dict[str,
     return rows
 
 
-def turn_rows(page: int, pools: int, quick: bool) -> list[dict[str, Any]]:
+def turn_rows(page: int, pools: int, quick: bool, shared: bool = False) -> list[dict[str, Any]]:
     """Conversations that grow by 512 tokens a turn, in half the memory that they need."""
     rng = random.Random(3)
     count, turns, step = (40, 6, 512) if quick else (160, 12, 512)
     room = count * turns * step // 2
-    cache = core(pools, page, room // page)
+    cache = core(pools, page, room // page, shared)
     systems = [tokens(rng, 1024) for _ in range(8)]
     talks = [systems[i % 8] + tokens(rng, 64) for i in range(count)]
     wall, cpu = [], []
@@ -173,7 +178,14 @@ def turn_rows(page: int, pools: int, quick: bool) -> list[dict[str, Any]]:
             wall.append((time.perf_counter() - w) * 1e6)
             cpu.append((time.thread_time() - c) * 1e6)
     return [
-        {"bench": "turn", "page": page, "pools": pools, "tree_tokens": room, "prompt_tokens": step, "case": "fresh"}
+        {
+            "bench": "turn",
+            "page": page,
+            "pools": pools,
+            "tree_tokens": room,
+            "prompt_tokens": step,
+            "case": "shared" if shared else "fresh",
+        }
         | summary(wall, cpu)
     ]
 
@@ -228,6 +240,7 @@ def main() -> None:
         rows += match_rows(page, pools, tree, args.quick)
         rows += insert_rows(page, pools, tree, args.quick)
         rows += turn_rows(page, pools, args.quick)
+        rows += turn_rows(page, pools, args.quick, shared=True) if pools > 1 else []
     page = cases[0][0]
 
     def cost(among: list[dict[str, Any]], **want: object) -> float:

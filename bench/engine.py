@@ -22,14 +22,17 @@ of the pages comes before both). Then interference between requests:
 `sampling_share` seconds of sampling over seconds of the whole turn, of 64 answers of a model with 152K tokens at
 temperature 1 and top-p 0.9, where 1,000 tokens have 99% of the chances (`sampling_share_flat`: all have the same);
 `short_prompts_32_over_1` requests per second of prompts of 64 tokens and one token to say, by 32 clients over one.
+`elastic_over_fixed`: tokens per second of traffic that changes every 100 requests, where pools share memory, over the
+best of memory that is divided once.
 """
 
+import random
 import sys
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -56,6 +59,9 @@ from random_qwen3_5 import make
 MIB = 1 << 20
 PATIENCE_S = 3600.0
 CONVERSATIONS = 16
+# Traffic that changes: tokens of a prompt and how many there are, of long documents and of short talks; memory in which
+# either has room alone, and for what it is divided once.
+CHANGING, CHANGING_BYTES, SPLITS = ((2048, 9), (300, 60)), 24 * MIB, (128, 256, 512, 1024, 2048)
 REST = 240  # tokens behind a prompt that is in the host: less than a chunk
 
 
@@ -73,10 +79,11 @@ class Size:
     vocabulary: int = 151_936
     clients: int = 32
     short_prompts: int = 96
+    alike: int = 100  # requests before the traffic changes
 
 
 QUICK = Size(prompt=768, answer=16, rounds=2, turn_prompt=64, turn_answer=16, alone=2)
-QUICK = replace(QUICK, long=1000, said=6, vocabulary=4096, clients=8, short_prompts=16)
+QUICK = replace(QUICK, long=1000, said=6, vocabulary=4096, clients=8, short_prompts=16, alike=3)
 
 
 class Timed:
@@ -389,6 +396,31 @@ def short_prompts(model: LoadedModel, size: Size) -> tuple[float, float]:
     return best[0], best[1]
 
 
+def changing(size: Size) -> Iterator[list[int]]:
+    """Prompts of which `size.alike` in a row are about a few long documents, then as many in many short talks."""
+    dice = random.Random(7)
+    documents, talks = ([tokens(length, 1000 * length + each) for each in range(many)] for length, many in CHANGING)
+    for phase in range(4):
+        for number in range(size.alike):
+            yield [*dice.choice(talks if phase % 2 else documents), *tokens(8, 10**6 + 1000 * phase + number)]
+
+
+def elastic(model: LoadedModel, size: Size) -> dict[int, float]:
+    """Prompt tokens per second of traffic that changes, by the tokens between states for which memory is divided once;
+    0: pools share it. The best of several rounds, in turns."""
+    best = dict.fromkeys((0, *SPLITS), 0.0)
+    for number in watched(range(size.rounds * len(best)), "changing traffic", size.rounds * len(best)):
+        split = [*best][number % len(best)]
+        config = CacheConfig(CHANGING_BYTES, policies=Policies(tokens_per_snapshot=split))
+        engine, done, began = Engine(model, PrefixCache(model.identity, config)).start(), 0, time.perf_counter()
+        for prompt in changing(size):
+            Timed(prompt, 1).start(engine).wait()
+            done += len(prompt)
+        best[split] = max(best[split], done / (time.perf_counter() - began))
+        engine.shutdown()
+    return best
+
+
 def short(size: Size) -> Size:
     """For the round that only warms up."""
     return Size(prompt=min(size.prompt, 512), question=size.question, answer=4)
@@ -422,7 +454,9 @@ def main() -> int:
         seconds, speeds = measure(model, size, folder)
         overlaps = overlap(model, size)
         short_alone, short_mixed = mixed(model, size)
-        one, many = short_prompts(keeping_answers(load_model("builtin:tiny-hybrid", dtype="float32")), size)
+        tiny = keeping_answers(load_model("builtin:tiny-hybrid", dtype="float32"))
+        one, many = short_prompts(tiny, size)
+        splits = elastic(tiny, size)
         del model
         make(folder / "wide", small=args.quick, vocab_size=size.vocabulary)
         shares = sampling(keeping_answers(load_model(str(folder / "wide"), dtype="float32")), size)
@@ -436,6 +470,7 @@ def main() -> int:
         "ttft_p99_over_mean": speeds["ttft_p99_s"] / speeds["ttft_mean_s"],
         "mixed_lengths": short_mixed / short_alone,
         "short_prompts_32_over_1": many / one,
+        "elastic_over_fixed": splits[0] / max(splits[split] for split in SPLITS),
         **shares,
         **overlaps,
     }
@@ -446,6 +481,8 @@ def main() -> int:
     print(
         f"prompts of 64 tokens per second (builtin:tiny-hybrid): {one:.1f} by one client, {many:.1f} by {size.clients}"
     )
+    divided = ", ".join(f"{splits[split]:,.0f} for {split}" for split in SPLITS)
+    print(f"changing traffic, tokens per second: {splits[0]:,.0f} in shared memory; divided once: {divided}")
     for name, value in ratios.items():
         print(f"{name}: {value:.3f}")
     every = {name: [1000 * taken for taken in all_taken] for name, all_taken in seconds.items()}

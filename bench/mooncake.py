@@ -24,12 +24,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 
+from behind.pages import BATCH, MIB, Pages
 from common import arguments, machine, show, watched, write_json
 from kvarve.errors import StorageError
-from kvarve.memory.record import HEADER_BYTES, Stamp
 from kvarve.regions import HostRegion
 from kvarve.storage.breaker import Breaker
 from kvarve.storage.mooncake.client import address_of
@@ -40,9 +39,7 @@ sys.path.remove(str(Path(__file__).parent))  # or this file would be taken for t
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "storage"))
 from mooncake_cluster import MASTER, METRICS, Cluster, kill, own_network
 
-MIB = 1 << 20
-BATCH, HELD = 32, 128
-NAMESPACE = b"n" * 32
+HELD = 128
 
 
 @dataclass(frozen=True)
@@ -56,42 +53,18 @@ class Size:
 QUICK = Size(batches=2, rounds=2, questions=100, restores=2)
 
 
-class Pages:
-    """Sealed records of 1 MiB in page-aligned memory, as the host has them."""
-
-    def __init__(self) -> None:
-        self.memory = memoryview(mmap.mmap(-1, BATCH * MIB))
-        self.views = [self.memory[at : at + MIB] for at in range(0, BATCH * MIB, MIB)]
-        self.addresses = [address_of(view) for view in self.views]
-        self.stamp = Stamp(NAMESPACE, "kv", MIB - HEADER_BYTES)
-        noise = np.random.default_rng(7).integers(0, 256, MIB, np.uint8).data
-        self.keys = [number.to_bytes(32, "little") for number in range(BATCH)]
-        for view, key in zip(self.views, self.keys, strict=True):
-            view[:] = noise
-            self.stamp.seal(view, key)
-
-    def check(self) -> None:
-        """Checksums, as a lane makes them before a write and verifies them after a read."""
-        for view, key in zip(self.views, self.keys, strict=True):
-            assert self.stamp.intact(view, key), "these are not the bytes that were written"
-
-    def blank(self) -> None:
-        for view in self.views:
-            view[:4096] = bytes(4096)
-
-
 class Raw:
     """The library's own calls, on the connections that kvarve has."""
 
     def __init__(self, pages: Pages, storage: MooncakeStorage) -> None:
         with storage._client._entered() as raw:
-            self.pages, self.store = pages, raw.store
+            self.addresses, self.store = [address_of(view) for view in pages.views], raw.store
 
     def put(self, names: list[str]) -> None:
-        assert self.store.batch_put_from(names, self.pages.addresses, [MIB] * BATCH) == [0] * BATCH
+        assert self.store.batch_put_from(names, self.addresses, [MIB] * BATCH) == [0] * BATCH
 
     def get(self, names: list[str]) -> None:
-        assert self.store.batch_get_into(names, self.pages.addresses, [MIB] * BATCH) == [MIB] * BATCH
+        assert self.store.batch_get_into(names, self.addresses, [MIB] * BATCH) == [MIB] * BATCH
 
     def holds(self, names: list[str]) -> Any:
         return self.store.batch_is_exist(names)
@@ -152,9 +125,7 @@ def restored(restore: Restore, raw: Raw | Lane, size: Size, number: int) -> Iter
             raw.put(batch)
         seconds = restore.round()
         assert restore.cache.attached is not None
-        storage = restore.cache.attached.storage.inner
-        assert isinstance(storage, MooncakeStorage)
-        assert storage.drop() == PAGES + 1  # and its state
+        assert restore.cache.attached.storage.drop() == PAGES + 1  # and its state
         yield seconds, timed(lambda some=some: [raw.get(batch) for batch in some])  # type: ignore[misc]
         for batch in some:
             raw.delete(batch)
@@ -221,7 +192,7 @@ def main() -> int:
         cluster = Cluster(Path(folder), "--default_kv_lease_ttl=2000")
         try:
             cluster.owner(1 << 30)
-            pages, storage = Pages(), cluster.storage()
+            pages, storage = Pages(memoryview(mmap.mmap(-1, BATCH * MIB))), cluster.storage()
             ways: dict[str, Raw | Lane] = {"kvarve": Lane(pages, storage), "raw": Raw(pages, storage)}
             restore = Restore(f"mooncake://{MASTER}?metrics={METRICS}")
             for batch in range((1 << 30) // BATCH // MIB - 1):  # the owner's memory is faulted in by a first use

@@ -20,11 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-
+from behind.pages import BATCH, MIB, Pages
 from common import arguments, machine, show, watched, write_json
 from kvarve.errors import StorageError
-from kvarve.memory.record import HEADER_BYTES, Stamp
 from kvarve.storage import Breaker, open_storage
 from kvarve.storage.redis.servers import library
 from kvarve.storage.redis.storage import RedisStorage
@@ -34,8 +32,7 @@ sys.path.remove(str(Path(__file__).parent))  # or this file would be taken for t
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "storage"))
 from redis_server import RedisServer, free_port
 
-MIB = 1 << 20
-BATCH, HELD = 32, 128
+HELD = 128
 
 
 @dataclass(frozen=True)
@@ -45,28 +42,6 @@ class Size:
 
 
 QUICK = Size(batches=3, questions=50)
-
-
-class Pages:
-    """Sealed records of 1 MiB in page-aligned memory, as the host has them."""
-
-    def __init__(self) -> None:
-        self.memory = memoryview(mmap.mmap(-1, BATCH * MIB))
-        self.views = [self.memory[at : at + MIB] for at in range(0, BATCH * MIB, MIB)]
-        self.stamp = Stamp(b"n" * 32, "kv", MIB - HEADER_BYTES)
-        self.keys = [number.to_bytes(32, "little") for number in range(BATCH)]
-        noise = np.random.default_rng(7).integers(0, 256, MIB, np.uint8).data
-        for view, key in zip(self.views, self.keys, strict=True):
-            view[:] = noise
-            self.stamp.seal(view, key)
-
-    def check(self) -> None:
-        for view, key in zip(self.views, self.keys, strict=True):
-            assert self.stamp.intact(view, key), "these are not the bytes that were written"
-
-    def blank(self) -> None:
-        for view in self.views:
-            view[:4096] = bytes(4096)
 
 
 class Raw:
@@ -174,7 +149,7 @@ def main() -> int:
             assert isinstance(storage, RedisStorage)
             place = {"port": server.port} if args.tcp else {"unix_socket_path": str(server.socket)}
             client = library().Redis(**place, protocol=2)
-            pages, some = Pages(), names[:BATCH]
+            pages, some = Pages(memoryview(mmap.mmap(-1, BATCH * MIB))), names[:BATCH]
             ways: dict[str, Raw | Ours | Library] = {
                 "raw": Raw(pages, storage, some),
                 "kvarve": Ours(pages, storage, some, checked=False),

@@ -201,7 +201,7 @@ def between(tokens: int) -> Rule:
 
 
 def product(shape: Shape) -> int:
-    return spacing(shape.config(1 << 40, 0).pools(), BLOCK, CHUNK)
+    return spacing(shape.config(1 << 40, 0).pools, BLOCK, CHUNK)
 
 
 def rules() -> dict[str, Rule]:

@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -376,12 +377,14 @@ def _store_tenants(folder: Path, tenants: int, told: Connection) -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     view = memoryview(mmap.mmap(-1, BLOCK_BYTES))
-    before = resident_bytes()
     store = FileStorage(folder, 16 * tenants * BLOCK_BYTES, LABEL, "bench/storage.py", quota_bytes=MIB)
-    for at in range(0, tenants, PUT_PAGES):
-        names = [f"{salt:016x}-{salt:064x}.kv.0" for salt in range(at, min(tenants, at + PUT_PAGES))]
+    everyone = tenants + PUT_PAGES
+    for at in range(0, everyone, PUT_PAGES):
+        names = [f"{salt:016x}-{salt:064x}.kv.0" for salt in range(at, min(everyone, at + PUT_PAGES))]
         assert all(store.put(names, [view] * len(names)))
-    assert store.usage().objects == tenants
+        if not at:  # what one call takes, however many tenants there are
+            before = resident_bytes()
+    assert store.usage().objects == everyone
     told.send((resident_bytes() - before) / 1e6)
     store.close()
 
@@ -390,8 +393,8 @@ def _store_tenants(folder: Path, tenants: int, told: Connection) -> None:
 
 
 def beside_lmdb(folder: Path, size: Size, rounds: int) -> dict[str, list[float]]:
-    """Seconds of durable puts of small pages, and of LMDB's with its own sync, in turns; a first round only warms up,
-    so that both write where they have written before."""
+    """Seconds of durable puts of small pages by a storage's workers, and of LMDB's with its own sync, in turns; a first
+    round only warms up, so that both write where they have written before."""
     import lmdb  # here, as other benchmarks use other parts of this file
 
     records, found = Records(64 * KIB, size.moved_bytes // (64 * KIB)), dict[str, list[float]]()
@@ -400,21 +403,23 @@ def beside_lmdb(folder: Path, size: Size, rounds: int) -> dict[str, list[float]]
     database = lmdb.open(str(folder / "lmdb"), map_size=4 * records.page_bytes * records.count)
     parts = [slice(at, at + LMDB_PAGES) for at in range(0, records.count, LMDB_PAGES)]
 
-    def ours(names: list[str]) -> None:
-        for part in parts:
-            assert all(store.put(names[part], records.views[part]))
+    def ours(names: list[str], part: slice) -> None:
+        assert all(store.put(names[part], records.views[part]))
 
-    def theirs(names: list[str]) -> None:
-        for part in parts:
-            with database.begin(write=True) as writing:
-                for name, view in zip(names[part], records.views[part], strict=True):
-                    assert writing.put(name.encode(), view)
+    def theirs(names: list[str], part: slice) -> None:
+        with database.begin(write=True) as writing:
+            for name, view in zip(names[part], records.views[part], strict=True):
+                assert writing.put(name.encode(), view)
+
+    def by_workers(put: Callable[[list[str], slice], None], names: list[str]) -> None:
+        with ThreadPoolExecutor(WORKERS) as workers:
+            [*workers.map(partial(put, names), parts)]
 
     ways = {"ours": ours, "lmdb": theirs}
     for number in range(rounds + 1):
         names = records.names(number)
         for way in sorted(ways, reverse=bool(number % 2)):
-            seconds = timed(lambda put=ways[way], names=names: put(names)).seconds
+            seconds = timed(partial(by_workers, ways[way], names)).seconds
             if number:
                 found.setdefault(way, []).append(seconds)
         store.delete(names)

@@ -37,7 +37,8 @@ def test_under_mixed_traffic_every_answer_is_the_uncached_one(
     for row in found["engines"].values():
         assert row["servers"] == 2
         assert row["requests"] == 2 * REQUESTS
-        assert all(share > 0 for share in row["cached_share"].values()), "all tiers were hit"
+        assert all(row["reasons"][f"hit_{tier}"] > 0 for tier in ("device", "host", "storage")), "all tiers were hit"
+        assert sum(row["reasons"].values()) == pytest.approx(1)
     show(found)
     draw(found, tmp_path / "memory.png")
     assert "Every answer was right" in capsys.readouterr().out

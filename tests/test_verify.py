@@ -29,7 +29,7 @@ from kvarve.core.cache import Core
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.paths import Paths
 from kvarve.engine.engine import Engine
-from kvarve.engine.state import Workspace
+from kvarve.engine.state import StateLayout, Workspace
 from kvarve.errors import ConfigError
 from kvarve.keys import root_key
 from kvarve.memory.copies import DeviceCopies
@@ -105,6 +105,22 @@ def test_the_model_inside_kvarve_is_proved_on_the_command_line(tmp_path: Path) -
     assert done.stderr == ""
     assert "every bit equal" in done.stdout
     assert json.loads(report.read_text())["ok"] is True
+
+
+def test_the_effect_of_rounded_hits_is_measured(verify: Verify, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify("lfm2", "--hits", "rounded") == 0
+    rows = {row["name"]: row for row in verify.report["paths"]}
+    assert [*rows] == ["rounded", "damage"] and not verify.wrong()
+    assert 0 < verify.report["rounding"]["tokens"] == rows["rounded"]["resumed"]["device"]
+    assert 0 < verify.report["rounding"]["share"] < 1e-4, "the pieces were other ones"
+    said = capsys.readouterr().out
+    assert "Measured" in said and "every bit equal" not in said
+
+
+def test_rounded_hits_that_resume_elsewhere_are_a_trouble(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StateLayout, "chunk_end", lambda self, at, until, kept: min(until, (at // CHUNK + 1) * CHUNK))
+    assert verify("llama", "--hits", "rounded") == 1
+    assert verify.wrong() == {"rounded"}
 
 
 # --- caches that are wrong: each of these is a bug that a cache could have
@@ -301,7 +317,7 @@ def test_a_cache_that_is_wrong_is_not_proved(
     verify: Verify,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kvarve.verify, "STEPS", (step,))  # the others would notice some of them too
+    monkeypatch.setattr(kvarve.verify, "STEPS", {"exact": (step,)})  # the others would notice some of them too
     bug(monkeypatch)
     assert verify(family) == 1
     assert wrong <= verify.wrong(), verify.report
@@ -346,7 +362,7 @@ def test_what_cannot_be_is_one_clear_line(
 def test_a_storage_of_ones_own_is_left_as_it_was(
     verify: Verify, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kvarve.verify, "STEPS", (tiers,))
+    monkeypatch.setattr(kvarve.verify, "STEPS", {"exact": (tiers,)})
     store = tmp_path / "store"
     verify("lfm2", "--storage", f"file://{store}?capacity=64MiB")
     assert verify.wrong() == set()
@@ -357,7 +373,7 @@ def test_a_storage_of_ones_own_is_left_as_it_was(
 
 
 def test_without_damage_nothing_is_proved(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvarve.verify, "STEPS", (conversation,))
+    monkeypatch.setattr(kvarve.verify, "STEPS", {"exact": (conversation,)})
     assert verify("lfm2") == 1
     assert verify.wrong() == set()
 

@@ -65,7 +65,7 @@ def test_every_family_is_proved_and_all_that_it_keeps_matters(
     for tier in ("device", "host", "storage"):
         found = rows[tier]["resumed"]
         assert found[tier] == sum(found.values()) > 0
-    assert report["rounding"]["decoded_tokens"] > 30
+    assert report["rounding"]["tokens"] > 30
     assert 0 <= report["rounding"]["share"] < 0.5
 
     assert report["uncovered"] == []

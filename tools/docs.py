@@ -16,6 +16,7 @@ import transformers
 import residency
 from kvarve.core import copies
 from kvarve.core.lease import MOVES, Cause, Phase
+from kvarve.core.reasons import Reason
 from kvarve.core.tree import Run
 from kvarve.engine import families
 from kvarve.model import Tier
@@ -55,9 +56,21 @@ def phases() -> str:
     return "\n".join(rows) + "\n"
 
 
+def reasons() -> str:
+    """Why a token was cached or not."""
+    rows = [f"| `{reason.value}` | {reason.meaning} |" for reason in Reason]
+    return "\n".join(["| reason | a token has it if |", "|---|---|", *rows]) + "\n"
+
+
 # By page: its blocks in order.
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "architecture.md": {"phases": phases, "edges": edges, "facts": facts, "residency": residency.table},
+    "architecture.md": {
+        "phases": phases,
+        "reasons": reasons,
+        "edges": edges,
+        "facts": facts,
+        "residency": residency.table,
+    },
     "families.md": {"families": families.markdown},
 }
 

@@ -7,8 +7,7 @@ then), 130 interrupted. Heavy modules are imported only after the arguments are 
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from cyclopts import App, Parameter
@@ -16,7 +15,7 @@ from cyclopts import App, Parameter
 from kvarve import __version__
 from kvarve.commands import Attach, Demo, Models, Remote, Verify
 from kvarve.errors import ConfigError, KvarveError
-from kvarve.options import ConfigFile, call, root_app
+from kvarve.options import ConfigFile, call, needs, root_app
 from kvarve.server.settings import LEVELS, Settings
 
 _EXAMPLE = """\
@@ -68,18 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-@contextmanager
-def needs(extra: str, command: str) -> Iterator[None]:
-    """Imports for a command; ConfigError says which extra brings a library that is missing."""
-    try:
-        yield
-    except ModuleNotFoundError as e:
-        if (e.name or "kvarve").partition(".")[0] == "kvarve":
-            raise
-        what = f"{command} needs what is not installed: install kvarve with the extra {extra!r} (see the README)"
-        raise ConfigError(what) from None
-
-
 @app.command(help_epilogue=_EXAMPLE)
 def serve(*, settings: Settings = Settings(), config: ConfigFile = None) -> None:
     """Run an OpenAI-compatible server with the cache inside."""
@@ -124,7 +111,7 @@ def verify(*, options: Verify = Verify(), config: ConfigFile = None) -> int:
 
 
 app.command(
-    "kvarve.simulate:main",
+    "kvarve.simulate.command:main",
     name="simulate",
     help="Replay a trace through the cache's own code and say what memory buys.",
 )

@@ -50,6 +50,8 @@ class Verify:
     """tokens of a page; has to divide --chunk-tokens"""
     chunk_tokens: PositiveInt = 256
     """tokens of a prompt that are computed at once"""
+    hits: Literal["exact", "rounded"] = "exact"
+    """exact: proves that hits change no bit; rounded: measures what --hits rounded of kvarve serve changes"""
     tokens: PositiveInt | None = None
     """the most tokens of a prompt; what the model's windows ask for unless given"""
     seed: NonNegativeInt = 7

@@ -18,6 +18,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from kvarve.core.reasons import HITS, Reason
+from kvarve.model import Tier
 from kvarve.storage.base import StorageUsage
 
 # Seconds. A warm prompt takes milliseconds on a small model, a cold long one minutes on this kind of engine.
@@ -83,7 +85,7 @@ class Snapshot:
     computed_tokens: int
     output_tokens: int
     preempted: int
-    cached_tokens: Mapping[str, int]  # by tier
+    reasons: Mapping[Reason, int]  # tokens of prompts
     ttft_s: Histogram
     cache: Mapping[str, float]  # PrefixCache.stats()
     storage: StorageUsage | None
@@ -129,7 +131,10 @@ def _requests(now: Snapshot) -> Iterator[Metric]:
     yield _gauge("kvarve_requests_tokenizing", help_text, now.tokenizing)
     yield _counter("kvarve_prompt_tokens", "Tokens of prompts of ended requests.", now.prompt_tokens)
     help_text = "Tokens of prompts of ended requests that did not have to be computed, by the tier they came from."
-    yield _by("kvarve_cached_tokens", help_text, ("tier",), now.cached_tokens)
+    cached = {tier.name.lower(): now.reasons.get(hit, 0) for tier, hit in zip(Tier, HITS, strict=True)}
+    yield _by("kvarve_cached_tokens", help_text, ("tier",), cached)
+    help_text = "Tokens of prompts of ended requests, by the reason why they were cached or not."
+    yield _by("kvarve_explained_tokens", help_text, ("reason",), {why.value: some for why, some in now.reasons.items()})
     yield _counter("kvarve_computed_tokens", "Tokens of prompts that were computed.", now.computed_tokens)
     yield _counter("kvarve_output_tokens", "Tokens generated.", now.output_tokens)
     help_text = "Requests that were preempted; they resumed later from their cached pages."

@@ -8,7 +8,8 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -65,6 +66,18 @@ def call(app: App, words: Sequence[str]) -> Any:
     except CycloptsError as e:
         chain = " ".join([*app.name, *(e.command_chain or ())])
         raise ConfigError(f"{_complaint(e)} (see {chain} --help)") from None
+
+
+@contextmanager
+def needs(extra: str, command: str) -> Iterator[None]:
+    """Imports for a command; ConfigError says which extra brings a library that is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as e:
+        if (e.name or "kvarve").partition(".")[0] == "kvarve":
+            raise
+        what = f"{command} needs what is not installed: install kvarve with the extra {extra!r} (see the README)"
+        raise ConfigError(what) from None
 
 
 def _check_command(app: App, words: Sequence[str]) -> None:

@@ -59,7 +59,7 @@ class PrefixCache:
         self.export, self.check_ticket, self.audit = scheduler.export, scheduler.check_ticket, scheduler.audit
         self.capacity_tokens, self.demand = scheduler.capacity_tokens, scheduler.demand
         self.device_state, self.making_room = scheduler.device_state, scheduler.making_room
-        self.copying, self.found = scheduler.copying, scheduler.found
+        self.copying, self.found, self.explain = scheduler.copying, scheduler.found, scheduler.explain
         self.shape, self.idle, self.dirty = scheduler.shape, scheduler.idle, scheduler.dirty
         self.arena, self.records, self.wake, self.usage = worker.arena, worker.records, worker.wake, worker.usage
         self.opened, self.attach, self.detach, self.decline = (

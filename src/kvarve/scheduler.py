@@ -24,6 +24,7 @@ from kvarve.core.effects import Release
 from kvarve.core.headroom import Demand
 from kvarve.core.lease import Lease
 from kvarve.core.outside import EngineCore, core_for
+from kvarve.core.reasons import Reason
 from kvarve.core.settings import CoreConfig, Counters, Slots
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES, bind_to_chunk, names, pack, root_key
 from kvarve.messages import ChangeMade, ChangeProposed, Order, Report
@@ -160,6 +161,10 @@ class CacheScheduler:
         freed, slot_pools.freed = slot_pools.freed or [], []
         tiers = ((slot_pools.tier(place), place % len(self.pools), slot) for place, slot in freed)
         return [(pool, slot) for tier, pool, slot in tiers if tier is Tier.HOST]
+
+    def explain(self, lease: Lease) -> dict[Reason, int]:
+        """Why the tokens of a lease's prompt were cached or not (see `Core.explain`)."""
+        return self.core.explain(lease)
 
     def _engine_core(self) -> EngineCore:
         assert isinstance(self.core, EngineCore), "this cache has device slots of its own"

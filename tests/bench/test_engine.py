@@ -14,6 +14,7 @@ RATIOS = {
     "sampling_share",
     "sampling_share_flat",
     "short_prompts_32_over_1",
+    "elastic_over_fixed",
     "layer_overlap",
     "layer_overlap_unslowed",
 }

@@ -114,6 +114,14 @@ def test_a_sequence_that_goes_on_is_kept_where_it_ends_now() -> None:
     assert world.request(prompt(3)).boundary == 0, "its first end was not the end"
 
 
+def test_what_an_engine_decodes_has_a_state_at_its_end_alone() -> None:
+    world = World(config=config(ATTENTION, STATE, snapshot_every=PAGE_TOKENS))
+    lease = world.start(prompt(3))
+    world.grow(lease, 3)
+    world.extend(lease, prompt(6)[3 * PAGE_TOKENS + 1 :])
+    assert [[*pages] for pages in world.grow(lease, 6)] == [[3, 4, 5], [5]]
+
+
 def test_a_session_goes_on_in_the_page_that_its_last_turn_began() -> None:
     world = World(config=config(ATTENTION, STATE))
     session = world.start(prompt(3, extra=1))

@@ -20,6 +20,7 @@ from kvarve.core.cache import Core
 from kvarve.core.copies import STORE, Copies
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import Policies
+from kvarve.core.reasons import Reason
 from kvarve.core.settings import CoreConfig, Counters
 from kvarve.core.slot_pools import SlotPools
 from kvarve.core.tree import Run
@@ -62,6 +63,7 @@ def test_the_world_sees_every_kind_of_thing_happen() -> None:
     expected = {f"counted {each.name}" for each in fields(Counters)}
     expected |= {f"hit pages from {tier}" for tier in ("device", "host", "storage")}
     expected |= {f"closed while {phase.value}" for phase in Phase if phase not in (Phase.OFFERED, Phase.CLOSED)}
+    expected |= {f"reason {reason.value}" for reason in Reason}
     expected |= {
         "attached again",
         "attached an empty storage",

@@ -64,7 +64,7 @@ def test_the_logits_are_the_same_bits_wherever_the_pages_come_from(
             assert torch.equal(logits, cold[position]), f"{tier} at {position}"
         assert last.usage is not None
         assert last.usage.cached == GRID_FLOOR
-        assert last.usage[2 + tier] == GRID_FLOOR, last.usage
+        assert last.usage.tiers[tier] == GRID_FLOOR, last.usage
 
     again(engine, Tier.DEVICE)
     assert engine.settle()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engines import CHUNK, GRID_FLOOR, LONG_S, Make, a_model, a_prompt, a_request, every_family, turns
+from kvarve.core.reasons import Reason
 from kvarve.engine.engine import Engine
 from kvarve.engine.requests import Finish, Request
 from kvarve.errors import Broken
@@ -94,7 +95,7 @@ def test_no_layer_reads_a_page_before_it_waited_for_it(
     (cold,) = answered(engine, a_request(watch=lambda row: logits[0].append(row.clone())))
     to_the_host(engine)
     (warm,) = answered(engine, a_request(watch=lambda row: logits[1].append(row.clone())))
-    assert last_moment.loads > 0 and engine.counts.cached_host >= GRID_FLOOR - CHUNK
+    assert last_moment.loads > 0 and engine.counts.reasons[Reason.HIT_HOST] >= GRID_FLOOR - CHUNK
     assert cold == warm
     assert all(map(torch.equal, *logits))
     assert not engine.cache.arrivals()

@@ -1,13 +1,24 @@
-"""Pages that are equal on all ranks are written to storage once, and read by all."""
+"""Pages that are equal on all ranks are written to storage once, and read by all: to one storage object, and to a store
+on 3FS that each rank has opened."""
 
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
 import torch
-from filling import STATE, StoreThatStays, a_store, an_identity
+from filling import STATE, a_store, an_identity
+
+sys.path.append(str(Path(__file__).parents[1] / "storage"))
+from hf3fs_stores import stores_in
 
 from kvarve.core.effects import Copy, Ended, Page
 from kvarve.keys import extend, pack, root_key
 from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.copies import DeviceCopies
 from kvarve.model import BufferSpec, PoolSpec, Tier
+from kvarve.storage import Storage
+from kvarve.testing.usrbio import Emulator
 from kvarve.transfer.engine import TransferEngine
 
 LATENTS = PoolSpec("latents", (BufferSpec("kv", (6,), "float32"),), None, replicated=True)
@@ -20,7 +31,7 @@ KEYS = extend(ROOT, pack(range(PAGES * 64)), 64)
 class Rank:
     """One rank's arenas and transfer engine; its latents are replicated, its states are its own."""
 
-    def __init__(self, rank: int, store: StoreThatStays) -> None:
+    def __init__(self, rank: int, store: Storage) -> None:
         namespace = an_identity(POOLS).fingerprint()
         self.device = [DeviceArena(pool, PAGES, "cpu") for pool in POOLS]
         self.host = [HostArena(pool, PAGES, namespace, rank) for pool in POOLS]
@@ -43,14 +54,24 @@ class Rank:
                     return event.good, event.bad
 
 
-def test_pages_that_all_ranks_hold_are_written_once_and_read_by_all() -> None:
-    store = a_store(identity=an_identity(POOLS))
-    ranks = [Rank(rank, store) for rank in range(RANKS)]
+@pytest.fixture(params=["memory", "posix", "usrbio"])
+def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Storage]]:
+    """The store, as a rank opens it."""
+    if request.param == "memory":
+        shared = a_store(identity=an_identity(POOLS))
+        yield lambda: shared
+        return
+    with stores_in(tmp_path, Emulator(tmp_path) if request.param == "usrbio" else None) as stores:
+        yield lambda: stores.open(label=an_identity(POOLS).fingerprint())
+
+
+def test_pages_that_all_ranks_hold_are_written_once_and_read_by_all(open_store: Callable[[], Storage]) -> None:
+    ranks = [Rank(rank, open_store()) for rank in range(RANKS)]
     everything = (1 << 2 * PAGES) - 1
     try:
         for rank in ranks:
             assert rank.copy(Tier.HOST, Tier.STORAGE) == (everything, 0)
-        assert store.usage().objects == PAGES + RANKS * PAGES, "latents once, states for each rank"
+        assert open_store().usage().objects == PAGES + RANKS * PAGES, "latents once, states for each rank"
         for rank in ranks:
             before = [bytes(arena.record(slot)) for arena in rank.host for slot in range(PAGES)]
             for arena in rank.host:

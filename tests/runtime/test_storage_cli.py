@@ -51,7 +51,7 @@ with storage._changing():
     index = storage._index
     slab = next(iter(index.slabs.values()))
     for _ in range(2):
-        assert index.seize(slab, slab.take_free())
+        assert index.seize(slab, *slab.take_free(1))
 os._exit(0)
 """
 

@@ -12,6 +12,7 @@ from kvarve.core.effects import Began, Copy, Ended, Hurry, Page, Probe, Release,
 from kvarve.core.extents import Cut
 from kvarve.core.headroom import Demand
 from kvarve.core.lease import Lease, Phase
+from kvarve.core.reasons import Reason
 from kvarve.core.settings import Counters
 from kvarve.messages import ChangeMade, ChangeProposed, ChangeRefused, Report
 from kvarve.model import BufferSpec, ModelIdentity, PoolSpec, Tier
@@ -48,6 +49,7 @@ SAMPLES: list[Any] = [
     Demand([1], [[2], [3]]),
     Hit(1, 2, 3, (2,)),
     Counters(fetched=3),
+    Reason.TOO_LATE,
     Phase.READY,
     range(3),
     frozenset({1}),

@@ -17,6 +17,7 @@ from kvarve.core.extents import Cut
 from kvarve.core.headroom import Demand
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import Policies, WritePolicy
+from kvarve.core.reasons import Reason
 from kvarve.core.settings import Counters
 from kvarve.core.snapshots import Snapshots
 from kvarve.model import BufferSpec, ModelIdentity, PoolSpec, Tier
@@ -45,6 +46,7 @@ class Standing(NamedTuple):
     boundary: int
     done: int
     grown: int
+    snapshots: int
     seen: tuple[int, ...]
     tiers: tuple[int, int, int]
 
@@ -77,7 +79,7 @@ def of_module(module: Any) -> set[type]:
 
 MESSAGES = of_module(effects) | of_module(messages)
 SETTINGS = {CacheConfig, Cut, Policies, Snapshots, WritePolicy, ModelIdentity, PoolSpec, BufferSpec, Tier}
-VALUES = {Prompt, Demand, Hit, Counters, Phase, range, frozenset}
+VALUES = {Reason, Prompt, Demand, Hit, Counters, Phase, range, frozenset}
 PLAIN = MESSAGES | SETTINGS | VALUES | {Number, Standing, Call, Answer}
 _BY_NAME = {(each.__module__, each.__qualname__): each for each in PLAIN}
 

@@ -16,7 +16,17 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 def complete(client: httpx.Client, prompt: str | list[int], **more: Any) -> Body:
     response = client.post(COMPLETIONS, json={"prompt": prompt, "temperature": 0} | more)
     assert response.status_code == 200, response.text
-    return dict(response.json())
+    return explained(dict(response.json()))
+
+
+def explained(answer: Body) -> Body:
+    """An answer, or a chunk of one; if it has a usage, every token of its prompt has one reason."""
+    if usage := answer.get("usage"):
+        reasons = usage["kvarve"]["reasons"]
+        assert sum(reasons.values()) == usage["prompt_tokens"] and all(tokens > 0 for tokens in reasons.values())
+        hits = {tier: reasons.get(f"hit_{tier}", 0) for tier in ("device", "host", "storage")}
+        assert hits == usage["kvarve"]["cached_tokens"]
+    return answer
 
 
 def text(client: httpx.Client, prompt: str | list[int], **more: Any) -> str:
@@ -37,7 +47,7 @@ def events(response: httpx.Response) -> Iterator[Body]:
             assert line.startswith("data: ")
             last = line.removeprefix("data: ")
             if last != "[DONE]":
-                yield json.loads(last)
+                yield explained(json.loads(last))
     assert last == "[DONE]"
 
 

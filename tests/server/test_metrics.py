@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvarve.core.reasons import Reason
 from kvarve.metrics import Histogram, Metrics, Snapshot
 from kvarve.storage import StorageUsage
 
@@ -52,7 +53,7 @@ def a_snapshot(storage: StorageUsage | None) -> Snapshot:
         computed_tokens=5,
         output_tokens=6,
         preempted=1,
-        cached_tokens={"host": 7},
+        reasons={Reason.HIT_HOST: 7, Reason.NEVER_SEEN: 3},
         ttft_s=ttft,
         cache=CACHE,
         storage=storage,
@@ -75,6 +76,8 @@ def test_every_metric_is_ours_and_says_what_it_means() -> None:
     samples = {sample.name: sample for family in families for sample in family.samples}
     assert samples["kvarve_info"].labels["model"] == 'a "model"\n'
     assert samples["kvarve_slots"].labels == {"tier": "device", "pool": "window-24"}
+    assert 'kvarve_cached_tokens_total{tier="host"} 7.0\n' in text
+    assert 'kvarve_explained_tokens_total{reason="never_seen"} 3.0\n' in text
     assert samples["kvarve_ttft_seconds_sum"].value == 10.3
 
 

@@ -2,56 +2,17 @@
 
 import gzip
 import json
-import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from traces import BLOCK, PAGE_BYTES, RECORD_BYTES, branching, command, line, settings, trace
 
-from kvarve.cli import app
 from kvarve.core.extents import Cut
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
 from kvarve.model import Tier
-from kvarve.options import call
 from kvarve.simulate import SimulationConfig, replay
-
-BLOCK = 512
-PAGE_BYTES = BLOCK * 1024  # at 1 KiB of KV per token
-RECORD_BYTES = PAGE_BYTES + 4096
-
-
-def settings(pages: int, host: int = 0, storage: int = 0, **rest: Any) -> SimulationConfig:
-    """Memory for this many pages in each tier."""
-    return SimulationConfig(
-        pages * PAGE_BYTES, host * RECORD_BYTES, storage * RECORD_BYTES, **({"kv_bytes_per_token": 1024} | rest)
-    )
-
-
-def line(ids: Sequence[int], extra: int = 1, at: int = 0, **rest: Any) -> dict[str, Any]:
-    """A prompt of full blocks `ids` and `extra` tokens that have no id."""
-    length = len(ids) * BLOCK + extra
-    return {"timestamp": at, "input_length": length, "output_length": 7, "hash_ids": [*ids]} | rest
-
-
-def trace(folder: Path, *lines: dict[str, Any] | str) -> Path:
-    path = folder / "trace.jsonl"
-    path.write_text("".join(text if isinstance(text, str) else json.dumps(text) + "\n" for text in lines))
-    return path
-
-
-def branching(requests: int, seed: int = 7) -> list[dict[str, Any]]:
-    """Conversations that go on and branch, side by side."""
-    chance, fresh = random.Random(seed), iter(range(10**9))
-    known: list[list[int]] = [[]]
-    lines = []
-    for at in range(requests):
-        base = chance.choice(known)
-        ids = base[: chance.randint(0, len(base))] + [next(fresh) for _ in range(chance.randint(1, 6))]
-        known.append(ids)
-        lines.append(line(ids, chance.randint(1, BLOCK - 1), at))
-    return lines
 
 
 def test_with_room_for_everything_the_core_finds_what_a_set_of_ids_finds(tmp_path: Path) -> None:
@@ -99,6 +60,16 @@ def test_what_left_the_device_is_found_on_the_host_and_then_in_storage(tmp_path:
     assert in_storage.evicted == {"device.kv": 6, "host.kv": 4, "storage": 0}
 
 
+def test_every_token_of_a_trace_has_a_reason(tmp_path: Path) -> None:
+    a, b, c = line([1, 2]), line([3, 4]), line([5, 6])
+    report = replay(trace(tmp_path, a, b, c, a, c), settings(4))
+    found = {reason: tokens for reason, tokens in report.reasons.items() if tokens}
+    assert sum(found.values()) == report.prompt_tokens
+    kept = {"hit_device": 2 * BLOCK, "evicted_device": 2 * BLOCK}
+    assert found == {"never_seen": 6 * BLOCK, "below_grid": 5} | kept
+    assert found["hit_device"] == report.hit_tokens["device"]
+
+
 def test_storage_forgets_too(tmp_path: Path) -> None:
     prompts = [line([2 * at, 2 * at + 1]) for at in range(5)]
     report = replay(trace(tmp_path, *prompts, prompts[0]), settings(2, host=2, storage=4))
@@ -130,9 +101,18 @@ def test_memory_is_divided_by_the_flags_that_a_server_has() -> None:
     assert shared.most(0) > rare[0] and shared.most(1) > often[1]
 
 
+def test_pages_are_shared_and_kept_in_whole_chunks_as_by_a_server(tmp_path: Path) -> None:
+    config = settings(4, chunk_tokens=2 * BLOCK)
+    apart = replay(trace(tmp_path, *(line(ids) for ids in ([1, 2], [1, 3], [1, 4], [1, 2]))), config)
+    assert apart.hit_tokens["device"] == 0, "a block is known only in its chunk, so four slots hold two of the prompts"
+    lines = [line([1, 2, 3]), line([4, 5, 6]), line([1, 2, 3])]
+    again = replay(trace(tmp_path, *lines), config)
+    assert again.hit_tokens["device"] == 2 * BLOCK, "four slots hold the whole chunks of both"
+
+
 def test_a_window_is_a_pool_of_its_own(tmp_path: Path) -> None:
     config = SimulationConfig(1 << 30, kv_bytes_per_token=1024, window_tokens=1024, window_bytes_per_token=512)
-    assert [(pool.name, pool.lookback) for pool in config.pools()] == [("kv", None), ("window", 2)]
+    assert [(pool.name, pool.lookback) for pool in config.pools] == [("kv", None), ("window", 2)]
     report = replay(trace(tmp_path, line([1, 2, 3]), line([1, 2, 3])), config)
     assert report.hit_tokens["device"] == 3 * BLOCK
 
@@ -251,11 +231,6 @@ def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any], complaint:
 def test_a_setting_that_changes_nothing_in_a_replay_is_refused(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"a replay does not depend on the setting {min(setting)}"):
         settings(16, policies=Policies(**setting))
-
-
-def command(*words: str | Path) -> int:
-    code: int = call(app, ["simulate", *map(str, words)])
-    return code
 
 
 def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from file_disks import MIB, Open, WithoutSync
+from hf3fs_server import Local
 from tier_rows import LONG_S, MakeRow, Row
 
 from kvarve.storage import FileStorage
@@ -71,3 +72,12 @@ def make_row() -> Iterator[MakeRow]:
 @pytest.fixture
 def row(make_row: MakeRow) -> Row:
     return make_row()
+
+
+@pytest.fixture
+def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Local]:
+    """Metadata servers of a store of this machine."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    local = Local(tmp_path)
+    yield local
+    local.close()

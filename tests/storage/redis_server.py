@@ -5,16 +5,12 @@ import shutil
 import signal
 import socket
 import subprocess
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-PATIENCE_S, PAUSE_S = 60.0, 0.005
+from processes import PATIENCE_S, stopped, until
 
 
 def require_redis() -> None:
@@ -25,14 +21,6 @@ def require_redis() -> None:
         pytest.fail(f"Redis cannot be tested here: {problem}")
     if problem:
         pytest.skip(f"Redis cannot be tested here: {problem}")
-
-
-def until(holds: Callable[[], bool], what: str = "it") -> None:
-    """Poll, and leave the processor to the processes that are polled."""
-    end, never = time.monotonic() + PATIENCE_S, threading.Event()
-    while not holds():
-        assert time.monotonic() < end, f"{what} did not come about"
-        never.wait(PAUSE_S)
 
 
 def free_port() -> int:
@@ -83,16 +71,9 @@ class RedisServer:
         self.process.wait()
         self.socket.unlink(missing_ok=True)
 
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
+    def stopped(self) -> AbstractContextManager[None]:
         """Freeze it, with its connections open."""
-        self.process.send_signal(signal.SIGSTOP)
-        state = Path(f"/proc/{self.process.pid}/stat")
-        until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", "a server that stands still")
-        try:
-            yield
-        finally:
-            self.process.send_signal(signal.SIGCONT)
+        return stopped(self.process.pid)
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -96,6 +96,17 @@ def test_rows_that_a_put_is_filling_stay_its_own_when_others_tell_of_their_strip
     other.close()
 
 
+def test_rows_that_a_put_seized_and_did_not_need_are_free(opened):
+    """Rows are seized for all objects of a put at once; the quota admits three of these."""
+    storage = opened(64 * MIB, quota_bytes=3 * 4096)
+    assert storage.put([f"a-{i}" for i in range(8)], [memoryview(b"1")] * 8) == [True] * 3 + [False] * 5
+    assert storage._index.held == {}
+    assert "reserved" not in {state for state, count in storage._index.states().items() if count}
+    rest = sum(slab.shape.slots for slab in storage._index.slabs.values()) - 3
+    assert all(storage.put([f"{i}-x" for i in range(rest)], [memoryview(b"1")] * rest))
+    assert storage.usage().evicted == 0, "all other rows were free"
+
+
 def test_rows_that_a_process_was_filling_when_it_died_are_filled_by_the_others(tmp_path: Path) -> None:
     folder, some = tmp_path / "store", pages("full", *range(20, 31))
     one, dying = opened(folder, capacity=MIB), opened(folder, capacity=MIB)

@@ -114,6 +114,36 @@ def test_a_reader_does_not_wait_until_all_of_a_slab_is_evicted(opened):
     assert storage.usage().evicted == len(held)
 
 
+class Seizing(WithoutSync):
+    """Before a row is locked it asks `seizes()`."""
+
+    seizes: Callable[[], None] = staticmethod(lambda: None)
+
+    def lock_range(self, file: int, at: int, size_bytes: int) -> bool:
+        self.seizes()
+        return super().lock_range(file, at, size_bytes)
+
+
+def test_a_reader_waits_for_one_victim_of_a_put_and_not_for_all(opened):
+    """The put let go of the lock between two rows, and had it again before the reader was awake."""
+    disk, calls, seized = Seizing(), Calls(), []
+    storage = opened(CAPACITY, disk=disk)
+    there_still = full(storage)[-1]
+
+    def seizes() -> None:
+        seized.append(len(seized))
+        if len(seized) == 1:
+            calls.start("exists", lambda: storage.exists([there_still]))
+            while not storage._asking.locked():
+                pass
+        elif len(seized) == 2:
+            assert calls.join() == {"exists": [True]}
+
+    disk.seizes = seizes
+    assert storage.put(["b", "c", "d"], [memoryview(b"1")] * 3) == [True] * 3
+    assert len(seized) == 3
+
+
 @pytest.mark.parametrize("what", ["put", "delete"])
 def test_a_reader_does_not_wait_until_tables_are_written(opened, what):
     disk = Rigged()

@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from redis_server import RedisServer, free_port, require_redis, until
+from processes import until
+from redis_server import RedisServer, free_port, require_redis
 
 from kvarve.errors import StorageError
 from kvarve.storage import Breaker, Storage, deadline, open_storage

@@ -93,7 +93,7 @@ def test_a_memory_url_is_found_again_by_its_name():
         ("~/store", "neither an absolute path"),
         ("s3//bucket", "neither an absolute path"),
         ("/store?capacity=1GiB", "write file:///store[?]capacity=1GiB"),
-        ("gopher://store?capacity=1GiB", "no storage of the kind 'gopher'; known are file://, memory://"),
+        ("gopher://store?capacity=1GiB", "no storage of the kind 'gopher'; known are file://, hf3fs://, memory://"),
         ("://store", "no storage of the kind ''"),
         ("file://store?capacity=1GiB", "three slashes and an absolute path"),
         ("file://./store?capacity=1GiB", "three slashes"),

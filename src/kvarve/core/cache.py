@@ -18,6 +18,7 @@ from kvarve.core.effects import Began, Effect, Ended, Event, Verified
 from kvarve.core.growth import Growing
 from kvarve.core.lease import WAITS_FOR, Cause, Lease, Phase
 from kvarve.core.policies import BEST_EFFORT, Patience, WritePolicy
+from kvarve.core.reasons import Reason, explain
 from kvarve.core.resume import outcomes_of
 from kvarve.core.tree import same_pages, upward, walk
 from kvarve.errors import ConfigError
@@ -83,6 +84,12 @@ class Core(Growing):
         effects, self.copies.effects = self.copies.effects, []
         return effects
 
+    def explain(self, lease: Lease) -> dict[Reason, int]:
+        """Why the tokens of a lease's prompt were cached or not: how many have each reason, which sum to the prompt. It
+        tells what the lease found under its own root key when it became ready, of which later requests change nothing.
+        """
+        return explain(lease, self.paths)
+
     # --- a request's life
 
     def open(
@@ -123,6 +130,8 @@ class Core(Growing):
         lease.expected, lease.expected_until, lease.named = expected[0], now + expected[1], named
         self.leases[lease.number] = lease
         if read:
+            if self.slot_pools.shadows:
+                self.slot_pools.saw(run, known, tokens)
             self.slot_pools.touch(run, self.paths.near(known))  # it will be read soon
             if self.copies.storage:
                 _, memory = self.paths.present(path, known, lease.outside)

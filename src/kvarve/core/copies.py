@@ -1,5 +1,6 @@
 """Copies in flight: the pages that each one moves, its lease, and its pins until it has ended."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,6 +39,12 @@ class CopyOutcome(NamedTuple):
     page: Moving
     good: bool
     bad: bool
+
+
+def note_bad(lease: Lease, outcomes: Iterable[CopyOutcome]) -> None:
+    """A lease waited for these pages; some failed their check."""
+    for page, _, bad in outcomes:
+        lease.bad[page.pool] |= bad << page.position
 
 
 @dataclass

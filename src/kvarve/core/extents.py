@@ -18,7 +18,7 @@ TIMES = 16  # slots of the largest kind in an extent, at most
 @dataclass(frozen=True)
 class Cut:
     """How a memory tier is cut: into `count` extents, of which each holds `per[pool]` slots of a pool, and of which
-    each pool can always have `least[pool]`. `nbytes`: of an extent, for who has the bytes."""
+    each pool can always have `least[pool]`. `nbytes`: bytes of an extent, for the arenas; the core does not use it."""
 
     count: int
     per: tuple[int, ...]

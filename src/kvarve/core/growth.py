@@ -26,7 +26,8 @@ class Growing(Resuming):
         """Append tokens to the sequence of a ready lease: decoded ones, or the next turn of a session.
 
         `tokens` replaces the last `replaced_bytes` bytes of the sequence. More pages may be full now, so `grow` and
-        `publish` may go further, and windows and states are kept at the new end.
+        `publish` may go further. Windows and states are kept at the new end alone: those at boundaries before it are
+        gone, since the engine has decoded on.
         """
         assert lease.phase is Phase.READY and len(tokens) % TOKEN_BYTES == 0
         pages, stays = len(lease.tokens) // self.width, len(lease.tokens) - replaced_bytes
@@ -36,7 +37,8 @@ class Growing(Resuming):
         if lease.pages < pages:  # slots ran out on the way, so no later page can be kept
             return
         lease.pages = len(lease.tokens) // self.width
-        lease.snapshots = (lease.snapshots & ones(lease.grown + 1)) | self._snapshots(lease) & ~ones(lease.grown + 1)
+        before = ones(max(lease.grown + 1, lease.pages // self.grid * self.grid))
+        lease.snapshots = (lease.snapshots & ones(lease.grown + 1)) | self._snapshots(lease) & ~before
 
     def slots(self, lease: Lease, pool: int) -> tuple[range, list[int]]:
         """The device pages of one pool that a ready lease resumes from: their positions and slots."""

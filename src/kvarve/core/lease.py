@@ -5,6 +5,7 @@ from enum import Enum
 from math import inf
 
 from kvarve.boundaries import union
+from kvarve.core.ghosts import Left
 from kvarve.core.policies import Patience
 from kvarve.core.tree import Run
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES, names
@@ -74,7 +75,9 @@ class Lease:
         "arrived",
         "ask_again",
         "ask_all",
+        "asked",
         "awaited",
+        "bad",
         "begun",
         "boundary",
         "branch",
@@ -90,9 +93,12 @@ class Lease:
         "known",
         "landed",
         "latest",
+        "left",
+        "length",
         "lent",
         "limit",
         "loaded",
+        "memory",
         "named",
         "number",
         "offered",
@@ -116,8 +122,10 @@ class Lease:
         "seen",
         "snapshots",
         "soon_until",
+        "storage",
         "tiers",
         "tokens",
+        "told",
         "torn",
         "uncached",
         "wait_s",
@@ -141,6 +149,7 @@ class Lease:
         self.tokens = tokens
         self.named = b""  # the keys of its first pages, as far as they have been computed
         self.page_tokens = page_tokens
+        self.length = len(tokens) // TOKEN_BYTES  # tokens of its prompt; others may follow
         self.pages = len(tokens) // (page_tokens * TOKEN_BYTES)  # that can be kept: all full ones, unless slots ran out
         self.limit = limit  # deepest boundary that leaves at least one token to compute and fits on the device
         self.patience = patience
@@ -169,11 +178,17 @@ class Lease:
         self.tiers: tuple[Tier, ...] = MEMORY_TIERS  # of these pins: once ready, the device only
         self.ops: set[int] = set()  # copies in flight that it waits for
         self.probed = [0] * pools  # positions that storage said it has
+        self.told = 0  # positions of which storage said whether it has them
+        self.asked = [0] * pools  # positions of which a copy to the host or the device was begun, and has not come
+        self.bad = [0] * pools  # positions of which a page failed its check
         self.landed: list[dict[int, int]] = [{} for _ in range(pools)]  # host slots filled from storage, by position
         self.lent = [0] * pools  # how many of the landed pages count towards the share of the host
         self.fetched = [0] * pools  # positions that came from storage
         self.loaded = 0  # positions with a page loaded from the host
         self.seen = [0] * pools  # pages on the device when it became ready
+        self.memory = self.seen  # the same in any memory tier
+        self.storage = False  # whether a storage was attached then
+        self.left: Left | None = None  # what is remembered then of pages that have left memory
         self.own: list[dict[int, int]] = [{} for _ in range(pools)]  # its own device slots, by position
         self.ends = 0  # boundaries at which the prompt ends, branches off others, or could be resumed at most
         self.uncached = [0] * pools  # pages of an engine that were offered and not kept

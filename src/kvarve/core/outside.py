@@ -44,6 +44,7 @@ class EngineCore(Core):
         assert [of(pages) for pages in targets] == lease.offered, "a handle for each page that is offered"
         lease.move(Cause.LOAD)
         lease.deadline = self.now + self.config.load_deadline_s
+        lease.asked = [asked | offered for asked, offered in zip(lease.asked, lease.offered, strict=True)]
         pages = []
         for pool, handles in enumerate(targets):
             place = self.slot_pools.place(Tier.HOST, pool)
@@ -154,8 +155,8 @@ class EngineCore(Core):
 
     def _ready(self, lease: Lease, allowed: int) -> None:
         """The engine may start, at the deepest allowed boundary for which it has pages or was brought them."""
-        run, _, lease.known = self.paths.find(lease.root, lease.tokens)
-        lease.branch = self.slot_pools.ghosts.branch(lease.root, run, lease.tokens, lease.known)
+        run, path, known = self.paths.find(lease.root, lease.tokens)
+        self._note_found(lease, path, known, self.paths.present(path, known, lease.outside)[1])
         lease.seen = [*lease.arrived]
         for pool, pages in enumerate(lease.outside):
             lease.seen[pool] |= pages

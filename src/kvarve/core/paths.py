@@ -221,6 +221,7 @@ class Paths:
     def _lengthen(self, tail: Run, known: int, end: int, lease: Lease) -> Run:
         """Add positions [known, end) of a prompt below the run where it left the tree."""
         self.slot_pools.shape += 1
+        followed = self.slot_pools.ghosts.came(lease.root, lease.tokens, known, end)
         tokens = lease.tokens[known * self.width : end * self.width]
         named = lease.named[known * KEY_BYTES : end * KEY_BYTES]
         if known < tail.end:
@@ -229,9 +230,10 @@ class Paths:
         ended = len(self.slot_pools.chains) < len(self.pools) and tail.pages and tail.ends >> tail.pages - 1
         if tail.parent is not None and not tail.children and not ended:
             tail.append(tokens, named)
+            tail.followed = followed
             self.slot_pools.lengthened(tail)
             return tail
         shape = len(self.pools), self.config.page_tokens, len(self.slot_pools.memory)
         child = Run(tail, known, tokens, named, *shape)
-        tail.children[tokens[: self.width]] = child
+        tail.children[tokens[: self.width]], child.followed = child, followed
         return child

@@ -74,7 +74,7 @@ class Policies:
     tokens_per_snapshot: int = 0
     """divide memory as if windows and states were kept every N tokens; 0: it is shared as the traffic asks"""
     eviction: str = "lru"
-    """eviction order: lru, lfu, s3fifo, priority or flops"""
+    """eviction order: lru, lfu, s3fifo, priority, flops, or auto (lru or s3fifo, as the traffic asks)"""
     cost_doubles_at: int = 0
     """tokens after which attention costs as much as all else, for eviction by flops; 0: never"""
     load_at_least: int = 0

@@ -9,7 +9,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from kvarve.boundaries import deepest, members, needed, of, ones, span
-from kvarve.core.copies import FETCH, PROBE, CopyOutcome, Moving, Op
+from kvarve.core.copies import FETCH, PROBE, CopyOutcome, Moving, Op, note_bad
 from kvarve.core.lease import Cause, Lease, Phase
 from kvarve.core.tree import NOWHERE, covering, walk
 from kvarve.keys import KEY_BYTES
@@ -118,8 +118,10 @@ class Prefetch:
                 lease.probed[page.pool] |= bit
             elif expects[page.pool] & bit or (soon and now < lease.soon_until):
                 lease.awaited[page.pool] |= bit
+                continue
             else:
                 lacks.append(page)
+            lease.told |= bit
         self._lost(lease, lacks)
         if any(lease.awaited):
             came = all(good for _, good, _ in outcomes)  # then most of the others have come too
@@ -237,6 +239,7 @@ class Prefetch:
         for pool, slots in enumerate(taken):
             self.held[pool] += len(slots)
             lease.probed[pool] &= ~need[pool]  # a page whose fetch fails is not fetched again
+            lease.asked[pool] |= need[pool]
         # Shallow pages first: if patience runs out, the pages that have arrived are a prefix.
         pages.sort(key=lambda page: page.position)
         for start in range(0, len(pages), self.config.batch_pages):
@@ -259,6 +262,8 @@ class Prefetch:
         """A fetch has ended. If no lease waits for its pages any more, those that fit into the tree are kept."""
         assert op.lease is not None
         lease, counts = op.lease, op.counts
+        if waited:
+            note_bad(lease, outcomes)
         late: list[dict[int, int]] = [{} for _ in self.pools]
         for page, good, bad in outcomes:
             self.counters.fetched += good
@@ -284,6 +289,7 @@ class Prefetch:
         for pool, slots in enumerate(landed):
             lease.fetched[pool] |= of(slots)
         tail, end = self.paths.insert(lease, Tier.HOST, landed, stored=True)
+        lease.asked = [asked & ~(of(slots) & ones(end)) for asked, slots in zip(lease.asked, landed, strict=True)]
         held, prefix_pins = lease.held, lease.prefix_pins
         for lookback, slots in zip(self.paths.lookbacks, landed, strict=True):
             kept = [position for position in slots if position < end]

@@ -7,7 +7,7 @@ from math import inf
 
 from kvarve import boundaries
 from kvarve.boundaries import deepest, members, needed, ones
-from kvarve.core.copies import LOAD, CopyOutcome, Moving, Op
+from kvarve.core.copies import LOAD, CopyOutcome, Moving, Op, note_bad
 from kvarve.core.effects import Ended, Verified
 from kvarve.core.lease import Cause, Lease, Phase
 from kvarve.core.policies import WritePolicy
@@ -90,6 +90,7 @@ class Resuming(State):
                 boundary = min(boundary, near)
             need = [needed(boundary, back) & ~here for back, here in zip(self.lookbacks, device, strict=True)]
             if not any(need):
+                self._note_found(lease, path, known, memory)
                 self._resume(lease, boundary, run, known, device)
                 return
             self.paths.hold(lease, run, *self.paths.pins_for(boundary, device))
@@ -105,6 +106,7 @@ class Resuming(State):
                 source = covering(run, position).slot(self.slot_pools.place(Tier.HOST, pool), position)
                 pages.append(Moving(pool, position, source, slot))
                 lease.loaded |= 1 << position
+            lease.asked[pool] |= bits
         pages.sort(key=lambda page: page.position)
         self.copies.send(Op(LOAD, pages, lease, run))  # in one piece, so that it can be copied layer by layer
 
@@ -119,14 +121,14 @@ class Resuming(State):
     def _ready(self, lease: Lease, allowed: int) -> None:
         """The engine may start, at the deepest of the allowed boundaries that the device can serve."""
         run, path, known = self.paths.find(lease.root, lease.tokens)
-        device, _ = self.paths.present(path, known, lease.outside)
+        device, memory = self.paths.present(path, known, lease.outside)
+        self._note_found(lease, path, known, memory)
         self._resume(lease, deepest(self.paths.legal(device, lease) & allowed), run, known, device)
 
     def _resume(self, lease: Lease, boundary: int, run: Run, known: int, device: list[int]) -> None:
         while not self.paths.leaves_room(lease, run, boundary):
             boundary = deepest(self.paths.legal(device, lease) & ones(boundary))
-        lease.boundary, lease.known = boundary, known
-        lease.branch = self.slot_pools.ghosts.branch(lease.root, run, lease.tokens, known)
+        lease.boundary = boundary
         # Pages beyond the boundary that are resident are not kept a second time, so they must not be evicted.
         positions, prefix_pins = self.paths.pins_for(lease.boundary, device)
         self.paths.hold(lease, run, positions, prefix_pins | self.paths.ahead(device), ON_DEVICE)
@@ -141,6 +143,19 @@ class Resuming(State):
             self._count_use(lease, run)
             if self.copies.storage and any(lease.fetched):
                 self._count_saved(lease)
+
+    def _note_found(self, lease: Lease, path: list[Run], known: int, memory: list[int]) -> None:
+        """What there is of a prompt when it becomes ready, and what has left the tree. Where other prompts went another
+        way it branches off; where one ended, it may only have grown."""
+        left = self.slot_pools.ghosts.of(lease.root, lease.tokens, known)
+        lease.known = lease.branch = known
+        if left.followed and known + left.pages < len(lease.tokens) // self.width:
+            lease.branch += left.pages
+        lease.left, lease.memory, lease.storage = left, memory, self.copies.storage or self.backups.down
+        if self.slot_pools.bad_pages:
+            for run in path:
+                for place, bad in enumerate(run.bad):
+                    lease.bad[place % len(self.pools)] |= bad << run.first & ones(known)
 
     def _drop_loaded(self, lease: Lease, run: Run) -> None:
         """Drop host copies of pages that came from storage and are on the device now, unless the write policy would
@@ -203,6 +218,7 @@ class Resuming(State):
         """A lease that waited for a load goes on."""
         if waited and op.lease is not None:
             op.lease.torn = op.lease.torn or not all(good for _, good, _ in outcomes)
+            note_bad(op.lease, outcomes)
             if not op.lease.ops:
                 self._arrived(op.lease)
 

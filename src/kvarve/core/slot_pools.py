@@ -16,19 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 from kvarve.boundaries import leading, members, of, ones, read_before, span, union
 from kvarve.core.eviction import order_for
+from kvarve.core.eviction.auto import Auto, Shadows
 from kvarve.core.eviction.order import OrderContext
 from kvarve.core.extents import Cut, Extents
 from kvarve.core.ghosts import Ghosts
 from kvarve.core.policies import WritePolicy
-from kvarve.core.tree import Root, Run, upward
+from kvarve.core.tree import Root, Run, traces_of, upward
 from kvarve.errors import ConfigError
+from kvarve.keys import TOKEN_BYTES
 from kvarve.model import MEMORY_TIERS, Tier
 
 if TYPE_CHECKING:
     from kvarve.core.state import State
 
 NEAR = 64  # free slots that are searched for a row, at least
-GHOSTS = 4  # times the pages that memory holds: so many are remembered once they have left it
+GHOSTS = 4  # the ghost list remembers this many times the pages that memory holds
 SPARE = 8  # free slots behind a row that make it a better choice
 
 
@@ -43,7 +45,10 @@ class SlotPools:
         sets: list[tuple[Tier, ...]] = [MEMORY_TIERS, *((tier,) for tier in Tier)]
         # By a set of tiers: the numbers of those of them that are memory of ours.
         self._memory_in = {tiers: [self._numbers[tier] for tier in tiers if tier in self.memory] for tiers in sets}
-        self._others = [tuple(other for other in tiers if other != tier) for tier in tiers]
+        # By place: the same pool in the other memory tiers.
+        self._others = [
+            [other * pools + pool for other in tiers if other != tier] for tier in tiers for pool in range(pools)
+        ]
         divided = [config.slots.get(tier, (0,) * pools) for tier in self.memory]
         self.extents = [Extents(each) if isinstance(each, Cut) else None for each in divided]
         # The slots that a place can have at most: where pools share a tier, it has fewer for now (`committed`).
@@ -70,9 +75,16 @@ class SlotPools:
                 self.orders[len(contexts) + place] = order_for(config.policies.eviction, context)
         self.counts_uses = any(order.counts_uses for order in self.orders.values())
         self.chains = tuple(i for i, pool in enumerate(self.pools) if pool.lookback is None)
-        # Where nothing but chains is kept, no branch is asked for.
-        pages = sum(slots for slots, back in zip(self.capacity, self._lookbacks, strict=True) if back is None)
-        self.ghosts = Ghosts(GHOSTS * pages if len(self.chains) < len(self.pools) else 0)
+        # By memory tier, where the traffic chooses the order. Shadows are of chains alone: which windows and states are
+        # kept changes what a chain's page is worth, and LRU was better for those (decision 6).
+        self.shadows: dict[int, Shadows] = {}
+        if len(self.chains) == pools and config.policies.eviction == "auto":
+            sizes = ((tier, self.capacity[tier * pools]) for tier in tiers)
+            self.shadows = {tier: Shadows(pages) for tier, pages in sizes if pages}
+        # Positions leave the tree with a chain's page, or with the last one of all.
+        self._rests_on = self.chains or tuple(range(len(self.pools)))
+        pages = sum(sum(self.capacity[pool :: len(self.pools)]) for pool in self._rests_on)
+        self.ghosts = Ghosts(GHOSTS * pages, config.page_tokens * TOKEN_BYTES)
         self.roots: dict[bytes, Root] = {}
         self.evicted = [0] * len(self.capacity)
         self.evicted_spares = [0] * len(self.capacity)  # of these, while they were spare
@@ -102,12 +114,11 @@ class SlotPools:
         return len(self.free[place]) + loose
 
     def is_chain(self, place: int) -> bool:
-        return self.pools[place % len(self.pools)].lookback is None
+        return self._lookbacks[place] is None
 
     def others(self, place: int) -> list[int]:
         """The same pool in the other memory tiers."""
-        tier, pool = divmod(place, len(self.pools))
-        return [other * len(self.pools) + pool for other in self._others[tier]]
+        return self._others[place]
 
     def elsewhere(self, run: Run, place: int) -> int:
         """Local positions of a run of which another memory tier has a good page."""
@@ -147,6 +158,18 @@ class SlotPools:
         if key in self.roots and not self.roots[key].children:
             self.shape += 1
             del self.roots[key]
+
+    def saw(self, tail: Run, known: int, tokens: bytes) -> None:
+        """A request reads a prompt, of which `known` pages are in the tree, the last of them in `tail`; the traffic
+        chooses the eviction order of each tier."""
+        traces = traces_of(tail, known, tokens)
+        for tier, shadows in self.shadows.items():
+            first = tier * len(self.pools)
+            if shadows.see(traces):
+                for place in range(first, first + len(self.pools)):
+                    order = self.orders[place]
+                    assert isinstance(order, Auto)
+                    order.become(shadows.best)
 
     # --- slots and residency
 
@@ -264,7 +287,7 @@ class SlotPools:
     def _let_go(self, run: Run) -> None:
         self.offer_all(run)
         if not self.chains:  # a pinned position may have been the last of its run
-            self.prune(run)
+            self.prune(run, self.memory[-1])
 
     def split(self, run: Run, at: int) -> Run:
         self.shape += 1
@@ -309,8 +332,8 @@ class SlotPools:
         them."""
         tier = place // len(self.pools)
         first = run.held(tier).bit_length()
-        for other in self._others[tier]:
-            held = run.held(other).bit_length()
+        for other in range(len(self.memory)):
+            held = run.held(other).bit_length() if other != tier else 0
             if held > first:  # that position stays in memory, so pages before it that only this tier has stay too
                 first = max(first, (run.here[place] & ~self.elsewhere(run, place) & ones(held)).bit_length())
         return first
@@ -457,7 +480,7 @@ class SlotPools:
                 self._state.backups.count_dropped(run, place % len(self.pools), gone)
             self._leave_all(run, place, leaving)
             if chain or not self.chains:
-                self.prune(run)
+                self.prune(run, self.tier(place))
         return leaving.bit_count() + moving.bit_count()
 
     def drop(self, run: Run, place: int, position: int) -> None:
@@ -468,29 +491,31 @@ class SlotPools:
         self.leave(run, place, position)
         self.evicted[place] += 1
         if self.is_chain(place) or not self.chains:
-            self.prune(run)
+            self.prune(run, self.tier(place))
 
-    def prune(self, run: Run) -> None:
-        """Take positions that lost a chain's page from every memory tier out of the tree, from the run's tail up."""
+    def prune(self, run: Run, tier: Tier) -> None:
+        """Take positions that lost a chain's page from every memory tier, and last from this one, out of the tree, from
+        the run's tail up."""
         while run.parent is not None and not run.children:
             alive = self._alive(run)
             if alive == run.end:
                 return
             self.shape += 1
-            held = run.pinned()
-            assert not held >> alive - run.first, "a pinned position lost its page"
-            for pool in range(len(self.pools)):
-                if gone := self.good(run, pool) & span(alive - run.first, run.pages):
-                    self._state.backups.count_dropped(run, pool, gone)
-            for place, here in enumerate(run.here):
-                for local in members(here & span(alive - run.first, run.pages)):
-                    self.leave(run, place, run.first + local)
-                    self.evicted[place] += 1
-            self.ghosts.left(run, alive - run.first)
-            if alive > run.first:
+            start, parent = alive - run.first, run.parent
+            assert not run.pinned() >> start, "a pinned position lost its page"
+            if any(run.here):
+                gone = span(start, run.pages)
+                for pool in range(len(self.pools)):
+                    if good := self.good(run, pool) & gone:
+                        self._state.backups.count_dropped(run, pool, good)
+                for place, here in enumerate(run.here):
+                    for local in members(here & gone):
+                        self.leave(run, place, run.first + local)
+                        self.evicted[place] += 1
+            self._remember(run, start, tier)
+            if start:
                 run.trim(alive)
                 return
-            parent = run.parent
             run.detach()
             for number, order in self.orders.items():
                 order.forget(run, stands=bool(run.queued >> number & 1))
@@ -502,6 +527,16 @@ class SlotPools:
             parent.used = max(parent.used, run.used)
             self.offer_all(parent)
             run = parent
+
+    def _remember(self, run: Run, start: int, tier: Tier) -> None:
+        """The pages of a run from a local position on leave the tree: storage may have the first of them."""
+        middle, end = start, run.pages
+        if any(run.stored):
+            middle = min(end, *[start + leading(run.stored[pool] >> start) for pool in self._rests_on])
+        if middle < end:
+            self.ghosts.left(run, middle, end, tier)
+        if start < middle:
+            self.ghosts.left(run, start, middle, Tier.STORAGE)
 
     def _alive(self, run: Run) -> int:
         """The end of the positions of a leaf run that a prompt could still resume through."""

@@ -203,7 +203,6 @@ class Run:
         if len(self.named) == self.pages * KEY_BYTES:
             self.named += named
         self.tokens += tokens
-        self.followed = False
 
     def trim(self, end: int) -> None:
         """Drop the positions from `end` on, which have no pages, pins or children."""
@@ -264,7 +263,7 @@ class Run:
 
     def detach(self) -> None:
         """Take an empty leaf out of the tree. It keeps its parent, so references to it still lead to every position."""
-        assert self.parent is not None and not self.children and not self.pinned()
+        assert self.parent is not None and not self.children
         del self.parent.children[self.tokens[: self.width]]
         self.parent.followed = True
         self.tokens = self.named = b""
@@ -294,6 +293,20 @@ def root_of(run: Run) -> Run:
     while run.parent is not None:
         run = run.parent
     return run
+
+
+def traces_of(tail: Run, known: int, tokens: bytes) -> list[int]:
+    """The traces of all full pages of a prompt, of which `known` are in the tree, the last of them in `tail`."""
+    parts, run, width = [tail.traces[: known - tail.first]], tail, tail.width
+    while run.parent is not None:
+        run = run.parent
+        parts.append(run.traces)
+    traces = [trace for part in reversed(parts) for trace in part]
+    trace = traces[-1] if traces else xxh3_64_intdigest(run.named)
+    for at in range(known * width, len(tokens) - width + 1, width):
+        trace = xxh3_64_intdigest(tokens[at : at + width], trace)
+        traces.append(trace)
+    return traces
 
 
 def upward(run: Run, positions: int) -> Iterator[tuple[Run, int]]:

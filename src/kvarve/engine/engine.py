@@ -257,5 +257,5 @@ class Engine(Turns):
         finish, error = (Finish.ERROR, self.broken) if self.broken else (Finish.ABORT, "")
         for request in [*self._accepted.values()]:
             job = self._jobs.get(request.number)
-            usage = TokenUsage(len(request.prompt), 0 if job is None else job.output_tokens, 0, 0, 0)
+            usage = TokenUsage.of(len(request.prompt), 0 if job is None else job.output_tokens, None)
             self._finish(request, OutputChunk("", (), finish, usage, error))

@@ -3,6 +3,7 @@
 import torch
 
 from kvarve.core.lease import Lease
+from kvarve.core.reasons import Reason
 from kvarve.engine.model import Detokenizer, LoadedModel
 from kvarve.engine.paging import PagedWorkspace
 from kvarve.engine.requests import Request
@@ -22,7 +23,7 @@ class Job(Task):
         self.text = ""  # not delivered yet, as it could be the beginning of a stop text
         self.characters = 0  # of the answer's text, delivered or not
         self.output_ids: list[int] = []  # all but the last of them computed
-        self.cached: tuple[int, int, int] | None = None  # pages by tier, when it was first admitted
+        self.reasons: dict[Reason, int] | None = None  # why its tokens were cached or not when it was first admitted
         self.leased_tokens = self.prefill_until  # tokens that its lease covers
         sampling = request.sampling
         self.prompt_ids = frozenset(request.prompt if sampling.repetition_penalty != 1 else ())

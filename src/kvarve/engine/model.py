@@ -205,6 +205,19 @@ def load_model(
     )
 
 
+def with_rounded_hits(model: LoadedModel) -> LoadedModel:
+    """The same model for a cache that shares pages whatever chunk computed them: prompts resume at every page.
+
+    Chunks of other lengths round differently, so an answer depends in its last bits on what was cached, and these pages
+    get other keys.
+    """
+    layout = replace(model.layout, rounded=True)
+    identity = replace(
+        model.identity, chunk_tokens=layout.grid_tokens, numerics=f"{model.identity.numerics}, hits rounded"
+    )
+    return replace(model, layout=layout, identity=identity)
+
+
 def keeping_answers(model: LoadedModel) -> LoadedModel:
     """The same model for a cache that also keeps pages computed by decoding.
 

@@ -187,7 +187,7 @@ class PagedWorkspace(Workspace):
         self._expect(cache.arrivals())  # other requests' pages may be among these
 
     def keep(self, cache: PrefixCache, lease: Lease) -> None:
-        """Publish the computed pages, if they end at a chunk boundary. The tree owns them then."""
+        """Publish the computed pages, if they end at a line of the grid. The tree owns them then."""
         done = lease.done
         keep(cache, lease, self)
         if lease.done > done:  # where another request published first, the tree has other slots

@@ -1,4 +1,4 @@
-"""Between a request's private workspace and the cache: pages in before prefill, out after each whole chunk."""
+"""Between a request's private workspace and the cache: pages in before prefill, out at each line of the grid."""
 
 import torch
 
@@ -26,9 +26,9 @@ GROW_WAIT_S = 0.5  # for evictions in flight; then a request goes on without kee
 
 
 def room_comes(cache: PrefixCache, lease: Lease, layout: StateLayout, tokens: int) -> bool:
-    """Whether evictions in flight will free slots for the pages up to a chunk boundary at `tokens`."""
+    """Whether evictions in flight will free slots for the pages up to a line of the grid at `tokens`."""
     upto = min(tokens // layout.page_tokens, cache.keepable(lease))
-    return tokens % layout.chunk_tokens == 0 and upto > lease.grown and cache.short(lease, upto)
+    return tokens % layout.grid_tokens == 0 and upto > lease.grown and cache.short(lease, upto)
 
 
 def wait_for_room(cache: PrefixCache, lease: Lease, workspace: Workspace) -> None:
@@ -40,10 +40,10 @@ def wait_for_room(cache: PrefixCache, lease: Lease, workspace: Workspace) -> Non
 
 
 def keep(cache: PrefixCache, lease: Lease, workspace: Workspace) -> None:
-    """Publish the computed pages, if they end at a chunk boundary: only pages of whole chunks are shared."""
+    """Publish the computed pages, if they end at a line of the grid."""
     layout = workspace.layout
     upto = min(workspace.tokens // layout.page_tokens, cache.keepable(lease))
-    if workspace.tokens % layout.chunk_tokens or upto <= lease.grown:
+    if workspace.tokens % layout.grid_tokens or upto <= lease.grown:
         return
     for pool, fresh in cache.grow(lease, upto).items():
         workspace.save(pool, [*fresh], cache.arena(pool), [*fresh.values()])

@@ -4,7 +4,7 @@ import itertools
 import math
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvarve.core.reasons import HITS, Reason
 from kvarve.errors import ConfigError
 from kvarve.ticket import Ticket
 
@@ -107,14 +108,32 @@ class Finish(Enum):
     ERROR = "error"
 
 
-class TokenUsage(NamedTuple):
-    """Tokens of one request; `device + host + storage` are those of the prompt that were cached, by tier."""
+@dataclass(frozen=True)
+class TokenUsage:
+    """Tokens of one request; `device + host + storage` are those of the prompt that were cached, by tier, and `reasons`
+    sum to the prompt."""
 
     prompt: int
     completion: int
     device: int
     host: int
     storage: int
+    reasons: Mapping[Reason, int] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of(cls, prompt: int, completion: int, reasons: Mapping[Reason, int] | None) -> "TokenUsage":
+        """`reasons`: None if the request ended before it resumed."""
+        reasons = {Reason.NOT_READ: prompt} if reasons is None else reasons
+        device, host, storage = (reasons.get(hit, 0) for hit in HITS)
+        return cls(prompt, completion, device, host, storage, reasons)
+
+    def __str__(self) -> str:
+        why = ", ".join(f"{tokens} {reason.value}" for reason, tokens in self.reasons.items())
+        return f"{self.prompt} prompt tokens ({why}), {self.completion} answered"
+
+    @property
+    def tiers(self) -> tuple[int, int, int]:
+        return self.device, self.host, self.storage
 
     @property
     def cached(self) -> int:

@@ -27,6 +27,7 @@ class StateLayout:
     pools: tuple[PoolSpec, ...]
     layers: tuple[LayerPlan, ...]
     cache_class: type  # of transformers, which the model requires
+    rounded: bool = False  # pages are shared whatever chunk computed them
 
     @classmethod
     def of(cls, model: Any, page_tokens: int, chunk_tokens: int) -> "StateLayout":
@@ -100,9 +101,26 @@ class StateLayout:
         return total
 
     @property
+    def grid_tokens(self) -> int:
+        """Where prompts resume: at every chunk, since other chunks round differently; or at every page."""
+        return self.page_tokens if self.rounded else self.chunk_tokens
+
+    @property
     def shortest_hit(self) -> int:
-        """Tokens of the shortest prompt that can hit: a whole chunk, and a token left to compute."""
-        return self.chunk_tokens + 1
+        """Tokens of the shortest prompt that can hit: up to the first line of the grid, and a token left to compute."""
+        return self.grid_tokens + 1
+
+    def chunk_end(self, computed: int, until: int, snapshots: int) -> int:
+        """Where the chunk ends that begins after `computed` tokens of a prompt of `until`.
+
+        No chunk goes beyond a boundary of the set `snapshots` (in pages), as a state is that of the last token; nor
+        beyond the last line of the grid below the prompt's end, from which the same prompt resumes.
+        """
+        chunk, grid, page = self.chunk_tokens, self.grid_tokens, self.page_tokens
+        ends = [until, (computed // chunk + 1) * chunk, (until - 1) // grid * grid]
+        if ahead := snapshots >> computed // page + 1:
+            ends.append((computed // page + (ahead & -ahead).bit_length()) * page)
+        return min(end for end in ends if end > computed)
 
     def pool(self, name: str) -> PoolSpec:
         return next(pool for pool in self.pools if pool.name == name)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvarve.core.lease import Lease
+from kvarve.core.reasons import Reason
 from kvarve.engine.batch import Batch, batches, by_length, spare_tokens
 from kvarve.engine.fatal_errors import fatal_assertions, fatal_errors
 from kvarve.engine.job import Job, find_stop, held_back
@@ -49,9 +50,7 @@ class EngineCounts:
 
     prompt_tokens: int = 0
     computed_tokens: int = 0
-    cached_device: int = 0
-    cached_host: int = 0
-    cached_storage: int = 0
+    reasons: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))  # of the prompts' tokens
     output_tokens: int = 0
     finished: int = 0
     failed: int = 0
@@ -153,7 +152,7 @@ class Turns:
         except Exception as e:  # one request's error (memory, say) is not the others'
             log.exception("request %d", request.number)
             self._cache.close(lease)
-            usage = TokenUsage(len(request.prompt), 0, 0, 0, 0)
+            usage = TokenUsage.of(len(request.prompt), 0, None)
             self._finish(request, OutputChunk("", (), Finish.ERROR, usage, f"{type(e).__name__}: {e}"))
             return
         self._jobs[request.number] = job
@@ -180,8 +179,8 @@ class Turns:
             job.workspace = PagedWorkspace.resumed(
                 self._cache, job.lease, self.model.layout, job.prompt + job.max_new_tokens
             )
-        if job.cached is None:
-            job.cached = job.lease.from_tiers()
+        if job.reasons is None:
+            job.reasons = self._cache.explain(job.lease)
 
     def _stop(self, job: Job) -> None:
         self.counts.preempted += 1
@@ -211,12 +210,11 @@ class Turns:
 
     def _chunk_end(self, job: Job) -> int:
         """Where the next chunk of a prompt ends."""
-        chunk = self.model.layout.chunk_tokens
-        return min(job.prefill_until, (job.computed // chunk + 1) * chunk)
+        return self.model.layout.chunk_end(job.computed, job.prefill_until, job.lease.snapshots)
 
     def _is_tail(self, job: Job) -> bool:
-        """Whether its next chunk is not a whole one, so that none of it will be published."""
-        return not job.alone and self._chunk_end(job) % self.model.layout.chunk_tokens != 0
+        """Whether its next chunk does not end at a line of the grid, so that none of it will be published."""
+        return not job.alone and self._chunk_end(job) % self.model.layout.grid_tokens != 0
 
     def _shape(self, job: Job) -> tuple[int, int]:
         return job.computed, self._chunk_end(job) - job.computed
@@ -231,14 +229,14 @@ class Turns:
         return now - job.short_s < GROW_WAIT_S
 
     def _keep(self, job: Job) -> None:
-        """Publish pages at the end of a whole chunk; ModelError if the model was changed."""
-        if job.computed % self.model.layout.chunk_tokens == 0:
+        """Publish pages at a line of the grid; ModelError if the model was changed."""
+        if job.computed % self.model.layout.grid_tokens == 0:
             self.model.require_same()
             with fatal_assertions():
                 job.state.keep(self._cache, job.lease)
 
     def _prefill_chunk(self, job: Job) -> None:
-        """Compute up to the next chunk boundary, and keep the pages if the chunk was a whole one."""
+        """Compute the next chunk, and keep the pages if it ends at a line of the grid."""
         state, start, stop = job.state, job.computed, self._chunk_end(job)
         ids = torch.tensor([job.sequence(start, stop)], device=state.device)
         logits = forward(self.model.model, state, ids)
@@ -401,15 +399,13 @@ class Turns:
         job.workspace = None
         if not self.scheduler.running:
             self._batches.clear()
-        page = self.model.layout.page_tokens
-        usage = TokenUsage(len(job.request.prompt), len(job.output_ids), *(n * page for n in job.cached or (0, 0, 0)))
+        usage = TokenUsage.of(len(job.request.prompt), len(job.output_ids), job.reasons)
         ticket = self._export(job) if finish in (Finish.STOP, Finish.LENGTH) else None
         self._cache.close(job.lease)
-        if job.cached is not None:
+        if job.reasons is not None:
             self.counts.prompt_tokens += usage.prompt
-            self.counts.cached_device += usage.device
-            self.counts.cached_host += usage.host
-            self.counts.cached_storage += usage.storage
+            for reason, tokens in usage.reasons.items():
+                self.counts.reasons[reason] += tokens
         self._finish(job.request, OutputChunk(job.text, last, finish, usage, error, likely, ticket))
 
     def _export(self, job: Job) -> Ticket | None:
@@ -425,6 +421,8 @@ class Turns:
             self.counts.finished += 1
             self.counts.failed += output.finish is Finish.ERROR
             self.counts.aborted += output.finish is Finish.ABORT
+        assert output.finish is not None
+        log.info("request %d: %s, %s", request.number, output.finish.value, output.usage)
         self._deliver(request, output)
 
     def _deliver(self, request: Request, output: OutputChunk) -> None:

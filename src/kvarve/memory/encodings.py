@@ -48,7 +48,8 @@ class Codec(Protocol):
     def compress(self, data: Any) -> bytes: ...
 
     def expand(self, data: Any, size: int) -> bytes:
-        """Exactly `size` bytes. Broken: these are not so many, or damaged; no more memory is taken to find out."""
+        """The `size` bytes that were compressed. Broken: the data is damaged or expands to another size; the codec
+        allocates no more than `size` to find that out."""
         ...
 
 

@@ -6,7 +6,7 @@ field is ignored and counted.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -14,8 +14,10 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
+from kvarve.core.reasons import HITS, Reason
 from kvarve.engine.requests import MOST_LOGPROBS, Likelihood
 from kvarve.errors import KvarveError
+from kvarve.model import Tier
 from kvarve.server import fields
 from kvarve.server.fields import Neutral
 from kvarve.ticket import HandOverError, Ticket
@@ -378,21 +380,25 @@ def _check_values(body: bytes, most: int) -> None:
 
 @dataclass(frozen=True)
 class ResponseUsage:
-    """The `usage` of a response: tokens, cached tokens by tier, and latencies in ms as the server measured them."""
+    """The `usage` of a response: tokens, the prompt's by the reason why they were cached or not, and latencies in ms as
+    the server measured them."""
 
     prompt: int
     completion: int
-    cached: dict[str, int]
+    reasons: Mapping[Reason, int]
     ttft_ms: float | None
     total_ms: float
 
     def json(self) -> dict[str, Any]:
+        cached = {tier.name.lower(): self.reasons.get(hit, 0) for tier, hit in zip(Tier, HITS, strict=True)}
+        reasons = {reason.value: tokens for reason, tokens in self.reasons.items()}
+        times = {"ttft_ms": self.ttft_ms, "total_ms": self.total_ms}
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
-            "kvarve": {"cached_tokens": self.cached, "ttft_ms": self.ttft_ms, "total_ms": self.total_ms},
+            "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+            "kvarve": {"cached_tokens": cached, "reasons": reasons, **times},
         }
 
 

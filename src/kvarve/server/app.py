@@ -283,11 +283,7 @@ class _Front:
             computed_tokens=counts.computed_tokens,
             output_tokens=counts.output_tokens,
             preempted=counts.preempted,
-            cached_tokens={
-                "device": counts.cached_device,
-                "host": counts.cached_host,
-                "storage": counts.cached_storage,
-            },
+            reasons=dict(counts.reasons),
             ttft_s=counts.ttft_s,
             tokenizing=len(self._preparing),
             connections=None if connections is None else len(connections),
@@ -387,9 +383,8 @@ class _Answer:
         now = time.monotonic()
         first, start = self._usages[0], self._arrived_s
         ttft_ms = None if self._first_s is None else round(1000 * (self._first_s - start), 3)
-        cached = {"device": first.device, "host": first.host, "storage": first.storage}
         completion = sum(usage.completion for usage in self._usages.values())
-        return ResponseUsage(first.prompt, completion, cached, ttft_ms, round(1000 * (now - start), 3))
+        return ResponseUsage(first.prompt, completion, first.reasons, ttft_ms, round(1000 * (now - start), 3))
 
     def _deliver(self, index: int, chunk: OutputChunk) -> None:
         """Runs on the engine's thread."""

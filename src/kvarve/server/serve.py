@@ -19,7 +19,14 @@ import uvicorn
 from kvarve.core.extents import Cut
 from kvarve.engine.engine import Engine
 from kvarve.engine.families import reads, takes
-from kvarve.engine.model import check_device, check_model, keeping_answers, load_model, quiet_libraries
+from kvarve.engine.model import (
+    check_device,
+    check_model,
+    keeping_answers,
+    load_model,
+    quiet_libraries,
+    with_rounded_hits,
+)
 from kvarve.errors import ConfigError, StorageError
 from kvarve.memory.heap import bound_heaps
 from kvarve.memory.seals import seal_of
@@ -62,6 +69,8 @@ class Server:
             model = load_model(
                 settings.model, dtype=settings.dtype, device=settings.device, page_tokens=page, chunk_tokens=chunk
             )
+            if settings.hits == "rounded":
+                model = with_rounded_hits(model)
             if not settings.deterministic:
                 model = keeping_answers(model)
             self.slots = check(model.identity, settings.cache, settings.device)
@@ -258,6 +267,10 @@ def check_settings(settings: Settings) -> None:
             check_key(name, key)
     if settings.admin_key is not None and settings.admin_key == settings.api_key:
         raise ConfigError("the admin key must not be the API key: every client could change the storage")
+    if settings.hits not in ("exact", "rounded"):
+        raise ConfigError(f"unknown hits {settings.hits!r}; known: exact, rounded")
+    if settings.deterministic and settings.hits == "rounded":
+        raise ConfigError("with rounded hits an answer depends on what was cached: leave out deterministic, or rounded")
     if settings.cache.storages:
         parse_urls(settings.cache.storages)
     seal_of(settings.storage_key)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -48,6 +48,8 @@ class Settings:
     """tokens of a page; has to divide --chunk-tokens"""
     chunk_tokens: int = 256
     """tokens of a prompt that are computed at once"""
+    hits: Literal["exact", "rounded"] = "exact"
+    """exact: prompts resume at whole chunks, with the bits of prefill; rounded: at every page, but for rounding"""
     dtype: str = "auto"
     """auto, float32, bfloat16 or float16"""
     device: str = "cpu"

@@ -3,18 +3,17 @@
 from collections.abc import Mapping, Sequence
 
 from kvarve.errors import StorageError
-from kvarve.regions import HostRegion
-from kvarve.storage.base import Storage, StorageUsage
+from kvarve.storage.base import Around, Storage
 
 
-class AlteredStorage(Storage):
+class AlteredStorage(Around):
     """`inner`, except that `hidden` objects do not exist and `lost` ones exist but cannot be read.
 
     `broken`: the calls that fail altogether. `written`: every name that was ever put here.
     """
 
     def __init__(self, inner: Storage) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.hidden: frozenset[str] = frozenset()
         self.lost: frozenset[str] = frozenset()
         self.broken: frozenset[str] = frozenset()
@@ -72,15 +71,6 @@ class AlteredStorage(Storage):
     def drop(self, group: str | None = None) -> int:
         self._fail("drop")
         return self.inner.drop(group)
-
-    def usage(self) -> StorageUsage:
-        return self.inner.usage()
-
-    def register(self, region: HostRegion) -> None:
-        self.inner.register(region)
-
-    def close(self) -> None:
-        self.inner.close()
 
     def _fail(self, call: str) -> None:
         if call in self.broken:

@@ -131,9 +131,49 @@ class Storage(Protocol):
         ...
 
 
+class Around(Storage):
+    """`inner`, of which a subclass changes some calls. Pieces become one buffer for `put`, unless it changes both."""
+
+    def __init__(self, inner: Storage) -> None:
+        self.inner = inner
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        return self.inner.exists(names)
+
+    def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
+        return self.inner.get(names, into)
+
+    def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
+        return self.inner.put(names, data)
+
+    def touch(self, names: Sequence[str]) -> None:
+        self.inner.touch(names)
+
+    def delete(self, names: Sequence[str]) -> list[bool]:
+        return self.inner.delete(names)
+
+    def drop(self, group: str | None = None) -> int:
+        return self.inner.drop(group)
+
+    def usage(self) -> StorageUsage:
+        return self.inner.usage()
+
+    def register(self, region: HostRegion) -> None:
+        self.inner.register(region)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
 def in_group(name: str, group: str | None) -> bool:
     """Whether a name belongs to the group; all do if that is None."""
     return group is None or name.startswith(f"{group}-")
+
+
+def group_of(name: str) -> str:
+    """The part of a name before the first "-": the group shares a quota."""
+    group, dash, _ = name.partition("-")
+    return group if dash else ""
 
 
 def is_name(name: str) -> bool:

@@ -16,8 +16,9 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -34,6 +35,7 @@ from torch import Tensor
 from kvarve.config import CacheConfig, room_for
 from kvarve.core.audit import audit
 from kvarve.core.policies import Policies
+from kvarve.core.reasons import Reason
 from kvarve.engine.batch import ROUNDING
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import LoadedModel, forward, keeping_answers, load_model, quiet_libraries
@@ -102,7 +104,7 @@ class Results:
     given_up: int = 0
     near_ties: int = 0
     prompt_tokens: int = 0
-    cached: list[int] = field(default_factory=lambda: [0, 0, 0])  # tokens from device, host, storage
+    reasons: Counter[Reason] = field(default_factory=Counter)  # of the prompts' tokens
     preempted: int = 0
     servers: int = 0
     ttft_s: list[float] = field(default_factory=list)
@@ -110,8 +112,8 @@ class Results:
     def row(self) -> dict[str, Any]:
         ttft = sorted(self.ttft_s) or [0.0]
         whole = max(1, self.prompt_tokens)
-        return {name: value for name, value in asdict(self).items() if name not in ("cached", "ttft_s")} | {
-            "cached_share": dict(zip(("device", "host", "storage"), (n / whole for n in self.cached), strict=True)),
+        return {name: value for name, value in vars(self).items() if name not in ("reasons", "ttft_s")} | {
+            "reasons": {reason.value: self.reasons[reason] / whole for reason in Reason},
             "ttft_mean_ms": 1000 * fmean(ttft),
             "ttft_p99_ms": 1000 * ttft[int(0.99 * (len(ttft) - 1))],
         }
@@ -257,8 +259,9 @@ class Traffic:
         results.requests += 1
         results.given_up += last.finish is Finish.ABORT
         results.prompt_tokens += last.usage.prompt
-        for tier, cached in enumerate((last.usage.device, last.usage.host, last.usage.storage)):
-            results.cached[tier] += cached
+        results.reasons.update(last.usage.reasons)
+        if sum(last.usage.reasons.values()) != len(active.request.prompt):
+            raise Wrong(f"{where}: the reasons do not sum to {len(active.request.prompt)} tokens: {last.usage}")
         if last.finish is Finish.ABORT and active.abort_after is None:
             raise Wrong(f"{where}: aborted without a call to abort")
         if last.finish is Finish.LENGTH and len(tokens) != active.request.sampling.max_tokens:
@@ -353,8 +356,9 @@ def show(found: dict[str, Any]) -> None:
     table.add_row("requests", *(f"{row['requests']:,}" for row in rows.values()))
     table.add_row("given up", *(f"{row['given_up']:,}" for row in rows.values()))
     table.add_row("preempted", *(f"{row['preempted']:,}" for row in rows.values()))
-    for tier in ("device", "host", "storage"):
-        table.add_row(f"cached, {tier}", *(f"{row['cached_share'][tier]:.1%}" for row in rows.values()))
+    for reason in Reason:
+        name = reason.value.replace("_", " ")
+        table.add_row(name, *(f"{row['reasons'][reason.value]:.1%}" for row in rows.values()))
     table.add_row("ended in a near tie", *(f"{row['near_ties']:,}" for row in rows.values()))
     table.add_row("TTFT mean", *(f"{row['ttft_mean_ms']:.0f} ms" for row in rows.values()))
     table.add_row("TTFT p99", *(f"{row['ttft_p99_ms']:.0f} ms" for row in rows.values()))

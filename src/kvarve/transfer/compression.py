@@ -20,8 +20,8 @@ from kvarve.errors import ConfigError
 from kvarve.memory.encodings import Broken, Codec, codec, decode, encode, plain_bytes, pool_of
 from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES
 from kvarve.regions import HostRegion
-from kvarve.storage import Breaker, Storage, StorageUsage, Tiers
-from kvarve.storage.base import check_batch, check_pieces
+from kvarve.storage import Breaker, Storage, Tiers
+from kvarve.storage.base import Around, check_batch, check_pieces
 from kvarve.storage.urls import StorageUrl
 
 log = logging.getLogger(__name__)
@@ -72,13 +72,15 @@ class Pool:
     encoded: float = 0.0  # of `encoding.bytes`, what came out
 
 
-class Compressed(Storage):
+class Compressed(Around):
     """`inner`, in which records are stored as `compress` says: "zstd" or "lz4", where that saves space; "auto", with
-    zstd and where that saves time; "no". `pools` by name; `counts` what could not be expanded."""
+    zstd and where that saves time; "no". `pools` by name; `counts` what could not be expanded. `usage` counts the bytes
+    that records take in `inner`."""
 
     def __init__(self, inner: Storage, compress: str = OFF, *, clock: Callable[[], float] = time.perf_counter) -> None:
         """ConfigError: the library that `compress` takes is missing."""
-        self.inner, self.compress = inner, compress
+        super().__init__(inner)
+        self.compress = compress
         self._codec: Codec | None = None if compress == OFF else codec("zstd" if compress == AUTO else compress)
         self._clock = clock
         self._buffers = _Buffers(inner.register)
@@ -109,30 +111,6 @@ class Compressed(Storage):
             if size is not None and size != view.nbytes:
                 sizes[i] = self._expanded(names[i], view, size)
         return sizes
-
-    # --- those that do not
-
-    def exists(self, names: Sequence[str]) -> list[bool]:
-        return self.inner.exists(names)
-
-    def touch(self, names: Sequence[str]) -> None:
-        self.inner.touch(names)
-
-    def delete(self, names: Sequence[str]) -> list[bool]:
-        return self.inner.delete(names)
-
-    def drop(self, group: str | None = None) -> int:
-        return self.inner.drop(group)
-
-    def usage(self) -> StorageUsage:
-        """Of the storage itself: what is encoded counts as many bytes as it takes there."""
-        return self.inner.usage()
-
-    def register(self, region: HostRegion) -> None:
-        self.inner.register(region)
-
-    def close(self) -> None:
-        self.inner.close()
 
     # --- put
 

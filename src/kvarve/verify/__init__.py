@@ -30,11 +30,11 @@ from kvarve.verify.paths import PATHS
 from kvarve.verify.plan import Plan
 from kvarve.verify.prover import Prover
 from kvarve.verify.report import Path, ProofReport
-from kvarve.verify.serving import answers, together
+from kvarve.verify.serving import answers, rounded, together
 from kvarve.worker import check
 
 LOG = logging.getLogger("kvarve")
-STEPS = (*PATHS, together, answers, damages)
+STEPS = {"exact": (*PATHS, together, answers, damages), "rounded": (rounded, damages)}  # by --hits
 
 
 def main(options: Verify) -> int:
@@ -60,7 +60,7 @@ def main(options: Verify) -> int:
         seed=options.seed,
         quick=options.quick,
     )
-    report = prove(model, plan, options.storage, console)
+    report = prove(model, plan, options.storage, console, options.hits)
     report.seconds = time.perf_counter() - start
     for table in report.tables():
         console.print(table)
@@ -81,9 +81,10 @@ def main(options: Verify) -> int:
     return 0 if report.ok else 1
 
 
-def prove(model: LoadedModel, plan: Plan, storage: str | None, console: Console) -> ProofReport:
-    """Run every path and every damage. ConfigError or StorageError for a storage or a size that cannot be used."""
-    report = ProofReport(_about(model, plan))
+def prove(model: LoadedModel, plan: Plan, storage: str | None, console: Console, hits: str = "exact") -> ProofReport:
+    """Run every path and every damage; with rounded hits their effect instead of the paths. ConfigError or StorageError
+    for a storage or a size that cannot be used."""
+    report = ProofReport(_about(model, plan, hits))
     if not plan.leaves_windows:
         report.notes.append(
             f"prompts of {plan.longest} tokens never leave the window of some layers: with --tokens "
@@ -98,7 +99,7 @@ def prove(model: LoadedModel, plan: Plan, storage: str | None, console: Console)
         else:
             url = storage
             undo.callback(lambda: _clear(model, url, prover.written))
-        tick, advance = undo.enter_context(_progress(console, len(STEPS)))
+        tick, advance = undo.enter_context(_progress(console, len(STEPS[hits])))
         prover = Prover(model, plan, url, f"verify {secrets.token_hex(8)}", report, tick)
         try:
             check(model.identity, prover.config(), str(model.model.device))
@@ -107,13 +108,13 @@ def prove(model: LoadedModel, plan: Plan, storage: str | None, console: Console)
         with prover.store() as store:
             _check_room(model, plan, shown(url), store.usage())
         undo.enter_context(_listening(prover))
-        for step in STEPS:
+        for step in STEPS[hits]:
             step(prover)
             advance()
     return report
 
 
-def _about(model: LoadedModel, plan: Plan) -> dict[str, Any]:
+def _about(model: LoadedModel, plan: Plan, hits: str) -> dict[str, Any]:
     pools = [
         {"name": pool.name, "lookback": pool.lookback, "page_bytes": pool.payload_bytes} for pool in model.layout.pools
     ]
@@ -127,7 +128,8 @@ def _about(model: LoadedModel, plan: Plan) -> dict[str, Any]:
         "page_tokens": plan.page,
         "chunk_tokens": plan.chunk,
         "longest_prompt": plan.longest,
-        "shortest_hit": plan.chunk + 1,
+        "hits": hits,
+        "shortest_hit": (plan.chunk if hits == "exact" else plan.page) + 1,
         "decoded_tokens": plan.decode,
         "seed": plan.seed,
         "quick": plan.quick,
@@ -153,6 +155,13 @@ def _headline(report: ProofReport, model: LoadedModel) -> list[str]:
 def _verdict(report: ProofReport) -> str:
     compared = sum(path.compared for path in report.paths)
     requests = sum(path.requests for path in report.paths)
+    if report.ok and report.about["hits"] == "rounded":
+        assert report.rounding is not None
+        return (
+            f"[bold green]Measured[/bold green] in {report.seconds:.1f} s: {requests:,} requests, each resumed at the "
+            f"page at which it has to; rounding changes logits by up to {report.rounding.share:.2g} of the largest; "
+            f"{len(report.damages)} damages, every one noticed."
+        )
     if report.ok:
         return (
             f"[bold green]Proved[/bold green] in {report.seconds:.1f} s: {requests:,} requests, {compared:,} vectors "

@@ -1,4 +1,4 @@
-"""The prover's findings: rows of two tables, for people and as JSON. Plain data: no tensor, no cache."""
+"""The prover's findings: rows of tables, for people and as JSON. No cache is known here."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,6 +7,7 @@ from rich.table import Table
 
 from kvarve.model import Tier
 from kvarve.reports import plain_table
+from kvarve.verify.requests import Transcript, largest
 
 TIERS = tuple(tier.name.lower() for tier in Tier)
 SHOWN = 3  # of a path's troubles, in a terminal
@@ -60,11 +61,18 @@ class Damage:
 
 @dataclass
 class Rounding:
-    """The effect of resuming from decoded pages: the largest difference of two logits, which is no fault."""
+    """The effect of resuming from pages that were computed in other pieces: the largest difference of two logits, which
+    is no fault. `tokens`: those of the pages, `what` says how they were computed."""
 
-    decoded_tokens: int
+    what: str
+    tokens: int = 0
     difference: float = 0.0
     largest_logit: float = 0.0
+
+    def take(self, found: Transcript, expected: Transcript, at: int) -> None:
+        """Compare the logits after `at` tokens."""
+        self.difference = max(self.difference, largest(found, expected, [at]))
+        self.largest_logit = max(self.largest_logit, float(expected.logits[at].abs().max()))
 
     @property
     def share(self) -> float:
@@ -124,9 +132,10 @@ class ProofReport:
             damages.add_row(damage.pool, damage.what, damage.where, damage.check, damage.expected, was)
         if self.rounding is None:
             return [paths, damages]
-        kept, by = plain_table("kept of answers", right=("logits differ by", "of the largest")), self.rounding
-        kept.add_row(f"{by.decoded_tokens} tokens", f"{by.difference:.2g}", f"{by.share:.2g}")
-        return [paths, kept, damages]
+        by = self.rounding
+        rounded = plain_table(by.what, right=("logits differ by", "of the largest"))
+        rounded.add_row(f"{by.tokens:,} tokens", f"{by.difference:.2g}", f"{by.share:.2g}")
+        return [paths, rounded, damages]
 
     def troubles(self) -> list[str]:
         """The troubles, a line each, the first few of each row."""

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from kvarve.engine.engine import Engine
-from kvarve.engine.model import LoadedModel, keeping_answers
+from kvarve.engine.model import LoadedModel, keeping_answers, with_rounded_hits
 from kvarve.engine.requests import Finish, Request, Sampling, TokenUsage
 from kvarve.verify.plan import TURNS
 from kvarve.verify.prover import Prover
 from kvarve.verify.report import Rounding
-from kvarve.verify.requests import Stuck, Transcript, Uncached, largest
+from kvarve.verify.requests import Stuck, Transcript, Uncached
 
 ANSWER_S = 600.0  # between two tokens of one request, while others are computed
 LEAVES_AFTER = 2  # tokens
@@ -94,16 +94,16 @@ def together(prover: Prover) -> None:
             for (prompt, _), (found, usage) in zip(questions, ask(questions, leaves), strict=True):
                 # The first request computes the shared prefix for the others, so hits are certain only the second time.
                 known = plan.full(len(prompt)) if leaves is None else None
-                prover.compare(prompt, found, uncached(prompt), usage[2:], known)
+                prover.compare(prompt, found, uncached(prompt), usage.tiers, known)
         prompt = [*crossing[0], *uncached(crossing[0]).tokens]
         ((found, usage),) = ask([(prompt, plan.decode)], None)
         known = len(crossing[0]) // plan.chunk * plan.chunk  # of the prompt alone
-        prover.compare(prompt, found, prover.uncached(prompt), usage[2:], known, "the next turn")
+        prover.compare(prompt, found, prover.uncached(prompt), usage.tiers, known, "the next turn")
         # Pages that the first computes in a whole chunk are not shared with the second, which has half of that chunk.
         for tokens in (plan.whole + 1, plan.whole - plan.chunk // 2 + 1):
             prompt = plan.prompt(tokens, 506)
             ((found, usage),) = ask([(prompt, plan.decode)], None)
-            prover.compare(prompt, found, prover.uncached(prompt), usage[2:], None, "half of another's chunk")
+            prover.compare(prompt, found, prover.uncached(prompt), usage.tiers, None, "half of another's chunk")
 
 
 def answers(prover: Prover) -> None:
@@ -120,18 +120,41 @@ def answers(prover: Prover) -> None:
     ):
         first = ask([(prompt, plan.whole + 1 - len(prompt)) for prompt in prompts], None)
         for prompt, (_, usage) in zip(prompts, first, strict=True):
-            prover.count(prompt, usage[2:])
+            prover.count(prompt, usage.tiers)
         tails = [plan.prompt(plan.longest - plan.whole - 1, 610 + number) for number in range(TALKS)]
         turns = [[*prompt, *said.tokens, *tail] for prompt, (said, _), tail in zip(prompts, first, tails, strict=True)]
-        found = Rounding(decoded_tokens=sum(plan.whole - len(prompt) for prompt in prompts))
+        found = Rounding("kept of answers", sum(plan.whole - len(prompt) for prompt in prompts))
         for prompt, (second, usage) in zip(turns, ask([(turn, 1) for turn in turns], None), strict=True):
             expected, at = prover.uncached(prompt), len(prompt)
-            prover.count(prompt, usage[2:])
+            prover.count(prompt, usage.tiers)
             if usage.cached != plan.whole:
                 row.troubles.append(
                     f"the second turn resumed after {usage.cached} tokens instead of {plan.whole}: the pages "
                     f"that the first answer decoded were not found"
                 )
-            found.difference = max(found.difference, largest(second, expected, [at]))
-            found.largest_logit = max(found.largest_logit, float(expected.logits[at].abs().max()))
+            found.take(second, expected, at)
+        prover.report.rounding = found
+
+
+def rounded(prover: Prover) -> None:
+    """Prompts that resume at every page: where, and how much their logits differ from those without a cache."""
+    plan, found = prover.plan, Rounding("hits rounded")
+    first, later = plan.prompt(plan.longest, 700), plan.chunk // 2 + 1
+    leaving = [[*first[:later], *plan.prompt(plan.longest - later, 701 + number)] for number in range(2)]
+    prompts = [plan.prompt(tokens, 710 + number) for number, tokens in enumerate(plan.lengths())]
+    asked: list[tuple[list[int], int | None]] = [(prompt, 0) for prompt in prompts]
+    asked += [(prompt, (len(prompt) - 1) // plan.page * plan.page) for prompt in prompts]
+    asked += [(first, 0), (leaving[0], None), (leaving[1], later // plan.page * plan.page)]
+    with (
+        prover.path("rounded", "the engine with --hits rounded: prompts resume at every page") as row,
+        _engine(prover, with_rounded_hits(prover.model), True) as ask,
+    ):
+        for prompt, resumes in asked:
+            ((said, usage),) = ask([(prompt, plan.decode)], None)
+            prover.count(prompt, usage.tiers)
+            row.compared += 1
+            if resumes is not None and usage.cached != resumes:
+                row.troubles.append(f"a prompt of {len(prompt)} tokens resumed after {usage.cached}, not {resumes}")
+            found.tokens += usage.cached
+            found.take(said, prover.uncached(prompt), len(prompt))
         prover.report.rounding = found

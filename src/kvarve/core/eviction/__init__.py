@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from kvarve.core.eviction.auto import Auto
 from kvarve.core.eviction.flops import Flops
 from kvarve.core.eviction.lfu import Lfu
 from kvarve.core.eviction.lru import Lru
@@ -16,6 +17,7 @@ ORDERS: dict[str, Callable[[OrderContext], Order]] = {
     "s3fifo": S3Fifo,
     "priority": Priority,
     "flops": Flops,
+    "auto": Auto,
 }
 
 

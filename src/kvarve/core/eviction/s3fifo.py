@@ -4,11 +4,10 @@ S3-FIFO (Yang et al., SOSP 2023): most pages are never used again, so they pass 
 evict used ones. A page that left the small queue lately and comes back goes to the main queue at once.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 
 from kvarve.core.eviction.order import Order, OrderContext
 from kvarve.core.tree import Run
-from kvarve.keys import KEY_BYTES
 
 SMALL_SHARE = 10  # a tenth of all runs stand in the small queue
 MOST_USES = 3  # how many uses count for another turn in the main queue
@@ -23,14 +22,16 @@ class S3Fifo(Order):
         self._main: deque[Run] = deque()
         self._proven: dict[Run, bool] = {}  # whether a run belongs in the main queue
         self._counted: dict[Run, int] = {}  # how many of its uses have been counted
-        self._ghosts: dict[bytes, None] = {}  # first keys of runs that left the small queue, oldest first
+        # Traces of the first pages of runs that left the small queue, oldest first: a dict would search for its oldest
+        # entry among those that it has lost.
+        self._ghosts: OrderedDict[int, None] = OrderedDict()
         self._last: Run | None = None  # the last victim: if it has more pages to evict, it stays next
         self._dead = 0
 
     def push(self, run: Run) -> None:
         if run not in self._proven:
-            self._proven[run] = run.keys[:KEY_BYTES] in self._ghosts
-            self._ghosts.pop(run.keys[:KEY_BYTES], None)
+            self._proven[run] = run.traces[0] in self._ghosts
+            self._ghosts.pop(run.traces[0], None)
             self._counted[run] = max(1, run.uses)  # computing it counts as its first use
         queue = self._main if self._proven[run] else self._small
         if run is self._last:
@@ -73,6 +74,6 @@ class S3Fifo(Order):
         return [*self._small, *self._main]
 
     def _remember(self, run: Run) -> None:
-        self._ghosts[run.keys[:KEY_BYTES]] = None
+        self._ghosts[run.traces[0]] = None
         while len(self._ghosts) > 16 + len(self._main) + len(self._small):
-            del self._ghosts[next(iter(self._ghosts))]
+            self._ghosts.popitem(last=False)

@@ -4,17 +4,20 @@ Every call holds the store's lock. One thread of the process at a time changes r
 processes leave them alone, changes the columns, publishes, and lets go. No object's bytes move here.
 """
 
+import itertools
 import logging
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from operator import not_
 
 import numpy as np
 
 from kvarve.errors import ConfigError, StorageError
+from kvarve.storage.base import group_of
 from kvarve.storage.file.changes import Changes
 from kvarve.storage.file.clock import CLOCK, Clock
 from kvarve.storage.file.disk import Disk
@@ -85,27 +88,30 @@ class Put:
     failed: dict[int, OSError] = field(default_factory=dict)
     moving: list[Future[OSError | None]] = field(default_factory=list)  # writes in flight
     slabs: set[Slab] = field(default_factory=set)  # with objects that it answers for and that may not be synced yet
+    seized: dict[int, list[RowAddress]] = field(default_factory=lambda: defaultdict(list))  # by slot bytes: next rows
     busy: set[Slab] = field(default_factory=set)  # slabs of which other processes are filling the last free rows
     contended: bool = False  # other processes had all rows, or removed a slab
+
+    def __post_init__(self) -> None:
+        self.sizes = [sum([view.nbytes for view in pieces]) for pieces in self.data]
 
     def begin_round(self) -> None:
         for of_round in (self.places, self.failed, self.moving, self.slabs, self.busy, self.of_group):
             of_round.clear()
         self.contended = False
 
-    def size_bytes(self, number: int) -> int:
-        return sum(view.nbytes for view in self.data[number])
-
-
-def group_of(name: str) -> str:
-    """The part of a name before the first "-": the group shares a quota."""
-    group, dash, _ = name.partition("-")
-    return group if dash else ""
-
 
 def number_of(group: str) -> int:
     """A group's number in a column; for two groups with one number the names decide."""
     return zlib.crc32(group.encode()) >> 1
+
+
+def _adjacent(rows: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Rows as runs: the first of each, and how many."""
+    ordered = sorted(rows)
+    begins = [i for i, row in enumerate(ordered) if not i or ordered[i - 1] != row - 1]
+    for begin, end in itertools.pairwise([*begins, len(ordered)]):
+        yield ordered[begin], end - begin
 
 
 class Index:
@@ -336,15 +342,21 @@ class Index:
     def seize(self, slab: Slab, row: int) -> bool:
         """Keep other processes from a row until `release`, or until its change is published. False: another process has
         seized it, a call of this one has, or its entry is another one now and has been read."""
-        if row in self.held.get(slab, ()) or not slab.lock(row):
-            return False
-        self.held.setdefault(slab, set()).add(row)
-        with suppress(OSError):  # it is unreadable now
-            if slab.is_as_known(row):
-                return True
-        self._let_go(slab, [row])
-        self._read(slab, row, row + 1)
-        return False
+        return row not in self.held.get(slab, ()) and bool(self._seize(slab, row, 1))
+
+    def _seize(self, slab: Slab, first: int, count: int) -> list[int]:
+        """Seize adjacent rows, those that can be."""
+        rows = range(first, first + count)
+        if not slab.lock(first, count):
+            return [row for row in rows if count > 1 and self._seize(slab, row, 1)]
+        self.held.setdefault(slab, set()).update(rows)
+        known = [False] * count
+        with suppress(OSError):  # they are unreadable now
+            known = slab.are_as_known(first, count)
+        for row in itertools.compress(rows, map(not_, known)):
+            self._let_go(slab, [row])
+            self._read(slab, row, row + 1)
+        return [*itertools.compress(rows, known)]
 
     def confirm(self, place: RowAddress) -> bool:
         """Whether an object is in the table, whatever other processes have told; else its entry is read again."""
@@ -352,16 +364,19 @@ class Index:
         if row in self.held.get(slab, ()):
             return True
         with suppress(OSError):
-            if slab.is_as_known(row):
+            if all(slab.are_as_known(row, 1)):
                 return True
         self._read(slab, row, row + 1)
         return False
 
     def release(self, places: Iterable[RowAddress]) -> None:
         """Let go of these rows; those that were to be filled are FREE."""
+        by_slab = defaultdict[Slab, list[int]](list)
         for slab, row in places:
             if row in self.held.get(slab, ()):
-                self._let_go(slab, [row])
+                by_slab[slab].append(row)
+        for slab, rows in by_slab.items():
+            self._let_go(slab, rows)
 
     def retire(self, places: Iterable[RowAddress]) -> None:
         """Leave rows alone whose slots could not be written or read: FREE in the table, and not filled by this process
@@ -372,13 +387,16 @@ class Index:
 
     def _let_go(self, slab: Slab, rows: Iterable[int]) -> None:
         held = self.held.get(slab, set())
-        for row in rows:
-            held.discard(row)
-            if slab.state[row] == RESERVED:
-                slab.state[row] = FREE
-            slab.unlock(row)
-            if slab.state[row] == FREE:
-                self._is_free(slab, row)
+        for first, count in _adjacent(rows):
+            some = range(first, first + count)
+            held.difference_update(some)
+            for row in some:
+                if slab.state[row] == RESERVED:
+                    slab.state[row] = FREE
+            slab.unlock(first, count)
+            for row in some:
+                if slab.state[row] == FREE:
+                    self._is_free(slab, row)
         if not held:
             self.held.pop(slab, None)
 
@@ -389,9 +407,13 @@ class Index:
 
     def drop(self, slab: Slab, row: int) -> None:
         """Drop the object of a seized row; the row becomes FREE."""
+        self.evict(slab, row)
+        self._is_free(slab, row)  # the same call may fill it
+
+    def evict(self, slab: Slab, row: int) -> None:
+        """Drop the object of a seized row that is filled at once."""
         self._unlist(slab, row)
         self._set(slab, row, FREE)
-        self._is_free(slab, row)  # the same call may fill it
 
     def keep(self, slab: Slab, row: int, name: str, length: int, now_ns: int) -> None:
         """A seized row has been filled: it is STORED."""
@@ -469,18 +491,27 @@ class Index:
         """The slots of a group's objects; counted where there is a quota."""
         return self._of_group.get(group, 0)
 
-    def free_row(self, put: Put, slot_bytes: int) -> RowAddress | None:
-        """Seize a free row of a class; None if there is none, or other processes are filling all."""
+    def free_row(self, put: Put, slot_bytes: int, count: int) -> RowAddress | None:
+        """Seize a free row of a class; None if there is none, or other processes are filling all. Up to `count` rows
+        are seized at once, as one takes nearly as long; the others are the next ones of this put."""
+        if put.seized[slot_bytes]:
+            return put.seized[slot_bytes].pop()
         if slot_bytes in self._taken:
             return None
         for slab in [*self.slabs.values()]:
             if slab.shape.slot_bytes != slot_bytes or slab in put.busy or (put.low and not slab.is_solid()):
                 continue
             busy = False
-            while (row := slab.take_free()) is not None:
-                if row in self.held.get(slab, ()) or self.seize(slab, row):  # it was dropped by this call
-                    return slab, row
-                busy |= slab.state[row] == FREE
+            while rows := slab.take_free(count):
+                held = self.held.get(slab, ())  # dropped by this call
+                seized = [row for row in rows if row in held]
+                for first, length in _adjacent(row for row in rows if row not in held):
+                    seized += self._seize(slab, first, length)
+                slab.state[seized] = RESERVED
+                put.seized[slot_bytes] = [(slab, row) for row in sorted(seized, reverse=True)]
+                if seized:
+                    return put.seized[slot_bytes].pop()
+                busy |= bool((slab.state[rows] == FREE).any())
             if busy:
                 put.busy.add(slab)
                 put.contended = True

@@ -14,15 +14,16 @@ from pathlib import Path
 
 import numpy as np
 
+from kvarve.storage.base import group_of
 from kvarve.storage.file.clock import CLOCK, read_clock
 from kvarve.storage.file.disk import Directory, Disk, NotOurs
 from kvarve.storage.file.folder import (
     Folder,
+    Medium,
     bytes_of_model,
     check_folder,
     checked_path,
     known_models,
-    medium,
     model_name,
     opened_read_only,
     remove_model,
@@ -30,7 +31,6 @@ from kvarve.storage.file.folder import (
     slab_name,
     slab_numbers,
 )
-from kvarve.storage.file.index import group_of
 from kvarve.storage.file.processes import is_in_use
 from kvarve.storage.file.slabs import Broken, RowSpan, Slab, states_of
 from kvarve.storage.file.storage import FileStorage
@@ -228,7 +228,7 @@ def opened(
 def drop_model(directory: str | os.PathLike[str], model: Model, why: str, *, shared: bool = False) -> bool:
     """Remove a model from a folder; False, and nothing is removed, while a process has it open."""
     path, disk = check_folder(directory, None, model.label, model.description, shared=shared), Disk()
-    with medium(path):
+    with Medium(path):
         store = Folder(disk, path, model.label, model.description, make=False)
         try:
             with store.mutex(), disk.closing(disk.enter_below(store.root, model.folder.parent.name)) as folders:

@@ -16,10 +16,11 @@ from contextlib import contextmanager, suppress
 import numpy as np
 
 from kvarve.errors import StorageError
+from kvarve.storage.base import group_of
 from kvarve.storage.file.disk import NotOurs
 from kvarve.storage.file.folder import LINE_BYTES, SLABS, slab_name, slab_numbers, spare_bytes
 from kvarve.storage.file.idle_models import IdleModels, Offer
-from kvarve.storage.file.index import SECOND_NS, Index, Put, RowAddress, group_of, number_of
+from kvarve.storage.file.index import SECOND_NS, Index, Put, RowAddress, number_of
 from kvarve.storage.file.orders import EvictionQueue, LastUse, coldest
 from kvarve.storage.file.slabs import Broken, Slab, unlink
 from kvarve.storage.file.table import MOST_USES, STORED, Shape, slot_bytes_for
@@ -66,10 +67,10 @@ class SlabAllocator:
             index.publish(self._lock)
         return now_ns
 
-    def reserve(self, put: Put, number: int) -> bool:
+    def reserve(self, put: Put, number: int, left: int) -> bool:
         """Reserve a row for an object of a put: a free one, one of a new slab, or that of an object that is evicted.
-        False: there is no space for it."""
-        index, slot_bytes = self._index, slot_bytes_for(put.size_bytes(number))
+        False: there is no space for it. `left`: how many objects still need a row, with this one."""
+        index, slot_bytes = self._index, slot_bytes_for(put.sizes[number])
         group, quota = "", index.limits.quota_bytes
         if quota is not None:
             group = group_of(put.names[number])
@@ -82,7 +83,7 @@ class SlabAllocator:
                     return False
         while True:
             with self._lock:
-                place = None if put.full else index.free_row(put, slot_bytes)
+                place = None if put.full else index.free_row(put, slot_bytes, min(left, AT_ONCE))
                 grows = not place and not put.full and self._full_until.get(slot_bytes, 0) <= index.clock.now_ns()
                 if place is None and not grows:
                     place = self._evict(put, slot_bytes)
@@ -116,7 +117,7 @@ class SlabAllocator:
             # Also if another process used or changed it, as that is known now.
             queue.useful |= seized or victim.place(index.slabs) is None
             if seized:
-                index.drop(*place)
+                index.evict(*place)
                 index.evicted += 1
                 return place
             put.contended |= not elsewhere
@@ -314,7 +315,7 @@ class SlabAllocator:
 
     def remove(self, slab: Slab, why: str) -> bool:
         """Evict all objects of a slab, and remove it, with the mutex held. False: another process is filling it."""
-        if not slab.lock(None):
+        if not slab.lock_all():
             return False
         rows = np.flatnonzero(slab.state == STORED)
         for at in range(0, len(rows), AT_ONCE):  # there may be a hundred thousand of them
@@ -323,7 +324,7 @@ class SlabAllocator:
         try:
             self._index.remove(slab, self._lock)
         except BaseException:  # also on an interrupt
-            slab.unlock(None)
+            slab.unlock_all()
             raise
         with suppress(NotOurs):  # it has a second hard link: a user wants to keep it
             unlink(slab.disk, slab.folder, slab.number, why)

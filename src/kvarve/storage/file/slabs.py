@@ -224,9 +224,13 @@ class Slab:
             piece = raw[begin * ENTRY_BYTES : end * ENTRY_BYTES]
             write_all(self.disk, self.table, [piece], self.shape.entry_at(int(at[begin])))
 
-    def is_as_known(self, row: int) -> bool:
-        """Whether the table holds the entry that the columns have. An entry that fails its check is as a free one."""
-        raw = self.disk.peek(self.table, ENTRY_BYTES, self.shape.entry_at(row))
+    def are_as_known(self, first: int, count: int) -> list[bool]:
+        """Whether the table holds the entries that the columns have, for adjacent rows."""
+        raw = self.disk.peek(self.table, count * ENTRY_BYTES, self.shape.entry_at(first))
+        return [self._is_as_known(first + i, raw[i * ENTRY_BYTES : (i + 1) * ENTRY_BYTES]) for i in range(count)]
+
+    def _is_as_known(self, row: int, raw: bytes) -> bool:
+        """An entry that fails its check is as a free one."""
         state = STORED if self.state[row] == DUPLICATE else int(self.state[row])
         if raw[STATE_AT : STATE_AT + 8] == state_word(state, int(self.generation[row])):
             return True
@@ -235,15 +239,19 @@ class Slab:
 
     # --- locks: another process that fills or changes a row has locked its slot; the kernel unlocks it if it dies
 
-    def lock(self, row: int | None) -> bool:
-        """Lock the slot of a row, or (None) the whole file. False: another process has some of it."""
-        return self.disk.lock_range(self.file, *self._slot(row))
+    def lock(self, first: int, count: int) -> bool:
+        """Lock the slots of adjacent rows. False: another process has some of them."""
+        return self.disk.lock_range(self.file, self.shape.slot_at(first), count * self.shape.slot_bytes)
 
-    def unlock(self, row: int | None) -> None:
-        self.disk.unlock_range(self.file, *self._slot(row))
+    def unlock(self, first: int, count: int) -> None:
+        self.disk.unlock_range(self.file, self.shape.slot_at(first), count * self.shape.slot_bytes)
 
-    def _slot(self, row: int | None) -> tuple[int, int]:
-        return (0, 0) if row is None else (self.shape.slot_at(row), self.shape.slot_bytes)
+    def lock_all(self) -> bool:
+        """Lock the whole file. False: another process has a slot of it."""
+        return self.disk.lock_range(self.file, 0, 0)
+
+    def unlock_all(self) -> None:
+        self.disk.unlock_range(self.file, 0, 0)
 
     def close(self) -> None:
         """Close its files, and with them its locks."""
@@ -258,15 +266,16 @@ class Slab:
         raw = self.disk.peek(self.table, STAMP.size, self.shape.entry_at(row) + USED_AT)
         return STAMP.unpack(raw) if len(raw) == STAMP.size else (0, 0)
 
-    def take_free(self) -> int | None:
-        """The first free row, if any; the caller sets its state at once."""
+    def take_free(self, count: int) -> list[int]:
+        """The first free rows, `count` at most; the caller sets their state at once."""
+        found = list[int]()
         while True:
-            while self.free:
+            while self.free and len(found) < count:
                 row = self.free.pop()
                 if self.state[row] == FREE:
-                    return row
-            if self.searched:
-                return None
+                    found.append(row)
+            if found or self.searched:
+                return sorted(set(found))
             self.free = np.flatnonzero(self.state == FREE)[::-1].tolist()
             self.searched = True  # from now on rows that become free are added
 

@@ -10,18 +10,20 @@ takes no lock: after a read, the reader checks that the row still holds the same
 """
 
 import errno
+import itertools
 import logging
 import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from operator import not_
 from pathlib import Path
 
 from kvarve.errors import StorageError
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_pieces, in_group
 from kvarve.storage.file.disk import Disk
-from kvarve.storage.file.folder import Folder, check_contents, check_folder, medium, tries
+from kvarve.storage.file.folder import Folder, Medium, check_contents, check_folder, tries
 from kvarve.storage.file.index import DEFAULT_THREADS, Index, Limits, Put, RowAddress, check_limits
 from kvarve.storage.file.slab_allocator import AT_ONCE, FULL, SlabAllocator
 from kvarve.storage.file.slabs import Mover, RowSpan, Slab
@@ -70,9 +72,10 @@ class FileStorage(Storage):
         self._capacity_bytes = None if for_maintenance else capacity_bytes
         self._shared = shared
         self._directory = self._checked(directory)
+        self._medium = Medium(self._directory)
         # To change rows a thread takes `_writing`, and `_lock` for moments. Readers need `_lock` alone, so it is not
-        # held during slow work.
-        self._writing, self._lock = threading.Lock(), threading.Lock()
+        # held during slow work. They wait for it with `_asking` held: see `_let_readers_in`.
+        self._writing, self._asking, self._lock = threading.Lock(), threading.Lock(), threading.Lock()
         self._saved_ns = 0
         self._mover = Mover(threads, self._lock, self._require_open)
         self._open = False
@@ -86,7 +89,7 @@ class FileStorage(Storage):
 
     def _enter(self, *, make: bool) -> None:
         """Open the folder for this process."""
-        with ExitStack() as undo, medium(self._directory):
+        with ExitStack() as undo, self._medium:
             folder = Folder(self._disk, self._directory, self._label, self._description, make=make)
             undo.callback(folder.close)
             with folder.mutex():
@@ -127,12 +130,9 @@ class FileStorage(Storage):
         an unmounted disk must not be written to.
         """
         left = self._folder
-        try:  # `medium`, inlined: it would double the time of this check
+        with self._medium:
             if left.is_in_place():
                 return
-        except OSError as error:
-            raise StorageError(f"{self._directory}: {error}") from error
-        with medium(self._directory):
             in_flight = self._disk.is_there(str(left.model.path), left.model.identity)
         with self._writing:
             with self._lock:
@@ -160,10 +160,16 @@ class FileStorage(Storage):
     def _looking(self) -> Iterator[Index]:
         """The index with all changes so far, for moments."""
         self._require_in_place()
-        with self._lock, medium(self._directory):
+        with self._asking, self._lock, self._medium:
             self._require_open()
             self._index.refresh()
             yield self._index
+
+    def _let_readers_in(self) -> None:
+        """Between two moments with `_lock`: return when no reader waits for it. A thread that lets go of a lock and
+        takes it at once would keep it, however often it does so."""
+        with self._asking:
+            pass
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         with self._looking() as index:
@@ -174,7 +180,7 @@ class FileStorage(Storage):
                 now_ns = index.clock.now_ns()
                 found = [index.find(name, now_ns) is not None for name in names]
         if not all(found):
-            check_names(names)  # a stored object has a legal name
+            check_names([*itertools.compress(names, map(not_, found))])  # a stored object has a legal name
         return found
 
     def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
@@ -197,9 +203,9 @@ class FileStorage(Storage):
         if len(troubles) == len(pieces) and not any(piece.slab.answers() for piece in pieces):
             raise StorageError(f"{self._directory}: read 0 of {len(names)} objects: {troubles[pieces[0].number]}")
         used, gone = [], []
-        with medium(self._directory):
+        with self._medium:
             removed = {slab for slab in {piece.slab for piece in pieces} if slab.is_gone()}
-        with self._lock, medium(self._directory):
+        with self._asking, self._lock, self._medium:
             self._require_open()
             self._index.refresh()
             for piece, generation, size_bytes in zip(pieces, generations, sizes, strict=True):
@@ -274,7 +280,7 @@ class FileStorage(Storage):
         self._require_in_place()
         deleted: set[str] = set()
         left = [*dict.fromkeys(names)]
-        with medium(self._directory):
+        with self._medium:
             for _ in tries(self._directory):  # another process may be about to evict some of them
                 with self._changing():
                     left = self._delete(left, deleted)
@@ -321,7 +327,7 @@ class FileStorage(Storage):
     def collect(self) -> dict[str, int]:
         """Free expired objects, and damaged slabs; returns the objects and the bytes."""
         self._require_in_place()
-        with medium(self._directory), self._changing():
+        with self._medium, self._changing():
             with self._lock:
                 index, now_ns = self._index, self._index.clock.now_ns()
                 expired = index.expire(index.old(index.slabs.values(), now_ns), now_ns)
@@ -351,11 +357,20 @@ class FileStorage(Storage):
             now_ns = self._allocator.begin(put)
             for number in numbers:
                 put.answers[number] = self._is_there(put, put.names[number], now_ns)
-                if not put.answers[number]:
-                    self._allocator.reserve(put, number)
+            missing = [number for number in numbers if not put.answers[number]]
+            for at, number in enumerate(missing):
+                self._let_readers_in()
+                self._allocator.reserve(put, number, len(missing) - at)
+            self._release_seized(put)
             self._index.publish(self._lock)  # what was evicted is gone before it is overwritten
             with self._lock:
                 self._index.refresh()  # a slab may have been removed just before a row of it was seized
+
+    def _release_seized(self, put: Put) -> None:
+        """Let go of rows that were seized and not needed."""
+        with self._lock:
+            self._index.release(itertools.chain.from_iterable(put.seized.values()))
+        put.seized.clear()
 
     def _is_there(self, put: Put, name: str, now_ns: int) -> bool:
         """Whether an object is stored. If so, it counts as used, and this put keeps it; an expired one is dropped."""
@@ -409,7 +424,7 @@ class FileStorage(Storage):
                             put.slabs.add(there[0])
                             put.answers[number] = True
                         else:
-                            self._index.keep(slab, row, put.names[number], put.size_bytes(number), now_ns)
+                            self._index.keep(slab, row, put.names[number], put.sizes[number], now_ns)
                             put.kept.add(slab.number << 32 | row)
                             new.append((slab, row))
                             put.slabs.add(slab)
@@ -517,8 +532,9 @@ class FileStorage(Storage):
             except BaseException:  # also on an interrupt
                 with self._lock:
                     if put is not None:
-                        index.release(put.places.values())
+                        index.release([*put.places.values(), *itertools.chain.from_iterable(put.seized.values())])
                         put.places.clear()
+                        put.seized.clear()
                     index.revert()
                 raise
 
@@ -538,7 +554,8 @@ class FileStorage(Storage):
 
     def _leave_to_parent(self) -> None:
         """In a child after fork: the folder stays the parent's, and this process must not hold on to its locks."""
-        self._writing, self._lock = threading.Lock(), threading.Lock()  # a thread of the parent may have held them
+        # A thread of the parent may have held them.
+        self._writing, self._asking, self._lock = threading.Lock(), threading.Lock(), threading.Lock()
         self._mover.leave_to_parent()
         self._folder.abandon()
         if self._open:

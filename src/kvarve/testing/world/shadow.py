@@ -17,6 +17,7 @@ from kvarve.core.effects import Copy, Ended, Hurry, Transfer, Verified
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.outside import core_for
 from kvarve.core.prefetch import EVICTION_RETRIES
+from kvarve.core.reasons import HITS, Reason
 from kvarve.core.settings import CoreConfig
 from kvarve.core.tree import Run
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES, extend, pack, root_key
@@ -62,6 +63,10 @@ class Shadow:
         self._prompts: dict[int, list[bytes]] = {}  # by lease: the keys of its pages
         self._handed: dict[int, list[tuple[list[int], list[bytes]]]] = {}  # by lease and pool: slots, what is in them
         self._grown: dict[int, list[dict[int, int]]] = {}  # by lease and pool: room that is not published yet
+        self._reasons: dict[
+            int, dict[Reason, int]
+        ] = {}  # by lease: why its tokens were cached or not, once it was ready
+        self._met: set[bytes] = set()  # keys of all pages that have been in the tree
         self._stalled: Counter[int] = Counter()  # by lease: steps in which no copy was in flight
         self._failures, self._back_off_until = 0, 0.0  # stores that failed in a row, and the end of the back-off
         self._void_until = 0  # copies up to this one were for a detached storage, or one that was down
@@ -185,6 +190,8 @@ class Shadow:
         audit(self.core)
         for rank, core in enumerate(self.cores[1:], 1):
             assert not (what := differ(self.core, core)), f"rank {rank} differs from rank 0: {what}"
+        for lease in self.leases:
+            self._check_reasons(lease)  # before its input's pages count as met: it may have been ready before they came
         here = [*runs(self.core)]
         self._count(here)
         for run in here:
@@ -234,6 +241,25 @@ class Shadow:
                 transfers.start(effect)
         self.log += [each for each in effects if not isinstance(each, Hurry)]
 
+    def _check_reasons(self, lease: Lease) -> None:
+        """Every token of a lease's prompt has one reason, and always the same once it is ready."""
+        reasons = self._all(lease, lambda core, twin: core.explain(twin))
+        assert sum(reasons.values()) == lease.length and all(some > 0 for some in reasons.values())
+        if not lease.ready:
+            assert {*reasons} <= {Reason.NOT_READ}, "a lease that is not ready has read nothing"
+            return
+        pages = {reason: tokens // self.core.config.page_tokens for reason, tokens in reasons.items()}
+        hits = [pages.get(reason, 0) for reason in HITS]
+        assert hits == [*lease.from_tiers()] and sum(hits) == lease.boundary, (
+            "what is hit is what the lease resumed from"
+        )
+        if lease.number not in self._reasons:
+            self._reasons[lease.number] = reasons
+            self.seen.update([f"reason {reason.value}" for reason in reasons])
+            new = sum(key not in self._met for key in self._prompts[lease.number])
+            assert pages.get(Reason.NEVER_SEEN, 0) <= new, "what was never seen was never in memory"
+        assert reasons == self._reasons[lease.number], "what happens later changes no reason"
+
     def _sweep(self) -> None:
         """Mark the contents of free slots."""
         for place, slots in enumerate(self.core.slot_pools.free):
@@ -277,6 +303,7 @@ class Shadow:
             before, first = sha256(before + page).digest(), before
             assert self._truth.get(before) == (first, page), "what is in the tree stood in a prompt"
             keys.append(before)
+        self._met.update(keys)
         self._names[id(run)] = (run, run.tokens, b"".join(keys), above)
         return self._names[id(run)][2]
 

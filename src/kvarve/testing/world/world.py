@@ -162,7 +162,7 @@ class World(Shadow):
             self.hits = [had + more for had, more in zip(self.hits, lease.from_tiers(), strict=True)]
         self._all(lease, lambda core, twin: core.close(twin))
         self.leases.remove(lease)
-        for notes in (self._twins, self._prompts, self._handed, self._grown, self._stalled):
+        for notes in (self._twins, self._prompts, self._handed, self._grown, self._reasons, self._stalled):
             notes.pop(lease.number, None)
         self._check()
 

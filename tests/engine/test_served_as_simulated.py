@@ -1,0 +1,65 @@
+"""A server's hits on a trace are those that `kvarve simulate` says beforehand, with eviction and all."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvarve.config import CacheConfig
+from kvarve.core.policies import Policies
+from kvarve.engine.engine import Engine
+from kvarve.engine.model import LoadedModel, load_model
+from kvarve.engine.requests import Request, Sampling
+from kvarve.prefix_cache import PrefixCache
+from kvarve.simulate import SimulationConfig, replay
+from kvarve.testing.traces import conversations
+
+MODEL, BLOCK = "builtin:tiny-hybrid", 50  # tokens of a block: pages end elsewhere
+POINT = 0.01  # of the hit rate
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return load_model(MODEL)
+
+
+def prompts(requests: int) -> list[list[int]]:
+    """Conversations that grow and branch, as tokens of the tiny model."""
+    dice, found = random.Random(7), []
+    blocks: dict[int, list[int]] = {}
+    for row in conversations(requests, seed=11):
+        for each in row["hash_ids"]:
+            blocks.setdefault(each, [dice.randrange(1900) for _ in range(BLOCK)])
+        last = [dice.randrange(1900) for _ in range(dice.randrange(1, BLOCK))]
+        found.append([token for each in row["hash_ids"] for token in blocks[each]] + last)
+    return found
+
+
+@pytest.mark.parametrize("eviction", ["lru", "auto"])
+@pytest.mark.parametrize(
+    ("requests", "device_mib", "host_mib"),
+    [(120, 3, 0), pytest.param(500, 5, 0, marks=pytest.mark.long), pytest.param(500, 5, 2, marks=pytest.mark.long)],
+)
+def test_a_server_hits_what_the_simulator_says(
+    model: LoadedModel, tmp_path: Path, requests: int, device_mib: int, host_mib: int, eviction: str
+) -> None:
+    asked, trace = prompts(requests), tmp_path / "trace.jsonl"
+    rows = ({"timestamp": 1000 * at, "tokens": tokens} for at, tokens in enumerate(asked))
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    memory, policies = (device_mib << 20, host_mib << 20), Policies(eviction=eviction)
+    config = SimulationConfig(*memory, model=MODEL, page_tokens=64, chunk_tokens=256, policies=policies)
+    simulated, unlimited = replay(trace, config), replay(trace, replace(config, device_memory=1 << 30))
+    engine = Engine(model, PrefixCache(model.identity, CacheConfig(*memory, None, policies))).start()
+    try:
+        cached = 0
+        for prompt in asked:
+            *_, last = engine.submit(Request(prompt, Sampling(1))).result()
+            assert last.usage is not None, last.error
+            cached += last.usage.cached
+    finally:
+        engine.shutdown()
+    served = cached / sum(map(len, asked))
+    assert 0.1 < simulated.hit_rate < unlimited.hit_rate - POINT, "memory is short"
+    assert abs(served - simulated.hit_rate) < POINT, f"served {served:.1%}, simulated {simulated.hit_rate:.1%}"

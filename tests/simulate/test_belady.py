@@ -1,0 +1,123 @@
+"""Belady's bound: nothing hits more, and where no prompt ends with a full page something hits as much."""
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+import pytest
+
+from kvarve.core.policies import Policies
+from kvarve.simulate import SimulationConfig, TraceRequest, replayed
+from kvarve.simulate.belady import Belady, most_pages
+from kvarve.simulate.sweep import COMPARED
+
+BLOCK = 4
+PAGE_BYTES = 4096  # what a host record is a multiple of
+
+
+def prompts(seed: int, requests: int, deepest: int = 4, ragged: bool = True) -> list[TraceRequest]:
+    """Prompts that go on from one another at random; each ends inside of a page, or, if not `ragged`, some with one."""
+    dice, known = random.Random(seed), [()]
+    found, fresh = [], iter(range(10**6))
+    for at in range(requests):
+        base = dice.choice(known)
+        ids = (*base[: dice.randint(0, len(base))], *(next(fresh) for _ in range(dice.randint(0, 2))))[:deepest]
+        known.append(ids)
+        again = ids or (next(fresh),)
+        extra = 1 if ragged else dice.choice((0, 1))
+        found.append(TraceRequest(1000.0 * at, len(again) * BLOCK + extra, 1, again))
+    return found
+
+
+def config(pages: int, **more: object) -> SimulationConfig:
+    kv = {"kv_bytes_per_token": PAGE_BYTES // BLOCK, "block_tokens": BLOCK, "page_tokens": BLOCK}
+    return SimulationConfig(pages * PAGE_BYTES, **kv | more)  # type: ignore[arg-type]
+
+
+def best_of_all(requests: Sequence[TraceRequest], pages: int) -> int:
+    """The most pages hit by any choice of what to keep after each request, by trying all of them."""
+    best = {frozenset[int](): 0}
+    for request in requests:
+        most = (request.input_length - 1) // BLOCK
+        after: dict[frozenset[int], int] = {}
+        for kept, hits in best.items():
+            here = next(
+                (at for at, page in enumerate(request.ids[:most]) if page not in kept), min(most, len(request.ids))
+            )
+            for choice in subsets([*kept.union(request.ids)], pages):
+                after[choice] = max(after.get(choice, 0), hits + here)
+        best = after
+    return max(best.values())
+
+
+def subsets(pages: list[int], most: int) -> Iterator[frozenset[int]]:
+    for size in range(min(most, len(pages)) + 1):
+        yield from map(frozenset, combinations(pages, size))
+
+
+@pytest.mark.parametrize("pages", [1, 2, 3])
+def test_the_bound_is_the_best_of_all_choices(pages: int) -> None:
+    for seed in range(40):
+        requests = prompts(seed, 7, deepest=3)
+        bound = Belady(requests, BLOCK, BLOCK).hit_tokens(pages)
+        assert bound == best_of_all(requests, pages) * BLOCK, f"seed {seed}"
+
+
+@pytest.mark.parametrize("pages", [1, 2, 3])
+def test_where_prompts_end_with_a_full_page_it_is_a_bound(pages: int) -> None:
+    for seed in range(40):
+        requests = prompts(seed, 7, deepest=3, ragged=False)
+        bound = Belady(requests, BLOCK, BLOCK).hit_tokens(pages)
+        assert bound >= best_of_all(requests, pages) * BLOCK, f"seed {seed}"
+
+
+@pytest.mark.parametrize("order", [*COMPARED, "priority"])
+def test_no_order_hits_more(order: str) -> None:
+    for seed in range(30):
+        requests = prompts(seed, 60, deepest=8, ragged=bool(seed % 2))
+        for pages in (2, 5, 12):
+            settings = config(pages, policies=Policies(eviction=order))
+            assert most_pages(settings) == pages
+            hit = sum(replayed(requests, settings).hit_tokens.values())
+            assert hit <= Belady(requests, BLOCK, BLOCK).hit_tokens(pages), f"seed {seed}, {pages} pages"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"host_memory": 8 * 8192},
+        {"host_memory": 8 * 8192, "storage_memory": 8 * 8192},
+        {"state_bytes": 5000},
+        {"state_bytes": 5000, "host_memory": 1 << 18},
+        {"window_tokens": 6, "window_bytes_per_token": 100, "state_bytes": 3000},
+        {"replicas": 3},
+        {"replicas": 2, "host_memory": 8 * 8192, "storage_memory": 20 * 8192, "routing": "random"},
+        {"chunk_tokens": 2 * BLOCK},
+    ],
+    ids=str,
+)
+def test_no_cache_with_the_same_bytes_hits_more(more: dict[str, object]) -> None:
+    for seed in range(30):
+        requests = prompts(seed, 80, deepest=8, ragged=bool(seed % 2))
+        settings = config(12, **more)
+        hit = sum(replayed(requests, settings).hit_tokens.values())
+        assert hit <= Belady(requests, BLOCK, BLOCK).hit_tokens(most_pages(settings)), f"seed {seed}"
+
+
+@pytest.mark.parametrize("page_tokens", [2, 6, 8])
+def test_pages_may_be_smaller_or_larger_than_blocks(page_tokens: int) -> None:
+    for seed in range(20):
+        requests = prompts(seed, 60, deepest=8)
+        for pages in (8, 20):
+            settings = config(pages, page_tokens=page_tokens, kv_bytes_per_token=PAGE_BYTES // page_tokens + 1)
+            settings = config(settings.device_memory // PAGE_BYTES + pages, page_tokens=page_tokens)
+            hit = sum(replayed(requests, settings).hit_tokens.values())
+            assert hit <= Belady(requests, BLOCK, page_tokens).hit_tokens(most_pages(settings)), f"seed {seed}"
+
+
+def test_with_room_for_everything_the_bound_is_what_was_seen_before() -> None:
+    requests = prompts(7, 200, deepest=20)
+    belady = Belady(requests, BLOCK, BLOCK)
+    seen = replayed(requests, config(belady.pages)).infinite_hit_tokens
+    assert belady.hit_tokens(belady.pages) == belady.hit_tokens(float("inf")) == seen > 0
+    assert belady.hit_tokens(0) == 0

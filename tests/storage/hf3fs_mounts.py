@@ -1,0 +1,125 @@
+"""Mounts of type fuse.hf3fs that are served by bindfs, a process of its own killed and stopped at will."""
+
+import os
+import shutil
+import signal
+import subprocess
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+from processes import stopped, until
+
+
+def require(tools: str, *programs: str) -> None:
+    """Skip where these programs cannot run; where they have to (KVARVE_TEST_HF3FS=1, as in CI), that is a failure."""
+    missing = [program for program in programs if shutil.which(program) is None]
+    problem = f"there is no {' and no '.join(missing)}" if missing else ""
+    problem = problem or ("" if os.geteuid() == 0 and Path("/dev/fuse").exists() else "nothing can be mounted")
+    if problem and os.environ.get("KVARVE_TEST_HF3FS") == "1":
+        pytest.fail(f"{tools} cannot be tested here: {problem}")
+    if problem:
+        pytest.skip(f"{tools} cannot be tested here: {problem}")
+
+
+def is_mounted(place: Path) -> bool:
+    return any(line.split()[4] == str(place) for line in Path("/proc/self/mountinfo").read_text().splitlines())
+
+
+class Bindfs:
+    """`source` seen at `mount`, through a process."""
+
+    def __init__(self, folder: Path) -> None:
+        require("a mount of 3FS", "bindfs")
+        self.source, self.mount = folder / "behind", folder / "mount"
+        for place in (self.source, self.mount):
+            place.mkdir(parents=True, exist_ok=True)
+        self.start()
+
+    def start(self) -> None:
+        words = ["bindfs", "-f", "-o", "fsname=hf3fs.test,subtype=hf3fs", str(self.source), str(self.mount)]
+        self.process = subprocess.Popen(words)
+        until(lambda: is_mounted(self.mount) or self.process.poll() is not None, "a mount")
+        assert self.process.poll() is None, "bindfs mounts nothing here"
+
+    def kill(self) -> None:
+        """What is asked of the mount from now on, and is under way, is ENOTCONN."""
+        self.process.kill()
+        self.process.wait()
+
+    def again(self) -> None:
+        """Mount it anew, after `kill`."""
+        self._unmount()
+        self.start()
+
+    def stopped(self) -> AbstractContextManager[None]:
+        """What is asked of the mount hangs."""
+        return stopped(self.process.pid)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+        self.process.wait()
+        self._unmount()
+
+    def _unmount(self) -> None:
+        if is_mounted(self.mount):
+            subprocess.run(["umount", "-l", str(self.mount)], check=True)
+
+
+class Gluster:
+    """A GlusterFS volume of one brick, both processes of our own, joined by a Unix socket: no network is used."""
+
+    def __init__(self, folder: Path) -> None:
+        require("GlusterFS", "glusterfsd", "glusterfs")
+        self.folder, self.mount = folder, folder / "mount"
+        for place in (self.mount, folder / "brick"):
+            place.mkdir(parents=True, exist_ok=True)
+        socket = ("transport-type socket", "transport.address-family unix")
+        listens, connects = (f"transport.socket.{what}-path {folder}/s" for what in ("listen", "connect"))
+        self._volume(
+            "brick",
+            ("posix", "storage/posix", f"directory {folder}/brick"),
+            ("locks", "features/locks"),
+            ("brick", "performance/io-threads"),
+            ("server", "protocol/server", *socket, listens, "auth.addr.brick.allow *"),
+        )
+        client = (*socket, connects, "remote-host localhost", "remote-subvolume brick", "ping-timeout 5")
+        self._volume("client", ("client", "protocol/client", *client), ("late", "performance/write-behind"))
+        self.brick = self._started("glusterfsd", "brick")
+        self.client = self._started("glusterfs", "client", str(self.mount))
+        until(lambda: is_mounted(self.mount) or self.client.poll() is not None, "a mount")
+        until(self.answers, "a volume that answers")
+
+    def _volume(self, name: str, *layers: tuple[str, ...]) -> None:
+        text, below = "", ""
+        for layer, kind, *options in layers:
+            told = "".join(f"  option {option}\n" for option in options)
+            text += f"volume {layer}\n  type {kind}\n{told}{below}end-volume\n"
+            below = f"  subvolumes {layer}\n"
+        (self.folder / f"{name}.vol").write_text(text)
+
+    def _started(self, program: str, name: str, *words: str) -> "subprocess.Popen[bytes]":
+        files = ("-f", str(self.folder / f"{name}.vol"), "-l", str(self.folder / f"{name}.log"))
+        return subprocess.Popen([program, "-N", *files, *words])
+
+    def answers(self) -> bool:
+        """Asked by another process: the first question to a volume without a brick may hang."""
+        asked = subprocess.run(["timeout", "5", "ls", str(self.mount)], capture_output=True, check=False)
+        return asked.returncode == 0
+
+    def kill_brick(self) -> None:
+        self.brick.kill()
+        self.brick.wait()
+
+    def brick_again(self) -> None:
+        self.brick = self._started("glusterfsd", "brick")
+        until(self.answers, "a volume that answers")
+
+    def close(self) -> None:
+        for process in (self.client, self.brick):
+            process.kill()
+            process.wait()
+        if is_mounted(self.mount):
+            subprocess.run(["umount", "-l", str(self.mount)], check=True)

@@ -1,0 +1,90 @@
+"""Stores on 3FS for tests: a folder, metadata in this process whose clock is ours, and an engine. No tests here."""
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvarve.storage.file.disk import Disk
+from kvarve.storage.hf3fs.backend import Settings, open_hf3fs
+from kvarve.storage.hf3fs.metadata.memory import named_table
+from kvarve.storage.hf3fs.storage import Hf3fsStorage
+from kvarve.testing.suite import LABEL
+
+
+class Clock:
+    """Stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = time.monotonic() + 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+SLOT_BYTES = 8192  # of an object of up to 4,096 bytes
+CAPACITY_BYTES = 64 << 20
+_numbers = itertools.count()
+
+
+class Stores:
+    """Opens storages in folders below one, each folder with metadata of its own, and closes them."""
+
+    def __init__(self, folder: Path, library: Any = None) -> None:
+        self.folder, self.library, self._number = folder, library, next(_numbers)
+        self.clock = Clock()
+        self.opened: list[Hf3fsStorage] = []
+
+    def settings(self, place: str = "here", capacity_bytes: int = CAPACITY_BYTES, **more: Any) -> Settings:
+        given = {"quota_bytes": None, "engine": "posix", "threads": 4, "metadata": f"memory:{self.name(place)}"}
+        return Settings(self.folder / place, capacity_bytes, **(given | more))
+
+    def name(self, place: str = "here") -> str:
+        return f"{self._number}-{place}"
+
+    def table(self, place: str = "here") -> Any:
+        """What the metadata of a place decides by, and its lock and clock."""
+        return named_table(self.name(place), CAPACITY_BYTES, None)
+
+    def stop_the_clock(self, place: str = "here") -> Clock:
+        """From now on the metadata's time is ours."""
+        self.table(place).clock = self.clock
+        return self.clock
+
+    def open(
+        self,
+        *,
+        label: bytes = LABEL,
+        description: str = "model A",
+        capacity_bytes: int = CAPACITY_BYTES,
+        place: str = "here",
+        disk: Disk | None = None,
+        **more: Any,
+    ) -> Hf3fsStorage:
+        settings = self.settings(place, capacity_bytes, **more)
+        self.opened.append(open_hf3fs(settings, label, description, self.library, disk))
+        return self.opened[-1]
+
+    def slots(self, place: str = "here") -> Counter[int]:
+        """How many slots are reserved, committed and in quarantine."""
+        return Counter(entry.state for entry in self.table(place).table._entries())
+
+    def close(self) -> None:
+        for storage in self.opened:
+            storage.close()
+
+
+@contextmanager
+def stores_in(folder: Path, library: Any = None) -> Iterator[Stores]:
+    """`library`: of USRBIO; None: the POSIX engine."""
+    stores = Stores(folder, library)
+    try:
+        yield stores
+    finally:
+        stores.close()
+
+
+Make = Callable[..., Hf3fsStorage]

@@ -1,0 +1,210 @@
+"""Every awkward behaviour of USRBIO, and of the calls of a file system, with every kind of pool: no wrong byte, no slot
+that is lost for good, no engine that does not go on."""
+
+import errno
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hf3fs_pages import KINDS, Pages
+from hf3fs_stores import Stores, stores_in
+
+from kvarve.errors import StorageError
+from kvarve.storage import deadline
+from kvarve.storage.file.disk import Disk
+from kvarve.storage.hf3fs.metadata.table import COMMITTED, QUARANTINE_S, QUARANTINED, RESERVED
+from kvarve.storage.hf3fs.storage import Hf3fsStorage
+from kvarve.testing.usrbio import Emulator, Fate, Operation
+
+SOON_S, LONG_S = 0.1, 60.0
+in_place_and_copied = pytest.mark.parametrize(
+    "shared", [pytest.param(True, id="in place"), pytest.param(False, id="copied", marks=pytest.mark.long)]
+)
+every_kind = pytest.mark.parametrize("kind", KINDS)
+TORN = (Fate.SHORT, Fate.HOLE_MIDDLE, Fate.HOLE_END, Fate.ZEROS)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Emulator]:
+    daemon = Emulator(tmp_path, seed=7)
+    yield daemon
+    assert not daemon.misuse
+    assert not daemon.files, "every descriptor was unregistered"
+
+
+@pytest.fixture
+def stores(tmp_path: Path, daemon: Emulator) -> Iterator[Stores]:
+    with stores_in(tmp_path, daemon) as stores:
+        yield stores
+
+
+def some(fate: Fate, seed: int, *, read: bool) -> Callable[[Operation], Fate]:
+    """About a third of the operations of one direction end so."""
+    dice = random.Random(seed)
+    return lambda operation: fate if operation.read == read and dice.random() < 0.3 else Fate.DONE
+
+
+def opened(stores: Stores, pages: Pages) -> Hf3fsStorage:
+    storage = stores.open()
+    for arena in pages.arenas:
+        storage.register(arena.region)
+    stores.stop_the_clock()
+    return storage
+
+
+def all_is_well(stores: Stores, storage: Hf3fsStorage, pages: Pages) -> None:
+    """Every page can be written and read; when the quarantine is over, every slot is an object's or free."""
+    stores.clock.now += 1000.0
+    pages.restore()
+    assert storage.put(pages.names, pages.sources) == [True] * len(pages.names)
+    pages.blank()
+    assert pages.right(storage.get(pages.names, pages.targets)) == len(pages.names)
+    assert stores.slots() == {COMMITTED: len(pages.names)}
+    assert stores.table().table._pins == 0
+    assert storage.usage().objects == len(pages.names)
+
+
+@in_place_and_copied
+@pytest.mark.parametrize("fate", Fate, ids=lambda fate: fate.name)
+@every_kind
+def test_writes_that_go_wrong_cost_pages_and_never_a_byte(
+    stores: Stores, daemon: Emulator, kind: str, fate: Fate, shared: bool
+) -> None:
+    pages = Pages(kind, shared=shared)
+    storage = opened(stores, pages)
+    daemon.behave = some(fate, len(kind), read=False)
+    stored = 0
+    try:
+        with deadline(SOON_S if fate in (Fate.LATE, Fate.LOST) else LONG_S):
+            told = storage.put(pages.names, pages.sources)
+        stored = sum(told)
+        assert told == [True] * len(pages.names)
+        assert fate in (Fate.DONE, Fate.ZEROS)
+    except StorageError as error:
+        assert fate not in (Fate.DONE, Fate.ZEROS)
+        assert f"of {len(pages.names)} objects" in str(error)
+        assert stores.slots()[QUARANTINED] > 0
+    assert stores.slots()[RESERVED] == 0
+    daemon.behave = lambda _: Fate.DONE
+    pages.scribble()
+    daemon.release()  # late writes take what is there now
+    found = pages.right(storage.get(pages.names, pages.targets))
+    assert found == len(pages.names) if fate is Fate.DONE else found < len(pages.names)
+    assert found == stored - storage.counts["torn"] or fate not in (Fate.DONE, Fate.ZEROS)
+    all_is_well(stores, storage, pages)
+
+
+@in_place_and_copied
+@pytest.mark.parametrize("fate", [it for it in Fate if it not in (Fate.LATE, Fate.LOST)], ids=lambda fate: fate.name)
+@every_kind
+def test_reads_that_go_wrong_are_misses(stores: Stores, daemon: Emulator, kind: str, fate: Fate, shared: bool) -> None:
+    pages = Pages(kind, shared=shared)
+    storage = opened(stores, pages)
+    assert all(storage.put(pages.names, pages.sources))
+    daemon.behave = some(fate, len(kind), read=True)
+    found = pages.right(storage.get(pages.names, pages.targets))
+    assert found == len(pages.names) if fate is Fate.DONE else 0 < found < len(pages.names)
+    daemon.behave = lambda _: Fate.DONE
+    pages.blank()
+    # What the medium says that it does not have is forgotten; an error may pass.
+    again = pages.right(storage.get(pages.names, pages.targets))
+    assert again == (found if fate in TORN else len(pages.names))
+    assert storage.counts["torn"] == (len(pages.names) - found if fate in TORN else 0)
+    all_is_well(stores, storage, pages)
+
+
+@pytest.mark.parametrize("fate", [Fate.LATE, Fate.LOST], ids=lambda fate: fate.name)
+@every_kind
+def test_reads_through_memory_of_our_own_end_at_the_deadline_and_write_nothing_later(
+    stores: Stores, daemon: Emulator, kind: str, fate: Fate
+) -> None:
+    pages = Pages(kind, shared=False)
+    storage = opened(stores, pages)
+    assert all(storage.put(pages.names, pages.sources))
+    daemon.behave = lambda _: fate
+    with deadline(SOON_S), pytest.raises(StorageError, match="not answered in time"):
+        storage.get(pages.names, pages.targets)
+    assert stores.table().table._pins == len(pages.names), "the slots are not another's while they may be read"
+    daemon.behave = lambda _: Fate.DONE
+    daemon.release()
+    storage.exists(pages.names)
+    assert all(bytes(view) == b"." * view.nbytes for view in pages.targets)
+    all_is_well(stores, storage, pages)
+
+
+class BadDisk(Disk):
+    """Its reads and writes of slots fail as `behave` says: by an errno, by half of the bytes, or by "zeros"."""
+
+    def __init__(self) -> None:
+        self.behave: Callable[[str], int | str | None] = lambda _: None
+
+    def read(self, file: int, into: Sequence[memoryview], at: int) -> int:
+        how = self.behave("read")
+        if how == "zeros":
+            for view in into:
+                view[:] = bytes(view.nbytes)
+            return sum(view.nbytes for view in into)
+        if how == "half":
+            return super().read(file, [into[0][: into[0].nbytes // 2]], at) and 0
+        self._fail(how)
+        return super().read(file, into, at)
+
+    def write(self, file: int, data: Sequence[memoryview | bytes], at: int) -> int:
+        how = self.behave("write")
+        if how == "zeros":
+            return sum(map(len, data))
+        if how == "half":
+            super().write(file, [data[0]], at)
+            return 0
+        self._fail(how)
+        return super().write(file, data, at)
+
+    def sync(self, file: int) -> None:
+        self._fail(self.behave("sync"))
+        super().sync(file)
+
+    def _fail(self, how: int | str | None) -> None:
+        if isinstance(how, int):
+            raise OSError(how, errno.errorcode[how])
+
+
+def third(which: str, how: int | str) -> Callable[[str], int | str | None]:
+    dice = random.Random(11)
+    return lambda call: how if call == which and dice.random() < 0.3 else None
+
+
+@pytest.mark.parametrize("how", [errno.EIO, errno.ENOSPC, "half", "zeros"])
+@pytest.mark.parametrize("call", ["read", "write", "sync"])
+@every_kind
+def test_calls_of_the_file_system_that_fail_cost_pages_and_never_a_byte(
+    tmp_path: Path, kind: str, call: str, how: int | str
+) -> None:
+    pages, disk = Pages(kind, shared=False), BadDisk()
+    with stores_in(tmp_path) as stores:
+        storage = stores.open(disk=disk)
+        stores.stop_the_clock()
+        if call == "read":
+            assert all(storage.put(pages.names, pages.sources))
+        disk.behave = third(call, how)
+        with suppress(StorageError):
+            told = storage.put(pages.names, pages.sources)
+            assert all(told) or how == errno.ENOSPC
+        assert stores.slots()[RESERVED] == 0
+        assert pages.right(storage.get(pages.names, pages.targets)) <= len(pages.names)
+        disk.behave = lambda _: None
+        pages.blank()
+        pages.right(storage.get(pages.names, pages.targets))
+        all_is_well(stores, storage, pages)
+
+
+def test_a_full_disk_is_no_space_and_no_trouble(tmp_path: Path) -> None:
+    disk = BadDisk()
+    with stores_in(tmp_path) as stores:
+        storage = stores.open(disk=disk)
+        disk.behave = lambda call: errno.ENOSPC if call == "write" else None
+        assert storage.put(["a", "b"], [memoryview(b"1"), memoryview(b"2")]) == [False, False]
+        assert storage.counts == {"no space": 2}
+        assert stores.slots() == {QUARANTINED: 2}
+        assert QUARANTINE_S > 60

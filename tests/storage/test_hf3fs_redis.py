@@ -1,0 +1,207 @@
+"""Metadata in Redis servers that are killed, stopped, restarted empty, replaced, or not fit for it."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hf3fs_metadata_suite import LABEL, LONG_S, K, look, number, store, there
+from processes import until
+from redis_server import RedisServer, free_port
+
+from kvarve.errors import ConfigError, StorageError
+from kvarve.storage import deadline
+from kvarve.storage.hf3fs.metadata import STORE_FILE, Metadata, check_setting, open_metadata
+
+KEPT = ("--appendonly", "yes", "--appendfsync", "no")
+Opened = Callable[..., Metadata]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path / "redis", *KEPT)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Opened]:
+    everything = []
+    (tmp_path / "store").mkdir()
+
+    def make(setting: str, slots: int = 64) -> Metadata:
+        everything.append(open_metadata(setting, tmp_path / "store", LABEL, "A", slots * K, None))
+        return everything[-1]
+
+    yield make
+    for metadata in everything:
+        metadata.close()
+
+
+def test_a_server_that_is_killed_is_trouble_and_one_that_is_back_knows_what_was_committed(
+    server: RedisServer, opened: Opened
+) -> None:
+    metadata, request = opened(server.url()), number()
+    store(metadata, "a", "b")
+    (slot,) = metadata.reserve(request, ["c"], [K], LONG_S)
+    server.kill()
+    for call in (metadata.usage, lambda: metadata.exists(["a"]), lambda: store(metadata, "x")):
+        with pytest.raises(StorageError, match=r"redis\.sock"):
+            call()
+    with pytest.raises(StorageError):
+        opened(server.url())
+    server.start()
+    assert there(metadata, *"abc") == "a b"
+    assert metadata.commit(request, ["c"], [slot], [1]) == [True]
+    server.kill()
+    server.start()
+    assert metadata.commit(request, ["c"], [slot], [1]) == [True]
+    assert there(metadata, *"abc") == "a b c"
+
+
+def test_a_server_that_stands_still_costs_its_callers_their_deadline(server: RedisServer, opened: Opened) -> None:
+    metadata = opened(server.url())
+    store(metadata, "a")
+    with server.stopped():
+        for call in (metadata.usage, lambda: metadata.exists(["a"]), lambda: look(metadata, "a")):
+            with deadline(0.05), pytest.raises(StorageError, match=r"redis\.sock"):
+                call()
+    assert metadata.exists(["x", "a"]) == [False, True]
+
+
+def test_a_server_that_comes_back_empty_is_to_be_rebuilt(server: RedisServer, opened: Opened) -> None:
+    metadata = opened(server.url())
+    store(metadata, "a")
+    _, (slot,) = look(metadata, "a")
+    server.kill()
+    for path in sorted(server.folder.rglob("*"), reverse=True):
+        if "appendonly" in str(path) or path.suffix == ".rdb":
+            path.rmdir() if path.is_dir() else path.unlink()
+    server.start()
+    assert there(metadata, "a") == ""
+    builder = number()
+    assert metadata.rebuilding(builder, LONG_S)
+    assert metadata.adopt(["a"], [slot], [7]) == [True]
+    metadata.rebuilt(builder)
+    assert there(opened(server.url()), "a") == "a"
+
+
+def test_a_replica_that_takes_over_gives_no_epoch_again(tmp_path: Path, opened: Opened) -> None:
+    """It may know less than the server that has gone: commits are lost then, and their slots given under new epochs."""
+    port = free_port()
+    first = RedisServer(tmp_path / "first", *KEPT, "--repl-diskless-sync-delay", "0", port=port)
+    second = RedisServer(tmp_path / "second", *KEPT, port=free_port())
+    try:
+        url = f"redis://127.0.0.1:{port}"
+        metadata = opened(url, 8)
+        second.ask("REPLICAOF", "127.0.0.1", str(port))
+        until(lambda: "master_link_status:up" in second.ask("INFO", "replication"), "a replica")
+        store(metadata, "a")
+        slots = f"kvarve:hf3fs:{{{(tmp_path / 'store' / STORE_FILE).read_text().splitlines()[1]}}}:s"
+        until(lambda: second.ask("HLEN", slots) == ":1\r\n", "its copy")
+        with second.stopped():  # it falls behind
+            given = {slot.epoch for slot in metadata.reserve(number(), ["b", "c"], [K] * 2, LONG_S) if slot}
+            store(metadata, "d")
+            first.kill()
+        second.ask("REPLICAOF", "NO", "ONE")
+        second.ask("CONFIG", "SET", "port", str(port))
+        assert there(metadata, "a") == "a"
+        later = metadata.reserve(number(), ["e", "f", "g"], [K] * 3, LONG_S)
+        assert not {slot.epoch for slot in later if slot} & given
+    finally:
+        first.close()
+        second.close()
+
+
+def test_clients_side_by_side_never_have_one_slot(server: RedisServer, opened: Opened) -> None:
+    clients = [opened(server.url(), 400) for _ in range(3)]
+    seen, lock = set[tuple[int, int]](), threading.Lock()
+
+    def work(worker: int) -> None:
+        names = [f"w{worker}.{i}" for i in range(10)]
+        slots = clients[worker % 3].reserve(number(), names, [K] * 10, LONG_S)
+        with lock:
+            for slot in slots:
+                assert slot[:2] not in seen
+                seen.add(slot[:2])
+
+    with ThreadPoolExecutor(6) as pool:
+        [*pool.map(work, range(40))]
+    assert len(seen) == 400
+    assert clients[0].reserve(number(), ["more"], [K], LONG_S) == [False]
+
+
+def test_a_server_that_keeps_nothing_or_evicts_is_refused(tmp_path: Path, opened: Opened) -> None:
+    forgets = RedisServer(tmp_path / "forgets")
+    evicts = RedisServer(tmp_path / "evicts", *KEPT, "--maxmemory", "50mb", "--maxmemory-policy", "allkeys-lru")
+    try:
+        with pytest.raises(StorageError, match="appendonly yes"):
+            opened(forgets.url())
+        with pytest.raises(StorageError, match="maxmemory-policy noeviction"):
+            opened(evicts.url())
+        evicts.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
+        assert not opened(evicts.url()).exists(["a"])[0]
+    finally:
+        forgets.close()
+        evicts.close()
+
+
+def test_a_full_server_loses_nothing_and_does_calls_wholly_or_not(server: RedisServer, opened: Opened) -> None:
+    metadata = opened(server.url(), 100)
+    store(metadata, "a")
+    server.ask("CONFIG", "SET", "maxmemory", "1")
+    for at in range(20):
+        with suppress(StorageError):
+            store(metadata, f"n{at}")
+        with suppress(StorageError):
+            metadata.delete([f"n{at}"])
+    server.ask("CONFIG", "SET", "maxmemory", "0")
+    metadata.delete([f"n{at}" for at in range(20)])
+    assert all(store(metadata, *(f"m{at}" for at in range(79))))
+    assert there(metadata, "a") == "a"
+
+
+def test_a_password_comes_from_its_file_and_is_never_shown(tmp_path: Path, opened: Opened) -> None:
+    file = tmp_path / "password"
+    file.write_text("hunter2\n")
+    server = RedisServer(tmp_path / "redis", *KEPT)
+    try:
+        server.ask("CONFIG", "SET", "requirepass", "hunter2")
+        with pytest.raises(StorageError):
+            opened(server.url())
+        metadata = opened(server.url(f"?password_file={file}"))
+        assert store(metadata, "a") == [True]
+        file.write_text("hunter3\n")
+        with pytest.raises(StorageError) as told:
+            opened(server.url(f"?password_file={file}"))
+        assert "hunter" not in str(told.value)
+        file.unlink()
+        with pytest.raises(StorageError, match="cannot be read"):
+            opened(server.url(f"?password_file={file}"))
+        for path in (tmp_path / "store").iterdir():
+            assert "hunter" not in path.read_text()
+    finally:
+        os.kill(server.process.pid, 9)
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("redis://me:secret@host", "no password stands in a URL"),
+        ("redis://host?ttl=7d", "no ttl"),
+        ("redis://host?user=me", "password_file"),
+        ("redis://host?password_file=relative", "absolute path"),
+        ("redis://host?cluster=maybe", "yes or no"),
+        ("redis://", "where the server is"),
+        ("redis://host?capacity=1", "unknown parameter"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_told_and_shows_no_secret(setting: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as told:
+        check_setting(setting)
+    assert "secret" not in str(told.value)
+    assert "\n" not in str(told.value)

@@ -1,0 +1,313 @@
+"""USRBIO's rings: full, late, lost, dead, and used by many threads; and calls that hang when a storage is closed."""
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from pathlib import Path
+
+import pytest
+from hf3fs_stores import Stores, stores_in
+from processes import until
+
+from gates import Gate
+from kvarve.background import BackgroundCall
+from kvarve.errors import StorageError
+from kvarve.regions import HostRegion, shared_region
+from kvarve.storage import deadline
+from kvarve.storage.file.disk import Disk
+from kvarve.storage.hf3fs import storage as storage_module
+from kvarve.storage.hf3fs.engine_usrbio import LOST
+from kvarve.testing.suite import get, put
+from kvarve.testing.usrbio import Emulator, Fate, Operation
+
+SOON_S, LONG_S = 0.05, 60.0
+PAGE_BYTES = 20_480
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Emulator]:
+    daemon = Emulator(tmp_path, seed=3)
+    yield daemon
+    assert not daemon.misuse
+
+
+@pytest.fixture
+def stores(tmp_path: Path, daemon: Emulator) -> Iterator[Stores]:
+    with stores_in(tmp_path, daemon) as stores:
+        yield stores
+
+
+def pages(region: HostRegion) -> list[memoryview]:
+    return [region.memory[at : at + PAGE_BYTES] for at in range(0, region.size_bytes, PAGE_BYTES)]
+
+
+def filled(views: list[memoryview]) -> list[bytes]:
+    for number, view in enumerate(views):
+        view[:] = bytes([number + 1]) * view.nbytes
+    return [bytes(view) for view in views]
+
+
+def only(*, read: bool, fate: Fate) -> Callable[[Operation], Fate]:
+    return lambda operation: fate if operation.read == read else Fate.DONE
+
+
+def test_a_ring_of_few_entries_moves_a_large_call(stores: Stores, daemon: Emulator) -> None:
+    daemon.most_entries = 4  # of which three can be used
+    storage = stores.open()
+    names = [f"page-{i}" for i in range(40)]
+    data = [memoryview(bytes([i]) * (1 << i % 18)) for i in range(40)]
+    assert all(storage.put(names, data))
+    buffers = [memoryview(bytearray(view.nbytes)) for view in data]
+    assert storage.get(names, buffers) == [view.nbytes for view in data]
+    assert buffers == data
+
+
+def test_pages_in_shared_memory_are_moved_where_they_lie(stores: Stores, daemon: Emulator) -> None:
+    storage, region = stores.open(), shared_region(8 * PAGE_BYTES)
+    storage.register(region)
+    views, names = pages(region), [f"page-{i}" for i in range(8)]
+    wanted, moved = filled(views), list[int]()
+    daemon.behave = lambda operation: moved.append(operation.size) or Fate.DONE  # type: ignore[func-returns-value]
+    assert all(storage.put(names, views))
+    lent = daemon.lent
+    region.memory[:] = bytes(region.size_bytes)
+    assert storage.get(names[::-1], views) == [PAGE_BYTES] * 8
+    assert [bytes(view) for view in views] == wanted[::-1]
+    assert sorted(moved) == [4096] * 16 + [PAGE_BYTES] * 16, "a header, and the page in one piece"
+    assert daemon.lent - lent <= daemon.lent // 2, "another ring, and no second iovec of the region"
+    storage.close()
+    del storage, stores.opened[:], views
+    gc.collect()
+    assert daemon.lent == 0
+
+
+def test_pieces_of_which_some_are_in_shared_memory_are_one_object(stores: Stores) -> None:
+    storage, region = stores.open(), shared_region(4 * PAGE_BYTES)
+    storage.register(region)
+    views = pages(region)
+    wanted = filled(views)
+    pieces = [memoryview(b"header"), views[0], views[2], memoryview(b""), memoryview(b"between"), views[1]]
+    assert storage.put_pieces(["page"], [pieces]) == [True]
+    assert get(storage, "page") == b"header" + wanted[0] + wanted[2] + b"between" + wanted[1]
+
+
+def test_many_threads_share_few_rings_and_none_is_used_by_two(stores: Stores, daemon: Emulator) -> None:
+    storage = stores.open(threads=2)
+
+    def use(worker: int) -> None:
+        for turn in range(10):
+            name, data = f"page-{worker}-{turn}", bytes([worker * 10 + turn]) * 5000
+            assert put(storage, **{name: data}) == [True]
+            assert get(storage, name, 8192) == data
+
+    with ThreadPoolExecutor(8) as pool:
+        [*pool.map(use, range(8))]
+
+
+def test_a_read_into_a_callers_memory_does_not_return_while_something_may_be_written_there(
+    stores: Stores, daemon: Emulator
+) -> None:
+    storage, region = stores.open(), shared_region(2 * PAGE_BYTES)
+    storage.register(region)
+    views = pages(region)
+    wanted = filled(views)
+    assert all(storage.put(["a", "b"], views))
+    region.memory[:] = b"." * region.size_bytes
+    daemon.behave = only(read=True, fate=Fate.LATE)
+
+    def read() -> object:
+        with deadline(SOON_S):
+            return storage.get(["a", "b"], views)
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        until(lambda: daemon.held == 4, "a read that was asked for")
+        with pytest.raises(NotYet):
+            reading.result(5 * SOON_S)
+        daemon.release()
+        with pytest.raises(StorageError, match="in time"):
+            reading.result(LONG_S)
+    assert daemon.held == 0
+    daemon.behave = lambda _: Fate.DONE
+    assert storage.get(["a", "b"], views) == [PAGE_BYTES] * 2
+    assert [bytes(view) for view in views] == wanted
+
+
+def test_such_a_read_ends_when_the_daemon_has_ended(tmp_path: Path, daemon: Emulator) -> None:
+    class Gone(Disk):
+        gone = False
+
+        def space(self, folder: object) -> tuple[int, int]:
+            if self.gone:
+                raise OSError(107, "Transport endpoint is not connected")
+            return 1 << 40, 1 << 40
+
+    disk = Gone()
+    with stores_in(tmp_path, daemon) as stores:
+        storage, region = stores.open(disk=disk), shared_region(PAGE_BYTES)
+        storage.register(region)
+        assert all(storage.put(["a"], pages(region)))
+        daemon.behave = only(read=True, fate=Fate.LOST)
+        disk.gone = True
+        with deadline(SOON_S), pytest.raises(StorageError, match="in time"):
+            storage.get(["a"], pages(region))
+
+
+def test_a_late_write_finds_its_slot_in_quarantine_and_its_ring_is_used_again(stores: Stores, daemon: Emulator) -> None:
+    storage = stores.open(threads=1)
+    stores.stop_the_clock()
+    daemon.behave = only(read=False, fate=Fate.LATE)
+    with deadline(SOON_S), pytest.raises(StorageError, match="stored 0 of 1"):
+        put(storage, page=b"late")
+    engine = storage._engine
+    assert len(engine._lost) == 1
+    daemon.behave = lambda _: Fate.DONE
+    assert put(storage, page=b"in time") == [True], "by another ring"
+    assert get(storage, "page") == b"in time"
+    daemon.release()
+    until(lambda: put(storage, other=b"2") == [True] and not engine._lost, "a ring that is empty again")
+    assert get(storage, "page") == b"in time"
+
+
+def test_rings_that_never_answer_are_replaced_up_to_a_bound(stores: Stores, daemon: Emulator) -> None:
+    storage = stores.open(threads=2)
+    daemon.behave = only(read=False, fate=Fate.LOST)
+    for turn in range(LOST):
+        with deadline(SOON_S), pytest.raises(StorageError, match="in time"):
+            put(storage, **{f"page-{turn}": b"1"})
+    lent = daemon.lent
+    with pytest.raises(StorageError, match=f"{LOST} rings do not answer"):
+        put(storage, page=b"1")
+    assert daemon.lent == lent
+
+
+def test_a_daemon_that_has_ended_is_trouble_and_a_mount_that_is_back_is_used(
+    tmp_path: Path, daemon: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Remounted(Disk):
+        """Its folder has another identity after a mount."""
+
+        mounts = 0
+        gone = False
+
+        def is_there(self, path: str, identity: tuple[int, int]) -> bool:
+            return identity[0] == self.mounts
+
+        def _entered(self, *args: object) -> object:
+            found = super()._entered(*args)  # type: ignore[arg-type]
+            return type(found)(found.path, found.file, found.owner, (self.mounts, found.identity[1]))
+
+        def space(self, folder: object) -> tuple[int, int]:
+            if self.gone:
+                raise OSError(107, "Transport endpoint is not connected")
+            return 1 << 40, 1 << 40
+
+    disk = Remounted()
+    with stores_in(tmp_path, daemon) as stores:
+        storage, region = stores.open(disk=disk, threads=1), shared_region(2 * PAGE_BYTES)
+        storage.register(region)
+        views = pages(region)
+        wanted = filled(views)
+        assert all(storage.put(["a", "b"], views))
+        daemon.kill()
+        for _ in range(LOST):
+            with deadline(SOON_S), pytest.raises(StorageError):
+                put(storage, c=b"3")
+        daemon.alive, disk.mounts, disk.gone = True, 1, True
+        assert put(storage, c=b"3") == [True]
+        region.memory[:] = bytes(region.size_bytes)
+        assert storage.get(["a", "b"], views) == [PAGE_BYTES] * 2
+        assert [bytes(view) for view in views] == wanted
+
+
+def test_a_failed_sync_is_no_success(stores: Stores, daemon: Emulator) -> None:
+    storage = stores.open()
+    daemon.syncs_fail = True
+    with pytest.raises(StorageError, match="force_fsync"):
+        put(storage, page=b"1")
+    assert storage.exists(["page"]) == [False]
+
+
+# --- the end
+
+
+class Held(Disk):
+    """Its writes to slots wait for a gate, as on a mount that stands still."""
+
+    def __init__(self) -> None:
+        self.gate: Gate | None = None
+
+    def write(self, file: int, data: object, at: int) -> int:
+        if self.gate is not None:
+            self.gate()
+        return super().write(file, data, at)  # type: ignore[arg-type]
+
+
+def descriptors(folder: Path) -> list[Path]:
+    """What this process has open below a folder."""
+    found = []
+    for each in Path("/proc/self/fd").iterdir():
+        try:
+            found.append(each.readlink())
+        except OSError:
+            continue
+    return [path for path in found if path.is_relative_to(folder)]
+
+
+def test_a_close_under_a_call_that_hangs_ends_and_what_it_uses_is_closed_when_it_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_module, "CLOSE_S", SOON_S)
+    disk = Held()
+    with stores_in(tmp_path) as stores:
+        storage = stores.open(disk=disk)
+        disk.gate = Gate()
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(put, storage, page=b"1")
+            assert disk.gate.begun.wait(LONG_S)
+            storage.close()
+            assert descriptors(tmp_path), "they are in use"
+            with pytest.raises(StorageError, match="closed"):
+                storage.exists(["page"])
+            disk.gate.may_end.set()
+            assert writing.result(LONG_S) == [True]
+        disk.gate = None
+        storage.close()
+        gc.collect()
+        assert not descriptors(tmp_path)
+        assert get(stores.open(), "page") == b"1"
+
+
+def test_a_close_while_rings_are_late_ends_and_takes_nothing_back_that_is_in_use(
+    stores: Stores, daemon: Emulator
+) -> None:
+    storage, region = stores.open(), shared_region(PAGE_BYTES)
+    storage.register(region)
+    daemon.behave = only(read=False, fate=Fate.LATE)
+    with deadline(SOON_S), pytest.raises(StorageError):
+        storage.put(["page"], pages(region))
+    storage.close()
+    daemon.release()
+    assert get(stores.open(), "page") is None
+
+
+def test_a_child_that_was_forked_in_the_middle_of_a_call_is_told_so_and_does_not_wait_for_it(stores: Stores) -> None:
+    storage, parent = stores.open(), os.getpid()
+    with storage._lock:
+        storage._pid = parent + 1
+        asked = BackgroundCall("asks", lambda: storage.exists(["page"]))
+        with pytest.raises(StorageError, match="before a fork"):
+            asked.result(LONG_S)
+    storage._pid = parent
+
+
+def test_no_thread_is_left_when_a_storage_is_closed(stores: Stores) -> None:
+    storage = stores.open()
+    put(storage, page=b"1")
+    storage.close()
+    until(
+        lambda: not [it for it in threading.enumerate() if it.name.startswith("kvarve 3fs")], "the end of its threads"
+    )

@@ -1,0 +1,361 @@
+"""What a store on 3FS leaves in its folder: slots that say what they hold, and nothing that is not its own."""
+
+import errno
+import os
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from hf3fs_stores import Stores, stores_in
+from processes import until
+
+from kvarve.errors import ConfigError, StorageError
+from kvarve.storage import check_storage, open_storage
+from kvarve.storage.file.disk import Disk
+from kvarve.storage.hf3fs import storage as storage_module
+from kvarve.storage.hf3fs.metadata import Extent, Slot
+from kvarve.storage.hf3fs.metadata.memory import forget_table
+from kvarve.storage.hf3fs.slots import (
+    BLOCK_BYTES,
+    HEADER_BYTES,
+    Title,
+    digest,
+    extent_of,
+    file_name,
+    header,
+    owner_of,
+    read_header,
+    slot_bytes_for,
+)
+from kvarve.storage.hf3fs.storage import Hf3fsStorage
+from kvarve.storage.urls import allocate
+from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
+from kvarve.testing.usrbio import Emulator
+
+TITLE = Title(owner_of(LABEL), "tenant-page.kv", Slot(16384, (7 << 12) + 5, 99), 9000, digest([memoryview(b"1")]))
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[Stores]:
+    with stores_in(tmp_path) as stores:
+        yield stores
+
+
+def slots_file(stores: Stores, place: str = "here") -> Path:
+    """The one file of slots there is."""
+    (path,) = (stores.folder / place).glob("slots-*")
+    return path
+
+
+# --- a slot
+
+
+def test_a_header_is_read_as_it_was_written_and_no_other_bit_pattern_is_one() -> None:
+    raw = header(TITLE)
+    assert len(raw) == HEADER_BYTES <= BLOCK_BYTES
+    assert read_header(raw) == TITLE
+    for at in range(HEADER_BYTES):
+        for bit in range(8):
+            bad = bytearray(raw)
+            bad[at] ^= 1 << bit
+            assert read_header(bytes(bad)) is None, f"bit {bit} of byte {at}"
+    dice = random.Random(5)
+    for length in (0, 1, HEADER_BYTES - 1, HEADER_BYTES, BLOCK_BYTES):
+        assert read_header(raw[: min(length, HEADER_BYTES - 1)]) is None
+        assert read_header(dice.randbytes(length)) is None
+        assert read_header(bytes(length)) is None
+    assert read_header(raw + dice.randbytes(100)) == TITLE
+
+
+def test_a_header_that_claims_more_than_its_slot_has_is_none() -> None:
+    fits = TITLE._replace(size_bytes=16384 - BLOCK_BYTES)
+    assert read_header(header(fits)) == fits
+    assert read_header(header(fits._replace(size_bytes=fits.size_bytes + 1))) is None
+    assert read_header(header(TITLE._replace(name="../up"))) is None
+
+
+def test_a_slot_is_whole_blocks_and_at_most_a_32nd_larger_than_needed() -> None:
+    assert [slot_bytes_for(size) for size in (0, 1, 4096, 4097, 1 << 20)] == [4096, 8192, 8192, 12288, (33 << 15)]
+    dice = random.Random(5)
+    for _ in range(2000):
+        size = dice.randrange(1 << dice.randrange(1, 36))
+        slot = slot_bytes_for(size)
+        needed = size + BLOCK_BYTES
+        assert needed <= slot < needed + max(BLOCK_BYTES, needed / 32 + 1) and not slot % BLOCK_BYTES
+    pages = {slot_bytes_for(size) for size in range(700_000, 760_000, 100)}
+    assert len(pages) <= 5, "pages that were compressed to about one size share slots"
+
+
+@pytest.mark.parametrize("name", ["slots-8192-0x", "slots-8193-1", "slots-0-1", "slots-8192-01", "slots-8192", "store"])
+def test_a_file_of_another_name_holds_no_slots(name: str) -> None:
+    assert extent_of(name) is None
+    assert extent_of(file_name(Extent(8192, 12))) == Extent(8192, 12)
+
+
+# --- what a get makes of slots that are not as they were written
+
+
+def test_a_slot_of_another_object_label_or_time_is_a_miss_and_forgotten(stores: Stores) -> None:
+    storage, other = stores.open(), stores.open(label=OTHER_LABEL)
+    path = None
+    for change in ("another object", "another label", "an earlier time", "bytes", "zeros"):
+        assert put(storage, a=bytes(100), b=b"1" * 100) == [True, True]
+        assert put(other, a=bytes(100)) == [True]
+        entries = {(it.home.label, it.name): it for it in stores.table().table._entries()}
+        entry = entries[LABEL, "a"]
+        path = stores.folder / "here" / file_name(entry.slot.extent)
+        title = Title(owner_of(LABEL), "a", entry.slot, 100, digest([memoryview(bytes(100))]))
+        written = {
+            "another object": header(title._replace(name="b")),
+            "another label": header(title._replace(owner=owner_of(OTHER_LABEL))),
+            "an earlier time": header(title._replace(slot=entry.slot._replace(epoch=entry.slot.epoch - 1))),
+            "bytes": header(title).ljust(BLOCK_BYTES, b"\0") + b"x",
+            "zeros": bytes(8192),
+        }[change]
+        with path.open("r+b") as file:
+            file.seek(entry.slot.place * entry.slot.slot_bytes)
+            file.write(written)
+        assert get(storage, "a") is None, change
+        assert there(storage, "a", "b") == "b"
+        assert get(other, "a") == bytes(100)
+        assert put(storage, a=b"anew") == [True]
+        assert get(storage, "a") == b"anew"
+        assert storage.delete(["a", "b"]) == [True, True]
+    assert storage.counts["torn"] == 5
+
+
+@pytest.mark.parametrize("how", ["cut", "emptied", "removed"])
+def test_a_file_that_is_cut_or_gone_costs_its_objects(stores: Stores, how: str) -> None:
+    storage = stores.open()
+    put(storage, page=bytes(100))
+    path = slots_file(stores)
+    if how == "removed":
+        path.unlink()
+        storage._folder.forget(extent_of(path.name))  # else it would still have it open
+    else:
+        os.truncate(path, {"cut": 4100, "emptied": 0}[how])
+    assert get(storage, "page") is None
+    assert put(storage, page=b"2") == [True]
+    assert get(storage, "page") == b"2"
+
+
+def test_room_moves_from_one_size_of_slots_to_another_and_their_files_go(stores: Stores) -> None:
+    storage = stores.open(capacity_bytes=1 << 20)
+    small = [f"small-{i}" for i in range(100)]
+    assert all(storage.put(small, [memoryview(b"1")] * 100))
+    files = {*(stores.folder / "here").glob("slots-8192-*")}
+    assert len(files) > 1
+    for turn in range(8):
+        names = [f"large-{turn}-{i}" for i in range(7)]
+        assert all(storage.put(names, [memoryview(bytes(100_000))] * 7))
+    assert not any(storage.exists(small))
+    assert {*(stores.folder / "here").glob("slots-8192-*")} < files
+    total = sum(path.stat().st_size for path in (stores.folder / "here").glob("slots-*"))
+    assert total <= 1 << 20, "the files hold no more than the capacity"
+
+
+def test_a_file_that_another_process_has_removed_is_closed_so_that_its_room_is_free(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_module, "_SWEEP_S", 0.01)
+    storage = stores.open()
+    put(storage, page=b"1")
+    slots_file(stores).unlink()
+    until(lambda: not storage._folder._files, "a process that has let go of it")
+    assert get(storage, "page") is None
+    assert put(storage, page=b"2") == [True]
+    assert get(stores.open(), "page") == b"2", "in a file that others see"
+
+
+# --- metadata that was lost
+
+
+def test_objects_are_found_again_in_their_slots_when_the_metadata_has_lost_them(stores: Stores) -> None:
+    storage, other = stores.open(), stores.open(label=OTHER_LABEL)
+    names = [f"page-{i}" for i in range(300)]
+    data = [memoryview(bytes([i % 251]) * (100 + 60 * i)) for i in range(300)]
+    assert all(storage.put(names, data))
+    put(other, theirs=b"1")
+    storage.delete(names[:10])
+    storage.close(), other.close()
+    forget_table(stores.name())
+    again = stores.open()
+    until(lambda: again.counts["found again"] > 0, "a rebuilt store")
+    back = [name for name, found in zip(names, again.exists(names), strict=True) if found]
+    assert set(names[10:]) <= set(back), "what was deleted may be back: its slot says nothing else"
+    buffers = [memoryview(bytearray(20_000)) for _ in names]
+    for size, buffer, view in zip(again.get(names, buffers), buffers, data, strict=True):
+        assert size is None or buffer[:size] == view
+    assert put(again, new=b"1") == [True]
+
+
+def test_damaged_headers_are_not_found_again(stores: Stores) -> None:
+    storage = stores.open()
+    put(storage, a=b"1", b=b"2")
+    storage.close()
+    entries = {it.name: it for it in stores.table().table._entries()}
+    path = stores.folder / "here" / file_name(entries["a"].slot.extent)
+    with path.open("r+b") as file:
+        file.seek(entries["a"].slot.place * 8192 + 50)
+        file.write(b"\xff")
+    forget_table(stores.name())
+    again = stores.open()
+    until(lambda: again.counts["found again"] > 0, "a rebuilt store")
+    assert there(again, "a", "b") == "b"
+    assert get(again, "b") == b"2"
+
+
+def test_a_slot_that_cannot_be_read_does_not_hold_up_the_search_for_the_others(stores: Stores) -> None:
+    class Bad(Disk):
+        reads = 0
+
+        def read(self, file: int, into: Sequence[memoryview], at: int) -> int:
+            self.reads += at == 8192
+            if at == 8192:
+                raise OSError(errno.EIO, "this sector is damaged")
+            return super().read(file, into, at)
+
+    storage = stores.open()
+    names = [f"page-{i}" for i in range(300)]
+    assert all(storage.put(names, [memoryview(b"1")] * 300))
+    bad = {it.name for it in stores.table().table._entries() if it.slot.place == 1}
+    storage.close()
+    forget_table(stores.name())
+    disk = Bad()
+    again = stores.open(disk=disk)
+    until(lambda: again.counts["found again"] > 0, "a rebuilt store")
+    assert disk.reads == again.counts["unreadable"] == len(bad) < 300
+    assert {name for name, found in zip(names, again.exists(names), strict=True) if found} == {*names} - bad
+
+
+# --- the folder
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("notes.txt", "mine", "is not empty and not a kvarve store on 3FS"),
+        ("kvarve.json", '{"format": "kvarve-slabs/3"}', "in format 'kvarve-slabs/3'.*empty this one"),
+        ("kvarve.json", "{", "is damaged"),
+        ("kvarve.json", '{"format": ["x"]}', "in format"),
+    ],
+)
+def test_a_folder_that_is_not_ours_is_refused_and_not_touched(
+    stores: Stores, name: str, content: str, said: str
+) -> None:
+    folder = stores.folder / "here"
+    folder.mkdir()
+    (folder / name).write_text(content)
+    url = f"hf3fs://{folder}?capacity=1GiB&engine=posix&metadata=memory:none"
+    for call in (stores.open, lambda: check_storage(url, label=LABEL, description="model A")):
+        with pytest.raises(StorageError, match=said) as told:
+            call()
+        assert "\n" not in str(told.value)
+    assert [path.name for path in folder.iterdir()] == [name]
+    assert (folder / name).read_text() == content
+
+
+def test_files_of_others_in_a_store_are_left_alone(stores: Stores) -> None:
+    storage = stores.open()
+    put(storage, page=b"1")
+    theirs = stores.folder / "here" / "slots-8192-notes"
+    theirs.write_text("mine")
+    link = stores.folder / "here" / "slots-8192-77"
+    link.symlink_to(theirs)
+    again = stores.open()
+    assert get(again, "page") == b"1"
+    again._removed(again._folder, [*again._folder.extents()])
+    assert theirs.read_text() == "mine" and link.is_symlink()
+
+
+def test_a_folder_that_others_may_write_to_is_refused(stores: Stores) -> None:
+    folder = stores.folder / "here"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(StorageError, match="may be written to by others"):
+        stores.open()
+
+
+def test_what_was_left_by_an_opening_cut_short_is_an_empty_folder(stores: Stores) -> None:
+    folder = stores.folder / "here"
+    (folder / "3fs-virt").mkdir(parents=True)
+    (folder / "kvarve.json~0123456789abcdef").write_text("")
+    assert put(stores.open(), page=b"1") == [True]
+
+
+def test_a_folder_that_is_removed_is_trouble_and_not_made_anew(stores: Stores) -> None:
+    storage = stores.open()
+    put(storage, page=b"1")
+    (stores.folder / "here").rename(stores.folder / "away")
+    with pytest.raises(StorageError):
+        get(storage, "page")
+    assert not (stores.folder / "here").exists()
+    (stores.folder / "away").rename(stores.folder / "here")
+    assert get(storage, "page") == b"1"
+
+
+# --- what a URL may say
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("hf3fs://mnt/3fs?capacity=1GiB", "absolute path, with three slashes"),
+        ("hf3fs:///mnt/3fs", "how much it may hold"),
+        ("hf3fs:///mnt/3fs?capacity=0", "above zero"),
+        ("hf3fs:///mnt/3fs?capacity=1GiB&engine=fast", "auto, usrbio or posix"),
+        ("hf3fs:///mnt/3fs?capacity=1GiB&threads=0", "from 1 to 256"),
+        ("hf3fs:///mnt/3fs?capacity=1GiB&metadata=here", "metadata=here"),
+        ("hf3fs:///mnt/3fs?capacity=1GiB&engine=usrbio", "hf3fs_py_usrbio.*write engine=posix"),
+        ("hf3fs:///mnt/3fs?capacity=1GiB&ttl=1d", "hf3fs knows: capacity, compress, engine, metadata, quota, threads"),
+    ],
+)
+def test_a_url_that_cannot_work_is_told_in_one_line(url: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as told:
+        check_storage(url, label=LABEL, description="model A")
+    assert "\n" not in str(told.value)
+
+
+def test_a_check_touches_nothing(tmp_path: Path) -> None:
+    url = f"hf3fs://{tmp_path}/3fs/kvarve?capacity=1GiB&metadata=memory:none"
+    check_storage(url, label=LABEL, description="model A")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_without_the_binding_auto_means_posix_and_with_it_arenas_are_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    url = f"hf3fs://{tmp_path}/kvarve?capacity=1GiB&metadata=memory:auto-{tmp_path.name}"
+    assert allocate(url, 4096) is None
+    assert "the POSIX engine is used" in caplog.text
+    daemon = Emulator(tmp_path)
+    monkeypatch.setattr("kvarve.storage.hf3fs.backend.load", lambda: daemon)
+    region = allocate(url, 4096)
+    assert region is not None and region.name is not None
+    storage = open_storage(url, label=LABEL, description="model A")
+    assert isinstance(storage, Hf3fsStorage)
+    assert put(storage, page=b"1") == [True]
+    assert daemon.files
+    storage.close()
+    daemon.mount = tmp_path / "elsewhere"
+    with pytest.raises(ConfigError, match="on no mount of 3FS"):
+        check_storage(f"{url}&engine=usrbio", label=LABEL, description="model A")
+
+
+def test_a_sync_that_failed_is_a_failure_of_all_who_had_written_before_it(stores: Stores) -> None:
+    """The kernel has told the first of them, and tells the second that all is well."""
+    storage = stores.open()
+    put(storage, page=b"1")
+    file = storage._folder.file(next(iter(storage._folder.extents())))
+
+    def fails(fd: int) -> None:
+        raise OSError(5, "the medium has failed")
+
+    before = file.failed_syncs
+    with pytest.raises(OSError, match="the medium"):
+        file.sync(fails, before)
+    with pytest.raises(OSError, match="another sync"):
+        file.sync(lambda _: None, before)
+    file.sync(lambda _: None, file.failed_syncs)
