@@ -43,7 +43,6 @@ RowAddress = tuple[Slab, int]
 DEFAULT_THREADS = 4
 _HELD = nullcontext()  # the caller holds the lock
 SECOND_NS = 1_000_000_000
-_GENERATIONS = (1 << 32) - 1
 _ROW = (1 << 32) - 1
 
 
@@ -88,7 +87,6 @@ class Put:
     failed: dict[int, OSError] = field(default_factory=dict)
     moving: list[Future[OSError | None]] = field(default_factory=list)  # writes in flight
     slabs: set[Slab] = field(default_factory=set)  # with objects that it answers for and that may not be synced yet
-    seized: dict[int, list[RowAddress]] = field(default_factory=lambda: defaultdict(list))  # by slot bytes: next rows
     busy: set[Slab] = field(default_factory=set)  # slabs of which other processes are filling the last free rows
     contended: bool = False  # other processes had all rows, or removed a slab
 
@@ -245,6 +243,7 @@ class Index:
         slab.uses[here] = np.where(changed, found.uses, np.maximum(slab.uses[here], found.uses))
         slab.state[here] = np.where(changed, found.state, slab.state[here])
         slab.generation[here] = found.generation
+        slab.told[here] &= ~changed
         slab.length[here] = found.length
         slab.searched = False
         self._taken.discard(slab.shape.slot_bytes)
@@ -298,11 +297,6 @@ class Index:
         self._count_group(slab, row, -1)
         slab.state[row], slab.names[row] = DUPLICATE, ""
         self._unclear.add(slab)
-
-    def _count_in(self, slab: Slab, row: int) -> None:
-        self.entries[slab.names[row]] = slab.number << 32 | row
-        self.bytes += int(slab.length[row])
-        self._count_group(slab, row, 1)
 
     def _count_group(self, slab: Slab, row: int, by: int) -> None:
         """Add `by` objects to a group's count; a group without objects is forgotten."""
@@ -407,28 +401,34 @@ class Index:
 
     def drop(self, slab: Slab, row: int) -> None:
         """Drop the object of a seized row; the row becomes FREE."""
-        self.evict(slab, row)
+        self._unlist(slab, row)
+        self._set(slab, [row], FREE)
         self._is_free(slab, row)  # the same call may fill it
 
     def evict(self, slab: Slab, row: int) -> None:
-        """Drop the object of a seized row that is filled at once."""
+        """Drop the object of a seized row, which is to be filled."""
         self._unlist(slab, row)
-        self._set(slab, row, FREE)
+        self._set(slab, [row], RESERVED)
 
-    def keep(self, slab: Slab, row: int, name: str, length: int, now_ns: int) -> None:
-        """A seized row has been filled: it is STORED."""
-        if name in self.entries:  # expired
-            self._unlist(*self.place(name))
-        self._set(slab, row, STORED)
-        slab.names[row], slab.length[row], slab.stored[row] = name, length, now_ns
-        self._count_in(slab, row)
+    def keep(self, slab: Slab, rows: Sequence[int], names: Sequence[str], lengths: Sequence[int], now_ns: int) -> None:
+        """Seized rows have been filled: they are STORED."""
+        for name in names:
+            if name in self.entries:  # expired
+                self._unlist(*self.place(name))
+        self._set(slab, rows, STORED)
+        slab.length[rows], slab.stored[rows] = lengths, now_ns
+        for row, name in zip(rows, names, strict=True):
+            slab.names[row] = name
+            self.entries[name] = slab.number << 32 | row
+            self._count_group(slab, row, 1)
+        self.bytes += sum(lengths)
 
-    def _set(self, slab: Slab, row: int, state: int) -> None:
-        assert row in self.held[slab], f"{slab.path}: row {row} is not ours to change"
-        slab.state[row] = state
-        slab.generation[row] = (int(slab.generation[row]) + 1) & _GENERATIONS
-        slab.length[row] = slab.used[row] = slab.uses[row] = 0
-        self._dirty[slab].add(row)
+    def _set(self, slab: Slab, rows: Sequence[int], state: int) -> None:
+        assert self.held[slab].issuperset(rows), f"{slab.path}: rows {rows} are not all ours to change"
+        slab.state[rows] = state
+        slab.generation[rows] += np.uint32(1)  # modulo 2**32
+        slab.length[rows] = slab.used[rows] = slab.uses[rows] = 0
+        self._dirty[slab].update(rows)
 
     def publish(self, lock: AbstractContextManager[object] = _HELD) -> None:
         """Write the changes into the tables, tell other processes, let go of all rows but those to be filled. OSError:
@@ -444,6 +444,7 @@ class Index:
         with lock:
             self._dirty.clear()
             for slab, rows in dirty.items():
+                slab.told[rows] = True
                 self._let_go(slab, [row for row in rows if slab.state[row] != RESERVED])
 
     def repair(self) -> None:
@@ -491,13 +492,12 @@ class Index:
         """The slots of a group's objects; counted where there is a quota."""
         return self._of_group.get(group, 0)
 
-    def free_row(self, put: Put, slot_bytes: int, count: int) -> RowAddress | None:
-        """Seize a free row of a class; None if there is none, or other processes are filling all. Up to `count` rows
-        are seized at once, as one takes nearly as long; the others are the next ones of this put."""
-        if put.seized[slot_bytes]:
-            return put.seized[slot_bytes].pop()
+    def reserve(self, put: Put, slot_bytes: int, count: int) -> list[RowAddress]:
+        """Seize up to `count` free rows of a class, to be filled; none if there is none, or other processes are filling
+        all. A row that has had an object is told again to be free, unless this process has told that: the process that
+        dropped the object may have died before, and a reader would take the new bytes for it."""
         if slot_bytes in self._taken:
-            return None
+            return []
         for slab in [*self.slabs.values()]:
             if slab.shape.slot_bytes != slot_bytes or slab in put.busy or (put.low and not slab.is_solid()):
                 continue
@@ -508,9 +508,10 @@ class Index:
                 for first, length in _adjacent(row for row in rows if row not in held):
                     seized += self._seize(slab, first, length)
                 slab.state[seized] = RESERVED
-                put.seized[slot_bytes] = [(slab, row) for row in sorted(seized, reverse=True)]
                 if seized:
-                    return put.seized[slot_bytes].pop()
+                    if untold := [row for row in seized if slab.generation[row] and not slab.told[row]]:
+                        self._dirty[slab].update(untold)
+                    return [(slab, row) for row in sorted(seized)]
                 busy |= bool((slab.state[rows] == FREE).any())
             if busy:
                 put.busy.add(slab)
@@ -518,15 +519,7 @@ class Index:
                 slab.searched = False  # the next call tries again
         if not put.low and not any(slab.shape.slot_bytes == slot_bytes for slab in put.busy):
             self._taken.add(slot_bytes)
-        return None
-
-    def fill(self, place: RowAddress) -> None:
-        """A seized row is to be filled. If it has had an object, it is told again that this one is gone: the process
-        that dropped it may have died before, and a reader would take the new bytes for it."""
-        slab, row = place
-        slab.state[row] = RESERVED
-        if slab.generation[row]:
-            self._dirty[slab].add(row)
+        return []
 
     # --- slabs, with the mutex held
 

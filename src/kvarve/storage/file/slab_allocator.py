@@ -9,8 +9,8 @@ import errno
 import logging
 import secrets
 import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -38,8 +38,9 @@ AT_ONCE = 32  # objects per hold of the lock, which bounds how long readers wait
 
 
 class SlabAllocator:
-    def __init__(self, index: Index, lock: threading.Lock) -> None:
+    def __init__(self, index: Index, lock: threading.Lock, let_readers_in: Callable[[], None]) -> None:
         self._index, self._folder, self._lock = index, index.folder, lock
+        self._let_readers_in = let_readers_in  # between two moments with the lock
         self._idle_models = IdleModels(self._folder)
         self._queues: dict[int | str, EvictionQueue] = {}  # of slot classes (bytes) and of groups
         self._full_until: dict[int, int] = {}  # store time by slot bytes
@@ -67,38 +68,51 @@ class SlabAllocator:
             index.publish(self._lock)
         return now_ns
 
-    def reserve(self, put: Put, number: int, left: int) -> bool:
-        """Reserve a row for an object of a put: a free one, one of a new slab, or that of an object that is evicted.
-        False: there is no space for it. `left`: how many objects still need a row, with this one."""
-        index, slot_bytes = self._index, slot_bytes_for(put.sizes[number])
-        group, quota = "", index.limits.quota_bytes
-        if quota is not None:
-            group = group_of(put.names[number])
-            if put.of_group[group] + slot_bytes > quota:
-                return False
-            while index.group_bytes(group) + put.of_group[group] + slot_bytes > quota:
-                with self._lock:
-                    place = self._evict(put, group)  # its own coldest object makes space
-                if place is None and not self._choose_victims(put, group):
-                    return False
-        while True:
+    def reserve(self, put: Put, numbers: Iterable[int]) -> None:
+        """Reserve rows for objects of a put: free ones, those of a new slab, or those of objects that are evicted. An
+        object gets none if there is no space for it, or if it exceeds the quota of its group."""
+        wanted = defaultdict[int, list[int]](list)
+        for number in numbers:
+            slot_bytes = slot_bytes_for(put.sizes[number])
+            if self._index.limits.quota_bytes is None or self._make_quota(put, group_of(put.names[number]), slot_bytes):
+                wanted[slot_bytes].append(number)
+        for slot_bytes, some in wanted.items():
+            self._reserve(put, slot_bytes, some)
+
+    def _make_quota(self, put: Put, group: str, slot_bytes: int) -> bool:
+        """Have a group's own coldest objects make space for one more within its quota."""
+        quota = self._index.limits.quota_bytes or 0
+        if put.of_group[group] + slot_bytes > quota:
+            return False
+        while self._index.group_bytes(group) + put.of_group[group] + slot_bytes > quota:
+            self._let_readers_in()
             with self._lock:
-                place = None if put.full else index.free_row(put, slot_bytes, min(left, AT_ONCE))
-                grows = not place and not put.full and self._full_until.get(slot_bytes, 0) <= index.clock.now_ns()
-                if place is None and not grows:
-                    place = self._evict(put, slot_bytes)
-                if place is not None:
-                    index.fill(place)
-                    put.places[number] = place
+                place = self._evict(put, group)
+            if place is None and not self._choose_victims(put, group):
+                return False
+        put.of_group[group] += slot_bytes
+        return True
+
+    def _reserve(self, put: Put, slot_bytes: int, numbers: Sequence[int]) -> None:
+        index, left = self._index, [*reversed(numbers)]
+        while left:
+            self._let_readers_in()
+            with self._lock:
+                places = [] if put.full else index.reserve(put, slot_bytes, min(len(left), AT_ONCE))
+                grows = not places and not put.full and self._full_until.get(slot_bytes, 0) <= index.clock.now_ns()
+                if not places and not grows and (victim := self._evict(put, slot_bytes)) is not None:
+                    places = [victim]
+                for place in places:
+                    put.places[left.pop()] = place
                     put.touched.add(place[0])
-                    put.of_group[group] += slot_bytes
-                    return True
+            if places:
+                continue
             if grows:
                 with self._alone():
                     self._grow(put, slot_bytes)
             elif not self._choose_victims(put, slot_bytes):
                 self._warn_if_never(slot_bytes)
-                return False
+                return
 
     # --- eviction
 
@@ -117,7 +131,8 @@ class SlabAllocator:
             # Also if another process used or changed it, as that is known now.
             queue.useful |= seized or victim.place(index.slabs) is None
             if seized:
-                index.evict(*place)
+                # A group's victim leaves a free row, as the new object may be of another class.
+                (index.drop if isinstance(of, str) else index.evict)(*place)
                 index.evicted += 1
                 return place
             put.contended |= not elsewhere

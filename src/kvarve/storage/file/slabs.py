@@ -91,6 +91,7 @@ class Slab:
         self.used = np.zeros(slots, np.int64)
         self.uses = np.zeros(slots, np.int64)
         self.group = np.zeros(slots, np.int32)
+        self.told = np.zeros(slots, np.bool_)  # rows whose present entry this process has told to the others
         self.names: list[str] = [""] * slots
         self.free: list[int] = []  # rows that may be free, the next one last; checked again when taken
         self.searched = False  # whether `free` has been filled since rows became free

@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from operator import not_
@@ -99,7 +100,7 @@ class FileStorage(Storage):
                 folder.enter(self._capacity_bytes)
                 index = Index(self._disk, folder, self._label, self._limits)
                 index.changes.require_locks()
-                allocator = SlabAllocator(index, self._lock)
+                allocator = SlabAllocator(index, self._lock, self._let_readers_in)
                 if folder.alone():
                     index.begin(repair=not self._for_maintenance)
                 elif not index.changes.is_begun():
@@ -356,21 +357,12 @@ class FileStorage(Storage):
         with self._changing(put):
             now_ns = self._allocator.begin(put)
             for number in numbers:
-                put.answers[number] = self._is_there(put, put.names[number], now_ns)
-            missing = [number for number in numbers if not put.answers[number]]
-            for at, number in enumerate(missing):
-                self._let_readers_in()
-                self._allocator.reserve(put, number, len(missing) - at)
-            self._release_seized(put)
+                name = put.names[number]
+                put.answers[number] = name in self._index.entries and self._is_there(put, name, now_ns)
+            self._allocator.reserve(put, [number for number in numbers if not put.answers[number]])
             self._index.publish(self._lock)  # what was evicted is gone before it is overwritten
             with self._lock:
                 self._index.refresh()  # a slab may have been removed just before a row of it was seized
-
-    def _release_seized(self, put: Put) -> None:
-        """Let go of rows that were seized and not needed."""
-        with self._lock:
-            self._index.release(itertools.chain.from_iterable(put.seized.values()))
-        put.seized.clear()
 
     def _is_there(self, put: Put, name: str, now_ns: int) -> bool:
         """Whether an object is stored. If so, it counts as used, and this put keeps it; an expired one is dropped."""
@@ -413,8 +405,9 @@ class FileStorage(Storage):
         with self._changing(put):
             now_ns = self._index.clock.now_ns()
             for at in range(0, len(places), AT_ONCE):
+                filled = defaultdict[Slab, list[int]](list)
                 with self._lock:
-                    for number, (slab, row) in places[at : at + AT_ONCE]:
+                    for number, (slab, _) in places[at : at + AT_ONCE]:
                         there = self._index.find(put.names[number], now_ns)
                         if self._index.slabs.get(slab.number) is not slab:  # it was removed
                             put.contended = True
@@ -424,11 +417,16 @@ class FileStorage(Storage):
                             put.slabs.add(there[0])
                             put.answers[number] = True
                         else:
-                            self._index.keep(slab, row, put.names[number], put.sizes[number], now_ns)
-                            put.kept.add(slab.number << 32 | row)
-                            new.append((slab, row))
-                            put.slabs.add(slab)
-                            put.answers[number] = True
+                            filled[slab].append(number)
+                    for slab, some in filled.items():
+                        rows = [put.places[number][1] for number in some]
+                        self._index.keep(
+                            slab, rows, [put.names[it] for it in some], [put.sizes[it] for it in some], now_ns
+                        )
+                        put.slabs.add(slab)
+                        put.kept.update(slab.number << 32 | row for row in rows)
+                        put.answers.update(dict.fromkeys(some, True))
+                        new += [(slab, row) for row in rows]
             with self._lock:
                 self._index.use(new, count=False)
             put.stored.update(new)
@@ -481,6 +479,8 @@ class FileStorage(Storage):
 
     def _used(self, put: Put) -> None:
         """Mark the objects of a put as used, the first as most recently, whether it is new or not."""
+        if len(put.stored) == sum(put.answers.values()):
+            return  # their entries were just written, in this order
         with self._lock:
             self._require_open()
             now_ns = self._index.clock.now_ns()
@@ -489,8 +489,7 @@ class FileStorage(Storage):
             ]
             places = list(dict.fromkeys(place for place in stored if place))
             stamps = self._index.use(places, count=False)
-        if not put.stored.issuperset(places):  # else their entries were just written, in this order
-            self._stamp(stamps)
+        self._stamp(stamps)
 
     def _stamp(self, stamps: Iterable[tuple[Slab, int, int, int]]) -> None:
         with suppress(OSError):  # on a disk that became read-only the order does not matter
@@ -532,9 +531,8 @@ class FileStorage(Storage):
             except BaseException:  # also on an interrupt
                 with self._lock:
                     if put is not None:
-                        index.release([*put.places.values(), *itertools.chain.from_iterable(put.seized.values())])
+                        index.release(put.places.values())
                         put.places.clear()
-                        put.seized.clear()
                     index.revert()
                 raise
 
