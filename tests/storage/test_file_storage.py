@@ -21,6 +21,8 @@ DAY_S = 86400
 class TestFileStorage(StorageSuite, CapacitySuite, TtlSuite, QuotaSuite):
     """A slot is of whole 4 KiB and a small store has one slot in a slab, so capacity is counted in slabs."""
 
+    keeps_named = True
+
     @pytest.fixture
     def url_of(self, tmp_path: Path) -> UrlOf:
         return lambda place: (f"file://{tmp_path / place}?capacity=64MiB", LABEL)

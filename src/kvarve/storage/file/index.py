@@ -87,6 +87,7 @@ class Put:
     failed: dict[int, OSError] = field(default_factory=dict)
     moving: list[Future[OSError | None]] = field(default_factory=list)  # writes in flight
     slabs: set[Slab] = field(default_factory=set)  # with objects that it answers for and that may not be synced yet
+    lost: dict[Slab, OSError] = field(default_factory=dict)  # slabs of which a sync failed
     busy: set[Slab] = field(default_factory=set)  # slabs of which other processes are filling the last free rows
     contended: bool = False  # other processes had all rows, or removed a slab
 

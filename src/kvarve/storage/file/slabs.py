@@ -95,8 +95,8 @@ class Slab:
         self.names: list[str] = [""] * slots
         self.free: list[int] = []  # rows that may be free, the next one last; checked again when taken
         self.searched = False  # whether `free` has been filled since rows became free
-        self._syncing = {each: threading.Lock() for each in self.files}
-        self._syncs_begun = dict.fromkeys(self.files, 0)
+        self._syncing = {each: threading.Lock() for each in (file, table)}
+        self._syncs_begun = dict.fromkeys((file, table), 0)
         self.syncing = 0  # puts that have entered objects here and have not synced them yet
         self._named = named  # its names are on the medium; of one that another process made that is unknown
         self.failed = 0  # errno of a sync that failed: any object may be missing on the medium, so the slab has to go
@@ -289,11 +289,6 @@ class Slab:
     def is_solid(self) -> bool:
         """Whether the disk has blocks allocated for all its slots, also those never filled."""
         return self.disk.stat(self.file).st_blocks * 512 >= self.shape.slots_bytes
-
-    @property
-    def files(self) -> tuple[int, int]:
-        """The files to sync for a durable object: its bytes and its entry."""
-        return self.file, self.table
 
     def sync(self, file: int) -> None:
         """Return when all that was written to one of its files so far is on the medium. OSError: that is unknown since

@@ -1,8 +1,8 @@
 """Objects in a few large files below one folder, within a capacity. Knows names and bytes only.
 
-A put that answers True has written the data, then the entries in the tables, then synced both. Entries need not wait
-for data, as a reader checks each object's own checksum: an object torn by a power cut is a miss, and so is a slot that
-was given to another object and still has its old entry. Nothing is ever replaced.
+A put that answers True has written and synced the data, then written and synced the entries in the tables. A slot that
+was given to another object may still have its old entry after a power cut: as a reader checks each object's own
+checksum, that is a miss. Nothing is ever replaced.
 
 Several processes may have one folder open. A process that fills or changes a row has locked its slot, as bytes of the
 slab's file (the kernel unlocks them when it dies); a mutex excludes others while a slab is made or removed. Reading
@@ -247,11 +247,13 @@ class FileStorage(Storage):
                 if put.places:
                     try:
                         self._write(put)
+                        self._sync(put, [(slab, slab.file) for slab in {slab for slab, _ in put.places.values()}])
                         self._commit(put)
                     except BaseException:  # also on an interrupt the rows are released
                         self._release_rows(put)
                         raise
-                self._sync(put)
+                self._sync(put, [(slab, slab.table) for slab in put.slabs])
+                self._require_synced(put)
                 self._require_kept(put)
                 numbers = [
                     it for it, stored in put.answers.items() if not stored and (put.contended or it in put.failed)
@@ -438,26 +440,28 @@ class FileStorage(Storage):
                 self._saved_ns = now_ns
                 self._index.clock.save()
 
-    def _sync(self, put: Put) -> None:
-        """Return when the put is durable. A slab of which a sync has failed is dropped, as any object may be lost."""
+    def _sync(self, put: Put, files: Sequence[tuple[Slab, int]]) -> None:
+        """Return when files are on the medium, or it is known which are not."""
         if not self._durable:
             return
-        files = [(slab, file) for slab in put.slabs for file in slab.files]
         with self._lock:
-            for slab in put.slabs:
+            for slab, _ in files:
                 slab.syncing += 1
         try:
             ended = self._mover.sync(files)
         finally:
             with self._lock:
-                for slab in put.slabs:
+                for slab, _ in files:
                     slab.syncing -= 1
-        errors = {slab: error for (slab, _), error in ended if error is not None}
-        if errors:
-            put.answers.update((number, False) for number, (slab, _) in put.places.items() if slab in errors)
+        put.lost.update((slab, error) for (slab, _), error in ended if error is not None)
+
+    def _require_synced(self, put: Put) -> None:
+        """OSError: a sync failed. Its slab is dropped, as any object of it may be lost."""
+        if put.lost:
+            put.answers.update((number, False) for number, (slab, _) in put.places.items() if slab in put.lost)
             with suppress(OSError, StorageError), self._changing():
                 pass  # they are dropped
-            raise next(iter(errors.values()))
+            raise next(iter(put.lost.values()))
 
     def _require_kept(self, put: Put) -> None:
         """OSError: the files of an object for which this put is about to answer were removed."""
