@@ -133,8 +133,8 @@ def moves(size: Size) -> tuple[list[dict[str, Any]], dict[str, float]]:
         posix = Settings(mount.mount / "ours", engine="posix", metadata="memory:posix", **settings)
         usrbio = Settings(below / "ours", engine="usrbio", metadata="memory:usrbio", **settings)
         opened = [
-            open_hf3fs(posix, b"bench", "bench/hf3fs.py"),
-            open_hf3fs(usrbio, b"bench", "bench/hf3fs.py", emulator),
+            open_hf3fs(posix, b"bench"),
+            open_hf3fs(usrbio, b"bench", emulator),
         ]
         try:
             ways: dict[tuple[str, str], Raw | Ours] = {}

@@ -57,7 +57,7 @@ class Local:
 
     def open(self, capacity_bytes: int) -> Metadata:
         os.environ["XDG_STATE_HOME"] = str(self._folder / "state")
-        return open_metadata(None, self._store, b"bench", "bench", capacity_bytes, None)
+        return open_metadata(None, self._store, b"bench", capacity_bytes, None)
 
     @property
     def _pid(self) -> int:

@@ -15,7 +15,7 @@ class Redis:
         self._store.mkdir()
 
     def open(self, capacity_bytes: int) -> Metadata:
-        return open_metadata(self._server.url(), self._store, b"bench", "bench", capacity_bytes, None)
+        return open_metadata(self._server.url(), self._store, b"bench", capacity_bytes, None)
 
     def memory_bytes(self) -> int:
         return resident_bytes(self._server.process.pid)

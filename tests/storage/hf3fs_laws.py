@@ -2,7 +2,8 @@
 
 from collections import Counter
 
-from kvarve.storage.hf3fs.metadata.table import COMMITTED, QUARANTINED, RESERVED, Entry, SlotTable
+from kvarve.storage.hf3fs.metadata.entries import COMMITTED, QUARANTINED, RESERVED, Entry
+from kvarve.storage.hf3fs.metadata.table import SlotTable
 
 
 def audit(table: SlotTable) -> None:

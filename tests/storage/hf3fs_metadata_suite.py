@@ -307,7 +307,7 @@ class MetadataSuite:
         self.lose()
         builder = number()
         assert metadata.rebuilding(builder, LONG_S)
-        assert metadata.adopt([*"abcd"], found, [1] * 4) == [True] * 4
+        assert metadata.adopt(LABEL, [*"abcd"], found, [1] * 4) == [True] * 4
         metadata.rebuilt(builder)
         assert store(metadata, "e") == [False]
         assert there(metadata, *"abcde") == "a b c d"
@@ -327,14 +327,14 @@ class MetadataSuite:
         assert metadata.rebuilding(one, 0.0), "which ends its time"
         assert metadata.rebuilding(two, LONG_S)
         assert metadata.retired(extents) == [], "nothing is removed that may be needed"
-        assert metadata.adopt(["a", "b"], slots[:2], [11, 12]) == [True, True]
-        assert metadata.adopt(["a", "x"], [slots[2], slots[1]], [11, 12]) == [False, False], "both are in use"
+        assert metadata.adopt(LABEL, ["a", "b"], slots[:2], [11, 12]) == [True, True]
+        assert metadata.adopt(LABEL, ["a", "x"], [slots[2], slots[1]], [11, 12]) == [False, False], "both are in use"
         metadata.rebuilt(one)
         assert metadata.rebuilding(two, LONG_S)
         metadata.rebuilt(two)
         assert not metadata.rebuilding(two, LONG_S)
         assert metadata.retired(extents) == [extents[2]]
-        assert metadata.adopt(["c"], [slots[2]], [13]) == [False], "it is too late"
+        assert metadata.adopt(LABEL, ["c"], [slots[2]], [13]) == [False], "it is too late"
         assert metadata.lookup(["a", "b"], number(), LONG_S) == [(slots[0], 11), (slots[1], 12)]
         (slot,) = metadata.reserve(number(), ["d"], [K], LONG_S)
         assert slot.epoch > max(each.epoch for each in slots[:2])
@@ -347,7 +347,7 @@ class MetadataSuite:
         self.lose()
         builder = number()
         assert metadata.rebuilding(builder, LONG_S)
-        assert metadata.adopt(["a"], [slot], [1]) == [True]
+        assert metadata.adopt(LABEL, ["a"], [slot], [1]) == [True]
         metadata.rebuilt(builder)
         assert store(metadata, "c") == [True]
         assert there(metadata, "a", "c") == "a c"

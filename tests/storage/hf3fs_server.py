@@ -20,7 +20,7 @@ class Local:
         self.opened: list[Metadata] = []
 
     def open(self, slots: int = 64, label: bytes = LABEL, quota: int | None = None) -> Metadata:
-        self.opened.append(open_metadata(None, self.store, label, "A", slots * K, quota and quota * K))
+        self.opened.append(open_metadata(None, self.store, label, slots * K, quota and quota * K))
         return self.opened[-1]
 
     @property

@@ -65,7 +65,7 @@ class Stores:
         **more: Any,
     ) -> Hf3fsStorage:
         settings = self.settings(place, capacity_bytes, **more)
-        self.opened.append(open_hf3fs(settings, label, description, self.library, disk))
+        self.opened.append(open_hf3fs(settings, label, self.library, disk))
         return self.opened[-1]
 
     def slots(self, place: str = "here") -> Counter[int]:

@@ -14,7 +14,8 @@ from hf3fs_stores import Stores, stores_in
 from kvarve.errors import StorageError
 from kvarve.storage import deadline
 from kvarve.storage.file.disk import Disk
-from kvarve.storage.hf3fs.metadata.table import COMMITTED, QUARANTINE_S, QUARANTINED, RESERVED
+from kvarve.storage.hf3fs.metadata.entries import COMMITTED, QUARANTINED, RESERVED
+from kvarve.storage.hf3fs.metadata.table import QUARANTINE_S
 from kvarve.storage.hf3fs.storage import Hf3fsStorage
 from kvarve.testing.usrbio import Emulator, Fate, Operation
 

@@ -33,7 +33,7 @@ def opened(tmp_path: Path) -> Iterator[Opened]:
     (tmp_path / "store").mkdir()
 
     def make(setting: str, slots: int = 64) -> Metadata:
-        everything.append(open_metadata(setting, tmp_path / "store", LABEL, "A", slots * K, None))
+        everything.append(open_metadata(setting, tmp_path / "store", LABEL, slots * K, None))
         return everything[-1]
 
     yield make
@@ -84,7 +84,7 @@ def test_a_server_that_comes_back_empty_is_to_be_rebuilt(server: RedisServer, op
     assert there(metadata, "a") == ""
     builder = number()
     assert metadata.rebuilding(builder, LONG_S)
-    assert metadata.adopt(["a"], [slot], [7]) == [True]
+    assert metadata.adopt(LABEL, ["a"], [slot], [7]) == [True]
     metadata.rebuilt(builder)
     assert there(opened(server.url()), "a") == "a"
 

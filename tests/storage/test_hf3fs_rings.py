@@ -172,6 +172,20 @@ def test_a_late_write_finds_its_slot_in_quarantine_and_its_ring_is_used_again(st
     assert get(storage, "page") == b"in time"
 
 
+def test_a_ring_of_an_earlier_mount_is_not_used_again_when_it_answers_at_last(stores: Stores, daemon: Emulator) -> None:
+    storage = stores.open(threads=1)
+    daemon.behave = only(read=False, fate=Fate.LATE)
+    with deadline(SOON_S), pytest.raises(StorageError, match="stored 0 of 1"):
+        put(storage, page=b"late")
+    engine = storage._engine
+    ((late, _),) = engine._lost
+    engine.enter(storage._folder)
+    daemon.behave = lambda _: Fate.DONE
+    daemon.release()
+    until(lambda: put(storage, other=b"2") == [True] and not engine._lost, "a ring that is empty again")
+    assert late not in engine._idle[False]
+
+
 def test_rings_that_never_answer_are_replaced_up_to_a_bound(stores: Stores, daemon: Emulator) -> None:
     storage = stores.open(threads=2)
     daemon.behave = only(read=False, fate=Fate.LOST)

@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hf3fs_laws import audit
@@ -135,7 +136,7 @@ def test_a_server_that_is_told_to_end_removes_its_socket_and_the_next_one_knows_
 def test_many_clients_start_one_server_which_outlives_its_starter(local: Local) -> None:
     code = (
         "import sys; from pathlib import Path; from kvarve.storage.hf3fs.metadata import open_metadata;"
-        f"m = open_metadata(None, Path(sys.argv[1]), {LABEL!r}, 'A', {64 * K}, None);"
+        f"m = open_metadata(None, Path(sys.argv[1]), {LABEL!r}, {64 * K}, None);"
         "print(m.exists(['a'])); m.close()"
     )
     command = [sys.executable, "-c", code, str(local.store)]
@@ -179,15 +180,15 @@ def test_a_server_that_is_run_by_hand_is_asked_and_never_started(local: Local, t
     path = tmp_path / "by-hand" / "socket"
     setting = f"unix:{path}"
     with pytest.raises(StorageError, match="by-hand"):
-        open_metadata(setting, local.store, LABEL, "A", 64 * K, None).exists(["a"])
+        open_metadata(setting, local.store, LABEL, 64 * K, None).exists(["a"])
     command = [sys.executable, "-m", "kvarve.storage.hf3fs.metadata", str(path.parent)]
     with subprocess.Popen(command) as process:
         try:
             until(path.exists, "a socket")
-            metadata = open_metadata(setting, local.store, LABEL, "A", 64 * K, None)
+            metadata = open_metadata(setting, local.store, LABEL, 64 * K, None)
             store(metadata, "a")
             (tmp_path / "other").mkdir()
-            other = open_metadata(setting, tmp_path / "other", LABEL, "A", 64 * K, None)
+            other = open_metadata(setting, tmp_path / "other", LABEL, 64 * K, None)
             with pytest.raises(StorageError, match="metadata of another store"):
                 other.exists(["a"])
         finally:
@@ -203,6 +204,26 @@ def test_a_setting_that_cannot_work_is_told_in_one_line(setting: str) -> None:
     with pytest.raises(ConfigError, match="metadata=") as told:
         check_setting(setting)
     assert "\n" not in str(told.value)
+
+
+def test_a_call_that_cannot_wait_for_the_server_that_it_starts_does_not_end_it(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, started, goes_on = subprocess.run, list[object](), threading.Event()
+
+    def held(command: Any, **how: Any) -> Any:
+        started.append(command)
+        assert goes_on.wait(LONG_S)
+        return run(command, **how)
+
+    monkeypatch.setattr(subprocess, "run", held)
+    metadata = local.open()
+    while not started:
+        with deadline(0.1), pytest.raises(StorageError, match="in time"):
+            metadata.exists(["a"])
+    goes_on.set()
+    assert metadata.exists(["a"]) == [False]
+    assert len(started) == 1
 
 
 # --- which store it is

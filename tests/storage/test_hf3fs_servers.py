@@ -18,7 +18,7 @@ from kvarve import demo
 from kvarve.commands import Demo
 from kvarve.demo_report import Round
 from kvarve.errors import KvarveError
-from kvarve.storage.hf3fs.metadata.table import RESERVED
+from kvarve.storage.hf3fs.metadata.entries import RESERVED
 
 SIZE = demo.Size(conversations=1, tasks=1, turns=2, answer_tokens=8)
 

@@ -12,10 +12,12 @@ from processes import until
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import check_storage, open_storage
-from kvarve.storage.file.disk import Disk
+from kvarve.storage.file.disk import Directory, Disk
 from kvarve.storage.hf3fs import storage as storage_module
 from kvarve.storage.hf3fs.metadata import Extent, Slot
+from kvarve.storage.hf3fs.metadata.entries import RESERVED
 from kvarve.storage.hf3fs.metadata.memory import forget_table
+from kvarve.storage.hf3fs.metadata.table import SPREAD
 from kvarve.storage.hf3fs.slots import (
     BLOCK_BYTES,
     HEADER_BYTES,
@@ -188,6 +190,8 @@ def test_objects_are_found_again_in_their_slots_when_the_metadata_has_lost_them(
     for size, buffer, view in zip(again.get(names, buffers), buffers, data, strict=True):
         assert size is None or buffer[:size] == view
     assert put(again, new=b"1") == [True]
+    assert again.exists(["theirs"]) == [False]
+    assert get(stores.open(label=OTHER_LABEL), "theirs") == b"1", "one process finds the objects of all models"
 
 
 def test_damaged_headers_are_not_found_again(stores: Stores) -> None:
@@ -229,7 +233,53 @@ def test_a_slot_that_cannot_be_read_does_not_hold_up_the_search_for_the_others(s
     assert {name for name, found in zip(names, again.exists(names), strict=True) if found} == {*names} - bad
 
 
+def test_a_file_that_cannot_be_read_at_all_is_waited_for_and_then_left_out(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Bad(Disk):
+        name, reads = "", 0
+
+        def read(self, file: int, into: Sequence[memoryview], at: int) -> int:
+            if Path(f"/proc/self/fd/{file}").readlink().name == self.name and into[0].nbytes == BLOCK_BYTES:
+                self.reads += 1
+                raise OSError(errno.EIO, "its chain of targets is offline")
+            return super().read(file, into, at)
+
+    monkeypatch.setattr(storage_module, "_REBUILD_S", 0.0)
+    monkeypatch.setattr(storage_module, "_SWEEP_S", 0.01)
+    storage, disk = stores.open(), Bad()
+    assert storage.put(["small", "large"], [memoryview(b"1"), memoryview(bytes(9000))]) == [True, True]
+    entries = {it.name: it for it in stores.table().table._entries()}
+    storage.close()
+    disk.name = file_name(entries["large"].slot.extent)
+    forget_table(stores.name())
+    again = stores.open(disk=disk)
+    until(lambda: again.counts["found again"] > 0, "a rebuilt store")
+    assert disk.reads > 1, "it might have come back"
+    assert there(again, "small", "large") == "small"
+    assert f"what is in {disk.name} is lost" in caplog.text
+
+
 # --- the folder
+
+
+def test_where_no_more_files_can_be_made_those_that_are_there_are_filled(stores: Stores) -> None:
+    class Full(Disk):
+        full = False
+
+        def open(self, folder: Directory, name: str, **how: bool) -> int:
+            if self.full and how.get("create"):
+                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+            return super().open(folder, name, **how)
+
+    disk = Full()
+    storage = stores.open(disk=disk)
+    put(storage, **{f"page-{i}": b"1" for i in range(SPREAD)})
+    disk.full = True
+    assert storage.put(["small", "large"], [memoryview(b"2"), memoryview(bytes(9000))]) == [True, False]
+    assert storage.counts == {"no space": 1}
+    assert stores.slots()[RESERVED] == 0
+    assert get(storage, "small") == b"2"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvarve.storage.hf3fs.metadata.base import Extent, Slot
-from kvarve.storage.hf3fs.metadata.table import COMMITTED, QUARANTINE_S, Row, SlotTable
+from kvarve.storage.hf3fs.metadata.entries import COMMITTED, Row
+from kvarve.storage.hf3fs.metadata.table import QUARANTINE_S, SlotTable
 
 K = 4096
 FIRST = 10**11

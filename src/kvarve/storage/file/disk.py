@@ -337,6 +337,7 @@ def _fallocate(file: int, size_bytes: int) -> None:
             raise OSError(number, os.strerror(number))
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk is; EFBIG: for a file of this size
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 

@@ -5,7 +5,6 @@ which is all that readers need, is held for moments only, since it is slow to ma
 eviction queues.
 """
 
-import errno
 import logging
 import secrets
 import threading
@@ -17,7 +16,7 @@ import numpy as np
 
 from kvarve.errors import StorageError
 from kvarve.storage.base import group_of
-from kvarve.storage.file.disk import NotOurs
+from kvarve.storage.file.disk import FULL, NotOurs
 from kvarve.storage.file.folder import LINE_BYTES, SLABS, slab_name, slab_numbers, spare_bytes
 from kvarve.storage.file.idle_models import IdleModels, Offer
 from kvarve.storage.file.index import SECOND_NS, Index, Put, RowAddress, number_of
@@ -27,7 +26,6 @@ from kvarve.storage.file.table import MOST_USES, STORED, Shape, slot_bytes_for
 
 log = logging.getLogger(__name__)
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # EFBIG: for a file of this size
 # A slab is a 16th of the capacity, at most 256 MiB, while there are fewer than 16 of these; then a 16th of all slabs.
 # So a large store has some hundreds, each an open file, and a store that is never filled takes little.
 _SLAB_BYTES = 256 << 20

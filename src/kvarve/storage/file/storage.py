@@ -23,10 +23,10 @@ from pathlib import Path
 
 from kvarve.errors import StorageError
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_pieces, in_group
-from kvarve.storage.file.disk import Disk
+from kvarve.storage.file.disk import FULL, Disk
 from kvarve.storage.file.folder import Folder, Medium, check_contents, check_folder, tries
 from kvarve.storage.file.index import DEFAULT_THREADS, Index, Limits, Put, RowAddress, check_limits
-from kvarve.storage.file.slab_allocator import AT_ONCE, FULL, SlabAllocator
+from kvarve.storage.file.slab_allocator import AT_ONCE, SlabAllocator
 from kvarve.storage.file.slabs import Mover, RowSpan, Slab
 
 log = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ from kvarve.storage.hf3fs.engine_posix import PosixEngine
 from kvarve.storage.hf3fs.engine_usrbio import Library, UsrbioEngine, load
 from kvarve.storage.hf3fs.folder import check_path, nearest_place
 from kvarve.storage.hf3fs.metadata import check_setting, open_metadata
+from kvarve.storage.hf3fs.slots import owner_of
 from kvarve.storage.hf3fs.storage import Hf3fsStorage
 from kvarve.storage.urls import Backend, StorageUrl
 
@@ -53,7 +54,7 @@ class Hf3fsBackend(Backend):
         check_settings(settings.capacity_bytes, label)
         library = _answered(settings, partial(_library, settings, url.text))
         _answered(settings, partial(check_path, Disk(), settings.path))
-        opened = partial(open_hf3fs, settings, label, description, library)
+        opened = partial(open_hf3fs, settings, label, library)
         return lambda: _answered(settings, opened, late=Hf3fsStorage.close)
 
     @classmethod
@@ -92,7 +93,7 @@ def read_settings(url: StorageUrl) -> Settings:
 
 
 def open_hf3fs(
-    settings: Settings, label: bytes, description: str, library: Library | None = None, disk: Disk | None = None
+    settings: Settings, label: bytes, library: Library | None = None, disk: Disk | None = None
 ) -> Hf3fsStorage:
     """`library`: the binding of USRBIO; None: the POSIX engine."""
     check_settings(settings.capacity_bytes, label)
@@ -105,8 +106,7 @@ def open_hf3fs(
         open_metadata,
         settings.metadata,
         settings.path,
-        label,
-        description,
+        owner_of(label),
         settings.capacity_bytes,
         settings.quota_bytes,
     )

@@ -253,8 +253,8 @@ class UsrbioEngine(Engine):
         self._folder: Folder | None = None
         self._idle: dict[bool, list[_Ring]] = {True: [], False: []}  # by whether they read
         self._in_use: dict[bool, int] = {True: 0, False: 0}
-        self._lost: list[_Ring] = []  # whose last call ended before its operations
         self._mounted = 0  # how often; a ring lives as long as its mount
+        self._lost: list[tuple[_Ring, int]] = []  # whose last call ended before its operations; and the mount
         self._asking: BackgroundCall[bool] | None = None
         self._lending = threading.Lock()  # guards the next two
         self._regions: list[tuple[int, int, HostRegion]] = []  # first and last address
@@ -415,7 +415,7 @@ class UsrbioEngine(Engine):
         with self._changed:
             if ring.under_way:
                 log.warning("3FS: a ring of %s has not answered in time: it is kept aside", self._mount)
-                self._lost.append(ring)
+                self._lost.append((ring, mounted))
             elif mounted == self._mounted:
                 self._idle[ring.for_read].append(ring)
         self._ended(ring.for_read, mounted)
@@ -426,11 +426,12 @@ class UsrbioEngine(Engine):
             self._changed.notify_all()
 
     def _look_after_lost(self) -> None:
-        for ring in [*self._lost]:
+        for ring, mounted in [*self._lost]:
             ring.wait(0.0, least=0)
             if not ring.under_way:
-                self._lost.remove(ring)
-                self._idle[ring.for_read].append(ring)
+                self._lost.remove((ring, mounted))
+                if mounted == self._mounted:
+                    self._idle[ring.for_read].append(ring)
 
     def _is_gone(self, folder: Folder | None = None) -> bool:
         """Whether the daemon has ended. While it stands still, nothing answers that, and one thread waits."""

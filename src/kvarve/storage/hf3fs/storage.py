@@ -21,12 +21,12 @@ from kvarve.background import BackgroundCall
 from kvarve.errors import StorageError
 from kvarve.regions import HostRegion
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_pieces, left_s
-from kvarve.storage.file.disk import Disk
+from kvarve.storage.file.disk import FULL, Disk
 from kvarve.storage.file.folder import Medium
 from kvarve.storage.hf3fs.engine import Engine, Move, Short
 from kvarve.storage.hf3fs.folder import Folder
 from kvarve.storage.hf3fs.metadata import MOST_NAMES, Extent, Metadata, Slot
-from kvarve.storage.hf3fs.slots import Title, offset, owner_of, read_header, slot_bytes_for, slots_of
+from kvarve.storage.hf3fs.slots import Title, file_name, offset, owner_of, read_header, slot_bytes_for, slots_of
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ _PATIENCE_S = 60.0  # of a caller that has not said how long it waits
 _GRACE_S = 5.0  # a slot is reserved, and an object pinned, for longer than that
 _REBUILD_S = 60.0  # without news of a process that rebuilds, another one begins
 _SWEEP_S = 60.0  # between two looks for files that no process needs
+_REBUILDS = 5  # that begin anew since a whole file cannot be read; after that it is left out
 _LOST = (errno.ENODATA, errno.ENOENT)  # a hole, an end, or no file: the object is not there
 
 
@@ -57,6 +58,7 @@ class Hf3fsStorage(Storage):
         self._left = threading.Condition(self._lock)
         self._calls = 0  # in flight
         self._closed = self._released = False
+        self._rebuilds = 0
         self._entering = threading.Lock()  # held while the folder is opened anew
         self._folder = self._entered(make=True)
         try:
@@ -164,14 +166,16 @@ class Hf3fsStorage(Storage):
             for number, it in enumerate(found):
                 if it is None:
                     continue
+                try:
+                    file = folder.file(it.slot.extent)
+                except FileNotFoundError:
+                    gone.append(names[number])
+                    continue
                 view = into[number][: it.size_bytes]
                 rest = it.size_bytes - view.nbytes  # read as well, or the bytes could not be checked
                 pieces = (view, memoryview(bytearray(rest))) if rest else (view,)
                 title = Title(self._owner, names[number], it.slot, it.size_bytes)
-                try:
-                    moves[number] = Move(folder.file(it.slot.extent), offset(it.slot), pieces, title)
-                except FileNotFoundError:
-                    gone.append(names[number])
+                moves[number] = Move(file, offset(it.slot), pieces, title)
             self._engine.read([*moves.values()])
             for number, move in moves.items():
                 if move.intact:
@@ -215,11 +219,18 @@ class Hf3fsStorage(Storage):
         slots = self._reserved(folder, request, names, sizes)
         moves: dict[int, Move] = {}
         unwritten = {number: slot for number, slot in enumerate(slots) if not isinstance(slot, bool)}
-        answers = [slot is True for slot in slots]
+        answers, full = [slot is True for slot in slots], 0
         try:
             for number, slot in unwritten.items():
                 title = Title(self._owner, names[number], slot, sizes[number])
-                moves[number] = Move(folder.file(slot.extent, create=True), offset(slot), data[number], title)
+                try:
+                    file = folder.file(slot.extent, create=True)
+                except OSError as error:
+                    if error.errno not in FULL:
+                        raise
+                    full += 1
+                    continue
+                moves[number] = Move(file, offset(slot), data[number], title)
             self._engine.write([*moves.values()])
             written = {number: unwritten[number] for number, move in moves.items() if move.trouble is None}
             committed = self._metadata.commit(
@@ -238,14 +249,13 @@ class Hf3fsStorage(Storage):
             if unwritten:
                 with suppress(StorageError):  # then the reservation ends at its deadline
                     self._metadata.abort(request, [*unwritten.values()])
-        troubles = [moves[number].trouble for number in unwritten]
-        full = sum(error is not None and error.errno == errno.ENOSPC for error in troubles)
-        self._count("no space", full)
-        failed = next((error for error in troubles if error is not None and error.errno != errno.ENOSPC), None)
-        if failed is not None:
-            self._count("unwritten", len(troubles) - full)
+        troubles = [move.trouble for number, move in moves.items() if number in unwritten]
+        failed = [error for error in troubles if error is not None and error.errno not in FULL]
+        self._count("no space", full + len(troubles) - len(failed))
+        self._count("unwritten", len(failed))
+        if failed:
             told = done + sum(answers)
-            raise StorageError(f"{self._path}: stored {told} of {all_names} objects: {failed}") from failed
+            raise StorageError(f"{self._path}: stored {told} of {all_names} objects: {failed[0]}") from failed[0]
         return answers
 
     def _reserved(self, folder: Folder, request: int, names: Sequence[str], sizes: Sequence[int]) -> list[Slot | bool]:
@@ -311,48 +321,58 @@ class Hf3fsStorage(Storage):
                 return
 
     def _rebuild(self) -> None:
-        """Read the headers of all slots and tell the metadata, if it has lost them and nobody else does so."""
+        """Read the headers of all slots and tell the metadata, if it has lost them and no other process does so. A file
+        that cannot be read at all may come back, but all wait for it, and so it is left out in the end."""
         builder = secrets.randbits(63)
         if not self._metadata.rebuilding(builder, _REBUILD_S):
             return
         folder, until = self._folder_in_place(), time.monotonic() + _REBUILD_S / 2
         with Medium(self._path):
             extents = folder.extents()
-        adopted = 0
+        adopted, unreadable = 0, dict[Extent, OSError]()
         for extent, file_bytes in extents.items():
             slots = [*slots_of(extent, file_bytes)]
             for at in range(0, len(slots), MOST_NAMES // 16):
-                titles = self._titles(folder, extent, slots[at : at + MOST_NAMES // 16])
-                names, found = [it.name for it in titles], [it.slot for it in titles]
-                adopted += sum(self._metadata.adopt(names, found, [it.size_bytes for it in titles])) if titles else 0
+                try:
+                    titles = self._titles(folder, extent, slots[at : at + MOST_NAMES // 16])
+                except OSError as error:
+                    unreadable[extent] = error
+                    titles = []
+                for owner in dict.fromkeys(it.owner for it in titles):
+                    its = [it for it in titles if it.owner == owner]
+                    names, found = [it.name for it in its], [it.slot for it in its]
+                    adopted += sum(self._metadata.adopt(owner, names, found, [it.size_bytes for it in its]))
                 if self._rest.is_set():
                     return  # the next process that asks goes on
                 if time.monotonic() > until:
                     until = time.monotonic() + _REBUILD_S / 2
                     if not self._metadata.rebuilding(builder, _REBUILD_S):
                         return
+        self._rebuilds += 1
+        for extent, why in unreadable.items():
+            if self._rebuilds < _REBUILDS or len(unreadable) == len(extents):
+                raise StorageError(f"{self._path}: the metadata has lost its objects, and {why}") from why
+            log.warning("%s: what is in %s is lost: %s", self._path, file_name(extent), why)
         self._metadata.rebuilt(builder)
         self._count("found again", adopted)
         log.warning("%s: the metadata had lost its objects: %d were found again", self._path, adopted)
 
     def _titles(self, folder: Folder, extent: Extent, slots: Sequence[Slot]) -> list[Title]:
-        """The objects of this label in these slots, as their headers say; a get will check their bytes."""
-        with Medium(self._path):
-            try:
-                file = folder.file(extent)
-            except FileNotFoundError:
-                return []
+        """The objects in these slots, as their headers say; a get will check their bytes. OSError: none can be read."""
+        try:
+            file = folder.file(extent)
+        except FileNotFoundError:
+            return []
         moves = [Move(file, offset(slot), (), None) for slot in slots]
         self._engine.read(moves)
         failed = [move.trouble for move in moves if move.trouble is not None and not isinstance(move.trouble, Short)]
-        if len(failed) == len(moves):  # the mount; a slot that cannot be read has no object, as in a get
-            raise StorageError(f"{self._path}: {failed[0]}") from failed[0]
+        if failed and len(failed) == len(moves):  # a single slot that cannot be read has no object, as in a get
+            raise failed[0]
         self._count("unreadable", len(failed))
         titles = []
         for slot, move in zip(slots, moves, strict=True):
             title = read_header(move.header)
-            place = (slot.slot_bytes, slot.number)
-            if title is not None and title.owner == self._owner and (title.slot.slot_bytes, title.slot.number) == place:
+            if title is not None and title.slot[:2] == slot[:2]:
                 titles.append(title)
         return titles
 

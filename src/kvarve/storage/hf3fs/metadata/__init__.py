@@ -1,5 +1,6 @@
 """The metadata service of a store on 3FS: `base` says what it promises, `table` decides, the others carry it.
 
+entries     what the table is made of
 memory      the table in this process
 local       the table in a server of this machine (`server`), which keeps it in SQLite (`journal`)
 calls       what clients and services say to each other, in `frames` on a stream
@@ -10,7 +11,6 @@ import re
 from pathlib import Path
 
 from kvarve.errors import ConfigError
-from kvarve.storage.base import check_settings
 from kvarve.storage.hf3fs.metadata.base import MOST_NAMES, Extent, Found, Metadata, Slot
 from kvarve.storage.hf3fs.metadata.identity import STORE_FILE, identify, this_machine
 from kvarve.storage.hf3fs.metadata.local import LocalMetadata
@@ -42,19 +42,19 @@ def check_setting(setting: str | None) -> None:
 
 
 def open_metadata(
-    setting: str | None, folder: Path, label: bytes, description: str, capacity_bytes: int, quota_bytes: int | None
+    setting: str | None, folder: Path, owner: bytes, capacity_bytes: int, quota_bytes: int | None
 ) -> Metadata:
-    """The metadata of the store in `folder`, for the objects of `label`. ConfigError; StorageError: no answer."""
+    """The metadata of the store in `folder`, for the objects of `owner` (see `slots.owner_of`). ConfigError;
+    StorageError: no answer."""
     check_setting(setting)
-    check_settings(capacity_bytes, label)
     if setting is not None and (named := _MEMORY.fullmatch(setting)):
-        return MemoryMetadata(named_table(named[1], capacity_bytes, quota_bytes), label)
+        return MemoryMetadata(named_table(named[1], capacity_bytes, quota_bytes), owner)
     if setting is not None and _REDIS.match(setting):
         settings, _, _ = redis_settings(setting)
         keeper = f"{settings.where}/{settings.database}"
-        return RedisMetadata(setting, lambda: identify(folder, keeper), label, capacity_bytes, quota_bytes)
+        return RedisMetadata(setting, lambda: identify(folder, keeper), owner, capacity_bytes, quota_bytes)
     own = setting is None
     store, empty = identify(folder, f"{state_folder() if own else setting} of {this_machine()}")
     path = state_folder() / "hf3fs" / store / SOCKET if own else Path(str(setting).removeprefix("unix:"))
-    hello = (store, label.hex()), (capacity_bytes, quota_bytes or 0)
+    hello = (store, owner.hex()), (capacity_bytes, quota_bytes or 0)
     return LocalMetadata(path, hello, empty=empty, starts=own)

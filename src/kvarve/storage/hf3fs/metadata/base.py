@@ -64,7 +64,8 @@ def first_numbers(now: float) -> tuple[int, int]:
 
 
 class Metadata(Protocol):
-    """The slots of one store, for one label. Calls come from several threads, and are over within `left_s()`.
+    """The slots of one store, for one owner (a label's hash). Calls come from several threads, and are over within
+    `left_s()`.
 
     Every method takes a batch of up to `MOST_NAMES`. StorageError: the service cannot be reached, or does not answer in
     time; what was asked for may have been done, and may be asked for again. The first name of a call counts as the most
@@ -120,9 +121,10 @@ class Metadata(Protocol):
         `reserve` that answered False may be asked again."""
         ...
 
-    def adopt(self, names: Sequence[str], slots: Sequence[Slot], sizes: Sequence[int]) -> list[bool]:
-        """Objects that were found in slots after the service had lost what it knew: True where the object is committed
-        there now. Not where the name or the slot is in use. Epochs given later are above all that were adopted."""
+    def adopt(self, owner: bytes, names: Sequence[str], slots: Sequence[Slot], sizes: Sequence[int]) -> list[bool]:
+        """Objects, also another owner's, that were found in slots after the service had lost what it knew: True where
+        the object is committed there now. Not where the name or the slot is in use. Epochs given later are above all
+        that were adopted."""
         ...
 
     def rebuilding(self, builder: int, for_s: float) -> bool:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
-from kvarve.errors import ConfigError
+from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import StorageUsage, check_names
 from kvarve.storage.hf3fs.metadata.base import MOST_NAMES, SLOT_ALIGNMENT, Extent, Found, Metadata, Slot
-from kvarve.storage.hf3fs.metadata.table import PACKED, SlotTable
+from kvarve.storage.hf3fs.metadata.entries import PACKED
+from kvarve.storage.hf3fs.metadata.table import SlotTable
 
 MOST_SLOT_BYTES = 1 << 40
 _NONE = PACKED.pack(0, 0, 0, 0)
@@ -37,6 +38,8 @@ class RemoteMetadata(Metadata):
 
     def lookup(self, names: Sequence[str], reader: int, pin_s: float) -> list[Found | None]:
         told = self._ask("lookup", names, (reader, _ms(pin_s)))
+        if len(told) != 4 * len(names) or any(map(_is_too_large, told[0::4], told[3::4])):
+            raise StorageError("the metadata service answers what no lookup finds")
         slots = map(_slot, zip(told[0::4], told[1::4], told[2::4], strict=True))
         pairs = zip(slots, told[3::4], strict=True)
         return [_found(pair) if pair[0].slot_bytes else None for pair in pairs]
@@ -73,14 +76,19 @@ class RemoteMetadata(Metadata):
     def removed(self, extents: Sequence[Extent]) -> None:
         self._ask("removed", (), _flat(extents))
 
-    def adopt(self, names: Sequence[str], slots: Sequence[Slot], sizes: Sequence[int]) -> list[bool]:
-        return [*map(bool, self._ask("adopt", names, _sized(slots, sizes)))]
+    def adopt(self, owner: bytes, names: Sequence[str], slots: Sequence[Slot], sizes: Sequence[int]) -> list[bool]:
+        return [*map(bool, self._ask("adopt", (owner.hex(), *names), _sized(slots, sizes)))]
 
     def rebuilding(self, builder: int, for_s: float) -> bool:
         return self._ask("rebuilding", (), (builder, _ms(for_s))) == [1]
 
     def rebuilt(self, builder: int) -> None:
         self._ask("rebuilt", (), (builder,))
+
+
+def _is_too_large(slot_bytes: int, size_bytes: int) -> bool:
+    """Whether an object cannot be in such a slot."""
+    return not 0 <= size_bytes <= max(0, slot_bytes - SLOT_ALIGNMENT) <= MOST_SLOT_BYTES
 
 
 def _sized(slots: Sequence[Slot], sizes: Sequence[int]) -> list[int]:
@@ -190,8 +198,12 @@ def _removed(table: SlotTable, label: bytes, names: Sequence[str], numbers: Sequ
 
 
 def _adopt(table: SlotTable, label: bytes, names: Sequence[str], numbers: Sequence[int], now: float) -> list[int]:
-    slots, sizes = _placed(names, numbers)
-    return [*map(int, table.adopt(label, names, slots, sizes, now))]
+    try:
+        owner = bytes.fromhex(names[0])
+    except (IndexError, ValueError):
+        raise BadCall("the first name of an adopt is an owner, in hexadecimal") from None
+    slots, sizes = _placed(names[1:], numbers)
+    return [*map(int, table.adopt(owner, names[1:], slots, sizes, now))]
 
 
 def _rebuilding(table: SlotTable, label: bytes, names: Sequence[str], numbers: Sequence[int], now: float) -> list[int]:

@@ -9,8 +9,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
+from kvarve.background import Abandoned, BackgroundCall
 from kvarve.errors import StorageError
 from kvarve.storage.base import left_s
 from kvarve.storage.hf3fs.metadata.calls import CALLS, BadCall, RemoteMetadata
@@ -22,6 +24,7 @@ _TRIES = 3  # connections that are lost in a call
 _STARTING, _LOG = "starting", "log"
 _LOG_BYTES = 1 << 20
 _PAUSE_S = 0.01
+_START_S = 30.0  # for a server to start, however soon the call that needs it has to end
 _READ_BYTES = 1 << 17
 
 
@@ -146,12 +149,20 @@ class LocalMetadata(RemoteMetadata):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(folder / _STARTING, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                _left(end)
-                time.sleep(_PAUSE_S)
-                return
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            time.sleep(min(_PAUSE_S, _left(end)))
+            return
+        try:
+            BackgroundCall("kvarve starts its metadata server", partial(self._run_server, lock)).result(_left(end))
+        except Abandoned:  # the next call finds it
+            raise TimeoutError from None
+
+    def _run_server(self, lock: int) -> None:
+        """Return when a server listens; others wait for the lock meanwhile."""
+        folder = self._path.parent
+        try:
             with socket.socket(socket.AF_UNIX) as link, suppress(FileNotFoundError, ConnectionRefusedError):
                 with near(self._path) as address:
                     link.connect(address)
@@ -165,18 +176,17 @@ class LocalMetadata(RemoteMetadata):
             try:
                 if os.fstat(log).st_size > _LOG_BYTES:
                     os.ftruncate(log, 0)
-                # It keeps the lock until it listens.
                 started = subprocess.run(
                     [*command, "--detach", "--idle-s", str(IDLE_S)],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     cwd="/",
-                    timeout=_left(end),
+                    timeout=_START_S,
                     check=False,
                 )
             except subprocess.TimeoutExpired:
-                raise TimeoutError from None
+                raise StorageError(f"{folder}: its metadata server has not started within {_START_S:g} s") from None
             finally:
                 os.close(log)
             if started.returncode:

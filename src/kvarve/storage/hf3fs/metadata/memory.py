@@ -43,8 +43,8 @@ def forget_table(name: str) -> None:
 
 
 class MemoryMetadata(Metadata):
-    def __init__(self, shared: SharedTable, label: bytes) -> None:
-        self._shared, self._label = shared, label
+    def __init__(self, shared: SharedTable, owner: bytes) -> None:
+        self._shared, self._owner = shared, owner
         self._closed = False
 
     def _now(self) -> float:
@@ -55,11 +55,11 @@ class MemoryMetadata(Metadata):
     def exists(self, names: Sequence[str]) -> list[bool]:
         with self._shared.lock:
             self._now()
-            return self._shared.table.exists(self._label, names)
+            return self._shared.table.exists(self._owner, names)
 
     def lookup(self, names: Sequence[str], reader: int, pin_s: float) -> list[Found | None]:
         with self._shared.lock:
-            return self._shared.table.lookup(self._label, names, reader, pin_s, self._now())
+            return self._shared.table.lookup(self._owner, names, reader, pin_s, self._now())
 
     def release(self, reader: int) -> None:
         with self._shared.lock:
@@ -67,32 +67,32 @@ class MemoryMetadata(Metadata):
 
     def reserve(self, request: int, names: Sequence[str], slot_bytes: Sequence[int], for_s: float) -> list[Slot | bool]:
         with self._shared.lock:
-            return self._shared.table.reserve(self._label, request, names, slot_bytes, for_s, self._now())
+            return self._shared.table.reserve(self._owner, request, names, slot_bytes, for_s, self._now())
 
     def commit(self, request: int, names: Sequence[str], slots: Sequence[Slot], sizes: Sequence[int]) -> list[bool]:
         with self._shared.lock:
-            return self._shared.table.commit(self._label, request, names, slots, sizes, self._now())
+            return self._shared.table.commit(self._owner, request, names, slots, sizes, self._now())
 
     def abort(self, request: int, slots: Sequence[Slot]) -> None:
         with self._shared.lock:
-            self._shared.table.abort(self._label, request, slots, self._now())
+            self._shared.table.abort(self._owner, request, slots, self._now())
 
     def touch(self, names: Sequence[str]) -> None:
         with self._shared.lock:
-            self._shared.table.touch(self._label, names, self._now())
+            self._shared.table.touch(self._owner, names, self._now())
 
     def delete(self, names: Sequence[str]) -> list[bool]:
         with self._shared.lock:
-            return self._shared.table.delete(self._label, names, self._now())
+            return self._shared.table.delete(self._owner, names, self._now())
 
     def drop(self, group: str | None = None) -> int:
         with self._shared.lock:
-            return self._shared.table.drop(self._label, group, self._now())
+            return self._shared.table.drop(self._owner, group, self._now())
 
     def usage(self) -> StorageUsage:
         with self._shared.lock:
             self._now()
-            return self._shared.table.usage(self._label)
+            return self._shared.table.usage(self._owner)
 
     def retired(self, listed: Sequence[Extent] = ()) -> list[Extent]:
         with self._shared.lock:
@@ -104,9 +104,9 @@ class MemoryMetadata(Metadata):
             self._now()
             self._shared.table.removed(extents)
 
-    def adopt(self, names: Sequence[str], slots: Sequence[Slot], sizes: Sequence[int]) -> list[bool]:
+    def adopt(self, owner: bytes, names: Sequence[str], slots: Sequence[Slot], sizes: Sequence[int]) -> list[bool]:
         with self._shared.lock:
-            return self._shared.table.adopt(self._label, names, slots, sizes, self._now())
+            return self._shared.table.adopt(owner, names, slots, sizes, self._now())
 
     def rebuilding(self, builder: int, for_s: float) -> bool:
         with self._shared.lock:

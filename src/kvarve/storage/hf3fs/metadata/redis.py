@@ -62,7 +62,7 @@ class RedisMetadata(RemoteMetadata):
         self,
         setting: str,
         identity: Callable[[], Identity],
-        label: bytes,
+        owner: bytes,
         capacity_bytes: int,
         quota_bytes: int | None,
     ) -> None:
@@ -72,7 +72,7 @@ class RedisMetadata(RemoteMetadata):
         self._servers = Servers(settings)
         self._pid = os.getpid()
         self._prefix = b"kvarve:hf3fs"
-        self._label = hashlib.sha256(label).hexdigest()[:16].encode()
+        self._owner = owner.hex()[:16].encode()  # all that the script looks at
         self._hello = [capacity_bytes, quota_bytes or 0]
         try:
             self._check_server(settings.where)
@@ -118,7 +118,7 @@ class RedisMetadata(RemoteMetadata):
         """None: the server knows nothing of this store."""
         self._require_open()
         assert len(names) <= MOST_NAMES, "the script unpacks them at once"
-        words = [self._prefix, call.encode(), self._label, b"%d" % len(names)]
+        words = [self._prefix, call.encode(), self._owner, b"%d" % len(names)]
         words += [name.encode() for name in names]
         words += [b"%d" % number for number in numbers]
         with self._wire() as wire:

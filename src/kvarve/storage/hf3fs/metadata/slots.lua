@@ -618,6 +618,7 @@ local function extent_for(slot)
 end
 
 function calls.adopt()
+  LABEL = string.sub(table.remove(NAMES, 1), 1, #LABEL)
   local told = {}
   for i, name in ipairs(NAMES) do
     local slot_bytes, number, epoch, size = unpack(NUMBERS, 4 * i - 3, 4 * i)

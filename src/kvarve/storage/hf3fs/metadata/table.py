@@ -5,14 +5,25 @@ own least recently used object, or one extent of another size is emptied, if the
 for twice as long. An emptied extent is retired, and its room given again when its file is gone.
 """
 
-import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
 
 from kvarve.storage.base import StorageUsage, group_of, in_group
 from kvarve.storage.hf3fs.metadata.base import MOST_PLACES, SLOT_ALIGNMENT, Extent, Found, Slot
+from kvarve.storage.hf3fs.metadata.entries import (
+    COMMITTED,
+    QUARANTINED,
+    RESERVED,
+    Entry,
+    Group,
+    Home,
+    Reader,
+    Request,
+    Row,
+    Size,
+    SlotExtent,
+)
 
 QUARANTINE_S = 120.0  # longer than any write takes that is not stuck for good
 MOST_S = 600.0  # for which anything can be pinned, reserved or rebuilt without asking again
@@ -26,147 +37,6 @@ SPREAD = 4  # extents of a size that are filled at a time, while half of the roo
 _RETIRED_A_CALL = 4
 _OLDER = 2.0
 _SAVED_S = 600.0  # how old the use of an object is at most that the journal knows
-
-RESERVED, COMMITTED, QUARANTINED = range(3)
-# The slot and the size of an entry as one object: a lookup of 128 among a million waits for memory most of its time.
-PACKED = struct.Struct("<4q")
-
-
-class Row(NamedTuple):
-    """A slot that is not free, as it is kept for a service's next life. `until`: of a reservation or quarantine."""
-
-    slot_bytes: int
-    number: int
-    epoch: int
-    state: int
-    label: bytes
-    name: str
-    size_bytes: int
-    request: int
-    used: float
-    until: float
-
-
-class _Home:
-    """The objects of a label."""
-
-    def __init__(self, label: bytes) -> None:
-        self.label = label
-        self.objects: dict[str, Entry] = {}
-        self.bytes = self.evicted = 0
-        self.slots = 0  # of its objects, and of what is written or in quarantine
-
-
-class _Group:
-    """The names of a label that share a quota."""
-
-    def __init__(self) -> None:
-        self.bytes = 0  # of slots, reserved or committed
-        self.lru: OrderedDict[Entry, None] = OrderedDict()
-
-
-class _Order:
-    """Committed and unpinned entries, the next victim first. Linked, as each lookup takes some out of the middle: a
-    dict of a million is copied whole from time to time."""
-
-    def __init__(self) -> None:
-        self.first: Entry | None = None
-        self._last: Entry | None = None
-
-    def append(self, entry: "Entry") -> None:
-        entry.before, entry.after = self._last, None
-        if self._last is None:
-            self.first = entry
-        else:
-            self._last.after = entry
-        self._last = entry
-
-    def remove(self, entry: "Entry") -> None:
-        before, after = entry.before, entry.after
-        if before is None:
-            self.first = after
-        else:
-            before.after = after
-        if after is None:
-            self._last = before
-        else:
-            after.before = before
-        entry.before = entry.after = None
-
-    def __iter__(self) -> Iterator["Entry"]:
-        entry = self.first
-        while entry is not None:
-            yield entry
-            entry = entry.after
-
-
-class _Size:
-    """All slots of one size."""
-
-    def __init__(self, slot_bytes: int) -> None:
-        self.slot_bytes = slot_bytes
-        self.extents: dict[int, _Extent] = {}
-        self.open: OrderedDict[_Extent, None] = OrderedDict()  # those with free slots, in turn
-        self.lru = _Order()
-
-
-class _Extent:
-    def __init__(self, size: _Size, number: int, places: int) -> None:
-        self.size, self.number = size, number
-        self.slots: list[Entry | None] = [None] * places
-        self.free = [*range(places - 1, -1, -1)]
-        self.live = 0  # slots that are not free
-        self.evictable = 0
-        self.leaves = self.waits = False
-
-    @property
-    def bytes(self) -> int:
-        return len(self.slots) * self.size.slot_bytes
-
-    @property
-    def name(self) -> Extent:
-        return Extent(self.size.slot_bytes, self.number)
-
-
-class Entry:
-    """A slot that is not free."""
-
-    __slots__ = (
-        *("after", "before", "extent", "group", "home", "name", "packed", "pins"),
-        *("request", "saved", "state", "until", "used"),
-    )
-
-    def __init__(self, extent: _Extent, place: int, epoch: int, home: _Home, name: str, group: _Group | None) -> None:
-        self.packed = PACKED.pack(extent.size.slot_bytes, extent.number * MOST_PLACES + place, epoch, 0)
-        self.extent, self.home, self.name, self.group = extent, home, name, group
-        self.state, self.pins, self.request = RESERVED, 0, 0
-        self.before: Entry | None = None
-        self.after: Entry | None = None
-        self.used = self.until = self.saved = 0.0  # saved: when its use was last told to the journal
-
-    @property
-    def slot(self) -> Slot:
-        return Slot(*PACKED.unpack(self.packed)[:3])
-
-    @property
-    def size_bytes(self) -> int:
-        size_bytes: int = PACKED.unpack(self.packed)[3]
-        return size_bytes
-
-    @size_bytes.setter
-    def size_bytes(self, size_bytes: int) -> None:
-        self.packed = PACKED.pack(*self.slot, size_bytes)
-
-
-class _Request:
-    def __init__(self) -> None:
-        self.until = 0.0
-        self.entries: dict[str, Entry] = {}
-
-
-class _Reader:
-    def __init__(self, until: float, entries: list[Entry]) -> None:
-        self.until, self.entries = until, entries
 
 
 class SlotTable:
@@ -191,15 +61,15 @@ class SlotTable:
         self.built = empty
         self._builder: tuple[int, float] | None = None
         self._room = capacity_bytes  # in no extent
-        self._homes: dict[bytes, _Home] = {}
-        self._sizes: dict[int, _Size] = {}
-        self._groups: dict[tuple[bytes, str], _Group] = {}
-        self._empty: OrderedDict[_Extent, None] = OrderedDict()  # open, and all their slots are free
-        self._leaving: dict[Extent, _Extent] = {}
+        self._homes: dict[bytes, Home] = {}
+        self._sizes: dict[int, Size] = {}
+        self._groups: dict[tuple[bytes, str], Group] = {}
+        self._empty: OrderedDict[SlotExtent, None] = OrderedDict()  # open, and all their slots are free
+        self._leaving: dict[Extent, SlotExtent] = {}
         self._leaving_bytes = 0
-        self._readers: dict[int, _Reader] = {}
+        self._readers: dict[int, Reader] = {}
         self._pins = 0
-        self._requests: dict[tuple[bytes, int], _Request] = {}
+        self._requests: dict[tuple[bytes, int], Request] = {}
         self._timers: list[tuple[float, int, object]] = []
         self._timer = self._quarantined = 0
         self._now = 0.0
@@ -250,7 +120,7 @@ class SlotTable:
                 self._change(entry)
         if pinned:
             until = now + min(pin_s, MOST_S)
-            self._readers[reader] = _Reader(until, pinned)
+            self._readers[reader] = Reader(until, pinned)
             self._pins += len(pinned)
             self._at(until, reader)
         return found
@@ -282,7 +152,7 @@ class SlotTable:
         return sum(self.delete(label, names, now))
 
     def usage(self, label: bytes) -> StorageUsage:
-        home = self._homes.get(label) or _Home(label)
+        home = self._homes.get(label) or Home(label)
         return StorageUsage(len(home.objects), home.bytes, self.capacity_bytes, home.evicted)
 
     # --- writing
@@ -302,7 +172,7 @@ class SlotTable:
         for entry in kept:
             self._pin(entry)
         self._gain(0, None, now)  # if the capacity is less than it was, and something was in use then
-        asked = self._requests.get((label, request)) or _Request()
+        asked = self._requests.get((label, request)) or Request()
         answers = [self._reserve(home, asked, name, size, now) for name, size in zip(names, slot_bytes, strict=True)]
         for entry in reversed(kept):
             self._mark(entry, now)
@@ -326,7 +196,7 @@ class SlotTable:
         now: float,
     ) -> list[bool]:
         now = self._advance(now)
-        home, asked = self._home(label), self._requests.get((label, request)) or _Request()
+        home, asked = self._home(label), self._requests.get((label, request)) or Request()
         for name, slot, size_bytes in reversed([*zip(names, slots, sizes, strict=True)]):
             entry = asked.entries.get(name)
             if entry is not None and entry.slot == slot:
@@ -435,7 +305,7 @@ class SlotTable:
                 self._publish(entry, entry.used)
             elif row.state == RESERVED:
                 entry.request = row.request
-                asked = self._requests.setdefault((row.label, row.request), _Request())
+                asked = self._requests.setdefault((row.label, row.request), Request())
                 asked.until = max(asked.until, entry.until)
                 asked.entries[row.name] = entry
                 self._at(asked.until, (row.label, row.request))
@@ -458,14 +328,14 @@ class SlotTable:
         home = self._homes.get(label)
         return home.objects if home else {}
 
-    def _home(self, label: bytes) -> _Home:
+    def _home(self, label: bytes) -> Home:
         if label not in self._homes and len(self._homes) >= MOST_LABELS:
             self._homes = {label: home for label, home in self._homes.items() if home.slots}
-        return self._homes.setdefault(label, _Home(label))
+        return self._homes.setdefault(label, Home(label))
 
-    def _group(self, home: _Home, name: str) -> _Group | None:
+    def _group(self, home: Home, name: str) -> Group | None:
         group = group_of(name)
-        return self._groups.setdefault((home.label, group), _Group()) if group and self.quota_bytes else None
+        return self._groups.setdefault((home.label, group), Group()) if group and self.quota_bytes else None
 
     def _entries(self) -> Iterator[Entry]:
         for size in self._sizes.values():
@@ -474,7 +344,7 @@ class SlotTable:
 
     # --- inside: an entry's states
 
-    def _reserve(self, home: _Home, asked: _Request, name: str, slot_bytes: int, now: float) -> Slot | bool:
+    def _reserve(self, home: Home, asked: Request, name: str, slot_bytes: int, now: float) -> Slot | bool:
         if name in home.objects:
             return True
         entry = asked.entries.get(name)
@@ -490,7 +360,7 @@ class SlotTable:
                 del extent.size.open[extent]
         return entry.slot
 
-    def _occupy(self, extent: _Extent, place: int, epoch: int, home: _Home, name: str) -> Entry:
+    def _occupy(self, extent: SlotExtent, place: int, epoch: int, home: Home, name: str) -> Entry:
         entry = Entry(extent, place, epoch, home, name, self._group(home, name))
         if entry.group:
             entry.group.bytes += extent.size.slot_bytes
@@ -596,14 +466,14 @@ class SlotTable:
 
     # --- inside: room
 
-    def _extent_with_room(self, home: _Home, name: str, slot_bytes: int, now: float) -> _Extent | None:
+    def _extent_with_room(self, home: Home, name: str, slot_bytes: int, now: float) -> SlotExtent | None:
         """An extent with a free slot of this size for this name, after evicting if need be."""
         if slot_bytes > self.capacity_bytes:
             return None
         if self.quota_bytes is not None and group_of(name):
             if slot_bytes > self.quota_bytes:
                 return None
-            group = self._groups.get((home.label, group_of(name)), _Group())
+            group = self._groups.get((home.label, group_of(name)), Group())
             while group.bytes + slot_bytes > self.quota_bytes:
                 if not group.lru:
                     return None
@@ -642,22 +512,22 @@ class SlotTable:
     def _places(self, slot_bytes: int) -> int:
         return min(MOST_PLACES, max(1, min(EXTENT_BYTES, self.capacity_bytes // self._extents) // slot_bytes))
 
-    def _add_extent(self, slot_bytes: int, number: int, places: int) -> _Extent:
-        size = self._sizes.setdefault(slot_bytes, _Size(slot_bytes))
-        extent = size.extents[number] = _Extent(size, number, places)
+    def _add_extent(self, slot_bytes: int, number: int, places: int) -> SlotExtent:
+        size = self._sizes.setdefault(slot_bytes, Size(slot_bytes))
+        extent = size.extents[number] = SlotExtent(size, number, places)
         self._room -= extent.bytes
         self.layout_changed = True
         self._open(extent)
         return extent
 
-    def _open(self, extent: _Extent) -> None:
+    def _open(self, extent: SlotExtent) -> None:
         """Give its free slots, unless it waits for writes of an earlier life of the service."""
         if not extent.waits and extent.free:
             extent.size.open[extent] = None
             if not extent.live:
                 self._empty[extent] = None
 
-    def _gain(self, slot_bytes: int, size: _Size | None, now: float) -> bool:
+    def _gain(self, slot_bytes: int, size: Size | None, now: float) -> bool:
         """Retire extents of other sizes (of any, if the capacity has shrunk) whose objects are worth least, until there
         is so much room. Whether it has retired any."""
         for count in range(_RETIRED_A_CALL):
@@ -673,7 +543,7 @@ class SlotTable:
             self._retire(extent)
         return True
 
-    def _worth_least(self, size: _Size | None, now: float) -> _Extent | None:
+    def _worth_least(self, size: Size | None, now: float) -> SlotExtent | None:
         shrunk = self._room + self._leaving_bytes < 0
         for extent in self._empty:
             if extent.size is not size or shrunk:
@@ -689,7 +559,7 @@ class SlotTable:
         own = size.lru.first if size and not shrunk else None
         return oldest.extent if own is None or now - oldest.used > _OLDER * (now - own.used) else None
 
-    def _retire(self, extent: _Extent) -> None:
+    def _retire(self, extent: SlotExtent) -> None:
         extent.leaves = True
         extent.size.open.pop(extent, None)
         self._empty.pop(extent, None)
@@ -706,7 +576,7 @@ class SlotTable:
                     if entry is not None and entry.state == COMMITTED and not entry.pins:
                         self._evict(entry)
 
-    def _extent_for(self, slot: Slot, now: float) -> _Extent | None:
+    def _extent_for(self, slot: Slot, now: float) -> SlotExtent | None:
         """The extent of a slot that was found in a file; its other slots are given when late writes are over."""
         size, number = self._sizes.get(slot.slot_bytes), slot.extent.number
         if max(slot.epoch, slot.number) >= _MOST_NUMBER:
@@ -768,7 +638,7 @@ class SlotTable:
             elif isinstance(what, tuple):
                 for entry in self._requests.pop(what).entries.values():
                     self._quarantine(entry, when + QUARANTINE_S)
-            elif isinstance(what, _Extent):
+            elif isinstance(what, SlotExtent):
                 what.waits = False
                 if not what.leaves:
                     self._open(what)
