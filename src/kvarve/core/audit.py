@@ -209,6 +209,22 @@ def _audit_counts(core: Core, runs: list[Run]) -> None:
             if bits != coming.get((id(run), place), 0):
                 raise BrokenLaw("a run knows which of its pages are in flight down")
     _check(core.slot_pools.bad_pages == bad_pages, "bad pages are counted")
+    if core.slot_pools.salt_shares is not None:
+        _check(core.slot_pools.salt_shares.held == _held(core, runs), "the bytes of each salt in each tier are counted")
+
+
+def _held(core: Core, runs: list[Run]) -> dict[bytes, list[int]]:
+    """By root key, the bytes of all pages in each tier."""
+    pools, found = len(core.pools), dict[bytes, list[int]]()
+    for run in runs:
+        root = run
+        while root.parent is not None:
+            root = root.parent
+        for place, here in enumerate(run.here):
+            if here:
+                held = found.setdefault(root.named, [0] * len(_tiers(core)))
+                held[place // pools] += here.bit_count() * core.pools[place % pools].payload_bytes
+    return found
 
 
 def audit(core: Core) -> None:

@@ -190,6 +190,8 @@ class Core(Growing):
                 self._load(lease)
         for lease in self.prefetch.next_in_line():
             self._fetch(lease)
+        if self.slot_pools.salt_shares is not None:
+            self.slot_pools.salt_shares.enforce()
         self.backups.evict_ahead()
         self.backups.send_pending()
 

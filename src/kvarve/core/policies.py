@@ -81,6 +81,8 @@ class Policies:
     """the fewest tokens that a copy from the host to the device has to save"""
     fetch_at_least: int = 0
     """the fewest tokens that a copy from storage to the host has to save"""
+    salt_share: float = 1.0
+    """of each memory tier, the share that the prompts of one salt may keep; its own coldest pages go beyond that"""
     host_share: float = 0.8
     """of each host pool, the share that copies to and from storage may hold"""
     offload_pays_at: float = 0.01
@@ -112,6 +114,8 @@ class Policies:
             raise ConfigError(
                 f"the share of the host that waits for storage is above 0 and at most 1, not {self.host_share}"
             )
+        if not 0 < self.salt_share <= 1:
+            raise ConfigError(f"the share of memory of one salt is above 0 and at most 1, not {self.salt_share}")
         if not 0 <= self.offload_pays_at < inf:
             raise ConfigError(
                 f"the share of what is stored that has to be used is 0 or above and finite, not {self.offload_pays_at}"

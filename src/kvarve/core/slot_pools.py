@@ -21,6 +21,7 @@ from kvarve.core.eviction.order import OrderContext
 from kvarve.core.extents import Cut, Extents
 from kvarve.core.ghosts import Ghosts
 from kvarve.core.policies import WritePolicy
+from kvarve.core.salt_shares import SaltShares
 from kvarve.core.tree import Root, Run, traces_of, upward
 from kvarve.errors import ConfigError
 from kvarve.keys import TOKEN_BYTES
@@ -86,6 +87,9 @@ class SlotPools:
         pages = sum(sum(self.capacity[pool :: len(self.pools)]) for pool in self._rests_on)
         self.ghosts = Ghosts(GHOSTS * pages, config.page_tokens * TOKEN_BYTES)
         self.roots: dict[bytes, Root] = {}
+        self.salt_shares: SaltShares | None = None  # where there is no bound, nothing is counted
+        if config.policies.salt_share < 1:
+            self.salt_shares = SaltShares(self, config.policies.salt_share)
         self.evicted = [0] * len(self.capacity)
         self.evicted_spares = [0] * len(self.capacity)  # of these, while they were spare
         self.freed: list[tuple[int, int]] | None = None  # places and slots, where they are to be told
@@ -112,6 +116,11 @@ class SlotPools:
         extents = self.extents[number]
         loose = 0 if extents is None or not extents.may_grow(pool) else len(extents.loose) * extents.cut.per[pool]
         return len(self.free[place]) + loose
+
+    def _count(self, run: Run, place: int, pages: int) -> None:
+        """Pages of a run came into a slot pool, or (below zero) left it."""
+        if self.salt_shares is not None:
+            self.salt_shares.counted(run, place, pages)
 
     def is_chain(self, place: int) -> bool:
         return self._lookbacks[place] is None
@@ -176,11 +185,13 @@ class SlotPools:
     def make_resident(self, run: Run, place: int, position: int, slot: int) -> None:
         """Put a page into a slot, which the tree owns from here on."""
         run.put(place, position, slot)
+        self._count(run, place, 1)
         self._offer_all(run, place)
 
     def make_row_resident(self, run: Run, place: int, position: int, slots: Sequence[int]) -> None:
         """The same for all pages from `position` to the end of a run."""
         run.put_row(place, position, slots)
+        self._count(run, place, len(slots))
         self._offer_all(run, place)
 
     def _offer_all(self, run: Run, place: int) -> None:
@@ -212,6 +223,7 @@ class SlotPools:
     def leave(self, run: Run, place: int, position: int) -> None:
         """A page leaves its slot, which is free; the page that it rested on may go next."""
         self.bad_pages -= run.bad[place] >> position - run.first & 1
+        self._count(run, place, -1)
         self._free(place, [run.take(place, position)])
         if position == run.first:
             self._let_parent_go(run, place)
@@ -227,6 +239,7 @@ class SlotPools:
             return
         if run.bad[place]:
             self.bad_pages -= (run.bad[place] >> start).bit_count()
+        self._count(run, place, -count)
         self._free(place, [*reversed(run.take_tail(place, start))])
         if start == 0:
             self._let_parent_go(run, place)
@@ -286,6 +299,8 @@ class SlotPools:
 
     def _let_go(self, run: Run) -> None:
         self.offer_all(run)
+        if self.salt_shares is not None:
+            self.salt_shares.unpinned(run)
         if not self.chains:  # a pinned position may have been the last of its run
             self.prune(run, self.memory[-1])
 
@@ -371,7 +386,7 @@ class SlotPools:
             # but together where they wait for copies.
             worth = per[pool] / per[theirs % len(self.pools)]
             most = ceil((enough - len(self.free[place]) - moving) / worth) if theirs == place or waits else 1
-            went = self._trim(run, theirs, most, pages(run, theirs))
+            went = self.trim(run, theirs, most, pages(run, theirs))
             left = self.evicted[theirs] - evicted
             if order != theirs:
                 self.evicted_spares[theirs] += left
@@ -437,8 +452,8 @@ class SlotPools:
             if not (droppable := pages(run, place)):  # unpinning it offers it again
                 run.queued &= ~queued
                 continue
-            # The run counts as queued meanwhile, so that `_trim` cannot queue it a second time.
-            went = self._trim(run, place, wanted - handled, droppable)
+            # The run counts as queued meanwhile, so that `trim` cannot queue it a second time.
+            went = self.trim(run, place, wanted - handled, droppable)
             handled += went
             if went:
                 run.queued &= ~queued
@@ -450,7 +465,7 @@ class SlotPools:
             self.offer(run, place)
         return handled
 
-    def _trim(self, run: Run, place: int, wanted: int, droppable: int) -> int:
+    def trim(self, run: Run, place: int, wanted: int, droppable: int) -> int:
         """Drop, or start to copy down, up to `wanted` of the droppable pages of a run; returns how many."""
         others, chain = self.others(place), self.is_chain(place)
         # A chain loses its last page first; windows and states the earliest, since prompts grow at the end.

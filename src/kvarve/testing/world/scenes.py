@@ -118,6 +118,7 @@ def _draw(dice: random.Random) -> dict[str, Any]:
         "storage_deadline_s": dice.choice([1.0, 30.0]),
         "batch_pages": dice.choice([1, 2, 3, 64]),
         "backup_pages": dice.choice([2, 7, 50]),
+        "salt_share": dice.choice([0.1, 0.5, 1.0, 1.0]),
         "host_share": dice.choice([0.01, 0.2, 0.5, 0.8, 1.0]),
         "offload_pays_at": dice.choice([0.0, 0.0, 0.1, 0.5, 2.0]),
         "offload_horizon_bytes": dice.choice([0, 64, 400, 2000]),  # a page has 16

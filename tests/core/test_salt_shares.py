@@ -1,0 +1,99 @@
+"""One salt's prompts cannot flush another's out of memory: beyond its share of a tier it loses its own pages."""
+
+import pytest
+
+from kvarve.core.salt_shares import SaltShares
+from kvarve.errors import ConfigError
+from kvarve.keys import pack, root_key
+from kvarve.model import Tier
+from kvarve.testing.world import ATTENTION, STATE, WINDOW, World, config, prompt
+
+
+def shares(world: World) -> SaltShares:
+    found = world.core.slot_pools.salt_shares
+    assert found is not None
+    return found
+
+
+def held(world: World, salt: str) -> list[int]:
+    """Bytes that a salt keeps, by tier."""
+    return shares(world).held.get(root_key(b"world", salt), [0] * len(shares(world).most))
+
+
+def exceeds(world: World, salt: str) -> bool:
+    return any(have > most for have, most in zip(held(world, salt), shares(world).most, strict=True))
+
+
+def ask(world: World, seed: int, salt: str, pages: int = 4) -> None:
+    world.request(prompt(pages, seed=seed), salt)
+    world.step()
+
+
+def hit(world: World, seed: int, salt: str, pages: int = 4) -> int:
+    return world.core.lookup(root_key(b"world", salt), pack(prompt(pages, seed=seed))).memory
+
+
+def test_a_salt_beyond_its_share_loses_its_own_coldest_pages_and_no_other_salts() -> None:
+    world = World(config=config(ATTENTION, device=16, salt_share=0.5))
+    ask(world, 0, "quiet")
+    for seed in range(10):
+        ask(world, seed, "loud")
+        assert not exceeds(world, "loud")
+    assert hit(world, 0, "quiet") == 4
+    assert hit(world, 9, "loud") == 4 and hit(world, 0, "loud") == 0
+    assert shares(world).evicted > 0
+
+
+def test_without_a_share_one_salt_takes_all() -> None:
+    world = World(config=config(ATTENTION, device=16))
+    ask(world, 0, "quiet")
+    for seed in range(10):
+        ask(world, seed, "loud")
+    assert hit(world, 0, "quiet") == 0
+
+
+def test_the_share_holds_in_each_tier_and_for_all_kinds_of_pages_together() -> None:
+    pools = config(ATTENTION, WINDOW, STATE, device=[24, 12, 6], host=[48, 24, 12], salt_share=0.5)
+    world = World(config=pools)
+    ask(world, 0, "quiet")
+    for seed in range(12):
+        ask(world, seed, "loud")
+        assert not exceeds(world, "loud")
+    assert hit(world, 0, "quiet") == 4
+
+
+def test_where_pools_share_a_tier_the_share_is_of_all_of_it() -> None:
+    cut = {"device": (8, [4, 4], [1, 1])}
+    world = World(config=config(ATTENTION, STATE, device=[32, 32], cut=cut, salt_share=0.5))
+    ask(world, 0, "quiet")
+    for seed in range(12):
+        ask(world, seed, "loud")
+        assert not exceeds(world, "loud")
+    assert hit(world, 0, "quiet") == 4
+
+
+def test_a_running_request_keeps_what_it_pins_and_its_salt_is_cut_back_when_it_ends() -> None:
+    world = World(config=config(ATTENTION, device=16, salt_share=0.25))
+    lease = world.start(prompt(8), "long")
+    world.grow(lease, 8)
+    world.publish(lease, 8)
+    world.step()
+    assert held(world, "long")[0] == 8 * ATTENTION.payload_bytes, "it is in use"
+    world.close(lease)
+    world.step()
+    assert not exceeds(world, "long")
+    assert 0 < hit(world, 0, "long", 8) <= 4, "of a prompt its beginning stays"
+
+
+def test_salts_that_keep_nothing_are_forgotten() -> None:
+    world = World(config=config(ATTENTION, device=16, salt_share=0.5))
+    for number in range(20):
+        ask(world, 0, f"salt {number}")
+    world.flush(Tier.DEVICE)
+    assert not shares(world).held
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, 1.5])
+def test_a_share_is_above_nothing_and_at_most_all(share: float) -> None:
+    with pytest.raises(ConfigError, match="one salt"):
+        config(ATTENTION, device=16, salt_share=share)
