@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvarve.errors import ConfigError
-from kvarve.integrations.extra_config import TURN_TOKENS, extra_config
+from kvarve.integrations.extra_config import extra_config
 
 WHERE = "kv_connector_extra_config"
 
@@ -32,10 +32,10 @@ def test_one_url_is_one_storage_and_none_is_none() -> None:
     assert extra_config({"host_memory": 1 << 20}, WHERE).cache.storages == ()
 
 
-def test_memory_is_divided_for_turns_of_conversations_unless_told_otherwise() -> None:
+def test_memory_is_shared_unless_it_is_to_be_divided() -> None:
     given = {"host_memory": 1 << 20}
-    assert extra_config(given, WHERE).cache.policies.tokens_per_snapshot == TURN_TOKENS
-    assert extra_config(given | {"tokens_per_snapshot": 0}, WHERE).cache.policies.tokens_per_snapshot == 0
+    assert extra_config(given, WHERE).cache.policies.tokens_per_snapshot == 0
+    assert extra_config(given | {"tokens_per_snapshot": 256}, WHERE).cache.policies.tokens_per_snapshot == 256
 
 
 @pytest.mark.parametrize(

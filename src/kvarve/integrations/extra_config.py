@@ -9,10 +9,6 @@ from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
 from kvarve.integrations.given import Given
 
-# Each turn of a conversation adds some hundred tokens and leaves a window or state of each group behind: host memory is
-# divided for that unless the user says otherwise (docs/vllm.md has what was measured).
-TURN_TOKENS = 256
-
 # The engine says which windows and states there are.
 _POLICIES = {field.name: field.type for field in fields(Policies) if not field.name.startswith("snapshot_")}
 _KNOWN = ("host_memory", "storage", "storage_key", "host_layout", "weights", *_POLICIES)
@@ -34,7 +30,7 @@ def extra_config(values: Mapping[str, Any], where: str) -> ExtraConfig:
         raise given.refuse("'host_memory' is missing: give the memory for pages, such as '4GiB'")
     host_memory, storage, weights = given.size("host_memory", 0), given.storage(), given.text("weights")
     texts = {key: given.text(key) for key in ("host_layout", "storage_key") if key in values}
-    chosen = {"tokens_per_snapshot": TURN_TOKENS} | {key: _policy(given, key) for key in _POLICIES if key in values}
+    chosen = {key: _policy(given, key) for key in _POLICIES if key in values}
     try:
         cache = CacheConfig(0, host_memory, storage or None, policies=Policies(**chosen), **texts)
     except ConfigError as e:

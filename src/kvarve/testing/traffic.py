@@ -34,7 +34,6 @@ from torch import Tensor
 
 from kvarve.config import CacheConfig, room_for
 from kvarve.core.audit import audit
-from kvarve.core.policies import Policies
 from kvarve.core.reasons import Reason
 from kvarve.engine.batch import ROUNDING
 from kvarve.engine.engine import Engine
@@ -232,7 +231,6 @@ class Traffic:
             room(self.share, False),
             room(4 * self.share, True),
             f"file://{self.folder}/{kind}?capacity={room(0.75, True)}",
-            Policies(tokens_per_snapshot=every),
         )
 
     def _ask(self, news: "queue.SimpleQueue[tuple[int, float, OutputChunk]]") -> ActiveRequest:

@@ -84,7 +84,7 @@ class Prover:
             room_for(host or most, *shape, records=True, per_snapshot=chunk),
             policies=Policies(
                 storage_deadline_s=STORAGE_S,
-                **{"prefetch_policy": "wait_complete", "tokens_per_snapshot": chunk} | settings,  # type: ignore[arg-type]
+                **{"prefetch_policy": "wait_complete"} | settings,  # type: ignore[arg-type]
             ),
         )
 
