@@ -59,6 +59,8 @@ def test_the_defaults_are_sound() -> None:
         ({"host_share": 0.0}, "above 0 and at most 1, not 0.0"),
         ({"host_share": 1.5}, "above 0 and at most 1, not 1.5"),
         ({"host_share": math.nan}, "above 0 and at most 1, not nan"),
+        ({"salt_share": 0.0}, "above 0 and at most 1, not 0.0"),
+        ({"salt_share": math.nan}, "above 0 and at most 1, not nan"),
         ({"offload_pays_at": -0.1}, "0 or above and finite, not -0.1"),
         ({"offload_pays_at": math.nan}, "0 or above and finite, not nan"),
         ({"prefetch_base_s": -0.1}, "cannot be negative"),

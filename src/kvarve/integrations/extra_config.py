@@ -9,8 +9,9 @@ from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
 from kvarve.integrations.given import Given
 
-# The engine says which windows and states there are.
-_POLICIES = {field.name: field.type for field in fields(Policies) if not field.name.startswith("snapshot_")}
+# The engine says which windows and states there are, and mixes its salts into the names of its blocks.
+_ENGINES = ("snapshot_", "salt_share")
+_POLICIES = {field.name: field.type for field in fields(Policies) if not field.name.startswith(_ENGINES)}
 _KNOWN = ("host_memory", "storage", "storage_key", "host_layout", "weights", *_POLICIES)
 
 
