@@ -53,6 +53,7 @@ def test_the_defaults_are_sound() -> None:
         ({"snapshot_gap": -1}, "give 0 or more"),
         ({"eviction": "mru"}, "unknown eviction order 'mru'; known: lru, lfu, s3fifo, priority, flops"),
         ({"tokens_per_snapshot": -1}, "every -1 tokens"),
+        ({"states": -1}, "keep -1 states"),
         ({"cost_doubles_at": -5}, "after -5 tokens"),
         ({"load_at_least": -1}, "cannot be negative"),
         ({"fetch_at_least": -1}, "cannot be negative"),

@@ -72,19 +72,25 @@ def split(
     records: bool,
     what: str,
     per_snapshot: int = 0,
+    states: int = 0,
 ) -> tuple[int, ...]:
     """Slots per pool for `memory` bytes: one per page for a chain, fewer for windows and states.
 
-    `records`: pages lie as host records. ConfigError if not even two chunks of a prompt would fit.
+    `records`: pages lie as host records. `states`: so many windows or states and no more; 0: as many as `per_snapshot`
+    says. ConfigError if not even two chunks of a prompt would fit.
     """
     sizes, shares, fewest = _slot_prices(pools, page_tokens, chunk_tokens, records, per_snapshot)
+    if states:
+        backs = [pool.lookback for pool in pools]
+        shares = [share if back is None else 0.0 for share, back in zip(shares, backs, strict=True)]
+        fewest = [few if back is None else max(few, states * back) for few, back in zip(fewest, backs, strict=True)]
     least = sum(size * slots for size, slots in zip(sizes, fewest, strict=True))
     if memory < least:
         raise ConfigError(
             f"{format_size(memory)} of {what} memory is too little for this model: two chunks of a prompt "
             f"need {format_size(least) if parse_size(format_size(least)) >= least else least}"
         )
-    spare = (memory - least) / sum(size * share for size, share in zip(sizes, shares, strict=True))
+    spare = (memory - least) / (sum(size * share for size, share in zip(sizes, shares, strict=True)) or 1)
     return tuple(few + int(spare * share) for few, share in zip(fewest, shares, strict=True))
 
 
@@ -105,14 +111,17 @@ def room_for(
 
 
 def cut_memory(
-    memory: int, pools: Sequence[PoolSpec], page_tokens: int, chunk_tokens: int, *, records: bool
+    memory: int, pools: Sequence[PoolSpec], page_tokens: int, chunk_tokens: int, *, records: bool, states: int = 0
 ) -> Cut | None:
-    """Extents of `memory` bytes for pools that share it; None if memory is too small to be cut, or has one pool.
-    Several chains do not share: admission counts what is left for each of them by itself."""
+    """Extents of `memory` bytes for pools that share it; `states`: the most windows or states, 0 for any number. None
+    if memory is too small to be cut, or has one pool. Several chains do not share: admission counts what is left for
+    each of them by itself."""
     if len(pools) < 2 or sum(pool.lookback is None for pool in pools) > 1:
         return None
     sizes, _, fewest = _slot_prices(pools, page_tokens, chunk_tokens, records, 0)
-    return cut(memory, sizes, fewest, BLOCK_BYTES if records else 1)
+    backs = [pool.lookback for pool in pools]
+    bounds = [None if back is None else max(few, states * back) for back, few in zip(backs, fewest, strict=True)]
+    return cut(memory, sizes, fewest, BLOCK_BYTES if records else 1, bounds if states else ())
 
 
 def _slot_prices(

@@ -48,15 +48,17 @@ def check(identity: ModelIdentity, config: CacheConfig, device: str = "cpu", *, 
     before any allocation, for settings that cannot work."""
     shape, apart = _shape(identity), spacing_of(identity, config)
     slots = Slots()
-    asked = bool(config.policies.tokens_per_snapshot)
+    asked, states = bool(config.policies.tokens_per_snapshot), config.policies.states
     if not blocks:
-        divided = split(config.device_memory, *shape, records=False, what="device", per_snapshot=apart)
+        memory = config.device_memory
+        divided = split(memory, *shape, records=False, what="device", per_snapshot=apart, states=states)
         fixed = asked or not on_host(device)  # a GPU's memory cannot be committed piece by piece
-        slots[Tier.DEVICE] = (None if fixed else cut_memory(config.device_memory, *shape, records=False)) or divided
+        slots[Tier.DEVICE] = (None if fixed else cut_memory(memory, *shape, records=False, states=states)) or divided
     if config.host_memory:
-        divided = split(config.host_memory, *shape, records=True, what="host", per_snapshot=apart)
+        memory = config.host_memory
+        divided = split(memory, *shape, records=True, what="host", per_snapshot=apart, states=states)
         fixed = asked or config.host_layout != PAGE_FIRST_DIRECT  # in the others slots are of no fixed place
-        slots[Tier.HOST] = (None if fixed else cut_memory(config.host_memory, *shape, records=True)) or divided
+        slots[Tier.HOST] = (None if fixed else cut_memory(memory, *shape, records=True, states=states)) or divided
     urls = parse_urls(config.storages) if config.storages else ()
     buffers = buffers_bytes(urls, max(record_bytes(pool.payload_bytes) for pool in identity.pools))
     wanted, what, have = config.host_memory + buffers, "host memory", host_bytes()

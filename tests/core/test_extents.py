@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from kvarve.config import cut_memory
+from kvarve.config import cut_memory, split
 from kvarve.core.extents import Cut, Extents, cut
 from kvarve.model import BufferSpec, PoolSpec, Tier
 from kvarve.testing.world import World, config, prompt
@@ -48,6 +48,25 @@ def test_one_pool_and_several_chains_do_not_share() -> None:
     assert cut_memory(10**6, pools(None), 16, 64, records=False) is None
     assert cut_memory(10**6, pools(None, None, 1), 16, 64, records=False) is None
     assert cut_memory(10**6, pools(None, 1), 16, 64, records=False) is not None
+
+
+def test_states_are_bounded_where_an_operator_wants_that() -> None:
+    pools = [PoolSpec(str(back), (BufferSpec("x", (64 * 2**10,), "uint8"),), back) for back in (None, 3, 1)]
+    free, bound = (cut_memory(64 << 20, pools, 16, 64, records=False, states=states) for states in (0, 5))
+    assert free is not None and bound is not None
+    for at, slots in ((1, 15), (2, 5)):
+        assert slots <= bound.most(at) < slots + bound.per[at] and free.most(at) > bound.most(at)
+    assert free.most(0) == bound.most(0)
+    assert split(64 << 20, pools, 16, 64, records=False, what="device", states=5)[1:] == (15, 5)
+
+
+def test_a_pool_that_may_have_no_more_extents_evicts_its_own_pages() -> None:
+    cut = {"device": (10, [4, 4], [1, 1], [None, 2])}
+    world = World(config=config(ATTENTION, STATE, device=64, cut=cut))
+    for seed in range(20):
+        world.request(prompt(2, seed=seed))
+    assert world.core.slot_pools.committed(1) == 8
+    assert 4 < sum(run.here[1].bit_count() for run in world.core.slot_pools.runs()) <= 8
 
 
 def test_an_extent_goes_only_while_all_its_slots_are_free() -> None:

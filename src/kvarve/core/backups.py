@@ -9,6 +9,7 @@ When a store fails, stores back off, twice as long each time in a row; then one 
 whose copies fail too often while others succeed is quarantined, and retried later.
 """
 
+from collections import OrderedDict
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ class Backups:
         config = state.config
         self.pools = range(len(config.pools))
         self.pending_backup: dict[Run, None] = {}  # runs that may have pages to copy to the host, oldest first
-        self.pending_store: dict[Run, None] = {}  # dirty runs, oldest first
+        self.pending_store: OrderedDict[Run, None] = OrderedDict()  # dirty runs, oldest first
         self.quarantined: dict[Run, float] = {}  # runs out of retry budget, with the time of their next try
         self.staged: dict[Run, None] = {}  # runs of which pages have just been copied to the host for storage
         self.to_host = 0  # pages in flight to the host

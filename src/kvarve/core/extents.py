@@ -18,12 +18,14 @@ TIMES = 16  # slots of the largest kind in an extent, at most
 @dataclass(frozen=True)
 class Cut:
     """How a memory tier is cut: into `count` extents, of which each holds `per[pool]` slots of a pool, and of which
-    each pool can always have `least[pool]`. `nbytes`: bytes of an extent, for the arenas; the core does not use it."""
+    each pool can always have `least[pool]`, and at most `bounds[pool]` where that is given. `nbytes`: bytes of an
+    extent, for the arenas; the core does not use it."""
 
     count: int
     per: tuple[int, ...]
     least: tuple[int, ...]
     nbytes: int = 0
+    bounds: tuple[int | None, ...] = ()
 
     def slots(self, pool: int) -> int:
         """The slots that a pool would have in all of them."""
@@ -31,7 +33,8 @@ class Cut:
 
     def most(self, pool: int) -> int:
         """The slots that a pool can have at most."""
-        return (self.count - sum(self.least) + self.least[pool]) * self.per[pool]
+        most, bound = self.count - sum(self.least) + self.least[pool], self.bounds[pool] if self.bounds else None
+        return (most if bound is None else min(most, bound)) * self.per[pool]
 
 
 class Extents:
@@ -110,9 +113,12 @@ class Extents:
         return array("i", [slot for slot in free if slot // per not in gone])
 
 
-def cut(budget: int, sizes: Sequence[int], fewest: Sequence[int], unit: int = 1) -> Cut | None:
+def cut(
+    budget: int, sizes: Sequence[int], fewest: Sequence[int], unit: int = 1, most: Sequence[int | None] = ()
+) -> Cut | None:
     """Cut `budget` bytes for pools whose slots take `sizes` bytes, of which each needs `fewest`; an extent is a
-    multiple of `unit` bytes for each slot. None if so few bytes cannot be cut.
+    multiple of `unit` bytes for each slot. `most`: slots that a pool may have, rounded up to whole extents. None if so
+    few bytes cannot be cut.
 
     Large extents waste little where slots do not fill them; of small ones few pages have to leave before one is empty.
     """
@@ -127,5 +133,8 @@ def cut(budget: int, sizes: Sequence[int], fewest: Sequence[int], unit: int = 1)
             continue
         waste = max(1 - each * size / extent for each, size in zip(per, sizes, strict=True))
         count = budget // extent
-        found.append((waste + LOST / count, Cut(count, per, least, extent)))
+        bounds = tuple(
+            None if slots is None else -(-slots // each) for slots, each in zip(most, per, strict=bool(most))
+        )
+        found.append((waste + LOST / count, Cut(count, per, least, extent, bounds)))
     return min(found, key=lambda each: each[0])[1] if found else None

@@ -148,9 +148,12 @@ class SimulationConfig:
         shape, slots = (self.pools, self.page_tokens, self.grid), Slots()
         for tier, memory in {Tier.DEVICE: self.device_memory, Tier.HOST: self.host_memory}.items():
             if memory or tier is Tier.DEVICE:
-                records, asked = tier is Tier.HOST, self.policies.tokens_per_snapshot
-                division = split(memory, *shape, records=records, what=tier.name.lower(), per_snapshot=self.spacing)
-                slots[tier] = (None if asked else cut_memory(memory, *shape, records=records)) or division
+                records, asked, states = tier is Tier.HOST, self.policies.tokens_per_snapshot, self.policies.states
+                what, apart = tier.name.lower(), self.spacing
+                division = split(memory, *shape, records=records, what=what, per_snapshot=apart, states=states)
+                slots[tier] = (
+                    None if asked else cut_memory(memory, *shape, records=records, states=states)
+                ) or division
         return CoreConfig(
             shape[0], slots, self.page_tokens, self.grid, storage=bool(self.storage_memory), policies=self.policies
         )

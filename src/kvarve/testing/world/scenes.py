@@ -33,11 +33,12 @@ def config(
     device: int | Sequence[int] | None = 64,
     host: int | Sequence[int] = 0,
     grid: int = 1,
-    cut: Mapping[str, tuple[int, Sequence[int], Sequence[int]]] = MappingProxyType({}),
+    cut: Mapping[str, Sequence[Any]] = MappingProxyType({}),
     **rest: Any,
 ) -> CoreConfig:
     """A small core: slots of each pool, or one number for all; no host tier by default. `cut`: of tiers that the pools
-    share, how many extents they have, and of each pool the slots in one and its least. `rest` names policies too."""
+    share, how many extents they have, of each pool the slots in one and its least, perhaps its most. `rest` names
+    policies too."""
     policies = {each.name: rest.pop(each.name) for each in fields(Policies) if each.name in rest}
     slots: Slots = {}
     if device is not None:
@@ -46,8 +47,8 @@ def config(
         slots[Tier.HOST] = (host,) * len(pools) if isinstance(host, int) else tuple(host)
     for tier in slots:
         if tier.name.lower() in cut:
-            count, per, least = cut[tier.name.lower()]
-            slots[tier] = Cut(count, tuple(per), tuple(least))
+            count, per, least, *most = cut[tier.name.lower()]
+            slots[tier] = Cut(count, tuple(per), tuple(least), bounds=tuple(most[0]) if most else ())
     return CoreConfig(
         pools, slots, page_tokens=PAGE_TOKENS, chunk_tokens=PAGE_TOKENS * grid, policies=Policies(**policies), **rest
     )
@@ -127,7 +128,12 @@ def _draw(dice: random.Random) -> dict[str, Any]:
 
 def _cut(dice: random.Random, names: Sequence[str]) -> list[Any]:
     least = [dice.randint(0, 2) for _ in names]
-    return [sum(least) + dice.randint(1, 8), [dice.choice([1, 1, 2, 3, 5]) for _ in names], least]
+    drawn = [sum(least) + dice.randint(1, 8), [dice.choice([1, 1, 2, 3, 5]) for _ in names], least]
+    if dice.random() < 0.3:
+        chains = ("attention", "index")
+        most = zip(names, least, strict=True)
+        drawn.append([None if name in chains else few + dice.randint(1, 3) for name, few in most])
+    return drawn
 
 
 def draw_engine(dice: random.Random) -> dict[str, Any]:
