@@ -383,15 +383,12 @@ class Index:
     def _let_go(self, slab: Slab, rows: Iterable[int]) -> None:
         held = self.held.get(slab, set())
         for first, count in _adjacent(rows):
-            some = range(first, first + count)
-            held.difference_update(some)
-            for row in some:
-                if slab.state[row] == RESERVED:
-                    slab.state[row] = FREE
+            held.difference_update(range(first, first + count))
+            state = slab.state[first : first + count]
+            state[state == RESERVED] = FREE
             slab.unlock(first, count)
-            for row in some:
-                if slab.state[row] == FREE:
-                    self._is_free(slab, row)
+            for row in (first + np.flatnonzero(state == FREE)).tolist():
+                self._is_free(slab, row)
         if not held:
             self.held.pop(slab, None)
 

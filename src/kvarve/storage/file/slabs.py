@@ -28,16 +28,15 @@ from kvarve.storage.file.table import (
     ENTRY_BYTES,
     FREE,
     STAMP,
-    STATE_AT,
     STATES,
     STORED,
     USED_AT,
     Columns,
     Rows,
     Shape,
+    are_states,
     pack_header,
     read_entries,
-    state_word,
     unpack_header,
     write_entries,
 )
@@ -228,15 +227,18 @@ class Slab:
     def are_as_known(self, first: int, count: int) -> list[bool]:
         """Whether the table holds the entries that the columns have, for adjacent rows."""
         raw = self.disk.peek(self.table, count * ENTRY_BYTES, self.shape.entry_at(first))
-        return [self._is_as_known(first + i, raw[i * ENTRY_BYTES : (i + 1) * ENTRY_BYTES]) for i in range(count)]
+        rows = slice(first, first + count)
+        state = np.where(self.state[rows] == DUPLICATE, np.uint8(STORED), self.state[rows])
+        known = np.zeros(count, np.bool_)
+        whole = len(raw) // ENTRY_BYTES
+        known[:whole] = are_states(raw, state[:whole], self.generation[rows][:whole])
+        return [same or self._is_broken(first + i, raw[i * ENTRY_BYTES :]) for i, same in enumerate(known.tolist())]
 
-    def _is_as_known(self, row: int, raw: bytes) -> bool:
-        """An entry that fails its check is as a free one."""
-        state = STORED if self.state[row] == DUPLICATE else int(self.state[row])
-        if raw[STATE_AT : STATE_AT + 8] == state_word(state, int(self.generation[row])):
-            return True
-        known = self.state[row] in (FREE, BROKEN) and len(raw) == ENTRY_BYTES
-        return known and read_entries(raw, self.identity, row, self.shape.slot_bytes).state[0] == BROKEN
+    def _is_broken(self, row: int, raw: bytes) -> bool:
+        """Whether a row that is known as free, or as broken, has an entry that fails its check."""
+        if self.state[row] not in (FREE, BROKEN) or len(raw) < ENTRY_BYTES:
+            return False
+        return bool(read_entries(raw[:ENTRY_BYTES], self.identity, row, self.shape.slot_bytes).state[0] == BROKEN)
 
     # --- locks: another process that fills or changes a row has locked its slot; the kernel unlocks it if it dies
 
@@ -370,8 +372,10 @@ class RowSpan:
 
     def __post_init__(self) -> None:
         self.views = (self.view, *self.more)
-        self.size_bytes = sum(view.nbytes for view in self.views)
-        self.aligned = all(map(is_aligned, self.views))  # cached, as it is read three times
+        self.size_bytes, self.aligned = self.view.nbytes, is_aligned(self.view)
+        for view in self.more:
+            self.size_bytes += view.nbytes
+            self.aligned = self.aligned and is_aligned(view)
 
 
 def runs(pieces: Iterable[RowSpan]) -> list[list[RowSpan]]:

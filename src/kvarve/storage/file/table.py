@@ -31,7 +31,7 @@ ENTRY_WORDS = ENTRY_BYTES // 8
 NAME_BYTES = 200
 _CHECK, _STATE, _LENGTH, _STORED, _NAME, _USED, _USES = 0, 1, 2, 3, 4, 30, 31
 _CHECKED = slice(1, _USED)
-STATE_AT, USED_AT = 8 * _STATE, 8 * _USED  # within the entry; 8 bytes, and 16 bytes, `STAMP`
+USED_AT = 8 * _USED  # within the entry; 16 bytes, `STAMP`
 STAMP = struct.Struct("<QQ")
 
 # The states of a row. Only the first two are written. In the table a row is FREE also while a call of this process
@@ -198,9 +198,15 @@ def read_entries(
     )
 
 
-def state_word(state: int, generation: int) -> bytes:
-    """An entry's state and generation as they are written."""
-    return (state | generation << 32).to_bytes(8, "little")
+def are_states(raw: bytes, state: npt.NDArray[np.uint8], generation: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
+    """Which entries have these states and generations, whatever else they have."""
+    words = np.frombuffer(raw, np.uint64, len(state) * ENTRY_WORDS)[_STATE::ENTRY_WORDS]
+    return np.asarray(words == state_words(state, generation))
+
+
+def state_words(state: npt.NDArray[np.uint8], generation: npt.NDArray[np.uint32]) -> Words:
+    """States and generations as they are written."""
+    return np.asarray(state.astype(np.uint64) | generation.astype(np.uint64) << np.uint64(32))
 
 
 def times(found: Columns, now_ns: int) -> tuple[Rows, Rows]:
@@ -213,7 +219,7 @@ def times(found: Columns, now_ns: int) -> tuple[Rows, Rows]:
 def write_entries(columns: Columns, identity: int, rows: Rows) -> bytes:
     """The entries for these rows, one behind the other; `columns.names` has one name for each, "" if it has none."""
     entries = np.zeros((len(rows), ENTRY_WORDS), np.uint64)
-    entries[:, _STATE] = columns.state.astype(np.uint64) | columns.generation.astype(np.uint64) << np.uint64(32)
+    entries[:, _STATE] = state_words(columns.state, columns.generation)
     entries[:, _LENGTH] = columns.length
     entries[:, _STORED] = columns.stored
     names = np.ndarray((len(rows),), f"S{NAME_BYTES}", entries, 8 * _NAME, (ENTRY_BYTES,))
