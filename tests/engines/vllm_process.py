@@ -205,15 +205,17 @@ class Watched(Engine):
         ]
 
     def spoil_host(self) -> int:
-        """Change a byte in every page in kvarve's host memory."""
-        count = 0
+        """Change a byte in every page in kvarve's host memory, where pools may have slots at the same address."""
+        from kvarve.storage.file.disk import address
+
+        spoiled = set[int]()
         for arena in self.worker.worker.host:
             for slot in range(arena.slots):
                 record = arena.record(slot)
-                if bytes(record[:8]) == b"kvarvepg":
+                if bytes(record[:8]) == b"kvarvepg" and address(record) not in spoiled:
                     record[300] ^= 1
-                    count += 1
-        return count
+                    spoiled.add(address(record))
+        return len(spoiled)
 
     def spoil_storage(self, how: str) -> int:
         count = 0
