@@ -49,7 +49,7 @@ class RedisServer:
 
     def _answers(self) -> bool:
         try:
-            return bool(self.ask("PING"))
+            return not self.ask("PING").startswith("-LOADING")
         except OSError:
             return False
 
