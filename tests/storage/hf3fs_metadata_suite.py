@@ -109,6 +109,21 @@ class MetadataSuite:
         assert metadata.drop() == 3
         assert metadata.usage().objects == metadata.usage().bytes == 0
 
+    def test_an_object_that_was_stored_anew_is_not_deleted_from_its_earlier_slot(self, open_: Open) -> None:
+        metadata = open_()
+        store(metadata, "a", "b")
+        _, (first, other) = look(metadata, "a", "b")
+        assert first and other
+        metadata.delete(["a"])
+        store(metadata, "a")
+        _, (anew,) = look(metadata, "a")
+        assert anew and anew != first
+        assert metadata.delete(["a", "b", "c"], [first, first, first]) == [False] * 3
+        assert metadata.delete(["a"], [anew._replace(epoch=anew.epoch - 1)]) == [False]
+        assert there(metadata, *"abc") == "a b"
+        assert metadata.delete(["a", "b"], [anew, first]) == [True, False]
+        assert there(metadata, *"abc") == "b"
+
     def test_a_call_with_as_many_names_as_there_may_be_is_answered(self, open_: Open) -> None:
         metadata = open_(MOST_NAMES)
         names = [f"n{i}" for i in range(MOST_NAMES)]

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -57,10 +56,7 @@ class Bindfs:
         return stopped(self.process.pid)
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.kill()
-        self.process.wait()
+        self.kill()
         self._unmount()
 
     def _unmount(self) -> None:

@@ -154,10 +154,7 @@ class Cluster:
 
     def close(self) -> None:
         for process in reversed(self._processes):
-            if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
-                process.kill()
-            process.wait()
+            kill(process)
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     pipe.close()

@@ -84,7 +84,7 @@ CALLS: list[Callable[[SlotTable], Any]] = [
     lambda table: table.abort(OTHER, 2, [_given["2e"]], NOW),
     lambda table: commit(table, OTHER, 2, "d"),
     lambda table: table.lookup(LABEL, ["b"], 9, 300.0, NOW + 900),
-    lambda table: table.delete(LABEL, ["b"], NOW + 900),
+    lambda table: table.delete(LABEL, ["b"], None, NOW + 900),
     lambda table: table.release(9, NOW + 900),
     lambda table: reserve(table, LABEL, 3, "x", 2, NOW + 901),  # retires extents
     lambda table: table.removed(table.retired([])),

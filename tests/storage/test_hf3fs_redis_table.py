@@ -33,6 +33,7 @@ CALLS = st.one_of(
     st.tuples(st.just("release"), label, few),
     st.tuples(st.just("touch"), label, names),
     st.tuples(st.just("delete"), label, names),
+    st.tuples(st.just("delete from"), label, few, among),
     st.tuples(st.just("drop"), label, st.sampled_from([None, "a", "b"])),
 )
 _stores = count()
@@ -57,12 +58,14 @@ class Side:
             mine = self.reserved.setdefault((label, request), {})
             mine |= {name: slot for name, slot in zip(asked, told, strict=True) if isinstance(slot, Slot)}
             return [self.known(each) for each in told]
-        if what in ("commit", "abort"):
+        if what in ("commit", "abort", "delete from"):
             request, chosen = args
             mine = [each for at, each in enumerate(self.reserved.get((label, request), {}).items()) if at in chosen]
             slots = [slot for _, slot in mine]
             if what == "abort":
                 return metadata.abort(request, slots)
+            if what == "delete from":  # the slots of these objects, or those of which they were
+                return metadata.delete([name for name, _ in mine], slots)
             return metadata.commit(request, [name for name, _ in mine], slots, [self.slots[slot] for slot in slots])
         if what == "lookup":
             asked, reader, pin_s = args[1], 10 * label + args[0], args[2]

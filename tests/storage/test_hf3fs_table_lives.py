@@ -214,11 +214,15 @@ class Life(RuleBasedStateMachine):
         self.table.touch(label, names, self.naive.now)
         self.naive.use([(label, name) for name in names])
 
-    @rule(label=labels, names=name_lists)
-    def delete(self, label: bytes, names: list[str]) -> None:
-        gone = self.table.delete(label, names, self.naive.now)
+    @rule(label=labels, names=name_lists, epochs_ago=st.sampled_from([None, 0, 1]))
+    def delete(self, label: bytes, names: list[str], epochs_ago: int | None) -> None:
+        slots, nowhere = None, (Slot(K, 0, 1), 0)
+        if epochs_ago is not None:
+            seen = [self.naive.objects.get((label, name), nowhere)[0] for name in names]
+            slots = [slot._replace(epoch=slot.epoch - epochs_ago) for slot in seen]
+        gone = self.table.delete(label, names, slots, self.naive.now)
         for name, was in zip(names, gone, strict=True):
-            assert was == ((label, name) in self.naive.objects)
+            assert was == ((label, name) in self.naive.objects and epochs_ago != 1)
             if was:
                 self.naive.forget((label, name))
 

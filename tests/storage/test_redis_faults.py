@@ -4,6 +4,7 @@ import datetime
 import ipaddress
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from redis_server import RedisServer, free_port, require_redis
 
 from kvarve.errors import StorageError
 from kvarve.storage import Breaker, Storage, deadline, open_storage
+from kvarve.storage.redis.wire import Wire
 from kvarve.testing.suite import LABEL, get, put, there
 
 SECRET = "hunter2"
@@ -366,3 +368,23 @@ def test_dropping_a_label_asks_every_server_of_a_cluster(cluster, opened):
     assert all(storage.put(names, [memoryview(b"1")] * 40))
     assert (storage.drop("a"), storage.drop()) == (30, 10)
     assert storage.usage().capacity_bytes is None
+
+
+@pytest.mark.parametrize(
+    "said", [b"$9999999999999\r\n", b"$-1\r\n", b"$x\r\n", b"$1_0\r\n", b":1\r\n", b"$" + b"9" * 99 + b"\r\n"]
+)
+def test_a_text_that_cannot_be_is_trouble_before_there_is_memory_for_it(said: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(said)
+        with pytest.raises(StorageError, match="no Redis answers there"):
+            Wire(ours, "here").text()
+
+
+@pytest.mark.parametrize("said", [b":x\r\n", b":\r\n", b":1_0\r\n", b"$1\r\n"])
+def test_a_count_that_is_no_number_is_trouble(said: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(said)
+        with pytest.raises(StorageError, match="no Redis answers there"):
+            Wire(ours, "here").number()

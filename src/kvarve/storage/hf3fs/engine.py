@@ -36,6 +36,11 @@ class Move:
     def size_bytes(self) -> int:
         return BLOCK_BYTES + sum(piece.nbytes for piece in self.pieces)
 
+    @property
+    def rest_bytes(self) -> int:
+        """Those of the object for which there is no piece."""
+        return 0 if self.title is None else self.title.size_bytes + BLOCK_BYTES - self.size_bytes
+
     def seal(self, block: memoryview) -> None:
         """Write the header of what is to be written."""
         block[:] = self._sealed().ljust(BLOCK_BYTES, b"\0")

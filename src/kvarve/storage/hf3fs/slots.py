@@ -26,7 +26,7 @@ from typing import NamedTuple
 import xxhash
 
 from kvarve.storage.base import is_name
-from kvarve.storage.hf3fs.metadata.base import MOST_PLACES, SLOT_ALIGNMENT, Extent, Slot
+from kvarve.storage.hf3fs.metadata.base import MOST_EXTENTS, MOST_PLACES, SLOT_ALIGNMENT, Extent, Slot
 
 BLOCK_BYTES = SLOT_ALIGNMENT
 _MAGIC, _FORMAT = b"kvarve3s", 1
@@ -67,7 +67,7 @@ def file_name(extent: Extent) -> str:
 def extent_of(name: str) -> Extent | None:
     """The extent that a file's name tells; None if no extent's file can have it."""
     match = _FILE.fullmatch(name)
-    if match is None or int(match[1]) % BLOCK_BYTES or int(match[2]) >= 1 << 50:
+    if match is None or int(match[1]) % BLOCK_BYTES or int(match[2]) >= MOST_EXTENTS:
         return None
     return Extent(int(match[1]), int(match[2]))
 

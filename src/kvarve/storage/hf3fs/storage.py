@@ -160,7 +160,7 @@ class Hf3fsStorage(Storage):
         folder, reader = self._folder_in_place(), secrets.randbits(63)
         sizes: list[int | None] = [None] * len(names)
         moves: dict[int, Move] = {}
-        gone: list[str] = []
+        gone: list[int] = []
         found = self._metadata.lookup(names, reader, min(left_s(), _PATIENCE_S) + _GRACE_S)
         try:
             for number, it in enumerate(found):
@@ -169,20 +169,22 @@ class Hf3fsStorage(Storage):
                 try:
                     file = folder.file(it.slot.extent)
                 except FileNotFoundError:
-                    gone.append(names[number])
+                    gone.append(number)
                     continue
-                view = into[number][: it.size_bytes]
-                rest = it.size_bytes - view.nbytes  # read as well, or the bytes could not be checked
-                pieces = (view, memoryview(bytearray(rest))) if rest else (view,)
                 title = Title(self._owner, names[number], it.slot, it.size_bytes)
-                moves[number] = Move(file, offset(it.slot), pieces, title)
-            self._engine.read([*moves.values()])
+                moves[number] = Move(file, offset(it.slot), (into[number][: it.size_bytes],), title)
+            self._engine.read([move for move in moves.values() if not move.rest_bytes])
+            for move in moves.values():
+                if rest_bytes := move.rest_bytes:  # which the check needs: memory for one at a time
+                    move.pieces = (*move.pieces, memoryview(bytearray(rest_bytes)))
+                    self._engine.read([move])
+                    move.pieces = move.pieces[:1]
             for number, move in moves.items():
                 if move.intact:
                     assert move.title is not None
                     sizes[number] = move.title.size_bytes
                 elif move.trouble is None or move.trouble.errno in _LOST:
-                    gone.append(names[number])
+                    gone.append(number)
         except OSError as error:
             raise StorageError(f"{self._path}: read {done} of {all_names} objects: {error}") from error
         finally:
@@ -193,7 +195,8 @@ class Hf3fsStorage(Storage):
             log.warning("%s: %d objects are not as they were written, and are forgotten", self._path, len(gone))
             self._count("torn", len(gone))
             with suppress(StorageError):
-                self._metadata.delete(gone)
+                slots = [it.slot for number in gone if (it := found[number]) is not None]
+                self._metadata.delete([names[number] for number in gone], slots)
         failed = [move.trouble for move in moves.values() if move.trouble and move.trouble.errno not in _LOST]
         self._count("unreadable", len(failed))
         if failed and len(failed) == len(moves):

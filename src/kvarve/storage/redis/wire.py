@@ -5,6 +5,7 @@ alone, since the library makes a new string of every payload (docs/decisions/001
 failed is closed: answers that were still to come would be taken for those of later commands.
 """
 
+import re
 import socket
 import ssl
 import time
@@ -16,6 +17,8 @@ from kvarve.errors import StorageError
 
 _LINES_BYTES = 16 << 10  # read ahead: short answers, and at most so much of a payload
 _LONGEST_LINE = 64 << 10
+_LONGEST_TEXT = 1 << 20
+_NUMBER = re.compile(rb"-?[0-9]{1,19}")
 _LARGE = 64 << 10  # of a piece that is sent alone, without a copy
 
 
@@ -96,10 +99,7 @@ class Wire:
 
     def number(self) -> int:
         """The answer of a command that counts. Refused."""
-        line = self._line()
-        if line[:1] != b":":
-            raise self._strange(line)
-        return int(line[1:])
+        return self._told(b":")
 
     def done(self) -> bool:
         """The answer of a SET: whether it stored anything, or found what its NX forbids to replace. Refused."""
@@ -110,29 +110,32 @@ class Wire:
 
     def text(self) -> bytes:
         """An answer in one string. Refused."""
-        data = memoryview(bytearray(self._size(b"$")))
+        size = self._told(b"$")
+        if not 0 <= size <= _LONGEST_TEXT:
+            raise StorageError(f"{self._where}: no Redis answers there: a text of {size} bytes")
+        data = memoryview(bytearray(size))
         self._into(data)
         self._skip(2)
         return bytes(data)
 
     def page(self) -> tuple[bytes, list[bytes]]:
         """The answer of a SCAN: where it goes on, and some keys. Refused."""
-        self._size(b"*")
+        self._told(b"*")
         cursor = self.text()
-        return cursor, [self.text() for _ in range(self._size(b"*"))]
+        return cursor, [self.text() for _ in range(self._told(b"*"))]
 
     def payload(self, into: memoryview) -> int | None:
         """The whole size of a value, which is read as far as the buffer goes; None if there is none. Refused."""
-        size = self._size(b"$")
+        size = self._told(b"$")
         if size < 0:
             return None
         self._into(into[:size])
         self._skip(max(0, size - into.nbytes) + 2)
         return size
 
-    def _size(self, kind: bytes) -> int:
+    def _told(self, kind: bytes) -> int:
         line = self._line()
-        if line[:1] != kind:
+        if line[:1] != kind or not _NUMBER.fullmatch(line, 1):
             raise self._strange(line)
         return int(line[1:])
 

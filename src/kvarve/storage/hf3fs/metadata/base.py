@@ -21,6 +21,7 @@ from kvarve.storage.base import StorageUsage
 SLOT_ALIGNMENT = 4096
 _PLACE_BITS = 12
 MOST_PLACES = 1 << _PLACE_BITS  # slots of an extent
+MOST_EXTENTS = 1 << 50  # numbers of extents are below
 MOST_NAMES = 4096  # of a call, and as many slots or extents
 
 
@@ -105,7 +106,10 @@ class Metadata(Protocol):
 
     def touch(self, names: Sequence[str]) -> None: ...
 
-    def delete(self, names: Sequence[str]) -> list[bool]: ...
+    def delete(self, names: Sequence[str], slots: Sequence[Slot] | None = None) -> list[bool]:
+        """Whether each object was there, and is not now; of those in other slots than `slots`, if given, none is: what
+        was wrong with a slot is not true of an object that was stored anew."""
+        ...
 
     def drop(self, group: str | None = None) -> int: ...
 

@@ -10,11 +10,20 @@ from typing import TypeVar
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import StorageUsage, check_names
-from kvarve.storage.hf3fs.metadata.base import MOST_NAMES, SLOT_ALIGNMENT, Extent, Found, Metadata, Slot
+from kvarve.storage.hf3fs.metadata.base import (
+    MOST_EXTENTS,
+    MOST_NAMES,
+    SLOT_ALIGNMENT,
+    Extent,
+    Found,
+    Metadata,
+    Slot,
+)
 from kvarve.storage.hf3fs.metadata.entries import PACKED
 from kvarve.storage.hf3fs.metadata.table import SlotTable
 
 MOST_SLOT_BYTES = 1 << 40
+_MOST_NUMBER = 1 << 63
 _NONE = PACKED.pack(0, 0, 0, 0)
 # A third of the time of calling the class, in the busiest call.
 _slot: Callable[[tuple[int, int, int]], Slot] = partial(tuple.__new__, Slot)
@@ -33,62 +42,82 @@ class RemoteMetadata(Metadata):
     def _ask(self, call: str, names: Sequence[str], numbers: Sequence[int]) -> list[int]:
         """The service's answer; asked again if the connection was lost. StorageError."""
 
+    def _told(
+        self, call: str, names: Sequence[str] = (), numbers: Sequence[int] = (), count: int | None = 0
+    ) -> list[int]:
+        """The service's answer: so many numbers (None: any number) of 63 bits. StorageError: it is none."""
+        told = self._ask(call, names, numbers)
+        if (count is not None and len(told) != count) or (told and not 0 <= min(told) <= max(told) < _MOST_NUMBER):
+            raise _cannot_be(call)
+        return told
+
     def exists(self, names: Sequence[str]) -> list[bool]:
-        return [*map(bool, self._ask("exists", names, ()))]
+        return [*map(bool, self._told("exists", names, count=len(names)))]
 
     def lookup(self, names: Sequence[str], reader: int, pin_s: float) -> list[Found | None]:
-        told = self._ask("lookup", names, (reader, _ms(pin_s)))
-        if len(told) != 4 * len(names) or any(map(_is_too_large, told[0::4], told[3::4])):
-            raise StorageError("the metadata service answers what no lookup finds")
+        told = self._told("lookup", names, (reader, _ms(pin_s)), 4 * len(names))
+        if any(map(_is_too_large, told[0::4], told[3::4])):
+            raise _cannot_be("lookup")
         slots = map(_slot, zip(told[0::4], told[1::4], told[2::4], strict=True))
         pairs = zip(slots, told[3::4], strict=True)
         return [_found(pair) if pair[0].slot_bytes else None for pair in pairs]
 
     def release(self, reader: int) -> None:
-        self._ask("release", (), (reader,))
+        self._told("release", (), (reader,))
 
     def reserve(self, request: int, names: Sequence[str], slot_bytes: Sequence[int], for_s: float) -> list[Slot | bool]:
-        told = self._ask("reserve", names, (request, _ms(for_s), *slot_bytes))
-        return [Slot(*each) if each[0] else bool(each[1]) for each in _tuples(told, 3)]
+        told = self._told("reserve", names, (request, _ms(for_s), *slot_bytes), 3 * len(names))
+        answers = [Slot(*each) if each[0] else bool(each[1]) for each in _tuples(told, 3)]
+        for answer, asked in zip(answers, slot_bytes, strict=True):
+            if isinstance(answer, Slot) and (answer.slot_bytes != asked or answer.extent.number >= MOST_EXTENTS):
+                raise _cannot_be("reserve")
+        return answers
 
     def commit(self, request: int, names: Sequence[str], slots: Sequence[Slot], sizes: Sequence[int]) -> list[bool]:
-        return [*map(bool, self._ask("commit", names, (request, *_sized(slots, sizes))))]
+        return [*map(bool, self._told("commit", names, (request, *_sized(slots, sizes)), len(names)))]
 
     def abort(self, request: int, slots: Sequence[Slot]) -> None:
-        self._ask("abort", (), (request, *_flat(slots)))
+        self._told("abort", (), (request, *_flat(slots)))
 
     def touch(self, names: Sequence[str]) -> None:
-        self._ask("touch", names, ())
+        self._told("touch", names)
 
-    def delete(self, names: Sequence[str]) -> list[bool]:
-        return [*map(bool, self._ask("delete", names, ()))]
+    def delete(self, names: Sequence[str], slots: Sequence[Slot] | None = None) -> list[bool]:
+        return [*map(bool, self._told("delete", names, _flat(slots or ()), len(names)))]
 
     def drop(self, group: str | None = None) -> int:
         check_names([] if group is None else [group])
-        return sum(self._ask("drop", () if group is None else (group,), ()))
+        return sum(self._told("drop", () if group is None else (group,), count=1))
 
     def usage(self) -> StorageUsage:
-        return StorageUsage(*self._ask("usage", (), ()))
+        return StorageUsage(*self._told("usage", count=4))
 
     def retired(self, listed: Sequence[Extent] = ()) -> list[Extent]:
-        return [Extent(*each) for each in _tuples(self._ask("retired", (), _flat(listed)), 2)]
+        told = self._told("retired", (), _flat(listed), None)
+        if len(told) % 2:
+            raise _cannot_be("retired")
+        return [Extent(*each) for each in _tuples(told, 2)]
 
     def removed(self, extents: Sequence[Extent]) -> None:
-        self._ask("removed", (), _flat(extents))
+        self._told("removed", (), _flat(extents))
 
     def adopt(self, owner: bytes, names: Sequence[str], slots: Sequence[Slot], sizes: Sequence[int]) -> list[bool]:
-        return [*map(bool, self._ask("adopt", (owner.hex(), *names), _sized(slots, sizes)))]
+        return [*map(bool, self._told("adopt", (owner.hex(), *names), _sized(slots, sizes), len(names)))]
 
     def rebuilding(self, builder: int, for_s: float) -> bool:
-        return self._ask("rebuilding", (), (builder, _ms(for_s))) == [1]
+        return self._told("rebuilding", (), (builder, _ms(for_s)), 1) == [1]
 
     def rebuilt(self, builder: int) -> None:
-        self._ask("rebuilt", (), (builder,))
+        self._told("rebuilt", (), (builder,))
+
+
+def _cannot_be(call: str) -> StorageError:
+    return StorageError(f"the metadata service answers a call of {call} with what cannot be")
 
 
 def _is_too_large(slot_bytes: int, size_bytes: int) -> bool:
-    """Whether an object cannot be in such a slot."""
-    return not 0 <= size_bytes <= max(0, slot_bytes - SLOT_ALIGNMENT) <= MOST_SLOT_BYTES
+    """Whether an object cannot be in such a slot. What a header takes of it is not known here."""
+    return not size_bytes <= slot_bytes <= MOST_SLOT_BYTES
 
 
 def _sized(slots: Sequence[Slot], sizes: Sequence[int]) -> list[int]:
@@ -176,7 +205,10 @@ def _touch(table: SlotTable, label: bytes, names: Sequence[str], numbers: Sequen
 
 
 def _delete(table: SlotTable, label: bytes, names: Sequence[str], numbers: Sequence[int], now: float) -> list[int]:
-    return [*map(int, table.delete(label, names, now))]
+    if not numbers:
+        return [*map(int, table.delete(label, names, None, now))]
+    _expect(numbers, 3 * len(names))
+    return [*map(int, table.delete(label, names, [Slot(*each) for each in _tuples(numbers, 3)], now))]
 
 
 def _drop(table: SlotTable, label: bytes, names: Sequence[str], numbers: Sequence[int], now: float) -> list[int]:

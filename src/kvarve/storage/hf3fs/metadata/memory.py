@@ -81,9 +81,9 @@ class MemoryMetadata(Metadata):
         with self._shared.lock:
             self._shared.table.touch(self._owner, names, self._now())
 
-    def delete(self, names: Sequence[str]) -> list[bool]:
+    def delete(self, names: Sequence[str], slots: Sequence[Slot] | None = None) -> list[bool]:
         with self._shared.lock:
-            return self._shared.table.delete(self._owner, names, self._now())
+            return self._shared.table.delete(self._owner, names, slots, self._now())
 
     def drop(self, group: str | None = None) -> int:
         with self._shared.lock:

@@ -87,7 +87,7 @@ class RedisMetadata(RemoteMetadata):
         check_names([] if group is None else [group])
         cursor, count = 0, 0
         while True:
-            cursor, removed = self._ask("drop", () if group is None else (group,), (cursor,))
+            cursor, removed = self._told("drop", () if group is None else (group,), (cursor,), 2)
             count += removed
             if not cursor:
                 return count

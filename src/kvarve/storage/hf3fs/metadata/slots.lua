@@ -433,10 +433,13 @@ local function committed(name)
   return entry_of(size .. ':' .. number)
 end
 
+-- the names alone, or the slots in which they are to be deleted, too
 function calls.delete()
   local told = {}
   for i, name in ipairs(NAMES) do
     local e = committed(name)
+    local slot_bytes, number, epoch = unpack(NUMBERS, 3 * i - 2, 3 * i)
+    if e and slot_bytes and (e.slot ~= slot_bytes .. ':' .. number or e.epoch ~= epoch) then e = nil end
     told[i] = e and 1 or 0
     if e then remove(e) end
   end

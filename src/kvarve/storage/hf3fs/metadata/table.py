@@ -136,20 +136,20 @@ class SlotTable:
             if (entry := objects.get(name)) is not None:
                 self._use(entry, now)
 
-    def delete(self, label: bytes, names: Sequence[str], now: float) -> list[bool]:
+    def delete(self, label: bytes, names: Sequence[str], slots: Sequence[Slot] | None, now: float) -> list[bool]:
         self._advance(now)
         objects = self._objects(label)
         gone = []
-        for name in names:
+        for at, name in enumerate(names):
             entry = objects.get(name)
-            gone.append(entry is not None)
-            if entry is not None:
+            gone.append(entry is not None and (slots is None or slots[at] == entry.slot))
+            if entry is not None and gone[-1]:
                 self._remove(entry)
         return gone
 
     def drop(self, label: bytes, group: str | None, now: float) -> int:
         names = [name for name in self._objects(label) if in_group(name, group)]
-        return sum(self.delete(label, names, now))
+        return sum(self.delete(label, names, None, now))
 
     def usage(self, label: bytes) -> StorageUsage:
         home = self._homes.get(label) or Home(label)
