@@ -73,6 +73,7 @@ def test_the_world_sees_every_kind_of_thing_happen() -> None:
         "duplicated",
         "ended before it began",
         "extended",
+        "extended in place of others",
         "flushed with copies in flight",
         "forgotten by storage",
         "lost",
