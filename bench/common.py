@@ -10,13 +10,17 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+
+from kvarve import config
 
 T = TypeVar("T")
 
@@ -46,6 +50,17 @@ def machine() -> dict[str, Any]:
         "torch": version("torch"),
         "kvarve": version("kvarve"),
     }
+
+
+@contextmanager
+def divided(tokens: int) -> Iterator[None]:
+    """Caches made in it have memory that is divided once, for a window or state every so many tokens, which nothing in
+    kvarve asks for; 0: pools share it."""
+    with ExitStack() as undo:
+        if tokens:
+            undo.enter_context(patch.object(config, "cut_memory", lambda *shape, **more: None))
+            undo.enter_context(patch.object(config, "spacing", lambda *shape: tokens))
+        yield
 
 
 def watched(work: Iterable[T], title: str, total: int) -> Iterator[T]:

@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 
-from common import arguments, machine, show, watched, write_json
+from common import arguments, divided, machine, show, watched, write_json
 from kvarve.config import CacheConfig
 from kvarve.core.policies import Policies
 from kvarve.engine.engine import Engine
@@ -411,8 +411,9 @@ def elastic(model: LoadedModel, size: Size) -> dict[int, float]:
     best = dict.fromkeys((0, *SPLITS), 0.0)
     for number in watched(range(size.rounds * len(best)), "changing traffic", size.rounds * len(best)):
         split = [*best][number % len(best)]
-        config = CacheConfig(CHANGING_BYTES, policies=Policies(tokens_per_snapshot=split))
-        engine, done, began = Engine(model, PrefixCache(model.identity, config)).start(), 0, time.perf_counter()
+        with divided(split):
+            cache = PrefixCache(model.identity, CacheConfig(CHANGING_BYTES))
+        engine, done, began = Engine(model, cache).start(), 0, time.perf_counter()
         for prompt in changing(size):
             Timed(prompt, 1).start(engine).wait()
             done += len(prompt)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import common
 from kvarve.config import spacing
-from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
 from kvarve.simulate import SimulationConfig, SimulationReport, TraceRequest, read_trace, replayed
 
@@ -45,7 +44,7 @@ class Shape:
         window = math.ceil(max(0, self.window_tokens - 1) / BLOCK) * BLOCK * self.window_bytes_per_token
         return self.state_bytes + window
 
-    def config(self, memory: int, tokens_per_snapshot: int) -> SimulationConfig:
+    def config(self, memory: int) -> SimulationConfig:
         return SimulationConfig(
             memory // 5 if self.host else memory,
             memory - memory // 5 if self.host else 0,
@@ -56,7 +55,6 @@ class Shape:
             block_tokens=BLOCK,
             page_tokens=BLOCK,
             chunk_tokens=CHUNK,
-            policies=Policies(tokens_per_snapshot=tokens_per_snapshot),
         )
 
 
@@ -201,7 +199,7 @@ def between(tokens: int) -> Rule:
 
 
 def product(shape: Shape) -> int:
-    return spacing(shape.config(1 << 40, 0).pools, BLOCK, CHUNK)
+    return spacing(shape.config(1 << 40).pools, BLOCK, CHUNK)
 
 
 def rules() -> dict[str, Rule]:
@@ -231,7 +229,8 @@ def measured(shape: Shape, asked: Sequence[TraceRequest]) -> list[Lost]:
     apart = {name: max(CHUNK, int(rule(shape))) if name != SHARED else 0 for name, rule in rules().items()}
     for tokens in {*SPACINGS, *apart.values()}:
         try:
-            report: SimulationReport = replayed(asked, shape.config(memory, tokens))
+            with common.divided(tokens):
+                report: SimulationReport = replayed(asked, shape.config(memory))
         except ConfigError:  # not even two chunks fit
             return []
         found[tokens] = report.hit_rate
@@ -300,9 +299,9 @@ def trace(path: Path, quick: bool) -> list[dict[str, object]]:
         row: dict[str, object] = {"rule": name}
         for kv, state in MODELS:
             tokens = max(512, int(rule(Shape("", 0, kv, state, 0, 0, 1.0, False)))) if name != SHARED else 0
-            policies = Policies(tokens_per_snapshot=tokens)
-            config = SimulationConfig(430 * 10**9, kv_bytes_per_token=kv, state_bytes=state, policies=policies)
-            row[f"{kv // KIB} KiB, {state // MIB} MiB: %"] = 100 * replayed(asked, config).hit_rate
+            with common.divided(tokens):
+                config = SimulationConfig(430 * 10**9, kv_bytes_per_token=kv, state_bytes=state)
+                row[f"{kv // KIB} KiB, {state // MIB} MiB: %"] = 100 * replayed(asked, config).hit_rate
         rows.append(row)
     return rows
 

@@ -113,13 +113,6 @@ def test_one_logprob_that_differs_in_one_round_is_exit_code_1(
     assert json.loads((tmp_path / "demo-vllm.json").read_text())["outputs_equal"] is False
 
 
-def test_the_connector_divides_memory_by_its_default_unless_told(told: Told, tmp_path: Path) -> None:
-    asked: dict[str, list[str]] = {"default": [], "zero": ["--tokens-per-snapshot", "0"]}
-    for name, words in asked.items():
-        assert main(["demo", "--engine", "vllm", "--quick", "--out", str(tmp_path / name), *words]) == 0
-    assert [each.get("tokens_per_snapshot") for each in told.settings] == [None, None, 0, 0]
-
-
 def test_without_matplotlib_there_is_no_picture_and_it_says_so(
     told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

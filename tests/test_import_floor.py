@@ -15,7 +15,7 @@ FLOORS = (
     {"core"},
     {"background", "regions"},  # threads, and memory
     {"memory", "transfer", "storage", "ranks"},  # data movement
-    {"config", "balance", "messages", "changes", "ticket"},  # settings, and messages between scheduler and worker
+    {"config", "messages", "changes", "ticket"},  # settings, and messages between scheduler and worker
     {"scheduler", "worker"},
     {"prefix_cache", "admin", "metrics", "options", "commands", "reports"},  # the pair, and the engine
     {"engine", "simulate"},
@@ -30,7 +30,7 @@ STRANGERS = (HANDS, {"scheduler", "worker"})
 MAY_USE = {"transfer": {"memory", "storage"}}
 
 # A scheduler may live where no tensor is: it and what it imports know no memory, lane or storage, and read no clock.
-DECIDES = {"scheduler", "changes", "messages", "ticket", "balance", "config", "ranks"}
+DECIDES = {"scheduler", "changes", "messages", "ticket", "config", "ranks"}
 HOW_RANKS_TALK = SOURCE / "ranks" / "group.py"  # a scheduler is given the agreement of its ranks
 
 NOT_PURE = {"time", "threading", "socket", "logging", "random", "os", "torch", "asyncio", "subprocess", "secrets"}

@@ -30,6 +30,7 @@ from kvarve.core.lease import Lease, Phase
 from kvarve.core.paths import Paths
 from kvarve.engine.engine import Engine
 from kvarve.engine.state import StateLayout, Workspace
+from kvarve.engine.turns import Turns
 from kvarve.errors import ConfigError
 from kvarve.keys import root_key
 from kvarve.memory.copies import DeviceCopies
@@ -112,6 +113,7 @@ def test_the_effect_of_rounded_hits_is_measured(verify: Verify, capsys: pytest.C
     rows = {row["name"]: row for row in verify.report["paths"]}
     assert [*rows] == ["rounded", "damage"] and not verify.wrong()
     assert 0 < verify.report["rounding"]["tokens"] == rows["rounded"]["resumed"]["device"]
+    assert rows["rounded"]["resumed"]["device"] >= 3 * 2 * CHUNK, "three answers crossed the end of a second chunk"
     assert 0 < verify.report["rounding"]["share"] < 1e-4, "the pieces were other ones"
     said = capsys.readouterr().out
     assert "Measured" in said and "every bit equal" not in said
@@ -119,6 +121,14 @@ def test_the_effect_of_rounded_hits_is_measured(verify: Verify, capsys: pytest.C
 
 def test_rounded_hits_that_resume_elsewhere_are_a_trouble(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StateLayout, "chunk_end", lambda self, at, until, kept: min(until, (at // CHUNK + 1) * CHUNK))
+    assert verify("llama", "--hits", "rounded") == 1
+    assert verify.wrong() == {"rounded"}
+
+
+def test_answers_of_rounded_hits_that_are_not_found_again_are_a_trouble(
+    verify: Verify, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Turns, "_decoded", lambda self, job: None)
     assert verify("llama", "--hits", "rounded") == 1
     assert verify.wrong() == {"rounded"}
 

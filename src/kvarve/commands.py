@@ -31,8 +31,6 @@ class Demo:
     """a shorter run"""
     port: NonNegativeInt = 0
     """port of the server that it starts, 0 for any free one"""
-    tokens_per_snapshot: NonNegativeInt | None = None
-    """see kvarve serve --help; 0: by the model; the default of the server, or of vLLM's connector, unless given"""
     storage: str | None = None
     """an empty one, such as mooncake://10.0.0.1; files below --out unless given"""
 

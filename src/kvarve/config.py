@@ -9,7 +9,7 @@ from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
 from kvarve.memory.layouts import PAGE_FIRST_DIRECT, check_layout
 from kvarve.memory.record import BLOCK_BYTES, record_bytes
-from kvarve.model import ModelIdentity, PoolSpec
+from kvarve.model import PoolSpec
 from kvarve.sizes import format_size, parse_size
 
 PROMPT_TOKENS = 8192  # assumed length of a prompt, see `spacing`
@@ -43,24 +43,37 @@ class CacheConfig:
         return (self.storage,) if isinstance(self.storage, str) else self.storage or ()
 
 
-def spacing(pools: Sequence[PoolSpec], page_tokens: int, chunk_tokens: int, asked: int = 0, every: int = 0) -> int:
-    """The distance in tokens between windows or states for which memory is divided.
+def spacing(pools: Sequence[PoolSpec], page_tokens: int, chunk_tokens: int, every: int = 0) -> int:
+    """The distance in tokens between windows or states for which memory is divided where pools cannot share it.
 
-    `asked`, unless that is 0. Else the geometric mean of two spacings: the one at which windows and states get as many
-    bytes as the chains (so that at most half of memory is wasted, whatever the traffic), and `PROMPT_TOKENS` (decision
-    14 compares this and other rules on simulated traffic). At least a chunk, as none is kept within one, and at most
-    `every`, the configured distance (0: they are kept only where prompts end and branch).
+    The geometric mean of two spacings: the one at which windows and states get as many bytes as the chains (so that at
+    most half of memory is wasted, whatever the traffic), and `PROMPT_TOKENS` (decision 14 compares this and other rules
+    on simulated traffic). At least a chunk, as none is kept within one, and at most `every`, the configured distance
+    (0: they are kept only where prompts end and branch).
     """
     token = sum(pool.payload_bytes for pool in pools if pool.lookback is None) / page_tokens
     snapshot = sum(pool.payload_bytes * pool.lookback for pool in pools if pool.lookback is not None)
-    apart = asked or max(chunk_tokens, math.isqrt(round(PROMPT_TOKENS * snapshot / token)) if token else 0)
+    apart = max(chunk_tokens, math.isqrt(round(PROMPT_TOKENS * snapshot / token)) if token else 0)
     return min(apart, max(every, chunk_tokens)) if every else apart
 
 
-def spacing_of(identity: ModelIdentity, config: CacheConfig) -> int:
-    """The same for the pools of one model, by the settings of its cache."""
-    shape, policies = (identity.pools, identity.page_tokens, identity.chunk_tokens), config.policies
-    return spacing(*shape, asked=policies.tokens_per_snapshot, every=policies.snapshot_every)
+def divide(
+    memory: int,
+    pools: Sequence[PoolSpec],
+    page_tokens: int,
+    chunk_tokens: int,
+    policies: Policies,
+    *,
+    records: bool,
+    what: str,
+    shared: bool = True,
+) -> Cut | tuple[int, ...]:
+    """The slots of each pool in a tier of `memory` bytes: cut into extents that the pools share, or divided once where
+    the tier cannot be cut or its slots cannot be `shared`. ConfigError if not even two chunks of a prompt would fit."""
+    shape, states = (pools, page_tokens, chunk_tokens), policies.states
+    apart = spacing(*shape, policies.snapshot_every)
+    once = split(memory, *shape, records=records, what=what, per_snapshot=apart, states=states)
+    return (cut_memory(memory, *shape, records=records, states=states) if shared else None) or once
 
 
 def split(

@@ -120,8 +120,6 @@ def server(options: Demo, folder: Path, log: Path) -> Iterator[Client]:
     command += ["--device-memory", "1GiB", "--host-memory", "2GiB", "--ready-file", str(ready)]
     storage = options.storage or f"file://{(folder / 'storage').resolve()}?capacity=8GiB"
     command += ["--storage", storage, "--prefetch-policy", "wait_complete"]
-    if options.tokens_per_snapshot is not None:
-        command += ["--tokens-per-snapshot", str(options.tokens_per_snapshot)]
     # The server is set by these words alone: a key, say, would keep this client out.
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVARVE_")}
     with log.open("ab") as output:

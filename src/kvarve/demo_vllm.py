@@ -160,8 +160,6 @@ def main(options: Demo) -> int:
         }
         url = options.storage or f"file://{(folder / 'storage').resolve()}?capacity=1GiB"
         kvarve: dict[str, Any] = {"host_memory": "256MiB", "storage": url, "prefetch_policy": "wait_complete"}
-        if options.tokens_per_snapshot is not None:
-            kvarve["tokens_per_snapshot"] = options.tokens_per_snapshot
         with bars(console, rounds, requests) as shown:
 
             def engine(settings: dict[str, Any] | None) -> EngineProcess:

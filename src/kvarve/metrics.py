@@ -164,12 +164,6 @@ def _cache(stats: Mapping[str, float]) -> Iterator[Metric]:
     yield _by(
         "kvarve_slots_used", "Slots that hold a page or are reserved for one.", place, _under("used.", stats), True
     )
-    help_text = (
-        "1 while a full pool evicts beside one that uses less than half of its slots: see --tokens-per-snapshot."
-    )
-    yield _by("kvarve_pool_imbalance", help_text, place, _under("imbalance.", stats), gauge=True)
-    help_text = "Tokens between windows or states, for which memory is divided."
-    yield _gauge("kvarve_tokens_per_snapshot", help_text, stats["tokens_per_snapshot"])
     yield _by("kvarve_evicted_pages", "Pages evicted to free slots, or flushed.", place, _under("evicted.", stats))
     copies = CounterMetricFamily("kvarve_copied_pages", "Pages copied between tiers.", labels=("source", "target"))
     for name, edge in _COPIES.items():

@@ -14,9 +14,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from kvarve.balance import Watch
 from kvarve.changes import Changes
-from kvarve.config import CacheConfig, spacing_of
+from kvarve.config import CacheConfig
 from kvarve.core import headroom
 from kvarve.core.audit import audit
 from kvarve.core.cache import Core, Hit
@@ -80,7 +79,6 @@ class CacheScheduler:
         self._attached = storage
         self._changes = Changes()
         self._orders: list[Order] = []  # not taken yet; those of the core come after them
-        self._balance = Watch()
 
     # --- a request's life
 
@@ -306,9 +304,6 @@ class CacheScheduler:
         while self._early:
             self._early.pop().postpone(self.now)
         self.core.step(agreed.events, self.now)
-        if self.now >= self._balance.due_s:
-            for imbalance in self._balance.look(self._levels(), self.now):
-                log.warning("%s", imbalance.advice(spacing_of(self.identity, self.config)))
         if self._changes.pending is None or not self._decide(self._changes.pending, agreed.granted):
             self._follow_storage(agreed.up)
 
@@ -393,11 +388,16 @@ class CacheScheduler:
     def stats(self) -> dict[str, float]:
         """Counters, levels and sizes by name; a lookback of 0 stands for all pages."""
         stats: dict[str, float] = asdict(self.core.counters)
-        stats |= self._levels()
+        for pool in self.pools:
+            stats[f"page_bytes.{pool.name}"] = pool.payload_bytes
+            stats[f"lookback.{pool.name}"] = pool.lookback or 0
+        slot_pools = self.core.slot_pools
+        places = [f"{tier.name.lower()}.{pool.name}" for tier in slot_pools.memory for pool in self.pools]
+        for number, name in enumerate(places):
+            stats[f"slots.{name}"] = slot_pools.committed(number)
+            stats[f"used.{name}"] = slot_pools.committed(number) - len(slot_pools.free[number])
+            stats[f"evicted.{name}"] = slot_pools.evicted[number]
         stats["page_tokens"] = self.identity.page_tokens
-        stats["tokens_per_snapshot"] = spacing_of(self.identity, self.config)
-        for place in self._places():
-            stats[f"imbalance.{'.'.join(place)}"] = place in self._balance.found
         stats["offload_paused"] = self.core.governor.paused
         stats["offload_used_share"] = self.core.governor.used_share
         stats["stores_backing_off"] = self.core.backups.backing_off()
@@ -407,25 +407,6 @@ class CacheScheduler:
     def audit(self) -> None:
         """Check the laws of the core (`core/audit.py`), page by page. BrokenLaw, an assertion: a bug."""
         audit(self.core)
-
-    def _places(self) -> list[tuple[str, str]]:
-        """Tier and pool of each slot pool, in the core's order."""
-        return [(tier.name.lower(), pool.name) for tier in self.core.slot_pools.memory for pool in self.pools]
-
-    def _levels(self) -> dict[str, float]:
-        """Size, fill and evictions of each slot pool."""
-        levels: dict[str, float] = {}
-        for pool in self.pools:
-            levels[f"page_bytes.{pool.name}"] = pool.payload_bytes
-            levels[f"lookback.{pool.name}"] = pool.lookback or 0
-        slot_pools = self.core.slot_pools
-        for number, place in enumerate(self._places()):
-            name = ".".join(place)
-            levels[f"slots.{name}"] = slot_pools.committed(number)
-            levels[f"used.{name}"] = slot_pools.committed(number) - len(slot_pools.free[number])
-            levels[f"evicted.{name}"] = slot_pools.evicted[number]
-            levels[f"evicted_spare.{name}"] = slot_pools.evicted_spares[number]
-        return levels
 
     def _known_by(self, packed: bytes) -> bytes:
         return bind_to_chunk(packed, self.identity.page_tokens, self.identity.chunk_tokens)

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvarve.config import NO_HOST, CacheConfig, cut_memory, spacing_of, split
+from kvarve.config import NO_HOST, CacheConfig, divide, split
 from kvarve.core.effects import Effect
 from kvarve.core.extents import Cut
 from kvarve.core.settings import Slots
@@ -46,19 +46,13 @@ class UnderWay(Busy):
 def check(identity: ModelIdentity, config: CacheConfig, device: str = "cpu", *, blocks: bool = False) -> Slots:
     """The slots of each memory tier, or how it is cut; with `blocks`, the device's are an engine's own. ConfigError,
     before any allocation, for settings that cannot work."""
-    shape, apart = _shape(identity), spacing_of(identity, config)
-    slots = Slots()
-    asked, states = bool(config.policies.tokens_per_snapshot), config.policies.states
+    shape, policies, slots = _shape(identity), config.policies, Slots()
     if not blocks:
-        memory = config.device_memory
-        divided = split(memory, *shape, records=False, what="device", per_snapshot=apart, states=states)
-        fixed = asked or not on_host(device)  # a GPU's memory cannot be committed piece by piece
-        slots[Tier.DEVICE] = (None if fixed else cut_memory(memory, *shape, records=False, states=states)) or divided
+        shared = on_host(device)  # a GPU's memory cannot be committed piece by piece
+        slots[Tier.DEVICE] = divide(config.device_memory, *shape, policies, records=False, what="device", shared=shared)
     if config.host_memory:
-        memory = config.host_memory
-        divided = split(memory, *shape, records=True, what="host", per_snapshot=apart, states=states)
-        fixed = asked or config.host_layout != PAGE_FIRST_DIRECT  # in the others slots are of no fixed place
-        slots[Tier.HOST] = (None if fixed else cut_memory(memory, *shape, records=True, states=states)) or divided
+        shared = config.host_layout == PAGE_FIRST_DIRECT  # in the others slots are of no fixed place
+        slots[Tier.HOST] = divide(config.host_memory, *shape, policies, records=True, what="host", shared=shared)
     urls = parse_urls(config.storages) if config.storages else ()
     buffers = buffers_bytes(urls, max(record_bytes(pool.payload_bytes) for pool in identity.pools))
     wanted, what, have = config.host_memory + buffers, "host memory", host_bytes()
@@ -78,14 +72,14 @@ def check(identity: ModelIdentity, config: CacheConfig, device: str = "cpu", *, 
 
 def check_setting(identity: ModelIdentity, config: CacheConfig) -> None:
     """ConfigError for storages that cannot work, as far as their URLs show it."""
-    shape, apart = _shape(identity), spacing_of(identity, config)
+    shape = _shape(identity)
     for url in parse_urls(config.storages):
         if not backend_of(url).bounded:
             continue  # its size is set elsewhere
         try:
-            split(url.size_bytes("capacity"), *shape, records=True, what="storage", per_snapshot=apart)
+            split(url.size_bytes("capacity"), *shape, records=True, what="storage")
             if "quota" in url.parameters:  # a smaller one could not hold one prompt's pages
-                split(url.size_bytes("quota"), *shape, records=True, what="quota", per_snapshot=apart)
+                split(url.size_bytes("quota"), *shape, records=True, what="quota")
         except ConfigError as e:
             raise ConfigError(f"{url.text}: {e}") from None
     check_storage(config.storages, label=identity.fingerprint(), description=str(identity), around=compressing)

@@ -151,6 +151,28 @@ def test_a_sequence_may_be_known_otherwise_from_where_it_is_not_published() -> N
     assert core.keepable(lease) == 4
 
 
+def test_a_sequence_cut_short_before_it_left_another_prompt_branches_off_no_later_than_that() -> None:
+    world = World(config=config(ATTENTION, STATE))
+    core = world.core
+    world.request(prompt(6))
+    lease = world.start(prompt(6, extra=0))
+    assert (lease.boundary, lease.branch) == (0, 6), "the state is at the end of the other"
+    core.extend(lease, pack([9]), PAGE_TOKENS * TOKEN_BYTES)
+    assert core.keepable(lease) == 5 and not core.mark(lease, 6), "it has five pages"
+    assert lease.branch == 5 and lease.ends < 1 << 6
+
+
+def test_pages_of_another_sequence_are_not_those_of_one_that_left_it() -> None:
+    world = World(config=config(ATTENTION, STATE))
+    world.request(prompt(6))
+    lease, ours = world.start(prompt(6, extra=0)), prompt(6, seed=9)[5 * PAGE_TOKENS :]
+    world.extend(lease, ours, replaced=PAGE_TOKENS)
+    assert [[*pages] for pages in world.grow(lease, 6)] == [[5], [5]], "five pages of attention are there already"
+    world.publish(lease, 6)
+    world.close(lease)
+    assert world.hit(prompt(6)) == world.hit(prompt(5, extra=0) + ours) == (6, 6)
+
+
 def test_a_sequence_that_found_no_room_is_not_kept_when_it_goes_on() -> None:
     world = World(config=config(ATTENTION, device=2))
     lease = world.start(prompt(3))

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from copy import deepcopy
 
 from kvarve.core.ghosts import Left
 from kvarve.keys import pack, root_key
@@ -135,3 +136,12 @@ def prefixes(parent: object, tokens: bytes) -> set[tuple[int, ...]]:
     whole = memoryview(above + tokens).cast("I").tolist()
     first = len(above) // 4 // PAGE_TOKENS
     return {tuple(whole[: end * PAGE_TOKENS]) for end in range(first + 1, len(whole) // PAGE_TOKENS + 1)}
+
+
+def test_a_core_that_remembers_what_left_can_be_copied() -> None:
+    """As the law of waiting does, to ask what a core could have done."""
+    world = World(config=config(ATTENTION, device=16))
+    world.request(prompt(12))
+    world.flush(DEVICE)
+    before = left(world, prompt(12))
+    assert deepcopy(world.core).slot_pools.ghosts.of(root_key(b"world"), pack(prompt(12)), 0) == before

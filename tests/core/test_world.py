@@ -73,6 +73,7 @@ def test_the_world_sees_every_kind_of_thing_happen() -> None:
         "duplicated",
         "ended before it began",
         "extended",
+        "extended in place of others",
         "flushed with copies in flight",
         "forgotten by storage",
         "lost",
@@ -96,7 +97,6 @@ BEYOND_THE_CORE = {
     "prefetch_policy",
     "prefetch_base_s",
     "prefetch_per_ki_token_s",
-    "tokens_per_snapshot",
     "verify_host",
 }
 

@@ -32,12 +32,6 @@ def test_one_url_is_one_storage_and_none_is_none() -> None:
     assert extra_config({"host_memory": 1 << 20}, WHERE).cache.storages == ()
 
 
-def test_memory_is_shared_unless_it_is_to_be_divided() -> None:
-    given = {"host_memory": 1 << 20}
-    assert extra_config(given, WHERE).cache.policies.tokens_per_snapshot == 0
-    assert extra_config(given | {"tokens_per_snapshot": 256}, WHERE).cache.policies.tokens_per_snapshot == 256
-
-
 @pytest.mark.parametrize(
     ("given", "told"),
     [

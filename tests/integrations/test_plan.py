@@ -11,6 +11,7 @@ from simulated_vllm import ROTTEN, SimulatedVllm, Status
 from kvarve.config import CacheConfig
 from kvarve.core.effects import Copy
 from kvarve.core.policies import Policies
+from kvarve.core.reasons import Reason
 from kvarve.errors import ConfigError
 from kvarve.integrations.plan import BlockPlanner, Group, Stored, lookback_of
 from kvarve.model import BufferSpec, ModelIdentity, PoolSpec, Tier
@@ -219,6 +220,24 @@ def test_sources_tell_the_host_from_storage() -> None:
     sim.reset()
     ask(sim, prompt(70), "third")
     assert told == [{Tier.STORAGE: 64}, {Tier.HOST: 64}]
+
+
+def test_every_token_of_a_prompt_is_counted_once_with_the_reason_why_it_was_cached_or_not() -> None:
+    sim = engine()
+    ask(sim, prompt(70), "first")
+    assert sim.planner.reasons == {Reason.NEVER_SEEN: 64, Reason.BELOW_GRID: 6}
+    sim.planner.reasons.clear()
+    ask(sim, prompt(70), "on the device")
+    assert sim.planner.reasons == {Reason.HIT_DEVICE: 64, Reason.BELOW_GRID: 6}
+    sim.planner.reasons.clear()
+    sim.reset()
+    sim.worker.spoil = lambda copy: copy.target is Tier.DEVICE and copy.op % 2 == 0
+    for name in ("one", "other"):
+        ask(sim, prompt(70), name)
+        sim.reset()
+    assert sim.planner.reasons.total() == 140, "those of a request whose load failed, too"
+    assert {Reason.HIT_HOST, Reason.FAILED_CHECK, Reason.BELOW_GRID} == {*sim.planner.reasons}
+    settled(sim)
 
 
 def test_blocks_of_a_request_that_ends_are_held_until_its_copies_have() -> None:

@@ -1,68 +1,33 @@
-"""A cache says when its memory is divided badly, and divides it by how often states are kept."""
+"""Pools share memory where a tier can be cut; elsewhere it is divided by how often windows and states are kept."""
 
-import logging
+from filling import CHUNK, PAGE, POOLS, an_identity
 
-import pytest
-from filling import CHUNK, PAGE, POOLS, Clock, a_config, an_identity, prompt, run
-
-from kvarve.balance import LOOK_S, SAY_S
-from kvarve.config import spacing
+from kvarve.config import CacheConfig, spacing
+from kvarve.core.extents import Cut
+from kvarve.core.policies import Policies
+from kvarve.memory.layouts import PAGE_FIRST_DIRECT
 from kvarve.model import Tier
-from kvarve.prefix_cache import PrefixCache
 from kvarve.worker import check
 
-SEED = 11
+MIB = 1 << 20
 
 
-def serve(cache: PrefixCache, prompts: int, seed: int, pages: float = 2.5) -> None:
-    for number in range(prompts):
-        run(cache, prompt(pages, seed=1000 * seed + number))
+def test_memory_is_shared_where_slots_have_a_fixed_place() -> None:
+    for layout, shared in ((PAGE_FIRST_DIRECT, True), ("layer_first", False)):
+        slots = check(an_identity(), CacheConfig(MIB, 16 * MIB, host_layout=layout))
+        assert isinstance(slots[Tier.DEVICE], Cut) and isinstance(slots[Tier.HOST], Cut) is shared
 
 
-def test_states_that_are_evicted_beside_idle_attention_are_logged_once_and_counted(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    clock = Clock()
-    cache = PrefixCache(an_identity(), a_config(host=0, tokens_per_snapshot=100_000), clock=clock)
-    stats = cache.stats()
-    states = int(stats["slots.device.state"])
-    assert states * 10 < stats["slots.device.attention"] and stats["tokens_per_snapshot"] == 100_000
-    caplog.set_level(logging.WARNING)
-    for look in range(4):
-        serve(cache, 2 * states, seed=SEED + look)
-        clock.now += LOOK_S
-        cache.step()
-    (said,) = caplog.messages
-    assert said.startswith("device: pool window evicted ")
-    assert said.endswith("a --tokens-per-snapshot below 100,000 divides this memory better")
-    assert cache.stats()["imbalance.device.state"] == 1 and cache.stats()["imbalance.device.attention"] == 0
-    serve(cache, 2 * states, seed=SEED + 9)
-    clock.now += SAY_S
-    cache.step()
-    assert len(caplog.messages) == 2
-    cache.shutdown(5)
+def test_states_that_are_kept_more_often_have_more_room_where_memory_is_divided() -> None:
+    every = 2 * CHUNK
 
+    def slots(**policies: int) -> tuple[int, ...]:
+        config = CacheConfig(MIB, 16 * MIB, policies=Policies(**policies), host_layout="layer_first")  # type: ignore[arg-type]
+        found = check(an_identity(), config)[Tier.HOST]
+        assert isinstance(found, tuple)
+        return found
 
-def test_a_memory_that_is_divided_by_the_model_is_not_complained_of(caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock()
-    cache = PrefixCache(an_identity(), a_config(device=30_000, host=0), clock=clock)
-    caplog.set_level(logging.WARNING)
-    for look in range(4):
-        serve(cache, 10, seed=SEED + look, pages=18.5)
-        clock.now += LOOK_S
-        cache.step()
-    assert cache.stats()["evicted.device.state"] > 0 and not caplog.messages
-    cache.shutdown(5)
-
-
-def test_states_that_are_kept_more_often_have_more_room() -> None:
-    identity, every = an_identity(), 2 * CHUNK
-    wide = a_config(tokens_per_snapshot=64 * CHUNK)
-    rare, often = check(identity, wide), check(identity, a_config(tokens_per_snapshot=64 * CHUNK, snapshot_every=every))
-    assert often == check(identity, a_config(tokens_per_snapshot=every))
-    for tier in (Tier.DEVICE, Tier.HOST):
-        (_, _, few), (pages, _, many) = rare[tier], often[tier]
-        assert many > 15 * few and many * every >= 0.9 * pages * PAGE
-    assert spacing(POOLS, PAGE, CHUNK, asked=CHUNK // 2, every=every) == CHUNK // 2, (
-        "an explicit spacing is not widened"
-    )
+    (_, _, few), (pages, _, many) = slots(), slots(snapshot_every=every)
+    assert many > few and many * every >= 0.9 * pages * PAGE
+    assert slots(states=5)[1:] == (15, 5)
+    assert spacing(POOLS, PAGE, CHUNK, every=every) <= every < spacing(POOLS, PAGE, CHUNK)

@@ -31,7 +31,6 @@ CACHE = dict.fromkeys(
         "offload_paused",
         "offload_used_share",
         "stores_backing_off",
-        "tokens_per_snapshot",
         "lane_stuck_s.host-to-storage",
     ),
     1.0,

@@ -90,15 +90,14 @@ def test_a_recurrent_model_resumes_only_where_a_state_was_kept(tmp_path: Path) -
     assert {*often.slots} == {"device.kv", "device.state"}
 
 
-def test_memory_is_divided_by_the_flags_that_a_server_has() -> None:
+def test_memory_is_shared_and_bounded_by_the_flags_that_a_server_has() -> None:
     model = {"device_memory": 1 << 30, "kv_bytes_per_token": 1024, "state_bytes": 1 << 20}
-    often, rare, shared = (
-        SimulationConfig(**model, policies=Policies(tokens_per_snapshot=tokens)).core().slots[Tier.DEVICE]  # type: ignore[arg-type]
-        for tokens in (1024, 65536, 0)
+    few, shared = (
+        SimulationConfig(**model, policies=Policies(states=states)).core().slots[Tier.DEVICE]  # type: ignore[arg-type]
+        for states in (10, 0)
     )
-    assert isinstance(often, tuple) and isinstance(rare, tuple) and isinstance(shared, Cut)
-    assert often[1] > 9 * rare[1] and rare[0] > often[0]
-    assert shared.most(0) > rare[0] and shared.most(1) > often[1]
+    assert isinstance(few, Cut) and isinstance(shared, Cut)
+    assert 10 <= few.most(1) < 10 + few.per[1] < shared.most(1) and few.most(0) == shared.most(0)
 
 
 def test_pages_are_shared_and_kept_in_whole_chunks_as_by_a_server(tmp_path: Path) -> None:
@@ -242,7 +241,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pyte
     assert report["config"]["kv_bytes_per_token"] == 1024
     assert report["hit_rate"] == report["infinite_hit_rate"] > 0
     printed = capsys.readouterr()
-    assert f"{report['hit_rate']:.1%}" in printed.out and "a snapshot every" not in printed.out
+    assert f"{report['hit_rate']:.1%}" in printed.out
     assert "storage" in printed.out
     assert printed.err == ""
 
@@ -251,13 +250,6 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pyte
 def test_a_size_that_no_machine_has_is_one_line(tmp_path: Path, size: str) -> None:
     with pytest.raises(ConfigError, match="too large"):
         command(trace(tmp_path, *branching(2)), "--device-memory", size)
-
-
-def test_the_command_divides_memory_as_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, model = trace(tmp_path, *branching(20)), ("--device-memory", "1GiB", "--state-bytes", "1MiB")
-    for flags, told in (((), False), (("--tokens-per-snapshot", "2000"), True)):
-        assert command(path, *model, *flags) == 0
-        assert ("a snapshot every 2,000 tokens" in " ".join(capsys.readouterr().out.split())) is told
 
 
 def test_the_command_refuses_before_it_works(tmp_path: Path) -> None:

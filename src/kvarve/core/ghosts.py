@@ -53,6 +53,9 @@ class Ghosts:
         self._whole = True  # no salt has been forgotten whole
         self._last: tuple[bytes, bytes, int, xxh3_64] | None = None  # what `_trail` was asked last
 
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"_last": None}  # a hash that has begun cannot be copied
+
     def left(self, run: Run, start: int, stop: int, tier: Tier) -> None:
         """The pages of a run between two local positions leave the tree; the run has their tokens still."""
         above, path = run.parent, []

@@ -31,9 +31,13 @@ class Growing(Resuming):
         """
         assert lease.phase is Phase.READY and len(tokens) % TOKEN_BYTES == 0
         pages, stays = len(lease.tokens) // self.width, len(lease.tokens) - replaced_bytes
-        assert lease.done * self.width <= stays, "what has been published keeps its name"
+        assert lease.grown * self.width <= stays, "what has been computed keeps its name"
         lease.tokens = lease.tokens[:stays] + tokens
-        lease.named = lease.named[: stays // self.width * KEY_BYTES]
+        stay = stays // self.width
+        lease.named = lease.named[: stay * KEY_BYTES]
+        if replaced_bytes:  # the pages behind that are another sequence's, as is where it ended or left others
+            lease.seen = [here & ones(stay) for here in lease.seen]
+            lease.branch, lease.ends = min(lease.branch, stay), lease.ends & ones(stay + 1)
         if lease.pages < pages:  # slots ran out on the way, so no later page can be kept
             return
         lease.pages = len(lease.tokens) // self.width

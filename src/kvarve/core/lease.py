@@ -88,6 +88,7 @@ class Lease:
         "expected",
         "expected_until",
         "fetched",
+        "found",
         "grown",
         "held",
         "known",
@@ -185,8 +186,9 @@ class Lease:
         self.lent = [0] * pools  # how many of the landed pages count towards the share of the host
         self.fetched = [0] * pools  # positions that came from storage
         self.loaded = 0  # positions with a page loaded from the host
-        self.seen = [0] * pools  # pages on the device when it became ready
-        self.memory = self.seen  # the same in any memory tier
+        self.found = [0] * pools  # pages on the device when it became ready
+        self.memory = self.found  # the same in any memory tier
+        self.seen = self.found  # those on the device that its sequence still has
         self.storage = False  # whether a storage was attached then
         self.left: Left | None = None  # what is remembered then of pages that have left memory
         self.own: list[dict[int, int]] = [{} for _ in range(pools)]  # its own device slots, by position

@@ -160,6 +160,7 @@ class EngineCore(Core):
         lease.seen = [*lease.arrived]
         for pool, pages in enumerate(lease.outside):
             lease.seen[pool] |= pages
+        lease.found = lease.seen
         lease.boundary = deepest(self.paths.legal(lease.seen, lease) & allowed)
         lease.done = lease.grown = lease.boundary
         lease.snapshots = self._snapshots(lease)

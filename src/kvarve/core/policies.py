@@ -71,8 +71,6 @@ class Policies:
     """also keep windows and states every N tokens"""
     snapshot_gap: int = 0
     """the fewest tokens that a kept window or state has to save"""
-    tokens_per_snapshot: int = 0
-    """divide memory as if windows and states were kept every N tokens; 0: it is shared as the traffic asks"""
     states: int = 0
     """the most windows or states of each kind that a memory tier keeps; 0: as the traffic asks"""
     eviction: str = "lru"
@@ -108,8 +106,6 @@ class Policies:
             raise ConfigError(f"unknown eviction order {self.eviction!r}; known: {', '.join(ORDERS)}")
         if self.cost_doubles_at < 0:
             raise ConfigError(f"attention cannot cost as much as all else after {self.cost_doubles_at} tokens")
-        if self.tokens_per_snapshot < 0:
-            raise ConfigError(f"memory cannot be divided for a snapshot every {self.tokens_per_snapshot} tokens")
         if self.states < 0:
             raise ConfigError(f"memory cannot keep {self.states} states: give 0 or more")
         if min(self.load_at_least, self.fetch_at_least) < 0:

@@ -66,7 +66,7 @@ def explain(lease: Lease, paths: "Paths") -> dict[Reason, int]:
     mark, last = lease.boundary, lease.limit // paths.grid * paths.grid
     late = [asked | awaited for asked, awaited in zip(lease.asked, lease.awaited, strict=True)]
     near = [have | far for have, far in zip(lease.memory, lease.probed, strict=True)]
-    each = [*zip(lease.seen, near, late, lease.bad, strict=True)]
+    each = [*zip(lease.found, near, late, lease.bad, strict=True)]
     sets = (
         (Reason.NOT_READ, [seen | (near & ~late & ~bad) for seen, near, late, bad in each]),
         (Reason.TOO_LATE, [seen | ((near | late) & ~bad) for seen, near, late, bad in each]),

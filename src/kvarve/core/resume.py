@@ -132,7 +132,7 @@ class Resuming(State):
         # Pages beyond the boundary that are resident are not kept a second time, so they must not be evicted.
         positions, prefix_pins = self.paths.pins_for(lease.boundary, device)
         self.paths.hold(lease, run, positions, prefix_pins | self.paths.ahead(device), ON_DEVICE)
-        lease.seen = device
+        lease.seen = lease.found = device
         lease.done = lease.grown = lease.boundary
         lease.snapshots = self._snapshots(lease)
         self._note_ends(lease, run)

@@ -91,7 +91,6 @@ class SlotPools:
         if config.policies.salt_share < 1:
             self.salt_shares = SaltShares(self, config.policies.salt_share)
         self.evicted = [0] * len(self.capacity)
-        self.evicted_spares = [0] * len(self.capacity)  # of these, while they were spare
         self.freed: list[tuple[int, int]] | None = None  # places and slots, where they are to be told
         self.tick = 0
         self.shape = 0  # how often runs were made, split, lengthened or dropped
@@ -388,8 +387,6 @@ class SlotPools:
             most = ceil((enough - len(self.free[place]) - moving) / worth) if theirs == place or waits else 1
             went = self.trim(run, theirs, most, pages(run, theirs))
             left = self.evicted[theirs] - evicted
-            if order != theirs:
-                self.evicted_spares[theirs] += left
             if not went:
                 stay.append(found)
                 continue
@@ -437,10 +434,8 @@ class SlotPools:
 
     def evict_spares(self, place: int, wanted: int) -> int:
         """Evict up to `wanted` spare pages; returns how many go."""
-        spares, before = len(self.capacity) + place, self.evicted[place]
-        went = self._evict(place, wanted, spares, self.spare) if spares in self.orders else 0
-        self.evicted_spares[place] += self.evicted[place] - before
-        return went
+        spares = len(self.capacity) + place
+        return self._evict(place, wanted, spares, self.spare) if spares in self.orders else 0
 
     def _evict(self, place: int, wanted: int, order: int, pages: Callable[[Run, int], int]) -> int:
         """Evict up to `wanted` of the `pages` of the runs in one order; returns how many go."""

@@ -14,6 +14,7 @@ own chained hash at its end, in which the salt, adapters and images already are.
 given to other pages before `Plan.freed` names them: the engine holds references to `Plan.held` until then.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -24,6 +25,7 @@ import numpy.typing as npt
 from kvarve.boundaries import members, needed, ones, union
 from kvarve.core.effects import Copy, Ended, Page
 from kvarve.core.lease import Lease, Phase
+from kvarve.core.reasons import Reason
 from kvarve.errors import ConfigError
 from kvarve.handles import NULL_BLOCK, blocks_of, handle_of
 from kvarve.keys import TOKEN_BYTES
@@ -181,8 +183,10 @@ class BlockPlanner:
         self._copies: dict[int, list[tuple[Page, Stored]]] = {}
         self._in_host: dict[tuple[int, int], Removed] = {}
         self._changes: list[Stored | Removed] = []
+        self._explained: set[str] = set()  # requests whose tokens have been counted
         self._up, self._now = True, 0.0
         self.failed_loads = 0
+        self.reasons: Counter[Reason] = Counter()  # prompt tokens, by why they were cached or not at first
 
     # --- what the engine asks
 
@@ -282,6 +286,7 @@ class BlockPlanner:
         """A request has ended, in any state; copies in flight still hold their blocks."""
         self._close(request_id)
         self._ceiling.pop(request_id, None)
+        self._explained.discard(request_id)
 
     def reset(self, epoch: str) -> bool:
         """Forget all that is cached, for requests from now on: their pages are named with this `epoch`, so that pages
@@ -311,9 +316,16 @@ class BlockPlanner:
                     self._ceiling[standing.request.request_id] = standing.lease.boundary
                     self.failed_loads += 1
                 standing.claimed = 0
+            if standing.allocated and standing.lease.ready and standing.request.request_id not in self._explained:
+                self._explain(standing)
         for release in self._scheduler.released():
             for pool, handle in release.pages:
                 self._freed += self._blocks(pool, handle)
+
+    def _explain(self, standing: _Standing) -> None:
+        """Count why a request's tokens were cached or not; of one that is preempted or fails to load, once."""
+        self._explained.add(standing.request.request_id)
+        self.reasons.update(self._scheduler.explain(standing.lease))
 
     def _blocks(self, pool: int, handle: int) -> list[int]:
         return [block for block in blocks_of(handle, self._pieces[pool]) if block != NULL_BLOCK]

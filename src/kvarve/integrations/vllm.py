@@ -38,6 +38,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvarve.core.effects import Copy, Ended
+from kvarve.core.reasons import Reason
 from kvarve.core.settings import Slots
 from kvarve.engine.identity import numerics
 from kvarve.errors import ConfigError
@@ -229,6 +230,7 @@ class SchedulerSide:
         self._settings, self._groups, self._hash_tokens, self._tells = settings, groups, hash_tokens, tells
         self._held: Counter[int] = Counter()  # references by block
         self._told: dict[str, float] = {}  # counters that have been given to vLLM
+        self._explained: Counter[Reason] = Counter()  # the same of tokens by reason
         self._adapters = Adapters()
 
     def start(self, ready: Ready) -> None:
@@ -296,14 +298,16 @@ class SchedulerSide:
         found = self.scheduler.stats() | {"failed_loads": self.planner.failed_loads}
         now = {name: found[name] for name in COUNTERS}
         counts = {name: value - self._told.get(name, 0) for name, value in now.items()}
-        if not any(counts.values()):
+        reasons = self.planner.reasons - self._explained
+        if not any(counts.values()) and not reasons:
             return None
-        self._told = now
+        self._told, self._explained = now, self.planner.reasons.copy()
         levels = {
             f"{group.name}": found[f"used.host.{group.name}"] / max(1, found[f"slots.host.{group.name}"])
             for group in self._groups
         }
-        return KvarveStats(data={"counts": counts, "usage": levels})
+        explained = {reason.value: tokens for reason, tokens in reasons.items()}
+        return KvarveStats(data={"counts": counts, "reasons": explained, "usage": levels})
 
     def _free(self, blocks: list[int]) -> None:
         if blocks:
@@ -490,27 +494,33 @@ COUNTERS = {
 
 @dataclass
 class KvarveStats(KVConnectorStats):
-    """`counts` by name since the last interval; `usage` of the host by group, of 1."""
+    """`counts` by name and prompt tokens by their `reasons` since the last interval; `usage` of the host by group, of
+    1."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         if not other.is_empty():
-            counts = Counter(self.data.get("counts", {}))
-            counts.update(other.data.get("counts", {}))
-            self.data = {"counts": dict(counts), "usage": other.data.get("usage", {})}
+            sums = {}
+            for name in ("counts", "reasons"):
+                sums[name] = Counter(self.data.get(name, {}))
+                sums[name].update(other.data.get(name, {}))
+            self.data = {name: dict(sum_) for name, sum_ in sums.items()} | {"usage": other.data.get("usage", {})}
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return {name: value for name, value in self.data.get("counts", {}).items() if value}
+        """For vLLM's log."""
+        told = {name: value for name, value in self.data.get("counts", {}).items() if value}
+        return told | {f"tokens {name}": count for name, count in self.data.get("reasons", {}).items()}
 
     def is_empty(self) -> bool:
         return not self.data
 
 
 class KvarveMetrics(KVConnectorPromMetrics):
-    """The same for Prometheus: `vllm:kvarve_NAME` and `vllm:kvarve_host_usage{group}`."""
+    """The same for Prometheus: `vllm:kvarve_NAME`, `vllm:kvarve_explained_tokens{reason}` and
+    `vllm:kvarve_host_usage{group}`."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine)
@@ -518,6 +528,11 @@ class KvarveMetrics(KVConnectorPromMetrics):
             name: self._counter_cls(name=f"vllm:kvarve_{name}", documentation=text, labelnames=labelnames)
             for name, text in COUNTERS.items()
         }
+        self._explained = self._counter_cls(
+            name="vllm:kvarve_explained_tokens",
+            documentation="Prompt tokens by the reason why they were cached or not.",
+            labelnames=[*labelnames, "reason"],
+        )
         self._usage = self._gauge_cls(
             name="vllm:kvarve_host_usage",
             documentation="Of the host's slots for a cache group, the share in use.",
@@ -530,5 +545,7 @@ class KvarveMetrics(KVConnectorPromMetrics):
         for name, count in transfer_stats_data.get("counts", {}).items():
             if name in self._counters and count > 0:
                 self._counters[name].labels(*values).inc(count)
+        for reason, count in transfer_stats_data.get("reasons", {}).items():
+            self._explained.labels(*values, reason).inc(count)
         for group, usage in transfer_stats_data.get("usage", {}).items():
             self._usage.labels(*values, group).set(usage)

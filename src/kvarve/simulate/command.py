@@ -118,8 +118,6 @@ def _table(report: SimulationReport, config: SimulationConfig) -> Table:
     moved = ", ".join(f"{edge.replace('_', ' ')} {format_size(size)}" for edge, size in report.moved_bytes.items())
     saved = f"{report.saved_rate:.1%} of the computation saved"
     table.caption = f"{saved}; moved: {moved or 'nothing'}; computed and not kept: {report.uncached_pages:,} pages"
-    if config.policies.tokens_per_snapshot and any(pool.lookback is not None for pool in config.pools):
-        table.caption += f"; memory divided for a snapshot every {config.spacing:,} tokens"
     if ttft := report.ttft_s:
         table.caption += "; TTFT " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ttft.items())
     if config.replicas > 1:

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Annotated
 
-from kvarve.config import NO_HOST, cut_memory, spacing, split
+from kvarve.config import NO_HOST, divide
 from kvarve.core.policies import Policies
 from kvarve.core.settings import CoreConfig, Slots
 from kvarve.errors import ConfigError
@@ -111,12 +111,6 @@ class SimulationConfig:
     def grid(self) -> int:
         return self.chunk_tokens or self.page_tokens
 
-    @property
-    def spacing(self) -> int:
-        """The distance in tokens between windows or states for which memory is divided."""
-        asked, every = self.policies.tokens_per_snapshot, self.policies.snapshot_every
-        return spacing(self.pools, self.page_tokens, self.grid, asked, every)
-
     @cached_property
     def pools(self) -> tuple[PoolSpec, ...]:
         """The model's pools."""
@@ -148,12 +142,8 @@ class SimulationConfig:
         shape, slots = (self.pools, self.page_tokens, self.grid), Slots()
         for tier, memory in {Tier.DEVICE: self.device_memory, Tier.HOST: self.host_memory}.items():
             if memory or tier is Tier.DEVICE:
-                records, asked, states = tier is Tier.HOST, self.policies.tokens_per_snapshot, self.policies.states
-                what, apart = tier.name.lower(), self.spacing
-                division = split(memory, *shape, records=records, what=what, per_snapshot=apart, states=states)
-                slots[tier] = (
-                    None if asked else cut_memory(memory, *shape, records=records, states=states)
-                ) or division
+                what = tier.name.lower()
+                slots[tier] = divide(memory, *shape, self.policies, records=tier is Tier.HOST, what=what)
         return CoreConfig(
             shape[0], slots, self.page_tokens, self.grid, storage=bool(self.storage_memory), policies=self.policies
         )

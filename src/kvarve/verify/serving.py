@@ -23,12 +23,11 @@ TALKS = 3  # conversations side by side
 MOST_KEPT = 32  # tokens of an answer up to a chunk boundary; each takes a forward
 
 Question = tuple[Sequence[int], int]  # a prompt, and how many tokens to answer
+Ask = Callable[[Sequence[Question], Question | None], list[tuple[Transcript, TokenUsage]]]
 
 
 @contextmanager
-def _engine(
-    prover: Prover, model: LoadedModel, deterministic: bool, device: int = 0
-) -> Iterator[Callable[[Sequence[Question], Question | None], list[tuple[Transcript, TokenUsage]]]]:
+def _engine(prover: Prover, model: LoadedModel, deterministic: bool, device: int = 0) -> Iterator[Ask]:
     """A function that asks an engine all questions at once and returns the answers; `leaves` is aborted on its way."""
     with prover.cache(device=device, identity=model.identity) as cache:
         # With one chunk a turn, prefill and decoding overlap for as long as possible.
@@ -108,37 +107,42 @@ def together(prover: Prover) -> None:
 
 def answers(prover: Prover) -> None:
     """Conversations at once that resume from decoded pages: how much their logits differ from prefill."""
-    plan, model = prover.plan, keeping_answers(prover.model)
-    # Each answer computes the last tokens of a page, a few less than the one before it.
-    decoded = max(1, min(plan.page, plan.whole, MOST_KEPT) - 1)
-    prompts = [plan.prompt(plan.whole - max(1, decoded - number), 600 + number) for number in range(TALKS)]
     with (
-        prover.path(
-            "answers", "the engine by default: the next turn resumes from pages that the last answer decoded"
-        ) as row,
-        _engine(prover, model, False) as ask,
+        prover.path("answers", "the engine by default: the next turn resumes from pages that the last answer decoded"),
+        _engine(prover, keeping_answers(prover.model), False) as ask,
     ):
-        first = ask([(prompt, plan.whole + 1 - len(prompt)) for prompt in prompts], None)
-        for prompt, (_, usage) in zip(prompts, first, strict=True):
-            prover.count(prompt, usage.tiers)
-        tails = [plan.prompt(plan.longest - plan.whole - 1, 610 + number) for number in range(TALKS)]
-        turns = [[*prompt, *said.tokens, *tail] for prompt, (said, _), tail in zip(prompts, first, tails, strict=True)]
-        found = Rounding("kept of answers", sum(plan.whole - len(prompt) for prompt in prompts))
-        for prompt, (second, usage) in zip(turns, ask([(turn, 1) for turn in turns], None), strict=True):
-            expected, at = prover.uncached(prompt), len(prompt)
-            prover.count(prompt, usage.tiers)
-            if usage.cached != plan.whole:
-                row.troubles.append(
-                    f"the second turn resumed after {usage.cached} tokens instead of {plan.whole}: the pages "
-                    f"that the first answer decoded were not found"
-                )
-            found.take(second, expected, at)
+        found = Rounding("kept of answers")
+        found.tokens = _second_turns(prover, ask, found)
         prover.report.rounding = found
 
 
+def _second_turns(prover: Prover, ask: Ask, found: Rounding) -> int:
+    """Conversations at once, whose first answers cross the line of a chunk and whose second turns resume there: how
+    much the logits of these differ. How many tokens of the answers they resumed from."""
+    plan = prover.plan
+    # Each answer computes the last tokens of a page, a few less than the one before it.
+    decoded = max(1, min(plan.page, plan.whole, MOST_KEPT) - 1)
+    prompts = [plan.prompt(plan.whole - max(1, decoded - number), 600 + number) for number in range(TALKS)]
+    first = ask([(prompt, plan.whole + 1 - len(prompt)) for prompt in prompts], None)
+    for prompt, (_, usage) in zip(prompts, first, strict=True):
+        prover.count(prompt, usage.tiers)
+    tails = [plan.prompt(plan.longest - plan.whole - 1, 610 + number) for number in range(TALKS)]
+    turns = [[*prompt, *said.tokens, *tail] for prompt, (said, _), tail in zip(prompts, first, tails, strict=True)]
+    for prompt, (second, usage) in zip(turns, ask([(turn, 1) for turn in turns], None), strict=True):
+        prover.count(prompt, usage.tiers)
+        if usage.cached != plan.whole:
+            prover.row.troubles.append(
+                f"the second turn resumed after {usage.cached} tokens instead of {plan.whole}: the pages that the "
+                f"first answer decoded were not found"
+            )
+        found.take(second, prover.uncached(prompt), len(prompt))
+    return sum(plan.whole - len(prompt) for prompt in prompts)
+
+
 def rounded(prover: Prover) -> None:
-    """Prompts that resume at every page: where, and how much their logits differ from those without a cache."""
-    plan, found = prover.plan, Rounding("hits rounded")
+    """Prompts and answers that resume at every page: where, and how much their logits differ from those without a
+    cache."""
+    plan, found, model = prover.plan, Rounding("hits rounded"), keeping_answers(with_rounded_hits(prover.model))
     first, later = plan.prompt(plan.longest, 700), plan.chunk // 2 + 1
     leaving = [[*first[:later], *plan.prompt(plan.longest - later, 701 + number)] for number in range(2)]
     prompts = [plan.prompt(tokens, 710 + number) for number, tokens in enumerate(plan.lengths())]
@@ -146,8 +150,10 @@ def rounded(prover: Prover) -> None:
     asked += [(prompt, (len(prompt) - 1) // plan.page * plan.page) for prompt in prompts]
     asked += [(first, 0), (leaving[0], None), (leaving[1], later // plan.page * plan.page)]
     with (
-        prover.path("rounded", "the engine with --hits rounded: prompts resume at every page") as row,
-        _engine(prover, with_rounded_hits(prover.model), True) as ask,
+        prover.path(
+            "rounded", "the engine with --hits rounded: prompts resume at every page, and behind answers"
+        ) as row,
+        _engine(prover, model, False) as ask,
     ):
         for prompt, resumes in asked:
             ((said, usage),) = ask([(prompt, plan.decode)], None)
@@ -155,6 +161,8 @@ def rounded(prover: Prover) -> None:
             row.compared += 1
             if resumes is not None and usage.cached != resumes:
                 row.troubles.append(f"a prompt of {len(prompt)} tokens resumed after {usage.cached}, not {resumes}")
-            found.tokens += usage.cached
             found.take(said, prover.uncached(prompt), len(prompt))
+        _second_turns(prover, ask, found)
+        row.compared += TALKS
+        found.tokens = sum(row.resumed.values())
         prover.report.rounding = found

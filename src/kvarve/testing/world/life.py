@@ -130,13 +130,17 @@ def _resumed(world: World, pick: int) -> bool:
     return lease is not None
 
 
-def _extend(world: World, pick: int, text: str) -> bool:
-    """A session continues under its open lease."""
+def _extend(world: World, pick: int, text: str, replaced: int = 0) -> bool:
+    """A session continues under its open lease, perhaps in place of its last tokens that are not computed."""
     lease = _one(pick, _ready(world))
     if lease is None or len(lease.tokens) // TOKEN_BYTES + len(text) > LONGEST:
         return False
-    world.seen["extended"] += 1
-    world.extend_packed(lease, words(text))
+    tokens, page = len(lease.tokens) // TOKEN_BYTES, lease.page_tokens
+    # An engine may have begun to save every page that is full.
+    kept = tokens // page if isinstance(world, EngineWorld) else lease.grown
+    replaced = min(replaced, tokens - kept * page)
+    world.seen["extended in place of others" if replaced else "extended"] += 1
+    world.extend_packed(lease, words(text), replaced * TOKEN_BYTES)
     return True
 
 
@@ -503,7 +507,8 @@ class Director:
             case "flush":
                 return ["flush", dice.choice([1, 2, 3, 3])]
             case "extend":
-                return ["extend", pick, dice.choice(["0", "1", "11", "0111", "101010"])]
+                text = dice.choice(["0", "1", "11", "0111", "101010"])
+                return ["extend", pick, text, dice.choice([0, 0, 1, 3, 9])]
             case "attach":
                 return ["attach", dice.randrange(2), dice.randrange(2)]
             case "detach":

@@ -89,12 +89,14 @@ class World(Shadow):
         self._all(lease, lambda core, twin: core.resumed(twin))
         self._check()
 
-    def extend(self, lease: Lease, tokens: Sequence[int]) -> None:
-        self.extend_packed(lease, pack(tokens))
+    def extend(self, lease: Lease, tokens: Sequence[int], replaced: int = 0) -> None:
+        self.extend_packed(lease, pack(tokens), replaced * TOKEN_BYTES)
 
-    def extend_packed(self, lease: Lease, tokens: bytes) -> None:
-        self._prompts[lease.number] = self._learn(lease.root, lease.tokens + tokens)
-        self._all(lease, lambda core, twin: core.extend(twin, tokens))
+    def extend_packed(self, lease: Lease, tokens: bytes, replaced_bytes: int = 0) -> None:
+        stays = lease.tokens[: len(lease.tokens) - replaced_bytes]
+        self._prompts[lease.number] = self._learn(lease.root, stays + tokens)
+        self._all(lease, lambda core, twin: core.extend(twin, tokens, replaced_bytes))
+        assert lease.snapshots < 2 << max(lease.pages, lease.grown), "no window or state is kept behind its end"
         self._check()
 
     def reserve(self, lease: Lease, upto: int) -> bool:
