@@ -41,7 +41,7 @@ def test_a_salt_beyond_its_share_loses_its_own_coldest_pages_and_no_other_salts(
         assert not exceeds(world, "loud")
     assert hit(world, 0, "quiet") == 4
     assert hit(world, 9, "loud") == 4 and hit(world, 0, "loud") == 0
-    assert shares(world).evicted > 0
+    assert world.core.counters.over_share > 0
 
 
 def test_without_a_share_one_salt_takes_all() -> None:

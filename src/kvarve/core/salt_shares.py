@@ -1,8 +1,8 @@
 """What one salt may have of memory, where a share bounds it.
 
-A slot counts from when it is reserved for a salt until it is free again. A salt that takes more than its share loses its
-own coldest pages first, so no other salt's leave for them. What its requests have pinned may exceed the share until they
-let go; the next step cuts the salt back.
+A slot counts from when it is reserved for a salt until it is free again. A salt that takes more than its share loses
+its own coldest pages first, so no other salt's leave for them. What its requests have pinned may exceed the share until
+they let go; the next step cuts the salt back.
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from kvarve.core.tree import Run, root_of
 
 if TYPE_CHECKING:
     from kvarve.core.slot_pools import SlotPools
+    from kvarve.core.state import State
 
 # A salt has eviction orders of its own from the first part of its share on, and no more below the second: most salts
 # are small, and few pages are looked through to begin them.
@@ -24,8 +25,10 @@ class SaltShares:
     """A salt may have `share` of each *budget*: of the bytes of a tier that pools share, else of each place's slots, at
     least what one boundary reads. Salts are known by their root keys, while they have anything."""
 
-    def __init__(self, slot_pools: "SlotPools", share: float, eviction: str, contexts: list[OrderContext]) -> None:
-        self._slot_pools, self._eviction, self._contexts = slot_pools, eviction, contexts
+    def __init__(self, state: "State", slot_pools: "SlotPools", contexts: list[OrderContext]) -> None:
+        policies, self._counters = state.config.policies, state.counters
+        self._slot_pools, self._contexts, self._eviction = slot_pools, contexts, policies.eviction
+        share = policies.salt_share
         pools = len(slot_pools.pools)
         self.page_bytes = [pool.payload_bytes for pool in slot_pools.pools] * len(slot_pools.memory)  # by place
         self.places: list[list[int]] = []  # by budget
@@ -46,7 +49,6 @@ class SaltShares:
         self.shift = 2 * len(contexts)  # of `Run.queued`, the first bit that is about a salt's own orders
         self.held: dict[bytes, list[int]] = {}  # by salt and budget, bytes
         self.orders: dict[bytes, dict[int, Order]] = {}  # of the larger salts, as those of all
-        self.evicted = 0  # pages, of salts that took more than their share
         self._over: dict[bytes, None] = {}  # to be cut back in the next step, in order
 
     def charge(self, salt: bytes, place: int, slots: int) -> None:
@@ -132,7 +134,7 @@ class SaltShares:
         for run, number in stay:
             run.queued &= ~(1 << self.shift + number)
             self.offer(run, number % len(self._contexts))
-        self.evicted += sum(slot_pools.evicted) - before
+        self._counters.over_share += sum(slot_pools.evicted) - before
 
     def _leaving(self, salt: bytes, budget: int) -> int:
         """The bytes of a salt's pages that leave as soon as they have been copied down."""

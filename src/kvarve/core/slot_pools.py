@@ -90,7 +90,7 @@ class SlotPools:
         self.roots: dict[bytes, Root] = {}
         self.salt_shares: SaltShares | None = None  # where a share bounds nothing, nothing is counted
         if config.policies.salt_share < 1:
-            self.salt_shares = SaltShares(self, config.policies.salt_share, config.policies.eviction, contexts)
+            self.salt_shares = SaltShares(state, self, contexts)
         self.evicted = [0] * len(self.capacity)
         self.evicted_spares = [0] * len(self.capacity)  # of these, while they were spare
         self.freed: list[tuple[int, int]] | None = None  # places and slots, where they are to be told
@@ -581,7 +581,7 @@ class SlotPools:
     # --- free slots
 
     def make_way(self, place: int, wanted: int, root: bytes) -> None:
-        """Slots are about to be reserved for prompts under a root key: beyond its share it loses its own pages first."""
+        """Slots are about to be reserved for prompts under a root key; beyond its share its own pages leave first."""
         if self.salt_shares is not None:
             self.salt_shares.make_way(root, place, wanted)
 
