@@ -1,7 +1,11 @@
 """One salt's prompts cannot flush another's out of memory: beyond its share of a tier it loses its own pages."""
 
+from collections import deque
+
 import pytest
 
+from kvarve.core.cache import Core
+from kvarve.core.lease import Lease
 from kvarve.core.salt_shares import SaltShares
 from kvarve.errors import ConfigError
 from kvarve.keys import pack, root_key
@@ -79,6 +83,33 @@ def test_requests_of_one_salt_that_run_side_by_side_take_from_its_own_share_firs
         world.close(lease)
     world.step()
     assert not exceeds(world, "loud")
+
+
+@pytest.mark.parametrize("beside", [1, 8, 32])
+def test_a_quiet_tenant_hits_all_beside_a_flood_of_requests_that_run_side_by_side(beside: int) -> None:
+    core = Core(config(ATTENTION, device=1000, salt_share=0.5))
+    running, asked, hits = deque[Lease](), 0, 0
+
+    def begin(salt: str, seed: int) -> Lease:
+        lease = core.open(root_key(b"world", salt), pack(prompt(8, seed)), 0.0)
+        core.claim(lease, 0.0)
+        core.grow(lease, core.keepable(lease))
+        return lease
+
+    def end(lease: Lease) -> None:
+        core.publish(lease, lease.grown)
+        core.close(lease)
+        core.step([], 0.0)
+
+    for seed in range(1000):
+        running.append(begin("loud", seed))
+        if len(running) == beside:
+            end(running.popleft())
+        if seed % 4 == 3:
+            quiet = begin("quiet", seed // 4 % 50)
+            asked, hits = asked + 1, hits + quiet.boundary
+            end(quiet)
+    assert hits == 8 * (asked - 50), "but the first time"
 
 
 def test_where_memory_is_divided_the_share_is_of_each_pool() -> None:
