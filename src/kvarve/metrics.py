@@ -35,6 +35,7 @@ _PAGE_COUNTERS = {
     "late": ("kvarve_late_pages", "Pages that arrived after their request had stopped waiting; kept if they fit."),
     "duplicates": ("kvarve_duplicate_pages", "Pages computed that another request had published meanwhile."),
     "uncached": ("kvarve_uncached_pages", "Pages computed that were not kept, as no device slot was free."),
+    "over_share": ("kvarve_salt_share_evicted_pages", "Pages evicted since their salt had more than its share."),
     "given_up": (
         "kvarve_given_up_backups",
         "Runs of pages quarantined since their backups failed too often; retried at the next use, or after a minute.",

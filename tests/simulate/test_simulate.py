@@ -60,6 +60,18 @@ def test_what_left_the_device_is_found_on_the_host_and_then_in_storage(tmp_path:
     assert in_storage.evicted == {"device.kv": 6, "host.kv": 4, "storage": 0}
 
 
+def test_a_share_bounds_each_salt_of_a_trace(tmp_path: Path) -> None:
+    def ask(salt: str, number: int) -> dict[str, Any]:
+        return {"timestamp": 0, "tokens": [number] * 2 * BLOCK + [0], "salt": salt}
+
+    rows = [ask("quiet", 1), *(ask("loud \ud800", number) for number in range(5)), ask("quiet", 1)]
+    hits = {
+        share: replay(trace(tmp_path, *rows), settings(6, policies=Policies(salt_share=share))).hit_tokens["device"]
+        for share in (1.0, 0.5)
+    }
+    assert hits == {1.0: 0, 0.5: 2 * BLOCK}
+
+
 def test_every_token_of_a_trace_has_a_reason(tmp_path: Path) -> None:
     a, b, c = line([1, 2]), line([3, 4]), line([5, 6])
     report = replay(trace(tmp_path, a, b, c, a, c), settings(4))

@@ -209,26 +209,52 @@ def _audit_counts(core: Core, runs: list[Run]) -> None:
             if bits != coming.get((id(run), place), 0):
                 raise BrokenLaw("a run knows which of its pages are in flight down")
     _check(core.slot_pools.bad_pages == bad_pages, "bad pages are counted")
-    if core.slot_pools.salt_shares is not None:
-        _check(core.slot_pools.salt_shares.held == _held(core, runs), "the bytes of each salt in each tier are counted")
 
 
-def _held(core: Core, runs: list[Run]) -> dict[bytes, list[int]]:
-    """By root key, the bytes of all pages in each tier."""
-    pools, found = len(core.pools), dict[bytes, list[int]]()
+def _salt(run: Run) -> bytes:
+    while run.parent is not None:
+        run = run.parent
+    return run.named
+
+
+def _audit_shares(core: Core, runs: list[Run]) -> dict[tuple[bytes, int], int]:
+    """A salt is charged for the slots of its pages, leases and copies, and for nothing else. Returns by salt and place
+    the bytes by which the salt exceeds its share of the budget there, without those that wait for a copy to leave."""
+    shares, pools, tiers = core.slot_pools.salt_shares, len(core.pools), _tiers(core)
+    if shares is None:
+        return {}
+    has, leaving = Counter[tuple[bytes, int]](), Counter[tuple[bytes, int]]()
     for run in runs:
-        root = run
-        while root.parent is not None:
-            root = root.parent
         for place, here in enumerate(run.here):
-            if here:
-                held = found.setdefault(root.named, [0] * len(_tiers(core)))
-                held[place // pools] += here.bit_count() * core.pools[place % pools].payload_bytes
-    return found
+            has[_salt(run), place] += here.bit_count()
+    for lease in core.leases.values():
+        for tier, pages in ((Tier.DEVICE, lease.own), (Tier.HOST, lease.landed)):
+            for pool, slots in enumerate(pages):
+                if slots:
+                    has[lease.root, tiers.index(tier) * pools + pool] += len(slots)
+    for op in core.copies.ops.values():
+        source, target = op.edge
+        for i, page in enumerate(op.pages):
+            if source != target and target in tiers and not op.given >> i & 1:
+                root = _salt(op.run) if op.run is not None else op.lease.root if op.lease is not None else b""
+                has[root, tiers.index(target) * pools + page.pool] += 1
+            if op.leaving and op.run is not None:
+                leaving[_salt(op.run), tiers.index(source) * pools + page.pool] += 1
+    salts = {salt for (salt, _), count in has.items() if count}
+    _check(shares.held.keys() == salts, "a salt is known while it has anything")
+    over: dict[tuple[bytes, int], int] = {}
+    for salt, held in shares.held.items():
+        for places, most, charged in zip(shares.places, shares.most, held, strict=True):
+            sizes = [core.pools[place % pools].payload_bytes for place in places]
+            counts = [has[salt, place] for place in places]
+            _check(charged == sum(map(int.__mul__, sizes, counts)), "a salt is charged for what it has")
+            going = sum(leaving[salt, place] * size for place, size in zip(places, sizes, strict=True))
+            over |= {(salt, place): charged - going - most for place in places if charged - going > most}
+    return over
 
 
-def audit(core: Core) -> None:
-    """Raise `BrokenLaw` if any law does not hold now."""
+def audit(core: Core, stepped: bool = False) -> None:
+    """Raise `BrokenLaw` if any law does not hold now; `stepped`: a step has just ended."""
     pools = len(core.pools)
     chains = [i for i, pool in enumerate(core.pools) if pool.lookback is None]
     tiers = _tiers(core)
@@ -245,10 +271,15 @@ def audit(core: Core) -> None:
     _audit_slots(core, runs)
     _audit_extents(core)
     _audit_counts(core, runs)
+    over = _audit_shares(core, runs)
 
     # A run with an evictable page stands in the eviction order exactly once; one without may stand there once.
     standing = dict.fromkeys(pins[0], 0)
-    for number, order in core.slot_pools.orders.items():
+    behind, shares = 2 * len(tiers) * pools, core.slot_pools.salt_shares
+    orders = [*core.slot_pools.orders.items()]
+    for own in shares.orders.values() if shares is not None else ():
+        orders += [(behind + number, order) for number, order in own.items()]
+    for number, order in orders:
         for run in order.runs():
             if id(run) in standing:
                 _check(not standing[id(run)] >> number & 1, "no run stands twice in an eviction order")
@@ -309,5 +340,9 @@ def audit(core: Core) -> None:
                         spare &= ~(1 << read)
                 giveable |= (spare > 0) << len(run.here) + place
             giveable |= (may_go > 0) << place
+            if may_go and stepped and (_salt(run), place) in over:
+                _check(core.backups.leaving(), "a salt beyond its share has nothing left that may leave")
+        if shares is not None and _salt(run) in shares.orders:
+            giveable |= giveable << behind
         _check(not giveable & ~standing[id(run)], "a run with an evictable page stands in the eviction order")
         _check(run.queued == standing[id(run)], "a run knows in which eviction orders it stands")

@@ -18,7 +18,7 @@ from kvarve.core.copies import BACKUP, STORE, CopyOutcome, Edge, Moving, Op
 from kvarve.core.governor import Governor
 from kvarve.core.policies import WritePolicy
 from kvarve.core.settings import HORIZON_HOSTS
-from kvarve.core.tree import NOWHERE, Run, covering
+from kvarve.core.tree import NOWHERE, Run, covering, root_of
 from kvarve.model import MEMORY_TIERS, Tier
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ class Backups:
                 self.counters.backed_up += good
                 run.backed_up_since_use[page.pool] |= local if good else 0
                 if not good or not self.make_resident(run, place, page.position, page.target):
-                    self.slot_pools.give_back(place, page.target)
+                    self.slot_pools.give_back(place, page.target, root_of(run).named)
             self.counters.failed += not good
         for run, good in touched.items():
             self.heal(run)
@@ -435,7 +435,7 @@ class Backups:
             if onward or edge == STORE:
                 positions = positions[: max(0, self.store_share[pool] - self.storing[pool] - self.staging[pool])]
             if edge == BACKUP:
-                targets = self.slot_pools.reserve(self._host(pool), len(positions))
+                targets = self.slot_pools.reserve(self._host(pool), len(positions), root_of(run).named)
                 self.staging[pool] += len(targets) if onward else 0
             else:
                 targets = [NOWHERE] * len(positions)

@@ -159,7 +159,7 @@ class Core(Growing):
             return
         for pool, slots in enumerate(lease.own):
             for slot in slots.values():
-                self.slot_pools.give_back(pool, slot)
+                self.slot_pools.give_back(pool, slot, lease.root)
             slots.clear()
         if lease.phase is Phase.FETCHING:
             self.prefetch.land(lease)
@@ -190,10 +190,10 @@ class Core(Growing):
                 self._load(lease)
         for lease in self.prefetch.next_in_line():
             self._fetch(lease)
-        if self.slot_pools.salt_shares is not None:
-            self.slot_pools.salt_shares.enforce()
+        self.slot_pools.cut_back()  # before pages of others leave
         self.backups.evict_ahead()
         self.backups.send_pending()
+        self.slot_pools.cut_back()
 
     def retry(self) -> None:
         """End the back-off of stores: one is tried in the next step."""

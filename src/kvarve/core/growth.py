@@ -61,13 +61,14 @@ class Growing(Resuming):
         for pool in self.slot_pools.chains:
             missing = span(lease.done, upto) & ~lease.seen[pool] & ~boundaries.of(lease.own[pool])
             if missing:
-                self.slot_pools.straighten(pool, missing.bit_count(), self._slot_before(lease, pool, missing))
-            slots = self.slot_pools.reserve(pool, missing.bit_count())
+                before = self._slot_before(lease, pool, missing)
+                self.slot_pools.straighten(pool, missing.bit_count(), lease.root, before)
+            slots = self.slot_pools.reserve(pool, missing.bit_count(), lease.root)
             taken[pool] = dict(zip(members(missing), slots, strict=False))
             if len(slots) < missing.bit_count():
                 for place, pages in taken.items():
                     for slot in pages.values():
-                        self.slot_pools.give_back(place, slot)
+                        self.slot_pools.give_back(place, slot, lease.root)
                 return False
         for pool, pages in taken.items():
             lease.own[pool].update(pages)
@@ -113,7 +114,7 @@ class Growing(Resuming):
         for pool in self.slot_pools.chains:
             held = lease.own[pool]  # some may have been reserved by `reserve`
             missing = [at for at in members(wanted[pool]) if at not in held]
-            got = dict(zip(missing, self.slot_pools.reserve(pool, len(missing)), strict=False))
+            got = dict(zip(missing, self.slot_pools.reserve(pool, len(missing), lease.root), strict=False))
             fresh[pool] = {at: held.get(at, got.get(at, NOWHERE)) for at in members(wanted[pool])} if held else got
             if len(got) < len(missing):
                 # No page can rest on one that is not kept, so the request is kept up to here at most.
@@ -128,7 +129,7 @@ class Growing(Resuming):
             for position in [at for at in fresh[pool] if at >= upto]:
                 slot = fresh[pool].pop(position)
                 if slot != NOWHERE and position not in lease.own[pool]:
-                    self.slot_pools.give_back(pool, slot)
+                    self.slot_pools.give_back(pool, slot, lease.root)
             lease.own[pool].update(fresh[pool])
         lease.grown = upto
         return fresh
@@ -137,6 +138,7 @@ class Growing(Resuming):
         """Whether `grow` would lack slots that are about to come free; starts the evictions, which wait for copies."""
         for pool, here in enumerate(lease.seen):
             keep = self._worth_keeping(lease, pool, lease.grown, upto) & ~here & ~boundaries.of(lease.own[pool])
+            self.slot_pools.make_way(pool, keep.bit_count(), lease.root)
             wanted = keep.bit_count() - len(self.slot_pools.free[pool])
             if wanted > 0 and self.slot_pools.make_room(pool, wanted) < wanted and self.backups.leaving():
                 return True

@@ -103,18 +103,20 @@ class Paths:
         pages = -(-len(lease.tokens) // self.width)
         return left * extents.cut.per[self.slot_pools.chains[0]] >= pages
 
-    def reserve(self, tier: Tier, need: Sequence[int], available: list[int]) -> list[list[int]] | None:
-        """Slots for the pages needed of each pool; or None, no slot taken, and `available` set to each pool's count."""
+    def reserve(self, lease: Lease, tier: Tier, need: Sequence[int], available: list[int]) -> list[list[int]] | None:
+        """Slots for the pages that a lease needs of each pool; or None, no slot taken, and `available` set to each
+        pool's count."""
         if any(bits.bit_count() > slots for bits, slots in zip(need, available, strict=True)):
             return None
         places = [self.slot_pools.place(tier, pool) for pool in self.pools]
-        taken = [self.slot_pools.reserve(place, bits.bit_count()) for place, bits in zip(places, need, strict=True)]
-        if all(len(slots) == bits.bit_count() for slots, bits in zip(taken, need, strict=True)):
+        counts = [bits.bit_count() for bits in need]
+        taken = [self.slot_pools.reserve(*each, lease.root) for each in zip(places, counts, strict=True)]
+        if all(len(slots) == count for slots, count in zip(taken, counts, strict=True)):
             return taken
         for pool, slots in enumerate(taken):
             available[pool] = len(slots)
             for slot in slots:
-                self.slot_pools.give_back(places[pool], slot)
+                self.slot_pools.give_back(places[pool], slot, lease.root)
         return None
 
     def slots_for(self, lease: Lease, place: int, positions: int, end: int) -> dict[int, int]:
@@ -123,9 +125,10 @@ class Paths:
         lookback, last = self.lookbacks[place % len(self.pools)], positions
         if lookback is not None:
             last &= read_before(lease.ends | 1 << end, lookback)
-        found = dict(zip(members(last), self.slot_pools.reserve(place, last.bit_count()), strict=False))
+        found = dict(zip(members(last), self.slot_pools.reserve(place, last.bit_count(), lease.root), strict=False))
         if inside := positions & ~last:
-            found |= zip(members(inside), self.slot_pools.reserve(place, inside.bit_count(), spare=True), strict=False)
+            slots = self.slot_pools.reserve(place, inside.bit_count(), lease.root, spare=True)
+            found |= zip(members(inside), slots, strict=False)
         return dict(sorted(found.items()))
 
     # --- pins
@@ -201,7 +204,7 @@ class Paths:
                     continue
                 if position >= end or not self.backups.make_resident(covering(tail, position), place, position, slot):
                     self.counters.duplicates += 1
-                    self.slot_pools.give_back(place, slot)
+                    self.slot_pools.give_back(place, slot, lease.root)
             if row:
                 self.slot_pools.make_row_resident(tail, place, known, [slots[at] for at in range(known, end)])
             if stored:

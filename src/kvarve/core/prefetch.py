@@ -194,7 +194,7 @@ class Prefetch:
                 positions, prefix_pins = self.paths.pins_for(boundary, device)
                 guard = positions & ones(known), (prefix_pins | self.paths.ahead(memory)) & ones(known)
                 self.slot_pools.pin(run, *guard)
-                taken = self.paths.reserve(Tier.HOST, need, available)
+                taken = self.paths.reserve(lease, Tier.HOST, need, available)
                 if taken is not None:
                     if lease.claimed:
                         self.paths.hold(lease, run, guard[0] | lease.held, guard[1] | lease.prefix_pins)
@@ -277,7 +277,7 @@ class Prefetch:
             if good and page.position < lease.pages:
                 late[page.pool][page.position] = page.target
             else:
-                self.slot_pools.give_back(self.slot_pools.place(Tier.HOST, page.pool), page.target)
+                self.slot_pools.give_back(self.slot_pools.place(Tier.HOST, page.pool), page.target, lease.root)
         if any(late):
             self.counters.late += sum(map(len, late))
             self.paths.insert(lease, Tier.HOST, _ascending(late), stored=not op.void)

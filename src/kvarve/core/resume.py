@@ -94,7 +94,7 @@ class Resuming(State):
                 self._resume(lease, boundary, run, known, device)
                 return
             self.paths.hold(lease, run, *self.paths.pins_for(boundary, device))
-            taken = self.paths.reserve(Tier.DEVICE, need, available)
+            taken = self.paths.reserve(lease, Tier.DEVICE, need, available)
             if taken is not None:
                 break
             if self.prefetch.put_off(lease):
@@ -209,7 +209,7 @@ class Resuming(State):
         assert not op.verified & ~end.good, "a request resumed from a page whose copy has failed"
         for i, page in enumerate(op.pages):
             if not op.given >> i & 1:
-                self.slot_pools.give_back(page.pool, page.target)
+                self.slot_pools.give_back(page.pool, page.target, op.lease.root)
             if any((run := covering(op.run, page.position)).bad):
                 self.backups.heal(run)
         self._drop_loaded(op.lease, op.run)
@@ -224,7 +224,7 @@ class Resuming(State):
 
     def _loaded(self, op: Op, outcomes: list[CopyOutcome]) -> None:
         """Pages of a load are on the device, or are being copied there after their check."""
-        assert op.run is not None
+        assert op.run is not None and op.lease is not None
         for i, (page, good, bad) in enumerate(outcomes):
             run = covering(op.run, page.position)
             self.counters.loaded += good
@@ -236,7 +236,7 @@ class Resuming(State):
             if op.verified is not None:  # another rank may be copying a page that is bad here
                 op.given |= resident << i
             elif not resident:
-                self.slot_pools.give_back(page.pool, page.target)
+                self.slot_pools.give_back(page.pool, page.target, op.lease.root)
             if any(run.bad):
                 self.backups.heal(run)
         if op.given:

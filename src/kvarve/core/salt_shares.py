@@ -1,96 +1,147 @@
-"""What the prompts of one salt may keep of each memory tier, where a share bounds it.
+"""What one salt may have of memory, where a share bounds it.
 
-A page counts from when it is in the tree until it leaves its slot. A salt that exceeds its share loses its own coldest
-pages in the next step; what requests have pinned may exceed it until they let go.
+A slot counts from when it is reserved for a salt until it is free again. A salt that takes more than its share loses
+its own coldest pages first, so no other salt's leave for them. What its requests have pinned may exceed the share until
+they let go; the next step cuts the salt back.
 """
 
-from heapq import heappop, heappush
-from itertools import count
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvarve.core.tree import Root, Run, root_of
+from kvarve.core.eviction import order_for
+from kvarve.core.eviction.order import Order, OrderContext
+from kvarve.core.tree import Run, root_of
 
 if TYPE_CHECKING:
     from kvarve.core.slot_pools import SlotPools
+    from kvarve.core.state import State
 
-SLACK = 16  # a salt that exceeds its share loses a sixteenth of that more, so that it is not looked through often
+# A salt has eviction orders of its own from the first part of its share on, and no more below the second: most salts
+# are small, and few pages are looked through to begin them.
+ORDERED, UNORDERED = 8, 16
 
 
 class SaltShares:
-    """Of each tier of `slot_pools`, a salt may keep `share`. Salts are known by their root keys, while they keep
-    anything."""
+    """A salt may have `share` of each *budget*: of the bytes of a tier that pools share, else of each place's slots, at
+    least what one boundary reads. Salts are known by their root keys, while they have anything."""
 
-    def __init__(self, slot_pools: "SlotPools", share: float) -> None:
-        self._slot_pools, self._pools = slot_pools, len(slot_pools.pools)
-        self.most = [int(share * self._tier_bytes(tier)) for tier in range(len(slot_pools.memory))]
-        self.held: dict[bytes, list[int]] = {}  # bytes in each tier
-        self.evicted = 0  # pages
-        self._over: dict[bytes, None] = {}  # to be looked at in the next step, in order
+    def __init__(self, state: "State", slot_pools: "SlotPools", contexts: list[OrderContext]) -> None:
+        policies, self._counters = state.config.policies, state.counters
+        self._slot_pools, self._contexts, self._eviction = slot_pools, contexts, policies.eviction
+        share = policies.salt_share
+        pools = len(slot_pools.pools)
+        self.page_bytes = [pool.payload_bytes for pool in slot_pools.pools] * len(slot_pools.memory)  # by place
+        self.places: list[list[int]] = []  # by budget
+        self.most: list[int] = []  # by budget, bytes
+        for tier, extents in enumerate(slot_pools.extents):
+            places = [*range(tier * pools, (tier + 1) * pools)]
+            if extents is not None:
+                per = zip(extents.cut.per, places, strict=True)
+                whole = extents.cut.count * max(slots * self.page_bytes[place] for slots, place in per)
+                self.places.append(places)
+                self.most.append(int(share * whole))
+                continue
+            for place in places:
+                slots = max(int(share * slot_pools.capacity[place]), contexts[place].lookback or 1)
+                self.places.append([place])
+                self.most.append(slots * self.page_bytes[place])
+        self.budget = {place: budget for budget, places in enumerate(self.places) for place in places}
+        self.shift = 2 * len(contexts)  # of `Run.queued`, the first bit that is about a salt's own orders
+        self.held: dict[bytes, list[int]] = {}  # by salt and budget, bytes
+        self.orders: dict[bytes, dict[int, Order]] = {}  # of the larger salts, as those of all
+        self._over: dict[bytes, None] = {}  # to be cut back in the next step, in order
 
-    def counted(self, run: Run, place: int, pages: int) -> None:
-        """Pages of a run came into a slot pool, or (below zero) left it."""
-        root, tier = root_of(run).named, place // self._pools
-        held = self.held.setdefault(root, [0] * len(self.most))
-        held[tier] += pages * self._page_bytes(place)
-        if held[tier] > self.most[tier]:
-            self._over[root] = None
-        elif not any(held):
-            del self.held[root]
+    def charge(self, salt: bytes, place: int, slots: int) -> None:
+        """Slots were reserved for a salt, or (below zero) are free again."""
+        held, budget = self.held.get(salt), self.budget[place]
+        if held is None:
+            held = self.held[salt] = [0] * len(self.most)
+        held[budget] += slots * self.page_bytes[place]
+        if salt not in self.orders:
+            if held[budget] * ORDERED > self.most[budget]:
+                self._begin(salt)
+        elif slots < 0 and all(has * UNORDERED <= most for has, most in zip(held, self.most, strict=True)):
+            self._end(salt)
+        if not any(held):
+            del self.held[salt]
 
-    def unpinned(self, run: Run) -> None:
-        """Pages of a run may be evicted again."""
-        root = root_of(run).named
-        if any(self._excess(root, tier) > 0 for tier in range(len(self.most))):
-            self._over[root] = None
+    def _begin(self, salt: bytes) -> None:
+        self.orders[salt] = {
+            number: order_for(self._eviction, self._contexts[number % len(self._contexts)])
+            for number in self._slot_pools.orders
+        }
+        if top := self._slot_pools.roots.get(salt):
+            stack: list[Run] = [*top.children.values()]
+            while stack:
+                run = stack.pop()
+                for place in range(len(self._contexts)):
+                    self.offer(run, place)
+                stack.extend(run.children.values())
+
+    def _end(self, salt: bytes) -> None:
+        for number, order in self.orders.pop(salt).items():
+            for run in order.runs():
+                run.queued &= ~(1 << self.shift + number)
+
+    def of(self, run: Run) -> Iterator[tuple[int, Order]]:
+        """The orders of a run's salt, by their bits in `Run.queued`."""
+        for number, order in self.orders.get(root_of(run).named, {}).items():
+            yield self.shift + number, order
+
+    def offer(self, run: Run, place: int) -> None:
+        """A run may have pages that may be evicted."""
+        salt = root_of(run).named
+        if (orders := self.orders.get(salt)) is None:
+            return
+        self._slot_pools.push(orders, self.shift, run, place)
+        budget = self.budget[place]
+        if self.held[salt][budget] > self.most[budget]:
+            self._over[salt] = None
+
+    def make_way(self, salt: bytes, place: int, slots: int) -> None:
+        """Slots are about to be reserved for a salt."""
+        if slots:
+            self._cut(salt, self.budget[place], slots * self.page_bytes[place])
 
     def enforce(self) -> None:
-        """Evict from each salt that exceeds its share of a tier the coldest pages that it has there."""
+        """Cut back the salts that have more than their share."""
         over, self._over = self._over, {}
-        for key in over:
-            for tier, most in enumerate(self.most):
-                if (root := self._slot_pools.roots.get(key)) and (excess := self._excess(key, tier)) > 0:
-                    before = sum(self._slot_pools.evicted)
-                    self._evict(root, tier, excess + most // SLACK)
-                    self.evicted += sum(self._slot_pools.evicted) - before
+        for salt in over:
+            for budget in range(len(self.most)):
+                self._cut(salt, budget)
 
-    def _evict(self, root: Root, tier: int, nbytes: int) -> None:
-        """Evict so many bytes of the pages below a root from a tier, spare ones first, then the least recently used."""
-        slot_pools, places = self._slot_pools, range(tier * self._pools, (tier + 1) * self._pools)
-        kinds, tickets = (slot_pools.spare, slot_pools.droppable), count()
-        queue: list[tuple[int, int, int, Run, int]] = []
-
-        def add(run: Run) -> None:
-            for place in places:
-                for kind in (1,) if slot_pools.is_chain(place) else (0, 1):
-                    if kinds[kind](run, place):
-                        heappush(queue, (kind, run.used, next(tickets), run, place))
-
-        stack: list[Run] = [*root.children.values()]
-        while stack:
-            run = stack.pop()
-            add(run)
-            stack.extend(run.children.values())
-        while queue and nbytes > 0:
-            kind, _, _, run, place = heappop(queue)
-            if not (pages := kinds[kind](run, place)):
+    def _cut(self, salt: bytes, budget: int, more: int = 0) -> None:
+        """Evict a salt's own coldest pages until it could have so many more bytes."""
+        held, orders, slot_pools = self.held.get(salt), self.orders.get(salt), self._slot_pools
+        if held is None or orders is None or held[budget] + more <= self.most[budget]:
+            return
+        excess, stay = held[budget] + more - self.most[budget] - self._leaving(salt, budget), list[tuple[Run, int]]()
+        before = sum(slot_pools.evicted)
+        while excess > 0 and (found := slot_pools.next_victim(orders, self.shift, self.places[budget])):
+            run, number = found
+            place = number % len(self._contexts)
+            pages = slot_pools.droppable if number == place else slot_pools.spare
+            had, evicted = held[budget], slot_pools.evicted[place]
+            size = self.page_bytes[place]
+            went = slot_pools.trim(run, place, -(-excess // size), pages(run, place))
+            if not went:
+                stay.append(found)
                 continue
-            parent, page_bytes = run.parent, self._page_bytes(place)
-            nbytes -= page_bytes * slot_pools.trim(run, place, -(-nbytes // page_bytes), pages)
-            if parent is not None and parent is not root and slot_pools.is_chain(place) and not parent.kids[place]:
-                add(parent)  # no page rests on its last one any more
+            moving = went - (slot_pools.evicted[place] - evicted)
+            excess -= had - held[budget] + max(0, moving) * size
+            run.queued &= ~(1 << self.shift + number)
+            self.offer(run, place)
+        for run, number in stay:
+            run.queued &= ~(1 << self.shift + number)
+            self.offer(run, number % len(self._contexts))
+        self._counters.over_share += sum(slot_pools.evicted) - before
 
-    def _excess(self, root: bytes, tier: int) -> int:
-        held = self.held.get(root)
-        return (held[tier] if held else 0) - self.most[tier]
-
-    def _tier_bytes(self, tier: int) -> int:
-        """The bytes of all pages that a tier can have."""
-        places = range(tier * self._pools, (tier + 1) * self._pools)
-        extents = self._slot_pools.extents[tier]
-        if extents is None:
-            return sum(self._slot_pools.capacity[place] * self._page_bytes(place) for place in places)
-        per = zip(extents.cut.per, places, strict=True)
-        return extents.cut.count * max(pages * self._page_bytes(place) for pages, place in per)
-
-    def _page_bytes(self, place: int) -> int:
-        return self._slot_pools.pools[place % self._pools].payload_bytes
+    def _leaving(self, salt: bytes, budget: int) -> int:
+        """The bytes of a salt's pages that leave as soon as they have been copied down."""
+        return sum(
+            self.page_bytes[place]
+            for op in self._slot_pools.leaving()
+            if op.run is not None and root_of(op.run).named == salt
+            for page in op.pages
+            if self.budget.get(place := self._slot_pools.place(op.edge[0], page.pool)) == budget
+        )

@@ -61,6 +61,7 @@ class Counters:
     late: int = 0  # arrived after their lease had stopped waiting
     duplicates: int = 0  # published by another request meanwhile
     uncached: int = 0  # computed, but no slot was free to keep them
+    over_share: int = 0  # evicted since their salt had more than its share of memory
     given_up: int = 0  # runs quarantined
     dropped_failed: int = 0  # left memory unstored: of runs that had spent their retry budget,
     dropped_evicted: int = 0  # while their store was pending,

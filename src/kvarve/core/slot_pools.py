@@ -17,17 +17,18 @@ from typing import TYPE_CHECKING, Any
 from kvarve.boundaries import leading, members, of, ones, read_before, span, union
 from kvarve.core.eviction import order_for
 from kvarve.core.eviction.auto import Auto, Shadows
-from kvarve.core.eviction.order import OrderContext
+from kvarve.core.eviction.order import Order, OrderContext
 from kvarve.core.extents import Cut, Extents
 from kvarve.core.ghosts import Ghosts
 from kvarve.core.policies import WritePolicy
 from kvarve.core.salt_shares import SaltShares
-from kvarve.core.tree import Root, Run, traces_of, upward
+from kvarve.core.tree import Root, Run, root_of, traces_of, upward
 from kvarve.errors import ConfigError
 from kvarve.keys import TOKEN_BYTES
 from kvarve.model import MEMORY_TIERS, Tier
 
 if TYPE_CHECKING:
+    from kvarve.core.copies import Op
     from kvarve.core.state import State
 
 NEAR = 64  # free slots that are searched for a row, at least
@@ -87,9 +88,9 @@ class SlotPools:
         pages = sum(sum(self.capacity[pool :: len(self.pools)]) for pool in self._rests_on)
         self.ghosts = Ghosts(GHOSTS * pages, config.page_tokens * TOKEN_BYTES)
         self.roots: dict[bytes, Root] = {}
-        self.salt_shares: SaltShares | None = None  # where there is no bound, nothing is counted
+        self.salt_shares: SaltShares | None = None  # where a share bounds nothing, nothing is counted
         if config.policies.salt_share < 1:
-            self.salt_shares = SaltShares(self, config.policies.salt_share)
+            self.salt_shares = SaltShares(state, self, contexts)
         self.evicted = [0] * len(self.capacity)
         self.freed: list[tuple[int, int]] | None = None  # places and slots, where they are to be told
         self.tick = 0
@@ -115,11 +116,6 @@ class SlotPools:
         extents = self.extents[number]
         loose = 0 if extents is None or not extents.may_grow(pool) else len(extents.loose) * extents.cut.per[pool]
         return len(self.free[place]) + loose
-
-    def _count(self, run: Run, place: int, pages: int) -> None:
-        """Pages of a run came into a slot pool, or (below zero) left it."""
-        if self.salt_shares is not None:
-            self.salt_shares.counted(run, place, pages)
 
     def is_chain(self, place: int) -> bool:
         return self._lookbacks[place] is None
@@ -184,13 +180,11 @@ class SlotPools:
     def make_resident(self, run: Run, place: int, position: int, slot: int) -> None:
         """Put a page into a slot, which the tree owns from here on."""
         run.put(place, position, slot)
-        self._count(run, place, 1)
         self._offer_all(run, place)
 
     def make_row_resident(self, run: Run, place: int, position: int, slots: Sequence[int]) -> None:
         """The same for all pages from `position` to the end of a run."""
         run.put_row(place, position, slots)
-        self._count(run, place, len(slots))
         self._offer_all(run, place)
 
     def _offer_all(self, run: Run, place: int) -> None:
@@ -222,8 +216,8 @@ class SlotPools:
     def leave(self, run: Run, place: int, position: int) -> None:
         """A page leaves its slot, which is free; the page that it rested on may go next."""
         self.bad_pages -= run.bad[place] >> position - run.first & 1
-        self._count(run, place, -1)
         self._free(place, [run.take(place, position)])
+        self._left(run, place, 1)
         if position == run.first:
             self._let_parent_go(run, place)
 
@@ -238,8 +232,8 @@ class SlotPools:
             return
         if run.bad[place]:
             self.bad_pages -= (run.bad[place] >> start).bit_count()
-        self._count(run, place, -count)
         self._free(place, [*reversed(run.take_tail(place, start))])
+        self._left(run, place, count)
         if start == 0:
             self._let_parent_go(run, place)
 
@@ -256,9 +250,16 @@ class SlotPools:
             run.bad[place] |= local
             self.bad_pages += 1
 
-    def give_back(self, place: int, slot: int) -> None:
-        """A slot that a lease or a copy owned is free again."""
+    def _left(self, run: Run, place: int, pages: int) -> None:
+        """Pages of a run have left their slots."""
+        if self.salt_shares is not None:
+            self.salt_shares.charge(root_of(run).named, place, -pages)
+
+    def give_back(self, place: int, slot: int, root: bytes) -> None:
+        """A slot that a lease or a copy owned, for prompts under this root key, is free again."""
         self._free(place, [slot])
+        if self.salt_shares is not None:
+            self.salt_shares.charge(root, place, -1)
 
     def _free(self, place: int, slots: Sequence[int]) -> None:
         self.free[place].extend(slots)
@@ -298,8 +299,6 @@ class SlotPools:
 
     def _let_go(self, run: Run) -> None:
         self.offer_all(run)
-        if self.salt_shares is not None:
-            self.salt_shares.unpinned(run)
         if not self.chains:  # a pinned position may have been the last of its run
             self.prune(run, self.memory[-1])
 
@@ -314,14 +313,20 @@ class SlotPools:
 
     def offer(self, run: Run, place: int) -> None:
         """Put a run into a slot pool's eviction orders if it has a page there that may go."""
-        if not run.queued >> place & 1 and self.droppable(run, place):
-            run.queued |= 1 << place
-            self.orders[place].push(run)
+        self.push(self.orders, 0, run, place)
+        if self.salt_shares is not None:
+            self.salt_shares.offer(run, place)
+
+    def push(self, orders: dict[int, Order], shift: int, run: Run, place: int) -> None:
+        """Add a run to those of these orders, whose bits in `Run.queued` begin at `shift`, that it belongs in."""
+        if not run.queued >> shift + place & 1 and self.droppable(run, place):
+            run.queued |= 1 << shift + place
+            orders[place].push(run)
         if run.inside >> place & 1:
             spares = len(self.capacity) + place
-            if not run.queued >> spares & 1 and self.spare(run, place):
-                run.queued |= 1 << spares
-                self.orders[spares].push(run)
+            if not run.queued >> shift + spares & 1 and self.spare(run, place):
+                run.queued |= 1 << shift + spares
+                orders[spares].push(run)
 
     def offer_all(self, run: Run) -> None:
         """The same in every slot pool."""
@@ -408,26 +413,32 @@ class SlotPools:
         return extents.grow(pool)
 
     def _next_victim(self, number: int, pool: int, spare: bool) -> tuple[Run, int] | None:
-        """The run of a tier whose pages are worth least, spare ones first, and the number of its order, which it has
-        left (though `queued` says otherwise). Pages of another pool count if that may give an extent to this one."""
-        extents, first, places = self.extents[number], number * len(self.pools), len(self.capacity)
+        """The next victim of a tier. Pages of another pool count if that may give an extent to this one."""
+        extents, first = self.extents[number], number * len(self.pools)
         assert extents is not None
         grows = extents.may_grow(pool)
         givers = [
             first + each for each in range(len(self.pools)) if each == pool or (grows and extents.may_shrink(each))
         ]
-        for behind, pages in ((places, self.spare), (0, self.droppable))[: 1 if spare else 2]:
+        return self.next_victim(self.orders, 0, givers, spare)
+
+    def next_victim(
+        self, orders: dict[int, Order], shift: int, places: Sequence[int], spare: bool = False
+    ) -> tuple[Run, int] | None:
+        """The run whose pages in these places are worth least, spare ones first, and the number of its order, which it
+        has left (though `queued` says otherwise). `shift`: as for `push`."""
+        for behind, pages in ((len(self.capacity), self.spare), (0, self.droppable))[: 1 if spare else 2]:
             best: tuple[Any, int] | None = None
-            for place in givers:
-                if (order := self.orders.get(behind + place)) is None:
+            for place in places:
+                if (order := orders.get(behind + place)) is None:
                     continue
                 while (run := order.peek()) is not None and not pages(run, place):  # unpinning it offers it again
                     order.pop()
-                    run.queued &= ~(1 << behind + place)
+                    run.queued &= ~(1 << shift + behind + place)
                 if run is not None and (best is None or order.worth(run) < best[0]):
                     best = order.worth(run), behind + place
             if best is not None:
-                taken = self.orders[best[1]].pop()
+                taken = orders[best[1]].pop()
                 assert taken is not None
                 return taken, best[1]
         return None
@@ -529,6 +540,8 @@ class SlotPools:
             run.detach()
             for number, order in self.orders.items():
                 order.forget(run, stands=bool(run.queued >> number & 1))
+            for bit, order in self.salt_shares.of(run) if self.salt_shares is not None else ():
+                order.forget(run, stands=bool(run.queued >> bit & 1))
             run.queued = 0
             self._state.backups.removed(run)
             if isinstance(parent, Root):
@@ -562,9 +575,24 @@ class SlotPools:
 
     # --- free slots
 
-    def reserve(self, place: int, wanted: int, spare: bool = False) -> list[int]:
-        """Up to `wanted` free slots, evicting unpinned pages for them, or for `spare` ones only such; the caller owns
-        them."""
+    def make_way(self, place: int, wanted: int, root: bytes) -> None:
+        """Slots are about to be reserved for prompts under a root key; beyond its share its own pages leave first."""
+        if self.salt_shares is not None:
+            self.salt_shares.make_way(root, place, wanted)
+
+    def cut_back(self) -> None:
+        """The salts that have more than their share lose their own coldest pages."""
+        if self.salt_shares is not None:
+            self.salt_shares.enforce()
+
+    def leaving(self) -> list["Op"]:
+        """The copies in flight that evictions wait for."""
+        return [op for op in self._state.copies.ops.values() if op.leaving and not op.void]
+
+    def reserve(self, place: int, wanted: int, root: bytes, spare: bool = False) -> list[int]:
+        """Up to `wanted` free slots for prompts under a root key, evicting unpinned pages for them, or for `spare` ones
+        only such; the caller owns them."""
+        self.make_way(place, wanted, root)
         if len(self.free[place]) < wanted:
             self.make_room(place, wanted - len(self.free[place]), spare)
         free = self.free[place]
@@ -572,11 +600,14 @@ class SlotPools:
         number, pool = divmod(place, len(self.pools))
         if (extents := self.extents[number]) is not None:
             extents.take(pool, slots)
+        if slots and self.salt_shares is not None:
+            self.salt_shares.charge(root, place, len(slots))
         return slots
 
-    def straighten(self, place: int, wanted: int, after: int) -> None:
+    def straighten(self, place: int, wanted: int, root: bytes, after: int) -> None:
         """Have `reserve` return consecutive slots next: behind the slot `after` if those are free, else where the row
         can go on. Pages in consecutive slots need no gathering."""
+        self.make_way(place, wanted, root)
         if len(self.free[place]) < wanted:
             self.make_room(place, wanted - len(self.free[place]))
         free = self.free[place]

@@ -49,7 +49,8 @@ class Run:
         "priority": "the highest priority of those requests",
         "failed_backups": "backups of it that failed since it was used last",
         "wanted": "whether an operator wants it in the attached storage, whatever the write policy",
-        "queued": "bit per place: it stands in that slot pool's eviction order; then, of spare pages in that pool's",
+        "queued": "bit per place: it stands in that slot pool's eviction order; then, of spare pages in that pool's; "
+        "then the same in the orders of its salt",
     }
 
     def __init__(

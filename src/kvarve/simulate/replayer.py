@@ -30,7 +30,7 @@ from kvarve.simulate.settings import SimulationConfig
 from kvarve.simulate.traces import Advance, Infinite, Prompts, TraceRequest, has_prompts, read_trace
 from kvarve.storage.base import LruIndex
 
-ROOT = root_key(b"kvarve-simulate")
+MODEL = b"kvarve-simulate"
 MOST_WORK = 1.1  # times the mean of all replicas: one that has computed more gets no request for the sake of its pages
 SEED = 7  # of random routing
 
@@ -179,10 +179,10 @@ class Replica:
         self._flying = 0  # transfers that take time
         self._free_at: dict[tuple[Tier, Tier], float] = {}  # when the last copy of a kind ends
 
-    def take(self, request: TraceRequest, packed: bytes) -> None:
+    def take(self, request: TraceRequest, root: bytes, packed: bytes) -> None:
         """A request has come."""
         self.requests += 1
-        lease = self.core.open(ROOT, packed, self._clock.now, self._patience)
+        lease = self.core.open(root, packed, self._clock.now, self._patience)
         self._waiting.append((request, self._clock.now, lease))
         if len(self._waiting) > 1 or self._computing:
             self._settle()  # its pages are fetched meanwhile
@@ -282,14 +282,14 @@ class Router:
         self._replicas = replicas
         self._dice = random.Random(SEED) if routing == "random" else None
 
-    def choose(self, packed: bytes, tokens: int) -> Replica:
+    def choose(self, root: bytes, packed: bytes, tokens: int) -> Replica:
         if len(self._replicas) == 1:
             return self._replicas[0]
         if self._dice:
             return self._dice.choice(self._replicas)
         most = MOST_WORK * sum(each.work for each in self._replicas) / len(self._replicas) + tokens
         able = [each for each in self._replicas if each.work <= most]
-        return max(able, key=lambda each: (each.core.lookup(ROOT, packed).memory, -each.work))
+        return max(able, key=lambda each: (each.core.lookup(root, packed).memory, -each.work))
 
 
 def replay(
@@ -322,7 +322,8 @@ def replayed(requests: Iterable[TraceRequest], config: SimulationConfig) -> Simu
     for request in requests:
         clock.until(request.timestamp_ms / 1000)
         packed = bind_to_chunk(prompts.packed(request), config.page_tokens, config.grid)
-        router.choose(packed, request.input_length).take(request, packed)
+        root = root_key(MODEL + request.salt.encode(errors="surrogatepass"))
+        router.choose(root, packed, request.input_length).take(request, root, packed)
         report.requests += 1
         report.prompt_tokens += request.input_length
         report.output_tokens += request.output_length

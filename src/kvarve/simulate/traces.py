@@ -34,6 +34,7 @@ class TraceRequest:
     input_length: int
     output_length: int
     ids: Sequence[int]
+    salt: str = ""
 
 
 def read_trace(path: Path, block_tokens: int, advance: Advance = lambda done, size: None) -> Iterator[TraceRequest]:
@@ -202,7 +203,7 @@ def _request(at: float, packed: bytes, output: int, salt: str, block_tokens: int
     for start in range(0, len(packed) - width + 1, width):
         last = xxh3_64_intdigest(packed[start : start + width], last)
         ids.append(last)
-    return TraceRequest(at, len(packed) // TOKEN_BYTES, output, ids)
+    return TraceRequest(at, len(packed) // TOKEN_BYTES, output, ids, salt)
 
 
 # --- what a trace's prompts are made of

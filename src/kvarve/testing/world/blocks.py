@@ -292,8 +292,8 @@ class EngineWorld(World):
             found = [self.blocks.read(transfers.rank, slot) for slot in slots]
             assert found == contents, f"lease {lease.number} reads {found}, not its own pages"
 
-    def _check(self) -> None:
-        super()._check()
+    def _check(self, stepped: bool = False) -> None:
+        super()._check(stepped)
         for (_, key), handle in self.blocks.cached.items():
             for rank in range(len(self.cores)):
                 assert self.blocks.read(rank, handle) == key, "no copy writes over a page of the engine"

@@ -183,11 +183,11 @@ class Shadow:
 
     # --- checks after every input
 
-    def _check(self) -> None:
+    def _check(self, stepped: bool = False) -> None:
         self.steps += 1
         self._take()
         self._sweep()
-        audit(self.core)
+        audit(self.core, stepped)
         for rank, core in enumerate(self.cores[1:], 1):
             assert not (what := differ(self.core, core)), f"rank {rank} differs from rank 0: {what}"
         for lease in self.leases:

@@ -218,7 +218,7 @@ class World(Shadow):
                 self._confirmed += sum(end.good >> i & self._resident(op, page) for i, page in enumerate(op.pages))
         for core in self.cores:
             core.step(events, self.now)
-        self._check()
+        self._check(stepped=True)
         self._check_waiting()
         if self._paused != self.core.governor.paused:
             self._paused = not self._paused
