@@ -1,6 +1,5 @@
 """One rank of a tiny model that several compute: its answers without a cache and through one, compared bit for bit."""
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,14 @@ from kvarve.engine.ranks import Place, Ranks
 from kvarve.model import MEMORY_TIERS
 from kvarve.prefix_cache import PrefixCache
 from kvarve.ranks.star import Listener
-from kvarve.testing.models import save_checkpoint, tiny_grid, tiny_model
+from kvarve.testing.models import tiny_grid
 from kvarve.verify.requests import ProofRequest, Uncached, differences
 
 PROMPT, DECODE = 150, 4  # tokens
 
 
 def compare(options: dict[str, Any], place: Place, listener: Listener | None = None) -> dict[str, Any]:
-    """By family: where each prompt resumed, by round, and how many logits differ; the pools, and what is replicated."""
+    """By family, of which `folder` has checkpoints: where each prompt resumed, by round, and how many logits differ; the pools, and what is replicated."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     ranks = Ranks(place, place.meet("compare", listener))
@@ -32,9 +31,7 @@ def compare(options: dict[str, Any], place: Place, listener: Listener | None = N
 
 def _compare(family: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
     page, chunk = tiny_grid(family)
-    with tempfile.TemporaryDirectory() as checkpoint:
-        save_checkpoint(tiny_model(family), Path(checkpoint))
-        model = load_model(checkpoint, page_tokens=page, chunk_tokens=chunk, ranks=ranks)
+    model = load_model(str(folder), page_tokens=page, chunk_tokens=chunk, ranks=ranks)
     prompt = [int(token) for token in torch.randint(0, 256, (PROMPT,), generator=torch.Generator().manual_seed(5))]
     uncached, rounds = Uncached(model, DECODE), {}
     for restart in (False, True):

@@ -196,6 +196,7 @@ def load_model(
         if ranks is not None:
             whole = StateLayout.of(model, page_tokens, chunk_tokens)
             divide(model, ranks.rank, ranks.ranks, ranks.add_up)
+            ranks.assemble()
         model = model.to(device)
         layout = StateLayout.of(model, page_tokens, chunk_tokens)
         if whole is not None:

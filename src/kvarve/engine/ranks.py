@@ -30,6 +30,7 @@ from kvarve.ranks.group import Group
 from kvarve.ranks.star import GroupEnded, Listener, Star, alike, connect
 
 DEADLINE_S = 30.0  # for a rank that the others wait for
+START_S = 600.0  # for all ranks to start and to read their weights
 END_S = 10.0  # for the other ranks' processes to end by themselves
 _DIES_WITH_PARENT = 1  # prctl
 
@@ -70,7 +71,6 @@ class Ranks:
         self.rank, self.ranks = place.rank, place.ranks
         self._star = star
         self.group = Group(star)
-        self._deadline = timedelta(seconds=place.deadline_s)
         if place.host is None:  # else the way to the other nodes is the operator's to choose
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         try:
@@ -79,7 +79,7 @@ class Ranks:
                 init_method=place._model,
                 rank=place.rank,
                 world_size=place.ranks,
-                timeout=self._deadline,
+                timeout=timedelta(seconds=place.deadline_s),
             )
         except (RuntimeError, ValueError) as e:
             raise GroupEnded(self.group.fail(f"the model's ranks do not meet: {e}")) from e
@@ -106,6 +106,10 @@ class Ranks:
         self.group = Group(self._star)
         self.group.exchanges = exchanges
         return self.group
+
+    def assemble(self) -> None:
+        """Wait for all ranks, which read their weights each in its own time. GroupEnded if one does not come."""
+        self.group.assemble(START_S)
 
     def add_up(self, tensor: Tensor) -> None:
         """Add a tensor up over all ranks, in place. GroupEnded if one does not take part in time."""

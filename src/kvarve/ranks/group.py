@@ -106,6 +106,22 @@ class Group:
             return verdict
         return self._end({0: why}, set(self._star.links) if stuck else set())
 
+    def assemble(self, start_s: float) -> None:
+        """Wait until all ranks are here, as after a step that takes each its own time. GroupEnded after `start_s`."""
+        try:
+            for link in self._star.links.values():
+                link.wait_at_most(start_s)
+                if self.rank:
+                    link.send(bytes([REPORT]))
+                link.receive()
+            for link in self._star.links.values():
+                if not self.rank:
+                    link.send(bytes([INPUTS]))
+                link.wait_at_most(self._star.deadline_s)
+        except (Dead, Late) as e:
+            why = "another rank has ended" if isinstance(e, Dead) else f"the ranks are not ready after {start_s:g} s"
+            raise GroupEnded(self.fail(why, stuck=True)) from None
+
     def close(self) -> None:
         """No turn follows on any rank."""
         self._ended = self._ended or "the group is closed"
