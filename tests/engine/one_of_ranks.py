@@ -19,7 +19,8 @@ PROMPT, DECODE = 150, 4  # tokens
 
 
 def compare(options: dict[str, Any], place: Place, listener: Listener | None = None) -> dict[str, Any]:
-    """By family, of which `folder` has checkpoints: where each prompt resumed, by round, and how many logits differ; the pools, and what is replicated."""
+    """By family, of which `folder` has checkpoints: by round, from where a prompt resumed and how many logits differ;
+    and which pools are replicated."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     ranks = Ranks(place, place.meet("compare", listener))
@@ -36,7 +37,7 @@ def _compare(family: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
     uncached, rounds = Uncached(model, DECODE), {}
     for restart in (False, True):
         policies = Policies(prefetch_policy="wait_complete")
-        config = CacheConfig(4 << 20, 8 << 20, f"file://{folder}-{ranks.rank}?capacity=64MiB", policies)
+        config = CacheConfig(4 << 20, 8 << 20, f"file://{folder}-{ranks.ranks}?capacity=64MiB", policies)
         cache = PrefixCache(model.identity, config, rank=ranks.rank, agreement=ranks.again())
         for name in ("storage",) if restart else ("cold", "device", "host"):
             if name == "host":

@@ -255,21 +255,20 @@ class Engine(Turns):
             self._break(e)
         self._close_up()
 
-    def _do(self, order: Input) -> object:
-        if isinstance(order, Submitted):
-            request = order.request()
-            self._accepted[request.number] = request
-            return self._enqueue(request, self.cache.prompt(request.prompt, request.salt))
-        if isinstance(order, Aborted):
-            request = self._accepted.get(order.number)
-            return None if request is None else self._abort(request)
-        if isinstance(order, Evict):
-            return self._cache.evict(order.of())
-        if isinstance(order, Stop):
-            self._last, self._left_s = True, order.left_s
-            return None
-        # It takes long, and the engine's thread is asked in the end.
-        return BackgroundCall("kvarve changes its storage", partial(self._change, order))
+    def _do(self, order: Input) -> None:
+        match order:
+            case Submitted():
+                request = order.request()
+                self._accepted[request.number] = request
+                self._enqueue(request, self.cache.prompt(request.prompt, request.salt))
+            case Aborted(number) if number in self._accepted:
+                self._abort(self._accepted[number])
+            case Evict():
+                self._cache.evict(order.of())
+            case Stop(left_s):
+                self._last, self._left_s = True, left_s
+            case Attach() | Detach():  # it takes long, and asks the engine's thread in the end
+                BackgroundCall("kvarve changes its storage", partial(self._change, order))
 
     def _change(self, order: Attach | Detach) -> None:
         with self._changing:

@@ -44,6 +44,7 @@ class Place:
     ranks: int
     folder: Path
     host: tuple[str, int] | None = None
+    on_node: int = 0  # among those of its node
     here: bool = True  # on rank 0's node
     deadline_s: float = DEADLINE_S
 
@@ -135,8 +136,16 @@ class Ranks:
         return replace(whole, weights=hashlib.sha256(b"".join(each[:32] for each in digests)).hexdigest()[:32])
 
 
+def device_of(device: str, place: Place) -> str:
+    """Where a rank computes: `cuda` is one device for each rank of a node."""
+    if device != "cuda":
+        return device
+    torch.cuda.set_device(place.on_node)  # where nccl computes
+    return f"cuda:{place.on_node}"
+
+
 def threads_of(ranks: int) -> int:
-    """torch's threads of each rank, where all ranks share one machine."""
+    """torch's threads of each of a machine's ranks."""
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
@@ -162,7 +171,14 @@ Work = Callable[..., object]
 
 @contextmanager
 def started(
-    work: Work, options: Any, ranks: int, *, nodes: int = 1, node: int = 0, address: str | None = None
+    work: Work,
+    options: Any,
+    ranks: int,
+    *,
+    nodes: int = 1,
+    node: int = 0,
+    address: str | None = None,
+    deadline_s: float = DEADLINE_S,
 ) -> Iterator[tuple[Place, Listener | None]]:
     """Start `work(options, place)` in a process for each other rank of this node; gives this process's place.
 
@@ -172,27 +188,25 @@ def started(
     per_node = ranks // nodes
     host = host_and_port(address) if nodes > 1 else None
     with tempfile.TemporaryDirectory(prefix="kvarve-ranks-") as folder:
-        first = Place(node * per_node, ranks, Path(folder), host, node == 0)
+        first = Place(node * per_node, ranks, Path(folder), host, 0, node == 0, deadline_s)
         listener = None if node else first.listen()
         spawn = multiprocessing.get_context("spawn")
         others: list[BaseProcess] = []
         try:
-            for rank in range(first.rank + 1, first.rank + per_node):
-                other = spawn.Process(
-                    target=_work, args=(work, options, replace(first, rank=rank)), name=f"kvarve rank {rank}"
-                )
+            for on_node in range(1, per_node):
+                place = replace(first, rank=first.rank + on_node, on_node=on_node)
+                other = spawn.Process(target=_work, args=(work, options, place), name=f"kvarve rank {place.rank}")
                 other.start()
                 others.append(other)
             yield first, listener
         finally:
             if listener is not None:
                 listener.close()
-            for other in others:
-                other.join(END_S)
-            for other in others:
-                if other.is_alive():
-                    other.kill()
-                    other.join()
+            for each in others:
+                each.join(END_S)
+                if each.is_alive():
+                    each.kill()
+                    each.join()
 
 
 def _work(work: Work, options: Any, place: Place) -> None:

@@ -125,7 +125,7 @@ class Turns:
         for order in decode(said) if self.cache.rank else ():
             self._do(order)
 
-    def _do(self, order: Input) -> object:
+    def _do(self, order: Input) -> None:
         """Carry out an input of another rank's."""
         raise NotImplementedError
 
