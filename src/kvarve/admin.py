@@ -26,13 +26,15 @@ OPEN_S = 300.0  # how long a large storage may take to open; one that opens late
 CLOSED_S = 10.0  # how long a change waits for the storage before it to be closed
 
 OnItsThread = Callable[[Callable[[], Change], float], Change]
+# Has the other ranks attach (URLs, prefetch and write policy, whether to back up) or detach (None) as this one does.
+TellOthers = Callable[[tuple[tuple[str, ...], str | None, str | None, bool] | None], None]
 
 
 class Admin:
     """Changes the storage of one cache. `on_its_thread(call, seconds)` runs a call on the cache's thread."""
 
-    def __init__(self, cache: PrefixCache, on_its_thread: OnItsThread) -> None:
-        self._cache, self._on_its_thread = cache, on_its_thread
+    def __init__(self, cache: PrefixCache, on_its_thread: OnItsThread, tell: TellOthers = lambda _: None) -> None:
+        self._cache, self._on_its_thread, self._tell = cache, on_its_thread, tell
         self._changing = threading.Lock()
 
     def status(self) -> dict[str, Any]:
@@ -92,6 +94,7 @@ class Admin:
         """
         cache, told = self._cache, ", ".join(map(shown, [url] if isinstance(url, str) else url))
         with self._alone():
+            self._tell(((url,) if isinstance(url, str) else tuple(url), prefetch, write, back_up))
             try:
                 # Abandoned if it hangs: neither the next change nor the program's exit waits for it.
                 opening = BackgroundCall(
@@ -118,6 +121,7 @@ class Admin:
     def detach(self) -> dict[str, Any]:
         """Detach the storage, if there is one; returns the status then. Any KvarveError: it is still attached."""
         with self._alone():
+            self._tell(None)
             return self._made(self._on_its_thread(self._cache.detach, ASK_S))
 
     def _made(self, change: Change) -> dict[str, Any]:

@@ -29,6 +29,8 @@ class Demo:
     """builtin:... or a checkpoint folder"""
     quick: bool = False
     """a shorter run"""
+    tp: PositiveInt = 1
+    """processes among which the model is divided; of kvarve's own engine"""
     port: NonNegativeInt = 0
     """port of the server that it starts, 0 for any free one"""
     storage: str | None = None

@@ -117,7 +117,8 @@ def server(options: Demo, folder: Path, log: Path) -> Iterator[Client]:
     ready = folder / "ready"
     ready.unlink(missing_ok=True)
     command = [sys.executable, "-m", "kvarve", "serve", "--model", options.model, "--port", str(options.port)]
-    command += ["--device-memory", "1GiB", "--host-memory", "2GiB", "--ready-file", str(ready)]
+    command += ["--device-memory", str((1 << 30) // options.tp), "--host-memory", str((2 << 30) // options.tp)]
+    command += ["--ready-file", str(ready), "--tp", str(options.tp)]
     storage = options.storage or f"file://{(folder / 'storage').resolve()}?capacity=8GiB"
     command += ["--storage", storage, "--prefetch-policy", "wait_complete"]
     # The server is set by these words alone: a key, say, would keep this client out.
@@ -256,6 +257,7 @@ def main(options: Demo) -> int:
     rows = [result.row() for result in rounds]
     report = {
         "model": options.model,
+        "tp": options.tp,
         "rounds": rows,
         "outputs_equal": equal(rows),
         "bound": limits,

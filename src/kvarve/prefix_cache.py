@@ -22,6 +22,7 @@ from kvarve.worker import CLOSE_S, Attached, CacheWorker
 
 log = logging.getLogger(__name__)
 
+POLL_S = 0.002  # between two steps that ask the other ranks whether their copies have ended
 LEAST_WAIT_S = 0.001  # after a deadline: by the time that the ranks agree on, it may pass only some steps later
 
 
@@ -47,7 +48,7 @@ class PrefixCache:
     ) -> None:
         agreement = agreement or Alone()
         identity = replace(identity, ranks=agreement.ranks)
-        self.identity, self.pools, self._clock = identity, identity.pools, clock
+        self.identity, self.pools, self.rank, self._clock = identity, identity.pools, rank, clock
         self.worker = CacheWorker(identity, config, device=device, storage=storage, rank=rank, clock=clock)
         attached = self.worker.attached is not None
         self.scheduler = CacheScheduler(identity, config, self.worker.slots, storage=attached, agreement=agreement)
@@ -60,6 +61,7 @@ class PrefixCache:
         self.capacity_tokens, self.demand = scheduler.capacity_tokens, scheduler.demand
         self.device_state, self.making_room = scheduler.device_state, scheduler.making_room
         self.copying, self.found, self.explain = scheduler.copying, scheduler.found, scheduler.explain
+        self.note, self.fail = scheduler.note, scheduler.fail
         self.shape, self.idle, self.dirty = scheduler.shape, scheduler.idle, scheduler.dirty
         self.arena, self.records, self.wake, self.usage = worker.arena, worker.records, worker.wake, worker.usage
         self.opened, self.attach, self.detach, self.decline = (
@@ -127,17 +129,31 @@ class PrefixCache:
 
     # --- time passes
 
-    def step(self) -> None:
-        """Once per scheduler turn: apply the copies that have ended, and send new ones."""
+    def step(self, say: Callable[[], bytes] = bytes) -> bytes:
+        """Once per scheduler turn: apply the copies that have ended, and send new ones.
+
+        Returns what rank 0 says to all ranks for this turn; there `say` is asked for it, after the flag of `wake` has
+        been cleared.
+        """
         try:
-            self.scheduler.step(self.worker.report(), self._clock())
+            report = self.worker.report()
+            said = self.scheduler.step(report, self._clock(), say())
         except Exception as e:  # a bug of ours: what waits for a change is told, and nothing more is sent
             self.worker.refuse(e)
             raise
         self._send()
+        return said
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until a copy has ended, a request's patience has, or `wake` was called; at most `timeout_s`."""
+        """Sleep until a copy has ended, a request's patience has, or `wake` was called; at most `timeout_s`.
+
+        Of several ranks only rank 0 sleeps, as the others wait for its next step, and no longer than `POLL_S` while
+        copies are in flight: they may have ended on the other ranks.
+        """
+        if self.rank:
+            return True
+        if self.ranks > 1 and self.scheduler.in_flight():
+            timeout_s = min(timeout_s, POLL_S)
         patience_s = max(LEAST_WAIT_S, self.scheduler.patience_ends() - self._clock())
         return self.worker.wait(min(timeout_s, patience_s)) or patience_s <= timeout_s
 

@@ -26,7 +26,7 @@ from kvarve.core.outside import EngineCore, core_for
 from kvarve.core.reasons import Reason
 from kvarve.core.settings import CoreConfig, Counters, Slots
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES, bind_to_chunk, names, pack, root_key
-from kvarve.messages import ChangeMade, ChangeProposed, Order, Report
+from kvarve.messages import ChangeMade, ChangeProposed, ChangeRefused, Order, Report
 from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
 from kvarve.ranks.agreement import Agreement, Alone
 from kvarve.ticket import HandOverError, Ticket
@@ -294,23 +294,42 @@ class CacheScheduler:
 
     # --- time passes
 
-    def step(self, report: Report, now: float) -> None:
+    def step(self, report: Report, now: float, says: bytes = b"") -> bytes:
         """Once per turn of the engine, at this rank's time `now`: apply what the worker reports, as far as all ranks
-        agree on it; then what is due."""
+        agree on it; then what is due. Returns what rank 0 says to all ranks for this turn, here or there."""
         if report.proposed is not None:
             self._changes.propose(report.proposed)
-        agreed = self._agreement.agree(report.events, now, report.up, self._changes.proposal)
+        agreed = self._agreement.agree(
+            report.events, now, report.up, self._changes.proposal, waiting=self._waiting(), says=says
+        )
         self.now = agreed.now
         while self._early:
             self._early.pop().postpone(self.now)
         self.core.step(agreed.events, self.now)
         if self._changes.pending is None or not self._decide(self._changes.pending, agreed.granted):
             self._follow_storage(agreed.up)
+        return agreed.said
+
+    def _waiting(self) -> bool:
+        """Whether anything waits for the ranks to agree: a copy or probe in flight, or an engine that computes
+        nothing."""
+        return self.in_flight() or not any(lease.ready for lease in self.core.leases.values())
+
+    def in_flight(self) -> bool:
+        """Whether a copy or probe is in flight."""
+        return bool(self.core.copies.ops)
 
     def take(self) -> list[Order]:
         """The orders since the last call, for the worker to carry out in this order."""
         orders, self._orders = [*self._orders, *self.core.take()], []
+        for order in orders if self.ranks > 1 else ():
+            if not isinstance(order, ChangeMade | ChangeRefused):  # of what only this rank may have proposed
+                self._agreement.note(repr(order).encode())
         return orders
+
+    def note(self, decided: bytes) -> None:
+        """Something that the engine of this rank has decided: those of all ranks have to decide alike."""
+        self._agreement.note(decided)
 
     def flush(self, tiers: Sequence[Tier] = MEMORY_TIERS) -> int:
         """Evict every unpinned page from memory tiers; returns how many went at once."""
@@ -336,6 +355,10 @@ class CacheScheduler:
     def patience_ends(self) -> float:
         """The earliest deadline of a claimed lease that still waits: it then goes on with the pages that it has."""
         return self.core.patience_ends()
+
+    def fail(self, why: str) -> str:
+        """This rank cannot go on: the others are told; which rank is at fault, and why."""
+        return self._agreement.fail(why)
 
     @property
     def storage_up(self) -> bool:

@@ -1,16 +1,13 @@
-"""One rank of several, in a process of its own: `python one_rank.py what rank ranks file`; prints JSON."""
+"""One rank of several, in a process of its own: `python one_rank.py what rank ranks socket`; prints JSON."""
 
 import json
 import random
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
 
-import torch
-import torch.distributed as dist
 from filling import Clock, Request, a_config, a_store, an_identity, nothing_is_left, prompt
 
 from kvarve.changes import CHANGE_S
@@ -20,10 +17,12 @@ from kvarve.keys import object_name
 from kvarve.memory.record import HEADER_BYTES
 from kvarve.prefix_cache import PrefixCache
 from kvarve.ranks.group import Group
+from kvarve.ranks.star import Listener, Star, alike, connect
 from kvarve.worker import Change
 
 OPS, STEPS, PAGES = 60, 25, 200
 NEVER = STEPS
+DEADLINE_S = 60.0
 
 
 def ends_of(rank: int) -> list[tuple[int, Ended]]:
@@ -48,8 +47,8 @@ def clock_of(rank: int, step: int) -> float:
     return 1e6 * rank + step / 7
 
 
-def agreement(rank: int, ranks: int) -> object:
-    group, heard = Group(), []
+def agreement(star: Star, rank: int, ranks: int) -> object:
+    group, heard = Group(star), []
     for step in range(STEPS):
         mine: list[Event] = [Began(op) for op, at in begins_of(rank).items() if at == step]
         mine += [end for at, end in ends_of(rank) if at == step]
@@ -62,13 +61,12 @@ def plain(event: Event) -> list[object]:
     return [event.op] if isinstance(event, Began) else [event.op, hex(event.good), hex(event.bad)]
 
 
-def caches(rank: int, ranks: int) -> object:
+def caches(star: Star, rank: int, ranks: int) -> object:
     """Two whole caches, of which the second one's storage loses and spoils pages."""
-    dist.barrier()
     store, clock = a_store(seed=rank), Clock()
     clock.now += 1000 * rank
     cache = PrefixCache(
-        an_identity(), a_config(device=40_000), storage=store, rank=rank, agreement=Group(), clock=clock
+        an_identity(), a_config(device=40_000), storage=store, rank=rank, agreement=Group(star), clock=clock
     )
     stem = prompt(6, seed=99)
     prompts = [prompt(8.5 + i, seed=i, prefix=stem if i % 2 else ()) for i in range(5)]
@@ -100,7 +98,6 @@ def caches(rank: int, ranks: int) -> object:
         settle()
     said.append(vars(cache.scheduler.core.counters))
     said.append(nothing_is_left(cache))
-    dist.barrier()
     cache.shutdown(5)
     return said
 
@@ -131,15 +128,14 @@ def stepped(cache: PrefixCache, until: Callable[[], bool], clock: Clock | None =
     raise AssertionError("that does not end")
 
 
-def changes(rank: int, ranks: int) -> object:
+def changes(star: Star, rank: int, ranks: int) -> object:
     """Changes of the storage that ranks propose at different moments, that fail on one, or that not all propose.
 
     `alike` has to be the same on all ranks, and `own` is how it ended on this one.
     """
-    dist.barrier()
     clock = Clock()
     clock.now += 1000 * rank
-    cache = PrefixCache(an_identity(), a_config(), rank=rank, agreement=Group(), clock=clock)
+    cache = PrefixCache(an_identity(), a_config(), rank=rank, agreement=Group(star), clock=clock)
     tokens, alike, own = prompt(8.5), [], []
     stores = [a_store(seed=rank) for _ in range(3)]
 
@@ -185,19 +181,32 @@ def changes(rank: int, ranks: int) -> object:
     ask(cache.detach)
     settled(cache)
     alike.append(nothing_is_left(cache))
-    dist.barrier()
     cache.shutdown(5)
     return {"alike": alike, "own": own}
 
 
-def main(what: str, rank: int, ranks: int, file: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{file}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
-    )
-    parts: dict[str, Callable[[int, int], object]] = {"agreement": agreement, "caches": caches, "changes": changes}
-    print(json.dumps({part: parts[part](rank, ranks) for part in what.split(",")}))
-    dist.destroy_process_group()
+def met(rank: int, ranks: int, socket: Path) -> Star:
+    if rank:
+        return connect(socket, rank, ranks, alike("a test"), DEADLINE_S)
+    listener = Listener([socket])
+    try:
+        return listener.accept(ranks, alike("a test"), DEADLINE_S)
+    finally:
+        listener.close()
+
+
+def main(what: str, rank: int, ranks: int, socket: str) -> None:
+    parts: dict[str, Callable[[Star, int, int], object]] = {
+        "agreement": agreement,
+        "caches": caches,
+        "changes": changes,
+    }
+    said = {}
+    for number, part in enumerate(what.split(",")):
+        star = met(rank, ranks, Path(f"{socket}-{number}"))
+        said[part] = parts[part](star, rank, ranks)
+        star.close()
+    print(json.dumps(said))
 
 
 if __name__ == "__main__":

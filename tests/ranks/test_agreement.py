@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 
 def processes(what: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
     """The output of each rank of a group of real processes."""
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
             [sys.executable, str(HERE / "one_rank.py"), what, str(rank), str(ranks), str(folder / "meeting")],
@@ -166,14 +166,14 @@ class Meeting:
         return AgreedStep([], now)
 
 
-class AtMeeting:
+class AtMeeting(Alone):
     ranks = 2
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank, self.steps = meeting, rank, 0
 
     def agree(
-        self, ended: Iterable[Ended], now: float, up: bool = True, proposal: Proposal | None = None
+        self, ended: Iterable[Ended], now: float, up: bool = True, proposal: Proposal | None = None, **_: object
     ) -> AgreedStep:
         self.steps += 1
         return self._meeting.agree(self._rank, now)
@@ -207,11 +207,11 @@ def test_a_request_waits_by_the_time_that_the_ranks_agreed_on(steps_before: int)
     filling.shutdown()
     store.stall()
 
-    class Agreed:
+    class Agreed(Alone):
         ranks = 1
 
         def agree(
-            self, ended: Iterable[Ended], now: float, up: bool = True, proposal: Proposal | None = None
+            self, ended: Iterable[Ended], now: float, up: bool = True, proposal: Proposal | None = None, **_: object
         ) -> AgreedStep:
             return AgreedStep([*ended], now + 5000)
 
@@ -237,11 +237,11 @@ def test_a_request_loses_patience_in_the_step_in_which_the_ranks_agree_that_it_i
     filling.shutdown()
     store.stall()
 
-    class Agreed:
+    class Agreed(Alone):
         ranks, later_s = 1, 0.0
 
         def agree(
-            self, ended: Iterable[Ended], now: float, up: bool = True, proposal: Proposal | None = None
+            self, ended: Iterable[Ended], now: float, up: bool = True, proposal: Proposal | None = None, **_: object
         ) -> AgreedStep:
             return AgreedStep([*ended], now + self.later_s)
 

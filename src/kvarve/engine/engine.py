@@ -11,11 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvarve.admin import Admin
+from kvarve.background import BackgroundCall
+from kvarve.engine.inputs import Aborted, Attach, Detach, Evict, Input, Stop, Submitted, seeded
 from kvarve.engine.model import LoadedModel
 from kvarve.engine.requests import (
     Finish,
@@ -26,8 +30,8 @@ from kvarve.engine.requests import (
     check_prompt,
     check_tokens,
 )
-from kvarve.engine.turns import Turns
-from kvarve.errors import Broken, Busy, ConfigError
+from kvarve.engine.turns import Call, Turns
+from kvarve.errors import Broken, Busy, ConfigError, KvarveError
 from kvarve.model import MEMORY_TIERS, Tier
 from kvarve.prefix_cache import PrefixCache
 from kvarve.scheduler import Prompt
@@ -65,6 +69,9 @@ class Engine(Turns):
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="kvarve engine", daemon=True)
         self.broken = ""  # why the engine cannot serve any more
+        self.admin = Admin(cache, self.ask, lambda order: self._tell(Detach() if order is None else Attach(*order)))
+        self._changing = threading.Lock()  # of ranks that are told to: one change after the other
+        self._left_s = 0.0  # for the backups, once the last turn is over
 
     # --- from any thread
 
@@ -132,7 +139,8 @@ class Engine(Turns):
             for one in requests:
                 self._accepted[one.number] = one
                 prompt = known[id(one.prompt), one.salt]
-                self._calls.put(lambda one=one, prompt=prompt: self._enqueue(one, prompt))  # type: ignore[misc]
+                order = Submitted.of(seeded(one)) if self.cache.ranks > 1 else None
+                self._calls.put(Call(order, partial(self._enqueue, one, prompt)))
         self.cache.wake()
         return request
 
@@ -144,7 +152,7 @@ class Engine(Turns):
     def abort(self, request: Request) -> None:
         """End a request; its last output has Finish.ABORT."""
         with self._lock:
-            self._calls.put(lambda: self._abort(request))
+            self._calls.put(Call(Aborted(request.number), partial(self._abort, request)))
         self.cache.wake()
 
     def flush(self, tiers: Sequence[Tier] = MEMORY_TIERS, timeout_s: float = 60.0) -> int:
@@ -153,11 +161,11 @@ class Engine(Turns):
         Returns how many pages were evicted. Answers go on meanwhile; after `timeout_s` it does not wait for backups.
         """
         end = time.monotonic() + timeout_s
-        gone = 0
+        gone, order = 0, Evict(tuple(map(int, tiers)))
         while True:
             self.settle(end - time.monotonic())
-            pages, idle = self.ask(lambda: (self._cache.evict(tiers), self.cache.idle()), timeout_s)
-            gone += int(pages)
+            pages, idle = self.ask(lambda: (self._cache.evict(order.of()), self.cache.idle()), timeout_s, order)
+            gone += pages
             if idle or time.monotonic() >= end:  # write-back copies pages down before it evicts them
                 return gone
 
@@ -174,6 +182,8 @@ class Engine(Turns):
         """Refuse new requests, abort all, finish the backups (none if broken) and close the storage, in `timeout_s`."""
         end = time.monotonic() + timeout_s
         with self._lock:
+            if not self._stopping.is_set():
+                self._calls.put(Call(stop := Stop(timeout_s), partial(self._do, stop)))
             self._stopping.set()
         self.cache.wake()
         if self._thread.is_alive():
@@ -183,20 +193,28 @@ class Engine(Turns):
             self._notify_all()
             return
         self._close_up()  # here too, for an engine that was never started
-        self.cache.shutdown(max(0.0, end - time.monotonic()), store=not self.broken)
+        left_s = max(0.0, end - time.monotonic()) if self.cache.ranks == 1 else timeout_s  # on all ranks the same
+        self.cache.shutdown(left_s, store=not self.broken)
+
+    def follow(self) -> str:
+        """On any rank but the first: serve what rank 0 says, on this thread, until it stops. Why, if not in order."""
+        self._serve()
+        self.cache.shutdown(self._left_s, store=not self.broken)
+        return self.broken
 
     def load(self) -> tuple[int, int]:
         """How many requests run, and how many wait."""
         running = len(self.scheduler.running)
         return running, self._pending - running
 
-    def ask(self, what: Callable[[], T], timeout_s: float) -> T:
-        """Call `what` on the engine's thread and wait for its result. Busy if it was not called, and will not be."""
+    def ask(self, what: Callable[[], T], timeout_s: float, order: Input | None = None) -> T:
+        """Call `what` on the engine's thread and wait for its result. Busy if it was not called, and will not be.
+
+        If it changes the cache, `order` has the other ranks do the same in the same turn.
+        """
         answer: Future[T] = Future()
 
         def call() -> None:
-            if not answer.set_running_or_notify_cancel():
-                return
             if self._ended:
                 answer.set_exception(Busy(self.broken or "the engine has stopped"))
                 return
@@ -211,7 +229,7 @@ class Engine(Turns):
         with self._lock:
             if self._ended:
                 raise Busy(self.broken or "the engine has stopped")
-            self._calls.put(call)
+            self._calls.put(Call(order, call, answer.set_running_or_notify_cancel))
         self.cache.wake()
         try:
             return answer.result(timeout_s)
@@ -220,20 +238,51 @@ class Engine(Turns):
                 return answer.result()
             raise Busy(f"the engine did not get round to it within {timeout_s:.0f} s") from None
 
+    def _tell(self, order: Input) -> None:
+        """Have the other ranks do something that this one does by itself."""
+        if self.cache.ranks > 1 and not self.cache.rank:
+            self._calls.put(Call(order, lambda: None))
+            self.cache.wake()
+
     # --- on the engine's thread
 
     def _serve(self) -> None:
         try:
-            while not self._stopping.is_set():
-                if not self._turn():
+            while not self._last:
+                if not self._turn() and not self._last:
                     self._cache.wait(IDLE_S)
         except BaseException as e:  # noqa: BLE001  every waiting caller is told, rather than left to hang
             self._break(e)
         self._close_up()
 
+    def _do(self, order: Input) -> None:
+        match order:
+            case Submitted():
+                request = order.request()
+                self._accepted[request.number] = request
+                self._enqueue(request, self.cache.prompt(request.prompt, request.salt))
+            case Aborted(number) if number in self._accepted:
+                self._abort(self._accepted[number])
+            case Evict():
+                self._cache.evict(order.of())
+            case Stop(left_s):
+                self._last, self._left_s = True, left_s
+            case Attach() | Detach():  # it takes long, and asks the engine's thread in the end
+                BackgroundCall("kvarve changes its storage", partial(self._change, order))
+
+    def _change(self, order: Attach | Detach) -> None:
+        with self._changing:
+            try:
+                if isinstance(order, Detach):
+                    self.admin.detach()
+                else:
+                    self.admin.attach(order.urls, prefetch=order.prefetch, write=order.write, back_up=order.back_up)
+            except KvarveError as e:
+                log.warning("rank %d: the storage is not changed: %s", self.cache.rank, e)
+
     def _break(self, why: BaseException) -> None:
         log.critical("the engine has stopped", exc_info=why)
-        what = str(why) if isinstance(why, Broken) else f"{type(why).__name__}: {why}"
+        what = self.cache.fail(str(why) if isinstance(why, Broken) else f"{type(why).__name__}: {why}")
         with self._lock:
             self.broken = self.broken or f"the engine has stopped: {what}"
 
@@ -242,8 +291,10 @@ class Engine(Turns):
         with self._lock:
             self._ended = True  # no call is added to the queue from now on
         while not self._calls.empty():
+            self._taken += [call for call in (self._calls.get(),) if call.begins()]
+        while self._taken:
             try:
-                self._calls.get()()
+                self._taken.pop(0).run()
             except Exception as e:  # noqa: BLE001  one failing call must not keep other requests from their last output
                 self._break(e)
         try:

@@ -20,6 +20,8 @@ class _FatalErrors:
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
                 return found(*args, **kwargs)
+            except Broken:
+                raise
             except Exception as e:  # after any failed call the cache may be half changed
                 raise Broken(f"{type(e).__name__}: {e}") from e
 

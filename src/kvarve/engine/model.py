@@ -22,6 +22,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 
 from kvarve.engine.identity import Marks, identity_of
 from kvarve.engine.layers import plan_layers
+from kvarve.engine.ranks import Ranks
+from kvarve.engine.shards import divide, with_replicated
 from kvarve.engine.state import StateLayout, Workspace, check_pages
 from kvarve.engine.stepwise import make_resumable
 from kvarve.errors import ConfigError, ModelError
@@ -176,8 +178,9 @@ def load_model(
     page_tokens: int = 64,
     chunk_tokens: int = 256,
     attention: str = "sdpa",
+    ranks: Ranks | None = None,
 ) -> LoadedModel:
-    """Load `builtin:...` or a folder with config.json, *.safetensors and tokenizer.json.
+    """Load `builtin:...` or a folder with config.json, *.safetensors and tokenizer.json; with `ranks` this one's part.
 
     Prompts are computed in chunks of `chunk_tokens`. A model that has no scaled-dot-product attention gets "eager".
     Raises ModelError for an unusable checkpoint, ConfigError for settings that do not fit together.
@@ -188,17 +191,25 @@ def load_model(
         attention = "eager"
     model = found.model(attention)
     try:
-        model = model.to(device)
         make_resumable(model)
+        whole = None
+        if ranks is not None:
+            whole = StateLayout.of(model, page_tokens, chunk_tokens)
+            divide(model, ranks.rank, ranks.ranks, ranks.add_up)
+            ranks.assemble()
+        model = model.to(device)
         layout = StateLayout.of(model, page_tokens, chunk_tokens)
+        if whole is not None:
+            layout = replace(layout, pools=with_replicated(layout.pools, whole.pools))
     except (RuntimeError, LookupError, ArithmeticError, AssertionError) as e:  # out of memory, or a broken model
         raise ModelError(f"{found.folder}: the model does not compute on {device}: {_line(e)}") from e
+    identity = identity_of(model, layout)
     return LoadedModel(
         name=name,
         model=model,
         tokenizer=tokenizer,
         layout=layout,
-        identity=identity_of(model, layout),
+        identity=identity if ranks is None else ranks.identity(identity),
         max_tokens=token_limit(model.config),
         eos_ids=_eos_ids(model, tokenizer),
         marks=Marks.of(model),

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from kvarve.core.lease import Lease
 from kvarve.core.reasons import Reason
 from kvarve.engine.batch import Batch, batches, by_length, spare_tokens
 from kvarve.engine.fatal_errors import fatal_assertions, fatal_errors
+from kvarve.engine.inputs import Input, decode, encode
 from kvarve.engine.job import Job, find_stop, held_back
 from kvarve.engine.model import LoadedModel, forward
 from kvarve.engine.paging import PagedWorkspace
@@ -59,6 +61,14 @@ class EngineCounts:
     ttft_s: Histogram = field(default_factory=Histogram)
 
 
+class Call(NamedTuple):
+    """What another thread asks for: `run` does it here, and `order` has the other ranks do the same."""
+
+    order: Input | None
+    run: Callable[[], object]
+    begins: Callable[[], bool] = lambda: True  # False if it is not asked for any more
+
+
 class Turns:
     """Computes accepted requests turn by turn, until each has had its last output."""
 
@@ -67,7 +77,8 @@ class Turns:
     ) -> None:
         self.model, self.cache, self.deterministic = model, cache, deterministic
         self._cache = fatal_errors(cache)
-        cache.load_by_layers()
+        if cache.ranks == 1:
+            cache.load_by_layers()  # of several ranks none knows which layers have come on the others
         self.counts = EngineCounts()
         self._turn_tokens = turn_tokens
         self.batches = not deterministic and batches(model.model, model.layout)
@@ -83,22 +94,47 @@ class Turns:
             begin=self._begin,
             stop=self._stop,
             fail=self._fail,
-            clock=time.monotonic,
+            clock=self._now,
         )
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()  # what other threads ask for
+        self._taken: list[Call] = []  # for this turn
         self._accepted: dict[int, Request] = {}  # by number, until its last output
         self._jobs: dict[int, Job] = {}  # by number: the accepted requests that the engine's thread has seen
         self._lock = threading.Lock()
+        self._last = False  # this turn is the last one
         self._ended = False  # the thread runs no more calls
 
-    def _run_calls(self) -> None:
+    def _now(self) -> float:
+        """The time of this turn, on all ranks the same."""
+        return self.cache.scheduler.now
+
+    def _take_calls(self) -> bytes:
+        """Take what was asked for until now; the inputs among it, for the other ranks."""
+        inputs: list[Input] = []
         while not self._calls.empty():
-            self._calls.get()()
+            call = self._calls.get()
+            if call.begins():
+                self._taken.append(call)
+                inputs += () if call.order is None else (call.order,)
+        return encode(inputs) if self.cache.ranks > 1 else b""
+
+    def _run_calls(self, said: bytes) -> None:
+        """Do what was asked for; on any rank but the first, what rank 0 says."""
+        while self._taken:
+            self._taken.pop(0).run()
+        for order in decode(said) if self.cache.rank else ():
+            self._do(order)
+
+    def _do(self, order: Input) -> None:
+        """Carry out an input of another rank's."""
+        raise NotImplementedError
 
     def _turn(self) -> bool:
         """One turn; False if there was nothing to compute."""
-        self._cache.step()  # first: it clears the wake-up flag, so a call that sets it later is not slept through
-        self._run_calls()
+        # First: it clears the wake-up flag, so a call that sets it later is not slept through.
+        self._run_calls(self._cache.step(self._take_calls))
+        if self._last:
+            return False
         self.scheduler.admit()
         answers = self._decodable()
         groups = self._group([job for job in answers if self.batches and not job.alone])
@@ -224,7 +260,7 @@ class Turns:
         if not room_comes(self._cache, job.lease, self.model.layout, self._chunk_end(job)):
             job.short_s = None
             return False
-        now = time.monotonic()
+        now = self._now()
         job.short_s = now if job.short_s is None else job.short_s
         return now - job.short_s < GROW_WAIT_S
 
@@ -359,6 +395,7 @@ class Turns:
         ends = token in job.ends
         text = "" if ends else job.detokenizer.push(token)  # before it counts, as it may fail
         job.output_ids.append(token)
+        self._cache.note(token.to_bytes(4, "little"))
         self.counts.output_tokens += 1
         if ends:
             self._end(job, Finish.STOP, last=(token,), likely=likely)

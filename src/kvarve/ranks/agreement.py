@@ -30,6 +30,7 @@ class AgreedStep(NamedTuple):
     now: float
     up: bool = True
     granted: bool | None = None
+    said: bytes = b""  # by rank 0 to all ranks, for this step
 
 
 class Agreement(Protocol):
@@ -39,9 +40,28 @@ class Agreement(Protocol):
         ...
 
     def agree(
-        self, events: Iterable[Event], now: float, up: bool = True, proposal: Proposal | None = None
+        self,
+        events: Iterable[Event],
+        now: float,
+        up: bool = True,
+        proposal: Proposal | None = None,
+        *,
+        waiting: bool = True,
+        says: bytes = b"",
     ) -> AgreedStep:
-        """Tell the other ranks this one's events, time, storage state and proposal. Every rank has to call it."""
+        """Tell the other ranks this one's events, time, storage state and proposal. Every rank has to call it.
+
+        `waiting`: whether anything is in flight, by what all ranks know alike; if not, none waits for another's events.
+        `says`: of rank 0, for all ranks.
+        """
+        ...
+
+    def note(self, decided: bytes) -> None:
+        """Something that this rank's core has decided, which all ranks have to decide alike."""
+        ...
+
+    def fail(self, why: str) -> str:
+        """This rank cannot go on: the others are told; which rank is at fault, and why."""
         ...
 
 
@@ -95,6 +115,19 @@ class Alone:
     ranks = 1
 
     def agree(
-        self, events: Iterable[Event], now: float, up: bool = True, proposal: Proposal | None = None
+        self,
+        events: Iterable[Event],
+        now: float,
+        up: bool = True,
+        proposal: Proposal | None = None,
+        *,
+        waiting: bool = True,
+        says: bytes = b"",
     ) -> AgreedStep:
-        return AgreedStep([*events], now, up, granted([proposal]))
+        return AgreedStep([*events], now, up, granted([proposal]), says)
+
+    def note(self, decided: bytes) -> None:
+        pass
+
+    def fail(self, why: str) -> str:
+        return why

@@ -1,56 +1,291 @@
-"""The agreement of ranks in several processes, over torch.distributed."""
+"""The agreement of ranks in several processes: rank 0 orders the inputs of all, and sends them once a turn.
 
-import json
+A turn in which something is in flight begins with one exchange: every rank reports to rank 0, whose answer is the
+turn's inputs. In any other turn rank 0 sends the inputs and waits for no rank; what another rank has to say meanwhile
+(its storage went down, a change that it proposes) it sends unasked, and rank 0 makes the next turn an exchange.
+
+A rank that is late, dead or different ends the group: rank 0 names it, and tells the others before it closes.
+"""
+
+import logging
+import struct
+import time
+import zlib
 from collections.abc import Iterable
-
-import torch
-import torch.distributed as dist
+from dataclasses import dataclass
 
 from kvarve.core.effects import Began, Ended, Event, Verified
 from kvarve.ranks.agreement import AgreedStep, Proposal, Votes, granted
+from kvarve.ranks.star import Dead, GroupEnded, Late, Star
 
-KINDS: dict[str, type[Verified] | type[Ended]] = {"verified": Verified, "ended": Ended}
+log = logging.getLogger(__name__)
+
+KINDS: tuple[type[Event], ...] = (Began, Verified, Ended)
+_REPORT = struct.Struct("<BQIBQH")  # kind, turn, digest, flags, proposal, events
+_INPUTS = struct.Struct("<BQdBHI")  # kind, turn, time, flags, events, bytes of what rank 0 says
+_EVENT = struct.Struct("<BQHH")
+REPORT, INPUTS, FAILED, STUCK, END = range(5)  # kinds of frames
+UP, PROPOSES, READY = 1, 2, 4  # flags of a report
+ALL_UP, GRANTED, REFUSED, ATTEND = 1, 2, 4, 8  # flags of inputs
+SLACK = 1.25  # a rank whose model waits for another one says so within the deadline; rank 0 waits a little longer
+GRACE = 0.5  # of the deadline, once one rank has failed: for the others to say so too
+UNREADABLE = "it has sent a frame that cannot be read: all ranks need one version of kvarve"
+DEAD, LATE = "it is dead: it has closed its socket", "it is late: nothing comes from it"
 
 
-def _plain(event: Event) -> list[int | str]:
-    """An event as JSON; pages are hexadecimal, since they may be more than 64."""
-    if isinstance(event, Began):
-        return [event.op]
-    kind = next(name for name, each in KINDS.items() if isinstance(event, each))
-    return [event.op, kind, hex(event.good), hex(event.bad)]
+@dataclass
+class Told:
+    """What rank 0 knows of a rank: the last that it said."""
 
-
-def _event(op: int, kind: str = "", good: str = "", bad: str = "") -> Event:
-    return KINDS[kind](op, int(good, 16), int(bad, 16)) if kind else Began(op)
+    up: bool = True
+    proposal: Proposal | None = None
 
 
 class Group:
-    """The ranks of a torch.distributed group (a CPU backend such as gloo).
+    """The agreement of one rank with the others of its star."""
 
-    A storage that is down on one rank is down on all. What makes an event one of all ranks: `Votes`.
-    """
+    def __init__(self, star: Star) -> None:
+        self.rank, self.ranks = star.rank, star.ranks
+        self._star = star
+        self._turn = 0
+        self._digest = 0  # of what this rank's core has decided so far
+        self._votes = Votes(star.ranks)
+        self._told = [Told() for _ in range(star.ranks)]
+        self._said = Told()  # by this rank, in its last report
+        self._attend = True  # the next turn is an exchange, whatever is in flight
+        self._ended = ""
+        self._missing: set[int] = set()  # ranks that have not reported in this exchange
+        self.exchanges = 0  # so far
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
-        self.ranks = dist.get_world_size(group)
-        self._votes = Votes(self.ranks)
+    def note(self, decided: bytes) -> None:
+        """Something that this rank has decided: all ranks have to note the same, in the same order."""
+        self._digest = zlib.crc32(decided, self._digest)
 
     def agree(
-        self, events: Iterable[Event], now: float, up: bool = True, proposal: Proposal | None = None
+        self,
+        events: Iterable[Event],
+        now: float,
+        up: bool = True,
+        proposal: Proposal | None = None,
+        *,
+        waiting: bool = True,
+        says: bytes = b"",
     ) -> AgreedStep:
-        mine = json.dumps([now, [_plain(event) for event in events], up, proposal])
-        received = [json.loads(text) for text in self._exchange(mine.encode())]
-        happened = self._votes.merge([[_event(*each) for each in news] for _, news, _, _ in received])
-        proposals = [None if theirs is None else Proposal(*theirs) for *_, theirs in received]
-        up = all(theirs for _, _, theirs, _ in received)
-        return AgreedStep(happened, float(received[0][0]), up, granted(proposals))
+        """`waiting`: whether anything is in flight, on all ranks the same. `says`: rank 0's inputs for all ranks.
 
-    def _exchange(self, mine: bytes) -> list[bytes]:
-        """The bytes of all ranks, by rank: first their lengths are gathered, then the bytes, padded to the longest."""
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
-        dist.all_gather(lengths, torch.tensor([len(mine)]), group=self._group)
-        longest = max(int(length) for length in lengths)
-        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.ranks)]
-        padded = torch.frombuffer(bytearray(mine.ljust(longest, b" ")), dtype=torch.uint8)
-        dist.all_gather(texts, padded, group=self._group)
-        return [bytes(text.tolist())[: int(length)] for text, length in zip(texts, lengths, strict=True)]
+        GroupEnded if a rank is late, dead or different.
+        """
+        if self._ended:
+            raise GroupEnded(self._ended)
+        self._turn += 1
+        exchange, mine, news = waiting or self._attend, Told(up, proposal), [*events]
+        self.exchanges += exchange
+        if self.rank:
+            return self._follow(mine, news, exchange)
+        return self._lead(mine, news, now, exchange, says)
+
+    def fail(self, why: str, stuck: bool = False) -> str:
+        """This rank cannot go on: tell the others; the text says which rank is at fault. The group has ended then.
+
+        `stuck`: it has waited for the others in vain, so that one that is dead or says nothing is at fault.
+        """
+        if self._ended:
+            return self._ended
+        if self.rank:
+            verdict = f"rank {self.rank}: {why}"
+            try:
+                self._star.links[0].send(bytes([STUCK if stuck else FAILED]) + why.encode())
+                while (frame := self._star.links[0].receive())[:1] != bytes([END]):
+                    pass
+                verdict = frame[1:].decode(errors="replace")
+            except Late:
+                verdict = f"rank 0: {LATE}"
+            except Dead:
+                verdict = f"rank 0: {DEAD}"
+            self._ended = verdict
+            return verdict
+        return self._end({0: why}, set(self._star.links) if stuck else set())
+
+    def assemble(self, start_s: float) -> None:
+        """Wait until all ranks are here, as after a step that takes each its own time. GroupEnded after `start_s`."""
+        try:
+            for link in self._star.links.values():
+                link.wait_at_most(start_s)
+                if self.rank:
+                    link.send(bytes([REPORT]))
+                link.receive()
+            for link in self._star.links.values():
+                if not self.rank:
+                    link.send(bytes([INPUTS]))
+                link.wait_at_most(self._star.deadline_s)
+        except (Dead, Late) as e:
+            why = "another rank has ended" if isinstance(e, Dead) else f"the ranks are not ready after {start_s:g} s"
+            raise GroupEnded(self.fail(why, stuck=True)) from None
+
+    def close(self) -> None:
+        """No turn follows on any rank."""
+        self._ended = self._ended or "the group is closed"
+        self._star.close()
+
+    # --- any other rank
+
+    def _follow(self, mine: Told, news: list[Event], exchange: bool) -> AgreedStep:
+        link = self._star.links[0]
+        try:
+            if exchange or news or mine != self._said:
+                link.send(self._report(mine, news))
+                self._said = mine
+            frame = link.receive()
+        except Late:
+            self._ended = f"rank 0: {LATE} for {self._star.deadline_s:g} s"
+            raise GroupEnded(self._ended) from None
+        except Dead:
+            self._ended = f"rank 0: {DEAD}"
+            raise GroupEnded(self._ended) from None
+        try:
+            if frame[:1] == bytes([END]):
+                self._ended = frame[1:].decode(errors="replace")
+                raise GroupEnded(self._ended)
+            kind, turn, now, flags, events, said = _INPUTS.unpack_from(frame)
+            happened, at = _read_events(frame, _INPUTS.size, events)
+        except (struct.error, IndexError):
+            raise GroupEnded(self.fail(f"rank 0: {UNREADABLE}")) from None
+        if (kind, turn) != (INPUTS, self._turn):
+            raise GroupEnded(self.fail(f"it is in turn {self._turn}, and rank 0 in turn {turn}"))
+        self._attend = bool(flags & ATTEND)
+        decided = True if flags & GRANTED else False if flags & REFUSED else None
+        return AgreedStep(happened, now, bool(flags & ALL_UP), decided, frame[at : at + said])
+
+    def _report(self, mine: Told, news: list[Event]) -> bytes:
+        proposal = mine.proposal
+        flags = UP * mine.up + PROPOSES * (proposal is not None) + READY * (proposal is not None and proposal.ready)
+        what = 0 if proposal is None else _digest(proposal.what)
+        head = _REPORT.pack(REPORT, self._turn, self._digest, flags, what, len(news))
+        return head + b"".join(map(_event_bytes, news))
+
+    # --- rank 0
+
+    def _lead(self, mine: Told, news: list[Event], now: float, exchange: bool, says: bytes) -> AgreedStep:
+        if mine.proposal is not None:  # as the others tell theirs
+            mine.proposal = Proposal(str(_digest(mine.proposal.what)), mine.proposal.ready)
+        self._told[0] = mine
+        reports: list[list[Event]] = [news, *([] for _ in range(1, self.ranks))]
+        heard = self._hear(reports, exchange)
+        happened = self._votes.merge(reports)
+        up = all(told.up for told in self._told)
+        proposals = [told.proposal for told in self._told]
+        # Only of what all ranks say in this very turn: any of them may have given up what it said before.
+        decided = granted(proposals) if exchange else None
+        self._attend = heard or (decided is None and any(each is not None for each in proposals))
+        flags = ALL_UP * up + GRANTED * (decided is True) + REFUSED * (decided is False) + ATTEND * self._attend
+        head = _INPUTS.pack(INPUTS, self._turn, now, flags, len(happened), len(says))
+        frame = head + b"".join(map(_event_bytes, happened)) + says
+        for rank, link in self._star.links.items():
+            try:
+                link.send(frame)
+            except (Dead, Late) as e:
+                self._part(rank, e)
+        return AgreedStep(happened, now, up, decided, says)
+
+    def _hear(self, reports: list[list[Event]], exchange: bool) -> bool:
+        """Read what the other ranks have sent, in an exchange until each has reported; whether any came unasked."""
+        self._missing = missing = set(self._star.links) if exchange else set()
+        unasked = False
+        patience_s = self._star.deadline_s * SLACK
+        end = time.monotonic() + patience_s
+        while ready := self._star.ready(max(0.0, end - time.monotonic()) if missing else 0.0):
+            for rank in ready:
+                try:
+                    frame = self._star.links[rank].receive()
+                except (Dead, Late) as e:
+                    self._part(rank, e)
+                turn = self._take(rank, frame, reports)
+                unasked |= turn < self._turn or not exchange
+                if turn == self._turn:
+                    missing.discard(rank)
+            if exchange and not missing:
+                break
+        if missing:
+            self._part_late(missing)
+        return unasked
+
+    def _take(self, rank: int, frame: bytes, reports: list[list[Event]]) -> int:
+        """One report; its turn."""
+        if frame[:1] in (bytes([FAILED]), bytes([STUCK])):
+            why, stuck = frame[1:].decode(errors="replace"), frame[0] == STUCK
+            raise GroupEnded(self._end({rank: why}, self._missing - {rank} if stuck else set()))
+        try:
+            kind, turn, digest, flags, what, count = _REPORT.unpack_from(frame)
+            events, _ = _read_events(frame, _REPORT.size, count)
+        except (struct.error, IndexError):
+            raise GroupEnded(self._end({rank: UNREADABLE}, set())) from None
+        if kind != REPORT or turn > self._turn:
+            raise GroupEnded(self._end({rank: f"it is in turn {turn}, and rank 0 in turn {self._turn}"}, set()))
+        if turn == self._turn and digest != self._digest:
+            why = f"its decisions before turn {turn} differ from rank 0's"
+            raise GroupEnded(self._end({rank: why}, set()))
+        reports[rank] += events
+        proposal = Proposal(str(what), bool(flags & READY)) if flags & PROPOSES else None
+        self._told[rank] = Told(bool(flags & UP), proposal)
+        return int(turn)
+
+    def _part(self, rank: int, e: Exception) -> None:
+        if isinstance(e, Late):
+            self._part_late({rank})
+        raise GroupEnded(self._end({rank: DEAD}, set()))
+
+    def _part_late(self, ranks: set[int]) -> None:
+        late = f"{LATE} for {self._star.deadline_s * SLACK:g} s"
+        raise GroupEnded(self._end(dict.fromkeys(ranks, late), set()))
+
+    def _end(self, failed: dict[int, str], asked: set[int]) -> str:
+        """End the group. The ranks `asked` have a moment to say anything: those that are dead or silent then are at
+        fault, whatever the others say."""
+        end, silent = time.monotonic() + GRACE * self._star.deadline_s, set(asked)
+        dead: dict[int, str] = {}
+        while silent and not dead and (ready := self._star.ready(max(0.0, end - time.monotonic()))):
+            for rank in ready:
+                try:
+                    frame = self._star.links[rank].receive()
+                except (Dead, Late):
+                    dead[rank] = DEAD
+                    self._star.leave(rank)
+                    silent.discard(rank)
+                    continue
+                if frame[:1] == bytes([FAILED]):
+                    failed = {rank: frame[1:].decode(errors="replace")}
+                silent.discard(rank)
+        guilty = dead or dict.fromkeys(silent, LATE) or failed
+        self._ended = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(guilty.items()))
+        log.critical("the ranks end: %s", self._ended)
+        for link in self._star.links.values():
+            link.wait_at_most(0.1)
+            try:
+                link.send(bytes([END]) + self._ended.encode())
+            except (Dead, Late):
+                continue
+        return self._ended
+
+
+def _digest(what: str) -> int:
+    return zlib.crc32(what.encode()) | zlib.adler32(what.encode()) << 32
+
+
+def _event_bytes(event: Event) -> bytes:
+    if isinstance(event, Began):
+        return _EVENT.pack(0, event.op, 0, 0)
+    good, bad = (bits.to_bytes((bits.bit_length() + 7) // 8, "little") for bits in (event.good, event.bad))
+    return _EVENT.pack(KINDS.index(type(event)), event.op, len(good), len(bad)) + good + bad
+
+
+def _read_events(frame: bytes, at: int, count: int) -> tuple[list[Event], int]:
+    """Events from a frame, and where they end."""
+    events: list[Event] = []
+    for _ in range(count):
+        kind, op, good, bad = _EVENT.unpack_from(frame, at)
+        at += _EVENT.size
+        bits = [int.from_bytes(frame[at : at + good], "little")]
+        bits.append(int.from_bytes(frame[at + good : at + good + bad], "little"))
+        at += good + bad
+        events.append(KINDS[kind](op, *bits) if kind else Began(op))
+    return events, at

@@ -23,7 +23,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from kvarve import __version__
-from kvarve.admin import Admin
 from kvarve.engine.engine import Engine
 from kvarve.engine.requests import Finish, OutputChunk, Request, TokenUsage
 from kvarve.errors import Busy, ConfigError, KvarveError, ModelError, StorageError
@@ -89,7 +88,7 @@ def create_app(
     flushing.post("/flush_cache")(front.flush_cache)
     for router in (open_to_all, guarded, flushing):
         app.include_router(router)
-    app.include_router(admin_routes(Admin(engine.cache, engine.ask), operator, front.body))
+    app.include_router(admin_routes(engine.admin, operator, front.body))
     app.add_exception_handler(KvarveError, _error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _client_gone)

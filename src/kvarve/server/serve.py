@@ -9,9 +9,10 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import cast
+from typing import Any, cast
 
 import torch
 import uvicorn
@@ -20,6 +21,7 @@ from kvarve.core.extents import Cut
 from kvarve.engine.engine import Engine
 from kvarve.engine.families import reads, takes
 from kvarve.engine.model import (
+    LoadedModel,
     check_device,
     check_model,
     keeping_answers,
@@ -27,7 +29,8 @@ from kvarve.engine.model import (
     quiet_libraries,
     with_rounded_hits,
 )
-from kvarve.errors import ConfigError, StorageError
+from kvarve.engine.ranks import Place, Ranks, check_ranks, device_of, started, threads_of
+from kvarve.errors import Broken, ConfigError, StorageError
 from kvarve.memory.heap import bound_heaps
 from kvarve.memory.seals import seal_of
 from kvarve.prefix_cache import PrefixCache
@@ -46,6 +49,7 @@ log = logging.getLogger(__name__)
 BACKLOG = 128
 MOST_THREADS = 1024  # of torch, which aborts the process if it cannot start more
 TICKS_PER_SWEEP = 10  # uvicorn's ticks, each a tenth of a second
+BROKEN_S = 0.5  # between two looks whether the ranks have ended
 LEAVE_S = 5.0  # how long clients may take to read the end of their answers at shutdown
 
 
@@ -56,7 +60,8 @@ class Server:
     storage opened.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, ranks: Ranks | None = None) -> None:
+        """`ranks`: of a model that several processes compute, of which this is rank 0."""
         self.settings = settings
         check_settings(settings)
         page, chunk = settings.page_tokens, settings.chunk_tokens
@@ -64,27 +69,11 @@ class Server:
         with ExitStack() as undo:
             listener = undo.enter_context(bind(settings.host, settings.port))
             self.url = _url(listener)
-            if settings.threads is not None:
-                torch.set_num_threads(settings.threads)
-            model = load_model(
-                settings.model, dtype=settings.dtype, device=settings.device, page_tokens=page, chunk_tokens=chunk
-            )
-            if settings.hits == "rounded":
-                model = with_rounded_hits(model)
-            if not settings.deterministic:
-                model = keeping_answers(model)
+            model = _model(settings, ranks)
             self.slots = check(model.identity, settings.cache, settings.device)
             _listen(listener, self.url)
-            cache = PrefixCache(model.identity, settings.cache, device=settings.device)
-            undo.callback(cache.shutdown)
-            self.engine = Engine(
-                model,
-                cache,
-                max_running=settings.max_running,
-                max_waiting=settings.max_waiting,
-                turn_tokens=settings.turn_tokens,
-                deterministic=settings.deterministic,
-            )
+            self.engine = _engine(settings, model, ranks)
+            undo.callback(self.engine.cache.shutdown)
             self.connections = Connections(most_connections())
             app = create_app(
                 self.engine,
@@ -143,10 +132,14 @@ class Server:
     def describe(self) -> str:
         """The server's configuration as text for the operator."""
         settings, model = self.settings, self.engine.model
-        weights = sum(tensor.nbytes for tensor in model.model.parameters())
+        weights = format_size(sum(tensor.nbytes for tensor in model.model.parameters()))
+        each = f" on each of {settings.tp} ranks" if settings.tp > 1 else ""
         lines = [
             ("model", f"{model.name}, {model.identity.architecture.split()[0]}, {model.identity.dtype}"),
-            ("", f"{format_size(weights)} of weights, context {model.max_tokens} tokens, {settings.device}"),
+            (
+                "",
+                f"{weights} of weights{each}, context {model.max_tokens} tokens, {settings.device}",
+            ),
             ("pages", f"{settings.page_tokens} tokens, prompts computed {settings.chunk_tokens} at a time"),
         ]
         for number, pool in enumerate(model.layout.pools):
@@ -194,6 +187,50 @@ class Server:
             listener.close()
 
 
+def _model(settings: Settings, ranks: Ranks | None) -> LoadedModel:
+    threads = settings.threads or (None if ranks is None else threads_of(settings.tp // settings.nnodes))
+    if threads is not None:
+        torch.set_num_threads(threads)
+    model = load_model(
+        settings.model,
+        dtype=settings.dtype,
+        device=settings.device,
+        page_tokens=settings.page_tokens,
+        chunk_tokens=settings.chunk_tokens,
+        ranks=ranks,
+    )
+    if settings.hits == "rounded":
+        model = with_rounded_hits(model)
+    return model if settings.deterministic else keeping_answers(model)
+
+
+def _engine(settings: Settings, model: LoadedModel, ranks: Ranks | None) -> Engine:
+    among: dict[str, Any] = {} if ranks is None else {"rank": ranks.rank, "agreement": ranks.group}
+    cache = PrefixCache(model.identity, settings.cache, device=settings.device, **among)
+    return Engine(
+        model,
+        cache,
+        max_running=settings.max_running,
+        max_waiting=settings.max_waiting,
+        turn_tokens=settings.turn_tokens,
+        deterministic=settings.deterministic,
+    )
+
+
+def follow(settings: Settings, place: Place) -> None:
+    """Any rank but the first: compute what rank 0 says until it stops. Broken if the ranks end otherwise."""
+    logging.basicConfig(
+        level=logging.WARNING, format=f"%(asctime)s %(levelname)s rank {place.rank} %(name)s: %(message)s"
+    )
+    bound_heaps()
+    quiet_libraries()
+    settings = replace(settings, device=device_of(settings.device, place))
+    ranks = Ranks(place, place.meet(settings.alike), settings.device)
+    with ranks.ended():
+        if why := _engine(settings, _model(settings, ranks), ranks).follow():
+            raise Broken(why)
+
+
 class _Uvicorn(uvicorn.Server):
     """Reports when it listens, and closes stalled connections. It handles no signals, as it does not run on the main
     thread."""
@@ -232,10 +269,33 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
-    with Server(settings) as server:
+    check_settings(settings)
+    with ExitStack() as ends:
+        ranks = None
+        if settings.tp > 1:
+            among = started(
+                follow,
+                settings,
+                settings.tp,
+                nodes=settings.nnodes,
+                node=settings.node_rank,
+                address=settings.dist_init_addr,
+                deadline_s=settings.rank_deadline_s,
+            )
+            place, listener = ends.enter_context(among)
+            if place.rank:
+                say(f"kvarve computes ranks of {settings.tp} for {settings.dist_init_addr}")
+                follow(settings, place)
+                return
+            settings = replace(settings, device=device_of(settings.device, place))
+            ranks = Ranks(place, place.meet(settings.alike, listener), settings.device)
+            ends.enter_context(ranks.ended())
+        server = ends.enter_context(Server(settings, ranks))
         serving.set()
         say(f"kvarve serves\n{server.describe()}\nready: Ctrl-C stops it")
-        stop.wait()
+        while not stop.wait(BROKEN_S if ranks is not None else None):
+            if server.engine.broken:  # the ranks cannot go on without each other, so neither can this process
+                raise Broken(server.engine.broken)
         say("kvarve stops: ending requests, finishing backups (Ctrl-C again: at once)")
 
 
@@ -267,6 +327,10 @@ def check_settings(settings: Settings) -> None:
             check_key(name, key)
     if settings.admin_key is not None and settings.admin_key == settings.api_key:
         raise ConfigError("the admin key must not be the API key: every client could change the storage")
+    if settings.tp != 1 or settings.nnodes != 1 or settings.node_rank:
+        check_ranks(settings.tp, settings.nnodes, settings.node_rank, settings.dist_init_addr)
+    if not settings.rank_deadline_s > 0:
+        raise ConfigError(f"ranks wait for each other for some seconds, not {settings.rank_deadline_s:g}")
     if settings.hits not in ("exact", "rounded"):
         raise ConfigError(f"unknown hits {settings.hits!r}; known: exact, rounded")
     if settings.deterministic and settings.hits == "rounded":

@@ -1,6 +1,6 @@
 """What an operator sets for a server; light to import."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -54,6 +54,16 @@ class Settings:
     """auto, float32, bfloat16 or float16"""
     device: str = "cpu"
     """where to compute, as torch names it"""
+    tp: int = 1
+    """processes among which the model is divided by heads; memory and threads are of each"""
+    nnodes: int = 1
+    """machines with as many of them each: run this on all, with the same options"""
+    node_rank: int = 0
+    """which of the machines this is; 0 is the one that serves"""
+    dist_init_addr: str | None = None
+    """HOST:PORT of machine 0, where several machines meet; PORT + 1 is used as well"""
+    rank_deadline_s: float = 30.0
+    """a process that keeps the others waiting for longer ends them all"""
     policies: Annotated[Policies, FLAT] = Policies()
     max_running: int = 64
     """requests side by side, if memory allows"""
@@ -75,6 +85,13 @@ class Settings:
     """debug, info, warning, error"""
     ready_file: Path | None = None
     """gets the URL as soon as connections are accepted"""
+
+    @property
+    def alike(self) -> str:
+        """What has to be the same on all ranks."""
+        own = {"served_model_name", "host", "port", "storage", "storage_key", "threads", "api_key", "admin_key"}
+        own |= {"max_body_bytes", "log_level", "ready_file", "node_rank"}
+        return repr([(each.name, getattr(self, each.name)) for each in fields(self) if each.name not in own])
 
     @property
     def cache(self) -> CacheConfig:

@@ -1,0 +1,221 @@
+"""Processes that compute one model together: how they start, meet and end.
+
+The model has a process group of torch, the cache a star of sockets of its own (`kvarve.ranks`). Rank 0 is the process
+that was started; it starts the others of its node, which end with it in any case.
+"""
+
+import ctypes
+import hashlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kvarve.engine.shards import SHARDING
+from kvarve.errors import Broken, ConfigError
+from kvarve.model import ModelIdentity
+from kvarve.ranks.group import Group
+from kvarve.ranks.star import GroupEnded, Listener, Star, alike, connect
+
+DEADLINE_S = 30.0  # for a rank that the others wait for
+START_S = 600.0  # for all ranks to start and to read their weights
+END_S = 10.0  # for the other ranks' processes to end by themselves
+_DIES_WITH_PARENT = 1  # prctl
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process's place among the ranks, and where they meet: a folder of this node, and (host, port) of rank 0 if
+    there are several nodes. The cache's own sockets are at the next port."""
+
+    rank: int
+    ranks: int
+    folder: Path
+    host: tuple[str, int] | None = None
+    on_node: int = 0  # among those of its node
+    here: bool = True  # on rank 0's node
+    deadline_s: float = DEADLINE_S
+
+    @property
+    def _model(self) -> str:
+        return f"file://{self.folder}/model" if self.host is None else f"tcp://{self.host[0]}:{self.host[1]}"
+
+    def listen(self) -> Listener:
+        """Rank 0's socket, which has to be there before the others start."""
+        return Listener([self.folder / "cache", *([] if self.host is None else [(self.host[0], self.host[1] + 1)])])
+
+    def meet(self, settings: str, listener: Listener | None = None) -> Star:
+        """GroupEnded unless all ranks come, with equal `settings`."""
+        if listener is not None:
+            return listener.accept(self.ranks, alike(settings), self.deadline_s)
+        assert self.here or self.host is not None
+        address = self.folder / "cache" if self.here or self.host is None else (self.host[0], self.host[1] + 1)
+        return connect(address, self.rank, self.ranks, alike(settings), self.deadline_s)
+
+
+class Ranks:
+    """This process's part in a model that several compute: the model's sums, and the cache's group."""
+
+    def __init__(self, place: Place, star: Star, device: str = "cpu") -> None:
+        self.rank, self.ranks = place.rank, place.ranks
+        self._star = star
+        self.group = Group(star)
+        if place.host is None:  # else the way to the other nodes is the operator's to choose
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        try:
+            dist.init_process_group(
+                "gloo" if torch.device(device).type == "cpu" else "nccl",
+                init_method=place._model,
+                rank=place.rank,
+                world_size=place.ranks,
+                timeout=timedelta(seconds=place.deadline_s),
+            )
+        except (RuntimeError, ValueError) as e:
+            raise GroupEnded(self.group.fail(f"the model's ranks do not meet: {e}")) from e
+
+    @contextmanager
+    def ended(self) -> Iterator[None]:
+        """The group ends with the block; any trouble inside is told to the other ranks."""
+        try:
+            yield
+        except BaseException as e:
+            self.group.fail(f"{type(e).__name__}: {e}")
+            raise
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self.group.close()
+        with suppress(RuntimeError, AssertionError):
+            dist.destroy_process_group()
+
+    def again(self) -> Group:
+        """A group for another cache, when the last one is not used any more."""
+        exchanges = self.group.exchanges
+        self.group = Group(self._star)
+        self.group.exchanges = exchanges
+        return self.group
+
+    def assemble(self) -> None:
+        """Wait for all ranks, which read their weights each in its own time. GroupEnded if one does not come."""
+        self.group.assemble(START_S)
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Add a tensor up over all ranks, in place. GroupEnded if one does not take part in time."""
+        try:
+            dist.all_reduce(tensor)
+        except RuntimeError as e:
+            raise GroupEnded(self.group.fail(f"a sum of the model over all ranks failed: {e}", stuck=True)) from e
+
+    def identity(self, mine: ModelIdentity) -> ModelIdentity:
+        """The identity of the whole model, from that of each rank's part. GroupEnded if the ranks differ in more than
+        their weights, such as in their processors."""
+        whole = replace(mine, weights="", ranks=self.ranks, sharding=SHARDING)
+        digest = hashlib.sha256(mine.weights.encode()).digest() + whole.fingerprint()
+        found = [torch.empty(len(digest), dtype=torch.uint8) for _ in range(self.ranks)]
+        dist.all_gather(found, torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        digests = [bytes(each.tolist()) for each in found]
+        for rank, each in enumerate(digests):
+            if each[32:] != digests[0][32:]:
+                raise GroupEnded(
+                    f"rank {rank} computes otherwise than rank 0 (another version, processor, library or setting), so "
+                    f"they would round differently: run all ranks alike"
+                )
+        return replace(whole, weights=hashlib.sha256(b"".join(each[:32] for each in digests)).hexdigest()[:32])
+
+
+def device_of(device: str, place: Place) -> str:
+    """Where a rank computes: `cuda` is one device for each rank of a node."""
+    if device != "cuda":
+        return device
+    torch.cuda.set_device(place.on_node)  # where nccl computes
+    return f"cuda:{place.on_node}"
+
+
+def threads_of(ranks: int) -> int:
+    """torch's threads of each of a machine's ranks."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def check_ranks(ranks: int, nodes: int = 1, node: int = 0, address: str | None = None) -> None:
+    """ConfigError for numbers that cannot work."""
+    if ranks < 1 or nodes < 1 or ranks % nodes:
+        raise ConfigError(f"{ranks} ranks on {nodes} nodes: give every node as many ranks, at least one")
+    if not 0 <= node < nodes:
+        raise ConfigError(f"there is no node {node} among {nodes}: nodes count from 0")
+    if nodes > 1:
+        host_and_port(address)
+
+
+def host_and_port(address: str | None) -> tuple[str, int]:
+    host, _, port = (address or "").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65535:
+        raise ConfigError("several nodes meet at --dist-init-addr HOST:PORT, of node 0; the next port is used as well")
+    return host, int(port)
+
+
+Work = Callable[..., object]
+
+
+@contextmanager
+def started(
+    work: Work,
+    options: Any,
+    ranks: int,
+    *,
+    nodes: int = 1,
+    node: int = 0,
+    address: str | None = None,
+    deadline_s: float = DEADLINE_S,
+) -> Iterator[tuple[Place, Listener | None]]:
+    """Start `work(options, place)` in a process for each other rank of this node; gives this process's place.
+
+    All of them have ended when the block has: by themselves, or killed after some seconds.
+    """
+    check_ranks(ranks, nodes, node, address)
+    per_node = ranks // nodes
+    host = host_and_port(address) if nodes > 1 else None
+    with tempfile.TemporaryDirectory(prefix="kvarve-ranks-") as folder:
+        first = Place(node * per_node, ranks, Path(folder), host, 0, node == 0, deadline_s)
+        listener = None if node else first.listen()
+        spawn = multiprocessing.get_context("spawn")
+        others: list[BaseProcess] = []
+        try:
+            for on_node in range(1, per_node):
+                place = replace(first, rank=first.rank + on_node, on_node=on_node)
+                other = spawn.Process(target=_work, args=(work, options, place), name=f"kvarve rank {place.rank}")
+                other.start()
+                others.append(other)
+            yield first, listener
+        finally:
+            if listener is not None:
+                listener.close()
+            for each in others:
+                each.join(END_S)
+                if each.is_alive():
+                    each.kill()
+                    each.join()
+
+
+def _work(work: Work, options: Any, place: Place) -> None:
+    """A process's life: it ends with the one that started it, and Ctrl-C is that one's to handle."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        work(options, place)
+    except Broken as e:  # told to rank 0, which says so
+        print(f"kvarve: rank {place.rank}: {e}", file=sys.stderr)
+        sys.exit(1)

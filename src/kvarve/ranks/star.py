@@ -1,0 +1,224 @@
+"""Sockets between rank 0 and each other rank, and frames on them: a frame is 512 bytes, or as long as it has to be.
+
+Unix sockets within a node, TCP between nodes. Every wait has a deadline.
+"""
+
+import hashlib
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvarve.errors import Broken, ConfigError
+
+FRAME = 512  # bytes of nearly every frame
+MOST = 1 << 28  # bytes of the longest
+_LENGTH = struct.Struct("<I")
+_HELLO = struct.Struct("<8s32sHH")
+_MAGIC = b"kvranks1"
+
+Address = Path | tuple[str, int]
+
+
+class GroupEnded(Broken):
+    """A rank is late, dead or different, so that no rank can go on; the text names it."""
+
+
+class Dead(Exception):
+    """The other end has closed its socket."""
+
+
+class Late(Exception):
+    """The other end has said nothing, or read nothing, until the deadline."""
+
+
+class Link:
+    """One socket to another rank. It belongs to one thread."""
+
+    def __init__(self, link: socket.socket, deadline_s: float) -> None:
+        self._socket = link
+        if link.family != socket.AF_UNIX:
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.wait_at_most(deadline_s)
+        self._buffer = bytearray(FRAME)
+
+    def wait_at_most(self, deadline_s: float) -> None:
+        """From now on a send or receive that makes no progress for this long is Late."""
+        self._socket.setblocking(True)
+        micro = max(1, round(deadline_s * 1e6))
+        value = struct.pack("ll", micro // 1_000_000, micro % 1_000_000)
+        # The kernel's own deadlines need no system call beside those of the frame.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, content: bytes) -> None:
+        """Send a frame. Dead, Late."""
+        assert len(content) <= MOST, "a frame is bounded"
+        frame = memoryview((_LENGTH.pack(len(content)) + content).ljust(FRAME, b"\0"))
+        try:
+            while frame:
+                frame = frame[self._socket.send(frame, socket.MSG_NOSIGNAL) :]
+        except BlockingIOError:
+            raise Late from None
+        except OSError:
+            raise Dead from None
+
+    def receive(self) -> bytes:
+        """The next frame. Dead (also if it is no frame), Late."""
+        self._fill(self._buffer)
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length <= FRAME - _LENGTH.size:
+            return bytes(self._buffer[_LENGTH.size : _LENGTH.size + length])
+        if length > MOST:
+            raise Dead
+        rest = bytearray(length + _LENGTH.size - FRAME)
+        self._fill(rest)
+        return bytes(self._buffer[_LENGTH.size :]) + bytes(rest)
+
+    def _fill(self, buffer: bytearray) -> None:
+        left = memoryview(buffer)
+        try:
+            while left:
+                if not (done := self._socket.recv_into(left, 0, socket.MSG_WAITALL)):
+                    raise Dead
+                left = left[done:]
+        except BlockingIOError:
+            raise Late from None
+        except OSError:
+            raise Dead from None
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Star:
+    """The links of one rank: of rank 0 one to each other rank, of any other rank one to rank 0."""
+
+    def __init__(self, rank: int, ranks: int, links: dict[int, Link], deadline_s: float) -> None:
+        self.rank, self.ranks, self.links, self.deadline_s = rank, ranks, links, deadline_s
+        self._poll = select.poll()
+        self._rank_of = {link.fileno(): other for other, link in links.items()}
+        for link in links.values():
+            self._poll.register(link.fileno(), select.POLLIN)
+
+    def ready(self, timeout_s: float) -> list[int]:
+        """The ranks from which a frame, or the end of the link, can be read now; waits for the first."""
+        return [self._rank_of[number] for number, _ in self._poll.poll(timeout_s * 1e3)]
+
+    def leave(self, rank: int) -> None:
+        """Listen to a rank no more."""
+        link = self.links.pop(rank)
+        self._poll.unregister(link.fileno())
+        link.close()
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.close()
+
+
+def alike(text: str) -> bytes:
+    """What `listen` and `connect` compare: ranks whose texts differ form no group."""
+    return hashlib.sha256(text.encode()).digest()
+
+
+class Listener:
+    """Where rank 0 waits for the others: bound before they are started."""
+
+    def __init__(self, addresses: Iterable[Address]) -> None:
+        """ConfigError if an address cannot be bound."""
+        self._sockets: list[socket.socket] = []
+        try:
+            for address in addresses:
+                self._sockets.append(_bound(address))
+        except BaseException:
+            self.close()
+            raise
+
+    def accept(self, ranks: int, settings: bytes, deadline_s: float, start_s: float = 600.0) -> Star:
+        """Wait for all other ranks, at most `start_s`. GroupEnded if one does not come, or was given other settings."""
+        links: dict[int, Link] = {}
+        end = time.monotonic() + start_s
+        poll = select.poll()
+        for each in self._sockets:
+            poll.register(each, select.POLLIN)
+        try:
+            while len(links) < ranks - 1:
+                if not (ready := poll.poll(max(0.0, end - time.monotonic()) * 1e3)):
+                    raise GroupEnded(f"{_named(range(1, ranks), links)} did not start within {start_s:g} s")
+                for number, _ in ready:
+                    self._greet(number, ranks, settings, links, deadline_s)
+        except BaseException:
+            for link in links.values():
+                link.close()
+            raise
+        return Star(0, ranks, links, deadline_s)
+
+    def _greet(self, number: int, ranks: int, settings: bytes, links: dict[int, Link], deadline_s: float) -> None:
+        came, _ = next(each for each in self._sockets if each.fileno() == number).accept()
+        link = Link(came, min(deadline_s, 5.0))
+        try:
+            magic, theirs, rank, of = _HELLO.unpack(link.receive())
+        except (Dead, Late, struct.error):  # a stranger, or a rank that has died: the deadline tells
+            link.close()
+            return
+        if magic != _MAGIC or of != ranks or not 0 < rank < ranks or rank in links or theirs != settings:
+            link.close()
+            if magic == _MAGIC:
+                raise GroupEnded(
+                    f"rank {rank} of {of} was given other settings, another model or another number than rank 0 of "
+                    f"{ranks}: start all ranks alike"
+                )
+            return
+        link.wait_at_most(deadline_s)
+        links[rank] = link
+
+    def close(self) -> None:
+        for each in self._sockets:
+            each.close()
+
+
+def connect(
+    address: Address, rank: int, ranks: int, settings: bytes, deadline_s: float, start_s: float = 600.0
+) -> Star:
+    """Join rank 0's group. GroupEnded if it does not answer within `start_s`."""
+    end = time.monotonic() + start_s
+    while True:
+        link = socket.socket(socket.AF_UNIX if isinstance(address, Path) else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            link.connect(str(address) if isinstance(address, Path) else address)
+            break
+        except OSError as e:
+            link.close()
+            if time.monotonic() > end:
+                raise GroupEnded(f"rank 0 does not answer at {_shown(address)}: {e.strerror or e}") from None
+            time.sleep(0.05)
+    found = Link(link, deadline_s)
+    found.send(_HELLO.pack(_MAGIC, settings, rank, ranks))
+    return Star(rank, ranks, {0: found}, deadline_s)
+
+
+def _bound(address: Address) -> socket.socket:
+    bound = socket.socket(socket.AF_UNIX if isinstance(address, Path) else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        if not isinstance(address, Path):
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(str(address) if isinstance(address, Path) else address)
+        bound.listen(64)
+    except OSError as e:
+        bound.close()
+        raise ConfigError(f"ranks cannot meet at {_shown(address)}: {e.strerror or e}; give another address") from None
+    return bound
+
+
+def _shown(address: Address) -> str:
+    return str(address) if isinstance(address, Path) else f"{address[0]}:{address[1]}"
+
+
+def _named(ranks: Iterable[int], but: Iterable[int]) -> str:
+    found = [str(rank) for rank in ranks if rank not in {*but}]
+    return f"rank{'s' * (len(found) > 1)} {', '.join(found)}"

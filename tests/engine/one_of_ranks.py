@@ -1,0 +1,62 @@
+"""One rank of a tiny model that several compute: its answers without a cache and through one, compared bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvarve.config import CacheConfig
+from kvarve.core.policies import Policies
+from kvarve.engine.model import LoadedModel, load_model
+from kvarve.engine.ranks import Place, Ranks
+from kvarve.model import MEMORY_TIERS
+from kvarve.prefix_cache import PrefixCache
+from kvarve.ranks.star import Listener
+from kvarve.testing.models import tiny_grid
+from kvarve.verify.requests import ProofRequest, Uncached, differences
+
+PROMPT, DECODE = 150, 4  # tokens
+
+
+def compare(options: dict[str, Any], place: Place, listener: Listener | None = None) -> dict[str, Any]:
+    """By family, of which `folder` has checkpoints: by round, from where a prompt resumed and how many logits differ;
+    and which pools are replicated."""
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    ranks = Ranks(place, place.meet("compare", listener))
+    with ranks.ended():
+        for family in options["families"]:
+            found[family] = _compare(family, ranks, Path(options["folder"]) / family)
+    return found
+
+
+def _compare(family: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
+    page, chunk = tiny_grid(family)
+    model = load_model(str(folder), page_tokens=page, chunk_tokens=chunk, ranks=ranks)
+    prompt = [int(token) for token in torch.randint(0, 256, (PROMPT,), generator=torch.Generator().manual_seed(5))]
+    uncached, rounds = Uncached(model, DECODE), {}
+    for restart in (False, True):
+        policies = Policies(prefetch_policy="wait_complete")
+        config = CacheConfig(4 << 20, 8 << 20, f"file://{folder}-{ranks.ranks}?capacity=64MiB", policies)
+        cache = PrefixCache(model.identity, config, rank=ranks.rank, agreement=ranks.again())
+        for name in ("storage",) if restart else ("cold", "device", "host"):
+            if name == "host":
+                cache.flush(MEMORY_TIERS[:1])
+            rounds[name] = _run(model, cache, prompt, uncached)
+        assert cache.settle(60)
+        cache.audit()
+        cache.shutdown(10)
+    return {
+        "rounds": rounds,
+        "replicated": {pool.name: pool.replicated for pool in model.layout.pools},
+        "identity": model.identity.fingerprint().hex(),
+    }
+
+
+def _run(model: LoadedModel, cache: PrefixCache, prompt: list[int], uncached: Uncached) -> list[int]:
+    with ProofRequest(model, cache, prompt, DECODE) as request:
+        request.wait()
+        request.resume()
+        while request.advance():
+            pass
+    return [*request.from_tiers(), len(differences(request.transcript, uncached(prompt)))]

@@ -1,0 +1,251 @@
+"""What ranks tell each other over real sockets: one exchange where something is in flight, and who ends the group."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvarve.core.effects import Began, Ended, Event, Verified
+from kvarve.errors import ConfigError
+from kvarve.ranks.agreement import AgreedStep, Proposal
+from kvarve.ranks.group import Group
+from kvarve.ranks.star import FRAME, GroupEnded, Link, Listener, Star, alike, connect
+
+LONG_S, SHORT_S = 60.0, 0.2  # a deadline that no test reaches, and one that some wait for
+
+
+class Ranks:
+    """The groups of several ranks, each on a thread of its own while it agrees."""
+
+    def __init__(self, ranks: int, deadline_s: float = LONG_S) -> None:
+        self.pairs = [socket.socketpair() for _ in range(ranks - 1)]
+        near = {rank: Link(mine, deadline_s) for rank, (mine, _) in enumerate(self.pairs, 1)}
+        stars = [Star(0, ranks, near, deadline_s)]
+        for rank, (_, theirs) in enumerate(self.pairs, 1):
+            stars.append(Star(rank, ranks, {0: Link(theirs, deadline_s)}, deadline_s))
+        self.stars, self.groups = stars, [Group(star) for star in stars]
+
+    def each(self, what: Callable[[int, Group], AgreedStep], but: int | None = None) -> list[AgreedStep | GroupEnded]:
+        """What every rank's call returned or raised; `but` one rank, which does nothing."""
+        said: dict[int, AgreedStep | GroupEnded] = {}
+
+        def run(rank: int) -> None:
+            try:
+                said[rank] = what(rank, self.groups[rank])
+            except GroupEnded as e:
+                said[rank] = e
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(self.groups)) if rank != but]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LONG_S)
+        return [said[rank] for rank in sorted(said)]
+
+    def turn(
+        self, waiting: bool = True, says: bytes = b"", **of: tuple[list[Event], bool, Proposal | None]
+    ) -> AgreedStep:
+        """A turn that all ranks take alike; `r1` says what rank 1 has to say."""
+
+        def agree(rank: int, group: Group) -> AgreedStep:
+            events, up, proposal = of.get(f"r{rank}", ([], True, None))
+            return group.agree(events, 100.0 * rank, up, proposal, waiting=waiting, says=b"" if rank else says)
+
+        found = self.each(agree)
+        assert all(each == found[0] for each in found), found
+        assert isinstance(found[0], AgreedStep)
+        return found[0]
+
+    def close(self) -> None:
+        for star in self.stars:
+            star.close()
+
+
+@pytest.fixture
+def three() -> Iterator[Ranks]:
+    ranks = Ranks(3)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def impatient() -> Iterator[Ranks]:
+    ranks = Ranks(3, SHORT_S)
+    yield ranks
+    ranks.close()
+
+
+def test_all_ranks_hear_rank_0s_time_and_inputs_whatever_their_length(three: Ranks) -> None:
+    for says in (b"", b"x", b"y" * (FRAME - 30), b"z" * FRAME, bytes(1 << 20)):
+        assert three.turn(says=says) == AgreedStep([], 0.0, True, None, says)
+
+
+def test_an_event_is_one_of_all_ranks_once_it_has_happened_on_each(three: Ranks) -> None:
+    pages = (1 << 300) - 1
+    assert three.turn(r0=([Began(7)], True, None)).events == []
+    assert three.turn(r1=([Verified(7, pages)], True, None)).events == []
+    assert three.turn(r2=([Ended(7, pages ^ 4, 4)], True, None)).events == [Began(7)]
+    step = three.turn(r0=([Verified(7, pages)], True, None), r1=([Ended(7, pages)], True, None))
+    assert step.events == []
+    assert three.turn(r0=([Ended(7, pages)], True, None)).events == [Ended(7, pages ^ 4, 4)]
+
+
+def test_a_turn_with_nothing_in_flight_waits_for_no_rank(three: Ranks) -> None:
+    three.turn()
+    before = [group.exchanges for group in three.groups]
+    for _ in range(5):
+        three.turn(waiting=False)
+    assert [group.exchanges for group in three.groups] == before
+    assert three.stars[0].ready(0) == [], "no rank has sent anything"
+
+
+def test_what_only_one_rank_knows_reaches_all_with_the_next_inputs(three: Ranks) -> None:
+    three.turn()
+    down: tuple[list[Event], bool, None] = ([], False, None)
+    assert [three.turn(waiting=False, r2=down).up for _ in range(2)][-1] is False, "at once, or in the next turn"
+    assert [three.turn(waiting=False).up for _ in range(2)][-1] is True
+
+
+def test_a_change_is_made_in_an_exchange_in_which_all_ranks_propose_it(three: Ranks) -> None:
+    three.turn()
+    asked: tuple[list[Event], bool, Proposal] = ([], True, Proposal("attach"))
+    assert {three.turn(waiting=False, r1=asked, r2=asked).granted for _ in range(3)} == {None}
+    assert three.turn(waiting=False, r0=asked, r1=asked, r2=asked).granted is True
+    no: tuple[list[Event], bool, Proposal] = ([], True, Proposal("", ready=False))
+    assert [three.turn(waiting=False, r0=asked, r1=no, r2=asked).granted for _ in range(3)][-1] is False
+
+
+def ends(found: list[AgreedStep | GroupEnded]) -> set[str]:
+    assert all(isinstance(each, GroupEnded) for each in found), found
+    return {str(each) for each in found}
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_a_rank_that_decides_otherwise_is_named_on_all_ranks(three: Ranks, waiting: bool) -> None:
+    three.turn()
+    for rank, group in enumerate(three.groups):
+        group.note(b"the same")
+        group.note(b"something else" if rank == 2 else b"the same")
+    if not waiting:
+        three.turn(waiting=False)  # no one looks
+    found = ends(three.each(lambda _, group: group.agree([], 0.0)))
+    assert len(found) == 1 and "rank 2: its decisions" in found.pop()
+    assert len(ends(three.each(lambda _, group: group.agree([], 0.0)))) == 1, "it has ended for good"
+
+
+@pytest.mark.parametrize("dead", [1, 2])
+def test_a_dead_rank_is_named_on_all_others_at_once(three: Ranks, dead: int) -> None:
+    three.turn()
+    three.stars[dead].close()
+    found = ends(three.each(lambda _, group: group.agree([], 0.0), but=dead))
+    assert found == {f"rank {dead}: it is dead: it has closed its socket"}
+
+
+def test_a_late_rank_is_named_on_all_others_after_the_deadline(impatient: Ranks) -> None:
+    found = ends(impatient.each(lambda _, group: group.agree([], 0.0), but=2))
+    assert any("rank 2: it is late" in each for each in found)
+    assert all("rank 1" not in each for each in found)
+
+
+@pytest.mark.parametrize("dead", [True, False])
+def test_the_others_end_without_rank_0(impatient: Ranks, dead: bool) -> None:
+    if dead:
+        impatient.stars[0].close()
+    found = ends(impatient.each(lambda _, group: group.agree([], 0.0), but=0))
+    assert all("rank 0: it is " + ("dead" if dead else "late") in each for each in found)
+
+
+def test_of_ranks_that_wait_for_each_other_the_silent_one_is_at_fault(impatient: Ranks) -> None:
+    """As in a sum of the model: those that wait give up alike, and say so."""
+    found = {
+        str(each)
+        for each in impatient.each(lambda _, group: _failed(group, "the sum took too long", stuck=True), but=1)
+    }
+    assert all("rank 1: it is late" in each and "the sum" not in each for each in found), found
+
+
+def _failed(group: Group, why: str, stuck: bool = False) -> AgreedStep:
+    raise GroupEnded(group.fail(why, stuck))
+
+
+def test_a_rank_that_cannot_go_on_is_named_with_its_reason(three: Ranks) -> None:
+    three.turn()
+
+    def one_fails(rank: int, group: Group) -> AgreedStep:
+        return _failed(group, "no memory") if rank == 1 else group.agree([], 0.0)
+
+    found = ends(three.each(one_fails))
+    assert found == {"rank 1: no memory"} or all("rank 1: no memory" in each for each in found), found
+
+
+@pytest.mark.parametrize("frame", [b"", b"\x00", b"\x09" * 40, b"\xff" * FRAME])
+def test_what_is_no_report_ends_the_group_with_a_message(three: Ranks, frame: bytes) -> None:
+    three.stars[2].links[0].send(frame)
+    found = ends(three.each(lambda _, group: group.agree([], 0.0), but=2))
+    assert all("rank 2" in each for each in found), found
+
+
+# --- meeting
+
+
+def meeting(tmp_path: Path, settings: list[str]) -> list[Star | GroupEnded]:
+    """Ranks that meet at a socket, with the settings of each."""
+    found: dict[int, Star | GroupEnded] = {}
+    listener = Listener([tmp_path / "meeting"])
+
+    def join(rank: int) -> None:
+        try:
+            found[rank] = connect(tmp_path / "meeting", rank, len(settings), alike(settings[rank]), LONG_S)
+        except GroupEnded as e:
+            found[rank] = e
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(1, len(settings))]
+    for thread in threads:
+        thread.start()
+    try:
+        found[0] = listener.accept(len(settings), alike(settings[0]), LONG_S)
+    except GroupEnded as e:
+        found[0] = e
+    finally:
+        for thread in threads:
+            thread.join(LONG_S)
+        listener.close()
+    return [found[rank] for rank in range(len(settings))]
+
+
+def test_ranks_with_other_settings_form_no_group(tmp_path: Path) -> None:
+    first, second = meeting(tmp_path, ["a", "b"])
+    assert isinstance(second, Star)
+    second.close()
+    assert isinstance(first, GroupEnded) and "rank 1 of 2 was given other settings" in str(first)
+
+
+def test_a_stranger_that_calls_does_not_keep_the_ranks_from_meeting(tmp_path: Path) -> None:
+    listener = Listener([tmp_path / "meeting"])
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(str(tmp_path / "meeting"))
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n".ljust(FRAME))
+        thread = threading.Thread(target=lambda: found.append(connect(tmp_path / "meeting", 1, 2, alike("a"), LONG_S)))
+        found: list[Star] = []
+        thread.start()
+        star = listener.accept(2, alike("a"), LONG_S)
+        thread.join(LONG_S)
+    listener.close()
+    for each in (star, *found):
+        each.close()
+
+
+def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
+    listener = Listener([tmp_path / "meeting"])
+    with pytest.raises(GroupEnded, match="ranks 1, 2 did not start"):
+        listener.accept(3, alike("a"), LONG_S, start_s=0.01)
+    listener.close()
+
+
+def test_an_address_that_is_taken_is_one_clear_error(tmp_path: Path) -> None:
+    listener = Listener([tmp_path / "meeting"])
+    with pytest.raises(ConfigError, match="ranks cannot meet at"):
+        Listener([tmp_path / "meeting"])
+    listener.close()
