@@ -313,9 +313,10 @@ class SlotPools:
 
     def offer(self, run: Run, place: int) -> None:
         """Put a run into a slot pool's eviction orders if it has a page there that may go."""
-        self.push(self.orders, 0, run, place)
-        if self.salt_shares is not None:
-            self.salt_shares.offer(run, place)
+        if run.here[place]:
+            self.push(self.orders, 0, run, place)
+            if self.salt_shares is not None:
+                self.salt_shares.offer(run, place)
 
     def push(self, orders: dict[int, Order], shift: int, run: Run, place: int) -> None:
         """Add a run to those of these orders, whose bits in `Run.queued` begin at `shift`, that it belongs in."""
