@@ -2,8 +2,7 @@
 
 Attention and linear attention are divided by heads, feed-forward layers and experts by their columns. The part that
 each rank computes of a module's output is added up over the ranks. A module that no row knows, or whose heads do not
-divide, is computed whole on every rank: a rank then keeps the same state as all others. (Why not transformers' own
-plans: decision 23.)
+divide, is computed whole on every rank: a rank then keeps the same state as all others.
 """
 
 from collections.abc import Callable, Mapping, Sequence
