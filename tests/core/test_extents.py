@@ -90,7 +90,7 @@ def test_prompts_alone_take_what_states_do_not_use_and_states_take_it_back() -> 
         world.request(prompt(15, seed=seed))
     assert all(world.hit(prompt(15, seed=seed))[0] == 0 for seed in range(4)), "no states are kept"
     assert owned(world)[0] == 15, "all but the least of the states"
-    assert len(world.core.slot_pools.reserve(1, 15)) == 15 and owned(world) == [1, 15]
+    assert len(world.core.slot_pools.reserve(1, 15, b"any")) == 15 and owned(world) == [1, 15]
 
 
 def test_the_pool_whose_next_victim_was_used_longest_ago_gives() -> None:
@@ -108,7 +108,7 @@ def test_no_page_of_a_running_request_leaves_for_another_pool() -> None:
     world = shared(ATTENTION, STATE, count=4, per=[4, 1])
     lease = world.start(prompt(8))
     assert world.core.reserve(lease, 8)
-    assert len(world.core.slot_pools.reserve(1, 4)) == 2, "two extents are the prompt's"
+    assert len(world.core.slot_pools.reserve(1, 4, b"any")) == 2, "two extents are the prompt's"
 
 
 def test_a_state_is_kept_where_prompts_branch_off_one_that_has_left() -> None:

@@ -34,7 +34,9 @@ CACHE = dict.fromkeys(
         "lane_stuck_s.host-to-storage",
     ),
     1.0,
-) | dict.fromkeys(("duplicates", "uncached", "page_tokens", "slots.device.window-24", "used.device.window-24"), 2.0)
+) | dict.fromkeys(
+    ("duplicates", "uncached", "over_share", "page_tokens", "slots.device.window-24", "used.device.window-24"), 2.0
+)
 
 
 def a_snapshot(storage: StorageUsage | None) -> Snapshot:
