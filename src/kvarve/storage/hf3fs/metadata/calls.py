@@ -6,6 +6,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import gt
 from typing import TypeVar
 
 from kvarve.errors import ConfigError, StorageError
@@ -56,11 +57,15 @@ class RemoteMetadata(Metadata):
 
     def lookup(self, names: Sequence[str], reader: int, pin_s: float) -> list[Found | None]:
         told = self._told("lookup", names, (reader, _ms(pin_s)), 4 * len(names))
-        if any(map(_is_too_large, told[0::4], told[3::4])):
+        slot_bytes, sizes = told[0::4], told[3::4]
+        # What a header takes of an object is not known here.
+        if any(map(gt, sizes, slot_bytes)) or max(slot_bytes, default=0) > MOST_SLOT_BYTES:
             raise _cannot_be("lookup")
-        slots = map(_slot, zip(told[0::4], told[1::4], told[2::4], strict=True))
-        pairs = zip(slots, told[3::4], strict=True)
-        return [_found(pair) if pair[0].slot_bytes else None for pair in pairs]
+        slots = map(_slot, zip(slot_bytes, told[1::4], told[2::4], strict=True))
+        pairs = map(_found, zip(slots, sizes, strict=True))
+        if 0 in slot_bytes:
+            return [pair if pair.slot.slot_bytes else None for pair in pairs]
+        return [*pairs]
 
     def release(self, reader: int) -> None:
         self._told("release", (), (reader,))
@@ -113,11 +118,6 @@ class RemoteMetadata(Metadata):
 
 def _cannot_be(call: str) -> StorageError:
     return StorageError(f"the metadata service answers a call of {call} with what cannot be")
-
-
-def _is_too_large(slot_bytes: int, size_bytes: int) -> bool:
-    """Whether an object cannot be in such a slot. What a header takes of it is not known here."""
-    return not size_bytes <= slot_bytes <= MOST_SLOT_BYTES
 
 
 def _sized(slots: Sequence[Slot], sizes: Sequence[int]) -> list[int]:

@@ -75,7 +75,6 @@ class Order:
             self._last = before
         else:
             after.before = before
-        entry.before = entry.after = None
 
     def __iter__(self) -> Iterator["Entry"]:
         entry = self.first

@@ -109,12 +109,12 @@ class SlotTable:
         now = self._advance(now)
         self._unpin(reader)
         objects = self._objects(label)
-        found = [objects.get(name) for name in names]
-        pinned = [entry for entry in found if entry is not None]
+        found = [*map(objects.get, names)]
+        pinned = [*filter(None, found)]
         while self._readers and self._pins + len(pinned) > MOST_PINS:
             self._unpin(next(iter(self._readers)))
+        self._pin(pinned)
         for entry in pinned:
-            self._pin(entry)
             entry.used = now
             if now - entry.saved > _SAVED_S:
                 self._change(entry)
@@ -169,14 +169,13 @@ class SlotTable:
         now = self._advance(now)
         home = self._home(label)
         kept = [entry for name in names if (entry := home.objects.get(name)) is not None]
-        for entry in kept:
-            self._pin(entry)
+        self._pin(kept)
         self._gain(0, None, now)  # if the capacity is less than it was, and something was in use then
         asked = self._requests.get((label, request)) or Request()
         answers = [self._reserve(home, asked, name, size, now) for name, size in zip(names, slot_bytes, strict=True)]
         for entry in reversed(kept):
             self._mark(entry, now)
-            self._let_go(entry)
+        self._let_go(kept)
         if asked.entries:
             asked.until = now + min(for_s, MOST_S)
             self._requests[label, request] = asked
@@ -446,23 +445,28 @@ class SlotTable:
         if entry.group:
             del entry.group.lru[entry]
 
-    def _pin(self, entry: Entry) -> None:
-        if not entry.pins:
-            self._out_of_lru(entry)
-        entry.pins += 1
+    def _pin(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:  # together with `_let_go` most of the time of most calls
+            if not entry.pins:
+                extent = entry.extent
+                extent.size.lru.remove(entry)
+                extent.evictable -= 1
+                if entry.group:
+                    del entry.group.lru[entry]
+            entry.pins += 1
 
-    def _let_go(self, entry: Entry) -> None:
-        entry.pins -= 1
-        if not entry.pins and entry.state == COMMITTED:
-            self._into_lru(entry)
-        elif not entry.pins:
-            self._free(entry)
+    def _let_go(self, entries: Sequence[Entry]) -> None:
+        for entry in reversed(entries):  # the first name is evicted last
+            entry.pins -= 1
+            if not entry.pins and entry.state == COMMITTED:
+                self._into_lru(entry)
+            elif not entry.pins:
+                self._free(entry)
 
     def _unpin(self, reader: int) -> None:
         if (reading := self._readers.pop(reader, None)) is not None:
             self._pins -= len(reading.entries)
-            for entry in reversed(reading.entries):  # the first name is evicted last
-                self._let_go(entry)
+            self._let_go(reading.entries)
 
     # --- inside: room
 
