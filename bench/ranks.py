@@ -166,7 +166,8 @@ def _bytes(task: Task, ranks: Ranks) -> dict[str, list[Any]]:
     checkpoint = str(task.folder / MODEL)
 
     def stored(name: str, model: LoadedModel, **among: Any) -> int:
-        cache = PrefixCache(model.identity, CacheConfig(8 << 20, 16 << 20, f"file://{task.folder}/{name}"), **among)
+        config = CacheConfig(8 << 20, 16 << 20, f"file://{task.folder}/{name}?capacity=1GiB")
+        cache = PrefixCache(model.identity, config, **among)
         prompt = torch.randint(0, 256, (PROMPT,), generator=torch.Generator().manual_seed(5)).tolist()
         with ProofRequest(model, cache, prompt, 2) as request:
             request.wait()

@@ -4,7 +4,6 @@ Exit codes: 0 done, 1 a proof or verification failed, 2 a setting or resource ca
 then), 130 interrupted. Heavy modules are imported only after the arguments are parsed.
 """
 
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from kvarve import __version__
 from kvarve.commands import Attach, Demo, Models, Remote, Verify
 from kvarve.errors import ConfigError, KvarveError
 from kvarve.options import ConfigFile, call, needs, root_app
+from kvarve.server.logs import begin_log
 from kvarve.server.settings import LEVELS, Settings
 
 _EXAMPLE = """\
@@ -72,9 +72,7 @@ def serve(*, settings: Settings = Settings(), config: ConfigFile = None) -> None
     """Run an OpenAI-compatible server with the cache inside."""
     if settings.log_level not in LEVELS:
         raise ConfigError(f"unknown log level {settings.log_level!r}; known: {', '.join(LEVELS)}")
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for chatty in ("httpx", "httpcore", "uvicorn", "asyncio"):
-        logging.getLogger(chatty).setLevel(max(logging.WARNING, logging.getLogger().level))
+    begin_log(settings.log_level)
     with needs("server", "serve"):
         from kvarve.server import serve  # torch and transformers take seconds to import
 

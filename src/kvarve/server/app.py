@@ -89,11 +89,16 @@ def create_app(
     for router in (open_to_all, guarded, flushing):
         app.include_router(router)
     app.include_router(admin_routes(engine.admin, operator, front.body))
+    add_errors(app)
+    return app
+
+
+def add_errors(app: FastAPI) -> None:
+    """Have every error answered in the form that OpenAI's clients read."""
     app.add_exception_handler(KvarveError, _error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _client_gone)
     app.add_exception_handler(Exception, _bug)
-    return app
 
 
 def _access_control(key: str | None, name: str) -> AccessControl | None:

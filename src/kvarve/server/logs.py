@@ -1,4 +1,4 @@
-"""Rate limit for logs: one warning of each kind a second, with the number of those suppressed."""
+"""The log of a server, and its rate limit: one warning of each kind a second, with the number of those suppressed."""
 
 import logging
 import threading
@@ -9,6 +9,13 @@ EACH_S = 1.0
 MOST_KINDS = 256  # remembered; the least recently seen is dropped first
 
 Kind = tuple[str, int, str, str]
+
+
+def begin_log(level: str) -> None:
+    """Log to stderr; libraries only their warnings."""
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for chatty in ("httpx", "httpcore", "uvicorn", "asyncio"):
+        logging.getLogger(chatty).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
 class OncePerSecond(logging.Filter):

@@ -7,15 +7,17 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType, TracebackType
 from typing import Any, cast
 
 import torch
 import uvicorn
+from fastapi import FastAPI
 
 from kvarve.core.extents import Cut
 from kvarve.engine.engine import Engine
@@ -35,9 +37,12 @@ from kvarve.memory.heap import bound_heaps
 from kvarve.memory.seals import seal_of
 from kvarve.prefix_cache import PrefixCache
 from kvarve.reports import check_file
+from kvarve.server.access import AccessControl
 from kvarve.server.app import create_app
 from kvarve.server.connections import KEEP_ALIVE_S, SEND_BYTES, Connections, most_connections, raise_descriptors
+from kvarve.server.front import Front
 from kvarve.server.logs import OncePerSecond
+from kvarve.server.replicas import Replicas
 from kvarve.server.settings import Settings, check_key
 from kvarve.sizes import format_size
 from kvarve.storage import StorageUsage
@@ -83,20 +88,7 @@ class Server:
                 max_body_bytes=settings.max_body_bytes,
                 connections=self.connections,
             )
-            config = uvicorn.Config(
-                app,
-                http=cast(type[asyncio.Protocol], self.connections.protocol),
-                loop="asyncio",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                # asyncio accepts this many in each turn of its loop, and closes the excess some four turns later.
-                backlog=max(1, min(BACKLOG, self.connections.most // 8)),
-            )
-            self._http = _Uvicorn(config, self.connections)
+            self._http = _http(app, self.connections)
             self._thread = threading.Thread(target=self._serve, args=(listener,), name="kvarve http", daemon=True)
             undo.pop_all()
         self.engine.start()
@@ -231,6 +223,23 @@ def follow(settings: Settings, place: Place) -> None:
             raise Broken(why)
 
 
+def _http(app: FastAPI, connections: Connections) -> "_Uvicorn":
+    config = uvicorn.Config(
+        app,
+        http=cast(type[asyncio.Protocol], connections.protocol),
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        # asyncio accepts this many in each turn of its loop, and closes the excess some four turns later.
+        backlog=max(1, min(BACKLOG, connections.most // 8)),
+    )
+    return _Uvicorn(config, connections)
+
+
 class _Uvicorn(uvicorn.Server):
     """Reports when it listens, and closes stalled connections. It handles no signals, as it does not run on the main
     thread."""
@@ -270,6 +279,16 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     check_settings(settings)
+    if settings.dp > 1:
+        with _replicas(settings) as url:
+            serving.set()
+            lines = [f"  replicas  {settings.dp}: a request goes to the one that has most of its prompt"]
+            if settings.admin_key is not None:
+                lines.append(f"  restart   POST {url}/admin/replicas/0/restart, with the admin key")
+            say("\n".join(["kvarve serves", *lines, f"  url       {url}", "ready: Ctrl-C stops it"]))
+            stop.wait()
+            say("kvarve stops: its replicas end their requests and finish their backups (Ctrl-C again: at once)")
+        return
     with ExitStack() as ends:
         ranks = None
         if settings.tp > 1:
@@ -297,6 +316,35 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
             if server.engine.broken:  # the ranks cannot go on without each other, so neither can this process
                 raise Broken(server.engine.broken)
         say("kvarve stops: ending requests, finishing backups (Ctrl-C again: at once)")
+
+
+@contextmanager
+def _replicas(settings: Settings) -> Iterator[str]:
+    """The front of several replicas, which serve while the block runs; gives its URL."""
+    with ExitStack() as ends:
+        listener = ends.enter_context(bind(settings.host, settings.port))
+        url = _url(listener)
+        replicas = Replicas(settings, Path(ends.enter_context(TemporaryDirectory(prefix="kvarve-replicas-"))))
+        replicas.start()
+        ends.callback(replicas.stop)
+        admin = None if settings.admin_key is None else AccessControl(settings.admin_key, "admin")
+        front, connections = Front(replicas, settings.max_body_bytes, admin), Connections(most_connections())
+        http = _http(front.app, connections)
+        _listen(listener, url)
+        thread = threading.Thread(target=http.run, args=([listener],), name="kvarve http", daemon=True)
+        thread.start()
+        http.listening.wait()
+        if settings.ready_file is not None:
+            _announce(settings.ready_file, url)
+            ends.callback(settings.ready_file.unlink, missing_ok=True)
+        try:
+            yield url
+        finally:
+            http.should_exit = True
+            replicas.stop()
+            thread.join(LEAVE_S)
+            http.force_exit = True
+            thread.join(LEAVE_S)
 
 
 def _not_cancelled(record: logging.LogRecord) -> bool:
@@ -329,6 +377,8 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError("the admin key must not be the API key: every client could change the storage")
     if settings.tp != 1 or settings.nnodes != 1 or settings.node_rank:
         check_ranks(settings.tp, settings.nnodes, settings.node_rank, settings.dist_init_addr)
+    if settings.dp < 1 or (settings.dp > 1 and settings.nnodes > 1):
+        raise ConfigError(f"{settings.dp} replicas on {settings.nnodes} nodes: give at least one, all on one node")
     if not settings.rank_deadline_s > 0:
         raise ConfigError(f"ranks wait for each other for some seconds, not {settings.rank_deadline_s:g}")
     if settings.hits not in ("exact", "rounded"):

@@ -23,15 +23,15 @@ from kvarve.core.effects import Began, Copy, Ended, Event, Hurry, Page, Probe, T
 from kvarve.core.lease import Lease
 from kvarve.core.policies import WAIT_COMPLETE
 from kvarve.core.reasons import Reason
-from kvarve.keys import bind_to_chunk, object_name, root_key
+from kvarve.keys import TOKEN_BYTES, bind_to_chunk, object_name, root_key
 from kvarve.memory.record import record_bytes
 from kvarve.model import PoolSpec, Tier
+from kvarve.routing import PrefixRouter
 from kvarve.simulate.settings import SimulationConfig
 from kvarve.simulate.traces import Advance, Infinite, Prompts, TraceRequest, has_prompts, read_trace
 from kvarve.storage.base import LruIndex
 
 MODEL = b"kvarve-simulate"
-MOST_WORK = 1.1  # times the mean of all replicas: one that has computed more gets no request for the sake of its pages
 SEED = 7  # of random routing
 
 
@@ -279,17 +279,16 @@ class Router:
     """Which replica gets a request."""
 
     def __init__(self, replicas: list[Replica], routing: str) -> None:
-        self._replicas = replicas
+        self._replicas, self._by_prefix = replicas, PrefixRouter(len(replicas))
         self._dice = random.Random(SEED) if routing == "random" else None
 
-    def choose(self, root: bytes, packed: bytes, tokens: int) -> Replica:
+    def choose(self, root: bytes, packed: bytes) -> Replica:
         if len(self._replicas) == 1:
             return self._replicas[0]
         if self._dice:
             return self._dice.choice(self._replicas)
-        most = MOST_WORK * sum(each.work for each in self._replicas) / len(self._replicas) + tokens
-        able = [each for each in self._replicas if each.work <= most]
-        return max(able, key=lambda each: (each.core.lookup(root, packed).memory, -each.work))
+        work = [TOKEN_BYTES * each.work for each in self._replicas]
+        return self._replicas[self._by_prefix.choose(root, packed, work, range(len(work)))]
 
 
 def replay(
@@ -323,7 +322,7 @@ def replayed(requests: Iterable[TraceRequest], config: SimulationConfig) -> Simu
         clock.until(request.timestamp_ms / 1000)
         packed = bind_to_chunk(prompts.packed(request), config.page_tokens, config.grid)
         root = root_key(MODEL + request.salt.encode(errors="surrogatepass"))
-        router.choose(root, packed, request.input_length).take(request, root, packed)
+        router.choose(root, packed).take(request, root, packed)
         report.requests += 1
         report.prompt_tokens += request.input_length
         report.output_tokens += request.output_length

@@ -1,0 +1,294 @@
+"""The front of several replicas: one port, requests to the replica that has most of their prompt.
+
+An answer that has begun belongs to its replica. Until then a request goes to another replica if the one chosen has
+ended, or is full. Calls that change or show a server's state go to all.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from fastapi import APIRouter, Depends, FastAPI
+from fastapi import Request as Http
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import Receive, Scope, Send
+
+from kvarve import __version__
+from kvarve.routing import BLOCK_BYTES, PrefixRouter
+from kvarve.server.access import AccessControl, no_pages
+from kvarve.server.api import Refused
+from kvarve.server.app import BODY_TIMEOUT_S, RETRY_AFTER, add_errors
+from kvarve.server.replicas import Replica, Replicas
+
+log = logging.getLogger(__name__)
+
+PROMPTS = ("prompt", "messages", "text", "input_ids")  # fields that hold one, whatever the endpoint
+SALTS = ("cache_salt", "extra_key")
+OF_ALL = ("/flush_cache", "/admin/storage")  # calls that go to all replicas
+OF_A_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length"}
+CONNECT_S = 5.0
+RETRIES = 2  # of a request whose replica has ended
+WAIT_S = 30.0  # for a replica to serve again, while none does
+LOOK_S = 0.1
+
+
+class Front:
+    """The application. `admin`: who may see and restart replicas; off without it."""
+
+    def __init__(self, replicas: Replicas, max_body_bytes: int, admin: AccessControl | None) -> None:
+        self._replicas, self._max_body_bytes, self._admin = replicas, max_body_bytes, admin
+        self._router = PrefixRouter(len(replicas.all))
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        self._http = httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=CONNECT_S), limits=limits, trust_env=False, follow_redirects=False
+        )
+        self.app = FastAPI(title="kvarve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+        own = APIRouter(prefix="/admin/replicas", dependencies=[Depends(no_pages), Depends(self._admit)])
+        own.get("")(self.state)
+        own.post("/{number}/restart")(self.restart)
+        self.app.include_router(own)
+        self.app.get("/metrics")(self.metrics)
+        for path in OF_ALL:
+            self.app.add_api_route(path, self.tell_all, methods=["GET", "POST", "PUT", "DELETE"])
+        self.app.add_api_route(
+            "/{path:path}", self.forward, methods=["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"]
+        )
+        add_errors(self.app)
+
+    async def _admit(self, http: Http) -> None:
+        if self._admin is None:
+            message = "the server has no admin key, so this is off: start it with --admin-key or $KVARVE_ADMIN_KEY"
+            raise Refused(403, message, code="no_admin_key")
+        await self._admin.admit(http)
+
+    async def state(self) -> Response:
+        return JSONResponse({"replicas": [each.state() for each in self._replicas.all]})
+
+    async def restart(self, number: int) -> Response:
+        """Drain a replica, and start it anew once it has no request: answers at once."""
+        if not 0 <= number < len(self._replicas.all):
+            raise Refused(404, f"there is no replica {number}: they count from 0 to {len(self._replicas.all) - 1}")
+        if self._replicas.all[number].draining:
+            raise Refused(409, f"replica {number} is being restarted", code="change_under_way")
+        self._replicas.restart(number)
+        log.info("replica %d is drained, to be restarted", number)
+        return JSONResponse(self._replicas.all[number].state(), 202)
+
+    async def metrics(self, http: Http) -> Response:
+        """All replicas' metrics, each with the number of its replica."""
+        found: dict[str, Metric] = {}
+        for each in self._able():
+            with suppress(httpx.HTTPError):
+                answer = await self._http.get(each.url + "/metrics")
+                for family in text_string_to_metric_families(answer.text):
+                    metric = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                    for sample in family.samples:
+                        labels = {"replica": str(each.number)} | sample.labels
+                        metric.add_sample(sample.name, labels, sample.value)
+        registry = CollectorRegistry()
+        registry.register(_Found(found))
+        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def tell_all(self, http: Http) -> Response:
+        """One call to every replica, one after the other; the first that refuses ends it, and is named."""
+        body, told = await self._body(http), list[dict[str, Any]]()
+        for each in self._replicas.all:
+            if not each.up:
+                raise Refused(503, f"replica {each.number} does not serve now: try again", headers=RETRY_AFTER)
+            try:
+                answer = await self._http.send(self._request(http, body, each))
+            except httpx.HTTPError as e:
+                raise Refused(502, f"replica {each.number}: {e}; told before it: {len(told)}") from None
+            if answer.status_code >= 400:
+                told_too = f" (replicas 0 to {each.number - 1} have done it)" if each.number else ""
+                log.warning("%s %s: replica %d refuses%s", http.method, http.url.path, each.number, told_too)
+                return _passed(answer)
+            told.append(answer.json())
+        return JSONResponse(_joined(told))
+
+    async def forward(self, http: Http) -> Response:
+        body = await self._body(http)
+        salt, prompt = await asyncio.to_thread(_prompt_of, body) if http.method == "POST" else (b"", b"")
+        gone, tried, ended = asyncio.ensure_future(_gone(http.receive)), set[int](), 0
+        try:
+            while True:
+                each = await self._choose(salt, prompt, tried)
+                tried.add(each.number)
+                try:
+                    begun = await self._begin(http, body, each, BLOCK_BYTES + len(prompt) if prompt else 0, gone)
+                except httpx.TransportError as e:  # nothing of an answer has reached the client
+                    ended += 1
+                    if ended > RETRIES:  # it may be what ends them
+                        raise Refused(502, f"{ended} replicas have ended before they answered this") from None
+                    log.warning("replica %d: %s: its request goes to another", each.number, type(e).__name__)
+                    continue
+                if begun.answer.status_code == httpx.codes.SERVICE_UNAVAILABLE and self._others(tried):
+                    await begun.end()
+                    continue
+                return _Answer(begun, gone)
+        except BaseException:
+            gone.cancel()
+            raise
+
+    # --- one request
+
+    async def _choose(self, salt: bytes, prompt: bytes, tried: set[int]) -> Replica:
+        """The replica for a request, of those that it has not tried; waits while none serves."""
+        end = asyncio.get_running_loop().time() + WAIT_S
+        while not (able := self._others(tried)):
+            if asyncio.get_running_loop().time() > end:
+                raise Refused(503, "no replica serves now: try again", headers=RETRY_AFTER)
+            tried.clear()  # one that is started again has not been tried
+            await asyncio.sleep(LOOK_S)
+        while self._replicas.ended:
+            self._router.forget(self._replicas.ended.pop())
+        if not prompt:
+            return min(able, key=lambda each: each.busy)
+        work = [each.work for each in self._replicas.all]
+        return self._replicas.all[self._router.choose(salt, prompt, work, [each.number for each in able])]
+
+    async def _begin(self, http: Http, body: bytes, each: Replica, work: int, gone: "asyncio.Future[None]") -> "_Begun":
+        """The beginning of a replica's answer. TransportError if it has ended before that."""
+        each.busy, each.work = each.busy + 1, each.work + work
+        sent = asyncio.ensure_future(self._http.send(self._request(http, body, each), stream=True))
+        try:
+            await asyncio.wait((sent, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not sent.done():
+                sent.cancel()
+                raise Refused(499, "the client has gone")
+            return _Begun(sent.result(), each, work)
+        except BaseException:
+            each.busy, each.work = each.busy - 1, each.work - work
+            raise
+
+    def _request(self, http: Http, body: bytes, each: Replica) -> httpx.Request:
+        headers = [(name, value) for name, value in http.headers.raw if name.decode("latin-1") not in OF_A_HOP]
+        path = http.url.path + (f"?{http.url.query}" if http.url.query else "")
+        return self._http.build_request(http.method, each.url + path, headers=headers, content=body)
+
+    async def _body(self, http: Http) -> bytes:
+        parts, size = list[bytes](), 0
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for part in http.stream():
+                    size += len(part)
+                    if size <= self._max_body_bytes:
+                        parts.append(part)
+                    elif size > 4 * self._max_body_bytes:
+                        break
+        except TimeoutError:
+            raise Refused(408, f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
+        if size > self._max_body_bytes:
+            raise Refused(413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large")
+        return b"".join(parts)
+
+    def _able(self) -> list[Replica]:
+        return [each for each in self._replicas.all if each.able]
+
+    def _others(self, tried: set[int]) -> list[Replica]:
+        return [each for each in self._able() if each.number not in tried]
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A replica's answer whose status and headers have come."""
+
+    answer: httpx.Response
+    replica: Replica
+    work: int
+
+    async def end(self) -> None:
+        """No more of it is wanted."""
+        self.replica.busy, self.replica.work = self.replica.busy - 1, self.replica.work - self.work
+        await self.answer.aclose()
+
+
+class _Answer(Response):
+    """A replica's answer, passed on as it comes."""
+
+    def __init__(self, begun: _Begun, gone: "asyncio.Future[None]") -> None:
+        super().__init__(status_code=begun.answer.status_code)
+        self._begun, self._gone = begun, gone
+        self.raw_headers = [
+            (name.lower(), value)
+            for name, value in begun.answer.headers.raw
+            if name.decode("latin-1").lower() not in OF_A_HOP
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pieces = self._begun.answer.aiter_raw()
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            while (piece := await self._next(pieces)) is not None:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except OSError:
+            pass  # the client has gone
+        finally:
+            self._gone.cancel()
+            await self._begun.end()
+
+    async def _next(self, pieces: AsyncIterator[bytes]) -> bytes | None:
+        """The next piece; None at the end. An answer that breaks off breaks off here too: its end is missing, so that
+        no client takes it for whole."""
+        following = asyncio.ensure_future(anext(pieces, None))
+        await asyncio.wait((following, self._gone), return_when=asyncio.FIRST_COMPLETED)
+        if not following.done():
+            following.cancel()
+            raise ConnectionAbortedError
+        return following.result()
+
+
+class _Found:
+    """Metrics that were read elsewhere, as a collector."""
+
+    def __init__(self, found: Mapping[str, Metric]) -> None:
+        self._found = found
+
+    def collect(self) -> list[Metric]:
+        return [*self._found.values()]
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _prompt_of(body: bytes) -> tuple[bytes, bytes]:
+    """The salt and the prompt of a request, as bytes of which equal prompts have equal beginnings. What is no JSON has
+    none: the replica refuses it."""
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError):
+        return b"", b""
+    if not isinstance(given, dict):
+        return b"", b""
+    salt = json.dumps([given.get(name) for name in SALTS]).encode()
+    prompt = next((given[name] for name in PROMPTS if given.get(name)), None)
+    return salt, b"" if prompt is None else json.dumps(prompt, ensure_ascii=False).encode(errors="surrogatepass")
+
+
+def _joined(told: list[dict[str, Any]]) -> dict[str, Any]:
+    """One answer of all: counts are added up, anything else is the first one's; and each one's own."""
+    first = told[0]
+    counts = {
+        name: sum(each.get(name, 0) for each in told)
+        for name, value in first.items()
+        if name.endswith("_pages") and isinstance(value, int)
+    }
+    return first | counts | {"replicas": told}
+
+
+def _passed(answer: httpx.Response) -> Response:
+    return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))

@@ -1,0 +1,185 @@
+"""Replicas: servers in processes of their own, started again when they end, and drained before they are restarted.
+
+One thread keeps them. The front (`server.front`) asks which of them may be sent requests.
+"""
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from math import inf
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from kvarve.errors import ConfigError, KvarveError
+from kvarve.server.logs import begin_log
+from kvarve.server.settings import Settings
+
+log = logging.getLogger(__name__)
+
+START_S = 900.0  # for a replica to read its weights
+LOOK_S = 0.1  # between two looks at the processes
+STOP_S = 60.0  # for a replica to end its requests and backups
+DRAIN_S = 600.0  # for the requests of a replica that is to be restarted
+CALM_S = 60.0  # a replica that has lived so long is started again at once
+WAITS_S = (0.0, 1.0, 5.0, 30.0)  # before a replica is started again that keeps ending
+_DIES_WITH_PARENT = 1  # prctl
+
+
+class Replica:
+    """One server. `busy`: requests whose answers the front has not had all of; `work`: the bytes of their prompts."""
+
+    def __init__(self, number: int, settings: Settings, folder: Path) -> None:
+        # These two belong to the front's event loop, all else to the thread that keeps the replicas.
+        self.number, self.url = number, ""
+        self.up = False  # it serves
+        self.draining = False  # it gets no new requests
+        self.busy = self.work = 0
+        self.starts = 0
+        self.restart_from, self.drain_by_s = 0, inf  # of the last restart: how often it had been started, and patience
+        self._ready = folder / f"ready-{number}"
+        self._settings = replace(settings, dp=1, host="127.0.0.1", port=0, ready_file=self._ready)
+        self._process: BaseProcess | None = None
+        self._started_s = self._ended_s = 0.0
+        self._stop_by_s = inf  # it was told to end
+        self._failures = 0  # in a row
+
+    @property
+    def able(self) -> bool:
+        """Whether it may be sent requests."""
+        return self.up and not self.draining
+
+    def start(self) -> None:
+        self._ready.unlink(missing_ok=True)
+        spawn = multiprocessing.get_context("spawn")
+        self._process = spawn.Process(
+            target=_serve, args=(self.number, self._settings), name=f"kvarve replica {self.number}"
+        )
+        self._process.start()
+        self._started_s, self._stop_by_s, self.starts = time.monotonic(), inf, self.starts + 1
+
+    def look(self) -> bool:
+        """See what has become of the process; True if it has just ended."""
+        if self._process is None:
+            return False
+        if time.monotonic() > self._stop_by_s:
+            log.warning("replica %d has not ended after %.0f s: killed", self.number, STOP_S)
+            self._process.kill()
+            self._process.join()
+        if not self._process.is_alive():
+            asked, now_s = self._stop_by_s < inf, time.monotonic()
+            self._failures = 0 if asked or now_s - self._started_s > CALM_S else self._failures + 1
+            self._process, self.up, self._ended_s = None, False, now_s
+            if not asked:
+                log.error("replica %d has ended by itself: it is started again", self.number)
+            return True
+        if not self.up and self._ready.exists() and (url := self._ready.read_text().strip()):
+            self.url, self.up = url, True
+        return False
+
+    def due(self) -> bool:
+        """Whether it has ended, and is to be started again now."""
+        wait_s = WAITS_S[min(self._failures, len(WAITS_S) - 1)]
+        return self._process is None and time.monotonic() >= self._ended_s + wait_s
+
+    def stop(self) -> None:
+        """Have it end its requests and its backups."""
+        self.up = False
+        if self._process is not None:
+            self._stop_by_s = time.monotonic() + STOP_S
+            self._process.terminate()
+
+    @property
+    def over(self) -> bool:
+        return self._process is None
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "replica": self.number,
+            "pid": None if self._process is None else self._process.pid,
+            "up": self.up,
+            "draining": self.draining,
+            "busy": self.busy,
+            "starts": self.starts,
+        }
+
+
+class Replicas:
+    """All replicas, kept by a thread from `start` to `stop`."""
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        self.all = [Replica(number, settings, folder) for number in range(settings.dp)]
+        self.ended: list[int] = []  # numbers of those that have ended since the front last looked
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="kvarve replicas", daemon=True)
+        self._failed = ""
+
+    def start(self) -> None:
+        """Returns when all serve. ConfigError if one does not."""
+        self._thread.start()
+        end = time.monotonic() + START_S
+        while not all(each.up for each in self.all):
+            if self._failed or time.monotonic() > end:
+                self.stop()
+                raise ConfigError(self._failed or f"not all replicas serve after {START_S:.0f} s")
+            time.sleep(LOOK_S)
+
+    def restart(self, number: int) -> None:
+        """Drain a replica and start it anew; it gets no new requests from now on."""
+        each = self.all[number]
+        each.restart_from, each.drain_by_s, each.draining = each.starts, time.monotonic() + DRAIN_S, True
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _keep(self) -> None:
+        for each in self.all:
+            each.start()
+        while not self._stopping.wait(LOOK_S):
+            for each in self.all:
+                if each.look():
+                    self.ended.append(each.number)
+                    if not each.url:
+                        self._failed = f"replica {each.number} could not start, see its error above"
+                if each.due() and not self._failed:
+                    each.start()
+                if each.up and each.draining and (not each.busy or time.monotonic() > each.drain_by_s):
+                    if each.starts > each.restart_from:
+                        each.draining = False  # the new process serves
+                    else:
+                        each.stop()
+        for each in self.all:
+            each.stop()
+        while not all(each.over for each in self.all):
+            for each in self.all:
+                each.look()
+            time.sleep(LOOK_S)
+
+
+def _serve(number: int, settings: Settings) -> None:
+    """A replica's life. It ends with the process that started it; Ctrl-C in a terminal is that one's to handle."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
+    os.setpgrp()
+    if settings.device == "cuda":  # each replica has devices of its own
+        known = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        mine = range(number * settings.tp, (number + 1) * settings.tp)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
+            known[at] if at < len(known) and known[at] else str(at) for at in mine
+        )
+    from kvarve.server.serve import run  # which starts replicas
+
+    begin_log(settings.log_level)
+    try:
+        run(settings, lambda text: None)
+    except KvarveError as e:
+        print(f"kvarve: {e}", file=sys.stderr)
+        sys.exit(2)
