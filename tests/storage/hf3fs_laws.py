@@ -7,6 +7,7 @@ from kvarve.storage.hf3fs.metadata.table import SlotTable
 
 
 def audit(table: SlotTable) -> None:
+    table.tidy()
     in_extents, evictable, entries = 0, Counter(), []
     for slot_bytes, size in table._sizes.items():
         assert size.extents, "a size without extents is forgotten"

@@ -64,6 +64,7 @@ class MemoryMetadata(Metadata):
     def release(self, reader: int) -> None:
         with self._shared.lock:
             self._shared.table.release(reader, self._now())
+            self._shared.table.tidy()
 
     def reserve(self, request: int, names: Sequence[str], slot_bytes: Sequence[int], for_s: float) -> list[Slot | bool]:
         with self._shared.lock:

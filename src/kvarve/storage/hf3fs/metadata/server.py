@@ -84,6 +84,10 @@ class Service:
             table.layout_changed = True
         return label
 
+    def tidy(self) -> None:
+        if self.journal.table is not None:
+            self.journal.table.tidy()
+
     def answer(self, label: bytes, call: str, names: list[str], numbers: list[int]) -> list[int] | bytes:
         assert self.journal.table is not None
         return answer(self.journal.table, label, call, names, numbers, self._clock())
@@ -112,6 +116,7 @@ class Server:
                 more = deque(connection for connection, data in answers if self._send(connection, data, now))
                 for connection in more:
                     self._take(connection, now)
+            self._service.tidy()
             if self._connections:
                 last = now
             elif now - last > self._idle_s:

@@ -68,6 +68,8 @@ class SlotTable:
         self._leaving: dict[Extent, SlotExtent] = {}
         self._leaving_bytes = 0
         self._readers: dict[int, Reader] = {}
+        # Readers whose pins are still to be put on (True) or taken off, in order: no answer waits for that, see `tidy`.
+        self._untidy: list[tuple[bool, Reader]] = []
         self._pins = 0
         self._requests: dict[tuple[bytes, int], Request] = {}
         self._timers: list[tuple[float, int, object]] = []
@@ -113,21 +115,30 @@ class SlotTable:
         pinned = [*filter(None, found)]
         while self._readers and self._pins + len(pinned) > MOST_PINS:
             self._unpin(next(iter(self._readers)))
-        self._pin(pinned)
-        for entry in pinned:
-            entry.used = now
-            if now - entry.saved > _SAVED_S:
-                self._change(entry)
         if pinned:
             until = now + min(pin_s, MOST_S)
-            self._readers[reader] = Reader(until, pinned)
+            self._readers[reader] = reading = Reader(until, pinned)
+            self._untidy.append((True, reading))
             self._pins += len(pinned)
             self._at(until, reader)
         return found
 
     def release(self, reader: int, now: float) -> None:
         self._advance(now)
-        self._unpin(reader)
+        if (reading := self._readers.pop(reader, None)) is not None:
+            self._untidy.append((False, reading))
+
+    def tidy(self) -> None:
+        """Work that no answer waits for; each call begins with what is left of it."""
+        untidy, self._untidy = self._untidy, []
+        for begins, reading in untidy:
+            if begins:
+                self._pin(reading.entries)
+                for entry in reading.entries:
+                    self._mark(entry, self._now)
+            else:
+                self._pins -= len(reading.entries)
+                self._let_go(reading.entries)
 
     def touch(self, label: bytes, names: Sequence[str], now: float) -> None:
         now = self._advance(now)
@@ -465,8 +476,8 @@ class SlotTable:
 
     def _unpin(self, reader: int) -> None:
         if (reading := self._readers.pop(reader, None)) is not None:
-            self._pins -= len(reading.entries)
-            self._let_go(reading.entries)
+            self._untidy.append((False, reading))
+            self.tidy()
 
     # --- inside: room
 
@@ -633,6 +644,8 @@ class SlotTable:
     def _advance(self, now: float) -> float:
         """What has come to its end by now."""
         self._now = max(self._now, now)
+        if self._untidy:
+            self.tidy()
         while self._timers and self._timers[0][0] <= self._now:
             when, _, what = heappop(self._timers)
             if not self._is_due(what, when):
