@@ -1,0 +1,130 @@
+"""A server whose model several processes compute: one of them dies or stops, and all change at once or none does."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+PATIENCE_S = 300.0
+DEADLINE_S = 5.0
+ADMIN = {"Authorization": "Bearer the-admin"}
+PROMPT = "a long story about several ranks, " * 30
+
+
+@contextmanager
+def serving(folder: Path, ranks: int, *words: str) -> Iterator[tuple["subprocess.Popen[bytes]", httpx.Client]]:
+    ready, log = folder / "ready", folder / "log"
+    ready.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "kvarve", "serve", "--tp", str(ranks), "--port", "0", "--ready-file", str(ready)]
+    command += ["--page-tokens", "16", "--chunk-tokens", "64", "--prefetch-policy", "wait_complete", *words]
+    command += ["--rank-deadline-s", str(DEADLINE_S), "--admin-key", "the-admin"]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        end = time.monotonic() + PATIENCE_S
+        while not ready.exists():
+            assert process.poll() is None and time.monotonic() < end, log.read_text()
+            time.sleep(0.05)
+        with httpx.Client(base_url=ready.read_text().strip(), timeout=PATIENCE_S) as client:
+            yield process, client
+    finally:
+        process.kill()
+        process.wait()
+
+
+def others(process: "subprocess.Popen[bytes]") -> list[int]:
+    """The processes of the other ranks, the first of them first."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def ask(client: httpx.Client, prompt: str = PROMPT, **more: Any) -> dict[str, Any]:
+    answer = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4, "temperature": 0} | more)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def cached(answer: dict[str, Any]) -> dict[str, int]:
+    found: dict[str, int] = answer["usage"]["kvarve"]["cached_tokens"]
+    return found
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_without_one_rank_all_end_and_say_which_and_a_restart_serves_from_storage(how: str, tmp_path: Path) -> None:
+    storage = ("--storage", f"file://{tmp_path}/store?capacity=64MiB")
+    with serving(tmp_path, 2, *storage) as (process, client):
+        cold = ask(client)
+        assert not any(cached(cold).values())
+        assert client.post("/flush_cache", headers=ADMIN).status_code == 200  # after the backups
+        (other,) = others(process)
+        os.kill(other, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        began = time.monotonic()
+        with suppress(httpx.TransportError):  # it may have ended before it could answer
+            assert client.post("/v1/completions", json={"prompt": "another one", "max_tokens": 4}).status_code >= 500
+        assert process.wait(PATIENCE_S) == 2
+        took_s = time.monotonic() - began
+        said = (tmp_path / "log").read_text()
+        assert re.search(r"rank 1: it is (dead|late)" if how == "killed" else "rank 1: it is late", said), said
+        assert not Path(f"/proc/{other}").exists() or "Z" in Path(f"/proc/{other}/stat").read_text().split()[2]
+        assert took_s < 60, "the deadline, and what the processes take to end"
+    with serving(tmp_path, 2, *storage) as (_, client):
+        warm = ask(client)
+    assert cached(warm)["storage"] > 0 and warm["choices"] == cold["choices"]
+
+
+@pytest.mark.parametrize("changes", [12, pytest.param(500, marks=pytest.mark.long)])
+def test_changes_of_the_storage_under_traffic_are_made_on_all_ranks_or_none(changes: int, tmp_path: Path) -> None:
+    seed = 20
+    print(f"seed {seed}")
+    dice, over, failed = random.Random(seed), threading.Event(), list[str]()
+    urls = [f"file://{tmp_path}/{name}?capacity=64MiB" for name in ("one", "other")]
+    with serving(tmp_path, 4) as (process, client):
+        expected = {number: ask(client, f"{number} {PROMPT}", skip_reading_prefix_cache=True) for number in range(4)}
+
+        def ask_on(number: int) -> int:
+            count = 0
+            while not over.is_set():
+                answer = client.post(
+                    "/v1/completions", json={"prompt": f"{number} {PROMPT}", "max_tokens": 4, "temperature": 0}
+                )
+                if answer.status_code != 200 or answer.json()["choices"] != expected[number]["choices"]:
+                    failed.append(answer.text)
+                count += 1
+            return count
+
+        def change() -> httpx.Response:
+            match dice.choice(["attach", "detach", "flush"]):
+                case "attach":
+                    return client.put("/admin/storage", json={"url": dice.choice(urls)}, headers=ADMIN)
+                case "detach":
+                    return client.delete("/admin/storage", headers=ADMIN)
+            return client.post("/flush_cache", headers=ADMIN)
+
+        with ThreadPoolExecutor(4) as clients:
+            asked = [clients.submit(ask_on, number) for number in range(4)]
+            try:
+                for _ in range(changes):
+                    answer = change()
+                    # 409: there is nothing to detach, or another change is under way.
+                    assert answer.status_code in (200, 400, 409), answer.text
+                    time.sleep(dice.random() / 50)
+            finally:
+                over.set()
+            assert all(each.result() for each in asked)
+        assert not failed
+        assert client.get("/health").status_code == 200 and process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 0, (tmp_path / "log").read_text()
