@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 PATIENCE_S = 300.0
-DEADLINE_S = 5.0
+DEADLINE_S = 20.0
 ADMIN = {"Authorization": "Bearer the-admin"}
 PROMPT = "a long story about several ranks, " * 30
 
@@ -79,7 +79,7 @@ def test_without_one_rank_all_end_and_say_which_and_a_restart_serves_from_storag
         said = (tmp_path / "log").read_text()
         assert re.search(r"rank 1: it is (dead|late)" if how == "killed" else "rank 1: it is late", said), said
         assert not Path(f"/proc/{other}").exists() or "Z" in Path(f"/proc/{other}/stat").read_text().split()[2]
-        assert took_s < 60, "the deadline, and what the processes take to end"
+        assert took_s < DEADLINE_S + 40, "what the processes take to end, on a slow machine"
     with serving(tmp_path, 2, *storage) as (_, client):
         warm = ask(client)
     assert cached(warm)["storage"] > 0 and warm["choices"] == cold["choices"]

@@ -29,6 +29,7 @@ UP, PROPOSES, READY = 1, 2, 4  # flags of a report
 ALL_UP, GRANTED, REFUSED, ATTEND = 1, 2, 4, 8  # flags of inputs
 SLACK = 1.25  # a rank whose model waits for another one says so within the deadline; rank 0 waits a little longer
 GRACE = 0.5  # of the deadline, once one rank has failed: for the others to say so too
+ALL = 2.0  # of the deadline: when rank 0 has said which rank is at fault, or is so itself
 UNREADABLE = "it has sent a frame that cannot be read: all ranks need one version of kvarve"
 DEAD, LATE = "it is dead: it has closed its socket", "it is late: nothing comes from it"
 
@@ -56,6 +57,16 @@ class Group:
         self._ended = ""
         self._missing: set[int] = set()  # ranks that have not reported in this exchange
         self.exchanges = 0  # so far
+        self._wait(self._patience_s)
+
+    @property
+    def _patience_s(self) -> float:
+        """For one frame. The other ranks wait for rank 0 until it has given up any of them."""
+        return self._star.deadline_s * (ALL if self.rank else 1.0)
+
+    def _wait(self, deadline_s: float) -> None:
+        for link in self._star.links.values():
+            link.wait_at_most(deadline_s)
 
     def note(self, decided: bytes) -> None:
         """Something that this rank has decided: all ranks have to note the same, in the same order."""
@@ -109,15 +120,14 @@ class Group:
     def assemble(self, start_s: float) -> None:
         """Wait until all ranks are here, as after a step that takes each its own time. GroupEnded after `start_s`."""
         try:
+            self._wait(start_s)
             for link in self._star.links.values():
-                link.wait_at_most(start_s)
                 if self.rank:
                     link.send(bytes([REPORT]))
                 link.receive()
-            for link in self._star.links.values():
-                if not self.rank:
-                    link.send(bytes([INPUTS]))
-                link.wait_at_most(self._star.deadline_s)
+            for link in self._star.links.values() if not self.rank else ():
+                link.send(bytes([INPUTS]))
+            self._wait(self._patience_s)
         except (Dead, Late) as e:
             why = "another rank has ended" if isinstance(e, Dead) else f"the ranks are not ready after {start_s:g} s"
             raise GroupEnded(self.fail(why, stuck=True)) from None
@@ -137,7 +147,7 @@ class Group:
                 self._said = mine
             frame = link.receive()
         except Late:
-            self._ended = f"rank 0: {LATE} for {self._star.deadline_s:g} s"
+            self._ended = f"rank 0: {LATE} for {self._patience_s:g} s"
             raise GroupEnded(self._ended) from None
         except Dead:
             self._ended = f"rank 0: {DEAD}"

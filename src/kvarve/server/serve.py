@@ -36,6 +36,7 @@ from kvarve.errors import Broken, ConfigError, StorageError
 from kvarve.memory.heap import bound_heaps
 from kvarve.memory.seals import seal_of
 from kvarve.prefix_cache import PrefixCache
+from kvarve.ranks.group import ALL
 from kvarve.reports import check_file
 from kvarve.server.access import AccessControl
 from kvarve.server.app import create_app
@@ -299,7 +300,7 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
                 nodes=settings.nnodes,
                 node=settings.node_rank,
                 address=settings.dist_init_addr,
-                deadline_s=settings.rank_deadline_s,
+                deadline_s=settings.rank_deadline_s / ALL,
             )
             place, listener = ends.enter_context(among)
             if place.rank:
