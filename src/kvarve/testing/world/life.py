@@ -573,7 +573,7 @@ def born(seed: int, kind: str = "core") -> tuple[Life, random.Random]:
     if kind == "engine":
         return Life(seed, 1, shop.setting(dice)), dice
     config = draw_engine(dice) if kind == "blocks" else draw(dice)
-    return Life(seed, dice.choice([1, 1, 1, 1, 2, 2, 3, 4]), config), dice
+    return Life(seed, dice.choice([1, 1, 1, 1, 2, 3, 4, 8]), config), dice
 
 
 def live(life: Life, dice: random.Random, steps: int | None = None) -> World:
