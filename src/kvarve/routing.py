@@ -7,10 +7,12 @@ names are chained, so that a block stands for all of the prompt up to its end.
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 BLOCK_BYTES = 256
 NAME_BYTES = 8
 MOST_BLOCKS = 1 << 18  # remembered, about 64 MiB of prompts
+MOST_OF_ONE = 1 << 12  # blocks of one prompt: a mebibyte tells who has it
 MOST_WORK = 1.1  # times the mean of all replicas: one that has more gets no request for the sake of its pages
 
 
@@ -21,10 +23,10 @@ class PrefixRouter:
         self._replicas, self._most = replicas, most_blocks
         self._sent: OrderedDict[bytes, int] = OrderedDict()  # block: a bit for each replica
 
-    def choose(self, salt: bytes, prompt: bytes, work: Sequence[float], able: Iterable[int]) -> int:
+    def choose(self, prompt: "Prompt", work: Sequence[float], able: Iterable[int]) -> int:
         """The replica for a prompt, of those that are `able`. `work`: of each, in bytes of prompts."""
-        blocks, candidates = [*_blocks(salt, prompt)], [*able]
-        most = MOST_WORK * sum(work[each] for each in candidates) / len(candidates) + len(prompt)
+        blocks, candidates = prompt.blocks, [*able]
+        most = MOST_WORK * sum(work[each] for each in candidates) / len(candidates) + prompt.size_bytes
         candidates = [each for each in candidates if work[each] <= most]
         have = sum(1 << each for each in candidates)  # a bit for each that has the prompt so far
         for block in blocks:
@@ -50,9 +52,18 @@ class PrefixRouter:
             self._sent.popitem(last=False)
 
 
-def _blocks(salt: bytes, prompt: bytes) -> Iterable[bytes]:
-    """The names of a prompt's whole blocks."""
-    name = hashlib.blake2b(salt, digest_size=NAME_BYTES).digest()
-    for at in range(0, len(prompt) // BLOCK_BYTES * BLOCK_BYTES, BLOCK_BYTES):
-        name = hashlib.blake2b(name + prompt[at : at + BLOCK_BYTES], digest_size=NAME_BYTES).digest()
-        yield name
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as a router sees it: its length, and the names of its first whole blocks."""
+
+    size_bytes: int
+    blocks: Sequence[bytes]
+
+    @classmethod
+    def of(cls, salt: bytes, prompt: bytes) -> "Prompt":
+        """Prompts of different salts have no block in common."""
+        name, blocks = hashlib.blake2b(salt, digest_size=NAME_BYTES).digest(), list[bytes]()
+        for at in range(0, min(len(prompt) // BLOCK_BYTES, MOST_OF_ONE) * BLOCK_BYTES, BLOCK_BYTES):
+            name = hashlib.blake2b(name + prompt[at : at + BLOCK_BYTES], digest_size=NAME_BYTES).digest()
+            blocks.append(name)
+        return cls(len(prompt), blocks)

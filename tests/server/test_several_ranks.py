@@ -1,8 +1,10 @@
 """A server whose model several processes compute: one of them dies or stops, and all change at once or none does."""
 
+import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,3 +130,62 @@ def test_changes_of_the_storage_under_traffic_are_made_on_all_ranks_or_none(chan
         assert client.get("/health").status_code == 200 and process.poll() is None
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE_S) == 0, (tmp_path / "log").read_text()
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[list[str]]]:
+    """Two machines on one network, as words to put in front of a command: network namespaces."""
+    names = [f"kvarve-{os.getpid()}-{side}" for side in "ab"]
+    words = [
+        *(f"ip netns add {name}" for name in names),
+        f"ip link add kv0 netns {names[0]} type veth peer name kv0 netns {names[1]}",
+        *(f"ip -n {name} addr add 10.77.0.{number}/24 dev kv0" for number, name in enumerate(names, 1)),
+        *(f"ip -n {name} link set {device} up" for name in names for device in ("lo", "kv0")),
+    ]
+    try:
+        for line in words:
+            done = subprocess.run(line.split(), capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"no network can be made here: {line}: {done.stderr}")
+        yield [["ip", "netns", "exec", name, "env", "GLOO_SOCKET_IFNAME=kv0"] for name in names]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+@pytest.mark.skipif(shutil.which("ip") is None, reason="networks are made by iproute2")
+def test_ranks_of_two_machines_are_one_server(nodes: list[list[str]], tmp_path: Path) -> None:
+    ready, started = tmp_path / "ready", list["subprocess.Popen[bytes]"]()
+    try:
+        for number, node in enumerate(nodes):
+            words = ["serve", "--tp", "2", "--nnodes", "2", "--node-rank", str(number), "--port", "8000"]
+            words += [
+                "--threads",
+                "1",
+                "--dist-init-addr",
+                "10.77.0.1:29500",
+                "--page-tokens",
+                "16",
+                "--chunk-tokens",
+                "64",
+            ]
+            words += ["--ready-file", str(ready)] if not number else []
+            with (tmp_path / f"log-{number}").open("w") as log:
+                command = [*node, sys.executable, "-m", "kvarve", *words]
+                started.append(subprocess.Popen(command, stdout=log, stderr=log))
+        end = time.monotonic() + PATIENCE_S
+        while not ready.exists():
+            assert all(each.poll() is None for each in started) and time.monotonic() < end
+            time.sleep(0.05)
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 4, "temperature": 0})
+        asks = "import httpx, sys; print(httpx.post(sys.argv[1], content=sys.argv[2], timeout=300).text)"
+        ask = [*nodes[0], sys.executable, "-c", asks, "http://127.0.0.1:8000/v1/completions", body]
+        cold, warm = (json.loads(subprocess.run(ask, capture_output=True, check=True).stdout) for _ in range(2))
+        assert not any(cached(cold).values())
+        assert cached(warm)["device"] > 0 and warm["choices"] == cold["choices"]
+        started[0].send_signal(signal.SIGINT)
+        assert [each.wait(PATIENCE_S) for each in started] == [0, 0]
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()

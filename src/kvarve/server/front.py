@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Receive, Scope, Send
 
 from kvarve import __version__
-from kvarve.routing import BLOCK_BYTES, PrefixRouter
+from kvarve.routing import BLOCK_BYTES, PrefixRouter, Prompt
 from kvarve.server.access import AccessControl, no_pages
 from kvarve.server.api import Refused
 from kvarve.server.app import BODY_TIMEOUT_S, RETRY_AFTER, add_errors
@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 PROMPTS = ("prompt", "messages", "text", "input_ids")  # fields that hold one, whatever the endpoint
 SALTS = ("cache_salt", "extra_key")
 OF_ALL = ("/flush_cache", "/admin/storage")  # calls that go to all replicas
-OF_A_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length"}
+OF_A_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"date"}
+OF_A_BODY = {b"host", b"content-length", b"expect"}  # of a request, which is sent on whole
 CONNECT_S = 5.0
 RETRIES = 2  # of a request whose replica has ended
 WAIT_S = 30.0  # for a replica to serve again, while none does
@@ -116,14 +117,14 @@ class Front:
 
     async def forward(self, http: Http) -> Response:
         body = await self._body(http)
-        salt, prompt = await asyncio.to_thread(_prompt_of, body) if http.method == "POST" else (b"", b"")
+        prompt = await asyncio.to_thread(_prompt_of, body) if http.method == "POST" else None
         gone, tried, ended = asyncio.ensure_future(_gone(http.receive)), set[int](), 0
         try:
             while True:
-                each = await self._choose(salt, prompt, tried)
+                each = await self._choose(prompt, tried)
                 tried.add(each.number)
                 try:
-                    begun = await self._begin(http, body, each, BLOCK_BYTES + len(prompt) if prompt else 0, gone)
+                    begun = await self._begin(http, body, each, BLOCK_BYTES + prompt.size_bytes if prompt else 0, gone)
                 except httpx.TransportError as e:  # nothing of an answer has reached the client
                     ended += 1
                     if ended > RETRIES:  # it may be what ends them
@@ -140,7 +141,7 @@ class Front:
 
     # --- one request
 
-    async def _choose(self, salt: bytes, prompt: bytes, tried: set[int]) -> Replica:
+    async def _choose(self, prompt: Prompt | None, tried: set[int]) -> Replica:
         """The replica for a request, of those that it has not tried; waits while none serves."""
         end = asyncio.get_running_loop().time() + WAIT_S
         while not (able := self._others(tried)):
@@ -150,10 +151,10 @@ class Front:
             await asyncio.sleep(LOOK_S)
         while self._replicas.ended:
             self._router.forget(self._replicas.ended.pop())
-        if not prompt:
+        if prompt is None:
             return min(able, key=lambda each: each.busy)
         work = [each.work for each in self._replicas.all]
-        return self._replicas.all[self._router.choose(salt, prompt, work, [each.number for each in able])]
+        return self._replicas.all[self._router.choose(prompt, work, [each.number for each in able])]
 
     async def _begin(self, http: Http, body: bytes, each: Replica, work: int, gone: "asyncio.Future[None]") -> "_Begun":
         """The beginning of a replica's answer. TransportError if it has ended before that."""
@@ -170,9 +171,12 @@ class Front:
             raise
 
     def _request(self, http: Http, body: bytes, each: Replica) -> httpx.Request:
-        headers = [(name, value) for name, value in http.headers.raw if name.decode("latin-1") not in OF_A_HOP]
-        path = http.url.path + (f"?{http.url.query}" if http.url.query else "")
-        return self._http.build_request(http.method, each.url + path, headers=headers, content=body)
+        headers = [each for each in http.headers.raw if each[0].lower() not in OF_A_HOP | OF_A_BODY]
+        path, query = http.scope["raw_path"], http.scope["query_string"]
+        if not path.startswith(b"/"):
+            raise Refused(400, "a request names a path, not a URL")
+        url = each.url + (path + b"?" * bool(query) + query).decode("latin-1")
+        return self._http.build_request(http.method, url, headers=headers, content=body)
 
     async def _body(self, http: Http) -> bytes:
         parts, size = list[bytes](), 0
@@ -221,9 +225,7 @@ class _Answer(Response):
         super().__init__(status_code=begun.answer.status_code)
         self._begun, self._gone = begun, gone
         self.raw_headers = [
-            (name.lower(), value)
-            for name, value in begun.answer.headers.raw
-            if name.decode("latin-1").lower() not in OF_A_HOP
+            (name.lower(), value) for name, value in begun.answer.headers.raw if name.lower() not in OF_A_HOP
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -233,6 +235,8 @@ class _Answer(Response):
             while (piece := await self._next(pieces)) is not None:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except httpx.TransportError as e:  # the answer is not ended, so that the client sees it break off
+            log.warning("replica %d: %s within an answer", self._begun.replica.number, type(e).__name__)
         except OSError:
             pass  # the client has gone
         finally:
@@ -265,18 +269,17 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def _prompt_of(body: bytes) -> tuple[bytes, bytes]:
-    """The salt and the prompt of a request, as bytes of which equal prompts have equal beginnings. What is no JSON has
-    none: the replica refuses it."""
+def _prompt_of(body: bytes) -> Prompt | None:
+    """The prompt of a request; None if there is none, and the replica says what is wrong."""
     try:
         given = json.loads(body)
     except (ValueError, RecursionError):
-        return b"", b""
-    if not isinstance(given, dict):
-        return b"", b""
+        return None
+    prompt = next((given[name] for name in PROMPTS if given.get(name)), None) if isinstance(given, dict) else None
+    if prompt is None:
+        return None
     salt = json.dumps([given.get(name) for name in SALTS]).encode()
-    prompt = next((given[name] for name in PROMPTS if given.get(name)), None)
-    return salt, b"" if prompt is None else json.dumps(prompt, ensure_ascii=False).encode(errors="surrogatepass")
+    return Prompt.of(salt, json.dumps(prompt, ensure_ascii=False).encode(errors="surrogatepass"))
 
 
 def _joined(told: list[dict[str, Any]]) -> dict[str, Any]:
