@@ -9,9 +9,8 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
-from functools import partial
-from typing import Any, TypeVar
+from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi import Request as Http
@@ -20,43 +19,27 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
 from kvarve import __version__
 from kvarve.engine.engine import Engine
-from kvarve.engine.requests import Finish, OutputChunk, Request, TokenUsage
 from kvarve.errors import Busy, ConfigError, KvarveError, ModelError, StorageError
 from kvarve.metrics import Metrics, Snapshot
 from kvarve.model import MEMORY_TIERS, Tier
 from kvarve.server.access import AccessControl, no_forms, no_pages, no_simple_requests
 from kvarve.server.admin import admin_routes
-from kvarve.server.api import (
-    SMALL_BYTES,
-    TRANSFER,
-    ChatRequest,
-    Choice,
-    CompletionRequest,
-    FlushRequest,
-    Form,
-    Refused,
-    RequestBody,
-    ResponseUsage,
-    event,
-    parse,
-)
+from kvarve.server.answers import RETRY_AFTER, Answer, Stream, raise_if_failed
+from kvarve.server.api import SMALL_BYTES, Asked, ChatRequest, CompletionRequest, FlushRequest, Refused, parse
 from kvarve.server.connections import Connections
+from kvarve.server.forms import TRANSFER, Form
 from kvarve.server.lanes import Lanes, apart
 from kvarve.server.prepare import ClientGone, Prepared, RequestPreparer
-from kvarve.ticket import HandOverError, Ticket
+from kvarve.ticket import HandOverError
 from kvarve.worker import UnderWay
 
 MAX_BODY_BYTES = 8 << 20
 BODY_TIMEOUT_S = 60.0
 BODIES = 32  # of the largest size held at a time, or the same bytes of smaller ones
 LIKELIHOOD_BYTES = 256  # of one token with its logprobs in the response
-RETRY_AFTER = {"Retry-After": "1"}
-
-T = TypeVar("T")
 
 
 def create_app(
@@ -114,7 +97,7 @@ class _Front:
         self._metrics = Metrics(self._snapshot)
         self._preparer = RequestPreparer(engine.model, name)
         self._lanes = Lanes("kvarve prepare")
-        self._preparing: set[Future[RequestBody]] = set()  # requests queued or running on a lane
+        self._preparing: set[Future[Prepared]] = set()  # requests queued or running on a lane
         self._bodies_bytes = 0  # held by bodies being read or prepared
         self._flushing = asyncio.Lock()
 
@@ -134,10 +117,10 @@ class _Front:
         return JSONResponse(self._card())
 
     async def completions(self, http: Http) -> Response:
-        return await self._answer(http, CompletionRequest)
+        return await self._answer(http, CompletionRequest, "cmpl-")
 
     async def chat(self, http: Http) -> Response:
-        return await self._answer(http, ChatRequest)
+        return await self._answer(http, ChatRequest, "chatcmpl-")
 
     async def flush_cache(self, http: Http) -> Response:
         """Evict all unpinned pages of `tiers` (in the query or the body: "device", "device,host"; default both)."""
@@ -151,22 +134,24 @@ class _Front:
 
     # --- the life of one request
 
-    async def _answer(self, http: Http, kind: type[RequestBody]) -> Response:
-        answer: _Answer | None = None
+    async def _answer(self, http: Http, kind: type[Asked], prefix: str = "") -> Response:
+        """`prefix`: of the response's id."""
+        answer: Answer | None = None
         try:
             async with self.body(http) as body:
-                answer = _Answer(self._engine, http.receive)
-                request = await answer.when(self._prepare(answer, kind, body))
-            chat = isinstance(request, ChatRequest)
-            number = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+                answer = Answer(self._engine, http.receive)
+                prepared = await answer.when(self._prepare(answer, kind, body))
+            request = prepared.request
+            number = f"{prefix}{uuid.uuid4().hex}"
             spell = None if request.alternatives is None else self._preparer.spell
-            form = Form(chat, number, int(time.time()), request.model or self._name, spell)
+            form = request.form(number, self._name, spell, prepared.echo)
             # A request that fails before its first token gets an HTTP error, streaming or not.
             first = await answer.next()
-            _raise_if_failed(first[1])
+            raise_if_failed(first[1])
             if request.stream:
-                return _Stream(form, request.include_usage, answer, first)
-            return await self._whole(form, answer, first)
+                return Stream(form, answer, first)
+            await answer.rest(first[1])
+            return await self._whole(form, answer)
         except BaseException as e:  # on any error, cancellation included, the answer is no longer wanted
             if answer is not None:
                 answer.close()
@@ -174,37 +159,25 @@ class _Front:
                 return await _client_gone(http, e)
             raise
 
-    def _prepare(self, answer: "_Answer", kind: type[RequestBody], body: bytes) -> "Future[RequestBody]":
+    def _prepare(self, answer: Answer, kind: type[Asked], body: bytes) -> "Future[Prepared]":
         """Prepare a body on a lane, and submit it to the engine."""
         if self._engine.broken:
             raise Refused(500, self._engine.broken)
         if (before := len(self._preparing)) >= self._engine.capacity_left():
             raise Busy(f"every place is taken, {before} by requests that are being tokenized: try again later")
 
-        def work() -> RequestBody:
+        def work() -> Prepared:
             prepared = self._preparer.prepare(kind, body, lambda: answer.left)
             answer.submit(prepared)
-            return prepared.request
+            return prepared
 
         future = self._lanes.run(len(body), work)
         self._preparing.add(future)
         future.add_done_callback(self._preparing.discard)
         return future
 
-    async def _whole(self, form: Form, answer: "_Answer", first: tuple[int, OutputChunk]) -> Response:
-        choices = [Choice() for _ in range(answer.count)]
-        index, chunk = first
-        while True:
-            choice = choices[index]
-            choice.text += chunk.text
-            choice.likelihoods.extend(chunk.likelihoods)
-            if chunk.finish is not None:
-                _raise_if_failed(chunk)
-                choice.finish = chunk.finish.value
-            if not answer.open:
-                break
-            index, chunk = await answer.next()
-        answer.close()
+    async def _whole(self, form: Form, answer: Answer) -> Response:
+        choices = answer.choices
 
         def written() -> Response:
             return JSONResponse(form.whole(choices, answer.usage(), answer.ticket))
@@ -294,152 +267,6 @@ class _Front:
         )
 
 
-class _Answer:
-    """The answers to one prompt on the event loop: chunks arrive in order, and the client may disconnect."""
-
-    def __init__(self, engine: Engine, receive: Receive) -> None:
-        """To be made after the body has been read; from then on it watches for a disconnect."""
-        self._engine, self._loop = engine, asyncio.get_running_loop()
-        self._chunks: asyncio.Queue[tuple[int, OutputChunk] | None] = asyncio.Queue()  # None: the client has gone
-        self._arrived_s = time.monotonic()
-        self._first_s: float | None = None
-        self._usages: dict[int, TokenUsage] = {}
-        self._requests: list[Request] = []
-        self.ticket: Ticket | None = None  # of a prompt that was to be handed over
-        self.open: set[int] = set()  # indices of answers that run or wait
-        self.left = False  # the client disconnected before submission; read by any thread
-        self._watch = self._loop.create_task(self._listen(receive))
-
-    @property
-    def count(self) -> int:
-        return len(self._requests)
-
-    async def when(self, work: "Future[T]") -> T:
-        """The result of work on a lane, which ends with `submit`. ClientGone: the client left first. Then queued work
-        is cancelled, and a request that running work still submits is aborted."""
-        done = asyncio.wrap_future(work)
-        either: set[asyncio.Future[Any]] = {done, self._watch}
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not done.done():
-                self.left = True
-                done.cancel()
-                work.add_done_callback(lambda _: self._give_up())
-        if self.left:
-            raise ClientGone
-        return done.result()
-
-    def submit(self, prepared: Prepared) -> None:
-        """Submit to the engine; runs on a lane's thread."""
-        request = prepared.request
-        within_s, ticket = request.hand_over.hand_over_s, request.hand_over.opened()
-        self._requests = [
-            Request(
-                prepared.prompt,
-                sampling,
-                salt=request.salt,
-                priority=request.cache_priority or 0,
-                read_cache=not request.skip_reading_prefix_cache,
-                deliver=partial(self._deliver, index),
-                hand_over_s=None if index else within_s,  # the prompt is the same
-                ticket=ticket,
-                submitted_s=self._arrived_s,
-            )
-            for index, sampling in enumerate(prepared.samplings)
-        ]
-        try:
-            self._engine.submit(*self._requests)
-        except Busy as e:
-            raise Refused(500, str(e)) if self._engine.broken else e from None
-        self.open = set(range(self.count))
-
-    async def next(self) -> tuple[int, OutputChunk]:
-        """The next chunk, and the index of its answer."""
-        if (found := await self._chunks.get()) is None:
-            raise ClientGone
-        index, chunk = found
-        if chunk.finish is not None:
-            assert chunk.usage is not None
-            self.open.remove(index)
-            self._usages[index] = chunk.usage
-            self.ticket = self.ticket or chunk.ticket
-        return found
-
-    def close(self) -> None:
-        """Stop watching, and abort all answers that have not ended."""
-        self._watch.cancel()
-        if not self.left:
-            self._give_up()
-
-    def _give_up(self) -> None:
-        for index in self.open:
-            self._engine.abort(self._requests[index])
-        self.open.clear()
-
-    def usage(self) -> ResponseUsage:
-        """The usage when all answers have ended. The prompt is counted once, as the first answer found it."""
-        now = time.monotonic()
-        first, start = self._usages[0], self._arrived_s
-        ttft_ms = None if self._first_s is None else round(1000 * (self._first_s - start), 3)
-        completion = sum(usage.completion for usage in self._usages.values())
-        return ResponseUsage(first.prompt, completion, first.reasons, ttft_ms, round(1000 * (now - start), 3))
-
-    def _deliver(self, index: int, chunk: OutputChunk) -> None:
-        """Runs on the engine's thread."""
-        if self._first_s is None and chunk.tokens:
-            self._first_s = time.monotonic()
-        with suppress(RuntimeError):  # the loop has closed, so no client is left
-            self._loop.call_soon_threadsafe(self._chunks.put_nowait, (index, chunk))
-
-    async def _listen(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._chunks.put_nowait(None)
-
-
-class _Stream(Response):
-    """Answers as server-sent events, each written as soon as its text is final."""
-
-    def __init__(self, form: Form, include_usage: bool, answer: _Answer, first: tuple[int, OutputChunk]) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        del self.headers["content-length"]
-        self._form, self._include_usage, self._answer, self._first = form, include_usage, answer, first
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._write(send)
-        except (ClientGone, OSError):
-            pass  # the client has disconnected
-        finally:
-            self._answer.close()
-
-    async def _write(self, send: Send) -> None:
-        async def say(data: dict[str, Any] | str) -> None:
-            await send({"type": "http.response.body", "body": event(data), "more_body": True})
-
-        nothing = {"usage": None} if self._include_usage else {}
-        form, answer = self._form, self._answer
-        for chunk in (chunk for index in range(answer.count) for chunk in form.opening(index)):
-            await say(chunk | nothing)
-        index, output = self._first
-        while output.finish is not Finish.ERROR:
-            finish = None if output.finish is None else output.finish.value
-            for chunk in form.chunks(index, output.text, finish, output.likelihoods, output.ticket):
-                await say(chunk | nothing)
-            if not answer.open:
-                break
-            index, output = await answer.next()
-        if output.finish is Finish.ERROR:
-            answer.close()
-            await say(Refused(500, output.error).body())
-        elif self._include_usage:
-            await say(form.closing(answer.usage()))
-        await say("[DONE]")
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
 def _tiers(query: str | None, body: bytes) -> list[Tier]:
     """The tiers to flush, nearest first."""
     given: str | list[str] | None = query
@@ -455,14 +282,6 @@ def _tiers(query: str | None, body: bytes) -> list[Tier]:
     if not names:
         raise Refused(400, f"no tier to flush; known: {', '.join(known)}", param="tiers")
     return sorted({known[name] for name in names})
-
-
-def _raise_if_failed(chunk: OutputChunk) -> None:
-    """An incomplete answer becomes an HTTP error."""
-    if chunk.finish is Finish.ERROR:
-        raise Refused(500, chunk.error)
-    if chunk.finish is Finish.ABORT:
-        raise Refused(503, "the server is shutting down: try again", headers=RETRY_AFTER)
 
 
 async def _error(http: Http, e: Exception) -> Response:

@@ -82,7 +82,6 @@ _ENDED: Neutral = {  # stop conditions and trimming
 }
 _PROMPTED: Neutral = {  # the prompt
     "suffix": ("",),
-    "echo": (False,),
     "truncate_prompt_tokens": (),
     "truncate": (),
     "prompt_embeds": ([],),
@@ -127,7 +126,6 @@ _RETURNED: Neutral = {  # further content of the answer
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
     "return_indexer_topk": (False,),
-    "return_cached_tokens_details": (False,),
     "return_spec_tokens_details": (False,),
     "return_meta_info": (False,),
     "return_sampling_mask": (False,),
@@ -140,6 +138,7 @@ _RETURNED: Neutral = {  # further content of the answer
 _ANY = _CONSTRAINED | _SAMPLED | _ENDED | _PROMPTED | _RETURNED | {"sampling_seed": ()}
 
 CHAT: Neutral = _ANY | {
+    "echo": (False,),
     "prompt": (),
     "add_special_tokens": (False,),
 }
