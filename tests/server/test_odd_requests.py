@@ -70,6 +70,15 @@ def test_no_values_together_are_a_bug(client: httpx.Client, path: str) -> None:
         told(client.post(path, content=json.dumps(least | {"max_tokens": 2} | given)), given)
 
 
+def test_no_values_of_a_request_of_sglangs_are_a_bug(client: httpx.Client) -> None:
+    print(f"seed {SEED}")
+    dice = random.Random(SEED)
+    for _ in range(200):
+        given: Body = {"text": "hei"} | {name: dice.choice(ODD) for name in dice.sample(NAMES, dice.randrange(1, 4))}
+        params = {"max_new_tokens": 2} | {name: dice.choice(ODD) for name in dice.sample(NAMES, dice.randrange(3))}
+        told(client.post("/generate", content=json.dumps({"sampling_params": params} | given)), given | params)
+
+
 def told(response: httpx.Response, given: Body) -> None:
     """In the form of OpenAI's, and no bug of ours."""
     assert response.status_code < 500, (given, response.text)

@@ -15,6 +15,7 @@ from pydantic_core import from_json
 
 from kvarve.engine.requests import MOST_LOGPROBS, Sampling
 from kvarve.errors import KvarveError
+from kvarve.familiar import storage_url
 from kvarve.server import fields
 from kvarve.server.fields import Neutral
 from kvarve.server.forms import TRANSFER, Form, OpenAIForm
@@ -449,6 +450,27 @@ class AttachRequest(_Body):
     prefetch_policy: str | None = None
     write_policy: str | None = None
     back_up: bool | None = None
+
+    def storage(self) -> "AttachRequest":
+        return self
+
+
+class AttachHiCache(_Body):
+    """The same in SGLang's names. The storage is a URL, or one of SGLang's names with its extra config."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    hicache_storage_backend: str
+    hicache_storage_backend_extra_config_json: str | None = None
+    hicache_storage_prefetch_policy: str | None = None
+    hicache_write_policy: str | None = None
+
+    def storage(self) -> AttachRequest:
+        return AttachRequest(
+            url=storage_url(self.hicache_storage_backend, self.hicache_storage_backend_extra_config_json),
+            prefetch_policy=self.hicache_storage_prefetch_policy,
+            write_policy=self.hicache_write_policy,
+        )
 
 
 BodyT = TypeVar("BodyT", bound=_Body)

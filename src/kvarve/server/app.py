@@ -25,20 +25,23 @@ from kvarve.engine.engine import Engine
 from kvarve.errors import Busy, ConfigError, KvarveError, ModelError, StorageError
 from kvarve.metrics import Metrics, Snapshot
 from kvarve.model import MEMORY_TIERS, Tier
-from kvarve.server.access import AccessControl, no_forms, no_pages, no_simple_requests
+from kvarve.server.access import AccessControl, no_browsers, no_forms, no_pages, no_simple_requests
 from kvarve.server.admin import admin_routes
 from kvarve.server.answers import RETRY_AFTER, Answer, Stream, raise_if_failed
 from kvarve.server.api import SMALL_BYTES, Asked, ChatRequest, CompletionRequest, FlushRequest, Refused, parse
 from kvarve.server.connections import Connections
 from kvarve.server.forms import TRANSFER, Form
+from kvarve.server.generate import GenerateRequest
 from kvarve.server.lanes import Lanes, apart
 from kvarve.server.prepare import ClientGone, Prepared, RequestPreparer
+from kvarve.server.sglang import sglang_routes
 from kvarve.ticket import HandOverError
 from kvarve.worker import UnderWay
 
 MAX_BODY_BYTES = 8 << 20
 BODY_TIMEOUT_S = 60.0
 BODIES = 32  # of the largest size held at a time, or the same bytes of smaller ones
+FLUSH_S, MOST_FLUSH_S = 60.0, 600.0  # that a flush waits for backups
 LIKELIHOOD_BYTES = 256  # of one token with its logprobs in the response
 
 
@@ -60,7 +63,8 @@ def create_app(
     app = FastAPI(title="kvarve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     front = _Front(engine, name or engine.model.name, max_body_bytes, connections)
     api, operator = _access_control(api_key, "API"), _access_control(admin_key, "admin")
-    open_to_all, guarded = APIRouter(), APIRouter(dependencies=[Depends(no_simple_requests), *_guards(api)])
+    guards = [Depends(no_simple_requests), *_guards(api)]
+    open_to_all, guarded = APIRouter(), APIRouter(dependencies=guards)
     flushing = APIRouter(dependencies=[Depends(no_pages), Depends(no_forms), *_guards(operator or api)])
     open_to_all.get("/health")(front.health)
     open_to_all.get("/metrics")(front.metrics)
@@ -69,9 +73,11 @@ def create_app(
     guarded.post("/v1/completions")(front.completions)
     guarded.post("/v1/chat/completions")(front.chat)
     flushing.post("/flush_cache")(front.flush_cache)
+    flushing.get("/flush_cache", dependencies=[Depends(no_browsers)])(front.flush_cache)
     for router in (open_to_all, guarded, flushing):
         app.include_router(router)
-    app.include_router(admin_routes(engine.admin, operator, front.body))
+    app.include_router(sglang_routes(engine, front.name, front.generate, guards))
+    app.include_router(admin_routes(engine, operator, front.body))
     app.add_exception_handler(KvarveError, _error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _client_gone)
@@ -91,7 +97,7 @@ class _Front:
     """The endpoints."""
 
     def __init__(self, engine: Engine, name: str, max_body_bytes: int, connections: Connections | None) -> None:
-        self._engine, self._name, self._max_body_bytes = engine, name, max_body_bytes
+        self._engine, self.name, self._max_body_bytes = engine, name, max_body_bytes
         self._connections = connections
         self._started = int(time.time())
         self._metrics = Metrics(self._snapshot)
@@ -103,7 +109,7 @@ class _Front:
 
     async def health(self) -> Response:
         if self._engine.broken:
-            raise Refused(503, self._engine.broken)
+            raise Refused(503, self._engine.broken, headers=RETRY_AFTER)
         return JSONResponse({"status": "ok"})
 
     async def metrics(self) -> Response:
@@ -122,14 +128,18 @@ class _Front:
     async def chat(self, http: Http) -> Response:
         return await self._answer(http, ChatRequest, "chatcmpl-")
 
+    async def generate(self, http: Http) -> Response:
+        return await self._answer(http, GenerateRequest)
+
     async def flush_cache(self, http: Http) -> Response:
         """Evict all unpinned pages of `tiers` (in the query or the body: "device", "device,host"; default both)."""
         async with self.body(http) as body:
             tiers = await apart(lambda: _tiers(http.query_params.get("tiers"), body))
+            wait_s = _seconds(http.query_params.get("timeout"))
         if self._engine.broken:
             raise Refused(500, self._engine.broken)
         async with self._flushing:  # one at a time: each may wait for a storage
-            pages = await apart(lambda: self._engine.flush(tiers))
+            pages = await apart(lambda: self._engine.flush(tiers, wait_s))
         return JSONResponse({"flushed_pages": pages, "tiers": [tier.name.lower() for tier in tiers]})
 
     # --- the life of one request
@@ -144,7 +154,7 @@ class _Front:
             request = prepared.request
             number = f"{prefix}{uuid.uuid4().hex}"
             spell = None if request.alternatives is None else self._preparer.spell
-            form = request.form(number, self._name, spell, prepared.echo)
+            form = request.form(number, self.name, spell, prepared.echo)
             # A request that fails before its first token gets an HTTP error, streaming or not.
             first = await answer.next()
             raise_if_failed(first[1])
@@ -225,7 +235,7 @@ class _Front:
 
     def _card(self) -> dict[str, Any]:
         return {
-            "id": self._name,
+            "id": self.name,
             "object": "model",
             "created": self._started,
             "owned_by": "kvarve",
@@ -241,7 +251,7 @@ class _Front:
         counts, (running, waiting) = engine.counts, engine.load()
         connections = self._connections
         return Snapshot(
-            model=self._name,
+            model=self.name,
             version=__version__,
             up=not engine.broken,
             running=running,
@@ -282,6 +292,17 @@ def _tiers(query: str | None, body: bytes) -> list[Tier]:
     if not names:
         raise Refused(400, f"no tier to flush; known: {', '.join(known)}", param="tiers")
     return sorted({known[name] for name in names})
+
+
+def _seconds(given: str | None) -> float:
+    """How long a flush waits for backups: SGLang's `timeout`, of which 0 and nothing leave the time to us."""
+    try:
+        seconds = float(given or 0)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MOST_FLUSH_S:
+        raise Refused(400, f"timeout is a number of seconds from 0 to {MOST_FLUSH_S:.0f}", param="timeout")
+    return seconds or FLUSH_S
 
 
 async def _error(http: Http, e: Exception) -> Response:
