@@ -465,7 +465,7 @@ class Turns:
             self.counts.failed += output.finish is Finish.ERROR
             self.counts.aborted += output.finish is Finish.ABORT
         assert output.finish is not None
-        log.info("request %d: %s, %s", request.number, output.finish.value, output.usage)
+        log.debug("request %d: %s, %s", request.number, output.finish.value, output.usage)
         self._deliver(request, output)
 
     def _deliver(self, request: Request, output: OutputChunk) -> None:

@@ -11,8 +11,11 @@ from kvarve.engine.engine import Engine
 from kvarve.server.access import AccessControl, no_pages
 from kvarve.server.api import AttachHiCache, AttachRequest, Refused, parse
 from kvarve.server.lanes import apart
+from kvarve.server.observed import changes, seen
 from kvarve.server.sglang import storage_state
+from kvarve.storage.urls import shown
 
+MOST_SHOWN = 500  # characters of URLs in the log
 HICACHE = "/hicache/storage-backend"
 
 
@@ -36,6 +39,9 @@ def admin_routes(
             async with read(http) as body:
                 given = await apart(lambda: parse(kind, body).storage())
 
+            urls = [given.url] if isinstance(given.url, str) else given.url
+            seen(http).act = f"attach {', '.join(map(shown, urls))[:MOST_SHOWN]!r}"
+
             def change() -> Response:
                 return JSONResponse(
                     admin.attach(
@@ -57,7 +63,7 @@ def admin_routes(
     async def hicache_status() -> Response:
         return JSONResponse(storage_state(engine) | await apart(admin.status))
 
-    router = APIRouter(dependencies=[Depends(no_pages), Depends(admit)])
+    router = APIRouter(dependencies=[Depends(changes), Depends(no_pages), Depends(admit)])
     for path, kind, told in (("/admin/storage", AttachRequest, status), (HICACHE, AttachHiCache, hicache_status)):
         router.get(path)(told)
         router.put(path)(attach(kind))

@@ -127,13 +127,24 @@ class Answer:
         """The usage when all answers have ended. Each prompt is counted once, as its first answer found it."""
         assert self._prepared is not None
         now, start = time.monotonic(), self._arrived_s
-        usages = [one.usage for one in self.choices if one.usage is not None]
+        each = len(self.choices) // len(self._prepared.prompts)
         reasons = Counter[Reason]()
-        for first in usages[:: len(usages) // len(self._prepared.prompts)]:
-            reasons.update(first.reasons)
+        for first in self.choices[::each]:
+            reasons.update({} if first.usage is None else first.usage.reasons)
         ttft_ms = None if self._first_s is None else round(1000 * (self._first_s - start), 3)
-        completion = sum(usage.completion for usage in usages)
+        completion = sum(len(one.tokens) for one in self.choices)
         return ResponseUsage(reasons.total(), completion, reasons, ttft_ms, round(1000 * (now - start), 3))
+
+    def summary(self) -> str:
+        """What came of it, for the log; "" if it was not submitted."""
+        usages = [one.usage for one in self.choices if one.usage is not None]
+        if not usages:
+            return "not answered" if self.choices else ""
+        ends = Counter("left" if one.finish is None else one.finish.value for one in self.choices)
+        usage = self.usage()
+        why = ", ".join(f"{tokens} {reason.value}" for reason, tokens in usage.reasons.items())
+        told = f"{usage.prompt} prompt tokens ({why}), {usage.completion} answered"
+        return f"{', '.join(f'{count} {end}' for end, count in ends.items())}, {told}"
 
     def _deliver(self, index: int, chunk: OutputChunk) -> None:
         """Runs on the engine's thread."""

@@ -52,7 +52,7 @@ class Refused(KvarveError):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     # Strict: a number written as a string is an error of the client's.
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -74,7 +74,7 @@ class _Body(BaseModel):
         return fields.unread(self.model_extra or {}, self.refused)
 
 
-class HandOver(_Body):
+class HandOver(Body):
     """What a request's `kv_transfer_params` say."""
 
     hand_over_s: Annotated[float, Field(ge=0, le=LONGEST_HAND_OVER_S)] | None = None
@@ -99,13 +99,13 @@ class HandOver(_Body):
         return None if self.ticket is None else Ticket.of_json(self.ticket)
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     refused = fields.STREAM_OPTIONS
 
     include_usage: bool | None = None
 
 
-class Sampled(_Body):
+class Sampled(Body):
     """How tokens are chosen, under the names that all servers share; null means unset."""
 
     most_stops: ClassVar[int] = 4
@@ -183,7 +183,7 @@ class Sampled(_Body):
             raise Refused(400, f"a stop text has at most {MOST_LETTERS} characters, not {longest}", param="stop")
 
 
-class Asked(_Body):
+class Asked(Body):
     """A request for answers in any form: what its preparation and its submission read; null means unset."""
 
     asks_for: ClassVar[str] = "prompt"  # the field that has the prompt
@@ -342,12 +342,12 @@ def listed(given: Any, param: str) -> Sequence[str | list[int]]:
     return prompts
 
 
-class Part(_Body):
+class Part(Body):
     type: str
     text: str | None = None
 
 
-class Message(_Body):
+class Message(Body):
     refused = fields.MESSAGE
 
     role: str
@@ -433,7 +433,7 @@ class ChatRequest(RequestBody):
         return [message.rendered(f"messages[{i}]") for i, message in enumerate(self.messages)]
 
 
-class FlushRequest(_Body):
+class FlushRequest(Body):
     """Strict: an unknown field may be a misspelt `tiers`, and a flush cannot be undone."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -441,7 +441,7 @@ class FlushRequest(_Body):
     tiers: str | Annotated[list[str], Field(fail_fast=True)] | None = None
 
 
-class AttachRequest(_Body):
+class AttachRequest(Body):
     """Strict: an unknown field may be a misspelt policy."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -455,7 +455,7 @@ class AttachRequest(_Body):
         return self
 
 
-class AttachHiCache(_Body):
+class AttachHiCache(Body):
     """The same in SGLang's names. The storage is a URL, or one of SGLang's names with its extra config."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -473,7 +473,7 @@ class AttachHiCache(_Body):
         )
 
 
-BodyT = TypeVar("BodyT", bound=_Body)
+BodyT = TypeVar("BodyT", bound=Body)
 
 
 def parse(kind: type[BodyT], body: bytes, most_values: int = MOST_VALUES) -> BodyT:

@@ -6,11 +6,11 @@ A request whose client disconnects is aborted.
 
 import asyncio
 import time
-import uuid
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi import Request as Http
@@ -19,22 +19,25 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp
 
 from kvarve import __version__
 from kvarve.engine.engine import Engine
-from kvarve.errors import Busy, ConfigError, KvarveError, ModelError, StorageError
+from kvarve.errors import Busy, ConfigError, KvarveError, ModelError, StorageError, TooLong
 from kvarve.metrics import Metrics, Snapshot
 from kvarve.model import MEMORY_TIERS, Tier
 from kvarve.server.access import AccessControl, no_browsers, no_forms, no_pages, no_simple_requests
-from kvarve.server.admin import admin_routes
+from kvarve.server.admin import HICACHE, admin_routes
 from kvarve.server.answers import RETRY_AFTER, Answer, Stream, raise_if_failed
 from kvarve.server.api import SMALL_BYTES, Asked, ChatRequest, CompletionRequest, FlushRequest, Refused, parse
 from kvarve.server.connections import Connections
 from kvarve.server.forms import TRANSFER, Form
 from kvarve.server.generate import GenerateRequest
 from kvarve.server.lanes import Lanes, apart
+from kvarve.server.observed import Observed, acts, seen
 from kvarve.server.prepare import ClientGone, Prepared, RequestPreparer
 from kvarve.server.sglang import sglang_routes
+from kvarve.server.vllm import Work, vllm_routes
 from kvarve.ticket import HandOverError
 from kvarve.worker import UnderWay
 
@@ -43,6 +46,8 @@ BODY_TIMEOUT_S = 60.0
 BODIES = 32  # of the largest size held at a time, or the same bytes of smaller ones
 FLUSH_S, MOST_FLUSH_S = 60.0, 600.0  # that a flush waits for backups
 LIKELIHOOD_BYTES = 256  # of one token with its logprobs in the response
+
+T = TypeVar("T")
 
 
 def create_app(
@@ -53,7 +58,7 @@ def create_app(
     admin_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     connections: Connections | None = None,
-) -> FastAPI:
+) -> ASGIApp:
     """The application around a started engine, which stays the caller's to shut down.
 
     `name`: the served model name (the model's own unless given). /v1 needs the `api_key` if there is one. /admin needs
@@ -65,7 +70,7 @@ def create_app(
     api, operator = _access_control(api_key, "API"), _access_control(admin_key, "admin")
     guards = [Depends(no_simple_requests), *_guards(api)]
     open_to_all, guarded = APIRouter(), APIRouter(dependencies=guards)
-    flushing = APIRouter(dependencies=[Depends(no_pages), Depends(no_forms), *_guards(operator or api)])
+    flushing = APIRouter(dependencies=[Depends(acts), Depends(no_pages), Depends(no_forms), *_guards(operator or api)])
     open_to_all.get("/health")(front.health)
     open_to_all.get("/metrics")(front.metrics)
     guarded.get("/v1/models")(front.models)
@@ -73,16 +78,18 @@ def create_app(
     guarded.post("/v1/completions")(front.completions)
     guarded.post("/v1/chat/completions")(front.chat)
     flushing.post("/flush_cache")(front.flush_cache)
+    flushing.post("/reset_prefix_cache")(front.reset_prefix_cache)
     flushing.get("/flush_cache", dependencies=[Depends(no_browsers)])(front.flush_cache)
     for router in (open_to_all, guarded, flushing):
         app.include_router(router)
+    app.include_router(vllm_routes(front.done, guards))
     app.include_router(sglang_routes(engine, front.name, front.generate, guards))
     app.include_router(admin_routes(engine, operator, front.body))
     app.add_exception_handler(KvarveError, _error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _client_gone)
     app.add_exception_handler(Exception, _bug)
-    return app
+    return Observed(app, front.rejected)
 
 
 def _access_control(key: str | None, name: str) -> AccessControl | None:
@@ -100,10 +107,11 @@ class _Front:
         self._engine, self.name, self._max_body_bytes = engine, name, max_body_bytes
         self._connections = connections
         self._started = int(time.time())
+        self.rejected: Counter[int] = Counter()  # requests, by status
         self._metrics = Metrics(self._snapshot)
         self._preparer = RequestPreparer(engine.model, name)
         self._lanes = Lanes("kvarve prepare")
-        self._preparing: set[Future[Prepared]] = set()  # requests queued or running on a lane
+        self._preparing: set[Future[Any]] = set()  # requests queued or running on a lane
         self._bodies_bytes = 0  # held by bodies being read or prepared
         self._flushing = asyncio.Lock()
 
@@ -136,25 +144,45 @@ class _Front:
         async with self.body(http) as body:
             tiers = await apart(lambda: _tiers(http.query_params.get("tiers"), body))
             wait_s = _seconds(http.query_params.get("timeout"))
+        pages = await self._flush(http, tiers, wait_s)
+        return JSONResponse({"flushed_pages": pages, "tiers": [tier.name.lower() for tier in tiers]})
+
+    async def reset_prefix_cache(self, http: Http) -> Response:
+        """vLLM's name of a flush of all memory. The storage is cleared under its own endpoint, with the admin key."""
+        for name, instead in (("reset_running_requests", ""), ("reset_external", f": POST {HICACHE}/clear does it")):
+            if http.query_params.get(name, "false").lower() not in ("false", "0", "no", "off"):
+                raise Refused(400, f"{name} is not supported{instead}", param=name, code="unsupported_parameter")
+        return JSONResponse({"success": True, "flushed_pages": await self._flush(http, list(MEMORY_TIERS), FLUSH_S)})
+
+    async def _flush(self, http: Http, tiers: list[Tier], wait_s: float) -> int:
         if self._engine.broken:
             raise Refused(500, self._engine.broken)
         async with self._flushing:  # one at a time: each may wait for a storage
             pages = await apart(lambda: self._engine.flush(tiers, wait_s))
-        return JSONResponse({"flushed_pages": pages, "tiers": [tier.name.lower() for tier in tiers]})
+        seen(http).act = f"{pages} pages of the {' and '.join(tier.name.lower() for tier in tiers)} flushed"
+        return pages
+
+    async def done(self, http: Http, work: Work) -> dict[str, Any]:
+        """Work on a request's body, done on a lane."""
+        async with self.body(http) as body:
+            return await asyncio.wrap_future(
+                self._on_lane(body, lambda: work(self._preparer, self._engine.model, body))
+            )
 
     # --- the life of one request
 
     async def _answer(self, http: Http, kind: type[Asked], prefix: str = "") -> Response:
         """`prefix`: of the response's id."""
         answer: Answer | None = None
+        noted = seen(http)
         try:
             async with self.body(http) as body:
                 answer = Answer(self._engine, http.receive)
                 prepared = await answer.when(self._prepare(answer, kind, body))
             request = prepared.request
-            number = f"{prefix}{uuid.uuid4().hex}"
+            noted.answered = answer.summary
             spell = None if request.alternatives is None else self._preparer.spell
-            form = request.form(number, self.name, spell, prepared.echo)
+            form = request.form(prefix + noted.id, self.name, spell, prepared.echo)
             # A request that fails before its first token gets an HTTP error, streaming or not.
             first = await answer.next()
             raise_if_failed(first[1])
@@ -171,15 +199,22 @@ class _Front:
 
     def _prepare(self, answer: Answer, kind: type[Asked], body: bytes) -> "Future[Prepared]":
         """Prepare a body on a lane, and submit it to the engine."""
+
+        def work() -> Prepared:
+            try:
+                prepared = self._preparer.prepare(kind, body, lambda: answer.left)
+                answer.submit(prepared)
+            except ConfigError as e:
+                raise _with_param(e, kind) from None
+            return prepared
+
+        return self._on_lane(body, work)
+
+    def _on_lane(self, body: bytes, work: Callable[[], T]) -> "Future[T]":
         if self._engine.broken:
             raise Refused(500, self._engine.broken)
         if (before := len(self._preparing)) >= self._engine.capacity_left():
             raise Busy(f"every place is taken, {before} by requests that are being tokenized: try again later")
-
-        def work() -> Prepared:
-            prepared = self._preparer.prepare(kind, body, lambda: answer.left)
-            answer.submit(prepared)
-            return prepared
 
         future = self._lanes.run(len(body), work)
         self._preparing.add(future)
@@ -270,6 +305,7 @@ class _Front:
             tokenizing=len(self._preparing),
             connections=None if connections is None else len(connections),
             closed_connections={} if connections is None else dict(connections.closed),
+            rejected={str(status): count for status, count in self.rejected.items()},
             ignored_fields=self._preparer.ignored.counts(),
             cache=engine.cache.stats(),
             storage=storage,
@@ -303,6 +339,18 @@ def _seconds(given: str | None) -> float:
     if not 0 <= seconds <= MOST_FLUSH_S:
         raise Refused(400, f"timeout is a number of seconds from 0 to {MOST_FLUSH_S:.0f}", param="timeout")
     return seconds or FLUSH_S
+
+
+def _with_param(error: ConfigError, kind: type[Asked]) -> Refused | HandOverError:
+    """An error of the engine's as OpenAI's clients read it: with the field that it names first, if any."""
+    if isinstance(error, HandOverError):
+        return error
+    words, code = (
+        str(error).replace(":", " ").split(),
+        "context_length_exceeded" if isinstance(error, TooLong) else None,
+    )
+    param = next((word for word in words if word in kind.model_fields), None)
+    return Refused(400, str(error), param=param, code=code)
 
 
 async def _error(http: Http, e: Exception) -> Response:

@@ -191,6 +191,11 @@ MESSAGE: Neutral = {  # of a chat
     "prefix": (False,),
     "partial": (False,),
 }
+TOKENIZE: Neutral = {  # a request for the tokens of a text
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+}
 STREAM_OPTIONS: Neutral = {"continuous_usage_stats": (False,)}
 
 INSTEAD = {  # the supported name of the same feature
