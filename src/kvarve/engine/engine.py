@@ -55,7 +55,7 @@ class Engine(Turns):
         cache: PrefixCache,
         *,
         max_running: int = 64,
-        max_waiting: int = 256,
+        max_waiting: int = 4096,
         turn_tokens: int = TURN_TOKENS,
         deterministic: bool = False,
     ) -> None:

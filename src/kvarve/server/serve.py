@@ -27,6 +27,8 @@ from kvarve.engine.model import (
     keeping_answers,
     load_model,
     quiet_libraries,
+    with_chat_template,
+    with_context,
     with_rounded_hits,
 )
 from kvarve.engine.ranks import Place, Ranks, check_ranks, device_of, started, threads_of
@@ -199,6 +201,7 @@ def _model(settings: Settings, ranks: Ranks | None) -> LoadedModel:
         chunk_tokens=settings.chunk_tokens,
         ranks=ranks,
     )
+    model = with_chat_template(with_context(model, settings.context_length), settings.chat_template)
     if settings.hits == "rounded":
         model = with_rounded_hits(model)
     return model if settings.deterministic else keeping_answers(model)
@@ -306,7 +309,7 @@ def _not_cancelled(record: logging.LogRecord) -> bool:
 def check_settings(settings: Settings) -> None:
     """ConfigError for settings that are wrong before anything is read, bound or loaded."""
     counts = ("page_tokens", "chunk_tokens", "max_running", "max_waiting", "turn_tokens", "max_body_bytes", "threads")
-    for name in counts:
+    for name in (*counts, "context_length"):
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name.replace('_', ' ')} must be at least 1, not {value}")
