@@ -36,7 +36,7 @@ from kvarve.server.generate import GenerateRequest
 from kvarve.server.lanes import Lanes, apart
 from kvarve.server.observed import Observed, acts, seen
 from kvarve.server.prepare import ClientGone, Prepared, RequestPreparer
-from kvarve.server.sglang import sglang_routes
+from kvarve.server.sglang import folder, sglang_routes
 from kvarve.server.vllm import Work, vllm_routes
 from kvarve.ticket import HandOverError
 from kvarve.worker import UnderWay
@@ -274,6 +274,8 @@ class _Front:
             "object": "model",
             "created": self._started,
             "owned_by": "kvarve",
+            "root": folder(self._engine.model),  # from which vLLM's clients load the tokenizer
+            "parent": None,
             "max_model_len": self._engine.model.max_tokens,
         }
 

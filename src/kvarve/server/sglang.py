@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 
 from kvarve import __version__
 from kvarve.engine.engine import Engine
+from kvarve.engine.model import LoadedModel
 from kvarve.engine.requests import Request, Sampling
 from kvarve.errors import Busy
 from kvarve.server.answers import RETRY_AFTER
@@ -55,12 +56,17 @@ class Probe:
         return counts.output_tokens, counts.computed_tokens
 
 
+def folder(model: LoadedModel) -> str:
+    """The checkpoint's, from which a client on the same machine loads the tokenizer."""
+    return str(model.tokenizer.name_or_path)
+
+
 def describe(engine: Engine, name: str) -> dict[str, Any]:
     """/model_info."""
-    config, folder = engine.model.model.config, str(engine.model.tokenizer.name_or_path)
+    config, place = engine.model.model.config, folder(engine.model)
     return {
-        "model_path": folder,
-        "tokenizer_path": folder,
+        "model_path": place,
+        "tokenizer_path": place,
         "served_model_name": name,
         "is_generation": True,
         "preferred_sampling_params": None,
