@@ -24,7 +24,7 @@ class Flag:
     ours: str | None = None  # our flag that means the same
     value: Callable[[str], str] = str  # from their value to ours
     switch: bool = False  # it takes no value
-    why: str = ""  # for people: why it says nothing here, or what to do instead
+    why: str = ""  # for people: its unit, why it says nothing here, or what to do instead
     fine: tuple[str, ...] | None = None  # values that change nothing here, () for all of them; "" is a switch
 
     def allows(self, value: str) -> bool:
@@ -36,7 +36,7 @@ def _same(ours: str) -> Flag:
 
 
 def _in(unit: str, ours: str) -> Flag:
-    return Flag(ours, lambda value: f"{value}{unit}")
+    return Flag(ours, lambda value: f"{value}{unit}", why=f"in {unit}")
 
 
 def _always(why: str) -> Flag:
@@ -68,13 +68,13 @@ _TOKENIZER = "the tokenizer is the one in the model's folder"
 FLAGS: Mapping[str, Flag] = {
     # SGLang's cache
     "--enable-hierarchical-cache": _always("there are host pages unless --host-memory is 0"),
-    RATIO: Flag("--host-memory"),  # of --device-memory
+    RATIO: Flag("--host-memory", why="of --device-memory"),
     "--hicache-size": _in("GB", "--host-memory"),
     "--hicache-write-policy": _same("--write-policy"),
     "--hicache-io-backend": _nothing("copies run on streams of their own, through pinned memory"),
     "--hicache-mem-layout": _nothing("a page lies in host memory as it lies in storage, all layers together"),
-    BACKEND: Flag("--storage"),
-    EXTRA: Flag("--storage"),
+    BACKEND: Flag("--storage", why="a URL, or file, mooncake or hf3fs"),
+    EXTRA: Flag("--storage", why="what else its URL says, as JSON or @FILE"),
     "--hicache-storage-prefetch-policy": _same("--prefetch-policy"),
     "--radix-eviction-policy": _same("--eviction"),
     "--enable-cache-report": _always("every answer's usage says how many tokens were cached, and where"),
