@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -15,13 +16,24 @@ PROMPT_TOKENS, PAGE_TOKENS, CHUNK_TOKENS, LAYERS = 4096, 64, 256, 8
 PAGES = PROMPT_TOKENS // PAGE_TOKENS
 PATIENCE_S = 120.0
 
-KV = PoolSpec(
-    "kv",
-    tuple(BufferSpec(f"{layer}.{kind}", (PAGE_TOKENS, 4, 128), "bfloat16") for layer in range(LAYERS) for kind in "kv"),
-    None,
-)
-STATE = PoolSpec("state", tuple(BufferSpec(f"{layer}", (16, 128, 128), "float32") for layer in range(4)), 1, True)
-IDENTITY = ModelIdentity("pretended", "none", "bfloat16", PAGE_TOKENS, CHUNK_TOKENS, (KV, STATE))
+HEADS, STATE_HEADS = 4, 16
+
+
+def identity(ranks: int = 1) -> ModelIdentity:
+    """The shape of what each of several ranks holds."""
+    kv = [
+        (f"{layer}.{kind}", (PAGE_TOKENS, HEADS // ranks, 128), "bfloat16") for layer in range(LAYERS) for kind in "kv"
+    ]
+    state = [(f"{layer}", (STATE_HEADS // ranks, 128, 128), "float32") for layer in range(4)]
+    pools = (
+        PoolSpec("kv", tuple(BufferSpec(*each) for each in kv), None),
+        PoolSpec("state", tuple(BufferSpec(*each) for each in state), 1, True),
+    )
+    return ModelIdentity("pretended", "none", "bfloat16", PAGE_TOKENS, CHUNK_TOKENS, pools, ranks=ranks)
+
+
+IDENTITY = identity()
+KV, STATE = IDENTITY.pools
 PROMPT_BYTES = PAGES * KV.payload_bytes + STATE.payload_bytes
 
 
@@ -38,11 +50,12 @@ def until(cache: PrefixCache, done: Callable[[], bool]) -> None:
 class Restore:
     """Prompts of 4,096 tokens, each computed once and then brought back from storage."""
 
-    def __init__(self, storage: str) -> None:
-        settings = CacheConfig(
-            4 * PROMPT_BYTES, 4 * PROMPT_BYTES, storage, policies=Policies(prefetch_policy="wait_complete")
-        )
-        self.cache, self._first = PrefixCache(IDENTITY, settings), 0
+    def __init__(self, storage: str, ranks: int = 1, **among: Any) -> None:
+        """`among`: this rank and its agreement with the others, where there are `ranks`."""
+        room = 4 * PROMPT_BYTES // ranks
+        settings = CacheConfig(room, room, storage, policies=Policies(prefetch_policy="wait_complete"))
+        self.cache, self._first = PrefixCache(identity(ranks), settings, **among), 0
+        self.stored_s = 0.0  # from the last prompt's last page until storage had all
 
     def round(self) -> float:
         """Seconds from `open` until the pages of a prompt that only storage has are on the device."""
@@ -55,8 +68,11 @@ class Restore:
             for buffer in cache.arena(name).values():
                 for position, slot in slots.items():
                     buffer[slot].fill_(_value(position))
+        start = time.perf_counter()
         cache.publish(lease, PAGES)
         cache.close(lease)
+        assert cache.settle(PATIENCE_S)
+        self.stored_s = time.perf_counter() - start
         cache.flush(timeout_s=PATIENCE_S)
         start = time.perf_counter()
         lease = cache.open(prompt)

@@ -31,7 +31,7 @@ MAY_USE = {"transfer": {"memory", "storage"}}
 
 # A scheduler may live where no tensor is: it and what it imports know no memory, lane or storage, and read no clock.
 DECIDES = {"scheduler", "changes", "messages", "ticket", "config", "ranks"}
-HOW_RANKS_TALK = SOURCE / "ranks" / "group.py"  # a scheduler is given the agreement of its ranks
+HOW_RANKS_TALK = {SOURCE / "ranks" / name for name in ("group.py", "star.py")}  # a scheduler is given their agreement
 
 NOT_PURE = {"time", "threading", "socket", "logging", "random", "os", "torch", "asyncio", "subprocess", "secrets"}
 NUMPY_ONLY_IN = {"keys"}
@@ -101,7 +101,9 @@ def test_words_and_core_are_pure(path: Path) -> None:
     assert "numpy" not in roots or top(path) in NUMPY_ONLY_IN
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if top(path) in DECIDES and path != HOW_RANKS_TALK], ids=named)
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if top(path) in DECIDES and path not in HOW_RANKS_TALK], ids=named
+)
 def test_what_decides_knows_no_tensor_thread_or_file(path: Path) -> None:
     roots = {name.split(".")[0] for name in imported(path)}
     assert not (impure := roots & NOT_PURE - {"logging"}), f"{named(path)} decides, and {impure} acts"

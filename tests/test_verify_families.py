@@ -22,6 +22,10 @@ ALL = [(family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16
 LOSES_COUNT = {"minimax"}
 
 
+# Divided among ranks: attention, linear attention, experts, latents that all ranks have, and what does not divide.
+DIVIDED = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "gpt_oss", "gemma3", "deepseek_v32", "deepseek_v4", "kimi_linear")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
@@ -76,3 +80,17 @@ def test_every_family_is_proved_and_all_that_it_keeps_matters(
     ):
         hit = {row["pool"] for row in report["damages"] if (row["where"], row["expected"]) == (where, expected)}
         assert hit == pools, (where, expected)
+
+
+@pytest.mark.parametrize("family", [pytest.param(each, marks=pytest.mark.long) for each in DIVIDED])
+def test_a_model_that_two_processes_compute_is_proved_and_all_that_each_keeps_matters(
+    family: str, folder: Path, tmp_path: Path
+) -> None:
+    page, chunk = tiny_grid(family)
+    words = ("verify", "--model", a_checkpoint(folder, family), "--tp", 2, "--quick", "--json", tmp_path / "out")
+    code = main([*map(str, (*words, "--page-tokens", page, "--chunk-tokens", chunk))])
+    report = json.loads((tmp_path / "out").read_text())
+    assert [row for row in (*report["paths"], *report["damages"]) if not row["ok"]] == []
+    assert code == 0 and report["about"]["ranks"] == 2
+    assert [row["name"] for row in report["paths"]] == DRIVEN
+    assert 0 < report["sharding"]["share"] < 1e-4, "the whole model, but for rounding"

@@ -58,6 +58,8 @@ class Verify:
     """of all prompts and of everything that is drawn"""
     storage: str | None = None
     """where to keep pages meanwhile; a folder of its own unless given"""
+    tp: PositiveInt = 1
+    """processes that compute the model together; also measures how far their sums are from those of one"""
     json: Path | None = None
     """gets the report too"""
     quick: bool = False

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +131,10 @@ def test_when_the_engine_dies_every_request_gets_its_last_output(
     def stuck(lease: object) -> None:
         raise AssertionError("another bug")
 
-    def broken() -> None:
+    def broken(say: Callable[[], bytes]) -> bytes:
         if next(steps) == 4:
             raise AssertionError("a bug")
-        step()
+        return step(say)
 
     monkeypatch.setattr(engine.cache, "step", broken)
     if not leases_close:
@@ -177,12 +178,12 @@ def test_a_request_that_comes_while_the_engine_stops_gets_its_last_output(
     engine, going, ready = make(start=False), threading.Event(), threading.Event()
     step = engine.cache.step
 
-    def last_step() -> None:
+    def last_step(say: Callable[[], bytes]) -> bytes:
         ready.set()
         assert going.wait(LONG_S)
         if broken:
             raise AssertionError("a bug")
-        step()
+        return step(say)
 
     monkeypatch.setattr(engine.cache, "step", last_step)
     engine.start()

@@ -1,6 +1,7 @@
 """Every accepted request gets exactly one last output, whatever breaks, and a broken cache ends the engine."""
 
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ from engines import CHUNK, LONG_S, PAGE, Make, a_model, a_prompt, a_request, alo
 from kvarve.engine import turns as turns_module
 from kvarve.engine.batch import Batch
 from kvarve.engine.engine import Engine
+from kvarve.engine.inputs import Stop
 from kvarve.engine.model import Detokenizer
 from kvarve.engine.paging import PagedWorkspace
 from kvarve.engine.requests import Finish, Request
 from kvarve.engine.tails import Tails
+from kvarve.engine.turns import Call
 from kvarve.errors import Busy, ConfigError
 from kvarve.storage import MemoryStorage
 
@@ -179,7 +182,7 @@ def test_a_request_submitted_before_the_start_gets_its_last_output_at_shutdown(s
     requests = [engine.submit(a_request(a_prompt(20, seed), 5)) for seed in range(3)]
     engine.abort(requests[0])
     if started:
-        engine._stopping.set()
+        engine._calls.put(Call(None, partial(engine._do, Stop(LONG_S))))
         engine.start()
     engine.shutdown(LONG_S)
     engine.shutdown(LONG_S)

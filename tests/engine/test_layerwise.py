@@ -122,7 +122,8 @@ def test_a_request_aborted_during_its_copy_leaves_the_pages_to_the_next(make: Ma
     engine.submit(first)
     turns(engine, lambda: bool(engine.cache.arrivals()))
     engine.abort(first)
-    engine._run_calls()
+    engine._take_calls()
+    engine._run_calls(b"")
     assert first.result(0.1)[2].finish is Finish.ABORT
     assert answered(engine, a_request()) == [cold]
     assert last_moment.loads == 1 and engine.cache.settle(LONG_S)

@@ -25,8 +25,8 @@ def a_scheduler(storage: bool = True) -> CacheScheduler:
 class Denied(Alone):
     """The other ranks have proposed something else."""
 
-    def agree(self, *report: object) -> AgreedStep:
-        return super().agree(*report)._replace(granted=False)  # type: ignore[arg-type]
+    def agree(self, *report: object, **more: object) -> AgreedStep:
+        return super().agree(*report, **more)._replace(granted=False)  # type: ignore[arg-type]
 
 
 def test_copies_sent_before_a_change_of_the_storage_stand_before_it() -> None:

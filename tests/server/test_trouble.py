@@ -92,7 +92,7 @@ def test_one_requests_trouble_is_an_error_and_not_the_others(
 def test_a_broken_engine_is_not_healthy_and_says_why(
     own_server: Server, own_client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def breaks(*args: object) -> None:
+    def breaks(say: object) -> None:
         raise RuntimeError("the ground has opened")
 
     with monkeypatch.context() as patch:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ DEADLINE_S = 30.0  # for a rank that the others wait for
 START_S = 600.0  # for all ranks to start and to read their weights
 END_S = 10.0  # for the other ranks' processes to end by themselves
 _DIES_WITH_PARENT = 1  # prctl
+Data = TypeVar("Data")
 
 
 @dataclass(frozen=True)
@@ -112,12 +113,37 @@ class Ranks:
         """Wait for all ranks, which read their weights each in its own time. GroupEnded if one does not come."""
         self.group.assemble(START_S)
 
+    def meet(self) -> None:
+        """Wait for all ranks, while none computes. GroupEnded if one does not come in time."""
+        with self._in_time():
+            dist.barrier()
+
+    def of_first(self, data: Data) -> Data:
+        """What rank 0 has given. GroupEnded if not all ranks come in time."""
+        found: list[Any] = [data]
+        with self._in_time():
+            dist.broadcast_object_list(found)
+        first: Data = found[0]
+        return first
+
+    def of_all(self, data: Data) -> list[Data]:
+        """What each rank has given. GroupEnded if not all come in time."""
+        found: list[Any] = [None] * self.ranks
+        with self._in_time():
+            dist.all_gather_object(found, data)
+        return found
+
     def add_up(self, tensor: Tensor) -> None:
         """Add a tensor up over all ranks, in place. GroupEnded if one does not take part in time."""
-        try:
+        with self._in_time():
             dist.all_reduce(tensor)
+
+    @contextmanager
+    def _in_time(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as e:
-            raise GroupEnded(self.group.fail(f"a sum of the model over all ranks failed: {e}", stuck=True)) from e
+            raise GroupEnded(self.group.fail(f"what all ranks do together failed: {e}", stuck=True)) from e
 
     def identity(self, mine: ModelIdentity) -> ModelIdentity:
         """The identity of the whole model, from that of each rank's part. GroupEnded if the ranks differ in more than

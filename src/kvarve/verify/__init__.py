@@ -10,8 +10,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,7 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvarve.commands import Verify
 from kvarve.config import room_for
 from kvarve.engine.model import LoadedModel, check_device, check_model, load_model, quiet_libraries
+from kvarve.engine.ranks import Place, Ranks, device_of, started, threads_of
 from kvarve.errors import ConfigError
+from kvarve.ranks.star import Listener
 from kvarve.reports import check_file, write_json
 from kvarve.sizes import format_size
 from kvarve.storage import StorageUsage, open_storage
@@ -29,12 +33,26 @@ from kvarve.verify.damage import ADVICE, damages
 from kvarve.verify.paths import PATHS
 from kvarve.verify.plan import Plan
 from kvarve.verify.prover import Prover
-from kvarve.verify.report import Path, ProofReport
+from kvarve.verify.report import Path, ProofReport, Rounding
+from kvarve.verify.requests import Transcript, Uncached
 from kvarve.verify.serving import answers, rounded, together
 from kvarve.worker import check
 
 LOG = logging.getLogger("kvarve")
 STEPS = {"exact": (*PATHS, together, answers, damages), "rounded": (rounded, damages)}  # by --hits
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all ranks have to know alike: `folder` is where pages lie unless the user has given a storage."""
+
+    options: Verify
+    folder: str
+    salt: str
+
+    @property
+    def url(self) -> str:
+        return self.options.storage or f"file://{self.folder}/pages?capacity=1PiB"
 
 
 def main(options: Verify) -> int:
@@ -45,22 +63,11 @@ def main(options: Verify) -> int:
     if options.storage is not None:
         parse_url(options.storage)
     check_device(options.device)
-    page, chunk = options.page_tokens, options.chunk_tokens
-    shape: dict[str, Any] = {"page_tokens": page, "chunk_tokens": chunk, "dtype": options.dtype}
     quiet_libraries()
-    check_model(options.model, **shape)
-    model = load_model(options.model, device=options.device, **shape)
-    plan = Plan.of(
-        page=page,
-        chunk=chunk,
-        reach=max((pool.lookback or 0) * page for pool in model.layout.pools),
-        vocabulary=model.model.get_input_embeddings().num_embeddings,
-        max_tokens=model.max_tokens,
-        tokens=options.tokens,
-        seed=options.seed,
-        quick=options.quick,
-    )
-    report = prove(model, plan, options.storage, console, options.hits)
+    check_model(options.model, **_shape(options))
+    with tempfile.TemporaryDirectory(prefix="kvarve-verify-") as folder:
+        task = Task(options, folder, f"verify {secrets.token_hex(8)}")
+        report = prove(task, _load(options), console) if options.tp == 1 else _prove_among(task, console)
     report.seconds = time.perf_counter() - start
     for table in report.tables():
         console.print(table)
@@ -81,9 +88,75 @@ def main(options: Verify) -> int:
     return 0 if report.ok else 1
 
 
-def prove(model: LoadedModel, plan: Plan, storage: str | None, console: Console, hits: str = "exact") -> ProofReport:
+def _shape(options: Verify) -> dict[str, Any]:
+    return {"page_tokens": options.page_tokens, "chunk_tokens": options.chunk_tokens, "dtype": options.dtype}
+
+
+def _load(options: Verify, ranks: Ranks | None = None) -> LoadedModel:
+    return load_model(options.model, device=options.device, ranks=ranks, **_shape(options))
+
+
+def _plan(options: Verify, model: LoadedModel) -> Plan:
+    return Plan.of(
+        page=options.page_tokens,
+        chunk=options.chunk_tokens,
+        reach=max((pool.lookback or 0) * options.page_tokens for pool in model.layout.pools),
+        vocabulary=model.model.get_input_embeddings().num_embeddings,
+        max_tokens=model.max_tokens,
+        tokens=options.tokens,
+        seed=options.seed,
+        quick=options.quick,
+    )
+
+
+def _prove_among(task: Task, console: Console) -> ProofReport:
+    """The proof on several ranks, each with a part of the model and of every page."""
+    options, sharding = task.options, Rounding(f"computed on {task.options.tp} ranks")
+    model = _load(options)
+    plan = _plan(options, model)
+    prompt = plan.prompt(plan.longest)
+    whole = Uncached(model, plan.decode)(prompt)
+    del model
+    with started(_follow, task, options.tp) as (place, listener):
+        ranks = _join(task, place, listener)
+        with ranks.ended():
+            report = _prove_here(task, ranks, console, lambda found: sharding.take(found, whole, plan.longest))
+    sharding.tokens, report.sharding = plan.longest, sharding
+    return report
+
+
+def _follow(task: Task, place: Place) -> None:
+    """Any rank but the first: it says nothing, and what it finds wrong stands in rank 0's report."""
+    quiet_libraries()
+    ranks = _join(task, place)
+    with ranks.ended():
+        _prove_here(task, ranks, Console(quiet=True))
+
+
+def _join(task: Task, place: Place, listener: Listener | None = None) -> Ranks:
+    device = device_of(task.options.device, place)
+    torch.set_num_threads(threads_of(place.ranks))
+    return Ranks(place, place.meet(f"verify {task}", listener), device)
+
+
+def _prove_here(
+    task: Task, ranks: Ranks, console: Console, see: Callable[[Transcript], None] = lambda _: None
+) -> ProofReport:
+    """One rank's proof; `see` gets the answer to the longest prompt without a cache."""
+    model = _load(task.options, ranks)
+    plan = _plan(task.options, model)
+    see(Uncached(model, plan.decode)(plan.prompt(plan.longest)))
+    report = prove(task, model, console, ranks)
+    for rank, lines in enumerate(ranks.of_all([*report.troubles()])):
+        if rank and lines and not ranks.rank:
+            report.paths.append(Path(f"rank {rank}", "what this rank found alone", troubles=lines))
+    return report
+
+
+def prove(task: Task, model: LoadedModel, console: Console, ranks: Ranks | None = None) -> ProofReport:
     """Run every path and every damage; with rounded hits their effect instead of the paths. ConfigError or StorageError
     for a storage or a size that cannot be used."""
+    plan, hits, storage = _plan(task.options, model), task.options.hits, task.options.storage
     report = ProofReport(_about(model, plan, hits))
     if not plan.leaves_windows:
         report.notes.append(
@@ -93,14 +166,11 @@ def prove(model: LoadedModel, plan: Plan, storage: str | None, console: Console,
     for line in (*_headline(report, model), *report.notes):
         console.print(line, highlight=False)
     with ExitStack() as undo:
-        if storage is None:
-            folder = undo.enter_context(tempfile.TemporaryDirectory(prefix="kvarve-verify-"))
-            url = f"file://{folder}/pages?capacity=1PiB"
-        else:
-            url = storage
+        url = task.url
+        if storage is not None:
             undo.callback(lambda: _clear(model, url, prover.written))
         tick, advance = undo.enter_context(_progress(console, len(STEPS[hits])))
-        prover = Prover(model, plan, url, f"verify {secrets.token_hex(8)}", report, tick)
+        prover = Prover(model, plan, url, task.salt, report, tick, ranks)
         try:
             check(model.identity, prover.config(), str(model.model.device))
         except ConfigError as e:
@@ -129,6 +199,7 @@ def _about(model: LoadedModel, plan: Plan, hits: str) -> dict[str, Any]:
         "chunk_tokens": plan.chunk,
         "longest_prompt": plan.longest,
         "hits": hits,
+        "ranks": model.identity.ranks,
         "shortest_hit": (plan.chunk if hits == "exact" else plan.page) + 1,
         "decoded_tokens": plan.decode,
         "seed": plan.seed,
@@ -146,6 +217,8 @@ def _headline(report: ProofReport, model: LoadedModel) -> list[str]:
     for pool in model.layout.pools:
         back = "all pages" if pool.lookback is None else f"the last {pool.lookback} page{'s' * (pool.lookback > 1)}"
         lines.append(f"pool {pool.name}: reads {back}, {format_size(pool.payload_bytes)} each")
+    if model.identity.ranks > 1:
+        lines.append(f"computed on {model.identity.ranks} ranks, each of which has its part of every page")
     lines.append(
         f"prompts of up to {about['longest_prompt']:,} tokens; the shortest to hit has {about['shortest_hit']:,}"
     )

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kvarve.keys import object_name
 from kvarve.memory.record import HEADER_BYTES, Stamp
 from kvarve.model import MEMORY_TIERS, PoolSpec, Tier
 from kvarve.prefix_cache import PrefixCache
@@ -65,11 +64,12 @@ class _Target:
         self.prompt, self.longer = (self.plan.prompt(self.whole + tokens) for tokens in behind)
         self.lease = prover.check(prover.run(cache, self.prompt, SALT)).lease
         prover.settle(cache)
-        self.key = self.lease.key(self.whole // self.plan.page - 1)
+        self.at = self.whole // self.plan.page - 1
+        self.key = self.lease.key(self.at)
         self.rng = random.Random(self.plan.seed)
 
     def name(self, pool: PoolSpec) -> str:
-        return object_name(self.lease.root, self.key, pool.name)
+        return self.prover.name(self.lease, self.at, pool)
 
     def ask(self, before: Before | None = None, longer: bool = False) -> ProofRequest:
         return self.prover.run(self.cache, self.longer if longer else self.prompt, SALT, before=before)
@@ -197,7 +197,7 @@ def in_storage(target: _Target, store: AlteredStorage) -> None:
     def other(pool: PoolSpec) -> bytes:
         """The same pool's page of another position in the prompt, or another pool's of the same position."""
         names = [
-            object_name(target.lease.root, target.lease.key(0), pool.name),
+            target.prover.name(target.lease, 0, pool),
             *(target.name(each) for each in pools if each is not pool),
         ]
         return next((data for data in map(store.read, names) if data is not None), b"")
@@ -215,7 +215,7 @@ def in_storage(target: _Target, store: AlteredStorage) -> None:
         for what, data in damages.items():
             with target.damage(pool, what, "storage", "caught", "on") as row:
                 target.prover.empty(target.cache)
-                store.write({target.name(pool): data})
+                target.prover.write(store, target.name(pool), data, pool)
                 before = target.cache.stats()["bad_storage"]
                 target.caught(row, "bad_storage", before, target.ask())
                 target.prover.settle(target.cache)
@@ -228,11 +228,14 @@ def in_storage(target: _Target, store: AlteredStorage) -> None:
             forged = memoryview(bytearray(good))
             for page in payload(pool, forged).values():
                 spoil(page)
-            Stamp(identity.fingerprint(), pool.name, pool.payload_bytes).seal(forged, target.key)
-            store.write({target.name(pool): bytes(forged)})
+            rank = 0 if pool.replicated else target.prover.rank
+            Stamp(identity.fingerprint(), pool.name, pool.payload_bytes, rank, target.prover.ranks).seal(
+                forged, target.key
+            )
+            target.prover.write(store, target.name(pool), bytes(forged), pool)
             target.noticed(row, target.ask())
             target.prover.empty(target.cache)
-            store.write({target.name(pool): good})
+            target.prover.write(store, target.name(pool), good, pool)
 
 
 def damages(prover: Prover) -> None:

@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 
-from kvarve.keys import object_name
 from kvarve.model import MEMORY_TIERS, PoolSpec, Tier
 from kvarve.prefix_cache import PrefixCache
 from kvarve.verify.plan import TURNS
@@ -116,11 +115,7 @@ def partial(prover: Prover) -> None:
     ):
         keys = prover.check(prover.run(cache, prompt, "partial"), 0).lease
         prover.settle(cache)
-        names = {
-            (pool.name, at): object_name(keys.root, keys.key(at), pool.name)
-            for pool in layout.pools
-            for at in range(pages)
-        }
+        names = {(pool.name, at): prover.name(keys, at, pool) for pool in layout.pools for at in range(pages)}
         there = dict(zip(names, store.exists([*names.values()]), strict=True))
         stored = [page for page, here in there.items() if here]
 
@@ -128,23 +123,25 @@ def partial(prover: Prover) -> None:
             have = {pool.name: {at for name, at in present if name == pool.name} for pool in layout.pools}
             return deepest(layout.pools, have, grid, limit) * plan.page
 
-        def case(about: str, hidden: set[PagePosition], lost: set[PagePosition]) -> None:
+        def case(number: int, about: str, hidden: set[PagePosition], lost: set[PagePosition]) -> None:
             prover.empty(cache)
             gone = hidden | lost
             boundary = reachable([page for page in stored if page not in gone])
-            store.hidden = frozenset(names[page] for page in hidden)
-            store.lost = frozenset(names[page] for page in lost)
+            if number % prover.ranks == prover.rank:  # what one rank misses, none may resume from
+                store.hidden = frozenset(names[page] for page in hidden)
+                store.lost = frozenset(names[page] for page in lost)
             prover.check(prover.run(cache, prompt, "partial"), boundary, Tier.STORAGE, about)
             store.restore()
             prover.settle(cache)
 
         if reachable(stored) != plan.whole:
             row.troubles.append("not all pages that the prompt could resume from were stored")
-        for about, hidden, lost in _cases(prover, stored, pages, grid):
-            case(about, hidden, lost)
-        for call in ("exists", "get"):
+        for number, (about, hidden, lost) in enumerate(_cases(prover, stored, pages, grid)):
+            case(number, about, hidden, lost)
+        for number, call in enumerate(("exists", "get")):
             prover.empty(cache)
-            store.broken = frozenset([call])
+            if number % prover.ranks == prover.rank:
+                store.broken = frozenset([call])
             prover.check(prover.run(cache, prompt, "partial"), 0, None, f"storage fails in {call}")
             store.restore()
             prover.settle(cache)

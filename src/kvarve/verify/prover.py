@@ -4,11 +4,15 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from kvarve.config import CacheConfig, room_for
+from kvarve.core.lease import Lease
 from kvarve.core.policies import Policies
 from kvarve.engine.model import LoadedModel
-from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
+from kvarve.engine.ranks import Ranks
+from kvarve.keys import object_name
+from kvarve.model import MEMORY_TIERS, ModelIdentity, PoolSpec, Tier
 from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import open_storage
 from kvarve.storage.altered import AlteredStorage
@@ -35,20 +39,23 @@ class Notes(logging.Handler):
 class Prover:
     """`salt` keeps this run's pages apart from all others in the user's storage; `written`: the names of its pages.
 
-    `tick(path)` is called after each request.
+    `tick(path)` is called after each request. Of several `ranks` each runs the same proof: what a path does may depend
+    on nothing that one rank alone knows.
     """
 
     def __init__(
-        self, model: LoadedModel, plan: Plan, storage: str, salt: str, report: ProofReport, tick: Callable[[Path], None]
+        self,
+        model: LoadedModel,
+        plan: Plan,
+        storage: str,
+        salt: str,
+        report: ProofReport,
+        tick: Callable[[Path], None],
+        ranks: Ranks | None = None,
     ) -> None:
-        self.model, self.plan, self.storage, self.salt, self.report, self.tick = (
-            model,
-            plan,
-            storage,
-            salt,
-            report,
-            tick,
-        )
+        self.model, self.plan, self.storage, self.salt = model, plan, storage, salt
+        self.report, self.tick, self._ranks = report, tick, ranks
+        self.rank, self.ranks = (0, 1) if ranks is None else (ranks.rank, ranks.ranks)
         self.uncached = Uncached(model, plan.decode)
         self.notes = Notes()
         self.written: set[str] = set()
@@ -111,7 +118,10 @@ class Prover:
     ) -> Iterator[PrefixCache]:
         """A cache of its own, empty, with or without a storage; sizes in tokens."""
         where, identity = str(self.model.model.device), identity or self.model.identity
-        cache = PrefixCache(identity, self.config(device, host, **settings), device=where, storage=store)
+        among: dict[str, Any] = {}
+        if self._ranks is not None:
+            among = {"rank": self.rank, "agreement": self._ranks.again()}
+        cache = PrefixCache(identity, self.config(device, host, **settings), device=where, storage=store, **among)
         try:
             yield cache
         finally:
@@ -132,6 +142,28 @@ class Prover:
         left = [name for name, count in cache.stats().items() if count and name.startswith(names)]
         if left:
             raise Stuck(f"memory could not be emptied: {', '.join(left)}")
+
+    # --- what is stored
+
+    def name(self, lease: Lease, at: int, pool: PoolSpec) -> str:
+        """The object that a lease's page lies in, or this rank's part of it."""
+        return object_name(lease.root, lease.key(at), pool.name, 0 if pool.replicated else self.rank, self.ranks)
+
+    def write(self, store: AlteredStorage, name: str, data: bytes, pool: PoolSpec) -> None:
+        """Store an object in place of the one there, while no rank reads it."""
+        self._meet()
+        if not (pool.replicated and self.rank):
+            store.write({name: data})
+        self._meet()
+
+    def compute(self, prompts: Sequence[Sequence[int]], uncached: Uncached | None = None) -> None:
+        """Have all ranks compute rank 0's prompts without a cache; from then on they are known."""
+        for prompt in prompts if self._ranks is None else self._ranks.of_first([*prompts]):
+            (uncached or self.uncached)(prompt)
+
+    def _meet(self) -> None:
+        if self._ranks is not None:
+            self._ranks.meet()
 
     # --- requests
 

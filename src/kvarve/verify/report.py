@@ -61,8 +61,8 @@ class Damage:
 
 @dataclass
 class Rounding:
-    """The effect of resuming from pages that were computed in other pieces: the largest difference of two logits, which
-    is no fault. `tokens`: those of the pages, `what` says how they were computed."""
+    """The effect of computing in other pieces: the largest difference of two logits, which is no fault. `tokens`: how
+    many were computed so, `what` says how."""
 
     what: str
     tokens: int = 0
@@ -90,7 +90,8 @@ class ProofReport:
     notes: list[str] = field(default_factory=list)
     paths: list[Path] = field(default_factory=list)
     damages: list[Damage] = field(default_factory=list)
-    rounding: Rounding | None = None
+    rounding: Rounding | None = None  # of resuming from pages that were computed in other pieces
+    sharding: Rounding | None = None  # of computing on several ranks
     seconds: float = 0.0
 
     @property
@@ -111,6 +112,7 @@ class ProofReport:
             "uncovered": self.uncovered,
             "paths": [path.as_json() for path in self.paths],
             "rounding": self.rounding and self.rounding.as_json(),
+            "sharding": self.sharding and self.sharding.as_json(),
             "damages": [damage.as_json() for damage in self.damages],
             "compared": sum(path.compared for path in self.paths),
             "seconds": round(self.seconds, 3),
@@ -130,12 +132,11 @@ class ProofReport:
             was = "[yellow]idle[/yellow]" if damage.idle else damage.expected
             was = was if damage.ok else "[bold red]not[/bold red]"
             damages.add_row(damage.pool, damage.what, damage.where, damage.check, damage.expected, was)
-        if self.rounding is None:
-            return [paths, damages]
-        by = self.rounding
-        rounded = plain_table(by.what, right=("logits differ by", "of the largest"))
-        rounded.add_row(f"{by.tokens:,} tokens", f"{by.difference:.2g}", f"{by.share:.2g}")
-        return [paths, rounded, damages]
+        measured = []
+        for by in filter(None, (self.sharding, self.rounding)):
+            measured.append(plain_table(by.what, right=("logits differ by", "of the largest")))
+            measured[-1].add_row(f"{by.tokens:,} tokens", f"{by.difference:.2g}", f"{by.share:.2g}")
+        return [paths, *measured, damages]
 
     def troubles(self) -> list[str]:
         """The troubles, a line each, the first few of each row."""

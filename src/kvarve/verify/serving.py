@@ -4,14 +4,14 @@ The other paths compute one sequence at a time; here requests are served togethe
 """
 
 import queue
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import LoadedModel, keeping_answers, with_rounded_hits
 from kvarve.engine.requests import Finish, Request, Sampling, TokenUsage
+from kvarve.errors import Broken
 from kvarve.verify.plan import TURNS
 from kvarve.verify.prover import Prover
 from kvarve.verify.report import Rounding
@@ -22,16 +22,24 @@ LEAVES_AFTER = 2  # tokens
 TALKS = 3  # conversations side by side
 MOST_KEPT = 32  # tokens of an answer up to a chunk boundary; each takes a forward
 
+Answer = tuple[Sequence[int], Transcript]  # a prompt, and what was answered
 Question = tuple[Sequence[int], int]  # a prompt, and how many tokens to answer
 Ask = Callable[[Sequence[Question], Question | None], list[tuple[Transcript, TokenUsage]]]
 
 
-@contextmanager
-def _engine(prover: Prover, model: LoadedModel, deterministic: bool, device: int = 0) -> Iterator[Ask]:
-    """A function that asks an engine all questions at once and returns the answers; `leaves` is aborted on its way."""
+def _serve(
+    prover: Prover, model: LoadedModel, use: Callable[[Ask], None], *, deterministic: bool = False, device: int = 0
+) -> None:
+    """Call `use` with a function that asks an engine all questions at once and returns the answers; `leaves` is aborted
+    on its way. Any rank but the first only computes."""
     with prover.cache(device=device, identity=model.identity) as cache:
         # With one chunk a turn, prefill and decoding overlap for as long as possible.
         engine = Engine(model, cache, turn_tokens=prover.plan.chunk, deterministic=deterministic)
+        if prover.rank:
+            if why := engine.follow():
+                raise Broken(why)
+            cache.audit()
+            return
 
         def ask(questions: Sequence[Question], leaves: Question | None = None) -> list[tuple[Transcript, TokenUsage]]:
             asked = [_ask(engine, prover.salt, question, question is leaves) for question in questions]
@@ -41,7 +49,7 @@ def _engine(prover: Prover, model: LoadedModel, deterministic: bool, device: int
             return [_answer(request, found, question is leaves) for question, (request, found) in both]
 
         try:
-            yield ask
+            use(ask)
         finally:
             engine.shutdown()
         cache.audit()
@@ -77,6 +85,7 @@ def together(prover: Prover) -> None:
     plan, most = prover.plan, TURNS * prover.plan.decode
     uncached = Uncached(prover.model, most)
     crossing = (plan.prompt(max(1, plan.whole - 1), 502), most)
+    crossed = [*crossing[0], *uncached(crossing[0]).tokens]
     leaving = ([*plan.prompt(plan.whole, 500), *plan.prompt(plan.chunk // 2, 501)], most)
     questions = [
         (plan.prompt(plan.longest, 500), most),
@@ -85,40 +94,56 @@ def together(prover: Prover) -> None:
         ([*plan.prompt(plan.whole, 500), *plan.prompt(1, 503)], most),
         (plan.prompt(1, 504), most),
     ]
-    with (
-        prover.path("together", "the engine with --deterministic: many at once, one aborted"),
-        _engine(prover, prover.model, True, plan.longest + most) as ask,  # so little that a request is preempted
-    ):
+
+    many = list[tuple[Sequence[int], Transcript, TokenUsage, int | None]]()
+    single = list[tuple[Sequence[int], Transcript, TokenUsage, int | None, str]]()
+
+    def use(ask: Ask) -> None:
         for leaves in (leaving, None):
             for (prompt, _), (found, usage) in zip(questions, ask(questions, leaves), strict=True):
                 # The first request computes the shared prefix for the others, so hits are certain only the second time.
-                known = plan.full(len(prompt)) if leaves is None else None
-                prover.compare(prompt, found, uncached(prompt), usage.tiers, known)
-        prompt = [*crossing[0], *uncached(crossing[0]).tokens]
-        ((found, usage),) = ask([(prompt, plan.decode)], None)
+                many.append((prompt, found, usage, plan.full(len(prompt)) if leaves is None else None))
         known = len(crossing[0]) // plan.chunk * plan.chunk  # of the prompt alone
-        prover.compare(prompt, found, prover.uncached(prompt), usage.tiers, known, "the next turn")
+        single.append((crossed, *ask([(crossed, plan.decode)], None)[0], known, "the next turn"))
         # Pages that the first computes in a whole chunk are not shared with the second, which has half of that chunk.
         for tokens in (plan.whole + 1, plan.whole - plan.chunk // 2 + 1):
             prompt = plan.prompt(tokens, 506)
-            ((found, usage),) = ask([(prompt, plan.decode)], None)
-            prover.compare(prompt, found, prover.uncached(prompt), usage.tiers, None, "half of another's chunk")
+            single.append((prompt, *ask([(prompt, plan.decode)], None)[0], None, "half of another's chunk"))
+
+    little = plan.longest + most  # so little that a request is preempted
+    with prover.path("together", "the engine with --deterministic: many at once, one aborted"):
+        _serve(prover, prover.model, use, deterministic=True, device=little)
+        prover.compute([prompt for prompt, *_ in many], uncached)
+        for prompt, found, usage, known in many:
+            prover.compare(prompt, found, uncached(prompt), usage.tiers, known)
+        prover.compute([prompt for prompt, *_ in single])
+        for prompt, found, usage, known, about in single:
+            prover.compare(prompt, found, prover.uncached(prompt), usage.tiers, known, about)
 
 
 def answers(prover: Prover) -> None:
     """Conversations at once that resume from decoded pages: how much their logits differ from prefill."""
-    with (
-        prover.path("answers", "the engine by default: the next turn resumes from pages that the last answer decoded"),
-        _engine(prover, keeping_answers(prover.model), False) as ask,
-    ):
-        found = Rounding("kept of answers")
-        found.tokens = _second_turns(prover, ask, found)
-        prover.report.rounding = found
+    found, said = Rounding("kept of answers"), list[Answer]()
+
+    def use(ask: Ask) -> None:
+        found.tokens = _second_turns(prover, ask, said)
+
+    with prover.path("answers", "the engine by default: the next turn resumes from pages that the last answer decoded"):
+        _serve(prover, keeping_answers(prover.model), use)
+        _measure(prover, said, found)
 
 
-def _second_turns(prover: Prover, ask: Ask, found: Rounding) -> int:
-    """Conversations at once, whose first answers cross the line of a chunk and whose second turns resume there: how
-    much the logits of these differ. How many tokens of the answers they resumed from."""
+def _measure(prover: Prover, answers: Sequence[Answer], found: Rounding) -> None:
+    """How much the first logits of answers differ from those without a cache."""
+    prover.compute([prompt for prompt, _ in answers])
+    for prompt, said in answers:
+        found.take(said, prover.uncached(prompt), len(prompt))
+    prover.report.rounding = found
+
+
+def _second_turns(prover: Prover, ask: Ask, answers: list[Answer]) -> int:
+    """Conversations at once, whose first answers cross the line of a chunk and whose second turns resume there: these
+    are added to `answers`. How many tokens of the first answers they resumed from."""
     plan = prover.plan
     # Each answer computes the last tokens of a page, a few less than the one before it.
     decoded = max(1, min(plan.page, plan.whole, MOST_KEPT) - 1)
@@ -135,34 +160,35 @@ def _second_turns(prover: Prover, ask: Ask, found: Rounding) -> int:
                 f"the second turn resumed after {usage.cached} tokens instead of {plan.whole}: the pages that the "
                 f"first answer decoded were not found"
             )
-        found.take(second, prover.uncached(prompt), len(prompt))
+        answers.append((prompt, second))
     return sum(plan.whole - len(prompt) for prompt in prompts)
 
 
 def rounded(prover: Prover) -> None:
     """Prompts and answers that resume at every page: where, and how much their logits differ from those without a
     cache."""
-    plan, found, model = prover.plan, Rounding("hits rounded"), keeping_answers(with_rounded_hits(prover.model))
+    plan, model = prover.plan, keeping_answers(with_rounded_hits(prover.model))
+    found, answers = Rounding("hits rounded"), list[Answer]()
     first, later = plan.prompt(plan.longest, 700), plan.chunk // 2 + 1
     leaving = [[*first[:later], *plan.prompt(plan.longest - later, 701 + number)] for number in range(2)]
     prompts = [plan.prompt(tokens, 710 + number) for number, tokens in enumerate(plan.lengths())]
     asked: list[tuple[list[int], int | None]] = [(prompt, 0) for prompt in prompts]
     asked += [(prompt, (len(prompt) - 1) // plan.page * plan.page) for prompt in prompts]
     asked += [(first, 0), (leaving[0], None), (leaving[1], later // plan.page * plan.page)]
-    with (
-        prover.path(
-            "rounded", "the engine with --hits rounded: prompts resume at every page, and behind answers"
-        ) as row,
-        _engine(prover, model, False) as ask,
-    ):
+
+    def use(ask: Ask) -> None:
+        row = prover.row
         for prompt, resumes in asked:
             ((said, usage),) = ask([(prompt, plan.decode)], None)
             prover.count(prompt, usage.tiers)
             row.compared += 1
             if resumes is not None and usage.cached != resumes:
                 row.troubles.append(f"a prompt of {len(prompt)} tokens resumed after {usage.cached}, not {resumes}")
-            found.take(said, prover.uncached(prompt), len(prompt))
-        _second_turns(prover, ask, found)
+            answers.append((prompt, said))
+        _second_turns(prover, ask, answers)
         row.compared += TALKS
         found.tokens = sum(row.resumed.values())
-        prover.report.rounding = found
+
+    with prover.path("rounded", "the engine with --hits rounded: prompts resume at every page, and behind answers"):
+        _serve(prover, model, use)
+        _measure(prover, answers, found)
