@@ -17,7 +17,7 @@ FLOORS = (
     {"memory", "transfer", "storage", "ranks"},  # data movement
     {"config", "messages", "changes", "ticket"},  # settings, and messages between scheduler and worker
     {"scheduler", "worker"},
-    {"prefix_cache", "admin", "metrics", "options", "commands", "reports"},  # the pair, and the engine
+    {"prefix_cache", "admin", "metrics", "options", "commands", "reports", "familiar"},  # the pair, and the engine
     {"engine", "simulate"},
     # applications
     {"cli", "__main__", "storage_cli", "server", "bench", "demo", "demo_report", "demo_vllm", "verify", "integrations"},

@@ -14,6 +14,7 @@ from pathlib import Path
 import transformers
 
 import residency
+from kvarve import familiar
 from kvarve.core import copies
 from kvarve.core.lease import MOVES, Cause, Phase
 from kvarve.core.reasons import Reason
@@ -62,6 +63,21 @@ def reasons() -> str:
     return "\n".join(["| reason | a token has it if |", "|---|---|", *rows]) + "\n"
 
 
+def flags() -> str:
+    """Flags of other servers, and what becomes of each."""
+
+    def fate(flag: familiar.Flag) -> str:
+        if flag.ours:
+            return f"`{flag.ours}`" + (f", {flag.why}" if flag.why else "")
+        if flag.fine is None:
+            return f"refused: {flag.why}"
+        only = f" ({' or '.join(flag.fine)} only)" if any(flag.fine) else ""
+        return f"changes nothing{only}: {flag.why}"
+
+    rows = [f"| `{name}` | {fate(flag)} |" for name, flag in familiar.FLAGS.items()]
+    return "\n".join(["| flag | here |", "|---|---|", *rows]) + "\n"
+
+
 # By page: its blocks in order.
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "architecture.md": {
@@ -72,6 +88,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "residency": residency.table,
     },
     "families.md": {"families": families.markdown},
+    "http.md": {"flags": flags},
 }
 
 FAMILIES = "families"  # takes half a minute; tests/engine/test_families_table.py checks samples

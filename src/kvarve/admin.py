@@ -12,7 +12,7 @@ from typing import Any
 
 from kvarve.background import Abandoned, BackgroundCall
 from kvarve.changes import CHANGE_S
-from kvarve.errors import Busy, KvarveError, StorageError
+from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
 from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import Storage
 from kvarve.storage.urls import shown
@@ -123,6 +123,18 @@ class Admin:
         with self._alone():
             self._tell(None)
             return self._made(self._on_its_thread(self._cache.detach, ASK_S))
+
+    def clear(self) -> int:
+        """Remove this model's pages from the storage; how many objects they were. Any KvarveError: some may be left."""
+        with self._alone():
+            if (attached := self._cache.attached) is None:
+                raise ConfigError("no storage is attached: there is nothing to clear")
+            try:
+                return BackgroundCall("kvarve clears a storage", attached.storage.drop).result(OPEN_S)
+            except Exception as e:  # noqa: BLE001  it may be a bug in a backend; the caller is told
+                if isinstance(e, Abandoned):
+                    e = StorageError(f"the storage is not cleared after {OPEN_S:g} s: given up")
+                raise _ours(e, "the storage cannot be cleared") from None
 
     def _made(self, change: Change) -> dict[str, Any]:
         """Wait for a change; the status then, and whether the storage before it is closed."""

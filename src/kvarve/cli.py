@@ -14,6 +14,7 @@ from cyclopts import App, Parameter
 from kvarve import __version__
 from kvarve.commands import Attach, Demo, Models, Remote, Verify
 from kvarve.errors import ConfigError, KvarveError
+from kvarve.familiar import translated
 from kvarve.options import ConfigFile, call, needs, root_app
 from kvarve.server.logs import begin_log
 from kvarve.server.settings import LEVELS, Settings
@@ -56,7 +57,12 @@ storage = App(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; answers the exit code."""
     try:
-        return call(app, sys.argv[1:] if argv is None else argv) or 0
+        words = [*(sys.argv[1:] if argv is None else argv)]
+        if words[:1] == ["serve"]:
+            words[1:] = translated(
+                words[1:], Settings.device_memory, lambda note: print(f"kvarve: {note}", file=sys.stderr)
+            )
+        return call(app, words) or 0
     except KvarveError as e:
         print(f"kvarve: {' '.join(str(e).split())}", file=sys.stderr)
         return 2

@@ -9,6 +9,10 @@ class ConfigError(KvarveError):
     """A setting, flag or argument that cannot work. Nothing has been touched yet when it is raised."""
 
 
+class TooLong(ConfigError):
+    """A prompt that does not fit, together with the tokens of its answer."""
+
+
 class StorageError(KvarveError):
     """An operation of a storage backend failed: the medium failed, or it holds data of another kind."""
 

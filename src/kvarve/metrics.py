@@ -94,6 +94,7 @@ class Snapshot:
     tokenizing: int = 0
     connections: int | None = None
     closed_connections: Mapping[str, int] = field(default_factory=dict)  # by reason
+    rejected: Mapping[str, int] = field(default_factory=dict)  # requests, by status
     ignored_fields: Mapping[str, int] = field(default_factory=dict)  # requests that had each
 
 
@@ -147,6 +148,8 @@ def _requests(now: Snapshot) -> Iterator[Metric]:
         "and these had no whole request."
     )
     yield _by("kvarve_closed_connections", help_text, ("reason",), now.closed_connections)
+    help_text = "Requests that got an error, by status; 499 is a client that left before its answer began."
+    yield _by("kvarve_rejected_requests", help_text, ("status",), now.rejected)
     help_text = "Requests with a field that was ignored, by field."
     yield _by("kvarve_ignored_fields", help_text, ("field",), now.ignored_fields)
     ttft = HistogramMetricFamily("kvarve_ttft_seconds", "Seconds from a request's arrival to its first token.")

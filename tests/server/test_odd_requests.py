@@ -70,6 +70,27 @@ def test_no_values_together_are_a_bug(client: httpx.Client, path: str) -> None:
         told(client.post(path, content=json.dumps(least | {"max_tokens": 2} | given)), given)
 
 
+def test_no_values_of_a_request_of_sglangs_are_a_bug(client: httpx.Client) -> None:
+    print(f"seed {SEED}")
+    dice = random.Random(SEED)
+    for _ in range(200):
+        given: Body = {"text": "hei"} | {name: dice.choice(ODD) for name in dice.sample(NAMES, dice.randrange(1, 4))}
+        params = {"max_new_tokens": 2} | {name: dice.choice(ODD) for name in dice.sample(NAMES, dice.randrange(3))}
+        told(client.post("/generate", content=json.dumps({"sampling_params": params} | given)), given | params)
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/reset_prefix_cache", "/flush_cache"])
+def test_no_body_of_another_endpoint_is_a_bug(client: httpx.Client, path: str) -> None:
+    print(f"seed {SEED}")
+    dice = random.Random(SEED)
+    names = ["prompt", "messages", "tokens", "tools", "chat_template_kwargs", "model", "add_special_tokens", "tiers"]
+    for _ in range(60):
+        given = {name: dice.choice(ODD) for name in dice.sample(names, dice.randrange(1, 4))}
+        told(client.post(path, content=json.dumps(given)), given)
+    for body in (b"", b"[]", b"null", b"7", b"{", b"\xff", b'{"prompt": "\\ud800"}', b'{"tokens": [1e999]}'):
+        told(client.post(path, content=body), {path: body.decode("latin-1")})
+
+
 def told(response: httpx.Response, given: Body) -> None:
     """In the form of OpenAI's, and no bug of ours."""
     assert response.status_code < 500, (given, response.text)

@@ -14,6 +14,7 @@ from talk import CHAT, COMPLETIONS, LONG_S, Body, complete, metrics, refused, te
 
 from kvarve.engine import engine as engine_module
 from kvarve.server import app
+from kvarve.server.answers import Answer
 from kvarve.server.api import MOST_NAMED, MOST_OBJECTS, MOST_VALUES, SMALL_BYTES, ChatRequest, Refused, parse
 from kvarve.server.encoder import Encoder
 from kvarve.server.lanes import LANES
@@ -58,15 +59,15 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 @pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> list[app._Answer]:
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[Answer]:
     """The answers that the server begins from now on."""
-    answers, begin = list[app._Answer](), app._Answer.__init__
+    answers, begin = list[Answer](), Answer.__init__
 
-    def noted(answer: app._Answer, *args: Any) -> None:
+    def noted(answer: Answer, *args: Any) -> None:
         begin(answer, *args)
         answers.append(answer)
 
-    monkeypatch.setattr(app._Answer, "__init__", noted)
+    monkeypatch.setattr(Answer, "__init__", noted)
     return answers
 
 
@@ -133,7 +134,7 @@ def test_a_request_being_tokenized_counts_as_waiting(own_client: httpx.Client, g
 
 
 def test_a_queued_request_of_a_disconnected_client_never_starts(
-    client: httpx.Client, gate: Gate, answers: list[app._Answer], leaver: Leaver
+    client: httpx.Client, gate: Gate, answers: list[Answer], leaver: Leaver
 ) -> None:
     before = metrics(client)
     first, second = leaver(huge("a")), leaver(huge("b"))
@@ -156,20 +157,20 @@ def test_a_client_that_disconnects_during_submission_is_aborted(
     client: httpx.Client,
     song: str,
     n: int,
-    answers: list[app._Answer],
+    answers: list[Answer],
     leaver: Leaver,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asking, may_go_on, submit = threading.Event(), threading.Event(), app._Answer.submit
+    asking, may_go_on, submit = threading.Event(), threading.Event(), Answer.submit
 
-    def slowly(answer: app._Answer, prepared: Any) -> None:
+    def slowly(answer: Answer, prepared: Any) -> None:
         asking.set()
         assert may_go_on.wait(LONG_S)
         submit(answer, prepared)
 
     before, name = metrics(client), "kvarve_requests_total.aborted"
     with monkeypatch.context() as patch:
-        patch.setattr(app._Answer, "submit", slowly)
+        patch.setattr(Answer, "submit", slowly)
         connection = leaver({"prompt": song, "max_tokens": 900, "ignore_eos": True, "n": n})
         assert asking.wait(LONG_S)
         connection.close()

@@ -1,6 +1,7 @@
 """Clients disconnect, requests fail, and the server ends: other requests are not affected, and nothing leaks."""
 
 import json
+import logging
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +51,7 @@ def test_a_client_that_disconnects_inside_its_request_affects_no_other(
         connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n{{".encode())
         assert client.get("/health").status_code == 200
     assert client.get("/health").json() == {"status": "ok"}
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
 @pytest.mark.parametrize("own_server", [{"max_running": 1, "max_waiting": 1}], indirect=True)

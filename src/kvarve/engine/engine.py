@@ -31,7 +31,7 @@ from kvarve.engine.requests import (
     check_tokens,
 )
 from kvarve.engine.turns import Call, Turns
-from kvarve.errors import Broken, Busy, ConfigError, KvarveError
+from kvarve.errors import Broken, Busy, ConfigError, KvarveError, TooLong
 from kvarve.model import MEMORY_TIERS, Tier
 from kvarve.prefix_cache import PrefixCache
 from kvarve.scheduler import Prompt
@@ -55,7 +55,7 @@ class Engine(Turns):
         cache: PrefixCache,
         *,
         max_running: int = 64,
-        max_waiting: int = 256,
+        max_waiting: int = 4096,
         turn_tokens: int = TURN_TOKENS,
         deterministic: bool = False,
     ) -> None:
@@ -90,12 +90,12 @@ class Engine(Turns):
         for sampling in samplings:
             check_tokens(sampling, vocabulary)
             if len(ids) + sampling.max_tokens > self.model.max_tokens:
-                raise ConfigError(
+                raise TooLong(
                     f"the prompt's {len(ids)} tokens and max_tokens {sampling.max_tokens} together are more than "
                     f"the {self.model.max_tokens} that {self.model.name} can attend to"
                 )
             if len(ids) + sampling.max_tokens - 1 > capacity:  # the last token is never computed
-                raise ConfigError(
+                raise TooLong(
                     f"the prompt's {len(ids)} tokens and max_tokens {sampling.max_tokens} together are more than "
                     f"the {capacity} for which there is device memory"
                 )

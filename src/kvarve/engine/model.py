@@ -237,6 +237,35 @@ def keeping_answers(model: LoadedModel) -> LoadedModel:
     return replace(model, identity=replace(model.identity, numerics=f"{model.identity.numerics}, answers kept"))
 
 
+def with_context(model: LoadedModel, tokens: int | None) -> LoadedModel:
+    """The same model with a shorter context; ConfigError for one longer than it can attend to."""
+    if tokens is None:
+        return model
+    if tokens > model.max_tokens:
+        raise ConfigError(f"a context of {tokens} tokens is more than the {model.max_tokens} of {model.name}")
+    return replace(model, max_tokens=tokens)
+
+
+def with_chat_template(model: LoadedModel, template: str | None) -> LoadedModel:
+    """The model with another chat template: a file, or the text of a template. ConfigError if it is none."""
+    if template is None:
+        return model
+    text, source = template, "the text given"
+    if not any(sign in template for sign in ("{{", "{%")):
+        source, path = template, Path(template).expanduser()
+        try:
+            text = path.read_text()
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"--chat-template: {template}: {_line(e)}; name a file with a Jinja template") from None
+    model.tokenizer.chat_template = text
+    try:
+        model.render_chat([{"role": "user", "content": "a"}])
+    except ModelError as e:
+        if isinstance(e.__cause__, jinja2.TemplateSyntaxError):
+            raise ConfigError(f"--chat-template: {source} is no template: {_line(e.__cause__)}") from None
+    return model
+
+
 @dataclass(frozen=True)
 class _Checkpoint:
     """A folder that has passed the checks before loading."""

@@ -154,8 +154,9 @@ class OutputChunk:
     """A part of an answer: some text (perhaps none), and in the last one why it ended.
 
     Text that could become a stop text, or half a character, comes in a later chunk than its tokens. `likelihoods` are
-    those of this chunk's tokens, for a request that asked for them. The last one of a request that is handed over has
-    its `ticket`, unless it failed or no storage was attached by then.
+    those of this chunk's tokens, for a request that asked for them. The first and the last one have the `usage`, the
+    last one the token or stop text that ended it (`matched`), if any did. The last one of a request that is handed over
+    has its `ticket`, unless it failed or no storage was attached by then.
     """
 
     text: str
@@ -165,6 +166,7 @@ class OutputChunk:
     error: str = ""
     likelihoods: tuple[Likelihood, ...] = ()
     ticket: Ticket | None = None
+    matched: int | str | None = None
 
 
 _numbers = itertools.count(1)

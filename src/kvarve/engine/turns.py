@@ -398,20 +398,22 @@ class Turns:
         self._cache.note(token.to_bytes(4, "little"))
         self.counts.output_tokens += 1
         if ends:
-            self._end(job, Finish.STOP, last=(token,), likely=likely)
+            self._end(job, Finish.STOP, last=(token,), likely=likely, matched=token)
             return
         job.text += text
         job.characters += len(text)
         if (cut := find_stop(job.text, job.stops)) is not None:
+            matched = next(stop for stop in job.stops if job.text.startswith(stop, cut))
             job.text = job.text[:cut]
-            self._end(job, Finish.STOP, last=(token,), likely=likely, flush=False)
+            self._end(job, Finish.STOP, last=(token,), likely=likely, flush=False, matched=matched)
         elif len(job.output_ids) >= sampling.max_tokens:
             self._end(job, Finish.LENGTH, last=(token,), likely=likely)
         else:
             held = held_back(job.text, job.stops)
             text, job.text = job.text[: len(job.text) - held], job.text[len(job.text) - held :]
             if job.request.number in self._accepted:
-                self._deliver(job.request, OutputChunk(text, (token,), likelihoods=likely))
+                usage = self._usage(job) if len(job.output_ids) == 1 else None
+                self._deliver(job.request, OutputChunk(text, (token,), usage=usage, likelihoods=likely))
 
     def _end(
         self,
@@ -421,6 +423,7 @@ class Turns:
         last: tuple[int, ...] = (),
         likely: tuple[Likelihood, ...] = (),
         flush: bool = True,
+        matched: int | str | None = None,
     ) -> None:
         if self._jobs.get(job.request.number) is not job:
             return
@@ -436,14 +439,17 @@ class Turns:
         job.workspace = None
         if not self.scheduler.running:
             self._batches.clear()
-        usage = TokenUsage.of(len(job.request.prompt), len(job.output_ids), job.reasons)
+        usage = self._usage(job)
         ticket = self._export(job) if finish in (Finish.STOP, Finish.LENGTH) else None
         self._cache.close(job.lease)
         if job.reasons is not None:
             self.counts.prompt_tokens += usage.prompt
             for reason, tokens in usage.reasons.items():
                 self.counts.reasons[reason] += tokens
-        self._finish(job.request, OutputChunk(job.text, last, finish, usage, error, likely, ticket))
+        self._finish(job.request, OutputChunk(job.text, last, finish, usage, error, likely, ticket, matched))
+
+    def _usage(self, job: Job) -> TokenUsage:
+        return TokenUsage.of(len(job.request.prompt), len(job.output_ids), job.reasons)
 
     def _export(self, job: Job) -> Ticket | None:
         hand_over_s = job.request.hand_over_s
@@ -459,7 +465,7 @@ class Turns:
             self.counts.failed += output.finish is Finish.ERROR
             self.counts.aborted += output.finish is Finish.ABORT
         assert output.finish is not None
-        log.info("request %d: %s, %s", request.number, output.finish.value, output.usage)
+        log.debug("request %d: %s, %s", request.number, output.finish.value, output.usage)
         self._deliver(request, output)
 
     def _deliver(self, request: Request, output: OutputChunk) -> None:

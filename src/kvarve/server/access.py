@@ -36,6 +36,12 @@ async def no_pages(http: Http) -> None:
         raise Refused(403, "no page in a browser may ask for this", code="from_a_page")
 
 
+async def no_browsers(http: Http) -> None:
+    """Refuse a GET that changes something to any browser: it may send one ahead of what its user types."""
+    if "sec-fetch-site" in http.headers:
+        raise Refused(403, "no browser may ask for this with GET: use POST", code="from_a_page")
+
+
 async def no_simple_requests(http: Http) -> None:
     """Refuse a request that a browser sends on behalf of a page without a CORS preflight."""
     if http.method not in ("GET", "HEAD") and _of_a_page(http) and _media_type(http) != JSON:

@@ -1,22 +1,29 @@
-"""The operator's endpoint, /admin/storage. It needs the admin key and is off without one."""
+"""The operator's endpoints: /admin/storage, and SGLang's for the same. Without an admin key they are off."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 
 from fastapi import APIRouter, Depends
 from fastapi import Request as Http
 from fastapi.responses import JSONResponse, Response
 
-from kvarve.admin import Admin
+from kvarve.engine.engine import Engine
 from kvarve.server.access import AccessControl, no_pages
-from kvarve.server.api import AttachRequest, Refused, parse
+from kvarve.server.api import AttachHiCache, AttachRequest, Refused, parse
 from kvarve.server.lanes import apart
+from kvarve.server.observed import changes, seen
+from kvarve.server.sglang import storage_state
+from kvarve.storage.urls import shown
+
+MOST_SHOWN = 500  # characters of URLs in the log
+HICACHE = "/hicache/storage-backend"
 
 
 def admin_routes(
-    admin: Admin, access: AccessControl | None, read: Callable[[Http], AbstractAsyncContextManager[bytes]]
+    engine: Engine, access: AccessControl | None, read: Callable[[Http], AbstractAsyncContextManager[bytes]]
 ) -> APIRouter:
-    """GET, PUT and DELETE of /admin/storage; `read` yields a request's body within the server's limits."""
+    """GET, PUT and DELETE of both; `read` yields a request's body within the server's limits."""
+    admin = engine.admin
 
     async def admit(http: Http) -> None:
         if access is None:
@@ -27,24 +34,39 @@ def admin_routes(
     async def status() -> Response:
         return JSONResponse(await apart(admin.status))
 
-    async def attach(http: Http) -> Response:
-        async with read(http) as body:
-            given = await apart(lambda: parse(AttachRequest, body))
+    def attach(kind: type[AttachRequest] | type[AttachHiCache]) -> Callable[[Http], Awaitable[Response]]:
+        async def attached(http: Http) -> Response:
+            async with read(http) as body:
+                given = await apart(lambda: parse(kind, body).storage())
 
-        def change() -> Response:
-            return JSONResponse(
-                admin.attach(
-                    given.url, prefetch=given.prefetch_policy, write=given.write_policy, back_up=bool(given.back_up)
+            urls = [given.url] if isinstance(given.url, str) else given.url
+            seen(http).act = f"attach {', '.join(map(shown, urls))[:MOST_SHOWN]!r}"
+
+            def change() -> Response:
+                return JSONResponse(
+                    admin.attach(
+                        given.url, prefetch=given.prefetch_policy, write=given.write_policy, back_up=bool(given.back_up)
+                    )
                 )
-            )
 
-        return await apart(change)
+            return await apart(change)
+
+        return attached
 
     async def detach() -> Response:
         return await apart(lambda: JSONResponse(admin.detach()))
 
-    router = APIRouter(prefix="/admin/storage", dependencies=[Depends(no_pages), Depends(admit)])
-    router.get("")(status)
-    router.put("")(attach)
-    router.delete("")(detach)
+    async def clear() -> Response:
+        """Drop this model's pages from the storage; those in memory stay."""
+        return JSONResponse({"dropped_objects": await apart(admin.clear)})
+
+    async def hicache_status() -> Response:
+        return JSONResponse(storage_state(engine) | await apart(admin.status))
+
+    router = APIRouter(dependencies=[Depends(changes), Depends(no_pages), Depends(admit)])
+    for path, kind, told in (("/admin/storage", AttachRequest, status), (HICACHE, AttachHiCache, hicache_status)):
+        router.get(path)(told)
+        router.put(path)(attach(kind))
+        router.delete(path)(detach)
+    router.post(f"{HICACHE}/clear")(clear)
     return router

@@ -1,4 +1,4 @@
-"""The OpenAI API's requests and responses as plain data. No engine, no socket.
+"""The OpenAI API's requests as plain data. No engine, no socket.
 
 A field that would change the answer is either obeyed or refused, never ignored (`fields` has the lists); an unknown
 field is ignored and counted.
@@ -6,23 +6,23 @@ field is ignored and counted.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from kvarve.core.reasons import HITS, Reason
-from kvarve.engine.requests import MOST_LOGPROBS, Likelihood
+from kvarve.engine.requests import MOST_LOGPROBS, Sampling
 from kvarve.errors import KvarveError
-from kvarve.model import Tier
+from kvarve.familiar import storage_url
 from kvarve.server import fields
 from kvarve.server.fields import Neutral
+from kvarve.server.forms import TRANSFER, Form, OpenAIForm
 from kvarve.ticket import HandOverError, Ticket
 
 MOST_ANSWERS = 16  # to one prompt
+MOST_PROMPTS = 256  # in one request
 MOST_LETTERS = 1024  # of a salt, as vLLM, and of a stop text
 MOST_NAMED = 1024  # tokens in logit_bias or stop_token_ids: each token of the answer is compared with all of them
 MOST_OBJECTS = 1 << 14  # of JSON: messages, their parts, tools
@@ -30,9 +30,6 @@ MOST_VALUES = 1 << 16  # of any kind, beside the tokens of a prompt; and names o
 SMALL_BYTES = 1 << 16  # JSON up to this size is parsed fast enough, whatever is in it
 _TOKEN = re.compile(r"-?[0-9]{1,10}", re.ASCII)
 LONGEST_HAND_OVER_S = 86_400.0
-# vLLM's name: its routers carry this field from one server's answer to the next one's request. What is in it is ours.
-TRANSFER = "kv_transfer_params"
-LEAST_LOGPROB = -9999.0  # stands for -inf, which JSON cannot express; as OpenAI
 
 
 class Refused(KvarveError):
@@ -55,11 +52,12 @@ class Refused(KvarveError):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     # Strict: a number written as a string is an error of the client's.
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     refused: ClassVar[Neutral] = {}
+    instead: ClassVar[dict[str, str]] = fields.INSTEAD
 
     def check(self) -> None:
         """Refuse a well-formed request that cannot be served."""
@@ -67,7 +65,7 @@ class _Body(BaseModel):
     def refuse(self, place: str = "", param: str | None = None) -> None:
         """Refuse fields that ask for an unsupported feature; `place` is a prefix of their names in the message."""
         if name := fields.unmet(self.model_extra or {}, self.refused):
-            instead = f"{fields.INSTEAD[name]} is its name here" if name in fields.INSTEAD else "leave it out"
+            instead = f"{self.instead[name]} is its name here" if name in self.instead else "leave it out"
             message = f"{place}{name} is not supported: {instead}"
             raise Refused(400, message, param=param or name, code="unsupported_parameter")
 
@@ -76,7 +74,7 @@ class _Body(BaseModel):
         return fields.unread(self.model_extra or {}, self.refused)
 
 
-class HandOver(_Body):
+class HandOver(Body):
     """What a request's `kv_transfer_params` say."""
 
     hand_over_s: Annotated[float, Field(ge=0, le=LONGEST_HAND_OVER_S)] | None = None
@@ -101,20 +99,18 @@ class HandOver(_Body):
         return None if self.ticket is None else Ticket.of_json(self.ticket)
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     refused = fields.STREAM_OPTIONS
 
     include_usage: bool | None = None
 
 
-class RequestBody(_Body):
-    """The fields that both kinds of request share; null means unset."""
+class Sampled(Body):
+    """How tokens are chosen, under the names that all servers share; null means unset."""
 
-    model: str | None = None
+    most_stops: ClassVar[int] = 4
+
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
-    best_of: int | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -123,39 +119,13 @@ class RequestBody(_Body):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MOST_NAMED, fail_fast=True)] | None = None
-    min_tokens: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MOST_LETTERS)] | None = None
-    extra_key: Annotated[str, Field(max_length=MOST_LETTERS)] | None = None  # as SGLang calls a tenant; "" is none
-    cache_priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # for --eviction priority: high stays
-    skip_reading_prefix_cache: bool | None = None
-    kv_transfer_params: HandOver | None = None
-    parallel_tool_calls: bool | None = None
-
-    @property
-    def salt(self) -> str:
-        """The cache's salt: requests that differ in `cache_salt` or in `extra_key` share no pages."""
-        if self.cache_salt is None and not self.extra_key:
-            return ""
-        return json.dumps([self.cache_salt, self.extra_key or None])
-
-    @property
-    def hand_over(self) -> HandOver:
-        return self.kv_transfer_params or HandOver()
 
     @property
     def answers(self) -> int:
         return 1 if self.n is None else self.n
-
-    @property
-    def alternatives(self) -> int | None:
-        """How many top logprobs to return for each token; None if the request wants no logprobs."""
-        raise NotImplementedError
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
@@ -172,16 +142,138 @@ class RequestBody(_Body):
         return tuple(found)
 
     @property
-    def tokens_wanted(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
+    def may_be_mute(self) -> bool:
+        """Whether an answer may have no tokens."""
+        return False
+
+    def limits(self, left: int) -> tuple[int, int, int | None]:
+        """The most and the fewest tokens of an answer, for which the context has `left`, and the seed."""
+        raise NotImplementedError
+
+    def sampling(self, left: int, logprobs: int | None) -> Sampling:
+        most, fewest, seed = self.limits(left)
+        return Sampling(
+            max_tokens=most or int(self.may_be_mute),  # the engine computes one at least
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k or 0,
+            min_p=self.min_p or 0.0,
+            seed=seed,
+            logit_bias=self.biases,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            min_tokens=fewest,
+            stop=self.stops,
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=logprobs,
+        )
+
+    def check(self) -> None:
+        self.refuse()
+        _ = self.biases
+        if len(self.stops) > self.most_stops:
+            raise Refused(400, f"at most {self.most_stops} stop texts, not {len(self.stops)}", param="stop")
+        if (longest := max(map(len, self.stops), default=0)) > MOST_LETTERS:
+            raise Refused(400, f"a stop text has at most {MOST_LETTERS} characters, not {longest}", param="stop")
+
+
+class Asked(Body):
+    """A request for answers in any form: what its preparation and its submission read; null means unset."""
+
+    asks_for: ClassVar[str] = "prompt"  # the field that has the prompt
+
+    model: str | None = None
+    stream: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MOST_LETTERS)] | None = None
+    extra_key: Annotated[str, Field(max_length=MOST_LETTERS)] | None = None  # as SGLang calls a tenant; "" is none
+    cache_priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # for --eviction priority: high stays
+    skip_reading_prefix_cache: bool | None = None
+
+    @property
+    def salt(self) -> str:
+        """The cache's salt: requests that differ in `cache_salt` or in `extra_key` share no pages."""
+        if self.cache_salt is None and not self.extra_key:
+            return ""
+        return json.dumps([self.cache_salt, self.extra_key or None])
+
+    @property
+    def hand_over(self) -> HandOver:
+        return HandOver()
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many top logprobs to return for each token; None if the request wants no logprobs."""
+        raise NotImplementedError
+
+    @property
+    def echoes(self) -> bool:
+        """Whether an answer begins with its prompt."""
+        return False
+
+    def prompts(self) -> Sequence[str | list[int]]:
+        """Each as text or as token ids."""
+        raise NotImplementedError
+
+    def sampled(self, prompts: int) -> Sequence[Sampled]:
+        """How the answers to each of the prompts are sampled; all have as many answers."""
+        raise NotImplementedError
+
+    def form(self, number: str, name: str, spell: Callable[[int], str] | None, echo: Sequence[str]) -> Form:
+        """What writes the answers; `number` names the response, `name` the model, `spell` a token."""
+        raise NotImplementedError
+
+
+class RequestBody(Asked, Sampled):
+    """The fields that both kinds of OpenAI's requests share; null means unset."""
+
+    default_tokens: ClassVar[int]
+
+    best_of: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    min_tokens: int | None = None
+    stream_options: StreamOptions | None = None
+    kv_transfer_params: HandOver | None = None
+    parallel_tool_calls: bool | None = None
+    return_cached_tokens_details: bool | None = None  # as SGLang: in `sglext`
+
+    @property
+    def hand_over(self) -> HandOver:
+        return self.kv_transfer_params or HandOver()
+
+    @property
+    def tokens_wanted(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    def limits(self, left: int) -> tuple[int, int, int | None]:
+        most = min(left, self.default_tokens) if self.tokens_wanted is None else self.tokens_wanted
+        return most, self.min_tokens or 0, self.seed
+
+    def sampled(self, prompts: int) -> Sequence[Sampled]:
+        return [self] * prompts
+
+    def form(self, number: str, name: str, spell: Callable[[int], str] | None, echo: Sequence[str]) -> Form:
+        return OpenAIForm(
+            chat=isinstance(self, ChatRequest),
+            id=number,
+            model=self.model or name,
+            spell=spell,
+            include_usage=self.include_usage,
+            details=bool(self.return_cached_tokens_details),
+            answers=self.answers,
+            echo=echo,
+        )
 
     def unread(self) -> Iterator[str]:
         yield from super().unread()
@@ -189,56 +281,73 @@ class RequestBody(_Body):
             yield from (f"stream_options.{name}" for name in self.stream_options.unread())
 
     def check(self) -> None:
-        self.refuse()
+        super().check()
         if self.stream_options is not None:
             self.stream_options.refuse("stream_options.", "stream_options")
         if self.best_of not in (None, self.answers):
             message = "best_of is not supported: leave it out, all n answers are given"
             raise Refused(400, message, param="best_of", code="unsupported_parameter")
-        _ = self.biases
         self.hand_over.check()
         if self.hand_over.ticket is not None and self.skip_reading_prefix_cache:
             raise Refused(
                 400, "a ticket is to be read from the cache: leave out skip_reading_prefix_cache", param=TRANSFER
             )
-        if len(self.stops) > 4:
-            raise Refused(400, f"at most 4 stop texts, not {len(self.stops)}", param="stop")
-        if (longest := max(map(len, self.stops), default=0)) > MOST_LETTERS:
-            raise Refused(400, f"a stop text has at most {MOST_LETTERS} characters, not {longest}", param="stop")
         if self.stream_options is not None and not self.stream:
             raise Refused(400, "stream_options need stream to be true", param="stream_options")
 
 
 class CompletionRequest(RequestBody):
     refused = fields.COMPLETION
+    default_tokens = 16  # as OpenAI
 
     prompt: str | list[Any]
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    echo: bool | None = None
 
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
 
-    def text_or_tokens(self) -> str | list[int]:
-        """The one prompt, as text or as token ids; a list of one prompt is that prompt."""
-        prompt: Any = self.prompt
-        if isinstance(prompt, list) and prompt and not all(type(token) is int for token in prompt):
-            if len(prompt) > 1 and all(isinstance(one, str | list) for one in prompt):
-                raise Refused(400, f"one prompt per request, not {len(prompt)}", param="prompt")
-            prompt = prompt[0] if len(prompt) == 1 else None
-            if isinstance(prompt, list) and not all(type(token) is int for token in prompt):
-                prompt = None
-        if isinstance(prompt, str | list):
-            return prompt
-        raise Refused(400, "the prompt must be a text or a list of token ids", param="prompt")
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+    @property
+    def may_be_mute(self) -> bool:
+        return self.echoes
+
+    def prompts(self) -> Sequence[str | list[int]]:
+        return listed(self.prompt, "prompt")
+
+    def check(self) -> None:
+        super().check()
+        if self.echo and self.logprobs is not None:
+            message = "echo with logprobs is not supported: a prompt's own tokens get none here; leave out one of them"
+            raise Refused(400, message, param="echo", code="unsupported_parameter")
+        if self.kv_transfer_params is not None and len(self.prompts()) > 1:
+            raise Refused(400, f"{TRANSFER} are those of one prompt: send each by itself", param=TRANSFER)
 
 
-class Part(_Body):
+def listed(given: Any, param: str) -> Sequence[str | list[int]]:
+    """The prompts of a text, of a list of token ids, or of a list of one of these. Refused for anything else."""
+    prompts = given if isinstance(given, list) and given and type(given[0]) is not int else [given]
+    if len(prompts) > MOST_PROMPTS:
+        raise Refused(400, f"{len(prompts)} prompts in one request are more than {MOST_PROMPTS}", param=param)
+    for one in prompts:
+        if not isinstance(one, str) and not (isinstance(one, list) and all(type(token) is int for token in one)):
+            message = f"the {param} must be a text or a list of token ids, or a list of several such prompts"
+            raise Refused(400, message, param=param)
+    if len({type(one) for one in prompts}) > 1:
+        raise Refused(400, f"the {param} has texts and token ids: send them apart", param=param)
+    return prompts
+
+
+class Part(Body):
     type: str
     text: str | None = None
 
 
-class Message(_Body):
+class Message(Body):
     refused = fields.MESSAGE
 
     role: str
@@ -283,6 +392,8 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 class ChatRequest(RequestBody):
     refused = fields.CHAT
+    default_tokens = 1024
+    asks_for = "messages"
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     logprobs: bool | None = None
@@ -322,7 +433,7 @@ class ChatRequest(RequestBody):
         return [message.rendered(f"messages[{i}]") for i, message in enumerate(self.messages)]
 
 
-class FlushRequest(_Body):
+class FlushRequest(Body):
     """Strict: an unknown field may be a misspelt `tiers`, and a flush cannot be undone."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -330,7 +441,7 @@ class FlushRequest(_Body):
     tiers: str | Annotated[list[str], Field(fail_fast=True)] | None = None
 
 
-class AttachRequest(_Body):
+class AttachRequest(Body):
     """Strict: an unknown field may be a misspelt policy."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -340,8 +451,29 @@ class AttachRequest(_Body):
     write_policy: str | None = None
     back_up: bool | None = None
 
+    def storage(self) -> "AttachRequest":
+        return self
 
-BodyT = TypeVar("BodyT", bound=_Body)
+
+class AttachHiCache(Body):
+    """The same in SGLang's names. The storage is a URL, or one of SGLang's names with its extra config."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    hicache_storage_backend: str
+    hicache_storage_backend_extra_config_json: str | None = None
+    hicache_storage_prefetch_policy: str | None = None
+    hicache_write_policy: str | None = None
+
+    def storage(self) -> AttachRequest:
+        return AttachRequest(
+            url=storage_url(self.hicache_storage_backend, self.hicache_storage_backend_extra_config_json),
+            prefetch_policy=self.hicache_storage_prefetch_policy,
+            write_policy=self.hicache_write_policy,
+        )
+
+
+BodyT = TypeVar("BodyT", bound=Body)
 
 
 def parse(kind: type[BodyT], body: bytes, most_values: int = MOST_VALUES) -> BodyT:
@@ -376,142 +508,3 @@ def _check_values(body: bytes, most: int) -> None:
     if objects + lists + commas > most:
         message = f"the body has about {objects + lists + commas} JSON values, more than {most}"
         raise Refused(400, message, code="context_length_exceeded")
-
-
-@dataclass(frozen=True)
-class ResponseUsage:
-    """The `usage` of a response: tokens, the prompt's by the reason why they were cached or not, and latencies in ms as
-    the server measured them."""
-
-    prompt: int
-    completion: int
-    reasons: Mapping[Reason, int]
-    ttft_ms: float | None
-    total_ms: float
-
-    def json(self) -> dict[str, Any]:
-        cached = {tier.name.lower(): self.reasons.get(hit, 0) for tier, hit in zip(Tier, HITS, strict=True)}
-        reasons = {reason.value: tokens for reason, tokens in self.reasons.items()}
-        times = {"ttft_ms": self.ttft_ms, "total_ms": self.total_ms}
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
-            "kvarve": {"cached_tokens": cached, "reasons": reasons, **times},
-        }
-
-
-@dataclass
-class Choice:
-    """One complete answer."""
-
-    text: str = ""
-    finish: str = ""
-    likelihoods: list[Likelihood] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Form:
-    """Writes responses as completions or chat completions, whole or as stream chunks."""
-
-    chat: bool
-    id: str
-    created: int  # seconds since 1970
-    model: str
-    spell: Callable[[int], str] | None = None  # a token's own text, if likelihoods are to be written
-
-    def whole(self, answers: Sequence[Choice], usage: ResponseUsage, ticket: Ticket | None) -> dict[str, Any]:
-        choices = []
-        for index, one in enumerate(answers):
-            message = {"role": "assistant", "content": one.text, "refusal": None}
-            content = {"message": message} if self.chat else {"text": one.text}
-            choices.append(self._choice(index, content, one.finish, one.likelihoods))
-        return self._head(self._kind) | {"choices": choices, "usage": usage.json()} | _transfer(ticket)
-
-    def opening(self, index: int) -> Iterator[dict[str, Any]]:
-        """The first chunk of a chat answer, which names the role; a completion has none."""
-        if self.chat:
-            yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None)
-
-    def chunks(
-        self, index: int, text: str, finish: str | None, likelihoods: Sequence[Likelihood], ticket: Ticket | None
-    ) -> Iterator[dict[str, Any]]:
-        """The stream chunks of one output chunk, none if it is empty; a chat's finish reason has a chunk of its own.
-        A ticket comes with the finish reason."""
-        if self.chat:
-            if text or (self.spell and likelihoods):
-                yield self._chunk(index, {"delta": {"content": text}}, None, likelihoods)
-            if finish is not None:
-                yield self._chunk(index, {"delta": {}}, finish) | _transfer(ticket)
-        elif text or finish is not None or (self.spell and likelihoods):
-            yield self._chunk(index, {"text": text}, finish, likelihoods) | _transfer(ticket)
-
-    def closing(self, usage: ResponseUsage) -> dict[str, Any]:
-        """The final chunk, sent if the request has `include_usage`."""
-        return self._head(self._kind_of_chunk) | {"choices": [], "usage": usage.json()}
-
-    def _chunk(
-        self, index: int, content: dict[str, Any], finish: str | None, likelihoods: Sequence[Likelihood] = ()
-    ) -> dict[str, Any]:
-        return self._head(self._kind_of_chunk) | {"choices": [self._choice(index, content, finish, likelihoods)]}
-
-    def _choice(
-        self, index: int, content: dict[str, Any], finish: str | None, likelihoods: Sequence[Likelihood]
-    ) -> dict[str, Any]:
-        return {"index": index, **content, "logprobs": self._logprobs(likelihoods), "finish_reason": finish}
-
-    def _logprobs(self, likelihoods: Sequence[Likelihood]) -> dict[str, Any] | None:
-        if self.spell is None or not likelihoods:
-            return None
-        spell = self.spell
-        if self.chat:
-            return {"content": [_chat_logprob(one, spell) for one in likelihoods], "refusal": None}
-        return {
-            "tokens": [spell(one.token) for one in likelihoods],
-            "token_logprobs": [_finite(one.logprob) for one in likelihoods],
-            "top_logprobs": [_top_logprobs(one, spell) for one in likelihoods],
-            "text_offset": [one.offset for one in likelihoods],
-        }
-
-    @property
-    def _kind(self) -> str:
-        return "chat.completion" if self.chat else "text_completion"
-
-    @property
-    def _kind_of_chunk(self) -> str:
-        return "chat.completion.chunk" if self.chat else "text_completion"
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-
-def _transfer(ticket: Ticket | None) -> dict[str, Any]:
-    return {} if ticket is None else {TRANSFER: {"ticket": ticket.json()}}
-
-
-def _finite(logprob: float) -> float:
-    return max(LEAST_LOGPROB, logprob)
-
-
-def _top_logprobs(one: Likelihood, spell: Callable[[int], str]) -> dict[str, float]:
-    """Logprobs by text, as in OpenAI's completions; tokens of equal text keep the highest. The sampled token is always
-    included."""
-    found: dict[str, float] = {}
-    for token, logprob in (*one.top, (one.token, one.logprob)):
-        found.setdefault(spell(token), _finite(logprob))
-    return found
-
-
-def _chat_logprob(one: Likelihood, spell: Callable[[int], str]) -> dict[str, Any]:
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = spell(token)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
-
-    return entry(one.token, one.logprob) | {"top_logprobs": [entry(*other) for other in one.top]}
-
-
-def event(data: dict[str, Any] | str) -> bytes:
-    """One server-sent event."""
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode()

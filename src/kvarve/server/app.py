@@ -6,11 +6,9 @@ A request whose client disconnects is aborted.
 
 import asyncio
 import time
-import uuid
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
-from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI
@@ -20,41 +18,31 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from kvarve import __version__
 from kvarve.engine.engine import Engine
-from kvarve.engine.requests import Finish, OutputChunk, Request, TokenUsage
-from kvarve.errors import Busy, ConfigError, KvarveError, ModelError, StorageError
+from kvarve.errors import Busy, ConfigError, KvarveError, ModelError, StorageError, TooLong
 from kvarve.metrics import Metrics, Snapshot
 from kvarve.model import MEMORY_TIERS, Tier
-from kvarve.server.access import AccessControl, no_forms, no_pages, no_simple_requests
-from kvarve.server.admin import admin_routes
-from kvarve.server.api import (
-    SMALL_BYTES,
-    TRANSFER,
-    ChatRequest,
-    Choice,
-    CompletionRequest,
-    FlushRequest,
-    Form,
-    Refused,
-    RequestBody,
-    ResponseUsage,
-    event,
-    parse,
-)
+from kvarve.server.access import AccessControl, no_browsers, no_forms, no_pages, no_simple_requests
+from kvarve.server.admin import HICACHE, admin_routes
+from kvarve.server.answers import RETRY_AFTER, Answer, Stream, raise_if_failed
+from kvarve.server.api import SMALL_BYTES, Asked, ChatRequest, CompletionRequest, FlushRequest, Refused, parse
+from kvarve.server.bodies import MAX_BODY_BYTES, Bodies
 from kvarve.server.connections import Connections
+from kvarve.server.forms import TRANSFER, Form
+from kvarve.server.generate import GenerateRequest
 from kvarve.server.lanes import Lanes, apart
+from kvarve.server.observed import Observed, acts, seen
 from kvarve.server.prepare import ClientGone, Prepared, RequestPreparer
-from kvarve.ticket import HandOverError, Ticket
+from kvarve.server.sglang import folder, sglang_routes
+from kvarve.server.vllm import Work, vllm_routes
+from kvarve.ticket import HandOverError
 from kvarve.worker import UnderWay
 
-MAX_BODY_BYTES = 8 << 20
-BODY_TIMEOUT_S = 60.0
-BODIES = 32  # of the largest size held at a time, or the same bytes of smaller ones
+FLUSH_S, MOST_FLUSH_S = 60.0, 600.0  # that a flush waits for backups
 LIKELIHOOD_BYTES = 256  # of one token with its logprobs in the response
-RETRY_AFTER = {"Retry-After": "1"}
 
 T = TypeVar("T")
 
@@ -67,7 +55,7 @@ def create_app(
     admin_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     connections: Connections | None = None,
-) -> FastAPI:
+) -> ASGIApp:
     """The application around a started engine, which stays the caller's to shut down.
 
     `name`: the served model name (the model's own unless given). /v1 needs the `api_key` if there is one. /admin needs
@@ -77,8 +65,9 @@ def create_app(
     app = FastAPI(title="kvarve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     front = _Front(engine, name or engine.model.name, max_body_bytes, connections)
     api, operator = _access_control(api_key, "API"), _access_control(admin_key, "admin")
-    open_to_all, guarded = APIRouter(), APIRouter(dependencies=[Depends(no_simple_requests), *_guards(api)])
-    flushing = APIRouter(dependencies=[Depends(no_pages), Depends(no_forms), *_guards(operator or api)])
+    guards = [Depends(no_simple_requests), *_guards(api)]
+    open_to_all, guarded = APIRouter(), APIRouter(dependencies=guards)
+    flushing = APIRouter(dependencies=[Depends(acts), Depends(no_pages), Depends(no_forms), *_guards(operator or api)])
     open_to_all.get("/health")(front.health)
     open_to_all.get("/metrics")(front.metrics)
     guarded.get("/v1/models")(front.models)
@@ -86,11 +75,15 @@ def create_app(
     guarded.post("/v1/completions")(front.completions)
     guarded.post("/v1/chat/completions")(front.chat)
     flushing.post("/flush_cache")(front.flush_cache)
+    flushing.post("/reset_prefix_cache")(front.reset_prefix_cache)
+    flushing.get("/flush_cache", dependencies=[Depends(no_browsers)])(front.flush_cache)
     for router in (open_to_all, guarded, flushing):
         app.include_router(router)
-    app.include_router(admin_routes(engine.admin, operator, front.body))
+    app.include_router(vllm_routes(front.done, guards))
+    app.include_router(sglang_routes(engine, front.name, front.generate, guards))
+    app.include_router(admin_routes(engine, operator, front.body))
     add_errors(app)
-    return app
+    return Observed(app, front.rejected)
 
 
 def add_errors(app: FastAPI) -> None:
@@ -113,19 +106,19 @@ class _Front:
     """The endpoints."""
 
     def __init__(self, engine: Engine, name: str, max_body_bytes: int, connections: Connections | None) -> None:
-        self._engine, self._name, self._max_body_bytes = engine, name, max_body_bytes
-        self._connections = connections
+        self._engine, self.name, self._connections = engine, name, connections
         self._started = int(time.time())
+        self.rejected: Counter[int] = Counter()  # requests, by status
         self._metrics = Metrics(self._snapshot)
         self._preparer = RequestPreparer(engine.model, name)
         self._lanes = Lanes("kvarve prepare")
-        self._preparing: set[Future[RequestBody]] = set()  # requests queued or running on a lane
-        self._bodies_bytes = 0  # held by bodies being read or prepared
+        self._preparing: set[Future[Any]] = set()  # requests queued or running on a lane
+        self.body = Bodies(max_body_bytes).read
         self._flushing = asyncio.Lock()
 
     async def health(self) -> Response:
         if self._engine.broken:
-            raise Refused(503, self._engine.broken)
+            raise Refused(503, self._engine.broken, headers=RETRY_AFTER)
         return JSONResponse({"status": "ok"})
 
     async def metrics(self) -> Response:
@@ -139,39 +132,65 @@ class _Front:
         return JSONResponse(self._card())
 
     async def completions(self, http: Http) -> Response:
-        return await self._answer(http, CompletionRequest)
+        return await self._answer(http, CompletionRequest, "cmpl-")
 
     async def chat(self, http: Http) -> Response:
-        return await self._answer(http, ChatRequest)
+        return await self._answer(http, ChatRequest, "chatcmpl-")
+
+    async def generate(self, http: Http) -> Response:
+        return await self._answer(http, GenerateRequest)
 
     async def flush_cache(self, http: Http) -> Response:
         """Evict all unpinned pages of `tiers` (in the query or the body: "device", "device,host"; default both)."""
         async with self.body(http) as body:
             tiers = await apart(lambda: _tiers(http.query_params.get("tiers"), body))
+            wait_s = _seconds(http.query_params.get("timeout"))
+        pages = await self._flush(http, tiers, wait_s)
+        return JSONResponse({"flushed_pages": pages, "tiers": [tier.name.lower() for tier in tiers]})
+
+    async def reset_prefix_cache(self, http: Http) -> Response:
+        """vLLM's name of a flush of all memory. The storage is cleared under its own endpoint, with the admin key."""
+        for name, instead in (("reset_running_requests", ""), ("reset_external", f": POST {HICACHE}/clear does it")):
+            if http.query_params.get(name, "false").lower() not in ("false", "0", "no", "off"):
+                raise Refused(400, f"{name} is not supported{instead}", param=name, code="unsupported_parameter")
+        return JSONResponse({"success": True, "flushed_pages": await self._flush(http, list(MEMORY_TIERS), FLUSH_S)})
+
+    async def _flush(self, http: Http, tiers: list[Tier], wait_s: float) -> int:
         if self._engine.broken:
             raise Refused(500, self._engine.broken)
         async with self._flushing:  # one at a time: each may wait for a storage
-            pages = await apart(lambda: self._engine.flush(tiers))
-        return JSONResponse({"flushed_pages": pages, "tiers": [tier.name.lower() for tier in tiers]})
+            pages = await apart(lambda: self._engine.flush(tiers, wait_s))
+        seen(http).act = f"{pages} pages of the {' and '.join(tier.name.lower() for tier in tiers)} flushed"
+        return pages
+
+    async def done(self, http: Http, work: Work) -> dict[str, Any]:
+        """Work on a request's body, done on a lane."""
+        async with self.body(http) as body:
+            return await asyncio.wrap_future(
+                self._on_lane(body, lambda: work(self._preparer, self._engine.model, body))
+            )
 
     # --- the life of one request
 
-    async def _answer(self, http: Http, kind: type[RequestBody]) -> Response:
-        answer: _Answer | None = None
+    async def _answer(self, http: Http, kind: type[Asked], prefix: str = "") -> Response:
+        """`prefix`: of the response's id."""
+        answer: Answer | None = None
+        noted = seen(http)
         try:
             async with self.body(http) as body:
-                answer = _Answer(self._engine, http.receive)
-                request = await answer.when(self._prepare(answer, kind, body))
-            chat = isinstance(request, ChatRequest)
-            number = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+                answer = Answer(self._engine, http.receive)
+                prepared = await answer.when(self._prepare(answer, kind, body))
+            request = prepared.request
+            noted.answered = answer.summary
             spell = None if request.alternatives is None else self._preparer.spell
-            form = Form(chat, number, int(time.time()), request.model or self._name, spell)
+            form = request.form(prefix + noted.id, self.name, spell, prepared.echo)
             # A request that fails before its first token gets an HTTP error, streaming or not.
             first = await answer.next()
-            _raise_if_failed(first[1])
+            raise_if_failed(first[1])
             if request.stream:
-                return _Stream(form, request.include_usage, answer, first)
-            return await self._whole(form, answer, first)
+                return Stream(form, answer, first)
+            await answer.rest(first[1])
+            return await self._whole(form, answer)
         except BaseException as e:  # on any error, cancellation included, the answer is no longer wanted
             if answer is not None:
                 answer.close()
@@ -179,37 +198,32 @@ class _Front:
                 return await _client_gone(http, e)
             raise
 
-    def _prepare(self, answer: "_Answer", kind: type[RequestBody], body: bytes) -> "Future[RequestBody]":
+    def _prepare(self, answer: Answer, kind: type[Asked], body: bytes) -> "Future[Prepared]":
         """Prepare a body on a lane, and submit it to the engine."""
+
+        def work() -> Prepared:
+            try:
+                prepared = self._preparer.prepare(kind, body, lambda: answer.left)
+                answer.submit(prepared)
+            except ConfigError as e:
+                raise _with_param(e, kind) from None
+            return prepared
+
+        return self._on_lane(body, work)
+
+    def _on_lane(self, body: bytes, work: Callable[[], T]) -> "Future[T]":
         if self._engine.broken:
             raise Refused(500, self._engine.broken)
         if (before := len(self._preparing)) >= self._engine.capacity_left():
             raise Busy(f"every place is taken, {before} by requests that are being tokenized: try again later")
-
-        def work() -> RequestBody:
-            prepared = self._preparer.prepare(kind, body, lambda: answer.left)
-            answer.submit(prepared)
-            return prepared.request
 
         future = self._lanes.run(len(body), work)
         self._preparing.add(future)
         future.add_done_callback(self._preparing.discard)
         return future
 
-    async def _whole(self, form: Form, answer: "_Answer", first: tuple[int, OutputChunk]) -> Response:
-        choices = [Choice() for _ in range(answer.count)]
-        index, chunk = first
-        while True:
-            choice = choices[index]
-            choice.text += chunk.text
-            choice.likelihoods.extend(chunk.likelihoods)
-            if chunk.finish is not None:
-                _raise_if_failed(chunk)
-                choice.finish = chunk.finish.value
-            if not answer.open:
-                break
-            index, chunk = await answer.next()
-        answer.close()
+    async def _whole(self, form: Form, answer: Answer) -> Response:
+        choices = answer.choices
 
         def written() -> Response:
             return JSONResponse(form.whole(choices, answer.usage(), answer.ticket))
@@ -219,48 +233,14 @@ class _Front:
             return written()
         return await asyncio.wrap_future(self._lanes.run(size, written))  # rendering a long answer is slow
 
-    @asynccontextmanager
-    async def body(self, http: Http) -> AsyncIterator[bytes]:
-        """The body, within the size limits; its Content-Length is not trusted.
-
-        Small bodies are always accepted; large ones while all bodies together are within a byte budget.
-        """
-        parts: list[bytes] = []
-        size = held = 0
-        busy = False
-        try:
-            try:
-                async with asyncio.timeout(BODY_TIMEOUT_S):
-                    async for part in http.stream():
-                        size += len(part)
-                        full = self._bodies_bytes + len(part) > BODIES * self._max_body_bytes
-                        busy = busy or (full and size > SMALL_BYTES)
-                        if busy or size > self._max_body_bytes:
-                            parts.clear()
-                        else:
-                            parts.append(part)
-                            held += len(part)
-                            self._bodies_bytes += len(part)
-                        # Some of the excess is read and discarded: a client that is still writing would not see
-                        # the answer.
-                        if size > 4 * self._max_body_bytes:
-                            break
-            except TimeoutError:
-                raise Refused(408, f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
-            if size > self._max_body_bytes:
-                raise Refused(413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large")
-            if busy:
-                raise Busy("too many large requests are being read: try again later")
-            yield b"".join(parts)
-        finally:
-            self._bodies_bytes -= held
-
     def _card(self) -> dict[str, Any]:
         return {
-            "id": self._name,
+            "id": self.name,
             "object": "model",
             "created": self._started,
             "owned_by": "kvarve",
+            "root": folder(self._engine.model),  # from which vLLM's clients load the tokenizer
+            "parent": None,
             "max_model_len": self._engine.model.max_tokens,
         }
 
@@ -273,7 +253,7 @@ class _Front:
         counts, (running, waiting) = engine.counts, engine.load()
         connections = self._connections
         return Snapshot(
-            model=self._name,
+            model=self.name,
             version=__version__,
             up=not engine.broken,
             running=running,
@@ -292,157 +272,12 @@ class _Front:
             tokenizing=len(self._preparing),
             connections=None if connections is None else len(connections),
             closed_connections={} if connections is None else dict(connections.closed),
+            rejected={str(status): count for status, count in self.rejected.items()},
             ignored_fields=self._preparer.ignored.counts(),
             cache=engine.cache.stats(),
             storage=storage,
             storage_up=engine.cache.up if engine.cache.attached is not None else None,
         )
-
-
-class _Answer:
-    """The answers to one prompt on the event loop: chunks arrive in order, and the client may disconnect."""
-
-    def __init__(self, engine: Engine, receive: Receive) -> None:
-        """To be made after the body has been read; from then on it watches for a disconnect."""
-        self._engine, self._loop = engine, asyncio.get_running_loop()
-        self._chunks: asyncio.Queue[tuple[int, OutputChunk] | None] = asyncio.Queue()  # None: the client has gone
-        self._arrived_s = time.monotonic()
-        self._first_s: float | None = None
-        self._usages: dict[int, TokenUsage] = {}
-        self._requests: list[Request] = []
-        self.ticket: Ticket | None = None  # of a prompt that was to be handed over
-        self.open: set[int] = set()  # indices of answers that run or wait
-        self.left = False  # the client disconnected before submission; read by any thread
-        self._watch = self._loop.create_task(self._listen(receive))
-
-    @property
-    def count(self) -> int:
-        return len(self._requests)
-
-    async def when(self, work: "Future[T]") -> T:
-        """The result of work on a lane, which ends with `submit`. ClientGone: the client left first. Then queued work
-        is cancelled, and a request that running work still submits is aborted."""
-        done = asyncio.wrap_future(work)
-        either: set[asyncio.Future[Any]] = {done, self._watch}
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not done.done():
-                self.left = True
-                done.cancel()
-                work.add_done_callback(lambda _: self._give_up())
-        if self.left:
-            raise ClientGone
-        return done.result()
-
-    def submit(self, prepared: Prepared) -> None:
-        """Submit to the engine; runs on a lane's thread."""
-        request = prepared.request
-        within_s, ticket = request.hand_over.hand_over_s, request.hand_over.opened()
-        self._requests = [
-            Request(
-                prepared.prompt,
-                sampling,
-                salt=request.salt,
-                priority=request.cache_priority or 0,
-                read_cache=not request.skip_reading_prefix_cache,
-                deliver=partial(self._deliver, index),
-                hand_over_s=None if index else within_s,  # the prompt is the same
-                ticket=ticket,
-                submitted_s=self._arrived_s,
-            )
-            for index, sampling in enumerate(prepared.samplings)
-        ]
-        try:
-            self._engine.submit(*self._requests)
-        except Busy as e:
-            raise Refused(500, str(e)) if self._engine.broken else e from None
-        self.open = set(range(self.count))
-
-    async def next(self) -> tuple[int, OutputChunk]:
-        """The next chunk, and the index of its answer."""
-        if (found := await self._chunks.get()) is None:
-            raise ClientGone
-        index, chunk = found
-        if chunk.finish is not None:
-            assert chunk.usage is not None
-            self.open.remove(index)
-            self._usages[index] = chunk.usage
-            self.ticket = self.ticket or chunk.ticket
-        return found
-
-    def close(self) -> None:
-        """Stop watching, and abort all answers that have not ended."""
-        self._watch.cancel()
-        if not self.left:
-            self._give_up()
-
-    def _give_up(self) -> None:
-        for index in self.open:
-            self._engine.abort(self._requests[index])
-        self.open.clear()
-
-    def usage(self) -> ResponseUsage:
-        """The usage when all answers have ended. The prompt is counted once, as the first answer found it."""
-        now = time.monotonic()
-        first, start = self._usages[0], self._arrived_s
-        ttft_ms = None if self._first_s is None else round(1000 * (self._first_s - start), 3)
-        completion = sum(usage.completion for usage in self._usages.values())
-        return ResponseUsage(first.prompt, completion, first.reasons, ttft_ms, round(1000 * (now - start), 3))
-
-    def _deliver(self, index: int, chunk: OutputChunk) -> None:
-        """Runs on the engine's thread."""
-        if self._first_s is None and chunk.tokens:
-            self._first_s = time.monotonic()
-        with suppress(RuntimeError):  # the loop has closed, so no client is left
-            self._loop.call_soon_threadsafe(self._chunks.put_nowait, (index, chunk))
-
-    async def _listen(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._chunks.put_nowait(None)
-
-
-class _Stream(Response):
-    """Answers as server-sent events, each written as soon as its text is final."""
-
-    def __init__(self, form: Form, include_usage: bool, answer: _Answer, first: tuple[int, OutputChunk]) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        del self.headers["content-length"]
-        self._form, self._include_usage, self._answer, self._first = form, include_usage, answer, first
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._write(send)
-        except (ClientGone, OSError):
-            pass  # the client has disconnected
-        finally:
-            self._answer.close()
-
-    async def _write(self, send: Send) -> None:
-        async def say(data: dict[str, Any] | str) -> None:
-            await send({"type": "http.response.body", "body": event(data), "more_body": True})
-
-        nothing = {"usage": None} if self._include_usage else {}
-        form, answer = self._form, self._answer
-        for chunk in (chunk for index in range(answer.count) for chunk in form.opening(index)):
-            await say(chunk | nothing)
-        index, output = self._first
-        while output.finish is not Finish.ERROR:
-            finish = None if output.finish is None else output.finish.value
-            for chunk in form.chunks(index, output.text, finish, output.likelihoods, output.ticket):
-                await say(chunk | nothing)
-            if not answer.open:
-                break
-            index, output = await answer.next()
-        if output.finish is Finish.ERROR:
-            answer.close()
-            await say(Refused(500, output.error).body())
-        elif self._include_usage:
-            await say(form.closing(answer.usage()))
-        await say("[DONE]")
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _tiers(query: str | None, body: bytes) -> list[Tier]:
@@ -462,12 +297,27 @@ def _tiers(query: str | None, body: bytes) -> list[Tier]:
     return sorted({known[name] for name in names})
 
 
-def _raise_if_failed(chunk: OutputChunk) -> None:
-    """An incomplete answer becomes an HTTP error."""
-    if chunk.finish is Finish.ERROR:
-        raise Refused(500, chunk.error)
-    if chunk.finish is Finish.ABORT:
-        raise Refused(503, "the server is shutting down: try again", headers=RETRY_AFTER)
+def _seconds(given: str | None) -> float:
+    """How long a flush waits for backups: SGLang's `timeout`, of which 0 and nothing leave the time to us."""
+    try:
+        seconds = float(given or 0)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MOST_FLUSH_S:
+        raise Refused(400, f"timeout is a number of seconds from 0 to {MOST_FLUSH_S:.0f}", param="timeout")
+    return seconds or FLUSH_S
+
+
+def _with_param(error: ConfigError, kind: type[Asked]) -> Refused | HandOverError:
+    """An error of the engine's as OpenAI's clients read it: with the field that it names first, if any."""
+    if isinstance(error, HandOverError):
+        return error
+    words, code = (
+        str(error).replace(":", " ").split(),
+        "context_length_exceeded" if isinstance(error, TooLong) else None,
+    )
+    param = next((word for word in words if word in kind.model_fields), None)
+    return Refused(400, str(error), param=param, code=code)
 
 
 async def _error(http: Http, e: Exception) -> Response:

@@ -82,7 +82,6 @@ _ENDED: Neutral = {  # stop conditions and trimming
 }
 _PROMPTED: Neutral = {  # the prompt
     "suffix": ("",),
-    "echo": (False,),
     "truncate_prompt_tokens": (),
     "truncate": (),
     "prompt_embeds": ([],),
@@ -127,7 +126,6 @@ _RETURNED: Neutral = {  # further content of the answer
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
     "return_indexer_topk": (False,),
-    "return_cached_tokens_details": (False,),
     "return_spec_tokens_details": (False,),
     "return_meta_info": (False,),
     "return_sampling_mask": (False,),
@@ -140,6 +138,7 @@ _RETURNED: Neutral = {  # further content of the answer
 _ANY = _CONSTRAINED | _SAMPLED | _ENDED | _PROMPTED | _RETURNED | {"sampling_seed": ()}
 
 CHAT: Neutral = _ANY | {
+    "echo": (False,),
     "prompt": (),
     "add_special_tokens": (False,),
 }
@@ -151,6 +150,39 @@ COMPLETION: Neutral = _ANY | {
     "tool_choice": ("none", "auto"),
     "chat_template_kwargs": ({},),
 }
+_NEW_TOKENS = ("max_new_tokens", "min_new_tokens", "sampling_seed")  # SGLang's own names
+_GENERATED = ("text", "input_ids", "sampling_params", "return_logprob", "top_logprobs_num", "return_text_in_logprobs")
+
+# Names of OpenAI's in a request of SGLang's, and of sampling beside its sampling_params.
+INSTEAD_IN_SAMPLING_PARAMS = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+}
+_SAMPLING = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "logit_bias", "frequency_penalty", "presence_penalty"),
+    *("repetition_penalty", "stop", "stop_token_ids", "ignore_eos", *_NEW_TOKENS),
+)
+INSTEAD_IN_GENERATE = {name: f"sampling_params.{name}" for name in _SAMPLING} | {
+    **{theirs: f"sampling_params.{ours}" for theirs, ours in INSTEAD_IN_SAMPLING_PARAMS.items()},
+    "prompt": "text",
+    "messages": "text (of a chat template's making)",
+    "logprobs": "return_logprob",
+}
+
+SAMPLING_PARAMS: Neutral = {
+    **{name: neutral for name, neutral in (_CONSTRAINED | _SAMPLED | _ENDED).items() if name not in _NEW_TOKENS},
+    **dict.fromkeys(INSTEAD_IN_SAMPLING_PARAMS, ()),
+}
+GENERATE: Neutral = {
+    **{name: neutral for name, neutral in _ANY.items() if name not in _GENERATED},
+    **dict.fromkeys(INSTEAD_IN_GENERATE, ()),
+    "return_cached_tokens_details": (True, False),  # its answers always have them
+    "kv_transfer_params": ({},),
+    "echo": (False,),
+    "stream_options": ({},),
+}
 MESSAGE: Neutral = {  # of a chat
     "function_call": ({},),
     "audio": ({},),
@@ -158,6 +190,11 @@ MESSAGE: Neutral = {  # of a chat
     "tools": ([],),
     "prefix": (False,),
     "partial": (False,),
+}
+TOKENIZE: Neutral = {  # a request for the tokens of a text
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
 }
 STREAM_OPTIONS: Neutral = {"continuous_usage_stats": (False,)}
 

@@ -7,6 +7,7 @@ ended, or is full. Calls that change or show a server's state go to all.
 import asyncio
 import json
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,16 +25,21 @@ from starlette.types import Receive, Scope, Send
 from kvarve import __version__
 from kvarve.routing import BLOCK_BYTES, PrefixRouter, Prompt
 from kvarve.server.access import AccessControl, no_pages
+from kvarve.server.admin import HICACHE
+from kvarve.server.answers import RETRY_AFTER
 from kvarve.server.api import Refused
-from kvarve.server.app import BODY_TIMEOUT_S, RETRY_AFTER, add_errors
+from kvarve.server.app import add_errors
+from kvarve.server.bodies import Bodies
+from kvarve.server.observed import Observed, acts, seen
 from kvarve.server.replicas import Replica, Replicas
 
 log = logging.getLogger(__name__)
 
 PROMPTS = ("prompt", "messages", "text", "input_ids")  # fields that hold one, whatever the endpoint
 SALTS = ("cache_salt", "extra_key")
-OF_ALL = ("/flush_cache", "/admin/storage")  # calls that go to all replicas
-OF_A_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"date"}
+# Calls that go to all replicas.
+OF_ALL = ("/flush_cache", "/reset_prefix_cache", "/admin/storage", HICACHE, f"{HICACHE}/clear")
+OF_A_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"date", b"x-request-id"}
 OF_A_BODY = {b"host", b"content-length", b"expect"}  # of a request, which is sent on whole
 CONNECT_S = 5.0
 RETRIES = 2  # of a request whose replica has ended
@@ -45,24 +51,23 @@ class Front:
     """The application. `admin`: who may see and restart replicas; off without it."""
 
     def __init__(self, replicas: Replicas, max_body_bytes: int, admin: AccessControl | None) -> None:
-        self._replicas, self._max_body_bytes, self._admin = replicas, max_body_bytes, admin
+        self._replicas, self._bodies, self._admin = replicas, Bodies(max_body_bytes), admin
         self._router = PrefixRouter(len(replicas.all))
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=CONNECT_S), limits=limits, trust_env=False, follow_redirects=False
         )
-        self.app = FastAPI(title="kvarve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-        own = APIRouter(prefix="/admin/replicas", dependencies=[Depends(no_pages), Depends(self._admit)])
+        app = FastAPI(title="kvarve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+        own = APIRouter(prefix="/admin/replicas", dependencies=[Depends(acts), Depends(no_pages), Depends(self._admit)])
         own.get("")(self.state)
         own.post("/{number}/restart")(self.restart)
-        self.app.include_router(own)
-        self.app.get("/metrics")(self.metrics)
+        app.include_router(own)
+        app.get("/metrics")(self.metrics)
         for path in OF_ALL:
-            self.app.add_api_route(path, self.tell_all, methods=["GET", "POST", "PUT", "DELETE"])
-        self.app.add_api_route(
-            "/{path:path}", self.forward, methods=["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"]
-        )
-        add_errors(self.app)
+            app.add_api_route(path, self.tell_all, methods=["GET", "POST", "PUT", "DELETE"])
+        app.add_api_route("/{path:path}", self.forward, methods=["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"])
+        add_errors(app)
+        self.app = Observed(app, Counter())  # the replicas count what they reject
 
     async def _admit(self, http: Http) -> None:
         if self._admin is None:
@@ -100,44 +105,46 @@ class Front:
 
     async def tell_all(self, http: Http) -> Response:
         """One call to every replica, one after the other; the first that refuses ends it, and is named."""
-        body, told = await self._body(http), list[dict[str, Any]]()
-        for each in self._replicas.all:
-            if not each.up:
-                raise Refused(503, f"replica {each.number} does not serve now: try again", headers=RETRY_AFTER)
-            try:
-                answer = await self._http.send(self._request(http, body, each))
-            except httpx.HTTPError as e:
-                raise Refused(502, f"replica {each.number}: {e}; told before it: {len(told)}") from None
-            if answer.status_code >= 400:
-                told_too = f" (replicas 0 to {each.number - 1} have done it)" if each.number else ""
-                log.warning("%s %s: replica %d refuses%s", http.method, http.url.path, each.number, told_too)
-                return _passed(answer)
-            told.append(answer.json())
-        return JSONResponse(_joined(told))
+        told = list[httpx.Response]()
+        async with self._bodies.read(http) as body:
+            for each in self._replicas.all:
+                if not each.up:
+                    raise Refused(503, f"replica {each.number} does not serve now: try again", headers=RETRY_AFTER)
+                try:
+                    answer = await self._http.send(self._request(http, body, each))
+                except httpx.HTTPError as e:
+                    raise Refused(502, f"replica {each.number}: {e}; told before it: {len(told)}") from None
+                if answer.status_code >= 400:
+                    done = f"; replicas that have done it: {len(told)}" if told else ""
+                    log.warning("%s %s: replica %d refuses%s", http.method, http.url.path, each.number, done)
+                    return _passed(answer)
+                told.append(answer)
+        return _joined(told)
 
     async def forward(self, http: Http) -> Response:
-        body = await self._body(http)
-        prompt = await asyncio.to_thread(_prompt_of, body) if http.method == "POST" else None
-        gone, tried, ended = asyncio.ensure_future(_gone(http.receive)), set[int](), 0
-        try:
-            while True:
-                each = await self._choose(prompt, tried)
-                tried.add(each.number)
-                try:
-                    begun = await self._begin(http, body, each, BLOCK_BYTES + prompt.size_bytes if prompt else 0, gone)
-                except httpx.TransportError as e:  # nothing of an answer has reached the client
-                    ended += 1
-                    if ended > RETRIES:  # it may be what ends them
-                        raise Refused(502, f"{ended} replicas have ended before they answered this") from None
-                    log.warning("replica %d: %s: its request goes to another", each.number, type(e).__name__)
-                    continue
-                if begun.answer.status_code == httpx.codes.SERVICE_UNAVAILABLE and self._others(tried):
-                    await begun.end()
-                    continue
-                return _Answer(begun, gone)
-        except BaseException:
-            gone.cancel()
-            raise
+        async with self._bodies.read(http) as body:
+            prompt = await asyncio.to_thread(_prompt_of, body) if http.method in ("POST", "PUT") else None
+            gone, tried, ended = asyncio.ensure_future(_gone(http.receive)), set[int](), 0
+            try:
+                while True:
+                    each = await self._choose(prompt, tried)
+                    tried.add(each.number)
+                    work = BLOCK_BYTES + prompt.size_bytes if prompt else 0
+                    try:
+                        begun = await self._begin(http, body, each, work, gone)
+                    except httpx.TransportError as e:  # nothing of an answer has reached the client
+                        ended += 1
+                        if ended > RETRIES:  # it may be what ends them
+                            raise Refused(502, f"{ended} replicas have ended before they answered this") from None
+                        log.warning("replica %d: %s: its request goes to another", each.number, type(e).__name__)
+                        continue
+                    if begun.answer.status_code == httpx.codes.SERVICE_UNAVAILABLE and self._others(tried):
+                        await begun.end()
+                        continue
+                    return _Answer(begun, gone)
+            except BaseException:
+                gone.cancel()
+                raise
 
     # --- one request
 
@@ -172,27 +179,12 @@ class Front:
 
     def _request(self, http: Http, body: bytes, each: Replica) -> httpx.Request:
         headers = [each for each in http.headers.raw if each[0].lower() not in OF_A_HOP | OF_A_BODY]
+        headers.append((b"x-request-id", seen(http).id.encode()))
         path, query = http.scope["raw_path"], http.scope["query_string"]
         if not path.startswith(b"/"):
             raise Refused(400, "a request names a path, not a URL")
         url = each.url + (path + b"?" * bool(query) + query).decode("latin-1")
         return self._http.build_request(http.method, url, headers=headers, content=body)
-
-    async def _body(self, http: Http) -> bytes:
-        parts, size = list[bytes](), 0
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                async for part in http.stream():
-                    size += len(part)
-                    if size <= self._max_body_bytes:
-                        parts.append(part)
-                    elif size > 4 * self._max_body_bytes:
-                        break
-        except TimeoutError:
-            raise Refused(408, f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
-        if size > self._max_body_bytes:
-            raise Refused(413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large")
-        return b"".join(parts)
 
     def _able(self) -> list[Replica]:
         return [each for each in self._replicas.all if each.able]
@@ -282,15 +274,21 @@ def _prompt_of(body: bytes) -> Prompt | None:
     return Prompt.of(salt, json.dumps(prompt, ensure_ascii=False).encode(errors="surrogatepass"))
 
 
-def _joined(told: list[dict[str, Any]]) -> dict[str, Any]:
+def _joined(told: list[httpx.Response]) -> Response:
     """One answer of all: counts are added up, anything else is the first one's; and each one's own."""
-    first = told[0]
+    try:
+        found = [each.json() for each in told]
+    except ValueError:
+        return _passed(told[0])
+    if not all(isinstance(each, dict) for each in found):
+        return _passed(told[0])
+    first: dict[str, Any] = found[0]
     counts = {
-        name: sum(each.get(name, 0) for each in told)
+        name: sum(each.get(name, 0) for each in found)
         for name, value in first.items()
-        if name.endswith("_pages") and isinstance(value, int)
+        if name.endswith(("_pages", "_objects")) and isinstance(value, int)
     }
-    return first | counts | {"replicas": told}
+    return JSONResponse(first | counts | {"replicas": found})
 
 
 def _passed(answer: httpx.Response) -> Response:

@@ -4,18 +4,15 @@ Oversized input is refused before any time is spent on it: a body by its number 
 Preparation stops between two steps if the client has disconnected.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from kvarve.engine.model import LoadedModel
-from kvarve.engine.requests import Sampling
-from kvarve.server.api import MOST_VALUES, ChatRequest, CompletionRequest, Refused, RequestBody, parse
+from kvarve.engine.requests import Sampling, check_prompt
+from kvarve.server.api import MOST_VALUES, Asked, ChatRequest, Refused, parse
 from kvarve.server.encoder import Encoder
 from kvarve.server.fields import Ignored
-
-COMPLETION_TOKENS = 16  # as OpenAI
-CHAT_TOKENS = 1024
 
 
 class ClientGone(Exception):
@@ -24,11 +21,13 @@ class ClientGone(Exception):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A parsed and tokenized request."""
+    """A parsed and tokenized request. Answer i is to prompt i // n, if each prompt has n answers."""
 
-    request: RequestBody
-    prompt: list[int]
+    request: Asked
+    prompts: list[list[int]]
     samplings: list[Sampling]  # of each answer
+    echo: list[str]  # the prompts, if answers begin with them
+    mute: frozenset[int]  # answers of no tokens: their prompts are computed, and what follows is not told
 
 
 class RequestPreparer:
@@ -41,7 +40,7 @@ class RequestPreparer:
         self.ignored = Ignored()
         self.spell = lru_cache(1 << 16)(partial(_token_text, model))
 
-    def prepare(self, kind: type[RequestBody], body: bytes, left: Callable[[], bool]) -> Prepared:
+    def prepare(self, kind: type[Asked], body: bytes, left: Callable[[], bool]) -> Prepared:
         """Parse, check and tokenize a body: only valid requests reach the engine. ClientGone: `left` answered True."""
         model = self._model
         request = parse(kind, body, model.max_tokens + MOST_VALUES)
@@ -50,23 +49,33 @@ class RequestPreparer:
         if isinstance(request, ChatRequest):
             _check_connected(left)
             text = model.render_chat(request.rendered(), request.tools_offered, request.chat_template_kwargs or {})
-            prompt = self._tokens(text, "messages", left, special=False)
+            given: Sequence[str | list[int]] = [text]
         else:
-            assert isinstance(request, CompletionRequest)
-            given = request.text_or_tokens()
-            prompt = given if isinstance(given, list) else self._tokens(given, "prompt", left, special=True)
-            self._check_length(len(prompt), "prompt")
+            given = request.prompts()
+        special = not isinstance(request, ChatRequest)
+        prompts = [self.tokens(one, request.asks_for, left, special=special) for one in given]
         _check_connected(left)
-        left_over = model.max_tokens - len(prompt)
-        default = min(left_over, CHAT_TOKENS if isinstance(request, ChatRequest) else COMPLETION_TOKENS)
-        return Prepared(request, prompt, _samplings(request, default))
+        samplings, mute = list[Sampling](), set[int]()
+        for prompt, sampled in zip(prompts, request.sampled(len(prompts)), strict=True):
+            room = model.max_tokens - len(prompt)
+            if sampled.limits(room)[0] == 0 and sampled.may_be_mute:
+                mute |= {*range(len(samplings), len(samplings) + sampled.answers)}
+            sampling = sampled.sampling(room, request.alternatives)
+            samplings += _answers(sampling, sampled.answers)
+        echo = [one if isinstance(one, str) else self.text(one) for one in given] if request.echoes else []
+        return Prepared(request, prompts, samplings, echo, frozenset(mute))
 
     def check_model(self, model: str | None) -> None:
         if model is not None and model != self._name:
             message = f"there is no model {model!r} here, only {self._name!r}"
             raise Refused(404, message, param="model", code="model_not_found")
 
-    def _tokens(self, text: str, param: str, left: Callable[[], bool], *, special: bool) -> list[int]:
+    def tokens(self, given: str | list[int], param: str, left: Callable[[], bool], *, special: bool) -> list[int]:
+        """The tokens of a prompt that fits into the model's context; Refused for one that does not."""
+        if isinstance(given, list):
+            self._check_length(len(given), param)
+            return given
+        text = given
         self._check_length(self._encoder.at_least(text), param, f"{len(text)} characters, so at least ")
         _check_connected(left)
         try:
@@ -75,6 +84,12 @@ class RequestPreparer:
             raise Refused(400, "the prompt has half a character (a lone surrogate)", param=param) from None
         self._check_length(len(encoded), param)  # before the list of ids is built
         return encoded.ids()
+
+    def text(self, tokens: list[int]) -> str:
+        """What tokens say, special ones included; Refused if one is outside of the vocabulary."""
+        check_prompt(tokens or [0], self._model.model.get_input_embeddings().num_embeddings)
+        decoded = self._model.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(decoded)
 
     def _check_length(self, tokens: int, param: str, why: str = "") -> None:
         if tokens >= self._model.max_tokens:
@@ -92,26 +107,9 @@ def _check_connected(left: Callable[[], bool]) -> None:
         raise ClientGone
 
 
-def _samplings(request: RequestBody, default_tokens: int) -> list[Sampling]:
-    sampling = Sampling(
-        max_tokens=default_tokens if request.tokens_wanted is None else request.tokens_wanted,
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        top_k=request.top_k or 0,
-        min_p=request.min_p or 0.0,
-        seed=request.seed,
-        logit_bias=request.biases,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        presence_penalty=request.presence_penalty or 0.0,
-        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
-        stop_token_ids=tuple(request.stop_token_ids or ()),
-        min_tokens=request.min_tokens or 0,
-        stop=request.stops,
-        ignore_eos=bool(request.ignore_eos),
-        logprobs=request.alternatives,
-    )
-    seed, answers = sampling.seed, range(request.answers)
-    return [sampling if seed is None else replace(sampling, seed=seed + i) for i in answers]
+def _answers(sampling: Sampling, count: int) -> list[Sampling]:
+    seed = sampling.seed
+    return [sampling if seed is None else replace(sampling, seed=seed + i) for i in range(count)]
 
 
 def _token_text(model: LoadedModel, token: int) -> str:

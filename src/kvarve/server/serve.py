@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from kvarve.core.extents import Cut
 from kvarve.engine.engine import Engine
@@ -29,6 +29,8 @@ from kvarve.engine.model import (
     keeping_answers,
     load_model,
     quiet_libraries,
+    with_chat_template,
+    with_context,
     with_rounded_hits,
 )
 from kvarve.engine.ranks import Place, Ranks, check_ranks, device_of, started, threads_of
@@ -192,6 +194,7 @@ def _model(settings: Settings, ranks: Ranks | None) -> LoadedModel:
         chunk_tokens=settings.chunk_tokens,
         ranks=ranks,
     )
+    model = with_chat_template(with_context(model, settings.context_length), settings.chat_template)
     if settings.hits == "rounded":
         model = with_rounded_hits(model)
     return model if settings.deterministic else keeping_answers(model)
@@ -224,7 +227,7 @@ def follow(settings: Settings, place: Place) -> None:
             raise Broken(why)
 
 
-def _http(app: FastAPI, connections: Connections) -> "_Uvicorn":
+def _http(app: ASGIApp, connections: Connections) -> "_Uvicorn":
     config = uvicorn.Config(
         app,
         http=cast(type[asyncio.Protocol], connections.protocol),
@@ -355,7 +358,7 @@ def _not_cancelled(record: logging.LogRecord) -> bool:
 def check_settings(settings: Settings) -> None:
     """ConfigError for settings that are wrong before anything is read, bound or loaded."""
     counts = ("page_tokens", "chunk_tokens", "max_running", "max_waiting", "turn_tokens", "max_body_bytes", "threads")
-    for name in counts:
+    for name in (*counts, "context_length"):
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name.replace('_', ' ')} must be at least 1, not {value}")

@@ -32,6 +32,10 @@ class Settings:
     """builtin:... or a folder with config.json"""
     served_model_name: str | None = None
     """the name that clients ask for; the model's own unless given"""
+    chat_template: str | None = None
+    """a Jinja file in place of the model's own template, or the text of one"""
+    context_length: int | None = None
+    """tokens of a prompt and its answer together; as many as the model can attend to unless given"""
     host: str = "127.0.0.1"
     """address to listen on"""
     port: int = 8000
@@ -70,7 +74,7 @@ class Settings:
     policies: Annotated[Policies, FLAT] = Policies()
     max_running: int = 64
     """requests side by side, if memory allows"""
-    max_waiting: int = 256
+    max_waiting: int = 4096
     """requests that may wait; more get 503"""
     turn_tokens: int = 512
     """tokens computed in one step, answers first; at least a chunk of a prompt"""

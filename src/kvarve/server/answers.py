@@ -1,0 +1,208 @@
+"""The answers to one request on the event loop, from its submission to the last byte of the response."""
+
+import asyncio
+import time
+from collections import Counter
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvarve.core.reasons import Reason
+from kvarve.engine.engine import Engine
+from kvarve.engine.requests import Finish, OutputChunk, Request
+from kvarve.errors import Busy
+from kvarve.server.api import Refused
+from kvarve.server.forms import Choice, Form, ResponseUsage, event
+from kvarve.server.prepare import ClientGone, Prepared
+from kvarve.ticket import Ticket
+
+RETRY_AFTER = {"Retry-After": "1"}
+
+T = TypeVar("T")
+
+
+class Answer:
+    """The answers to one request on the event loop: chunks arrive in order, and the client may disconnect."""
+
+    def __init__(self, engine: Engine, receive: Receive) -> None:
+        """To be made after the body has been read; from then on it watches for a disconnect."""
+        self._engine, self._loop = engine, asyncio.get_running_loop()
+        self._chunks: asyncio.Queue[tuple[int, OutputChunk] | None] = asyncio.Queue()  # None: the client has gone
+        self._arrived_s = time.monotonic()
+        self._first_s: float | None = None
+        self._requests: list[Request] = []
+        self._prepared: Prepared | None = None
+        self.choices: list[Choice] = []
+        self.ticket: Ticket | None = None  # of a prompt that was to be handed over
+        self.open: set[int] = set()  # indices of answers that run or wait
+        self.left = False  # the client disconnected before submission; read by any thread
+        self._watch = self._loop.create_task(self._listen(receive))
+
+    @property
+    def count(self) -> int:
+        return len(self._requests)
+
+    async def when(self, work: "Future[T]") -> T:
+        """The result of work on a lane, which ends with `submit`. ClientGone: the client left first. Then queued work
+        is cancelled, and a request that running work still submits is aborted."""
+        done = asyncio.wrap_future(work)
+        either: set[asyncio.Future[Any]] = {done, self._watch}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not done.done():
+                self.left = True
+                done.cancel()
+                work.add_done_callback(lambda _: self._give_up())
+        if self.left:
+            raise ClientGone
+        return done.result()
+
+    def submit(self, prepared: Prepared) -> None:
+        """Submit to the engine; runs on a lane's thread."""
+        request, self._prepared = prepared.request, prepared
+        within_s, ticket = request.hand_over.hand_over_s, request.hand_over.opened()
+        each = len(prepared.samplings) // len(prepared.prompts)
+        self._requests = [
+            Request(
+                prepared.prompts[index // each],
+                sampling,
+                salt=request.salt,
+                priority=request.cache_priority or 0,
+                read_cache=not request.skip_reading_prefix_cache,
+                deliver=partial(self._deliver, index),
+                hand_over_s=None if index else within_s,  # it has one prompt
+                ticket=ticket,
+                submitted_s=self._arrived_s,
+            )
+            for index, sampling in enumerate(prepared.samplings)
+        ]
+        self.choices = [Choice() for _ in self._requests]
+        try:
+            self._engine.submit(*self._requests)
+        except Busy as e:
+            raise Refused(500, str(e)) if self._engine.broken else e from None
+        self.open = set(range(self.count))
+
+    async def next(self) -> tuple[int, OutputChunk]:
+        """The next chunk, and the index of its answer."""
+        if (found := await self._chunks.get()) is None:
+            raise ClientGone
+        assert self._prepared is not None
+        index, chunk = found
+        if index in self._prepared.mute:
+            usage = chunk.usage and replace(chunk.usage, completion=0)
+            chunk = replace(chunk, text="", tokens=(), likelihoods=(), usage=usage)
+        self.choices[index].add(chunk, time.monotonic() - self._arrived_s)
+        if chunk.finish is not None:
+            assert chunk.usage is not None
+            self.open.remove(index)
+            self.ticket = self.ticket or chunk.ticket
+        return index, chunk
+
+    async def rest(self, chunk: OutputChunk) -> None:
+        """Wait for all answers to end, after a first chunk; the error of one is all that is left of them."""
+        raise_if_failed(chunk)
+        while self.open:
+            raise_if_failed((await self.next())[1])
+        self.close()
+
+    def close(self) -> None:
+        """Stop watching, and abort all answers that have not ended."""
+        self._watch.cancel()
+        if not self.left:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        for index in self.open:
+            self._engine.abort(self._requests[index])
+        self.open.clear()
+
+    def usage(self) -> ResponseUsage:
+        """The usage when all answers have ended. Each prompt is counted once, as its first answer found it."""
+        assert self._prepared is not None
+        now, start = time.monotonic(), self._arrived_s
+        each = len(self.choices) // len(self._prepared.prompts)
+        reasons = Counter[Reason]()
+        for first in self.choices[::each]:
+            reasons.update({} if first.usage is None else first.usage.reasons)
+        ttft_ms = None if self._first_s is None else round(1000 * (self._first_s - start), 3)
+        completion = sum(len(one.tokens) for one in self.choices)
+        return ResponseUsage(reasons.total(), completion, reasons, ttft_ms, round(1000 * (now - start), 3))
+
+    def summary(self) -> str:
+        """What came of it, for the log; "" if it was not submitted."""
+        usages = [one.usage for one in self.choices if one.usage is not None]
+        if not usages:
+            return "not answered" if self.choices else ""
+        ends = Counter("left" if one.finish is None else one.finish.value for one in self.choices)
+        usage = self.usage()
+        why = ", ".join(f"{tokens} {reason.value}" for reason, tokens in usage.reasons.items())
+        told = f"{usage.prompt} prompt tokens ({why}), {usage.completion} answered"
+        return f"{', '.join(f'{count} {end}' for end, count in ends.items())}, {told}"
+
+    def _deliver(self, index: int, chunk: OutputChunk) -> None:
+        """Runs on the engine's thread."""
+        if self._first_s is None and chunk.tokens:
+            self._first_s = time.monotonic()
+        with suppress(RuntimeError):  # the loop has closed, so no client is left
+            self._loop.call_soon_threadsafe(self._chunks.put_nowait, (index, chunk))
+
+    async def _listen(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._chunks.put_nowait(None)
+
+
+class Stream(Response):
+    """Answers as server-sent events, each written as soon as its text is final."""
+
+    def __init__(self, form: Form, answer: Answer, first: tuple[int, OutputChunk]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        del self.headers["content-length"]
+        self._form, self._answer, self._first = form, answer, first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._write(send)
+        except (ClientGone, OSError):
+            pass  # the client has disconnected
+        finally:
+            self._answer.close()
+
+    async def _write(self, send: Send) -> None:
+        async def say(data: dict[str, Any] | str) -> None:
+            await send({"type": "http.response.body", "body": event(data), "more_body": True})
+
+        form, answer = self._form, self._answer
+        for chunk in (chunk for index in range(answer.count) for chunk in form.opening(index)):
+            await say(chunk)
+        index, output = self._first
+        while output.finish is not Finish.ERROR:
+            for chunk in form.chunks(index, output, answer.choices[index]):
+                await say(chunk)
+            if not answer.open:
+                break
+            index, output = await answer.next()
+        if output.finish is Finish.ERROR:
+            answer.close()
+            await say(Refused(500, output.error).body())
+        else:
+            for chunk in form.closing(answer.usage()):
+                await say(chunk)
+        await say("[DONE]")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def raise_if_failed(chunk: OutputChunk) -> None:
+    """An incomplete answer becomes an HTTP error."""
+    if chunk.finish is Finish.ERROR:
+        raise Refused(500, chunk.error)
+    if chunk.finish is Finish.ABORT:
+        raise Refused(503, "the server is shutting down: try again", headers=RETRY_AFTER)

@@ -1,0 +1,94 @@
+"""One log line for each request, with its id; one more for an operator's act; and how many were rejected, by status.
+
+A line has no prompt text, header or key in it.
+"""
+
+import logging
+import re
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+from fastapi import Request as Http
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+log = logging.getLogger(__name__)
+audit = logging.getLogger("kvarve.audit")
+
+QUIET = ("/health", "/health_generate", "/metrics")  # asked for every few seconds
+MOST_PATH = 200  # characters
+CLIENT_GONE = 499  # no status was sent
+_ID = re.compile(r"[!-~]{1,128}")
+_HEADER = b"x-request-id"
+_SEEN = "kvarve.seen"
+
+
+@dataclass
+class Seen:
+    """What is known of a request by the time of its line."""
+
+    id: str
+    act: str | None = None  # of an operator
+    answered: Callable[[], str] = field(default=lambda: "")
+
+
+class Observed:
+    """`app`, with an x-request-id in every response: the request's own, or a new one."""
+
+    def __init__(self, app: ASGIApp, rejected: Counter[int]) -> None:
+        """`rejected`: gets the statuses from 400 on."""
+        self._app, self._rejected = app, rejected
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began_s, status = time.monotonic(), CLIENT_GONE
+        seen = scope[_SEEN] = Seen(_id(scope))
+
+        async def sent(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], (_HEADER, seen.id.encode())]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sent)
+        finally:
+            if status >= 400:
+                self._rejected[status] += 1
+            seconds, peer = time.monotonic() - began_s, (scope.get("client") or ("unknown",))[0]
+            what = f"{scope['method']} {quote(scope['path'][:MOST_PATH])}"
+            if seen.act is not None:
+                audit.info("%s: %s by %s: %s: %d", seen.id, what, peer, seen.act or "asked", status)
+            level = logging.DEBUG if scope["path"] in QUIET and status < 400 else logging.INFO
+            if log.isEnabledFor(level):
+                answered = seen.answered()
+                log.log(level, "%s: %s: %d in %.3f s%s", seen.id, what, status, seconds, answered and f", {answered}")
+
+
+def seen(http: Http) -> Seen:
+    found: Any = http.scope[_SEEN]
+    assert isinstance(found, Seen)
+    return found
+
+
+async def acts(http: Http) -> None:
+    """A dependency: the request is an operator's act, whether it is admitted or not."""
+    seen(http).act = ""
+
+
+async def changes(http: Http) -> None:
+    """The same for endpoints of which a GET only looks."""
+    if http.method != "GET":
+        await acts(http)
+
+
+def _id(scope: Scope) -> str:
+    given = next((value for name, value in scope["headers"] if name == _HEADER), b"").decode("latin-1")
+    return given if _ID.fullmatch(given) else uuid.uuid4().hex

@@ -1,0 +1,67 @@
+"""SGLang's clients measure a kvarve server as they measure its own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from kvarve_server import serving
+
+HERE = Path(__file__).parent
+PROMPTS, NEW = 4, 6
+FLAGS = ["--page-size", "64", "--chunk-tokens", "64", "--enable-hierarchical-cache", "--enable-cache-report"]
+
+
+def run(folder: Path, *clients: list[str]) -> str:
+    """What they print; their files come into the folder."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(HERE / "sglang_clients.py"), json.dumps(clients)],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.timeout(300)
+def test_the_clients_of_sglang_run_unmodified_and_report_the_hits(tmp_path: Path) -> None:
+    out, questions = tmp_path / "figures.jsonl", tmp_path / "questions.jsonl"
+    asked = [{"question": f"How many are {n} and {n}?", "answer": f"It is #### {2 * n}"} for n in range(1, 7)]
+    questions.write_text("".join(json.dumps(each) + "\n" for each in asked))
+    with serving(*FLAGS) as url:
+        same = ["--base-url", url, "--num-prompts", str(PROMPTS), "--output-file", str(out), "--disable-tqdm"]
+        same += ["--dataset-name", "random-ids", "--random-input-len", "300", "--random-output-len", str(NEW)]
+        same += ["--random-range-ratio", "1.0", "--cache-report"]
+        benches = [
+            ["--backend", "sglang", "--flush-cache"],
+            ["--backend", "sglang"],
+            ["--backend", "sglang-oai-chat"],
+            ["--backend", "sglang-oai-chat"],
+            ["--backend", "vllm", "--flush-cache"],
+        ]
+        host = [f"--host={urlsplit(url).hostname}", f"--port={urlsplit(url).port}"]
+        gsm8k = [f"--data-path={questions}", "--num-shots=3", "--num-questions=3", "--max-new-tokens=4", "--parallel=2"]
+        told = run(
+            tmp_path,
+            *(["sglang.bench_serving", *words, *same] for words in benches),
+            ["sglang.test.few_shot_gsm8k", *host, *gsm8k],
+        )
+    figures = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [each["backend"] for each in figures] == [words[1] for words in benches]
+    for each in figures:
+        assert (each["completed"], each["total_output_tokens"]) == (PROMPTS, PROMPTS * NEW), told[-4000:]
+        assert each["server_info"]["page_size"] == 64
+        assert each["mean_ttft_ms"] > 0
+    cold, warm, _, chat, _ = (each["cache_report"] for each in figures)
+    assert cold["total_cached_tokens"] == 0
+    for report in (warm, chat):
+        assert report["total_cached_tokens"] == report["device_cached_tokens"] >= PROMPTS * 256
+    assert "Accuracy: " in told

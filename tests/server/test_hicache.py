@@ -1,0 +1,132 @@
+"""SGLang's endpoints for its operators: the storage, and flushes by GET."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from servers import settings
+from talk import cached, complete, refused
+
+from kvarve.errors import ConfigError
+from kvarve.familiar import storage_url
+from kvarve.server.serve import Server
+
+STORAGE, CLEAR, FLUSH = "/hicache/storage-backend", "/hicache/storage-backend/clear", "/flush_cache"
+KEY = "gate"
+
+
+@pytest.fixture(scope="module")
+def operated(checkpoint: Path) -> Iterator[Server]:
+    with Server(settings(checkpoint, admin_key=KEY, api_key="door")) as server:
+        yield server
+
+
+@pytest.fixture
+def operator(operated: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=operated.url, timeout=60, headers={"Authorization": f"Bearer {KEY}"}) as operator:
+        yield operator
+        assert operator.delete(STORAGE).status_code == 200
+
+
+@pytest.fixture
+def customer(operated: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=operated.url, timeout=60, headers={"Authorization": "Bearer door"}) as customer:
+        yield customer
+
+
+def test_a_storage_comes_and_goes_under_the_names_of_sglang(
+    operator: httpx.Client, customer: httpx.Client, operated: Server, tmp_path: Path, song: str, salt: str
+) -> None:
+    told = operator.get(STORAGE).json()
+    assert (told["hicache_storage_backend"], told["hicache_storage_prefetch_policy"]) == (None, "wait_complete")
+    extra = json.dumps({"path": str(tmp_path / "pages"), "capacity": "64MiB"})
+    body = {"hicache_storage_backend": "file", "hicache_storage_backend_extra_config_json": extra}
+    put = operator.put(STORAGE, json=body | {"hicache_storage_prefetch_policy": "timeout"})
+    assert put.status_code == 200, put.text
+    told = operator.get(STORAGE).json()
+    assert told["hicache_storage_backend"] == f"file://{tmp_path}/pages?capacity=64MiB"
+    assert (told["hicache_storage_prefetch_policy"], told["hicache_write_policy"]) == ("timeout", "write_through")
+    complete(customer, song * 2, cache_salt=salt)
+    assert operated.engine.settle(20)
+    assert operator.get(FLUSH).json()["flushed_pages"] > 0
+    assert cached(complete(customer, song * 2, cache_salt=salt)) == {"storage": 64}
+    assert operator.delete(STORAGE).json()["attached"] is False
+
+
+def test_clearing_drops_the_pages_of_this_model_alone(
+    operator: httpx.Client, customer: httpx.Client, operated: Server, checkpoint: Path, tmp_path: Path, song: str
+) -> None:
+    url = f"file://{tmp_path}/pages?capacity=64MiB"
+    with Server(settings(checkpoint, (url,), page_tokens=32)) as other, httpx.Client(base_url=other.url) as theirs:
+        complete(theirs, song * 4)
+        assert other.engine.settle(20)
+    assert operator.put(STORAGE, json={"hicache_storage_backend": url}).status_code == 200
+    complete(customer, song * 4)
+    assert operated.engine.settle(20)
+    stored = operator.get(STORAGE).json()["objects"]
+    assert operator.post(CLEAR).json() == {"dropped_objects": stored} and stored
+    assert operator.post(FLUSH).status_code == 200
+    assert cached(complete(customer, song * 4)) == {}
+    with Server(settings(checkpoint, (url,), page_tokens=32)) as other, httpx.Client(base_url=other.url) as theirs:
+        assert cached(complete(theirs, song * 4)) == {"storage": 192}
+
+
+def test_only_the_operator_may_do_so_and_no_browser_at_all(
+    operator: httpx.Client, customer: httpx.Client, client: httpx.Client
+) -> None:
+    for method, path in (("GET", STORAGE), ("PUT", STORAGE), ("DELETE", STORAGE), ("POST", CLEAR), ("GET", FLUSH)):
+        assert "wrong admin key" in refused(customer.request(method, path), 401)
+        for header in ({"Origin": "http://x"}, {"Sec-Fetch-Site": "cross-site"}):
+            assert refused(operator.request(method, path, headers=header), 403)
+        if path != FLUSH:
+            assert "the server has no admin key" in refused(client.request(method, path), 403)
+    assert "use POST" in refused(operator.get(FLUSH, headers={"Sec-Fetch-Site": "none"}), 403)
+    assert "no storage is attached" in refused(operator.post(CLEAR), 400)
+
+
+@pytest.mark.parametrize("timeout", ["-1", "soon", "nan", "1e9"])
+def test_a_flush_waits_for_a_number_of_seconds(operator: httpx.Client, timeout: str) -> None:
+    assert "timeout is a number of seconds" in refused(operator.post(FLUSH, params={"timeout": timeout}), 400)
+    assert operator.post(FLUSH, params={"timeout": "2.5"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("backend", "extra", "url"),
+    [
+        ("file", None, "file://?capacity=10GiB"),
+        ("file", {"path": "/a b", "capacity": "1GiB"}, "file:///a%20b?capacity=1GiB"),
+        ("redis://h:6379", {}, "redis://h:6379"),
+        ("hf3fs", {"file_path_prefix": "/3fs/kv", "capacity": "2TiB"}, "hf3fs:///3fs/kv?capacity=2TiB"),
+        ("mooncake", {"master_server_address": "m:50051"}, "mooncake://m:50051"),
+        (
+            "mooncake",
+            {"master_server_address": "m:1", "protocol": "rdma", "device_name": "a,b", "global_segment_size": 4096},
+            "mooncake://m:1?protocol=rdma&device=a,b&segment=4096B",
+        ),
+        ("mooncake", {}, "mooncake://"),
+    ],
+)
+def test_their_names_of_storages_are_urls_of_ours(backend: str, extra: object, url: str) -> None:
+    assert storage_url(backend, None if extra is None else json.dumps(extra)) == url
+
+
+@pytest.mark.parametrize(
+    ("backend", "extra", "told"),
+    [
+        ("nixl", None, "there is no storage 'nixl': file, mooncake and hf3fs have these names"),
+        ("file", "{", "the extra config is not JSON"),
+        ("file", "[1]", "the extra config is an object of texts and numbers"),
+        ("file", '{"path": ["a"]}', "the extra config is an object of texts and numbers"),
+        ("file", '{"path": "a"}', "does not begin with a slash"),
+        ("file", '{"storage": "a"}', "'storage' says nothing here; known: path"),
+        ("file", '{"prefetch_threshold": 256}', "prefetch_threshold is the flag --fetch-at-least"),
+        ("hf3fs", '{"file_path_prefix": "/a"}', "a folder and how much it may hold"),
+        ("file://?capacity=1GiB", '{"capacity": "2GiB"}', "leave out the extra config"),
+    ],
+)
+def test_an_extra_config_is_obeyed_or_refused(backend: str, extra: str | None, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        storage_url(backend, extra)
+    assert told in str(caught.value)

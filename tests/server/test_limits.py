@@ -1,0 +1,41 @@
+"""A shorter context, and another chat template, as flags of the server."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+from servers import settings
+from talk import CHAT, Body, refused, text
+
+from kvarve.errors import ConfigError
+from kvarve.server.serve import Server
+
+HEI: Body = {"messages": [{"role": "user", "content": "hei"}], "max_tokens": 4, "temperature": 0}
+TEMPLATE = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
+
+
+@pytest.mark.parametrize("own_server", [{"context_length": 64, "chat_template": TEMPLATE}], indirect=True)
+def test_the_context_and_the_template_are_those_that_were_given(own_client: httpx.Client, song: str) -> None:
+    assert own_client.get("/v1/models").json()["data"][0]["max_model_len"] == 64
+    said = own_client.post(CHAT, json=HEI).json()
+    assert said["usage"]["prompt_tokens"] == len("<hei>")
+    assert said["choices"][0]["message"]["content"] == text(own_client, "<hei>", max_tokens=4)
+    response = own_client.post("/v1/completions", json={"prompt": song * 3})
+    assert "more than the context of 64 tokens" in refused(response, 400)
+    response = own_client.post("/v1/completions", json={"prompt": song, "max_tokens": 60})
+    assert "together are more than the 64" in refused(response, 400)
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_what_cannot_be_a_context_or_a_template_is_refused_at_the_start(checkpoint: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("{% for %}")
+    for given, told in (
+        ({"context_length": 1025}, "a context of 1025 tokens is more than the 1024 of"),
+        ({"context_length": 0}, "context length must be at least 1, not 0"),
+        ({"chat_template": str(broken)}, f"--chat-template: {broken} is no template"),
+        ({"chat_template": "{% for %}"}, "--chat-template: the text given is no template"),
+        ({"chat_template": "chatml"}, "--chat-template: chatml: .*name a file with a Jinja template"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            Server(settings(checkpoint, **given))

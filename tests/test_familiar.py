@@ -1,0 +1,112 @@
+"""Flags of SGLang and vLLM mean the same here, are explained, or are refused."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from kvarve.cli import main
+from kvarve.core.policies import Policies
+from kvarve.errors import ConfigError
+from kvarve.familiar import FLAGS, translated
+from kvarve.server.settings import Settings
+
+DEVICE = 1 << 28
+
+
+def ours(*words: str) -> tuple[list[str], list[str]]:
+    """The words in our flags, and the notes."""
+    notes = list[str]()
+    return translated(words, DEVICE, notes.append), notes
+
+
+OUR_FLAGS = {"--" + each.name.replace("_", "-") for kind in (Settings, Policies) for each in fields(kind)}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_each_flag_is_one_of_ours_or_says_why_not(name: str) -> None:
+    flag = FLAGS[name]
+    assert name not in OUR_FLAGS
+    assert (flag.ours in OUR_FLAGS) if flag.ours else flag.why
+    if flag.ours is None and flag.fine is None:
+        with pytest.raises(ConfigError, match=f"^{name}.* is not supported: "):
+            ours(name) if flag.switch else ours(name, "x")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "told"),
+    [
+        ("--page-size 32 --tp-size=2", "--page-tokens 32 --tp 2"),
+        ("--block-size 32 --tensor-parallel-size 2", "--page-tokens 32 --tp 2"),
+        ("--max-model-len 4096 --max-num-seqs 8", "--context-length 4096 --max-running 8"),
+        ("--hicache-size 30", "--host-memory 30GB"),
+        ("--kv-offloading-size 4", "--host-memory 4GiB"),
+        ("--hicache-ratio 2", f"--host-memory {DEVICE * 2}B"),
+        ("--hicache-ratio 1.5 --device-memory 1GiB", f"--device-memory 1GiB --host-memory {3 << 29}B"),
+        ("--device-memory=1GiB --hicache-ratio=0", "--device-memory=1GiB --host-memory 0B"),
+        ("--hicache-ratio 2 --hicache-size 1", "--host-memory 1GB"),
+        ("--hicache-write-policy write_back", "--write-policy write_back"),
+        ("--hicache-storage-prefetch-policy timeout", "--prefetch-policy timeout"),
+        ("--radix-eviction-policy lfu --admin-api-key k", "--eviction lfu --admin-key k"),
+        ("--hicache-storage-backend file", "--storage file://?capacity=10GiB"),
+        (
+            '--hicache-storage-backend mooncake --hicache-storage-backend-extra-config {"master_server_address":"m:1"}',
+            "--storage mooncake://m:1",
+        ),
+        ("--port 7 --model x", "--port 7 --model x"),
+        ("--dp-size 2 --data-parallel-size=3", "--dp 2 --dp 3"),
+        ("--load-format auto --kv-cache-dtype=auto", ""),
+    ],
+)
+def test_a_flag_of_theirs_is_one_of_ours(theirs: str, told: str) -> None:
+    assert ours(*theirs.split())[0] == told.split()
+
+
+def test_a_flag_without_meaning_is_explained_in_a_line() -> None:
+    words = (
+        "--enable-hierarchical-cache --hicache-io-backend kernel --hicache-mem-layout=page_first --enable-cache-report"
+    )
+    left, notes = ours(*words.split(), "--port", "7")
+    assert left == ["--port", "7"]
+    assert [note.partition(" changes nothing here: ")[0] for note in notes] == [
+        "--enable-hierarchical-cache",
+        "--hicache-io-backend",
+        "--hicache-mem-layout",
+        "--enable-cache-report",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "told"),
+    [
+        ("--mem-fraction-static 0.8", "--mem-fraction-static is not supported: memory for pages is given in bytes"),
+        ("--trust-remote-code", "--trust-remote-code is not supported: no code of a checkpoint"),
+        ("--hicache-ratio", "--hicache-ratio: expected a value"),
+        ("--hicache-ratio two", "'two' is not a number"),
+        ("--hicache-ratio 1/0", "'1/0' is not a number"),
+        ("--hicache-ratio -1", "is no ratio of host memory"),
+        ("--hicache-ratio 2 --config x.toml", "give --device-memory beside it"),
+        ("--hicache-storage-backend-extra-config {}", "needs --hicache-storage-backend"),
+        ("--hicache-storage-backend nixl", "there is no storage 'nixl'"),
+        ("--hicache-storage-backend file --hicache-storage-backend-extra-config @/nowhere", "cannot be read"),
+    ],
+)
+def test_what_would_mean_something_else_is_refused(theirs: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ours(*theirs.split())
+    assert told in str(caught.value)
+
+
+def test_the_config_of_a_backend_may_be_a_file(tmp_path: Path) -> None:
+    (tmp_path / "extra.json").write_text('{"path": "/pages", "capacity": "1TiB"}')
+    extra = f"--hicache-storage-backend-extra-config=@{tmp_path}/extra.json"
+    assert ours("--hicache-storage-backend", "file", extra)[0] == ["--storage", "file:///pages?capacity=1TiB"]
+
+
+def test_serve_takes_them_and_no_other_command_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--enable-cache-report", "--page-size", "no"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith("kvarve: --enable-cache-report changes nothing here: ")
+    assert told[1].startswith("kvarve: --page-tokens: 'no' is not a whole number")
+    assert main(["models", "--page-size", "32"]) == 2
+    assert "unknown option '--page-size'" in capsys.readouterr().err
