@@ -8,7 +8,7 @@ from kvarve.config import cut_memory, split
 from kvarve.core.extents import Cut, Extents, cut
 from kvarve.model import BufferSpec, PoolSpec, Tier
 from kvarve.testing.world import World, config, prompt
-from kvarve.testing.world.scenes import ATTENTION, STATE, WINDOW, pool
+from kvarve.testing.world.scenes import ATTENTION, PAGE_TOKENS, STATE, WINDOW, pool
 
 DEVICE = Tier.DEVICE
 
@@ -109,6 +109,14 @@ def test_no_page_of_a_running_request_leaves_for_another_pool() -> None:
     lease = world.start(prompt(8))
     assert world.core.reserve(lease, 8)
     assert len(world.core.slot_pools.reserve(1, 4, b"any")) == 2, "two extents are the prompt's"
+
+
+def test_a_prompt_that_memory_cannot_hold_resumes_from_what_memory_has_of_it() -> None:
+    """Else long histories hit nothing where a divided memory hits: 5% of 64% in a replay of agents."""
+    world = shared(ATTENTION, STATE, count=8, per=[4, 1], snapshot_every=4 * PAGE_TOKENS)
+    world.request(prompt(20))
+    assert world.hit(prompt(60))[0] == 20
+    assert world.start(prompt(60)).boundary == 20
 
 
 def test_a_state_is_kept_where_prompts_branch_off_one_that_has_left() -> None:

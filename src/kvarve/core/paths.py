@@ -86,11 +86,15 @@ class Paths:
 
     def leaves_room(self, lease: Lease, run: Run, boundary: int) -> bool:
         """Whether the windows and states that a lease pins until it has resumed at a boundary leave as many of the
-        device's extents as its prompt needs for its chain, even if it is alone."""
+        device's extents as its prompt needs for its chain, even if it is alone. One that needs more than there are
+        resumes wherever it can: it is kept as far as slots go."""
         extents = self.slot_pools.extents[0]
         if extents is None or not boundary or not self.slot_pools.chains:
             return True
         left, short = extents.cut.count, [pool for pool, back in enumerate(self.lookbacks) if back is not None]
+        per, pages = extents.cut.per[self.slot_pools.chains[0]], -(-len(lease.tokens) // self.width)
+        if (left - sum(extents.cut.least[pool] for pool in short)) * per < pages:
+            return True
         # A pin keeps the pages of all pools at its position, so also states inside of a window.
         held = self.pins_for(boundary, [0] * len(self.pools))[0]
         for pool in short:
@@ -100,8 +104,7 @@ class Paths:
                     table = each.slots[pool] or ()
                     pinned |= {table[at] // extents.cut.per[pool] for at in members(share & each.here[pool])}
             left -= max(extents.cut.least[pool], len(pinned))
-        pages = -(-len(lease.tokens) // self.width)
-        return left * extents.cut.per[self.slot_pools.chains[0]] >= pages
+        return left * per >= pages
 
     def reserve(self, lease: Lease, tier: Tier, need: Sequence[int], available: list[int]) -> list[list[int]] | None:
         """Slots for the pages that a lease needs of each pool; or None, no slot taken, and `available` set to each
