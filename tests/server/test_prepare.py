@@ -13,7 +13,7 @@ import pytest
 from talk import CHAT, COMPLETIONS, LONG_S, Body, complete, metrics, refused, text, until
 
 from kvarve.engine import engine as engine_module
-from kvarve.server import app
+from kvarve.server import bodies
 from kvarve.server.answers import Answer
 from kvarve.server.api import MOST_NAMED, MOST_OBJECTS, MOST_VALUES, SMALL_BYTES, ChatRequest, Refused, parse
 from kvarve.server.encoder import Encoder
@@ -292,7 +292,7 @@ def test_what_each_token_of_an_answer_is_compared_with_is_bounded(client: httpx.
 def test_large_bodies_that_are_being_read_take_a_bounded_room_and_small_ones_always_find_some(
     server: Server, client: httpx.Client, gate: Gate, monkeypatch: pytest.MonkeyPatch, song: str
 ) -> None:
-    monkeypatch.setattr(app, "BODIES", 1)  # of the 8 MiB that a body may have
+    monkeypatch.setattr(bodies, "BODIES", 1)  # of the 8 MiB that a body may have
     body = json.dumps(huge("a") | {"user": "x" * (6 << 20)}).encode()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(client.post, COMPLETIONS, content=body)
