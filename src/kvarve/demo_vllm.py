@@ -51,8 +51,8 @@ SHAPE = {
     "linear_num_value_heads": 2,
     "max_position_embeddings": 8192,
 }
-# vLLM's page of that shape is 384 tokens. A step takes one page, so that a prompt is computed in the same pieces
-# wherever it resumes, and its bits are the same.
+# vLLM's page of that shape is 384 or 640 tokens, by the type of its states. A step takes one page at most, so that a
+# prompt is computed in the same pieces wherever it resumes, and its bits are the same.
 STEP_TOKENS = 512
 WARM_UP = [*range(3, 203)]  # a prompt that no page keeps: costs of the first use are not TTFT
 

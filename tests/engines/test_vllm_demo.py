@@ -9,6 +9,8 @@ import pytest
 
 pytestmark = pytest.mark.timeout(600)
 
+REQUESTS = 2  # of a quick round
+
 
 def test_the_demo_finds_in_every_tier_what_vllm_computed_and_its_tokens_are_those_of_vllm_alone(tmp_path: Path) -> None:
     words = ["demo", "--engine", "vllm", "--engine-python", sys.executable, "--quick", "--out", str(tmp_path)]
@@ -18,9 +20,12 @@ def test_the_demo_finds_in_every_tier_what_vllm_computed_and_its_tokens_are_thos
     assert report["outputs_equal"] is True
     alone, cold, *warm = report["rounds"]
     assert alone["cached_tokens"] == cold["cached_tokens"] == 0
-    for row in warm:
-        assert row["cached_by_tier"][row["name"]] == row["cached_tokens"] >= 0.6 * row["prompt_tokens"]
     pages = report["pages"]
+    for row in warm:
+        # All whole pages. How large vLLM makes one depends on the type that it keeps states in.
+        left = row["prompt_tokens"] - row["cached_tokens"]
+        assert row["cached_by_tier"][row["name"]] == row["cached_tokens"] > 0
+        assert left <= REQUESTS * report["page_tokens"]
     assert pages["backed_up"] == pages["stored"] > 0 and pages["fetched"] > 0
     assert pages["bad_host"] == pages["bad_storage"] == 0
     assert {path.name for path in tmp_path.iterdir()} - {"demo-vllm.png"} == {"demo-vllm.json", "demo-vllm.log"}
