@@ -173,6 +173,53 @@ def test_a_reader_that_was_not_told_of_a_deletion_gets_no_bytes_of_the_next_obje
     filling.close()
 
 
+def test_a_deletion_that_could_not_be_told_is_told_before_its_row_is_filled(tmp_path: Path) -> None:
+    """The table has been written, and the process lives on."""
+    folder, (old, new) = tmp_path / "store", pages("full", 1, 2)
+    reader, writer = opened(folder, capacity=MIB), opened(folder, capacity=MIB)
+    assert store(writer, [old]) == [True] and reader.exists([old.name]) == [True]
+    tell = writer._index.changes.tell
+
+    def fails(*told: object, **how: object) -> None:
+        writer._index.changes.tell = tell  # type: ignore[method-assign]
+        raise trouble()
+
+    writer._index.changes.tell = fails  # type: ignore[method-assign]
+    with pytest.raises(StorageError):
+        writer.delete([old.name])
+    put = Put([new.name], [[new.record()]])
+    writer._reserve(put, [0])
+    writer._write(put)
+    buffer = memoryview(bytearray(len(old.record())))
+    assert reader.get([old.name], [buffer]) == [None]
+    writer._commit(put)
+    assert intact(reader, [old, new]) == {new}
+    reader.close()
+    writer.close()
+
+
+def test_rows_stay_locked_by_no_call_that_failed_to_lock_others(tmp_path: Path) -> None:
+    class Locks(Quick):
+        left = -1  # calls until one fails
+
+        def lock_range(self, file: int, at: int, size_bytes: int) -> bool:
+            self.left -= 1
+            if not self.left:
+                raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+            return super().lock_range(file, at, size_bytes)
+
+    disk, some = Locks(), pages("full", *range(20))
+    store_ = opened(tmp_path / "store", disk, capacity=8 * MIB)
+    assert all(store(store_, some))
+    store_.delete(names(some[::2]))
+    disk.left = 3
+    with pytest.raises((OSError, StorageError)):
+        store(store_, pages("full", *range(20, 50)))
+    assert store_._index.held == {}
+    assert all(store(store_, pages("full", *range(20, 50))))
+    store_.close()
+
+
 def test_a_slab_is_not_removed_while_another_process_fills_a_row_of_it(tmp_path: Path) -> None:
     folder, page = tmp_path / "store", pages("full", 20)[0]
     one, other = opened(folder, capacity=MIB), opened(folder, capacity=MIB)

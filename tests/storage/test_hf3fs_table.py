@@ -123,3 +123,16 @@ def test_quarantine_is_longer_than_a_deadline_that_was_noticed_late() -> None:
     table.touch(LABEL, [], 100.0)
     assert table.reserve(LABEL, 2, ["b"], [K], 10.0, 10.0 + QUARANTINE_S - 1) == [False]
     assert table.reserve(LABEL, 2, ["b"], [K], 10.0, 10.0 + QUARANTINE_S) != [False]
+
+
+def test_a_store_that_may_hold_less_from_now_on_keeps_what_was_just_looked_up() -> None:
+    """The pins of a lookup are put on after its answer, and a smaller capacity may come before."""
+    table = SlotTable(64 * K, None, FIRST, extents=64)
+    names = [f"{number}-x" for number in range(64)]
+    store(table, *names)
+    assert all(table.lookup(LABEL, names, 7, 60.0, 1.0))
+    table.configure(32 * K, None)
+    assert all(table.exists(LABEL, names)) and not table.retired([])
+    audit(table)
+    table.release(7, 2.0)
+    audit(table)

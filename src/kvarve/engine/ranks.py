@@ -221,7 +221,8 @@ def started(
         try:
             for on_node in range(1, per_node):
                 place = replace(first, rank=first.rank + on_node, on_node=on_node)
-                other = spawn.Process(target=_work, args=(work, options, place), name=f"kvarve rank {place.rank}")
+                arguments = (work, options, place, os.getpid())
+                other = spawn.Process(target=_work, args=arguments, name=f"kvarve rank {place.rank}")
                 other.start()
                 others.append(other)
             yield first, listener
@@ -235,10 +236,12 @@ def started(
                     each.join()
 
 
-def _work(work: Work, options: Any, place: Place) -> None:
+def _work(work: Work, options: Any, place: Place, parent: int) -> None:
     """A process's life: it ends with the one that started it, and Ctrl-C is that one's to handle."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before that
+        os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         work(options, place)

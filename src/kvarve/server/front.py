@@ -41,7 +41,8 @@ SALTS = ("cache_salt", "extra_key")
 OF_ALL = ("/flush_cache", "/reset_prefix_cache", "/admin/storage", HICACHE, f"{HICACHE}/clear")
 OF_A_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"date", b"x-request-id"}
 OF_A_BODY = {b"host", b"content-length", b"expect"}  # of a request, which is sent on whole
-CONNECT_S = 5.0
+CONNECT_S, METRICS_S = 5.0, 5.0
+TELL_S = 700.0  # for a call to all: a flush may wait long for backups
 RETRIES = 2  # of a request whose replica has ended
 WAIT_S = 30.0  # for a replica to serve again, while none does
 LOOK_S = 0.1
@@ -84,6 +85,8 @@ class Front:
             raise Refused(404, f"there is no replica {number}: they count from 0 to {len(self._replicas.all) - 1}")
         if self._replicas.all[number].draining:
             raise Refused(409, f"replica {number} is being restarted", code="change_under_way")
+        if not any(other.able for other in self._replicas.all if other.number != number):
+            raise Refused(409, f"no replica but {number} serves now: try again", code="change_under_way")
         self._replicas.restart(number)
         log.info("replica %d is drained, to be restarted", number)
         return JSONResponse(self._replicas.all[number].state(), 202)
@@ -92,8 +95,8 @@ class Front:
         """All replicas' metrics, each with the number of its replica."""
         found: dict[str, Metric] = {}
         for each in self._able():
-            with suppress(httpx.HTTPError):
-                answer = await self._http.get(each.url + "/metrics")
+            with suppress(httpx.HTTPError, ValueError):
+                answer = await self._http.get(each.url + "/metrics", timeout=METRICS_S)
                 for family in text_string_to_metric_families(answer.text):
                     metric = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                     for sample in family.samples:
@@ -111,9 +114,11 @@ class Front:
                 if not each.up:
                     raise Refused(503, f"replica {each.number} does not serve now: try again", headers=RETRY_AFTER)
                 try:
-                    answer = await self._http.send(self._request(http, body, each))
-                except httpx.HTTPError as e:
-                    raise Refused(502, f"replica {each.number}: {e}; told before it: {len(told)}") from None
+                    async with asyncio.timeout(TELL_S):
+                        answer = await self._http.send(self._request(http, body, each))
+                except (httpx.HTTPError, TimeoutError) as e:
+                    why = str(e) or f"no answer within {TELL_S:.0f} s"
+                    raise Refused(502, f"replica {each.number}: {why}; told before it: {len(told)}") from None
                 if answer.status_code >= 400:
                     done = f"; replicas that have done it: {len(told)}" if told else ""
                     log.warning("%s %s: replica %d refuses%s", http.method, http.url.path, each.number, done)
@@ -165,8 +170,9 @@ class Front:
 
     async def _begin(self, http: Http, body: bytes, each: Replica, work: int, gone: "asyncio.Future[None]") -> "_Begun":
         """The beginning of a replica's answer. TransportError if it has ended before that."""
+        request = self._request(http, body, each)
         each.busy, each.work = each.busy + 1, each.work + work
-        sent = asyncio.ensure_future(self._http.send(self._request(http, body, each), stream=True))
+        sent = asyncio.ensure_future(self._http.send(request, stream=True))
         try:
             await asyncio.wait((sent, gone), return_when=asyncio.FIRST_COMPLETED)
             if not sent.done():
@@ -174,6 +180,7 @@ class Front:
                 raise Refused(499, "the client has gone")
             return _Begun(sent.result(), each, work)
         except BaseException:
+            sent.cancel()
             each.busy, each.work = each.busy - 1, each.work - work
             raise
 

@@ -47,7 +47,7 @@ class Replica:
         self._ready = folder / f"ready-{number}"
         self._settings = replace(settings, dp=1, host="127.0.0.1", port=0, ready_file=self._ready)
         self._process: BaseProcess | None = None
-        self._started_s = self._ended_s = 0.0
+        self._started_s, self._ended_s = 0.0, -inf
         self._stop_by_s = inf  # it was told to end
         self._failures = 0  # in a row
 
@@ -57,12 +57,19 @@ class Replica:
         return self.up and not self.draining
 
     def start(self) -> None:
+        self._ready.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # whatever cleans temporary files
         self._ready.unlink(missing_ok=True)
         spawn = multiprocessing.get_context("spawn")
-        self._process = spawn.Process(
-            target=_serve, args=(self.number, self._settings), name=f"kvarve replica {self.number}"
+        process = spawn.Process(
+            target=_serve, args=(self.number, self._settings, os.getpid()), name=f"kvarve replica {self.number}"
         )
-        self._process.start()
+        try:
+            process.start()
+        except OSError as e:  # no memory, or too many processes
+            self._failures, self._ended_s = self._failures + 1, time.monotonic()
+            log.error("replica %d cannot be started: %s; tried again", self.number, e)
+            return
+        self._process = process
         self._started_s, self._stop_by_s, self.starts = time.monotonic(), inf, self.starts + 1
 
     def look(self) -> bool:
@@ -80,8 +87,10 @@ class Replica:
             if not asked:
                 log.error("replica %d has ended by itself: it is started again", self.number)
             return True
-        if not self.up and self._ready.exists() and (url := self._ready.read_text().strip()):
-            self.url, self.up = url, True
+        if not self.up and self._stop_by_s == inf:  # one that was told to end has not taken its file away yet
+            with suppress(OSError):
+                if url := self._ready.read_text().strip():
+                    self.url, self.up = url, True
         return False
 
     def due(self) -> bool:
@@ -92,7 +101,7 @@ class Replica:
     def stop(self) -> None:
         """Have it end its requests and its backups."""
         self.up = False
-        if self._process is not None:
+        if self._process is not None and self._stop_by_s == inf:  # a second signal would end it at once
             self._stop_by_s = time.monotonic() + STOP_S
             self._process.terminate()
 
@@ -138,24 +147,16 @@ class Replicas:
 
     def stop(self) -> None:
         self._stopping.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def _keep(self) -> None:
-        for each in self.all:
-            each.start()
         while not self._stopping.wait(LOOK_S):
             for each in self.all:
-                if each.look():
-                    self.ended.append(each.number)
-                    if not each.url:
-                        self._failed = f"replica {each.number} could not start, see its error above"
-                if each.due() and not self._failed:
-                    each.start()
-                if each.up and each.draining and (not each.busy or time.monotonic() > each.drain_by_s):
-                    if each.starts > each.restart_from:
-                        each.draining = False  # the new process serves
-                    else:
-                        each.stop()
+                try:
+                    self._keep_one(each)
+                except Exception:  # this thread ends only with the server, and the replicas with this thread
+                    log.exception("replica %d", each.number)
         for each in self.all:
             each.stop()
         while not all(each.over for each in self.all):
@@ -163,11 +164,25 @@ class Replicas:
                 each.look()
             time.sleep(LOOK_S)
 
+    def _keep_one(self, each: Replica) -> None:
+        if each.look():
+            self.ended.append(each.number)
+            if not each.url:
+                self._failed = f"replica {each.number} could not start, see its error above"
+        if each.due() and not self._failed:
+            each.start()
+        if each.up and each.draining and each.starts > each.restart_from:
+            each.draining = False  # the new process serves
+        elif each.up and each.draining and (not each.busy or time.monotonic() > each.drain_by_s):
+            each.stop()
 
-def _serve(number: int, settings: Settings) -> None:
+
+def _serve(number: int, settings: Settings, parent: int) -> None:
     """A replica's life. It ends with the process that started it; Ctrl-C in a terminal is that one's to handle."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before that
+        os._exit(1)
     os.setpgrp()
     if settings.device == "cuda":  # each replica has devices of its own
         known = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")

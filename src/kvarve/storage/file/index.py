@@ -426,6 +426,7 @@ class Index:
         slab.state[rows] = state
         slab.generation[rows] += np.uint32(1)  # modulo 2**32
         slab.length[rows] = slab.used[rows] = slab.uses[rows] = 0
+        slab.told[rows] = False  # until it is published
         self._dirty[slab].update(rows)
 
     def publish(self, lock: AbstractContextManager[object] = _HELD) -> None:
@@ -503,12 +504,18 @@ class Index:
             while rows := slab.take_free(count):
                 held = self.held.get(slab, ())  # dropped by this call
                 seized = [row for row in rows if row in held]
-                for first, length in _adjacent(row for row in rows if row not in held):
-                    seized += self._seize(slab, first, length)
+                free = [*_adjacent(row for row in rows if row not in held)]
+                try:
+                    for first, length in free:
+                        seized += self._seize(slab, first, length)
+                except BaseException:  # also on an interrupt none of them stays locked
+                    self._let_go(slab, (row for row in rows if row in self.held.get(slab, ())))
+                    raise
                 slab.state[seized] = RESERVED
                 if seized:
                     if untold := [row for row in seized if slab.generation[row] and not slab.told[row]]:
                         self._dirty[slab].update(untold)
+                    slab.searched &= len(seized) == len(rows)  # another process has the others for now
                     return [(slab, row) for row in sorted(seized)]
                 busy |= bool((slab.state[rows] == FREE).any())
             if busy:

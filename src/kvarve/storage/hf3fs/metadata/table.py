@@ -80,6 +80,7 @@ class SlotTable:
 
     def configure(self, capacity_bytes: int, quota_bytes: int | None) -> None:
         """The last process that opened a store says how much it may hold."""
+        self.tidy()
         self._room += capacity_bytes - self.capacity_bytes
         self.capacity_bytes = capacity_bytes
         if quota_bytes != self.quota_bytes:
