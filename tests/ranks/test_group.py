@@ -13,6 +13,7 @@ from kvarve.ranks.agreement import AgreedStep, Proposal
 from kvarve.ranks.group import Group
 from kvarve.ranks.star import FRAME, GroupEnded, Link, Listener, Star, alike, connect
 
+TURNS = 10_000  # of which a few are needed, more on a machine that is slow to pass on what a rank sends
 LONG_S, SHORT_S = 60.0, 0.2  # a deadline that no test reaches, and one that some wait for
 
 
@@ -104,17 +105,19 @@ def test_a_turn_with_nothing_in_flight_waits_for_no_rank(three: Ranks) -> None:
 def test_what_only_one_rank_knows_reaches_all_with_the_next_inputs(three: Ranks) -> None:
     three.turn()
     down: tuple[list[Event], bool, None] = ([], False, None)
-    assert [three.turn(waiting=False, r2=down).up for _ in range(2)][-1] is False, "at once, or in the next turn"
-    assert [three.turn(waiting=False).up for _ in range(2)][-1] is True
+    assert any(not three.turn(waiting=False, r2=down).up for _ in range(TURNS)), "as soon as rank 0 has read it"
+    assert any(three.turn(waiting=False).up for _ in range(TURNS))
 
 
 def test_a_change_is_made_in_an_exchange_in_which_all_ranks_propose_it(three: Ranks) -> None:
     three.turn()
     asked: tuple[list[Event], bool, Proposal] = ([], True, Proposal("attach"))
     assert {three.turn(waiting=False, r1=asked, r2=asked).granted for _ in range(3)} == {None}
-    assert three.turn(waiting=False, r0=asked, r1=asked, r2=asked).granted is True
+    decided = (three.turn(waiting=False, r0=asked, r1=asked, r2=asked).granted for _ in range(TURNS))
+    assert next(each for each in decided if each is not None) is True
     no: tuple[list[Event], bool, Proposal] = ([], True, Proposal("", ready=False))
-    assert [three.turn(waiting=False, r0=asked, r1=no, r2=asked).granted for _ in range(3)][-1] is False
+    decided = (three.turn(waiting=False, r0=asked, r1=no, r2=asked).granted for _ in range(TURNS))
+    assert next(each for each in decided if each is not None) is False
 
 
 def ends(found: list[AgreedStep | GroupEnded]) -> set[str]:
