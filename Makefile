@@ -98,10 +98,13 @@ bench: setup
 train: setup
 	.venv/bin/python tools/train_tiny_hybrid.py
 
-# torch is installed first and by itself (see TORCH), so the lock leaves it out; it has hashes and no URLs.
+# torch is installed first and by itself (see TORCH), so the lock leaves it out, also where others require it; it has hashes and no
+# URLs.
 lock: setup
 	mkdir -p .venv/lock && grep -v '"torch' pyproject.toml > .venv/lock/pyproject.toml
-	$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --extra dev --extra compress --extra mooncake --extra redis --extra storage-key --no-header \
+	echo 'torch; python_version < "3"' > .venv/lock/none.txt
+	$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --extra dev --extra compress --extra mooncake --extra redis --extra storage-key --extra otel \
+		--extra events --extra quantized --override .venv/lock/none.txt --no-header \
 		--no-annotate .venv/lock/pyproject.toml -o requirements.lock
 
 # The versions of what the engines need, with hashes; torch as for kvarve itself, and no sound or video.
