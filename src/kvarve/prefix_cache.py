@@ -61,6 +61,7 @@ class PrefixCache:
         self.capacity_tokens, self.demand = scheduler.capacity_tokens, scheduler.demand
         self.device_state, self.making_room = scheduler.device_state, scheduler.making_room
         self.copying, self.found, self.explain = scheduler.copying, scheduler.found, scheduler.explain
+        self.hottest = scheduler.hottest
         self.note, self.fail = scheduler.note, scheduler.fail
         self.shape, self.idle, self.dirty = scheduler.shape, scheduler.idle, scheduler.dirty
         self.arena, self.records, self.wake, self.usage = worker.arena, worker.records, worker.wake, worker.usage

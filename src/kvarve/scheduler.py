@@ -18,7 +18,7 @@ from kvarve.changes import Changes
 from kvarve.config import CacheConfig
 from kvarve.core import headroom
 from kvarve.core.audit import audit
-from kvarve.core.cache import Core, Hit
+from kvarve.core.cache import Core, Hit, Hottest
 from kvarve.core.effects import Release
 from kvarve.core.headroom import Demand
 from kvarve.core.lease import Lease
@@ -163,6 +163,10 @@ class CacheScheduler:
     def explain(self, lease: Lease) -> dict[Reason, int]:
         """Why the tokens of a lease's prompt were cached or not (see `Core.explain`)."""
         return self.core.explain(lease)
+
+    def hottest(self, count: int) -> list[Hottest]:
+        """The prefixes that requests have resumed from most lately (see `Core.hottest`)."""
+        return self.core.hottest(count)
 
     def _engine_core(self) -> EngineCore:
         assert isinstance(self.core, EngineCore), "this cache has device slots of its own"

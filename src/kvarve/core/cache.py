@@ -16,6 +16,7 @@ from kvarve.boundaries import deepest, ones
 from kvarve.core.copies import FETCH, LOAD, PROBE, STORE, CopyOutcome, Op
 from kvarve.core.effects import Began, Effect, Ended, Event, Verified
 from kvarve.core.growth import Growing
+from kvarve.core.hot import HotPrefix
 from kvarve.core.lease import WAITS_FOR, Cause, Lease, Phase
 from kvarve.core.policies import BEST_EFFORT, Patience, WritePolicy
 from kvarve.core.reasons import Reason, explain
@@ -36,6 +37,24 @@ class Hit(NamedTuple):
     memory: int
     known: int
     by_pool: tuple[int, ...]
+
+
+class Hottest(NamedTuple):
+    """A prefix of `pages` pages from which requests resume, and how many have lately, at its end or further on.
+
+    Of its pages `device`, `host` and `storage` are in each tier, as far as the core knows: those that every chain has
+    there (any pool has, of a model without chains). `resumes`: the nearest tier from which a prompt could resume at its
+    end now; None if none in memory. `key`: of its last page, "" if it left memory before it was looked at.
+    """
+
+    root: bytes
+    key: bytes
+    pages: int
+    hits: int
+    device: int
+    host: int
+    storage: int
+    resumes: Tier | None
 
 
 class Core(Growing):
@@ -89,6 +108,22 @@ class Core(Growing):
         tells what the lease found under its own root key when it became ready, of which later requests change nothing.
         """
         return explain(lease, self.paths)
+
+    def hottest(self, count: int) -> list[Hottest]:
+        """The prefixes that requests have resumed from most lately, at most `count` of them."""
+        return [self._hottest(each) for each in self.hot.hottest(count)]
+
+    def _hottest(self, prefix: HotPrefix) -> Hottest:
+        pages, path = prefix.pages, prefix.path()
+        if path and not prefix.key:
+            prefix.key = path[-1].key(pages - 1)
+        counts = (self.paths.whole(path, pages, tier).bit_count() for tier in Tier)
+        device, memory = self.paths.present(path, pages) if path else ([0] * len(self.pools), [0] * len(self.pools))
+        resumes = None
+        for tier, present in ((Tier.HOST, memory), (Tier.DEVICE, device)):
+            if boundaries.resume_at(present, self.lookbacks, pages, self.grid) >> pages & 1:
+                resumes = tier
+        return Hottest(prefix.root, prefix.key, pages, prefix.hits, *counts, resumes)
 
     # --- a request's life
 

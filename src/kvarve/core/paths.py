@@ -1,6 +1,8 @@
 """A prompt's path through the tree: which of its pages are known and resident, pinned by a lease, or added by it."""
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import and_
 from typing import TYPE_CHECKING
 
 from kvarve import boundaries
@@ -18,6 +20,7 @@ class Paths:
     def __init__(self, state: "State") -> None:
         self.config = config = state.config
         self.slot_pools, self.backups, self.counters = state.slot_pools, state.backups, state.counters
+        self.hot = state.hot
         self.pools = range(len(config.pools))
         self.lookbacks = [pool.lookback for pool in config.pools]
         self.reach = max((back for back in self.lookbacks if back is not None), default=1)
@@ -79,6 +82,18 @@ class Paths:
             device[pool] |= pages
             memory[pool] |= pages
         return device, memory
+
+    def whole(self, path: list[Run], pages: int, tier: Tier) -> int:
+        """The first `pages` positions of a path that every chain has in a tier, as far as the core knows; of a model
+        without chains those that any pool has there."""
+        found = []
+        for pool in self.slot_pools.chains or self.pools if tier in (*self.slot_pools.memory, Tier.STORAGE) else ():
+            place = None if tier is Tier.STORAGE else self.slot_pools.place(tier, pool)
+            here = (run.stored[pool] if place is None else run.here[place] for run in path)
+            found.append(boundaries.union(some << run.first for some, run in zip(here, path, strict=True)))
+        if not self.slot_pools.chains:
+            return boundaries.union(found) & ones(pages)
+        return reduce(and_, found, ones(pages)) if found else 0
 
     def legal(self, present: list[int], lease: Lease) -> int:
         """The boundaries on the prefill grid at which a lease could resume from these pages."""
@@ -198,6 +213,7 @@ class Paths:
             end = max([known, *(position + 1 for slots in pages for position in slots)])
         if end > known:
             tail = self._lengthen(tail, known, end, lease)
+            self.hot.came(lease.root, tail, known, end)
         self.mark_ends(tail, end, lease.ends)
         for pool, slots in enumerate(pages):
             place = self.slot_pools.place(tier, pool)
