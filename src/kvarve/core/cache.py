@@ -117,13 +117,13 @@ class Core(Growing):
         pages, path = prefix.pages, prefix.path()
         if path and not prefix.key:
             prefix.key = path[-1].key(pages - 1)
-        counts = (self.paths.whole(path, pages, tier).bit_count() for tier in Tier)
+        device_pages, host, storage = (self.paths.whole(path, pages, tier).bit_count() for tier in Tier)
         device, memory = self.paths.present(path, pages) if path else ([0] * len(self.pools), [0] * len(self.pools))
         resumes = None
         for tier, present in ((Tier.HOST, memory), (Tier.DEVICE, device)):
             if boundaries.resume_at(present, self.lookbacks, pages, self.grid) >> pages & 1:
                 resumes = tier
-        return Hottest(prefix.root, prefix.key, pages, prefix.hits, *counts, resumes)
+        return Hottest(prefix.root, prefix.key, pages, prefix.hits, device_pages, host, storage, resumes)
 
     # --- a request's life
 

@@ -47,6 +47,21 @@ class Answer:
     def count(self) -> int:
         return len(self._requests)
 
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from its arrival to its first token, once there is one."""
+        return None if self._first_s is None else self._first_s - self._arrived_s
+
+    @property
+    def salt(self) -> str | None:
+        """That of its prompts, once they have been submitted."""
+        return self._requests[0].salt if self.choices else None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Each prompt is counted once."""
+        return sum(map(len, () if self._prepared is None else self._prepared.prompts))
+
     async def when(self, work: "Future[T]") -> T:
         """The result of work on a lane, which ends with `submit`. ClientGone: the client left first. Then queued work
         is cancelled, and a request that running work still submits is aborted."""

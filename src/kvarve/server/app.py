@@ -34,6 +34,7 @@ from kvarve.server.connections import Connections
 from kvarve.server.forms import TRANSFER, Form
 from kvarve.server.generate import GenerateRequest
 from kvarve.server.lanes import Lanes, apart
+from kvarve.server.live import Live, page_routes
 from kvarve.server.observed import Observed, acts, seen
 from kvarve.server.prepare import ClientGone, Prepared, RequestPreparer
 from kvarve.server.sglang import folder, sglang_routes
@@ -82,6 +83,8 @@ def create_app(
     app.include_router(vllm_routes(front.done, guards))
     app.include_router(sglang_routes(engine, front.name, front.generate, guards))
     app.include_router(admin_routes(engine, operator, front.body))
+    app.include_router(page_routes())
+    app.get("/live/data", dependencies=_guards(operator or api), include_in_schema=False)(front.live.data)
     add_errors(app)
     return Observed(app, front.rejected)
 
@@ -115,6 +118,9 @@ class _Front:
         self._preparing: set[Future[Any]] = set()  # requests queued or running on a lane
         self.body = Bodies(max_body_bytes).read
         self._flushing = asyncio.Lock()
+        self.live = Live(
+            engine, self.name, tokenizing=lambda: len(self._preparing), rejected=lambda: dict(self.rejected)
+        )
 
     async def health(self) -> Response:
         if self._engine.broken:
@@ -175,10 +181,12 @@ class _Front:
     async def _answer(self, http: Http, kind: type[Asked], prefix: str = "") -> Response:
         """`prefix`: of the response's id."""
         answer: Answer | None = None
-        noted = seen(http)
+        noted, recent = seen(http), self.live.recent
+        entry = recent.begin(noted.id, http.url.path)
+        noted.ended = lambda status: recent.end(entry, status)
         try:
             async with self.body(http) as body:
-                answer = Answer(self._engine, http.receive)
+                answer = entry.answer = Answer(self._engine, http.receive)
                 prepared = await answer.when(self._prepare(answer, kind, body))
             request = prepared.request
             noted.answered = answer.summary

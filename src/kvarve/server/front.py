@@ -30,6 +30,7 @@ from kvarve.server.answers import RETRY_AFTER
 from kvarve.server.api import Refused
 from kvarve.server.app import add_errors
 from kvarve.server.bodies import Bodies
+from kvarve.server.live import HEADERS
 from kvarve.server.observed import Observed, acts, seen
 from kvarve.server.replicas import Replica, Replicas
 
@@ -64,6 +65,7 @@ class Front:
         own.post("/{number}/restart")(self.restart)
         app.include_router(own)
         app.get("/metrics")(self.metrics)
+        app.get("/live/data", include_in_schema=False)(self.live)
         for path in OF_ALL:
             app.add_api_route(path, self.tell_all, methods=["GET", "POST", "PUT", "DELETE"])
         app.add_api_route("/{path:path}", self.forward, methods=["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"])
@@ -105,6 +107,23 @@ class Front:
         registry = CollectorRegistry()
         registry.register(_Found(found))
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def live(self, http: Http) -> Response:
+        """What the live page shows of one replica (`?replica=1`; the first unless given), and how many there are."""
+        known = {"X-Kvarve-Replicas": str(len(self._replicas.all))}
+        number = http.query_params.get("replica", "0")
+        each = next((each for each in self._replicas.all if str(each.number) == number), None)
+        if each is None:
+            raise Refused(404, f"replicas count from 0 to {len(self._replicas.all) - 1}", headers=known)
+        try:
+            if not each.up:
+                raise TimeoutError
+            async with asyncio.timeout(METRICS_S):
+                answer = _passed(await self._http.send(self._request(http, b"", each)))
+        except (httpx.HTTPError, TimeoutError):
+            raise Refused(503, f"replica {each.number} does not answer now", headers=RETRY_AFTER | known) from None
+        answer.headers.update(HEADERS | known)
+        return answer
 
     async def tell_all(self, http: Http) -> Response:
         """One call to every replica, one after the other; the first that refuses ends it, and is named."""

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 log = logging.getLogger(__name__)
 audit = logging.getLogger("kvarve.audit")
 
-QUIET = ("/health", "/health_generate", "/metrics")  # asked for every few seconds
+QUIET = ("/health", "/health_generate", "/metrics", "/live/data")  # asked for every few seconds
 MOST_PATH = 200  # characters
 CLIENT_GONE = 499  # no status was sent
 _ID = re.compile(r"[!-~]{1,128}")
@@ -34,6 +34,7 @@ class Seen:
     id: str
     act: str | None = None  # of an operator
     answered: Callable[[], str] = field(default=lambda: "")
+    ended: Callable[[int], None] = field(default=lambda _: None)  # gets the status
 
 
 class Observed:
@@ -60,6 +61,7 @@ class Observed:
         try:
             await self._app(scope, receive, sent)
         finally:
+            seen.ended(status)
             if status >= 400:
                 self._rejected[status] += 1
             seconds, peer = time.monotonic() - began_s, (scope.get("client") or ("unknown",))[0]
