@@ -40,6 +40,7 @@ from kvarve.server.observed import Observed, acts, seen
 from kvarve.server.prepare import ClientGone, Prepared, RequestPreparer
 from kvarve.server.quotas import OverQuota
 from kvarve.server.sglang import folder, sglang_routes
+from kvarve.server.traces import Traces, told
 from kvarve.server.vllm import Work, vllm_routes
 from kvarve.ticket import HandOverError
 from kvarve.worker import UnderWay
@@ -57,16 +58,17 @@ def create_app(
     keys: Keyring | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     connections: Connections | None = None,
+    traces: Traces | None = None,
 ) -> ASGIApp:
     """The application around a started engine, which stays the caller's to shut down.
 
     `name`: the served model name (the model's own unless given). /v1 needs one of the `keys` if there are any. /admin
     needs an admin key and is off without one; /flush_cache needs an admin key, else an API key. /metrics reports the
-    `connections`.
+    `connections`. `traces` gets a span for each request for answers.
     """
     app = FastAPI(title="kvarve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     access = Access(keys or Keyring())
-    front = _Front(engine, name or engine.model.name, max_body_bytes, connections, access)
+    front = _Front(engine, name or engine.model.name, max_body_bytes, connections, access, traces)
     guards = [Depends(no_simple_requests), Depends(access.api)]
     open_to_all, guarded = APIRouter(), APIRouter(dependencies=guards)
     flushing = APIRouter(dependencies=[Depends(acts), Depends(no_pages), Depends(no_forms), Depends(access.flushing)])
@@ -85,7 +87,7 @@ def create_app(
     app.include_router(sglang_routes(engine, front.name, front.generate, guards))
     app.include_router(admin_routes(engine, access, front.body))
     add_errors(app)
-    return Observed(app, front.rejected)
+    return Observed(app, front.rejected, traces)
 
 
 def add_errors(app: FastAPI) -> None:
@@ -100,9 +102,15 @@ class _Front:
     """The endpoints."""
 
     def __init__(
-        self, engine: Engine, name: str, max_body_bytes: int, connections: Connections | None, access: Access
+        self,
+        engine: Engine,
+        name: str,
+        max_body_bytes: int,
+        connections: Connections | None,
+        access: Access,
+        traces: Traces | None,
     ) -> None:
-        self._engine, self.name, self._connections = engine, name, connections
+        self._engine, self.name, self._connections, self._traces = engine, name, connections, traces
         self._access, self._started = access, int(time.time())
         self.rejected: Counter[int] = Counter()  # requests, by status
         self._metrics = Metrics(self._snapshot)
@@ -172,6 +180,7 @@ class _Front:
         """`prefix`: of the response's id."""
         answer: Answer | None = None
         noted = seen(http)
+        noted.traced = lambda: told(kind.operation, prefix + noted.id, answer)
         try:
             async with self.body(http) as body:
                 answer = Answer(self._engine, http.receive, noted.visit)
@@ -271,6 +280,7 @@ class _Front:
             rejected={str(status): count for status, count in self.rejected.items()},
             ignored_fields=self._preparer.ignored.counts(),
             keys=self._access.quotas.counts(),
+            spans=None if self._traces is None else self._traces.counts(),
             cache=engine.cache.stats(),
             storage=storage,
             storage_up=engine.cache.up if engine.cache.attached is not None else None,
