@@ -21,6 +21,7 @@ class Entry:
     number: int
     id: str
     path: str
+    key: str
     began_s: float  # by time.monotonic, like all times here
     answer: Answer | None = None
     timed: bool = False  # its time to first token has been noted
@@ -38,9 +39,10 @@ class Recent:
         self._ended: deque[Entry] = deque(maxlen=ENDED)
         self._ttfts: deque[tuple[float, float]] = deque(maxlen=TTFTS)  # when, seconds
 
-    def begin(self, id: str, path: str) -> Entry:
+    def begin(self, id: str, path: str, key: str = "") -> Entry:
+        """`key`: the name of the one that admitted it."""
         self._numbers += 1
-        entry = self._open[self._numbers] = Entry(self._numbers, id, path[:MOST_PATH], time.monotonic())
+        entry = self._open[self._numbers] = Entry(self._numbers, id, path[:MOST_PATH], key, time.monotonic())
         return entry
 
     def end(self, entry: Entry, status: int) -> None:
@@ -73,24 +75,24 @@ class Recent:
 
     def _time(self, entry: Entry, now: float) -> None:
         answer = entry.answer
-        if answer is not None and answer.ttft_s is not None and not entry.timed:
+        if answer is not None and answer.first_seconds is not None and not entry.timed:
             entry.timed = True
-            self._ttfts.append((now, answer.ttft_s))
+            self._ttfts.append((now, answer.first_seconds))
 
     def _tell(self, entry: Entry, now: float) -> dict[str, Any]:
         answer = entry.answer
-        told = {"number": entry.number, "id": entry.id, "path": entry.path, "state": "is prepared"}
+        told = {"number": entry.number, "id": entry.id, "path": entry.path, "key": entry.key, "state": "is prepared"}
         told |= {"seconds": round(now - entry.began_s, 3)}
         if answer is None or answer.salt is None:
             return told
         usage, ends = answer.usage(), {choice.finish for choice in [*answer.choices] if choice.finish is not None}
         return told | {
-            "state": "waits" if answer.ttft_s is None else "answers",
+            "state": "waits" if answer.first_seconds is None else "answers",
             "group": self._group_of(answer.salt),
             "prompt": usage.prompt or answer.prompt_tokens,
             "completion": usage.completion,
             "cached": usage.details(),
             "reasons": {reason.value: tokens for reason, tokens in usage.reasons.items()},
-            "ttft_s": answer.ttft_s,
+            "ttft_s": answer.first_seconds,
             "finish": ", ".join(sorted(finish.value for finish in ends)),
         }
