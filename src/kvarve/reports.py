@@ -1,14 +1,18 @@
 """What commands write: files, which are checked before the work, as that may take hours; and plain tables."""
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from kvarve.errors import ConfigError
+
+WIDE = 200  # columns if the output is no terminal, so that nothing is cut
 
 
 def check_file(option: str, path: Path | None) -> None:
@@ -32,3 +36,29 @@ def plain_table(*left: str, right: Sequence[str] = ()) -> Table:
     for name in (*left, *right):
         table.add_column(name, no_wrap=True, justify="right" if name in right else "left")
     return table
+
+
+class Printer:
+    """A command's results, for people on standard output, and as JSON if requested."""
+
+    def __init__(self, json_to: Path | None) -> None:
+        self._json_to = json_to
+        self._only_json = str(json_to) == "-"  # JSON on standard output is mixed with nothing else
+        if not self._only_json:
+            check_file("--json", json_to)
+        width = None if sys.stdout.isatty() else WIDE
+        self._console = Console(quiet=self._only_json, width=width, markup=False, highlight=False)
+
+    def say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+
+    def table(self, table: Table) -> None:
+        self._console.print(table)
+
+    def write(self, report: dict[str, Any], code: int = 0) -> int:
+        """Write the JSON, if requested; answers the exit code."""
+        if self._only_json:
+            print(json.dumps(report, indent=1))
+        else:
+            write_json(self._json_to, report)
+        return code
