@@ -37,6 +37,7 @@ from kvarve.server.lanes import Lanes, apart
 from kvarve.server.observed import Observed, acts, seen
 from kvarve.server.prepare import ClientGone, Prepared, RequestPreparer
 from kvarve.server.sglang import folder, sglang_routes
+from kvarve.server.traces import Traces, told
 from kvarve.server.vllm import Work, vllm_routes
 from kvarve.ticket import HandOverError
 from kvarve.worker import UnderWay
@@ -55,15 +56,16 @@ def create_app(
     admin_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     connections: Connections | None = None,
+    traces: Traces | None = None,
 ) -> ASGIApp:
     """The application around a started engine, which stays the caller's to shut down.
 
     `name`: the served model name (the model's own unless given). /v1 needs the `api_key` if there is one. /admin needs
     the `admin_key` and is off without one; /flush_cache needs the admin key, else the API key. /metrics reports the
-    `connections`.
+    `connections`. `traces` gets a span for each request for answers.
     """
     app = FastAPI(title="kvarve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    front = _Front(engine, name or engine.model.name, max_body_bytes, connections)
+    front = _Front(engine, name or engine.model.name, max_body_bytes, connections, traces)
     api, operator = _access_control(api_key, "API"), _access_control(admin_key, "admin")
     guards = [Depends(no_simple_requests), *_guards(api)]
     open_to_all, guarded = APIRouter(), APIRouter(dependencies=guards)
@@ -83,7 +85,7 @@ def create_app(
     app.include_router(sglang_routes(engine, front.name, front.generate, guards))
     app.include_router(admin_routes(engine, operator, front.body))
     add_errors(app)
-    return Observed(app, front.rejected)
+    return Observed(app, front.rejected, traces)
 
 
 def add_errors(app: FastAPI) -> None:
@@ -105,8 +107,15 @@ def _guards(access: AccessControl | None) -> list[Any]:
 class _Front:
     """The endpoints."""
 
-    def __init__(self, engine: Engine, name: str, max_body_bytes: int, connections: Connections | None) -> None:
-        self._engine, self.name, self._connections = engine, name, connections
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        max_body_bytes: int,
+        connections: Connections | None,
+        traces: Traces | None,
+    ) -> None:
+        self._engine, self.name, self._connections, self._traces = engine, name, connections, traces
         self._started = int(time.time())
         self.rejected: Counter[int] = Counter()  # requests, by status
         self._metrics = Metrics(self._snapshot)
@@ -176,6 +185,7 @@ class _Front:
         """`prefix`: of the response's id."""
         answer: Answer | None = None
         noted = seen(http)
+        noted.traced = lambda: told(kind.operation, prefix + noted.id, answer)
         try:
             async with self.body(http) as body:
                 answer = Answer(self._engine, http.receive)
@@ -274,6 +284,7 @@ class _Front:
             closed_connections={} if connections is None else dict(connections.closed),
             rejected={str(status): count for status, count in self.rejected.items()},
             ignored_fields=self._preparer.ignored.counts(),
+            spans=None if self._traces is None else self._traces.counts(),
             cache=engine.cache.stats(),
             storage=storage,
             storage_up=engine.cache.up if engine.cache.attached is not None else None,
