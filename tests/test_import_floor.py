@@ -144,6 +144,7 @@ INSTALL_OF = {
     "demo_vllm": "engine",
     "simulate/sweep.py": "demo",
     "server/settings.py": "base",
+    "server/keyfile.py": "base",
 }
 
 

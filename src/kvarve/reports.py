@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kvarve.errors import ConfigError
 
-WIDE = 200  # columns if the output is no terminal, so that nothing is cut
+_WIDE = 200  # columns if the output is no terminal, so that nothing is cut
 
 
 def check_file(option: str, path: Path | None) -> None:
@@ -30,14 +30,6 @@ def write_json(path: Path | None, report: Any) -> None:
             raise ConfigError(f"--json: {path}: {e.strerror}") from None
 
 
-def plain_table(*left: str, right: Sequence[str] = ()) -> Table:
-    """A table without a frame. `right`: the headings of columns whose figures end below one another."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for name in (*left, *right):
-        table.add_column(name, no_wrap=True, justify="right" if name in right else "left")
-    return table
-
-
 class Printer:
     """A command's results, for people on standard output, and as JSON if requested."""
 
@@ -46,7 +38,7 @@ class Printer:
         self._only_json = str(json_to) == "-"  # JSON on standard output is mixed with nothing else
         if not self._only_json:
             check_file("--json", json_to)
-        width = None if sys.stdout.isatty() else WIDE
+        width = None if sys.stdout.isatty() else _WIDE
         self._console = Console(quiet=self._only_json, width=width, markup=False, highlight=False)
 
     def say(self, text: str) -> None:
@@ -62,3 +54,11 @@ class Printer:
         else:
             write_json(self._json_to, report)
         return code
+
+
+def plain_table(*left: str, right: Sequence[str] = ()) -> Table:
+    """A table without a frame. `right`: the headings of columns whose figures end below one another."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for name in (*left, *right):
+        table.add_column(name, no_wrap=True, justify="right" if name in right else "left")
+    return table
