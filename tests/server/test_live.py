@@ -114,7 +114,7 @@ def test_requests_that_wait_are_listed_until_they_end(server: Server, client: ht
     assert not [each for each in found["open"]["requests"] if each["id"] == "held"]
 
 
-@pytest.mark.parametrize("own_server", [{"storage": ("memory://?capacity=16MiB",)}], indirect=True)
+@pytest.mark.parametrize("own_server", [{"storage": ("memory://live-numbers?capacity=16MiB",)}], indirect=True)
 def test_samples_add_up_to_what_the_engine_has_counted(own_server: Server, own_client: httpx.Client, song: str) -> None:
     engine = own_server.engine
     watched = Live(engine, "singer", tokenizing=lambda: 0, rejected=dict)
