@@ -102,7 +102,7 @@ def test_a_quantized_folder_is_verified(folders: Path, format_: str, tmp_path: P
 def test_a_missing_package_is_named_with_the_extra_that_has_it(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = a_folder(folders, "fp8")
     monkeypatch.setitem(quantized.READ, "fp8", ("accelerate_that_is_not_there",))
-    complaint = r"\(fp8\), which needs accelerate-that-is-not-there: pip install 'kvarve\[quantized\]'"
+    complaint = r"\(fp8\), which needs accelerate-that-is-not-there: install kvarve's extra 'quantized'"
     for ask in (lambda: load_model(str(folder)), lambda: describe_model(str(folder), "auto", 16, 64)):
         with pytest.raises(ModelError, match=complaint):
             ask()

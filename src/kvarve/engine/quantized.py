@@ -43,7 +43,7 @@ def unreadable(method: str) -> str:
         return f"its weights are quantized ({method}), which this version cannot load: it reads {METHODS}"
     if missing := [name for name in READ[method] if importlib.util.find_spec(name) is None]:
         packages = " and ".join(name.replace("_", "-") for name in missing)
-        return f"its weights are quantized ({method}), which needs {packages}: pip install 'kvarve[quantized]'"
+        return f"its weights are quantized ({method}), which needs {packages}: install kvarve's extra 'quantized'"
     return ""
 
 
