@@ -1,6 +1,7 @@
-"""One log line for each request, with its id; one more for an operator's act; and how many were rejected, by status.
+"""One log line for each request, with its id, and its span; one more line for an operator's act; and how many were
+rejected, by status.
 
-A line has no prompt text, header or key in it.
+A line has no prompt text, header or key in it, but the name of a key.
 """
 
 import logging
@@ -15,6 +16,9 @@ from urllib.parse import quote
 
 from fastapi import Request as Http
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvarve.server.quotas import Visit
+from kvarve.server.traces import Attributes, Traces
 
 log = logging.getLogger(__name__)
 audit = logging.getLogger("kvarve.audit")
@@ -33,21 +37,24 @@ class Seen:
 
     id: str
     act: str | None = None  # of an operator
+    key: str = ""  # the name of the one that admitted it
+    visit: Visit | None = None  # counted towards the limits of its key
     answered: Callable[[], str] = field(default=lambda: "")
+    traced: Callable[[], Attributes] | None = None  # what its span says, if it gets one
 
 
 class Observed:
     """`app`, with an x-request-id in every response: the request's own, or a new one."""
 
-    def __init__(self, app: ASGIApp, rejected: Counter[int]) -> None:
+    def __init__(self, app: ASGIApp, rejected: Counter[int], traces: Traces | None = None) -> None:
         """`rejected`: gets the statuses from 400 on."""
-        self._app, self._rejected = app, rejected
+        self._app, self._rejected, self._traces = app, rejected, traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began_s, status = time.monotonic(), CLIENT_GONE
+        began_s, began_ns, status = time.monotonic(), time.time_ns(), CLIENT_GONE
         seen = scope[_SEEN] = Seen(_id(scope))
 
         async def sent(message: Message) -> None:
@@ -60,16 +67,22 @@ class Observed:
         try:
             await self._app(scope, receive, sent)
         finally:
+            if seen.visit is not None:
+                seen.visit.end()
             if status >= 400:
                 self._rejected[status] += 1
             seconds, peer = time.monotonic() - began_s, (scope.get("client") or ("unknown",))[0]
             what = f"{scope['method']} {quote(scope['path'][:MOST_PATH])}"
+            if self._traces is not None and seen.traced is not None:
+                path = scope["path"][:MOST_PATH]
+                self._traces.add(scope["headers"], scope["method"], path, status, began_ns, seen.traced())
             if seen.act is not None:
-                audit.info("%s: %s by %s: %s: %d", seen.id, what, peer, seen.act or "asked", status)
+                whom = f"{peer} with {seen.key}" if seen.key else peer
+                audit.info("%s: %s by %s: %s: %d", seen.id, what, whom, seen.act or "asked", status)
             level = logging.DEBUG if scope["path"] in QUIET and status < 400 else logging.INFO
             if log.isEnabledFor(level):
-                answered = seen.answered()
-                log.log(level, "%s: %s: %d in %.3f s%s", seen.id, what, status, seconds, answered and f", {answered}")
+                told = [part for part in (seen.key and f"key {seen.key}", seen.answered()) if part]
+                log.log(level, "%s: %s: %s", seen.id, what, ", ".join([f"{status} in {seconds:.3f} s", *told]))
 
 
 def seen(http: Http) -> Seen:

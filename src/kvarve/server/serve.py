@@ -40,13 +40,14 @@ from kvarve.memory.seals import seal_of
 from kvarve.prefix_cache import PrefixCache
 from kvarve.ranks.group import ALL
 from kvarve.reports import check_file
-from kvarve.server.access import AccessControl
+from kvarve.server.access import Access
 from kvarve.server.app import create_app
 from kvarve.server.connections import KEEP_ALIVE_S, SEND_BYTES, Connections, most_connections, raise_descriptors
 from kvarve.server.front import Front
 from kvarve.server.logs import OncePerSecond
 from kvarve.server.replicas import Replicas
 from kvarve.server.settings import Settings, check_key
+from kvarve.server.traces import Traces, check_endpoint
 from kvarve.sizes import format_size
 from kvarve.storage import StorageUsage
 from kvarve.storage.urls import parse_urls, shown
@@ -74,6 +75,7 @@ class Server:
         check_settings(settings)
         page, chunk = settings.page_tokens, settings.chunk_tokens
         check_model(settings.model, dtype=settings.dtype, page_tokens=page, chunk_tokens=chunk)
+        self.keys = settings.keyring()
         with ExitStack() as undo:
             listener = undo.enter_context(bind(settings.host, settings.port))
             self.url = _url(listener)
@@ -82,14 +84,18 @@ class Server:
             _listen(listener, self.url)
             self.engine = _engine(settings, model, ranks)
             undo.callback(self.engine.cache.shutdown)
+            self.traces: Traces | None = None
+            if settings.otlp_traces_endpoint is not None:
+                self.traces = Traces(settings.otlp_traces_endpoint, settings.served_model_name or model.name)
+                undo.callback(self.traces.close)
             self.connections = Connections(most_connections())
             app = create_app(
                 self.engine,
                 name=settings.served_model_name,
-                api_key=settings.api_key,
-                admin_key=settings.admin_key,
+                keys=self.keys,
                 max_body_bytes=settings.max_body_bytes,
                 connections=self.connections,
+                traces=self.traces,
             )
             self._http = _http(app, self.connections)
             self._thread = threading.Thread(target=self._serve, args=(listener,), name="kvarve http", daemon=True)
@@ -117,6 +123,8 @@ class Server:
         self._thread.join(LEAVE_S)
         self._http.force_exit = True  # drop clients that have not read their answer or finished their request
         self._thread.join(LEAVE_S)
+        if self.traces is not None:
+            self.traces.close()
 
     def __enter__(self) -> "Server":
         return self
@@ -331,8 +339,8 @@ def _replicas(settings: Settings) -> Iterator[str]:
         replicas = Replicas(settings, Path(ends.enter_context(TemporaryDirectory(prefix="kvarve-replicas-"))))
         ends.callback(replicas.stop)
         replicas.start()
-        admin = None if settings.admin_key is None else AccessControl(settings.admin_key, "admin")
-        front, connections = Front(replicas, settings.max_body_bytes, admin), Connections(most_connections())
+        access = Access(settings.keyring())
+        front, connections = Front(replicas, settings.max_body_bytes, access), Connections(most_connections())
         http = _http(front.app, connections)
         _listen(listener, url)
         thread = threading.Thread(target=http.run, args=([listener],), name="kvarve http", daemon=True)
@@ -379,6 +387,7 @@ def check_settings(settings: Settings) -> None:
             check_key(name, key)
     if settings.admin_key is not None and settings.admin_key == settings.api_key:
         raise ConfigError("the admin key must not be the API key: every client could change the storage")
+    settings.keyring()
     if settings.tp != 1 or settings.nnodes != 1 or settings.node_rank:
         check_ranks(settings.tp, settings.nnodes, settings.node_rank, settings.dist_init_addr)
     if settings.dp < 1 or (settings.dp > 1 and settings.nnodes > 1):
@@ -392,6 +401,8 @@ def check_settings(settings: Settings) -> None:
     if settings.cache.storages:
         parse_urls(settings.cache.storages)
     seal_of(settings.storage_key)
+    if settings.otlp_traces_endpoint is not None:
+        check_endpoint(settings.otlp_traces_endpoint)
     check_file("--ready-file", settings.ready_file)
     check_device(settings.device)
 
