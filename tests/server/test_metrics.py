@@ -1,12 +1,16 @@
 """Numbers in, Prometheus' text out."""
 
+from collections import defaultdict
 from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvarve.core.reasons import Reason
-from kvarve.metrics import Histogram, Metrics, Snapshot
+from kvarve.core.levels import Ages
+from kvarve.histograms import Histogram
+from kvarve.metrics import Metrics, Snapshot
 from kvarve.storage import StorageUsage
+from kvarve.transfer.flows import LANES, Flow
 
 CACHE = dict.fromkeys(
     (
@@ -28,10 +32,17 @@ CACHE = dict.fromkeys(
         "stored_bytes",
         "used_bytes",
         "used_tokens",
+        "fetching_tokens",
+        "deferred_tokens",
         "offload_paused",
         "offload_used_share",
         "stores_backing_off",
         "lane_stuck_s.host-to-storage",
+        "memory_bytes.device",
+        "memory_bytes.host",
+        "page_bytes.window-24",
+        "pinned.device.window-24",
+        "lookback.window-24",
     ),
     1.0,
 ) | dict.fromkeys(
@@ -48,21 +59,23 @@ def a_snapshot(storage: StorageUsage | None) -> Snapshot:
         version="1",
         up=True,
         running=1,
-        waiting=2,
-        requests={"done": 3},
+        waiting={"admission": 2},
+        ends={"stop": 3},
         prompt_tokens=4,
         computed_tokens=5,
         output_tokens=6,
         preempted=1,
         reasons={Reason.HIT_HOST: 7, Reason.NEVER_SEEN: 3},
-        ttft_s=ttft,
+        histograms=defaultdict(Histogram, ttft_s=ttft),
         cache=CACHE,
+        ages=Ages([0, 0], 2),
+        flows={lane: Flow(()) for lane in LANES.values()},
         storage=storage,
     )
 
 
 def test_a_histogram_counts_a_value_in_every_bucket_that_it_fits() -> None:
-    ttft = a_snapshot(None).ttft_s
+    ttft = a_snapshot(None).histograms["ttft_s"]
     assert ttft.buckets() == [("0.5", 2), ("1.0", 3), ("+Inf", 4)]
     assert ttft.sum == 10.3
 

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 
 from kvarve import __version__
 from kvarve.engine.engine import Engine
-from kvarve.errors import Busy, ConfigError, KvarveError, ModelError, StorageError, TooLong
+from kvarve.errors import Busy, ConfigError, KvarveError, ModelError, TooLong
 from kvarve.metrics import Metrics, Snapshot
 from kvarve.model import MEMORY_TIERS, Tier
 from kvarve.server.access import AccessControl, no_browsers, no_forms, no_pages, no_simple_requests
@@ -34,9 +34,10 @@ from kvarve.server.connections import Connections
 from kvarve.server.forms import TRANSFER, Form
 from kvarve.server.generate import GenerateRequest
 from kvarve.server.lanes import Lanes, apart
-from kvarve.server.observed import Observed, acts, seen
+from kvarve.server.observed import Observed, Responses, acts, seen
 from kvarve.server.prepare import ClientGone, Prepared, RequestPreparer
 from kvarve.server.sglang import folder, sglang_routes
+from kvarve.server.snapshot import snapshot
 from kvarve.server.vllm import Work, vllm_routes
 from kvarve.ticket import HandOverError
 from kvarve.worker import UnderWay
@@ -55,15 +56,16 @@ def create_app(
     admin_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     connections: Connections | None = None,
+    metrics_compat: str = "",
 ) -> ASGIApp:
     """The application around a started engine, which stays the caller's to shut down.
 
     `name`: the served model name (the model's own unless given). /v1 needs the `api_key` if there is one. /admin needs
     the `admin_key` and is off without one; /flush_cache needs the admin key, else the API key. /metrics reports the
-    `connections`.
+    `connections`, under the names of `metrics_compat` too.
     """
     app = FastAPI(title="kvarve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    front = _Front(engine, name or engine.model.name, max_body_bytes, connections)
+    front = _Front(engine, name or engine.model.name, max_body_bytes, connections, metrics_compat)
     api, operator = _access_control(api_key, "API"), _access_control(admin_key, "admin")
     guards = [Depends(no_simple_requests), *_guards(api)]
     open_to_all, guarded = APIRouter(), APIRouter(dependencies=guards)
@@ -83,7 +85,7 @@ def create_app(
     app.include_router(sglang_routes(engine, front.name, front.generate, guards))
     app.include_router(admin_routes(engine, operator, front.body))
     add_errors(app)
-    return Observed(app, front.rejected)
+    return Observed(app, front.responses)
 
 
 def add_errors(app: FastAPI) -> None:
@@ -105,11 +107,13 @@ def _guards(access: AccessControl | None) -> list[Any]:
 class _Front:
     """The endpoints."""
 
-    def __init__(self, engine: Engine, name: str, max_body_bytes: int, connections: Connections | None) -> None:
+    def __init__(
+        self, engine: Engine, name: str, max_body_bytes: int, connections: Connections | None, metrics_compat: str
+    ) -> None:
         self._engine, self.name, self._connections = engine, name, connections
         self._started = int(time.time())
-        self.rejected: Counter[int] = Counter()  # requests, by status
-        self._metrics = Metrics(self._snapshot)
+        self.responses: Responses = Counter()
+        self._metrics = Metrics(self._snapshot, metrics_compat)
         self._preparer = RequestPreparer(engine.model, name)
         self._lanes = Lanes("kvarve prepare")
         self._preparing: set[Future[Any]] = set()  # requests queued or running on a lane
@@ -245,38 +249,13 @@ class _Front:
         }
 
     def _snapshot(self) -> Snapshot:
-        engine = self._engine
-        try:
-            storage = engine.cache.usage()  # first: it may be slow, and the rest is one consistent snapshot
-        except StorageError:  # closed, or the medium is gone: the scrape has the rest
-            storage = None
-        counts, (running, waiting) = engine.counts, engine.load()
-        connections = self._connections
-        return Snapshot(
-            model=self.name,
-            version=__version__,
-            up=not engine.broken,
-            running=running,
-            waiting=waiting,
-            requests={
-                "done": counts.finished - counts.failed - counts.aborted,
-                "aborted": counts.aborted,
-                "failed": counts.failed,
-            },
-            prompt_tokens=counts.prompt_tokens,
-            computed_tokens=counts.computed_tokens,
-            output_tokens=counts.output_tokens,
-            preempted=counts.preempted,
-            reasons=dict(counts.reasons),
-            ttft_s=counts.ttft_s,
+        return snapshot(
+            self._engine,
+            self.name,
+            connections=self._connections,
             tokenizing=len(self._preparing),
-            connections=None if connections is None else len(connections),
-            closed_connections={} if connections is None else dict(connections.closed),
-            rejected={str(status): count for status, count in self.rejected.items()},
+            responses=self.responses,
             ignored_fields=self._preparer.ignored.counts(),
-            cache=engine.cache.stats(),
-            storage=storage,
-            storage_up=engine.cache.up if engine.cache.attached is not None else None,
         )
 
 

@@ -1,4 +1,4 @@
-"""One log line for each request, with its id; one more for an operator's act; and how many were rejected, by status.
+"""One log line for each request, with its id; one more for an operator's act; and the count of responses by status.
 
 A line has no prompt text, header or key in it.
 """
@@ -21,10 +21,14 @@ audit = logging.getLogger("kvarve.audit")
 
 QUIET = ("/health", "/health_generate", "/metrics")  # asked for every few seconds
 MOST_PATH = 200  # characters
+METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")  # a client may make up others
 CLIENT_GONE = 499  # no status was sent
 _ID = re.compile(r"[!-~]{1,128}")
 _HEADER = b"x-request-id"
 _SEEN = "kvarve.seen"
+
+
+Responses = Counter[tuple[str, str, int]]  # by method, route ("none": there is none) and status
 
 
 @dataclass
@@ -33,15 +37,16 @@ class Seen:
 
     id: str
     act: str | None = None  # of an operator
+    passed_on: bool = False  # another server has answered it, and counted it
     answered: Callable[[], str] = field(default=lambda: "")
 
 
 class Observed:
     """`app`, with an x-request-id in every response: the request's own, or a new one."""
 
-    def __init__(self, app: ASGIApp, rejected: Counter[int]) -> None:
-        """`rejected`: gets the statuses from 400 on."""
-        self._app, self._rejected = app, rejected
+    def __init__(self, app: ASGIApp, responses: Responses) -> None:
+        """`responses`: gets those that were not passed on."""
+        self._app, self._responses = app, responses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -60,8 +65,9 @@ class Observed:
         try:
             await self._app(scope, receive, sent)
         finally:
-            if status >= 400:
-                self._rejected[status] += 1
+            if not seen.passed_on:
+                method = scope["method"] if scope["method"] in METHODS else "other"
+                self._responses[method, getattr(scope.get("route"), "path", "none"), status] += 1
             seconds, peer = time.monotonic() - began_s, (scope.get("client") or ("unknown",))[0]
             what = f"{scope['method']} {quote(scope['path'][:MOST_PATH])}"
             if seen.act is not None:

@@ -88,6 +88,8 @@ class Settings:
     """opens /admin, off without one; the environment says it unseen by `ps`"""
     max_body_bytes: Size = Size(8 << 20)
     """of a request; a larger one gets 413"""
+    metrics_compat: str = ""
+    """vllm, sglang or both with a comma between: /metrics has its numbers under their names too"""
     log_level: str = "info"
     """debug, info, warning, error"""
     ready_file: Path | None = None
@@ -97,7 +99,7 @@ class Settings:
     def alike(self) -> str:
         """What has to be the same on all ranks."""
         own = {"served_model_name", "host", "port", "storage", "storage_key", "threads", "api_key", "admin_key"}
-        own |= {"max_body_bytes", "log_level", "ready_file", "node_rank"}
+        own |= {"max_body_bytes", "metrics_compat", "log_level", "ready_file", "node_rank"}
         return repr([(each.name, getattr(self, each.name)) for each in fields(self) if each.name not in own])
 
     @property
