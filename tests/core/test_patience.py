@@ -5,7 +5,7 @@ import pytest
 from kvarve.core.effects import Began
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import BEST_EFFORT, Patience
-from kvarve.testing.world import ATTENTION, STATE, World, config, prompt
+from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, World, config, prompt
 
 
 def stocked(prompts: int, pages: int = 6, **settings: object) -> World:
@@ -110,3 +110,17 @@ def test_patience_counts_from_the_first_step_for_a_request_that_came_before_it()
     assert lease.phase is Phase.PROBING
     world.step(later_s=0.2)
     assert lease.ready
+
+
+def test_a_late_page_is_not_kept_under_the_name_of_what_has_replaced_its_tokens() -> None:
+    world = stocked(1)
+    lease, ours = waiting(world, 0, Patience(2)), prompt(6, seed=9)
+    world.step([world.end(*ops(lease))])
+    (fetch,) = ops(lease)
+    world.step(later_s=5.0)
+    assert lease.ready and lease.boundary == 0, "it did not wait any longer"
+    world.extend(lease, ours[2 * PAGE_TOKENS :], replaced=len(prompt(6)) - 2 * PAGE_TOKENS)
+    world.step([world.end(fetch)])
+    both = prompt(6)[: 2 * PAGE_TOKENS] + ours[2 * PAGE_TOKENS :]
+    assert world.hit(prompt(6)) == world.hit(both) == (0, 2), "the pages before those are the same"
+    world.close(lease)

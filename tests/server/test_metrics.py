@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvarve.core.reasons import Reason
 from kvarve.core.levels import Ages
+from kvarve.core.reasons import Reason
 from kvarve.histograms import Histogram
 from kvarve.metrics import Metrics, Snapshot
 from kvarve.storage import StorageUsage

@@ -58,6 +58,7 @@ class Op:
     pages: list[Moving]
     lease: Lease | None = None
     run: Run | None = None
+    named: bytes = b""  # of a lease's pages from storage: the keys of its prompt when the copy was sent
     pinned: int = 0
     verified: int | None = None  # of a load: the pages (bits) that are being copied after their check
     given: int = 0  # pages (bits) whose target slots it does not own any more
@@ -94,7 +95,7 @@ class Copies:
             root = root_of(op.run).named
         else:
             assert op.lease is not None
-            named = op.lease.keys
+            op.named = named = op.lease.keys
             keys = [named[page.position * KEY_BYTES : (page.position + 1) * KEY_BYTES] for page in op.pages]
             root = op.lease.root
         pages = tuple(Page(page.pool, key, page.source, page.target) for page, key in zip(op.pages, keys, strict=True))

@@ -285,7 +285,7 @@ class Prefetch:
                 lease.lent[page.pool] += 1
                 continue
             self.held[page.pool] -= counts
-            if good and page.position < lease.pages:
+            if good and _still_named(lease, op.named, page.position):
                 late[page.pool][page.position] = page.target
             else:
                 self.slot_pools.give_back(self.slot_pools.place(Tier.HOST, page.pool), page.target, lease.root)
@@ -319,6 +319,12 @@ class Prefetch:
         for pool, lent in enumerate(lease.lent):
             self.held[pool] -= lent
             lease.lent[pool] = 0
+
+
+def _still_named(lease: Lease, named: bytes, position: int) -> bool:
+    """Whether a lease's page has the name that it had when it was asked for: its last tokens may have been replaced."""
+    at = position * KEY_BYTES
+    return position < lease.pages and lease.keys[at : at + KEY_BYTES] == named[at : at + KEY_BYTES]
 
 
 def _ascending(pages: list[dict[int, int]]) -> list[dict[int, int]]:

@@ -55,8 +55,8 @@ class EngineCounts:
 
     def began(self, job: Job, now: float) -> None:
         """A request is computed from now on, for the first time."""
-        job.began_s = now
-        self.queue_s.observe(now - job.request.submitted_s)
+        job.began_s, job.queued_s = now, now - job.request.submitted_s
+        self.queue_s.observe(job.queued_s)
         assert job.reasons is not None
         cached = job.prompt - job.uncached
         self.request_computed_tokens.observe(job.uncached)

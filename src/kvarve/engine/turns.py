@@ -437,7 +437,7 @@ class Turns:
         self._finish(job.request, OutputChunk(job.text, last, finish, usage, error, likely, ticket, matched))
 
     def _usage(self, job: Job) -> TokenUsage:
-        return TokenUsage.of(len(job.request.prompt), len(job.output_ids), job.reasons)
+        return TokenUsage.of(len(job.request.prompt), len(job.output_ids), job.reasons, job.queued_s)
 
     def _export(self, job: Job) -> Ticket | None:
         hand_over_s = job.request.hand_over_s

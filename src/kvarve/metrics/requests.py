@@ -81,3 +81,6 @@ def families(now: Snapshot) -> Iterator[Metric]:
     yield by("kvarve_rejected_requests", help_text, ("status",), rejected)
     help_text = "Requests with a field that was ignored, by field."
     yield by("kvarve_ignored_fields", help_text, ("field",), now.ignored_fields)
+    if now.spans is not None:
+        help_text = "Spans of requests, by whether the collector of traces took them."
+        yield by("kvarve_spans", help_text, ("outcome",), now.spans)

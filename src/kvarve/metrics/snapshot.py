@@ -40,6 +40,7 @@ class Snapshot:
     closed_connections: Mapping[str, int] = field(default_factory=dict)  # by reason
     responses: Mapping[tuple[str, str, int], int] = field(default_factory=dict)  # by method, route and status
     ignored_fields: Mapping[str, int] = field(default_factory=dict)  # requests that had each
+    spans: Mapping[str, int] | None = None  # by outcome; None: no traces are sent
 
     def under(self, prefix: str) -> dict[str, float]:
         """The figures of the cache whose names begin with a prefix, by the rest of their names."""

@@ -38,6 +38,7 @@ from kvarve.server.observed import Observed, Responses, acts, seen
 from kvarve.server.prepare import ClientGone, Prepared, RequestPreparer
 from kvarve.server.sglang import folder, sglang_routes
 from kvarve.server.snapshot import snapshot
+from kvarve.server.traces import Traces, told
 from kvarve.server.vllm import Work, vllm_routes
 from kvarve.ticket import HandOverError
 from kvarve.worker import UnderWay
@@ -57,15 +58,16 @@ def create_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     connections: Connections | None = None,
     metrics_compat: str = "",
+    traces: Traces | None = None,
 ) -> ASGIApp:
     """The application around a started engine, which stays the caller's to shut down.
 
     `name`: the served model name (the model's own unless given). /v1 needs the `api_key` if there is one. /admin needs
     the `admin_key` and is off without one; /flush_cache needs the admin key, else the API key. /metrics reports the
-    `connections`, under the names of `metrics_compat` too.
+    `connections`, under the names of `metrics_compat` too. `traces` gets a span for each request for answers.
     """
     app = FastAPI(title="kvarve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    front = _Front(engine, name or engine.model.name, max_body_bytes, connections, metrics_compat)
+    front = _Front(engine, name or engine.model.name, max_body_bytes, connections, metrics_compat, traces)
     api, operator = _access_control(api_key, "API"), _access_control(admin_key, "admin")
     guards = [Depends(no_simple_requests), *_guards(api)]
     open_to_all, guarded = APIRouter(), APIRouter(dependencies=guards)
@@ -85,7 +87,7 @@ def create_app(
     app.include_router(sglang_routes(engine, front.name, front.generate, guards))
     app.include_router(admin_routes(engine, operator, front.body))
     add_errors(app)
-    return Observed(app, front.responses)
+    return Observed(app, front.responses, traces)
 
 
 def add_errors(app: FastAPI) -> None:
@@ -108,9 +110,15 @@ class _Front:
     """The endpoints."""
 
     def __init__(
-        self, engine: Engine, name: str, max_body_bytes: int, connections: Connections | None, metrics_compat: str
+        self,
+        engine: Engine,
+        name: str,
+        max_body_bytes: int,
+        connections: Connections | None,
+        metrics_compat: str,
+        traces: Traces | None,
     ) -> None:
-        self._engine, self.name, self._connections = engine, name, connections
+        self._engine, self.name, self._connections, self._traces = engine, name, connections, traces
         self._started = int(time.time())
         self.responses: Responses = Counter()
         self._metrics = Metrics(self._snapshot, metrics_compat)
@@ -180,6 +188,7 @@ class _Front:
         """`prefix`: of the response's id."""
         answer: Answer | None = None
         noted = seen(http)
+        noted.traced = lambda: told(kind.operation, prefix + noted.id, answer)
         try:
             async with self.body(http) as body:
                 answer = Answer(self._engine, http.receive)
@@ -256,6 +265,7 @@ class _Front:
             tokenizing=len(self._preparing),
             responses=self.responses,
             ignored_fields=self._preparer.ignored.counts(),
+            spans=None if self._traces is None else self._traces.counts(),
         )
 
 

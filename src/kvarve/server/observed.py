@@ -1,4 +1,5 @@
-"""One log line for each request, with its id; one more for an operator's act; and the count of responses by status.
+"""One log line for each request, with its id, and its span; one more line for an operator's act; and the count of
+responses by status.
 
 A line has no prompt text, header or key in it.
 """
@@ -15,6 +16,8 @@ from urllib.parse import quote
 
 from fastapi import Request as Http
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvarve.server.traces import Attributes, Traces
 
 log = logging.getLogger(__name__)
 audit = logging.getLogger("kvarve.audit")
@@ -39,20 +42,21 @@ class Seen:
     act: str | None = None  # of an operator
     passed_on: bool = False  # another server has answered it, and counted it
     answered: Callable[[], str] = field(default=lambda: "")
+    traced: Callable[[], Attributes] | None = None  # what its span says, if it gets one
 
 
 class Observed:
     """`app`, with an x-request-id in every response: the request's own, or a new one."""
 
-    def __init__(self, app: ASGIApp, responses: Responses) -> None:
+    def __init__(self, app: ASGIApp, responses: Responses, traces: Traces | None = None) -> None:
         """`responses`: gets those that were not passed on."""
-        self._app, self._responses = app, responses
+        self._app, self._responses, self._traces = app, responses, traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began_s, status = time.monotonic(), CLIENT_GONE
+        began_s, began_ns, status = time.monotonic(), time.time_ns(), CLIENT_GONE
         seen = scope[_SEEN] = Seen(_id(scope))
 
         async def sent(message: Message) -> None:
@@ -70,6 +74,9 @@ class Observed:
                 self._responses[method, getattr(scope.get("route"), "path", "none"), status] += 1
             seconds, peer = time.monotonic() - began_s, (scope.get("client") or ("unknown",))[0]
             what = f"{scope['method']} {quote(scope['path'][:MOST_PATH])}"
+            if self._traces is not None and seen.traced is not None:
+                path = scope["path"][:MOST_PATH]
+                self._traces.add(scope["headers"], scope["method"], path, status, began_ns, seen.traced())
             if seen.act is not None:
                 audit.info("%s: %s by %s: %s: %d", seen.id, what, peer, seen.act or "asked", status)
             level = logging.DEBUG if scope["path"] in QUIET and status < 400 else logging.INFO

@@ -90,6 +90,8 @@ class Settings:
     """of a request; a larger one gets 413"""
     metrics_compat: str = ""
     """vllm, sglang or both with a comma between: /metrics has its numbers under their names too"""
+    otlp_traces_endpoint: str | None = field(default=None, repr=False)
+    """URL of an OpenTelemetry collector (OTLP over HTTP), which gets a span for each request; none unless given"""
     log_level: str = "info"
     """debug, info, warning, error"""
     ready_file: Path | None = None
@@ -99,7 +101,7 @@ class Settings:
     def alike(self) -> str:
         """What has to be the same on all ranks."""
         own = {"served_model_name", "host", "port", "storage", "storage_key", "threads", "api_key", "admin_key"}
-        own |= {"max_body_bytes", "metrics_compat", "log_level", "ready_file", "node_rank"}
+        own |= {"max_body_bytes", "metrics_compat", "log_level", "ready_file", "node_rank", "otlp_traces_endpoint"}
         return repr([(each.name, getattr(self, each.name)) for each in fields(self) if each.name not in own])
 
     @property
