@@ -125,3 +125,14 @@ def test_a_scrape_reads_the_numbers_of_its_own_moment() -> None:
     metrics.text()
     metrics.text()
     assert len(asked) == 2
+
+
+def test_sources_of_vllm_sum_to_the_prompts() -> None:
+    reasons = {Reason.HIT_DEVICE: 1, Reason.HIT_HOST: 2, Reason.HIT_STORAGE: 4, Reason.NEVER_SEEN: 8}
+    snapshot = replace(a_snapshot(None), reasons=reasons, prompt_tokens=15, storage_kinds=("redis",))
+    text = Metrics(lambda: snapshot, "vllm").text().decode()
+    labels = 'engine="0",model_name="a \\"model\\"\\n",source='
+    for source, tokens in {"local_compute": 8, "local_cache_hit": 1, "external_kv_transfer": 6}.items():
+        assert f'vllm:prompt_tokens_by_source_total{{{labels}"{source}"}} {tokens}.0' in text
+    for source, tokens in {"device": 1, "host": 2, "disk": 0, "external_unspecified": 4}.items():
+        assert f'vllm:prompt_tokens_cached_by_source_total{{{labels}"{source}"}} {tokens}.0' in text
