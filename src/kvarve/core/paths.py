@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 class Paths:
     def __init__(self, state: "State") -> None:
-        self.config = config = state.config
+        self._state, self.config = state, state.config
+        config = state.config
         self.slot_pools, self.backups, self.counters = state.slot_pools, state.backups, state.counters
         self.hot = state.hot
         self.pools = range(len(config.pools))
@@ -257,5 +258,5 @@ class Paths:
             return tail
         shape = len(self.pools), self.config.page_tokens, len(self.slot_pools.memory)
         child = Run(tail, known, tokens, named, *shape)
-        tail.children[tokens[: self.width]], child.followed = child, followed
+        tail.children[tokens[: self.width]], child.followed, child.used_s = child, followed, self._state.now
         return child

@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ from kvarve.errors import KvarveError
 from kvarve.keys import group_name, root_key
 from kvarve.model import MEMORY_TIERS, Tier
 from kvarve.server.lanes import apart
+from kvarve.server.observed import Responses
 from kvarve.server.recent import Recent
 
 log = logging.getLogger(__name__)
@@ -100,8 +101,8 @@ class Live:
         self._began_s = time.monotonic()
         self._samples: deque[_Sample] = deque(maxlen=SAMPLES)
         self._reasons: dict[Reason, int] = {}  # at the last sample
-        self._pages: dict[str, float] = {}  # copied by each lane until then, and
-        self._pages_s, self._rates = self._began_s, dict[str, float]()  # per second between that and the one before it
+        self._moved: dict[str, float] = {}  # bytes that each lane had moved by then, and
+        self._moved_s, self._rates = self._began_s, dict[str, float]()  # a second, since the sample before that
         self._storage: dict[str, Any] = {}
         self._countdown = 0  # samples until the storage is asked again
         self._hottest: list[Hottest] = []
@@ -174,14 +175,9 @@ class Live:
             self._storage = self._of_storage()
         self._countdown = (self._countdown + 1) % STORAGE_EVERY
         reasons = dict(counts.reasons)
-        pages = {
-            "device-to-host": stats["backed_up"],
-            "host-to-device": stats["loaded"],
-            "host-to-storage": stats["stored"],
-            "storage-to-host": stats["fetched"],
-        }
-        seconds = max(1e-3, now - self._pages_s)
-        self._rates = {name: (count - self._pages.get(name, 0)) / seconds for name, count in pages.items()}
+        moved = {name: flow.bytes.sum for name, flow in self._cache.flows().items()}
+        seconds = max(1e-3, now - self._moved_s)
+        self._rates = {name: (size - self._moved.get(name, 0.0)) / seconds for name, size in moved.items()}
         self._samples.append(
             _Sample(
                 time.time(),
@@ -192,7 +188,7 @@ class Live:
                 *self._engine.load(),
             )
         )
-        self._reasons, self._pages, self._pages_s = reasons, pages, now
+        self._reasons, self._moved, self._moved_s = reasons, moved, now
 
     # --- its own thread
 
@@ -273,7 +269,8 @@ class Live:
             {
                 "name": name,
                 "waiting": waiting,
-                "pages_per_s": self._rates.get(name),
+                "running": stats[f"lane_running.{name}"],
+                "bytes_per_s": round(self._rates.get(name, 0.0)),
                 "failed": stats[f"lane_failed.{name}"],
                 "stuck_s": round(stats[f"lane_stuck_s.{name}"], 3),
             }
@@ -297,6 +294,15 @@ class Live:
         bad = {tier: stats[f"bad_{tier}"] for tier in ("host", "storage") if stats[f"bad_{tier}"]}
         found += [f"pages from {tier} that failed their check: {count:.0f}" for tier, count in bad.items()]
         return found
+
+
+def rejections(responses: Responses) -> dict[int, int]:
+    """How many requests got each status from 400 on."""
+    found = Counter[int]()
+    for (_, _, status), count in [*responses.items()]:
+        if status >= 400:
+            found[status] += count
+    return dict(found)
 
 
 def _prefix(prefix: Hottest, page_tokens: int) -> dict[str, Any]:

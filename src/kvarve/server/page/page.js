@@ -182,8 +182,7 @@ const name = (id) => el("td", { class: "id", title: id }, el("code", {}, id));
 
 function lanes(data) {
   table("lanes", data.lanes.map((each) => [each.name, each]), "none", (lane) => {
-    const rate = lane.pages_per_s === null ? "–" : `${count(lane.pages_per_s)} pages/s`;
-    const row = cells(lane.name, rate, count(lane.waiting), count(lane.failed), lane.stuck_s ? seconds(lane.stuck_s) : "–");
+    const row = cells(lane.name, `${bytes(lane.bytes_per_s)}/s`, count(lane.waiting), count(lane.running), count(lane.failed), lane.stuck_s ? seconds(lane.stuck_s) : "–");
     row.dataset.lane = lane.name;
     return row;
   });
