@@ -8,13 +8,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from servers import settings
+from servers import a_process, serving, settings
 
 from kvarve import __version__
 from kvarve.errors import StorageError
@@ -45,11 +44,6 @@ for line in sys.stdin:
 
 Run = Callable[..., tuple[int, str, str]]
 Meanwhile = Callable[[int, Path], None]  # gets the process and the file of its standard output
-
-
-def a_process(*argv: str, **kwargs: Any) -> "subprocess.Popen[str]":
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVARVE_")}
-    return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment, **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -280,26 +274,6 @@ def test_help_is_short_and_shows_an_example_and_the_defaults(run: Run) -> None:
     assert (code, error) == (0, "")
     assert "serve" in out and "demo" in out
     assert run("--version") == (0, f"kvarve {__version__}\n", "")
-
-
-@contextmanager
-def serving(tmp_path: Path, *argv: object) -> Iterator[tuple["subprocess.Popen[str]", httpx.Client]]:
-    """`kvarve serve` in a real process of its own, and a client to it."""
-    words = [sys.executable, "-m", "kvarve", "serve", "--port", "0", *map(str, argv)]
-    with (tmp_path / "log").open("w") as log, a_process(*words, stderr=log) as process:
-        try:
-            assert process.stdout is not None
-            told = {}
-            for line in process.stdout:
-                word, _, rest = line.strip().partition("  ")
-                told[word] = rest.strip()
-                if line.startswith("ready"):
-                    break
-            assert "url" in told, (told, (tmp_path / "log").read_text())
-            with httpx.Client(base_url=told["url"], timeout=60) as client:
-                yield process, client
-        finally:
-            process.kill()
 
 
 def test_ctrl_c_ends_it_whole_and_what_it_knew_is_there_after_a_restart(

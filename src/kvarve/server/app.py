@@ -57,12 +57,13 @@ def create_app(
     keys: Keyring | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     connections: Connections | None = None,
+    around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> ASGIApp:
     """The application around a started engine, which stays the caller's to shut down.
 
     `name`: the served model name (the model's own unless given). /v1 needs one of the `keys` if there are any. /admin
     needs an admin key and is off without one; /flush_cache needs an admin key, else an API key. /metrics reports the
-    `connections`.
+    `connections`. `around` gets requests before the endpoints do, and after they are observed.
     """
     app = FastAPI(title="kvarve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     access = Access(keys or Keyring())
@@ -85,7 +86,7 @@ def create_app(
     app.include_router(sglang_routes(engine, front.name, front.generate, guards))
     app.include_router(admin_routes(engine, access, front.body))
     add_errors(app)
-    return Observed(app, front.rejected)
+    return Observed(around(app), front.rejected)
 
 
 def add_errors(app: FastAPI) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvarve import __version__
 from kvarve.routing import BLOCK_BYTES, PrefixRouter, Prompt
@@ -49,9 +49,11 @@ LOOK_S = 0.1
 
 
 class Front:
-    """The application. `access`: to what it answers itself; the replicas guard the rest."""
+    """The application. `access`: to what it answers itself; the replicas guard the rest. `around`: as `create_app`."""
 
-    def __init__(self, replicas: Replicas, max_body_bytes: int, access: Access) -> None:
+    def __init__(
+        self, replicas: Replicas, max_body_bytes: int, access: Access, around: Callable[[ASGIApp], ASGIApp]
+    ) -> None:
         self._replicas, self._bodies = replicas, Bodies(max_body_bytes)
         self._router = PrefixRouter(len(replicas.all))
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
@@ -70,7 +72,7 @@ class Front:
             app.add_api_route(path, self.tell_all, methods=["GET", "POST", "PUT", "DELETE"])
         app.add_api_route("/{path:path}", self.forward, methods=["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"])
         add_errors(app)
-        self.app = Observed(app, Counter())  # the replicas count what they reject
+        self.app = Observed(around(app), Counter())  # the replicas count what they reject
 
     async def state(self) -> Response:
         return JSONResponse({"replicas": [each.state() for each in self._replicas.all]})
