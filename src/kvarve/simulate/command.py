@@ -14,8 +14,8 @@ from rich.table import Table
 from kvarve.core.reasons import HITS, Reason
 from kvarve.errors import ConfigError
 from kvarve.model import Tier
-from kvarve.options import FLAT, ConfigFile, needs
-from kvarve.reports import check_file, plain_table, write_json
+from kvarve.options import FLAT, ConfigFile, JsonFile, needs
+from kvarve.reports import check_file, is_stdout, plain_table, write_json
 from kvarve.simulate.replayer import SimulationReport, replay, requests_of
 from kvarve.simulate.settings import SimulationConfig
 from kvarve.simulate.sweep import COMPARED, SHARES, Point, draw, load_matplotlib
@@ -33,7 +33,7 @@ def main(
     settings: Annotated[SimulationConfig, FLAT] = SETTINGS,
     sweep: Annotated[Path | None, Parameter(help="try all eviction orders at many sizes, and draw them there")] = None,
     limit: Annotated[PositiveInt | None, Parameter(help="only the first N requests of the trace")] = None,
-    json: Annotated[Path | None, Parameter(help="write the report there too")] = None,
+    json: Annotated[JsonFile, Parameter(help="write the report there too; -: to standard output alone")] = None,
     config: ConfigFile = None,
 ) -> int:
     """Replay a trace through the cache's own code and say what memory buys."""
@@ -43,7 +43,7 @@ def main(
         raise ConfigError("--device-memory is required, or --sweep, which tries many sizes")
     if sweep is not None:
         _check_sweep(sweep, settings)
-    console = Console()
+    console = Console(quiet=is_stdout(json))
     errors = Console(stderr=True)
     name = TextColumn("{task.description}", markup=False)
     columns = (name, BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
