@@ -97,6 +97,7 @@ class Snapshot:
     rejected: Mapping[str, int] = field(default_factory=dict)  # requests, by status
     ignored_fields: Mapping[str, int] = field(default_factory=dict)  # requests that had each
     keys: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # by what is counted, then by the key's name
+    spans: Mapping[str, int] | None = None  # by outcome; None: no traces are sent
 
 
 class Metrics(Collector):
@@ -154,6 +155,9 @@ def _requests(now: Snapshot) -> Iterator[Metric]:
     help_text = "Requests with a field that was ignored, by field."
     yield _by("kvarve_ignored_fields", help_text, ("field",), now.ignored_fields)
     yield from _keys(now.keys)
+    if now.spans is not None:
+        help_text = "Spans of requests, by whether the collector of traces took them."
+        yield _by("kvarve_spans", help_text, ("outcome",), now.spans)
     ttft = HistogramMetricFamily("kvarve_ttft_seconds", "Seconds from a request's arrival to its first token.")
     ttft.add_metric([], now.ttft_s.buckets(), now.ttft_s.sum)
     yield ttft

@@ -24,6 +24,7 @@ class Job(Task):
         self.characters = 0  # of the answer's text, delivered or not
         self.output_ids: list[int] = []  # all but the last of them computed
         self.reasons: dict[Reason, int] | None = None  # why its tokens were cached or not when it was first admitted
+        self.queued_s: float | None = None  # until then, from its submission
         self.leased_tokens = self.prefill_until  # tokens that its lease covers
         sampling = request.sampling
         self.prompt_ids = frozenset(request.prompt if sampling.repetition_penalty != 1 else ())

@@ -111,7 +111,7 @@ class Finish(Enum):
 @dataclass(frozen=True)
 class TokenUsage:
     """Tokens of one request; `device + host + storage` are those of the prompt that were cached, by tier, and `reasons`
-    sum to the prompt."""
+    sum to the prompt. `queued_s`: from its submission until it was first admitted, None if it was not."""
 
     prompt: int
     completion: int
@@ -119,13 +119,16 @@ class TokenUsage:
     host: int
     storage: int
     reasons: Mapping[Reason, int] = field(default_factory=dict, compare=False)
+    queued_s: float | None = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, prompt: int, completion: int, reasons: Mapping[Reason, int] | None) -> "TokenUsage":
+    def of(
+        cls, prompt: int, completion: int, reasons: Mapping[Reason, int] | None, queued_s: float | None = None
+    ) -> "TokenUsage":
         """`reasons`: None if the request ended before it resumed."""
         reasons = {Reason.NOT_READ: prompt} if reasons is None else reasons
         device, host, storage = (reasons.get(hit, 0) for hit in HITS)
-        return cls(prompt, completion, device, host, storage, reasons)
+        return cls(prompt, completion, device, host, storage, reasons, queued_s)
 
     def __str__(self) -> str:
         why = ", ".join(f"{tokens} {reason.value}" for reason, tokens in self.reasons.items())

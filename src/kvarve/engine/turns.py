@@ -217,6 +217,7 @@ class Turns:
             )
         if job.reasons is None:
             job.reasons = self._cache.explain(job.lease)
+            job.queued_s = time.monotonic() - job.request.submitted_s
 
     def _stop(self, job: Job) -> None:
         self.counts.preempted += 1
@@ -449,7 +450,7 @@ class Turns:
         self._finish(job.request, OutputChunk(job.text, last, finish, usage, error, likely, ticket, matched))
 
     def _usage(self, job: Job) -> TokenUsage:
-        return TokenUsage.of(len(job.request.prompt), len(job.output_ids), job.reasons)
+        return TokenUsage.of(len(job.request.prompt), len(job.output_ids), job.reasons, job.queued_s)
 
     def _export(self, job: Job) -> Ticket | None:
         hand_over_s = job.request.hand_over_s

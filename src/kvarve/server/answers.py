@@ -38,7 +38,7 @@ class Answer:
         self._arrived_s = time.monotonic()
         self._first_s: float | None = None
         self._requests: list[Request] = []
-        self._prepared: Prepared | None = None
+        self.prepared: Prepared | None = None
         self._visit = visit
         self.choices: list[Choice] = []
         self.ticket: Ticket | None = None  # of a prompt that was to be handed over
@@ -49,6 +49,16 @@ class Answer:
     @property
     def count(self) -> int:
         return len(self._requests)
+
+    @property
+    def seconds(self) -> float:
+        """Since its request arrived."""
+        return time.monotonic() - self._arrived_s
+
+    @property
+    def first_seconds(self) -> float | None:
+        """From its request's arrival to the first token."""
+        return None if self._first_s is None else self._first_s - self._arrived_s
 
     async def when(self, work: "Future[T]") -> T:
         """The result of work on a lane, which ends with `submit`. ClientGone: the client left first. Then queued work
@@ -68,7 +78,7 @@ class Answer:
 
     def submit(self, prepared: Prepared) -> None:
         """Submit to the engine; runs on a lane's thread. OverQuota: the key has no tokens left."""
-        request, self._prepared = prepared.request, prepared
+        request, self.prepared = prepared.request, prepared
         salt = request.salt
         if self._visit is not None:
             self._visit.prompt(sum(map(len, prepared.prompts)))
@@ -101,12 +111,12 @@ class Answer:
         """The next chunk, and the index of its answer."""
         if (found := await self._chunks.get()) is None:
             raise ClientGone
-        assert self._prepared is not None
+        assert self.prepared is not None
         index, chunk = found
-        if index in self._prepared.mute:
+        if index in self.prepared.mute:
             usage = chunk.usage and replace(chunk.usage, completion=0)
             chunk = replace(chunk, text="", tokens=(), likelihoods=(), usage=usage)
-        self.choices[index].add(chunk, time.monotonic() - self._arrived_s)
+        self.choices[index].add(chunk, self.seconds)
         if chunk.finish is not None:
             assert chunk.usage is not None
             self.open.remove(index)
@@ -133,14 +143,14 @@ class Answer:
 
     def usage(self) -> ResponseUsage:
         """The usage when all answers have ended. Each prompt is counted once, as its first answer found it."""
-        assert self._prepared is not None
-        now, start = time.monotonic(), self._arrived_s
-        each = len(self.choices) // len(self._prepared.prompts)
+        assert self.prepared is not None
+        each = len(self.choices) // len(self.prepared.prompts)
         reasons = Counter[Reason]()
         for first in self.choices[::each]:
             reasons.update({} if first.usage is None else first.usage.reasons)
-        ttft_ms = None if self._first_s is None else round(1000 * (self._first_s - start), 3)
-        return ResponseUsage(reasons.total(), self.answered_tokens(), reasons, ttft_ms, round(1000 * (now - start), 3))
+        first_s = self.first_seconds
+        ttft_ms = None if first_s is None else round(1000 * first_s, 3)
+        return ResponseUsage(reasons.total(), self.answered_tokens(), reasons, ttft_ms, round(1000 * self.seconds, 3))
 
     def answered_tokens(self) -> int:
         return sum(len(one.tokens) for one in self.choices)

@@ -187,6 +187,7 @@ class Asked(Body):
     """A request for answers in any form: what its preparation and its submission read; null means unset."""
 
     asks_for: ClassVar[str] = "prompt"  # the field that has the prompt
+    operation: ClassVar[str] = "text_completion"  # as OpenTelemetry calls it
 
     model: str | None = None
     stream: bool | None = None
@@ -394,6 +395,7 @@ class ChatRequest(RequestBody):
     refused = fields.CHAT
     default_tokens = 1024
     asks_for = "messages"
+    operation = "chat"
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     logprobs: bool | None = None

@@ -40,6 +40,7 @@ from kvarve.server.observed import Observed, acts, seen
 from kvarve.server.prepare import ClientGone, Prepared, RequestPreparer
 from kvarve.server.quotas import OverQuota
 from kvarve.server.sglang import folder, sglang_routes
+from kvarve.server.traces import Traces, told
 from kvarve.server.vllm import Work, vllm_routes
 from kvarve.ticket import HandOverError
 from kvarve.worker import UnderWay
@@ -58,16 +59,18 @@ def create_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     connections: Connections | None = None,
     around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    traces: Traces | None = None,
 ) -> ASGIApp:
     """The application around a started engine, which stays the caller's to shut down.
 
     `name`: the served model name (the model's own unless given). /v1 needs one of the `keys` if there are any. /admin
     needs an admin key and is off without one; /flush_cache needs an admin key, else an API key. /metrics reports the
-    `connections`. `around` gets requests before the endpoints do, and after they are observed.
+    `connections`. `traces` gets a span for each request for answers. `around` gets requests before the endpoints do,
+    and after they are observed.
     """
     app = FastAPI(title="kvarve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     access = Access(keys or Keyring())
-    front = _Front(engine, name or engine.model.name, max_body_bytes, connections, access)
+    front = _Front(engine, name or engine.model.name, max_body_bytes, connections, access, traces)
     guards = [Depends(no_simple_requests), Depends(access.api)]
     open_to_all, guarded = APIRouter(), APIRouter(dependencies=guards)
     flushing = APIRouter(dependencies=[Depends(acts), Depends(no_pages), Depends(no_forms), Depends(access.flushing)])
@@ -86,7 +89,7 @@ def create_app(
     app.include_router(sglang_routes(engine, front.name, front.generate, guards))
     app.include_router(admin_routes(engine, access, front.body))
     add_errors(app)
-    return Observed(around(app), front.rejected)
+    return Observed(around(app), front.rejected, traces)
 
 
 def add_errors(app: FastAPI) -> None:
@@ -101,9 +104,15 @@ class _Front:
     """The endpoints."""
 
     def __init__(
-        self, engine: Engine, name: str, max_body_bytes: int, connections: Connections | None, access: Access
+        self,
+        engine: Engine,
+        name: str,
+        max_body_bytes: int,
+        connections: Connections | None,
+        access: Access,
+        traces: Traces | None,
     ) -> None:
-        self._engine, self.name, self._connections = engine, name, connections
+        self._engine, self.name, self._connections, self._traces = engine, name, connections, traces
         self._access, self._started = access, int(time.time())
         self.rejected: Counter[int] = Counter()  # requests, by status
         self._metrics = Metrics(self._snapshot)
@@ -173,6 +182,7 @@ class _Front:
         """`prefix`: of the response's id."""
         answer: Answer | None = None
         noted = seen(http)
+        noted.traced = lambda: told(kind.operation, prefix + noted.id, answer)
         try:
             async with self.body(http) as body:
                 answer = Answer(self._engine, http.receive, noted.visit)
@@ -272,6 +282,7 @@ class _Front:
             rejected={str(status): count for status, count in self.rejected.items()},
             ignored_fields=self._preparer.ignored.counts(),
             keys=self._access.quotas.counts(),
+            spans=None if self._traces is None else self._traces.counts(),
             cache=engine.cache.stats(),
             storage=storage,
             storage_up=engine.cache.up if engine.cache.attached is not None else None,

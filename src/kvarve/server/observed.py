@@ -1,4 +1,5 @@
-"""One log line for each request, with its id; one more for an operator's act; and how many were rejected, by status.
+"""One log line for each request, with its id, and its span; one more line for an operator's act; and how many were
+rejected, by status.
 
 A line has no prompt text, header or key in it, but the name of a key.
 """
@@ -17,6 +18,7 @@ from fastapi import Request as Http
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvarve.server.quotas import Visit
+from kvarve.server.traces import Attributes, Traces
 
 log = logging.getLogger(__name__)
 audit = logging.getLogger("kvarve.audit")
@@ -38,20 +40,21 @@ class Seen:
     key: str = ""  # the name of the one that admitted it
     visit: Visit | None = None  # counted towards the limits of its key
     answered: Callable[[], str] = field(default=lambda: "")
+    traced: Callable[[], Attributes] | None = None  # what its span says, if it gets one
 
 
 class Observed:
     """`app`, with an x-request-id in every response: the request's own, or a new one."""
 
-    def __init__(self, app: ASGIApp, rejected: Counter[int]) -> None:
+    def __init__(self, app: ASGIApp, rejected: Counter[int], traces: Traces | None = None) -> None:
         """`rejected`: gets the statuses from 400 on."""
-        self._app, self._rejected = app, rejected
+        self._app, self._rejected, self._traces = app, rejected, traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began_s, status = time.monotonic(), CLIENT_GONE
+        began_s, began_ns, status = time.monotonic(), time.time_ns(), CLIENT_GONE
         seen = scope[_SEEN] = Seen(_id(scope))
 
         async def sent(message: Message) -> None:
@@ -70,6 +73,9 @@ class Observed:
                 self._rejected[status] += 1
             seconds, peer = time.monotonic() - began_s, (scope.get("client") or ("unknown",))[0]
             what = f"{scope['method']} {quote(scope['path'][:MOST_PATH])}"
+            if self._traces is not None and seen.traced is not None:
+                path = scope["path"][:MOST_PATH]
+                self._traces.add(scope["headers"], scope["method"], path, status, began_ns, seen.traced())
             if seen.act is not None:
                 whom = f"{peer} with {seen.key}" if seen.key else peer
                 audit.info("%s: %s by %s: %s: %d", seen.id, what, whom, seen.act or "asked", status)

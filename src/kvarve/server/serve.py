@@ -49,6 +49,7 @@ from kvarve.server.front import Front
 from kvarve.server.logs import OncePerSecond
 from kvarve.server.replicas import Replicas
 from kvarve.server.settings import Settings, check_key
+from kvarve.server.traces import Traces, check_endpoint
 from kvarve.sizes import format_size
 from kvarve.storage import StorageUsage
 from kvarve.storage.urls import parse_urls, shown
@@ -85,6 +86,10 @@ class Server:
             _listen(listener, self.url)
             self.engine = _engine(settings, model, ranks)
             undo.callback(self.engine.cache.shutdown)
+            self.traces: Traces | None = None
+            if settings.otlp_traces_endpoint is not None:
+                self.traces = Traces(settings.otlp_traces_endpoint, settings.served_model_name or model.name)
+                undo.callback(self.traces.close)
             self.connections = Connections(settings.max_connections or most_connections())
             app = create_app(
                 self.engine,
@@ -93,6 +98,7 @@ class Server:
                 max_body_bytes=settings.max_body_bytes,
                 connections=self.connections,
                 around=edge.around(listener.getsockname()[0]),
+                traces=self.traces,
             )
             self._http = _http(app, self.connections, edge)
             self._thread = threading.Thread(target=self._serve, args=(listener,), name="kvarve http", daemon=True)
@@ -120,6 +126,8 @@ class Server:
         self._thread.join(LEAVE_S)
         self._http.force_exit = True  # drop clients that have not read their answer or finished their request
         self._thread.join(LEAVE_S)
+        if self.traces is not None:
+            self.traces.close()
 
     def __enter__(self) -> "Server":
         return self
@@ -418,6 +426,8 @@ def check_settings(settings: Settings) -> None:
     if settings.cache.storages:
         parse_urls(settings.cache.storages)
     seal_of(settings.storage_key)
+    if settings.otlp_traces_endpoint is not None:
+        check_endpoint(settings.otlp_traces_endpoint)
     check_file("--ready-file", settings.ready_file)
     check_device(settings.device)
 
