@@ -116,7 +116,8 @@ def _complaint(error: CycloptsError) -> str:
     if isinstance(error, CoercionError) and error.token is not None:
         known = get_args(error.target_type) if get_origin(error.target_type) is Literal else ()
         wrong = f"one of {', '.join(known)}" if known else "one value"
-        return f"{_origin(error.token)}: {error.msg or f'expected {wrong}'}"
+        name = _origin(error.token) or (error.argument.name if error.argument else "")
+        return f"{name}: {error.msg or f'expected {wrong}'}"
     if isinstance(error, ValidationError) and error.argument is not None:
         return f"{_origin(error.argument.tokens[0])}: {error.exception_message.rstrip('.')}"
     return str(error)

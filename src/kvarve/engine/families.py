@@ -20,7 +20,7 @@ from kvarve.engine.layers import page_multiple, plan_layers
 from kvarve.engine.model import DTYPES, build_model, check_model, is_bare, load_model, read_config
 from kvarve.engine.state import StateLayout
 from kvarve.errors import ConfigError, KvarveError, ModelError
-from kvarve.reports import check_file, is_stdout, write_json
+from kvarve.reports import check_file, is_stdout, plain_table, write_json
 from kvarve.sizes import format_size
 
 # Where a shape depends on the number of nonzero values, torch can be told to assume that all are.
@@ -278,16 +278,27 @@ def main(options: Models) -> int:
     if options.model is not None:
         console.print(lines(found[0]), soft_wrap=True, markup=False, highlight=False)
         return 0
-    table = Table(*HEADINGS, caption=CAPTION.format(version=transformers.__version__), caption_justify="left")
-    for fact in found:
-        table.add_row(*columns(fact))
-    console.print(table)
+    console.print(table(found))
     return 0
 
 
+def table(found: Iterable[Facts]) -> Table:
+    """All families, in 80 columns."""
+    shown = plain_table("family", "type", "pools (pages read)", right=("token", "snapshot", "page", "hit"))
+    shown.columns[2].no_wrap = False
+    for fact in found:
+        name, kind, pools, *sizes, hit = columns(fact)
+        if fact.supported:
+            pools = ", ".join(f"{pool.name} ({pool.lookback or 'all'})" for pool in fact.pools)
+        shown.add_row(name, kind.removesuffix("_text"), pools, *sizes, hit.removesuffix(" tokens"))
+    shown.caption, shown.caption_justify = CAPTION.format(version=transformers.__version__), "left"
+    return shown
+
+
 CAPTION = """\
-sizes: what transformers {version} takes by default for the family, in bfloat16; --model DIR says a checkpoint's
-a snapshot: windows and states, kept where a prompt ends or branches off"""
+sizes: by what transformers {version} takes by default, in bfloat16; --model DIR says a
+checkpoint's; snapshot: windows and states, kept where a prompt ends or branches off;
+page: multiples of so many tokens; hit: tokens of the shortest prompt that may hit"""
 
 
 def markdown() -> str:

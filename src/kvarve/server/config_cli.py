@@ -13,14 +13,14 @@ from kvarve.storage.urls import shown
 SECRET = ("api_key", "admin_key")
 SOURCES: dict[str, str] = {}  # of the settings that were read last, by name
 reads = reads_as("serve", ("json",), SOURCES)
-_VALUE = 34  # columns
+_VALUE, _SOURCE = 31, 20  # columns: with the longest name they are 80
 
 
 def show(*, settings: Settings = Settings(), json: JsonFile = None, config: ConfigFile = None) -> int:
     """`json`: gets the values as they are, sizes in bytes."""
     out, values = Printer(json), _values(settings)
     table = plain_table("setting", "value", "from")
-    for column, width in zip(table.columns[1:], (_VALUE, 20), strict=True):
+    for column, width in zip(table.columns[1:], (_VALUE, _SOURCE), strict=True):
         column.no_wrap, column.overflow, column.max_width = False, "fold", width
     for name, value in values.items():
         table.add_row(f"--{name.replace('_', '-')}", _text(value), SOURCES[name])

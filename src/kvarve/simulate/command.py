@@ -95,9 +95,8 @@ def _curve(points: Sequence[Point]) -> Table:
 
 def _table(report: SimulationReport, config: SimulationConfig) -> Table:
     tokens = max(1, report.prompt_tokens)
-    table = Table(title=f"{report.requests:,} requests, {report.prompt_tokens:,} prompt tokens")
-    for heading in ("tier", "memory", "pages", "hit tokens", "hit rate", "evicted pages"):
-        table.add_column(heading, justify="left" if heading == "tier" else "right")
+    table = plain_table("tier", right=("memory", "pages", "hit tokens", "hit rate", "evicted pages"))
+    table.title = f"{report.requests:,} requests, {report.prompt_tokens:,} prompt tokens"
     memory = (config.replicas * config.device_memory, config.replicas * config.host_memory, config.storage_memory)
     for tier, size in zip(Tier, memory, strict=True):
         name = tier.name.lower()
