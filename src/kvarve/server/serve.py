@@ -49,6 +49,7 @@ from kvarve.server.front import Front
 from kvarve.server.logs import OncePerSecond
 from kvarve.server.replicas import Replicas
 from kvarve.server.settings import Settings, check_key
+from kvarve.server.starting import Starting, tell_systemd
 from kvarve.server.traces import Traces, check_endpoint
 from kvarve.sizes import format_size
 from kvarve.storage import StorageUsage
@@ -71,9 +72,9 @@ class Server:
     storage opened.
     """
 
-    def __init__(self, settings: Settings, ranks: Ranks | None = None) -> None:
-        """`ranks`: of a model that several processes compute, of which this is rank 0."""
-        self.settings = settings
+    def __init__(self, settings: Settings, ranks: Ranks | None = None, starting: Starting | None = None) -> None:
+        """`ranks`: of a model that several processes compute, of which this is rank 0. `starting`: hears its phases."""
+        self.settings, starting = settings, starting or Starting()
         check_settings(settings)
         page, chunk = settings.page_tokens, settings.chunk_tokens
         check_model(settings.model, dtype=settings.dtype, page_tokens=page, chunk_tokens=chunk)
@@ -81,9 +82,13 @@ class Server:
         with ExitStack() as undo:
             listener = undo.enter_context(bind(settings.host, settings.port))
             self.url = _url(listener, settings.tls_cert is not None)
+            starting.begins("loading weights", _weights(settings))
             model = _model(settings, ranks)
+            starting.begins("dividing memory", _memory(settings))
             self.slots = check(model.identity, settings.cache, settings.device)
             _listen(listener, self.url)
+            if settings.cache.storages:
+                starting.begins("opening storage", ", then ".join(map(shown, settings.cache.storages)))
             self.engine = _engine(settings, model, ranks)
             undo.callback(self.engine.cache.shutdown)
             self.traces: Traces | None = None
@@ -115,6 +120,7 @@ class Server:
             except OSError as e:
                 self.stop()
                 raise ConfigError(f"--ready-file: {settings.ready_file}: {e.strerror}") from None
+        starting.ready(self.url)
 
     def stop(self) -> None:
         """Refuse new requests, end running ones, finish the backups and close the storage. Idempotent."""
@@ -191,6 +197,16 @@ class Server:
         finally:
             self._http.listening.set()
             listener.close()
+
+
+def _weights(settings: Settings) -> str:
+    """Which they are, and of a folder how many bytes in how many files."""
+    sizes = [file.stat().st_size for file in Path(settings.model).glob("*.safetensors")]
+    return f"{settings.model}, {format_size(sum(sizes))} in {len(sizes)} files" if sizes else settings.model
+
+
+def _memory(settings: Settings) -> str:
+    return f"{format_size(settings.device_memory)} of {settings.device}, {format_size(settings.host_memory)} of host"
 
 
 def _model(settings: Settings, ranks: Ranks | None) -> LoadedModel:
@@ -284,6 +300,8 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
     logging.getLogger("uvicorn.error").addFilter(_not_cancelled)  # connections that are dropped at shutdown
     for handler in logging.getLogger().handlers:
         handler.addFilter(OncePerSecond())
+    tell = tell_systemd()
+    starting = Starting(tell)
     serving, stop, gently = threading.Event(), threading.Event(), threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -297,9 +315,11 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
 
     def ending(edge: Edge, what: str) -> None:
         if gently.is_set():
+            tell("STOPPING=1\nSTATUS=draining")
             say(f"kvarve drains: new requests get 503, running ones have {settings.drain_s:g} s (Ctrl-C: at once)")
             if left := edge.drain.drain(settings.drain_s):
                 log.warning("%d requests have not ended within %g s: they are ended now", left, settings.drain_s)
+        tell("STOPPING=1\nSTATUS=stopping: finishing backups")
         say(f"kvarve stops: {what} (Ctrl-C again: at once)")
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -307,7 +327,9 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
     check_settings(settings)
     if settings.dp > 1:
         edge = Edge(settings)
+        starting.begins("starting replicas", f"{settings.dp} of {settings.model}")
         with _replicas(settings, edge) as url:
+            starting.ready(url)
             _reloads(edge)
             serving.set()
             lines = [f"  replicas  {settings.dp}: a request goes to the one that has most of its prompt"]
@@ -337,7 +359,7 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
             settings = replace(settings, device=device_of(settings.device, place))
             ranks = Ranks(place, place.meet(settings.alike, listener), settings.device)
             ends.enter_context(ranks.ended())
-        server = ends.enter_context(Server(settings, ranks))
+        server = ends.enter_context(Server(settings, ranks, starting))
         serving.set()
         _reloads(server.edge)
         say(f"kvarve serves\n{server.describe()}\nready: Ctrl-C stops it")
