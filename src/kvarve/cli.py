@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from kvarve import __version__
+from kvarve.bench.command import bench
 from kvarve.commands import Attach, Demo, Models, Remote, Verify
 from kvarve.errors import ConfigError, KvarveError
 from kvarve.familiar import translated
@@ -135,6 +136,9 @@ app.command(
     name="simulate",
     help="Replay a trace through the cache's own code and say what memory buys.",
 )
+
+
+app.command(bench)
 
 
 @app.command
