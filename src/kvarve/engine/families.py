@@ -278,27 +278,29 @@ def main(options: Models) -> int:
     if options.model is not None:
         console.print(lines(found[0]), soft_wrap=True, markup=False, highlight=False)
         return 0
-    console.print(table(found))
+    console.print(table([fact for fact in found if fact.supported]))
+    for fact in found:
+        if not fact.supported:
+            console.print(f"{fact.name}: no: {fact.why}", markup=False, highlight=False)
     return 0
 
 
 def table(found: Iterable[Facts]) -> Table:
-    """All families, in 80 columns."""
-    shown = plain_table("family", "type", "pools (pages read)", right=("token", "snapshot", "page", "hit"))
-    shown.columns[2].no_wrap = False
+    """Families that can be cached, in 80 columns."""
+    shown = plain_table("family", "pools (pages read)", right=("token", "snapshot", "page", "hit"))
+    shown.columns[1].no_wrap, shown.columns[1].overflow = False, "fold"
     for fact in found:
-        name, kind, pools, *sizes, hit = columns(fact)
-        if fact.supported:
-            pools = ", ".join(f"{pool.name} ({pool.lookback or 'all'})" for pool in fact.pools)
-        shown.add_row(name, kind.removesuffix("_text"), pools, *sizes, hit.removesuffix(" tokens"))
+        name, _, _, *sizes, hit = columns(fact)
+        pools = ", ".join(f"{pool.name} ({pool.lookback or 'all'})" for pool in fact.pools)
+        shown.add_row(name, pools, *sizes, hit.removesuffix(" tokens"))
     shown.caption, shown.caption_justify = CAPTION.format(version=transformers.__version__), "left"
     return shown
 
 
 CAPTION = """\
-sizes: by what transformers {version} takes by default, in bfloat16; --model DIR says a
-checkpoint's; snapshot: windows and states, kept where a prompt ends or branches off;
-page: multiples of so many tokens; hit: tokens of the shortest prompt that may hit"""
+sizes: of transformers {version}'s defaults, in bfloat16; --model DIR: a checkpoint's
+snapshot: windows and states, kept where a prompt ends or branches off
+page: multiples of so many tokens; hit: tokens of the shortest prompt that hits"""
 
 
 def markdown() -> str:

@@ -95,7 +95,8 @@ def _curve(points: Sequence[Point]) -> Table:
 
 def _table(report: SimulationReport, config: SimulationConfig) -> Table:
     tokens = max(1, report.prompt_tokens)
-    table = plain_table("tier", right=("memory", "pages", "hit tokens", "hit rate", "evicted pages"))
+    table = plain_table("tier", right=("memory", "pages", "tokens", "hit rate", "evicted"))
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
     table.title = f"{report.requests:,} requests, {report.prompt_tokens:,} prompt tokens"
     memory = (config.replicas * config.device_memory, config.replicas * config.host_memory, config.storage_memory)
     for tier, size in zip(Tier, memory, strict=True):
@@ -113,7 +114,7 @@ def _table(report: SimulationReport, config: SimulationConfig) -> Table:
     table.add_section()
     for reason in Reason:
         if reason not in HITS and (missed := report.reasons[reason.value]):
-            table.add_row(f"missed: {reason.value.replace('_', ' ')}", "", "", f"{missed:,}", f"{missed / tokens:.1%}")
+            table.add_row(f"not: {reason.value.replace('_', ' ')}", "", "", f"{missed:,}", f"{missed / tokens:.1%}")
     moved = ", ".join(f"{edge.replace('_', ' ')} {format_size(size)}" for edge, size in report.moved_bytes.items())
     saved = f"{report.saved_rate:.1%} of the computation saved"
     table.caption = f"{saved}; moved: {moved or 'nothing'}; computed and not kept: {report.uncached_pages:,} pages"
