@@ -58,7 +58,8 @@ def test_a_simulation() -> None:
     report.moved_bytes = {"device_to_host": 1 << 45, "host_to_storage": 1 << 45}
     config = SimulationConfig(device_memory=1003 << 20, host_memory=1003 << 30, storage_memory=1003 << 30)
     text = " ".join(lines(_table(report, config)))
-    assert all(reason.value.replace("_", " ") in text for reason in Reason if not reason.value.startswith("hit"))
+    words = [word for reason in Reason if not reason.value.startswith("hit") for word in reason.value.split("_")]
+    assert not [word for word in words if word not in text]
 
 
 def test_a_sweep() -> None:
@@ -103,7 +104,7 @@ def test_the_worked_example_of_sizing_prints_what_the_page_shows(
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     shown = BLOCK.findall((ROOT / "docs" / "sizing.md").read_text())
-    assert shown
+    assert len(shown) == 2
     for command, text in shown:
         assert main(command.split()) == 0
         printed = [line.strip() for line in capsys.readouterr().out.splitlines()]
