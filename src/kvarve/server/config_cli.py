@@ -13,7 +13,7 @@ from kvarve.storage.urls import shown
 SECRET = ("api_key", "admin_key")
 SOURCES: dict[str, str] = {}  # of the settings that were read last, by name
 reads = reads_as("serve", ("json",), SOURCES)
-_VALUE, _SOURCE = 31, 20  # columns: with the longest name they are 80
+_VALUE, _SOURCE = 28, 20  # columns: with the longest name they are 78
 
 
 def show(*, settings: Settings = Settings(), json: JsonFile = None, config: ConfigFile = None) -> int:
