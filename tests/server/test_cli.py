@@ -343,7 +343,7 @@ def test_a_second_ctrl_c_waits_for_no_request(serve: Run, tmp_path: Path) -> Non
             os.kill(pid, 0)
         url = httpx.URL(ready.read_text().strip())
         with socket.create_connection((url.host, url.port or 0)) as slow:
-            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
             assert httpx.get(url.join("/health")).status_code == 200  # so the server knows of the slow one
             os.kill(pid, signal.SIGINT)
             while "kvarve stops" not in out.read_text():
