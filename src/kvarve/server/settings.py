@@ -104,6 +104,8 @@ class Settings:
     """from SIGTERM on, for running requests to end, while /health says 503; SIGINT ends them at once"""
     max_body_bytes: Size = Size(8 << 20)
     """of a request; a larger one gets 413"""
+    metrics_compat: str = ""
+    """vllm, sglang or both with a comma between: /metrics has its numbers under their names too"""
     otlp_traces_endpoint: str | None = field(default=None, repr=False)
     """URL of an OpenTelemetry collector (OTLP over HTTP), which gets a span for each request; none unless given"""
     log_level: str = "info"
@@ -116,7 +118,7 @@ class Settings:
         """What has to be the same on all ranks."""
         own = {"served_model_name", "host", "port", "storage", "storage_key", "threads", "api_key", "admin_key"}
         own |= {"api_keys", "tls_cert", "tls_key", "allowed_host", "cors_origin", "max_connections", "drain_s"}
-        own |= {"max_body_bytes", "log_level", "ready_file", "node_rank", "otlp_traces_endpoint"}
+        own |= {"max_body_bytes", "log_level", "ready_file", "node_rank", "otlp_traces_endpoint", "metrics_compat"}
         return repr([(each.name, getattr(self, each.name)) for each in fields(self) if each.name not in own])
 
     @property
