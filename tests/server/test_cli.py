@@ -255,7 +255,7 @@ def test_a_broken_checkpoint_is_named(serve: Run, checkpoint: Path, tmp_path: Pa
     assert "model.safetensors: truncated" in one_line(serve("--model", folder))
 
 
-@pytest.mark.parametrize("method", ["fp8", "mxfp4", "compressed-tensors", "awq"])
+@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes"])
 def test_a_quantized_checkpoint_is_refused_by_all_commands_in_the_same_line(
     run: Run, checkpoint: Path, tmp_path: Path, method: str
 ) -> None:
