@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from typing import Any
 
-from kvarve.core.copies import BACKUP, FETCH, LOAD, PROBE, STORE
+from kvarve.core.copies import BACKUP, FETCH, LOAD, PROBE, STORE, Edge
 from kvarve.core.effects import Copy, Effect, Event, Hurry, Page, Probe, Transfer, Verified
 from kvarve.core.settings import LOAD_DEADLINE_S
 from kvarve.errors import StorageError
@@ -22,6 +22,7 @@ from kvarve.memory.copies import DeviceCopies, NearArena
 from kvarve.model import Tier
 from kvarve.storage import Storage
 from kvarve.transfer.arrivals import Arrival
+from kvarve.transfer.flows import LANES, Flow
 from kvarve.transfer.lanes import Ends, Lane
 from kvarve.transfer.storage_connection import StorageConnection
 
@@ -49,10 +50,8 @@ class TransferEngine:
         self._copies = DeviceCopies(device, host)
         self._checking = threading.Lock()
         # One worker each: a chain's page rests on the one before it, so copies must end in the order sent.
-        self._lanes = {
-            (source, target): Lane(f"{source.name.lower()}-to-{target.name.lower()}", self.ends, clock=clock)
-            for source, target in (BACKUP, LOAD)
-        }
+        self._lanes = {edge: Lane(LANES[edge], self.ends, clock=clock) for edge in (BACKUP, LOAD)}
+        self.flows: dict[Edge, Flow] = {edge: Flow([arena.pool for arena in host]) for edge in LANES}
         self.connection: StorageConnection | None = None
         self._retired: list[StorageConnection] = []  # those that may not have closed yet
 
@@ -144,10 +143,13 @@ class TransferEngine:
             pool: ([(page.source, page.target) for _, page in pages], [page.key for _, page in pages])
             for pool, pages in _by_pool(copy.pages).items()
         }
+        began = time.perf_counter()
         self._copies.save(pages, ready)
+        self.flows[BACKUP].moved(time.perf_counter() - began, copy.pages)
         return _all(copy.pages), 0
 
     def _load(self, copy: Copy, ready: Any) -> tuple[int, int]:
+        began = time.perf_counter()
         bad = self._broken(copy.pages) if self._verify_host else 0
         pages = {
             pool: [(page.source, page.target) for i, page in pages if not bad >> i & 1]
@@ -156,6 +158,7 @@ class TransferEngine:
         good = _all(copy.pages) & ~bad
         if not self.layerwise or not good:
             self._copies.load(pages, ready)
+            self.flows[LOAD].moved(time.perf_counter() - began, _chosen(copy.pages, good))
             return good, bad
         arrival = Arrival(self._copies.layers, self._copies.order, LOAD_DEADLINE_S)
         self._arrivals = [*self._arrivals, arrival]  # before a request can resume from it
@@ -166,11 +169,12 @@ class TransferEngine:
             arrival.fail(e)  # it stays, so that no request takes the pages for whole
             raise
         self._arrivals = [each for each in self._arrivals if each is not arrival]
+        self.flows[LOAD].moved(time.perf_counter() - began, _chosen(copy.pages, good))
         return good, bad
 
     def _store(self, sent: Sequence[tuple[Storage, Copy]]) -> list[tuple[int, int]]:
         """Several copies to one storage in one put. A put keeps an object that exists, so no probe comes first."""
-        storage = sent[0][0]
+        storage, began = sent[0][0], time.perf_counter()
         outcomes: list[list[int]] = [[0, 0] for _ in sent]
         pages = [(at, i, copy.root, page) for at, (_, copy) in enumerate(sent) for i, page in enumerate(copy.pages)]
         memory = apart([self._host[page.pool] for *_, page in pages])
@@ -192,10 +196,13 @@ class TransferEngine:
         stored = iter(storage.put(names, records) if names else [])
         for at, i, count in told:
             outcomes[at][0] |= all([*islice(stored, count)]) << i
+        kept = [page for (good, _), (_, copy) in zip(outcomes, sent, strict=True) for page in _chosen(copy.pages, good)]
+        written = [page for page in kept if self._host[page.pool].parts.writes(page.key)]
+        self.flows[STORE].moved(time.perf_counter() - began, kept, written)
         return [(good, bad) for good, bad in outcomes]
 
     def _fetch(self, storage: Storage, copy: Copy) -> tuple[int, int]:
-        arenas = [self._host[page.pool] for page in copy.pages]
+        began, arenas = time.perf_counter(), [self._host[page.pool] for page in copy.pages]
         records = [
             arena.blank(page.target, into) for arena, page, into in zip(arenas, copy.pages, apart(arenas), strict=True)
         ]
@@ -217,6 +224,7 @@ class TransferEngine:
             elif damaged:
                 spoilt += damaged
                 bad |= 1 << i
+        self.flows[FETCH].moved(time.perf_counter() - began, _chosen(copy.pages, good))
         if bad:  # deleted, so that the recomputed page is stored again
             try:
                 storage.delete(spoilt)
@@ -228,8 +236,13 @@ class TransferEngine:
         """Which pages of several prompts one storage has, in one call."""
         asked = [[self._host[page.pool].parts.names(probe.root, page.key) for page in probe.pages] for _, probe in sent]
         names = [*dict.fromkeys(name for pages in asked for parts in pages for name in parts)]
+        began = time.perf_counter()
         there = dict(zip(names, sent[0][0].exists(names), strict=True))
-        return [(sum(all(map(there.get, parts)) << i for i, parts in enumerate(pages)), 0) for pages in asked]
+        seconds = time.perf_counter() - began
+        found = [sum(all(map(there.get, parts)) << i for i, parts in enumerate(pages)) for pages in asked]
+        seen = [page for good, (_, probe) in zip(found, sent, strict=True) for page in _chosen(probe.pages, good)]
+        self.flows[PROBE].probed(seconds, [page for _, probe in sent for page in probe.pages], seen)
+        return [(good, 0) for good in found]
 
     def _broken(self, pages: Sequence[Page]) -> int:
         """The pages whose host record fails its check."""
@@ -241,6 +254,10 @@ class TransferEngine:
 
 def _all(pages: Sequence[Page]) -> int:
     return (1 << len(pages)) - 1
+
+
+def _chosen(pages: Sequence[Page], bits: int) -> list[Page]:
+    return [page for i, page in enumerate(pages) if bits >> i & 1]
 
 
 def _by_pool(pages: Sequence[Page]) -> dict[int, list[tuple[int, Page]]]:
