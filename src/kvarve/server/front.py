@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from fastapi import APIRouter, Depends, FastAPI
 from fastapi import Request as Http
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvarve import __version__
 from kvarve.routing import BLOCK_BYTES, PrefixRouter, Prompt
@@ -75,9 +75,11 @@ class _Call(NamedTuple):
 
 
 class Front:
-    """The application. `access`: to what it answers itself; the replicas guard the rest."""
+    """The application. `access`: to what it answers itself; the replicas guard the rest. `around`: as `create_app`."""
 
-    def __init__(self, replicas: Replicas, max_body_bytes: int, access: Access) -> None:
+    def __init__(
+        self, replicas: Replicas, max_body_bytes: int, access: Access, around: Callable[[ASGIApp], ASGIApp]
+    ) -> None:
         self._replicas, self._bodies = replicas, Bodies(max_body_bytes)
         self._router = PrefixRouter(len(replicas.all))
         self._changes: list[_Call] = []  # of the storage, which every replica has made
@@ -99,7 +101,7 @@ class Front:
         app.add_api_route("/{path:path}", self.forward, methods=["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"])
         add_errors(app)
         self._responses: Responses = Counter()  # without those of replicas, which count their own
-        self.app = Observed(app, self._responses)
+        self.app = Observed(around(app), self._responses)
 
     async def state(self) -> Response:
         return JSONResponse({"replicas": [each.state() for each in self._replicas.all]})
