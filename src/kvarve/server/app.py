@@ -60,6 +60,7 @@ def create_app(
     keys: Keyring | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     connections: Connections | None = None,
+    around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     metrics_compat: str = "",
     traces: Traces | None = None,
 ) -> ASGIApp:
@@ -67,7 +68,8 @@ def create_app(
 
     `name`: the served model name (the model's own unless given). /v1 needs one of the `keys` if there are any. /admin
     needs an admin key and is off without one; /flush_cache needs an admin key, else an API key. /metrics reports the
-    `connections`, under the names of `metrics_compat` too. `traces` gets a span for each request for answers.
+    `connections`, under the names of `metrics_compat` too. `traces` gets a span for each request for answers. `around`
+    gets requests before the endpoints do, and after they are observed.
     """
     app = FastAPI(title="kvarve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     access = Access(keys or Keyring())
@@ -93,7 +95,7 @@ def create_app(
     watching = [Depends(access.flushing)]  # it is for the operator, as a flush is
     app.get("/live/data", dependencies=watching, include_in_schema=False)(front.live.data)
     add_errors(app)
-    return Observed(app, front.responses, traces)
+    return Observed(around(app), front.responses, traces)
 
 
 def add_errors(app: FastAPI) -> None:
