@@ -141,7 +141,7 @@ class Front:
             if not each.up:
                 raise TimeoutError
             async with asyncio.timeout(METRICS_S):
-                answer = _passed(await self._http.send(self._request(http, b"", each)))
+                answer = _passed(await self._http.send(_Call.of(http, b"").to(each, self._http)))
                 seen(http).passed_on = True
         except (httpx.HTTPError, TimeoutError):
             raise Refused(503, f"replica {each.number} does not answer now", headers=RETRY_AFTER | known) from None
