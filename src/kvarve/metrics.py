@@ -207,6 +207,11 @@ def _cache(stats: Mapping[str, float]) -> Iterator[Metric]:
     yield _gauge("kvarve_stores_backing_off", help_text, stats["stores_backing_off"])
     bad = {tier: stats[f"bad_{tier}"] for tier in ("host", "storage")}
     yield _by("kvarve_bad_pages", "Pages that failed their check when read, by their tier.", ("tier",), bad)
+    edge = ("source", "target")
+    help_text = "Pages whose bytes were compared before and after their copy."
+    yield _by("kvarve_compared_pages", help_text, edge, _under("compared.", stats))
+    help_text = "Pages of those that a copy had altered; they were dropped."
+    yield _by("kvarve_altered_pages", help_text, edge, _under("altered.", stats))
     for name, (metric, help_text) in _PAGE_COUNTERS.items():
         yield _counter(metric, help_text, stats[name])
     waiting, failed = _under("lane_waiting.", stats), _under("lane_failed.", stats)

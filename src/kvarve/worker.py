@@ -186,6 +186,7 @@ class CacheWorker:
                 rank=rank,
                 ranks=identity.ranks,
                 verify_host=config.policies.verify_host,
+                hash_sample=config.policies.hash_sample,
                 deadline_s=config.policies.storage_deadline_s,
                 clock=clock,
             )
@@ -335,6 +336,11 @@ class CacheWorker:
             stats[f"lane_waiting.{lane.name}"] = lane.waiting()
             stats[f"lane_failed.{lane.name}"] = lane.counts.failed + lane.counts.late + lane.counts.refused
             stats[f"lane_stuck_s.{lane.name}"] = lane.stuck_s()
+        for name, counts in (
+            ("compared", self.transfers.fingerprints.compared),
+            ("altered", self.transfers.fingerprints.altered),
+        ):
+            stats |= {f"{name}.{'.'.join(edge)}": count for edge, count in counts.copy().items()}
         attached = self.attached
         for pool, total in (totals(attached.storage) if attached is not None else {}).items():
             stats |= {f"compress_{name}.{pool}": value for name, value in total.items()}

@@ -79,7 +79,7 @@ class HostArena:
         check_layout(layout)
         self.pool, self.slots, self.layout = pool, slots, layout
         self.stride = stride or record_bytes(pool.payload_bytes)
-        self._length = record_bytes(pool.payload_bytes)
+        self.length = record_bytes(pool.payload_bytes)  # of a record
         number = 0 if pool.replicated else rank
         self.stamp = Stamp(namespace, pool.name, pool.payload_bytes, number, ranks, seal)
         self.in_place = layout == PAGE_FIRST_DIRECT
@@ -123,7 +123,7 @@ class HostArena:
         """Memory for a record that will be `put` into the slot: the slot's own where a page is its record; else `into`,
         which is of `apart`, or new memory."""
         if self.in_place:
-            return self.memory[slot * self.stride : slot * self.stride + self._length]
+            return self.memory[slot * self.stride : slot * self.stride + self.length]
         return zeros(self.stride) if into is None else into
 
     def put(self, slot: int, record: memoryview) -> None:

@@ -18,7 +18,10 @@ from kvarve.core.settings import LOAD_DEADLINE_S
 from kvarve.errors import StorageError
 from kvarve.keys import object_name
 from kvarve.memory.arenas import HostArena, apart
-from kvarve.memory.copies import DeviceCopies, NearArena
+from kvarve.memory.copies import Compared, DeviceCopies, NearArena, Sampled
+from kvarve.memory.fingerprints import Fingerprints, fingerprint
+from kvarve.memory.host_memory import zeros
+from kvarve.memory.record import HEADER_BYTES
 from kvarve.model import PoolSpec, Tier
 from kvarve.storage import Storage
 from kvarve.transfer.arrivals import Arrival
@@ -39,17 +42,19 @@ class TransferEngine:
         ranks: int = 1,
         verify_host: bool = True,
         layerwise: bool = False,
+        hash_sample: float = 0.0,
         deadline_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`layerwise`: say `Verified` of a load before it is copied; its pages are in place as `arrivals` say.
+        """`hash_sample`: the share of pages that are compared before and after each copy.
+        `layerwise`: say `Verified` of a load before it is copied; its pages are in place as `arrivals` say.
         `deadline_s` is the storage's; copies between device and host have `LOAD_DEADLINE_S`."""
         self.layerwise = layerwise
         self._arrivals: list[Arrival] = []
         self._pools, self._device, self._host = pools, device, host
         self._rank, self._ranks, self._verify_host, self._deadline_s = rank, ranks, verify_host, deadline_s
         self._clock, self.ends = clock, Ends()
-        self._copies = DeviceCopies(device, host)
+        self._copies, self.fingerprints = DeviceCopies(device, host), Fingerprints(hash_sample)
         self._checking = threading.Lock()
         # One worker each: a chain's page rests on the one before it, so copies must end in the order sent.
         self._lanes = {
@@ -147,8 +152,9 @@ class TransferEngine:
             pool: ([(page.source, page.target) for _, page in pages], [page.key for _, page in pages])
             for pool, pages in _by_pool(copy.pages).items()
         }
-        self._copies.save(pages, ready)
-        return _all(copy.pages), 0
+        sampled = self._sampled(copy, _all(copy.pages))
+        altered = self._altered(copy, sampled, self._copies.save(pages, ready, [*sampled.values()]))
+        return _all(copy.pages) & ~altered, 0
 
     def _load(self, copy: Copy, ready: Any) -> tuple[int, int]:
         bad = self._broken(copy.pages) if self._verify_host else 0
@@ -157,9 +163,10 @@ class TransferEngine:
             for pool, pages in _by_pool(copy.pages).items()
         }
         good = _all(copy.pages) & ~bad
-        if not self.layerwise or not good:
-            self._copies.load(pages, ready)
-            return good, bad
+        sampled = self._sampled(copy, good)
+        if not self.layerwise or not good or sampled:  # an altered page may not be used before it is compared
+            altered = self._altered(copy, sampled, self._copies.load(pages, ready, sampled=[*sampled.values()]))
+            return good & ~altered, bad
         arrival = Arrival(self._copies.layers, self._copies.order, LOAD_DEADLINE_S)
         self._arrivals = [*self._arrivals, arrival]  # before a request can resume from it
         self.ends.put(Verified(copy.op, good, bad))
@@ -189,10 +196,46 @@ class TransferEngine:
                     told.append((at, i))
                 else:
                     outcomes[at][0] |= 1 << i
+        moved = {number: sent[at][1].pages[i] for number, (at, i) in enumerate(told)}
+        compared = self._new(storage, names, records, moved)
         stored = storage.put(names, records) if names else []
-        for (at, i), done in zip(told, stored, strict=True):
-            outcomes[at][0] |= done << i
+        compared = {number: before for number, before in compared.items() if stored[number]}
+        altered = self._altered_there(storage, names, moved, compared)
+        for number, ((at, i), done) in enumerate(zip(told, stored, strict=True)):
+            outcomes[at][0] |= (done and number not in altered) << i
         return [(good, bad) for good, bad in outcomes]
+
+    def _new(
+        self, storage: Storage, names: Sequence[str], records: Sequence[memoryview], moved: dict[int, Page]
+    ) -> dict[int, int]:
+        """By number, the fingerprints of sampled records that a storage does not have yet: one that it has is kept, and
+        may differ by rounding."""
+        sampled = [number for number, page in moved.items() if self.fingerprints.samples(page.key)]
+        there = storage.exists([names[number] for number in sampled]) if sampled else []
+        return {
+            number: fingerprint(records[number][HEADER_BYTES:])
+            for number, known in zip(sampled, there, strict=True)
+            if not known
+        }
+
+    def _altered_there(
+        self, storage: Storage, names: Sequence[str], moved: dict[int, Page], before: dict[int, int]
+    ) -> set[int]:
+        """The numbers of those that a storage gives back as other bytes; they are deleted there."""
+        if not before:
+            return set()
+        copies = [zeros(self._host[moved[number].pool].length) for number in before]
+        sizes = storage.get([names[number] for number in before], copies)
+        altered = set()
+        for (number, taken), copy, size in zip(before.items(), copies, sizes, strict=True):
+            pool, key = self._pools[moved[number].pool].name, moved[number].key
+            if size is not None and not self.fingerprints.equal(
+                _edge(Tier.HOST, Tier.STORAGE), pool, key, taken, fingerprint(copy[HEADER_BYTES:])
+            ):  # one that has been evicted since is not compared
+                altered.add(number)
+        if altered:
+            storage.delete([names[number] for number in altered])
+        return altered
 
     def _fetch(self, storage: Storage, copy: Copy) -> tuple[int, int]:
         names = [self._name(copy.root, page) for page in copy.pages]
@@ -206,8 +249,7 @@ class TransferEngine:
             if size is None:
                 continue
             if size == len(record) and self._host[page.pool].stamp.intact(record, page.key):
-                self._host[page.pool].put(page.target, record)
-                good |= 1 << i
+                good |= self._put(page, record) << i
             else:
                 bad |= 1 << i
         if bad:  # deleted, so that the recomputed page is stored again
@@ -216,6 +258,36 @@ class TransferEngine:
             except StorageError as e:  # the good pages are good all the same
                 log.warning("bad pages could not be deleted: %s", e)
         return good, bad
+
+    def _put(self, page: Page, record: memoryview) -> bool:
+        """Take over a record from storage; False: its slot has other bytes then. The record's seal is its fingerprint
+        from before it was stored."""
+        arena = self._host[page.pool]
+        if not self.fingerprints.samples(page.key):
+            arena.put(page.target, record)
+            return True
+        before = fingerprint(record[HEADER_BYTES:])
+        arena.put(page.target, record)
+        after = fingerprint(arena.record(page.target)[HEADER_BYTES:])
+        pool = self._pools[page.pool].name
+        return self.fingerprints.equal(_edge(Tier.STORAGE, Tier.HOST), pool, page.key, before, after)
+
+    def _sampled(self, copy: Copy, good: int) -> dict[int, Sampled]:
+        """The pages of a copy between device and host that are compared, by their number in it."""
+        up = copy.target is Tier.DEVICE
+        return {
+            i: (page.pool, page.target, page.source) if up else (page.pool, page.source, page.target)
+            for i, page in enumerate(copy.pages)
+            if good >> i & 1 and self.fingerprints.samples(page.key)
+        }
+
+    def _altered(self, copy: Copy, sampled: dict[int, Sampled], found: Compared) -> int:
+        """The pages of a copy that came out as other bytes."""
+        altered, edge = 0, _edge(copy.source, copy.target)
+        for i, (before, after) in zip(sampled, found, strict=True):
+            page = copy.pages[i]
+            altered |= (not self.fingerprints.equal(edge, self._pools[page.pool].name, page.key, before, after)) << i
+        return altered
 
     def _probe(self, sent: Sequence[tuple[Storage, Probe]]) -> list[tuple[int, int]]:
         """Which pages of several prompts one storage has, in one call."""
@@ -238,6 +310,10 @@ class TransferEngine:
 
     def _intact(self, page: Page) -> bool:
         return self._host[page.pool].intact(page.source, page.key)
+
+
+def _edge(source: Tier, target: Tier) -> tuple[str, str]:
+    return source.name.lower(), target.name.lower()
 
 
 def _all(pages: Sequence[Page]) -> int:
