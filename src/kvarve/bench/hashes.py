@@ -46,8 +46,14 @@ def main(options: Hash) -> int:
 
 async def _rounds(url: str, options: Hash) -> tuple[list[Round], Counts]:
     """The rounds, and what the server has counted by then."""
-    sizes = {"turns": options.turns, "input_tokens": options.input_tokens, "output_tokens": OUTPUT_TOKENS}
-    conversations = multiturn(Multiturn(seed=options.seed, clients=options.clients, **sizes))
+    asked = Multiturn(
+        seed=options.seed,
+        clients=options.clients,
+        turns=options.turns,
+        input_tokens=options.input_tokens,
+        output_tokens=OUTPUT_TOKENS,
+    )
+    conversations = multiturn(asked)
     async with connected(url, options.model if options.server else None, options.api_key, options.admin_key) as client:
         rounds = await in_rounds(client, options, conversations, options.clients)
         check([record for each in rounds for record in each.records if record.error])
