@@ -67,8 +67,11 @@ class SlotPools:
         ]
         self._lookbacks = [pool.lookback for pool in self.pools] * len(self.memory)  # by place
         cost = config.policies.cost(config.page_tokens)
+        chains = sum(pool.payload_bytes for pool in self.pools if pool.lookback is None)
+        snapshot = sum(pool.lookback * pool.payload_bytes for pool in self.pools if pool.lookback is not None)
         contexts = [
-            OrderContext(place, self._lookbacks[place], cost, lambda: self.tick) for place in range(len(self.capacity))
+            OrderContext(place, back, cost, lambda: self.tick, 0.0 if back is None else chains / snapshot)
+            for place, back in enumerate(self._lookbacks)
         ]
         # By place; behind all places, those of spare pages, which a chain has none of.
         self.orders = {place: order_for(config.policies.eviction, context) for place, context in enumerate(contexts)}
