@@ -93,6 +93,15 @@ def test_a_call_about_the_state_goes_to_all(client: httpx.Client) -> None:
     assert not any(cached(ask(client, talk(number))) for number in range(6))
 
 
+def test_the_front_counts_what_it_rejects_itself_and_no_answer_of_a_replica(client: httpx.Client) -> None:
+    assert client.post("/admin/replicas/9/restart", headers=ADMIN).status_code == 404
+    assert client.post("/v1/completions", json={"prompt": 5.5}).status_code == 400
+    lines = [line for line in client.get("/metrics").text.splitlines() if line.startswith("kvarve_rejected_requests")]
+    own = [line for line in lines if 'replica="front"' in line]
+    assert any('status="404"' in line for line in own) and not any('status="400"' in line for line in own)
+    assert any('status="400"' in line for line in lines)
+
+
 def test_keys_are_asked_for_as_by_one_server(client: httpx.Client) -> None:
     wrong = {"Authorization": "Bearer wrong"}
     body = {"prompt": "x", "max_tokens": 1}
@@ -116,7 +125,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_sent_on(client: httpx.
 def test_a_request_that_cannot_be_sent_on_counts_for_no_replica(client: httpx.Client) -> None:
     url = client.base_url
     with socket.create_connection((url.host, url.port or 0)) as link:
-        link.sendall(b'POST %2Fv1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 14\r\n\r\n{"prompt":"x"}')
+        link.sendall(b'POST %2Fv1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 14\r\n\r\n{"prompt":"x"}')
         assert b" 400 " in link.recv(1 << 16).split(b"\r\n")[0]
     until(lambda: not any(each["busy"] for each in states(client)))
 

@@ -20,6 +20,7 @@ from kvarve.core.eviction.auto import Auto, Shadows
 from kvarve.core.eviction.order import Order, OrderContext
 from kvarve.core.extents import Cut, Extents
 from kvarve.core.ghosts import Ghosts
+from kvarve.core.levels import Ages
 from kvarve.core.policies import WritePolicy
 from kvarve.core.salt_shares import SaltShares
 from kvarve.core.tree import Root, Run, root_of, traces_of, upward
@@ -95,6 +96,14 @@ class SlotPools:
         if config.policies.salt_share < 1:
             self.salt_shares = SaltShares(state, self, contexts)
         self.evicted = [0] * len(self.capacity)
+        # The slots of a tier that pools share have numbers in all of its extents.
+        numbers = [
+            self.capacity[place]
+            if (extents := self.extents[place // pools]) is None
+            else extents.cut.slots(place % pools)
+            for place in range(len(self.capacity))
+        ]
+        self.ages = Ages(numbers, len(self.memory))
         self.freed: list[tuple[int, int]] | None = None  # places and slots, where they are to be told
         self.tick = 0
         self.shape = 0  # how often runs were made, split, lengthened or dropped
@@ -183,11 +192,13 @@ class SlotPools:
     def make_resident(self, run: Run, place: int, position: int, slot: int) -> None:
         """Put a page into a slot, which the tree owns from here on."""
         run.put(place, position, slot)
+        self.ages.came(place, (slot,), self._state.now)
         self._offer_all(run, place)
 
     def make_row_resident(self, run: Run, place: int, position: int, slots: Sequence[int]) -> None:
         """The same for all pages from `position` to the end of a run."""
         run.put_row(place, position, slots)
+        self.ages.came(place, slots, self._state.now)
         self._offer_all(run, place)
 
     def _offer_all(self, run: Run, place: int) -> None:
@@ -219,7 +230,9 @@ class SlotPools:
     def leave(self, run: Run, place: int, position: int) -> None:
         """A page leaves its slot, which is free; the page that it rested on may go next."""
         self.bad_pages -= run.bad[place] >> position - run.first & 1
-        self._free(place, [run.take(place, position)])
+        slots = [run.take(place, position)]
+        self.ages.left(run, place, slots, self._state.now)
+        self._free(place, slots)
         self._left(run, place, 1)
         if position == run.first:
             self._let_parent_go(run, place)
@@ -235,7 +248,9 @@ class SlotPools:
             return
         if run.bad[place]:
             self.bad_pages -= (run.bad[place] >> start).bit_count()
-        self._free(place, [*reversed(run.take_tail(place, start))])
+        slots = [*reversed(run.take_tail(place, start))]
+        self.ages.left(run, place, slots, self._state.now)
+        self._free(place, slots)
         self._left(run, place, count)
         if start == 0:
             self._let_parent_go(run, place)
@@ -277,6 +292,7 @@ class SlotPools:
         self.tick += 1
         for each, _ in upward(run, positions):
             each.used = self.tick
+        self.ages.used(run, self._state.now)
 
     def pin(self, run: Run, positions: int, prefix_pins: int = 0, tiers: tuple[Tier, ...] = MEMORY_TIERS) -> None:
         """Pin in these tiers all pages at `positions`, and the chains' pages at `prefix_pins`. Pinned positions stay in

@@ -45,7 +45,9 @@ class Replica:
         self.starts = 0
         self.restart_from, self.drain_by_s = 0, inf  # of the last restart: how often it had been started, and patience
         self._ready = folder / f"ready-{number}"
-        self._settings = replace(settings, dp=1, host="127.0.0.1", port=0, ready_file=self._ready)
+        own = replace(settings, dp=1, host="127.0.0.1", port=0, ready_file=self._ready)
+        # Of the front alone: a replica sees no TLS, answers no page, and is ended when its requests have.
+        self._settings = replace(own, tls_cert=None, tls_key=None, cors_origin=(), allowed_host=(), drain_s=0.0)
         self._process: BaseProcess | None = None
         self._started_s, self._ended_s = 0.0, -inf
         self._stop_by_s = inf  # it was told to end

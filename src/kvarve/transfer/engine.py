@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvarve.core.copies import BACKUP, FETCH, LOAD, PROBE, STORE
+from kvarve.core.copies import BACKUP, FETCH, LOAD, PROBE, STORE, Edge
 from kvarve.core.effects import Copy, Effect, Event, Hurry, Page, Probe, Transfer, Verified
 from kvarve.core.settings import LOAD_DEADLINE_S
 from kvarve.errors import StorageError
@@ -25,6 +25,7 @@ from kvarve.memory.record import HEADER_BYTES
 from kvarve.model import PoolSpec, Tier
 from kvarve.storage import Storage
 from kvarve.transfer.arrivals import Arrival
+from kvarve.transfer.flows import LANES, Flow
 from kvarve.transfer.lanes import Ends, Lane
 from kvarve.transfer.storage_connection import StorageConnection
 
@@ -57,10 +58,8 @@ class TransferEngine:
         self._copies, self.fingerprints = DeviceCopies(device, host), Fingerprints(hash_sample)
         self._checking = threading.Lock()
         # One worker each: a chain's page rests on the one before it, so copies must end in the order sent.
-        self._lanes = {
-            (source, target): Lane(f"{source.name.lower()}-to-{target.name.lower()}", self.ends, clock=clock)
-            for source, target in (BACKUP, LOAD)
-        }
+        self._lanes = {edge: Lane(LANES[edge], self.ends, clock=clock) for edge in (BACKUP, LOAD)}
+        self.flows: dict[Edge, Flow] = {edge: Flow(pools) for edge in LANES}
         self.connection: StorageConnection | None = None
         self._retired: list[StorageConnection] = []  # those that may not have closed yet
 
@@ -153,10 +152,14 @@ class TransferEngine:
             for pool, pages in _by_pool(copy.pages).items()
         }
         sampled = self._sampled(copy, _all(copy.pages))
-        altered = self._altered(copy, sampled, self._copies.save(pages, ready, [*sampled.values()]))
+        began = time.perf_counter()
+        found = self._copies.save(pages, ready, [*sampled.values()])
+        self.flows[BACKUP].moved(time.perf_counter() - began, copy.pages)
+        altered = self._altered(copy, sampled, found)
         return _all(copy.pages) & ~altered, 0
 
     def _load(self, copy: Copy, ready: Any) -> tuple[int, int]:
+        began = time.perf_counter()
         bad = self._broken(copy.pages) if self._verify_host else 0
         pages = {
             pool: [(page.source, page.target) for i, page in pages if not bad >> i & 1]
@@ -165,7 +168,9 @@ class TransferEngine:
         good = _all(copy.pages) & ~bad
         sampled = self._sampled(copy, good)
         if not self.layerwise or not good or sampled:  # an altered page may not be used before it is compared
-            altered = self._altered(copy, sampled, self._copies.load(pages, ready, sampled=[*sampled.values()]))
+            found = self._copies.load(pages, ready, sampled=[*sampled.values()])
+            self.flows[LOAD].moved(time.perf_counter() - began, _chosen(copy.pages, good))
+            altered = self._altered(copy, sampled, found)
             return good & ~altered, bad
         arrival = Arrival(self._copies.layers, self._copies.order, LOAD_DEADLINE_S)
         self._arrivals = [*self._arrivals, arrival]  # before a request can resume from it
@@ -176,11 +181,12 @@ class TransferEngine:
             arrival.fail(e)  # it stays, so that no request takes the pages for whole
             raise
         self._arrivals = [each for each in self._arrivals if each is not arrival]
+        self.flows[LOAD].moved(time.perf_counter() - began, _chosen(copy.pages, good))
         return good, bad
 
     def _store(self, sent: Sequence[tuple[Storage, Copy]]) -> list[tuple[int, int]]:
         """Several copies to one storage in one put. A put keeps an object that exists, so no probe comes first."""
-        storage = sent[0][0]
+        storage, began = sent[0][0], time.perf_counter()
         outcomes: list[list[int]] = [[0, 0] for _ in sent]
         pages = [(at, i, copy.root, page) for at, (_, copy) in enumerate(sent) for i, page in enumerate(copy.pages)]
         memory = apart([self._host[page.pool] for *_, page in pages])
@@ -203,6 +209,8 @@ class TransferEngine:
         altered = self._altered_there(storage, names, moved, compared)
         for number, ((at, i), done) in enumerate(zip(told, stored, strict=True)):
             outcomes[at][0] |= (done and number not in altered) << i
+        kept = [page for (good, _), (_, copy) in zip(outcomes, sent, strict=True) for page in _chosen(copy.pages, good)]
+        self.flows[STORE].moved(time.perf_counter() - began, kept, [page for page in kept if self._writes(page)])
         return [(good, bad) for good, bad in outcomes]
 
     def _new(
@@ -238,7 +246,7 @@ class TransferEngine:
         return altered
 
     def _fetch(self, storage: Storage, copy: Copy) -> tuple[int, int]:
-        names = [self._name(copy.root, page) for page in copy.pages]
+        began, names = time.perf_counter(), [self._name(copy.root, page) for page in copy.pages]
         memory = apart([self._host[page.pool] for page in copy.pages])
         records = [
             self._host[page.pool].blank(page.target, into) for page, into in zip(copy.pages, memory, strict=True)
@@ -252,6 +260,7 @@ class TransferEngine:
                 good |= self._put(page, record) << i
             else:
                 bad |= 1 << i
+        self.flows[FETCH].moved(time.perf_counter() - began, _chosen(copy.pages, good))
         if bad:  # deleted, so that the recomputed page is stored again
             try:
                 storage.delete([name for i, name in enumerate(names) if bad >> i & 1])
@@ -293,8 +302,13 @@ class TransferEngine:
         """Which pages of several prompts one storage has, in one call."""
         asked = [[self._name(probe.root, page) for page in probe.pages] for _, probe in sent]
         names = [*dict.fromkeys(name for names in asked for name in names)]
+        began = time.perf_counter()
         there = dict(zip(names, sent[0][0].exists(names), strict=True))
-        return [(sum(there[name] << i for i, name in enumerate(names)), 0) for names in asked]
+        seconds = time.perf_counter() - began
+        found = [sum(there[name] << i for i, name in enumerate(names)) for names in asked]
+        pages = [page for good, (_, probe) in zip(found, sent, strict=True) for page in _chosen(probe.pages, good)]
+        self.flows[PROBE].probed(seconds, [page for _, probe in sent for page in probe.pages], pages)
+        return [(good, 0) for good in found]
 
     def _name(self, root: bytes, page: Page) -> str:
         pool = self._pools[page.pool]
@@ -318,6 +332,10 @@ def _edge(source: Tier, target: Tier) -> tuple[str, str]:
 
 def _all(pages: Sequence[Page]) -> int:
     return (1 << len(pages)) - 1
+
+
+def _chosen(pages: Sequence[Page], bits: int) -> list[Page]:
+    return [page for i, page in enumerate(pages) if bits >> i & 1]
 
 
 def _by_pool(pages: Sequence[Page]) -> dict[int, list[tuple[int, Page]]]:
