@@ -60,7 +60,7 @@ class Cache:
         for tensor in self.device.buffers.values():
             tensor.copy_(torch.arange(float(tensor.numel())).view(tensor.shape))
         self.storage, self.ops, self.verified = Altering(self.host), 0, 0
-        self.transfers = TransferEngine([POOL], [self.device], [self.host], hash_sample=share, layerwise=layerwise)
+        self.transfers = TransferEngine([self.device], [self.host], hash_sample=share, layerwise=layerwise)
         self.transfers.attach(self.transfers.connect(self.storage))
 
     def copy(self, source: Tier, target: Tier) -> tuple[int, int]:

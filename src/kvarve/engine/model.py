@@ -20,15 +20,15 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from kvarve.engine.identity import Marks, identity_of
+from kvarve.engine.identity import Marks, identity_of, weights_digest
 from kvarve.engine.layers import plan_layers
 from kvarve.engine.quantized import dequantizing, method_of, unreadable
 from kvarve.engine.ranks import Ranks
-from kvarve.engine.shards import divide, with_replicated
+from kvarve.engine.shards import divide, head_groups, with_groups, with_replicated
 from kvarve.engine.state import StateLayout, Workspace, check_pages
 from kvarve.engine.stepwise import make_resumable
 from kvarve.errors import ConfigError, ModelError
-from kvarve.model import ModelIdentity, check_grid
+from kvarve.model import HeadGroups, ModelIdentity, check_grid
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BUILTIN = Path(__file__).parent / "builtin"
@@ -179,9 +179,12 @@ def load_model(
     chunk_tokens: int = 256,
     attention: str = "sdpa",
     ranks: Ranks | None = None,
+    rounded: bool = False,
 ) -> LoadedModel:
     """Load `builtin:...` or a folder with config.json, *.safetensors and tokenizer.json; with `ranks` this one's part.
 
+    `rounded`: as `with_rounded_hits`; several ranks then store their pages by head group, where those divide, and share
+    them with other numbers of ranks.
     Prompts are computed in chunks of `chunk_tokens`. A model that has no scaled-dot-product attention gets "eager".
     Raises ModelError for an unusable checkpoint, ConfigError for settings that do not fit together.
     """
@@ -192,30 +195,39 @@ def load_model(
     model = found.model(attention)
     try:
         make_resumable(model)
-        whole = None
+        whole, weights = None, ""
+        groups: list[HeadGroups | None] = []
         if ranks is not None:
             whole = StateLayout.of(model, page_tokens, chunk_tokens)
+            if rounded:
+                groups, weights = head_groups(model, whole.pools), weights_digest(model)
             divide(model, ranks.rank, ranks.ranks, ranks.add_up)
             ranks.assemble()
         model = model.to(device)
         layout = StateLayout.of(model, page_tokens, chunk_tokens)
-        if whole is not None:
-            layout = replace(layout, pools=with_replicated(layout.pools, whole.pools))
+        if ranks is not None and whole is not None:
+            pools = with_replicated(layout.pools, whole.pools)
+            if rounded:
+                pools = with_groups(pools, whole.pools, groups, ranks.rank, ranks.ranks)
+            layout = replace(layout, pools=pools)
     except (RuntimeError, LookupError, ArithmeticError, AssertionError) as e:  # out of memory, or a broken model
         raise ModelError(f"{found.folder}: the model does not compute on {device}: {_line(e)}") from e
     identity = identity_of(model, layout)
     if found.quantization:
         identity = replace(identity, quantisation=f"{found.quantization}, dequantized")
-    return LoadedModel(
+    if ranks is not None:
+        identity = ranks.identity(identity, weights if identity.by_groups else "")
+    loaded = LoadedModel(
         name=name,
         model=model,
         tokenizer=tokenizer,
         layout=layout,
-        identity=identity if ranks is None else ranks.identity(identity),
+        identity=identity,
         max_tokens=token_limit(model.config),
         eos_ids=_eos_ids(model, tokenizer),
         marks=Marks.of(model),
     )
+    return with_rounded_hits(loaded) if rounded else loaded
 
 
 def with_rounded_hits(model: LoadedModel) -> LoadedModel:

@@ -32,7 +32,6 @@ from kvarve.engine.model import (
     quiet_libraries,
     with_chat_template,
     with_context,
-    with_rounded_hits,
 )
 from kvarve.engine.ranks import Place, Ranks, check_ranks, device_of, started, threads_of
 from kvarve.errors import Broken, ConfigError, StorageError
@@ -222,10 +221,9 @@ def _model(settings: Settings, ranks: Ranks | None) -> LoadedModel:
         page_tokens=settings.page_tokens,
         chunk_tokens=settings.chunk_tokens,
         ranks=ranks,
+        rounded=settings.hits == "rounded",
     )
     model = with_chat_template(with_context(model, settings.context_length), settings.chat_template)
-    if settings.hits == "rounded":
-        model = with_rounded_hits(model)
     return model if settings.deterministic else keeping_answers(model)
 
 

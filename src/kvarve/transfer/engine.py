@@ -10,19 +10,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain, islice
 from typing import Any
 
 from kvarve.core.copies import BACKUP, FETCH, LOAD, PROBE, STORE, Edge
 from kvarve.core.effects import Copy, Effect, Event, Hurry, Page, Probe, Transfer, Verified
 from kvarve.core.settings import LOAD_DEADLINE_S
 from kvarve.errors import StorageError
-from kvarve.keys import object_name
 from kvarve.memory.arenas import HostArena, apart
 from kvarve.memory.copies import Compared, DeviceCopies, NearArena, Sampled
 from kvarve.memory.fingerprints import Fingerprints, fingerprint
 from kvarve.memory.host_memory import zeros
 from kvarve.memory.record import HEADER_BYTES
-from kvarve.model import PoolSpec, Tier
+from kvarve.model import Tier
 from kvarve.storage import Storage
 from kvarve.transfer.arrivals import Arrival
 from kvarve.transfer.flows import LANES, Flow
@@ -35,12 +35,9 @@ log = logging.getLogger(__name__)
 class TransferEngine:
     def __init__(
         self,
-        pools: Sequence[PoolSpec],
         device: Sequence[NearArena],
         host: Sequence[HostArena],
         *,
-        rank: int = 0,
-        ranks: int = 1,
         verify_host: bool = True,
         layerwise: bool = False,
         hash_sample: float = 0.0,
@@ -52,14 +49,14 @@ class TransferEngine:
         `deadline_s` is the storage's; copies between device and host have `LOAD_DEADLINE_S`."""
         self.layerwise = layerwise
         self._arrivals: list[Arrival] = []
-        self._pools, self._device, self._host = pools, device, host
-        self._rank, self._ranks, self._verify_host, self._deadline_s = rank, ranks, verify_host, deadline_s
+        self._device, self._host = device, host
+        self._verify_host, self._deadline_s = verify_host, deadline_s
         self._clock, self.ends = clock, Ends()
         self._copies, self.fingerprints = DeviceCopies(device, host), Fingerprints(hash_sample)
         self._checking = threading.Lock()
         # One worker each: a chain's page rests on the one before it, so copies must end in the order sent.
         self._lanes = {edge: Lane(LANES[edge], self.ends, clock=clock) for edge in (BACKUP, LOAD)}
-        self.flows: dict[Edge, Flow] = {edge: Flow(pools) for edge in LANES}
+        self.flows: dict[Edge, Flow] = {edge: Flow([arena.pool for arena in host]) for edge in LANES}
         self.connection: StorageConnection | None = None
         self._retired: list[StorageConnection] = []  # those that may not have closed yet
 
@@ -190,35 +187,40 @@ class TransferEngine:
         outcomes: list[list[int]] = [[0, 0] for _ in sent]
         pages = [(at, i, copy.root, page) for at, (_, copy) in enumerate(sent) for i, page in enumerate(copy.pages)]
         memory = apart([self._host[page.pool] for *_, page in pages])
-        names, records, told = [], [], []
+        names, records, told = list[str](), list[memoryview](), list[tuple[int, int, int]]()
         with self._checking:  # one worker at a time, so that the first one's put starts early
             for (at, i, root, page), into in zip(pages, memory, strict=True):
                 record = self._host[page.pool].record(page.source, into)
                 if self._verify_host and not self._host[page.pool].stamp.intact(record, page.key):
                     outcomes[at][1] |= 1 << i
-                elif self._writes(page):
-                    names.append(self._name(root, page))
-                    records.append(record)
-                    told.append((at, i))
+                    continue
+                parts = self._host[page.pool].parts
+                if parts.writes(page.key):
+                    named = parts.names(root, page.key)
+                    names += named
+                    records += parts.cut(record, page.key)
+                    told.append((at, i, len(named)))
                 else:
                     outcomes[at][0] |= 1 << i
-        moved = {number: sent[at][1].pages[i] for number, (at, i) in enumerate(told)}
+        moved = [sent[at][1].pages[i] for at, i, count in told for _ in range(count)]  # the page of each record
         compared = self._new(storage, names, records, moved)
         stored = storage.put(names, records) if names else []
         compared = {number: before for number, before in compared.items() if stored[number]}
-        altered = self._altered_there(storage, names, moved, compared)
-        for number, ((at, i), done) in enumerate(zip(told, stored, strict=True)):
-            outcomes[at][0] |= (done and number not in altered) << i
+        altered = self._altered_there(storage, names, records, moved, compared)
+        kept_there = iter([done and number not in altered for number, done in enumerate(stored)])
+        for at, i, count in told:
+            outcomes[at][0] |= all([*islice(kept_there, count)]) << i
         kept = [page for (good, _), (_, copy) in zip(outcomes, sent, strict=True) for page in _chosen(copy.pages, good)]
-        self.flows[STORE].moved(time.perf_counter() - began, kept, [page for page in kept if self._writes(page)])
+        written = [page for page in kept if self._host[page.pool].parts.writes(page.key)]
+        self.flows[STORE].moved(time.perf_counter() - began, kept, written)
         return [(good, bad) for good, bad in outcomes]
 
     def _new(
-        self, storage: Storage, names: Sequence[str], records: Sequence[memoryview], moved: dict[int, Page]
+        self, storage: Storage, names: Sequence[str], records: Sequence[memoryview], moved: Sequence[Page]
     ) -> dict[int, int]:
         """By number, the fingerprints of sampled records that a storage does not have yet: one that it has is kept, and
         may differ by rounding."""
-        sampled = [number for number, page in moved.items() if self.fingerprints.samples(page.key)]
+        sampled = [number for number, page in enumerate(moved) if self.fingerprints.samples(page.key)]
         there = storage.exists([names[number] for number in sampled]) if sampled else []
         return {
             number: fingerprint(records[number][HEADER_BYTES:])
@@ -227,16 +229,21 @@ class TransferEngine:
         }
 
     def _altered_there(
-        self, storage: Storage, names: Sequence[str], moved: dict[int, Page], before: dict[int, int]
+        self,
+        storage: Storage,
+        names: Sequence[str],
+        records: Sequence[memoryview],
+        moved: Sequence[Page],
+        before: dict[int, int],
     ) -> set[int]:
         """The numbers of those that a storage gives back as other bytes; they are deleted there."""
         if not before:
             return set()
-        copies = [zeros(self._host[moved[number].pool].length) for number in before]
+        copies = [zeros(len(records[number])) for number in before]
         sizes = storage.get([names[number] for number in before], copies)
         altered = set()
         for (number, taken), copy, size in zip(before.items(), copies, sizes, strict=True):
-            pool, key = self._pools[moved[number].pool].name, moved[number].key
+            pool, key = self._host[moved[number].pool].pool.name, moved[number].key
             if size is not None and not self.fingerprints.equal(
                 _edge(Tier.HOST, Tier.STORAGE), pool, key, taken, fingerprint(copy[HEADER_BYTES:])
             ):  # one that has been evicted since is not compared
@@ -246,40 +253,47 @@ class TransferEngine:
         return altered
 
     def _fetch(self, storage: Storage, copy: Copy) -> tuple[int, int]:
-        began, names = time.perf_counter(), [self._name(copy.root, page) for page in copy.pages]
-        memory = apart([self._host[page.pool] for page in copy.pages])
+        began, arenas = time.perf_counter(), [self._host[page.pool] for page in copy.pages]
         records = [
-            self._host[page.pool].blank(page.target, into) for page, into in zip(copy.pages, memory, strict=True)
+            arena.blank(page.target, into) for arena, page, into in zip(arenas, copy.pages, apart(arenas), strict=True)
         ]
-        sizes = storage.get(names, records)
+        names = [arena.parts.names(copy.root, page.key) for arena, page in zip(arenas, copy.pages, strict=True)]
+        blanks = [arena.parts.blanks(record) for arena, record in zip(arenas, records, strict=True)]
+        sizes = iter(storage.get([*chain(*names)], [*chain(*blanks)]))
         good = bad = 0
-        for i, (page, record, size) in enumerate(zip(copy.pages, records, sizes, strict=True)):
-            if size is None:
-                continue
-            if size == len(record) and self._host[page.pool].stamp.intact(record, page.key):
-                good |= self._put(page, record) << i
-            else:
+        spoilt: list[str] = []
+        for i, (page, arena, record) in enumerate(zip(copy.pages, arenas, records, strict=True)):
+            found = [*zip(names[i], blanks[i], islice(sizes, len(names[i])), strict=True)]
+            whole = [
+                size == len(part) and arena.parts.intact(number, part, page.key)
+                for number, (_, part, size) in enumerate(found)
+            ]
+            damaged = [name for (name, _, size), fine in zip(found, whole, strict=True) if not (size is None or fine)]
+            if all(whole):
+                good |= self._take(page, record, blanks[i]) << i
+            elif damaged:
+                spoilt += damaged
                 bad |= 1 << i
         self.flows[FETCH].moved(time.perf_counter() - began, _chosen(copy.pages, good))
         if bad:  # deleted, so that the recomputed page is stored again
             try:
-                storage.delete([name for i, name in enumerate(names) if bad >> i & 1])
+                storage.delete(spoilt)
             except StorageError as e:  # the good pages are good all the same
                 log.warning("bad pages could not be deleted: %s", e)
         return good, bad
 
-    def _put(self, page: Page, record: memoryview) -> bool:
-        """Take over a record from storage; False: its slot has other bytes then. The record's seal is its fingerprint
-        from before it was stored."""
+    def _take(self, page: Page, record: memoryview, parts: Sequence[memoryview]) -> bool:
+        """Take over a page from storage, whose parts have passed their check: their seals are its fingerprints from
+        before they were stored. False: its slot has other bytes then."""
         arena = self._host[page.pool]
-        if not self.fingerprints.samples(page.key):
-            arena.put(page.target, record)
+        sampled = self.fingerprints.samples(page.key)
+        before = fingerprint(*(part[HEADER_BYTES:] for part in parts)) if sampled else 0
+        arena.take(page.target, page.key, record, parts)
+        if not sampled:
             return True
-        before = fingerprint(record[HEADER_BYTES:])
-        arena.put(page.target, record)
-        after = fingerprint(arena.record(page.target)[HEADER_BYTES:])
-        pool = self._pools[page.pool].name
-        return self.fingerprints.equal(_edge(Tier.STORAGE, Tier.HOST), pool, page.key, before, after)
+        there = arena.parts.cut(arena.record(page.target), page.key)
+        after = fingerprint(*(part[HEADER_BYTES:] for part in there))
+        return self.fingerprints.equal(_edge(Tier.STORAGE, Tier.HOST), arena.pool.name, page.key, before, after)
 
     def _sampled(self, copy: Copy, good: int) -> dict[int, Sampled]:
         """The pages of a copy between device and host that are compared, by their number in it."""
@@ -295,28 +309,22 @@ class TransferEngine:
         altered, edge = 0, _edge(copy.source, copy.target)
         for i, (before, after) in zip(sampled, found, strict=True):
             page = copy.pages[i]
-            altered |= (not self.fingerprints.equal(edge, self._pools[page.pool].name, page.key, before, after)) << i
+            altered |= (
+                not self.fingerprints.equal(edge, self._host[page.pool].pool.name, page.key, before, after)
+            ) << i
         return altered
 
     def _probe(self, sent: Sequence[tuple[Storage, Probe]]) -> list[tuple[int, int]]:
         """Which pages of several prompts one storage has, in one call."""
-        asked = [[self._name(probe.root, page) for page in probe.pages] for _, probe in sent]
-        names = [*dict.fromkeys(name for names in asked for name in names)]
+        asked = [[self._host[page.pool].parts.names(probe.root, page.key) for page in probe.pages] for _, probe in sent]
+        names = [*dict.fromkeys(name for pages in asked for parts in pages for name in parts)]
         began = time.perf_counter()
         there = dict(zip(names, sent[0][0].exists(names), strict=True))
         seconds = time.perf_counter() - began
-        found = [sum(there[name] << i for i, name in enumerate(names)) for names in asked]
-        pages = [page for good, (_, probe) in zip(found, sent, strict=True) for page in _chosen(probe.pages, good)]
-        self.flows[PROBE].probed(seconds, [page for _, probe in sent for page in probe.pages], pages)
+        found = [sum(all(map(there.get, parts)) << i for i, parts in enumerate(pages)) for pages in asked]
+        seen = [page for good, (_, probe) in zip(found, sent, strict=True) for page in _chosen(probe.pages, good)]
+        self.flows[PROBE].probed(seconds, [page for _, probe in sent for page in probe.pages], seen)
         return [(good, 0) for good in found]
-
-    def _name(self, root: bytes, page: Page) -> str:
-        pool = self._pools[page.pool]
-        return object_name(root, page.key, pool.name, 0 if pool.replicated else self._rank, self._ranks)
-
-    def _writes(self, page: Page) -> bool:
-        """Whether this rank writes a page to storage: of a replicated pool, each rank writes a part of the pages."""
-        return not self._pools[page.pool].replicated or page.key[0] % self._ranks == self._rank
 
     def _broken(self, pages: Sequence[Page]) -> int:
         """The pages whose host record fails its check."""
