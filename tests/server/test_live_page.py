@@ -127,6 +127,7 @@ def test_a_viewer_sees_tiers_fill_hits_and_why(
     see(page, lambda: all_of(page, "#hits rect.device") and all_of(page, "#hits rect.computed"))
     see(page, lambda: "ms" in text(page, '[data-figure="TTFT, median"]'))
     see(page, lambda: "host-to-storage" in text(page, "#lanes"))
+    page.execute_script("scrollTo(0, 0)")
     page.save_screenshot(str(Path(os.environ.get("KVARVE_PICTURES", tmp_path)) / "live.png"))
 
     own_client.post("/flush_cache", params={"tiers": "device"})
