@@ -90,6 +90,8 @@ class Settings:
     """of a request; a larger one gets 413"""
     otlp_traces_endpoint: str | None = field(default=None, repr=False)
     """URL of an OpenTelemetry collector (OTLP over HTTP), which gets a span for each request; none unless given"""
+    kv_events_config: str | None = None
+    """JSON as vLLM's: {"enable_kv_cache_events": true} publishes which pages enter and leave each tier, over ZeroMQ"""
     log_level: str = "info"
     """debug, info, warning, error"""
     ready_file: Path | None = None
@@ -99,7 +101,7 @@ class Settings:
     def alike(self) -> str:
         """What has to be the same on all ranks."""
         own = {"served_model_name", "host", "port", "storage", "storage_key", "threads", "api_key", "admin_key"}
-        own |= {"max_body_bytes", "log_level", "ready_file", "node_rank", "otlp_traces_endpoint"}
+        own |= {"max_body_bytes", "log_level", "ready_file", "node_rank", "otlp_traces_endpoint", "kv_events_config"}
         return repr([(each.name, getattr(self, each.name)) for each in fields(self) if each.name not in own])
 
     @property
