@@ -20,7 +20,8 @@ FLOORS = (
     {"prefix_cache", "admin", "metrics", "options", "commands", "reports", "familiar"},  # the pair, and the engine
     {"engine", "simulate"},
     # applications
-    {"cli", "__main__", "storage_cli", "server", "bench", "demo", "demo_report", "demo_vllm", "verify", "integrations"},
+    {"cli", "__main__", "storage_cli", "server", "served", "bench", "demo", "demo_report", "demo_vllm", "verify"}
+    | {"integrations"},
 )
 WORDS, CORE, HANDS = FLOORS[0], FLOORS[1], FLOORS[3]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
@@ -134,11 +135,16 @@ INSTALL_OF = {
     "integrations": "engine",
     "verify": "engine",
     "server": "server",
+    "bench": "server",
+    "bench/settings.py": "base",
+    "bench/command.py": "base",
+    "bench/picture.py": "demo",
     "demo": "demo",
     "demo_report": "demo",
     "demo_vllm": "engine",
     "simulate/sweep.py": "demo",
     "server/settings.py": "base",
+    "server/keyfile.py": "base",
 }
 
 

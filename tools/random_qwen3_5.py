@@ -53,7 +53,7 @@ def make(folder: Path, small: bool = False, seed: int = 0, **changed: Any) -> An
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     folder.mkdir(parents=True, exist_ok=True)
-    save_checkpoint(model, folder)
+    save_checkpoint(model, folder, config.vocab_size)  # an answer's tokens have text, as a stream sends it
     return model
 
 

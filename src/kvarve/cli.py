@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from kvarve import __version__
+from kvarve.bench.command import bench
 from kvarve.commands import Attach, Demo, Models, Remote, Verify
 from kvarve.errors import ConfigError, KvarveError
 from kvarve.familiar import translated
@@ -30,6 +31,12 @@ example:
   export KVARVE_ADMIN_KEY=...
   kvarve storage attach 'file:///var/kvarve?capacity=100GiB' --back-up
   kvarve storage stat /var/kvarve
+"""
+
+_KEYS = """\
+example:
+  kvarve keys new team-a --salt team-a --file keys.toml
+  kvarve serve --api-keys keys.toml
 """
 
 Urls = Annotated[
@@ -51,6 +58,11 @@ storage = App(
     help="Attach a storage to a running server, detach it, or maintain a storage folder. "
     "attach, detach and status talk to a server; the others maintain a folder, also while servers use it.",
     help_epilogue=_STORAGE,
+)
+
+
+keys = App(
+    "keys", help="Make API keys and look at a file of them, which `kvarve serve --api-keys` reads.", help_epilogue=_KEYS
 )
 
 
@@ -121,6 +133,9 @@ app.command(
 )
 
 
+app.command(bench)
+
+
 @app.command
 def models(*, options: Models = Models(), config: ConfigFile = None) -> int:
     """List which models can be cached, and what is cached of each."""
@@ -173,3 +188,9 @@ for _name, _help in {
     "drop": "Remove a group's pages, a model's, or all, from a folder: one of --group, --model and --all.",
 }.items():
     storage.command(f"kvarve.storage_cli:{_name}", name=_name, help=_help)
+
+# --- kvarve keys
+
+app.command(keys)
+keys.command("kvarve.server.keys_cli:new", name="new", help="Make a key: it is shown once, and kept nowhere.")
+keys.command("kvarve.server.keys_cli:ls", name="ls", help="Check a file of keys, and list them with their limits.")

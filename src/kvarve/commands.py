@@ -113,6 +113,26 @@ class Maintain:
     """write all of it there too; -: to standard output, and nothing else"""
 
 
+# --- kvarve keys
+
+
+@FLAT
+@dataclass(frozen=True, kw_only=True)
+class NewKey:
+    file: Path | None = None
+    """also add the line to this file, which is made if there is none"""
+    requests_per_minute: PositiveInt | None = None
+    """no limit unless given"""
+    tokens_per_minute: PositiveInt | None = None
+    """of prompts and answers together; no limit unless given"""
+    concurrent_requests: PositiveInt | None = None
+    """no limit unless given"""
+    salt: str | None = None
+    """requests of keys with another salt, or none, share no page with those of this one"""
+    admin: bool = False
+    """the key opens /admin as well"""
+
+
 @FLAT
 @dataclass(frozen=True, kw_only=True)
 class VerifyStored(Maintain):

@@ -6,11 +6,7 @@ server was restarted, and memory is emptied before each request). All rounds hav
 """
 
 import json
-import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -26,14 +22,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvarve.commands import Demo
-from kvarve.demo_report import FOLLOW_UPS, Answer, Round, bars, chart, empty_log, equal, last_line, sections, table
+from kvarve.demo_report import FOLLOW_UPS, Answer, Round, bars, chart, empty_log, equal, sections, table
 from kvarve.engine.recall import RecallTask, recall_task, score
 from kvarve.errors import KvarveError
 from kvarve.reports import write_json
+from kvarve.served import served
 
 ROUNDS = ("cold", "device", "host", "storage")
 FLUSH = {"host": "device", "storage": "device,host"}  # tiers emptied before each request of a round
-READY_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -113,40 +109,19 @@ class Client:
 
 @contextmanager
 def server(options: Demo, folder: Path, log: Path) -> Iterator[Client]:
-    """`kvarve serve` in a process of its own, ended by Ctrl-C as a user would end it."""
-    ready = folder / "ready"
-    ready.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "kvarve", "serve", "--model", options.model, "--port", str(options.port)]
-    command += ["--device-memory", str((1 << 30) // options.tp), "--host-memory", str((2 << 30) // options.tp)]
-    command += ["--ready-file", str(ready), "--tp", str(options.tp)]
+    """A client of `kvarve serve` in a process of its own."""
     storage = options.storage or f"file://{(folder / 'storage').resolve()}?capacity=8GiB"
-    command += ["--storage", storage, "--prefetch-policy", "wait_complete"]
-    # The server is set by these words alone: a key, say, would keep this client out.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("KVARVE_")}
-    with log.open("ab") as output:
-        process = subprocess.Popen(command, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
-    try:
-        end = time.monotonic() + READY_S
-        while not ready.exists() or not ready.read_text().strip():
-            if process.poll() is not None:
-                raise KvarveError(f"the server did not start: {last_line(log)} (all of it is in {log})")
-            if time.monotonic() > end:
-                raise KvarveError(f"the server was not ready after {READY_S:.0f} s; see {log}")
-            time.sleep(0.05)
-        client = Client(ready.read_text().strip())
+    words = ["--model", options.model, "--port", str(options.port), "--tp", str(options.tp)]
+    words += ["--device-memory", str((1 << 30) // options.tp), "--host-memory", str((2 << 30) // options.tp)]
+    words += ["--storage", storage, "--prefetch-policy", "wait_complete"]
+    with served(words, folder, log) as url:
+        client = Client(url)
         try:
             yield client
         except httpx.HTTPError as e:
             raise KvarveError(f"the server: {e} (its log is {log})") from None
         finally:
             client.close()
-        process.send_signal(signal.SIGINT)
-        if process.wait(60) != 0:
-            raise KvarveError(f"the server ended with exit code {process.returncode}: {last_line(log)}")
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
 
 
 def conversations(size: Size) -> list[list[dict[str, str]]]:

@@ -110,11 +110,6 @@ def empty_log(out: Path, name: str) -> Path:
     return out / name
 
 
-def last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "its log is empty"
-
-
 def sections(count: int, tokens: int) -> list[str]:
     """Long sections of CPython's own manual."""
     chars = round(tokens * CHARS_PER_TOKEN)

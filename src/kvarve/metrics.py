@@ -96,6 +96,7 @@ class Snapshot:
     closed_connections: Mapping[str, int] = field(default_factory=dict)  # by reason
     rejected: Mapping[str, int] = field(default_factory=dict)  # requests, by status
     ignored_fields: Mapping[str, int] = field(default_factory=dict)  # requests that had each
+    keys: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # by what is counted, then by the key's name
     spans: Mapping[str, int] | None = None  # by outcome; None: no traces are sent
 
 
@@ -153,12 +154,27 @@ def _requests(now: Snapshot) -> Iterator[Metric]:
     yield _by("kvarve_rejected_requests", help_text, ("status",), now.rejected)
     help_text = "Requests with a field that was ignored, by field."
     yield _by("kvarve_ignored_fields", help_text, ("field",), now.ignored_fields)
+    yield from _keys(now.keys)
     if now.spans is not None:
         help_text = "Spans of requests, by whether the collector of traces took them."
         yield _by("kvarve_spans", help_text, ("outcome",), now.spans)
     ttft = HistogramMetricFamily("kvarve_ttft_seconds", "Seconds from a request's arrival to its first token.")
     ttft.add_metric([], now.ttft_s.buckets(), now.ttft_s.sum)
     yield ttft
+
+
+def _keys(counts: Mapping[str, Mapping[str, int]]) -> Iterator[Metric]:
+    told: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+        ("requests", "Requests that an API key has sent, by the key's name.", ("key",)),
+        ("prompt_tokens", "Tokens of prompts, by the name of the key that sent them.", ("key",)),
+        ("output_tokens", "Tokens generated, by the name of the key that asked for them.", ("key",)),
+        ("refused", "Requests that a limit of their key has refused, by key and limit.", ("key", "limit")),
+    )
+    if any(counts.values()):
+        for name, help_text, labels in told:
+            yield _by(f"kvarve_key_{name}", help_text, labels, counts[name])
+        help_text = "Requests of an API key that have not ended, by the key's name."
+        yield _by("kvarve_key_running", help_text, ("key",), counts["running"], gauge=True)
 
 
 def _cache(stats: Mapping[str, float]) -> Iterator[Metric]:

@@ -1,14 +1,18 @@
 """What commands write: files, which are checked before the work, as that may take hours; and plain tables."""
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from kvarve.errors import ConfigError
+
+_WIDE = 200  # columns if the output is no terminal, so that nothing is cut
 
 
 def check_file(option: str, path: Path | None) -> None:
@@ -24,6 +28,32 @@ def write_json(path: Path | None, report: Any) -> None:
             path.write_text(json.dumps(report, indent=1) + "\n")
         except OSError as e:
             raise ConfigError(f"--json: {path}: {e.strerror}") from None
+
+
+class Printer:
+    """A command's results, for people on standard output, and as JSON if requested."""
+
+    def __init__(self, json_to: Path | None) -> None:
+        self._json_to = json_to
+        self._only_json = str(json_to) == "-"  # JSON on standard output is mixed with nothing else
+        if not self._only_json:
+            check_file("--json", json_to)
+        width = None if sys.stdout.isatty() else _WIDE
+        self._console = Console(quiet=self._only_json, width=width, markup=False, highlight=False)
+
+    def say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+
+    def table(self, table: Table) -> None:
+        self._console.print(table)
+
+    def write(self, report: dict[str, Any], code: int = 0) -> int:
+        """Write the JSON, if requested; answers the exit code."""
+        if self._only_json:
+            print(json.dumps(report, indent=1))
+        else:
+            write_json(self._json_to, report)
+        return code
 
 
 def plain_table(*left: str, right: Sequence[str] = ()) -> Table:

@@ -5,18 +5,15 @@ work is in `kvarve.storage.file.maintenance`. Exit codes: 0 done, 1 verify found
 says why).
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from kvarve.commands import Drop, Gc, Ls, Maintain, VerifyStored
 from kvarve.errors import ConfigError, StorageError
@@ -24,7 +21,7 @@ from kvarve.keys import parse_object_name
 from kvarve.memory.encodings import Broken, expanded
 from kvarve.memory.record import is_keyed, title, whole
 from kvarve.memory.seals import CHECKSUM, Seal, seal_of
-from kvarve.reports import check_file, plain_table, write_json
+from kvarve.reports import Printer, plain_table
 from kvarve.sizes import format_size
 from kvarve.storage.file import maintenance
 from kvarve.storage.file.backend import FileSettings, file_settings
@@ -41,33 +38,6 @@ ORDERS: dict[str, Callable[[Stored], float]] = {
 _SHORT = 12  # hex digits of a fingerprint or a key, for people
 _SHOWN = 20  # damaged objects, for people
 _UNITS = ((2 * 86400, 86400, "d"), (2 * 3600, 3600, "h"), (2 * 60, 60, "min"), (0, 1, "s"))
-_WIDE = 200  # columns if the output is no terminal, so that nothing is cut
-
-
-class Printer:
-    """A command's results, for people on standard output, and as JSON if requested."""
-
-    def __init__(self, json_to: Path | None) -> None:
-        self._json_to = json_to
-        self._only_json = str(json_to) == "-"  # JSON on standard output is mixed with nothing else
-        if not self._only_json:
-            check_file("--json", json_to)
-        width = None if sys.stdout.isatty() else _WIDE
-        self._console = Console(quiet=self._only_json, width=width, markup=False, highlight=False)
-
-    def say(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
-
-    def table(self, table: Table) -> None:
-        self._console.print(table)
-
-    def write(self, report: dict[str, Any], code: int = 0) -> int:
-        """Write the JSON, if requested; answers the exit code."""
-        if self._only_json:
-            print(json.dumps(report, indent=1))
-        else:
-            write_json(self._json_to, report)
-        return code
 
 
 def _place(text: str, *, verify: bool = False) -> FileSettings:

@@ -25,6 +25,7 @@ def test_a_response_has_the_id_of_its_request_or_a_new_one(client: httpx.Client,
         assert re.fullmatch("[0-9a-f]{32}", made)
     assert client.get("/nowhere", headers={ID: "lost"}).headers[ID] == "lost"
     assert client.post(COMPLETIONS, content=b"{", headers={ID: "bad"}).headers[ID] == "bad"
+    assert client.get("/health").status_code == 200  # by now the lines of this test are written
 
 
 def test_a_request_has_one_line_with_its_id_and_what_came_of_it_and_no_text(
@@ -70,7 +71,7 @@ def test_an_operators_acts_leave_a_line_admitted_or_not(
         complete(own_client, "hei")
         stream(own_client, COMPLETIONS, {"prompt": "hei"})
     attach, detach, flush = lines(caplog, "kvarve.audit")
-    assert attach.startswith("a: PUT /admin/storage by 127.0.0.1: attach 'redis://***@127.0.0.1:1': ")
+    assert attach.startswith("a: PUT /admin/storage by 127.0.0.1 with admin-key: attach 'redis://***@127.0.0.1:1': ")
     assert detach == "b: DELETE /admin/storage by 127.0.0.1: asked: 401"
-    assert flush == "c: POST /flush_cache by 127.0.0.1: 0 pages of the device and host flushed: 200"
+    assert flush == "c: POST /flush_cache by 127.0.0.1 with admin-key: 0 pages of the device and host flushed: 200"
     assert "secret" not in caplog.text and "gate" not in caplog.text

@@ -1,33 +1,52 @@
-"""Access control: bearer keys, and no requests that a browser sends on behalf of another site's page."""
+"""Access control: bearer keys, their limits, and no requests that a browser sends on behalf of another site's page."""
 
-import hashlib
-import hmac
+import time
 
 from fastapi import Request as Http
 
 from kvarve.server.api import Refused
+from kvarve.server.keyfile import Key, Keyring
+from kvarve.server.observed import seen
+from kvarve.server.quotas import Quotas
 
 JSON = "application/json"
 # Media types that a browser sends to any site without a CORS preflight.
 SIMPLE = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
+_BEARER = b"Bearer "
 
 
-class AccessControl:
-    """Admits requests that carry the key. The comparison's time says nothing about the key, not even its length."""
+class Access:
+    """Who may ask what of one server. Its methods are dependencies of endpoints."""
 
-    def __init__(self, key: str, name: str) -> None:
-        """`name`: of the key in messages and error codes, such as "API"."""
-        # Bytes of an environment variable that are not UTF-8 read as surrogates; this restores them.
-        self._digest = _digest(b"Bearer " + key.encode("utf-8", "surrogateescape"))
-        self._name = name
+    def __init__(self, keys: Keyring) -> None:
+        self._keys, self.quotas = keys, Quotas(time.monotonic)
+        # A flush needs an admin key if there may be one.
+        self.flushing = self.operator if keys.guards_admin else self.api
 
-    async def admit(self, http: Http) -> None:
+    async def api(self, http: Http) -> None:
+        """The request needs an API key, if the server has any; one that is no GET counts towards the key's limits."""
+        if self._keys.guards_api:
+            key = self._admitted(http, admin=False)
+            if http.method not in ("GET", "HEAD"):
+                seen(http).visit = self.quotas.begin(key)
+
+    async def operator(self, http: Http) -> None:
+        """The request needs an admin key, and is refused if the server has none."""
+        if not self._keys.guards_admin:
+            message = "the server has no admin key, so this is off: start it with --admin-key or $KVARVE_ADMIN_KEY"
+            raise Refused(403, message, code="no_admin_key")
+        self._admitted(http, admin=True)
+
+    def _admitted(self, http: Http, *, admin: bool) -> Key:
         given = http.headers.get("authorization", "").encode("latin-1")
-        if hmac.compare_digest(_digest(given), self._digest):
-            return
-        message = f"wrong {self._name} key" if given else f"this needs the {self._name} key: Authorization: Bearer KEY"
-        code, headers = f"invalid_{self._name.lower()}_key", {"WWW-Authenticate": "Bearer"}
-        raise Refused(401, message, code=code, headers=headers)
+        key = self._keys.find(given.removeprefix(_BEARER), admin=admin) if given.startswith(_BEARER) else None
+        if key is None:
+            name = "admin" if admin else "API"
+            message = f"wrong {name} key" if given else f"this needs the {name} key: Authorization: Bearer KEY"
+            code, headers = f"invalid_{name.lower()}_key", {"WWW-Authenticate": "Bearer"}
+            raise Refused(401, message, code=code, headers=headers)
+        seen(http).key = key.name
+        return key
 
 
 async def no_pages(http: Http) -> None:
@@ -62,7 +81,3 @@ def _of_a_page(http: Http) -> bool:
 
 def _media_type(http: Http) -> str:
     return http.headers.get("content-type", "").partition(";")[0].strip().lower()
-
-
-def _digest(text: bytes) -> bytes:
-    return hashlib.sha256(text).digest()

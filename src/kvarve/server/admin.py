@@ -8,8 +8,8 @@ from fastapi import Request as Http
 from fastapi.responses import JSONResponse, Response
 
 from kvarve.engine.engine import Engine
-from kvarve.server.access import AccessControl, no_pages
-from kvarve.server.api import AttachHiCache, AttachRequest, Refused, parse
+from kvarve.server.access import Access, no_pages
+from kvarve.server.api import AttachHiCache, AttachRequest, parse
 from kvarve.server.lanes import apart
 from kvarve.server.observed import changes, seen
 from kvarve.server.sglang import storage_state
@@ -20,16 +20,10 @@ HICACHE = "/hicache/storage-backend"
 
 
 def admin_routes(
-    engine: Engine, access: AccessControl | None, read: Callable[[Http], AbstractAsyncContextManager[bytes]]
+    engine: Engine, access: Access, read: Callable[[Http], AbstractAsyncContextManager[bytes]]
 ) -> APIRouter:
     """GET, PUT and DELETE of both; `read` yields a request's body within the server's limits."""
     admin = engine.admin
-
-    async def admit(http: Http) -> None:
-        if access is None:
-            message = "the server has no admin key, so this is off: start it with --admin-key or $KVARVE_ADMIN_KEY"
-            raise Refused(403, message, code="no_admin_key")
-        await access.admit(http)
 
     async def status() -> Response:
         return JSONResponse(await apart(admin.status))
@@ -63,7 +57,7 @@ def admin_routes(
     async def hicache_status() -> Response:
         return JSONResponse(storage_state(engine) | await apart(admin.status))
 
-    router = APIRouter(dependencies=[Depends(changes), Depends(no_pages), Depends(admit)])
+    router = APIRouter(dependencies=[Depends(changes), Depends(no_pages), Depends(access.operator)])
     for path, kind, told in (("/admin/storage", AttachRequest, status), (HICACHE, AttachHiCache, hicache_status)):
         router.get(path)(told)
         router.put(path)(attach(kind))

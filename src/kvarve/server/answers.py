@@ -19,6 +19,7 @@ from kvarve.errors import Busy
 from kvarve.server.api import Refused
 from kvarve.server.forms import Choice, Form, ResponseUsage, event
 from kvarve.server.prepare import ClientGone, Prepared
+from kvarve.server.quotas import Visit
 from kvarve.ticket import Ticket
 
 RETRY_AFTER = {"Retry-After": "1"}
@@ -29,14 +30,16 @@ T = TypeVar("T")
 class Answer:
     """The answers to one request on the event loop: chunks arrive in order, and the client may disconnect."""
 
-    def __init__(self, engine: Engine, receive: Receive) -> None:
-        """To be made after the body has been read; from then on it watches for a disconnect."""
+    def __init__(self, engine: Engine, receive: Receive, visit: Visit | None) -> None:
+        """To be made after the body has been read; from then on it watches for a disconnect. `visit`: of a key, which
+        is told of its tokens and whose salt it gets."""
         self._engine, self._loop = engine, asyncio.get_running_loop()
         self._chunks: asyncio.Queue[tuple[int, OutputChunk] | None] = asyncio.Queue()  # None: the client has gone
         self._arrived_s = time.monotonic()
         self._first_s: float | None = None
         self._requests: list[Request] = []
         self.prepared: Prepared | None = None
+        self._visit = visit
         self.choices: list[Choice] = []
         self.ticket: Ticket | None = None  # of a prompt that was to be handed over
         self.open: set[int] = set()  # indices of answers that run or wait
@@ -74,15 +77,20 @@ class Answer:
         return done.result()
 
     def submit(self, prepared: Prepared) -> None:
-        """Submit to the engine; runs on a lane's thread."""
+        """Submit to the engine; runs on a lane's thread. OverQuota: the key has no tokens left."""
         request, self.prepared = prepared.request, prepared
+        salt = request.salt
+        if self._visit is not None:
+            self._visit.prompt(sum(map(len, prepared.prompts)))
+            self._visit.output = self.answered_tokens
+            salt = self._visit.key.salted(salt)
         within_s, ticket = request.hand_over.hand_over_s, request.hand_over.opened()
         each = len(prepared.samplings) // len(prepared.prompts)
         self._requests = [
             Request(
                 prepared.prompts[index // each],
                 sampling,
-                salt=request.salt,
+                salt=salt,
                 priority=request.cache_priority or 0,
                 read_cache=not request.skip_reading_prefix_cache,
                 deliver=partial(self._deliver, index),
@@ -142,8 +150,10 @@ class Answer:
             reasons.update({} if first.usage is None else first.usage.reasons)
         first_s = self.first_seconds
         ttft_ms = None if first_s is None else round(1000 * first_s, 3)
-        completion = sum(len(one.tokens) for one in self.choices)
-        return ResponseUsage(reasons.total(), completion, reasons, ttft_ms, round(1000 * self.seconds, 3))
+        return ResponseUsage(reasons.total(), self.answered_tokens(), reasons, ttft_ms, round(1000 * self.seconds, 3))
+
+    def answered_tokens(self) -> int:
+        return sum(len(one.tokens) for one in self.choices)
 
     def summary(self) -> str:
         """What came of it, for the log; "" if it was not submitted."""

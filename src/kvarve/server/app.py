@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from math import ceil
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI
@@ -25,7 +26,7 @@ from kvarve.engine.engine import Engine
 from kvarve.errors import Busy, ConfigError, KvarveError, ModelError, StorageError, TooLong
 from kvarve.metrics import Metrics, Snapshot
 from kvarve.model import MEMORY_TIERS, Tier
-from kvarve.server.access import AccessControl, no_browsers, no_forms, no_pages, no_simple_requests
+from kvarve.server.access import Access, no_browsers, no_forms, no_pages, no_simple_requests
 from kvarve.server.admin import HICACHE, admin_routes
 from kvarve.server.answers import RETRY_AFTER, Answer, Stream, raise_if_failed
 from kvarve.server.api import SMALL_BYTES, Asked, ChatRequest, CompletionRequest, FlushRequest, Refused, parse
@@ -33,9 +34,11 @@ from kvarve.server.bodies import MAX_BODY_BYTES, Bodies
 from kvarve.server.connections import Connections
 from kvarve.server.forms import TRANSFER, Form
 from kvarve.server.generate import GenerateRequest
+from kvarve.server.keyfile import Keyring
 from kvarve.server.lanes import Lanes, apart
 from kvarve.server.observed import Observed, acts, seen
 from kvarve.server.prepare import ClientGone, Prepared, RequestPreparer
+from kvarve.server.quotas import OverQuota
 from kvarve.server.sglang import folder, sglang_routes
 from kvarve.server.traces import Traces, told
 from kvarve.server.vllm import Work, vllm_routes
@@ -52,24 +55,23 @@ def create_app(
     engine: Engine,
     *,
     name: str | None = None,
-    api_key: str | None = None,
-    admin_key: str | None = None,
+    keys: Keyring | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     connections: Connections | None = None,
     traces: Traces | None = None,
 ) -> ASGIApp:
     """The application around a started engine, which stays the caller's to shut down.
 
-    `name`: the served model name (the model's own unless given). /v1 needs the `api_key` if there is one. /admin needs
-    the `admin_key` and is off without one; /flush_cache needs the admin key, else the API key. /metrics reports the
+    `name`: the served model name (the model's own unless given). /v1 needs one of the `keys` if there are any. /admin
+    needs an admin key and is off without one; /flush_cache needs an admin key, else an API key. /metrics reports the
     `connections`. `traces` gets a span for each request for answers.
     """
     app = FastAPI(title="kvarve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    front = _Front(engine, name or engine.model.name, max_body_bytes, connections, traces)
-    api, operator = _access_control(api_key, "API"), _access_control(admin_key, "admin")
-    guards = [Depends(no_simple_requests), *_guards(api)]
+    access = Access(keys or Keyring())
+    front = _Front(engine, name or engine.model.name, max_body_bytes, connections, access, traces)
+    guards = [Depends(no_simple_requests), Depends(access.api)]
     open_to_all, guarded = APIRouter(), APIRouter(dependencies=guards)
-    flushing = APIRouter(dependencies=[Depends(acts), Depends(no_pages), Depends(no_forms), *_guards(operator or api)])
+    flushing = APIRouter(dependencies=[Depends(acts), Depends(no_pages), Depends(no_forms), Depends(access.flushing)])
     open_to_all.get("/health")(front.health)
     open_to_all.get("/metrics")(front.metrics)
     guarded.get("/v1/models")(front.models)
@@ -83,7 +85,7 @@ def create_app(
         app.include_router(router)
     app.include_router(vllm_routes(front.done, guards))
     app.include_router(sglang_routes(engine, front.name, front.generate, guards))
-    app.include_router(admin_routes(engine, operator, front.body))
+    app.include_router(admin_routes(engine, access, front.body))
     add_errors(app)
     return Observed(app, front.rejected, traces)
 
@@ -96,14 +98,6 @@ def add_errors(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _bug)
 
 
-def _access_control(key: str | None, name: str) -> AccessControl | None:
-    return None if key is None else AccessControl(key, name)
-
-
-def _guards(access: AccessControl | None) -> list[Any]:
-    return [] if access is None else [Depends(access.admit)]
-
-
 class _Front:
     """The endpoints."""
 
@@ -113,10 +107,11 @@ class _Front:
         name: str,
         max_body_bytes: int,
         connections: Connections | None,
+        access: Access,
         traces: Traces | None,
     ) -> None:
         self._engine, self.name, self._connections, self._traces = engine, name, connections, traces
-        self._started = int(time.time())
+        self._access, self._started = access, int(time.time())
         self.rejected: Counter[int] = Counter()  # requests, by status
         self._metrics = Metrics(self._snapshot)
         self._preparer = RequestPreparer(engine.model, name)
@@ -188,7 +183,7 @@ class _Front:
         noted.traced = lambda: told(kind.operation, prefix + noted.id, answer)
         try:
             async with self.body(http) as body:
-                answer = Answer(self._engine, http.receive)
+                answer = Answer(self._engine, http.receive, noted.visit)
                 prepared = await answer.when(self._prepare(answer, kind, body))
             request = prepared.request
             noted.answered = answer.summary
@@ -284,6 +279,7 @@ class _Front:
             closed_connections={} if connections is None else dict(connections.closed),
             rejected={str(status): count for status, count in self.rejected.items()},
             ignored_fields=self._preparer.ignored.counts(),
+            keys=self._access.quotas.counts(),
             spans=None if self._traces is None else self._traces.counts(),
             cache=engine.cache.stats(),
             storage=storage,
@@ -338,6 +334,8 @@ async def _error(http: Http, e: Exception) -> Response:
         refused = Refused(400, str(e), param=TRANSFER if isinstance(e, HandOverError) else None)
     elif isinstance(e, UnderWay):
         refused = Refused(409, str(e), code="change_under_way")
+    elif isinstance(e, OverQuota):
+        refused = Refused(429, str(e), code="rate_limit_exceeded", headers={"Retry-After": f"{ceil(e.wait_s) or 1}"})
     elif isinstance(e, Busy):
         refused = Refused(503, str(e), code="busy", headers=RETRY_AFTER)
     else:

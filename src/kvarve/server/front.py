@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvarve import __version__
 from kvarve.routing import BLOCK_BYTES, PrefixRouter, Prompt
-from kvarve.server.access import AccessControl, no_pages
+from kvarve.server.access import Access, no_pages
 from kvarve.server.admin import HICACHE
 from kvarve.server.answers import RETRY_AFTER
 from kvarve.server.api import Refused
@@ -49,17 +49,19 @@ LOOK_S = 0.1
 
 
 class Front:
-    """The application. `admin`: who may see and restart replicas; off without it."""
+    """The application. `access`: to what it answers itself; the replicas guard the rest."""
 
-    def __init__(self, replicas: Replicas, max_body_bytes: int, admin: AccessControl | None) -> None:
-        self._replicas, self._bodies, self._admin = replicas, Bodies(max_body_bytes), admin
+    def __init__(self, replicas: Replicas, max_body_bytes: int, access: Access) -> None:
+        self._replicas, self._bodies = replicas, Bodies(max_body_bytes)
         self._router = PrefixRouter(len(replicas.all))
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=CONNECT_S), limits=limits, trust_env=False, follow_redirects=False
         )
         app = FastAPI(title="kvarve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-        own = APIRouter(prefix="/admin/replicas", dependencies=[Depends(acts), Depends(no_pages), Depends(self._admit)])
+        own = APIRouter(
+            prefix="/admin/replicas", dependencies=[Depends(acts), Depends(no_pages), Depends(access.operator)]
+        )
         own.get("")(self.state)
         own.post("/{number}/restart")(self.restart)
         app.include_router(own)
@@ -69,12 +71,6 @@ class Front:
         app.add_api_route("/{path:path}", self.forward, methods=["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"])
         add_errors(app)
         self.app = Observed(app, Counter())  # the replicas count what they reject
-
-    async def _admit(self, http: Http) -> None:
-        if self._admin is None:
-            message = "the server has no admin key, so this is off: start it with --admin-key or $KVARVE_ADMIN_KEY"
-            raise Refused(403, message, code="no_admin_key")
-        await self._admin.admit(http)
 
     async def state(self) -> Response:
         return JSONResponse({"replicas": [each.state() for each in self._replicas.all]})

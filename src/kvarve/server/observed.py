@@ -1,7 +1,7 @@
 """One log line for each request, with its id, and its span; one more line for an operator's act; and how many were
 rejected, by status.
 
-A line has no prompt text, header or key in it.
+A line has no prompt text, header or key in it, but the name of a key.
 """
 
 import logging
@@ -17,6 +17,7 @@ from urllib.parse import quote
 from fastapi import Request as Http
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvarve.server.quotas import Visit
 from kvarve.server.traces import Attributes, Traces
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ class Seen:
 
     id: str
     act: str | None = None  # of an operator
+    key: str = ""  # the name of the one that admitted it
+    visit: Visit | None = None  # counted towards the limits of its key
     answered: Callable[[], str] = field(default=lambda: "")
     traced: Callable[[], Attributes] | None = None  # what its span says, if it gets one
 
@@ -64,6 +67,8 @@ class Observed:
         try:
             await self._app(scope, receive, sent)
         finally:
+            if seen.visit is not None:
+                seen.visit.end()
             if status >= 400:
                 self._rejected[status] += 1
             seconds, peer = time.monotonic() - began_s, (scope.get("client") or ("unknown",))[0]
@@ -72,11 +77,12 @@ class Observed:
                 path = scope["path"][:MOST_PATH]
                 self._traces.add(scope["headers"], scope["method"], path, status, began_ns, seen.traced())
             if seen.act is not None:
-                audit.info("%s: %s by %s: %s: %d", seen.id, what, peer, seen.act or "asked", status)
+                whom = f"{peer} with {seen.key}" if seen.key else peer
+                audit.info("%s: %s by %s: %s: %d", seen.id, what, whom, seen.act or "asked", status)
             level = logging.DEBUG if scope["path"] in QUIET and status < 400 else logging.INFO
             if log.isEnabledFor(level):
-                answered = seen.answered()
-                log.log(level, "%s: %s: %d in %.3f s%s", seen.id, what, status, seconds, answered and f", {answered}")
+                told = [part for part in (seen.key and f"key {seen.key}", seen.answered()) if part]
+                log.log(level, "%s: %s: %s", seen.id, what, ", ".join([f"{status} in {seconds:.3f} s", *told]))
 
 
 def seen(http: Http) -> Seen:

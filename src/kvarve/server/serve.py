@@ -40,7 +40,7 @@ from kvarve.memory.seals import seal_of
 from kvarve.prefix_cache import PrefixCache
 from kvarve.ranks.group import ALL
 from kvarve.reports import check_file
-from kvarve.server.access import AccessControl
+from kvarve.server.access import Access
 from kvarve.server.app import create_app
 from kvarve.server.connections import KEEP_ALIVE_S, SEND_BYTES, Connections, most_connections, raise_descriptors
 from kvarve.server.front import Front
@@ -76,6 +76,7 @@ class Server:
         check_settings(settings)
         page, chunk = settings.page_tokens, settings.chunk_tokens
         check_model(settings.model, dtype=settings.dtype, page_tokens=page, chunk_tokens=chunk)
+        self.keys = settings.keyring()
         with ExitStack() as undo:
             listener = undo.enter_context(bind(settings.host, settings.port))
             self.url = _url(listener)
@@ -96,8 +97,7 @@ class Server:
             app = create_app(
                 self.engine,
                 name=settings.served_model_name,
-                api_key=settings.api_key,
-                admin_key=settings.admin_key,
+                keys=self.keys,
                 max_body_bytes=settings.max_body_bytes,
                 connections=self.connections,
                 traces=self.traces,
@@ -350,8 +350,8 @@ def _replicas(settings: Settings) -> Iterator[str]:
         replicas = Replicas(settings, Path(ends.enter_context(TemporaryDirectory(prefix="kvarve-replicas-"))))
         ends.callback(replicas.stop)
         replicas.start()
-        admin = None if settings.admin_key is None else AccessControl(settings.admin_key, "admin")
-        front, connections = Front(replicas, settings.max_body_bytes, admin), Connections(most_connections())
+        access = Access(settings.keyring())
+        front, connections = Front(replicas, settings.max_body_bytes, access), Connections(most_connections())
         http = _http(front.app, connections)
         _listen(listener, url)
         thread = threading.Thread(target=http.run, args=([listener],), name="kvarve http", daemon=True)
@@ -398,6 +398,7 @@ def check_settings(settings: Settings) -> None:
             check_key(name, key)
     if settings.admin_key is not None and settings.admin_key == settings.api_key:
         raise ConfigError("the admin key must not be the API key: every client could change the storage")
+    settings.keyring()
     if settings.tp != 1 or settings.nnodes != 1 or settings.node_rank:
         check_ranks(settings.tp, settings.nnodes, settings.node_rank, settings.dist_init_addr)
     if settings.dp < 1 or (settings.dp > 1 and settings.nnodes > 1):

@@ -10,6 +10,7 @@ from kvarve.config import CacheConfig
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
 from kvarve.options import FLAT
+from kvarve.server.keyfile import Keyring
 from kvarve.sizes import Size
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -86,6 +87,8 @@ class Settings:
     """that clients must send; the environment says it unseen by `ps`"""
     admin_key: Annotated[str | None, Parameter(env_var="KVARVE_ADMIN_KEY", show_env_var=True)] = None
     """opens /admin, off without one; the environment says it unseen by `ps`"""
+    api_keys: Path | None = None
+    """a TOML file of several keys with limits, read again when it changes: see `kvarve keys --help`"""
     max_body_bytes: Size = Size(8 << 20)
     """of a request; a larger one gets 413"""
     otlp_traces_endpoint: str | None = field(default=None, repr=False)
@@ -101,7 +104,8 @@ class Settings:
     def alike(self) -> str:
         """What has to be the same on all ranks."""
         own = {"served_model_name", "host", "port", "storage", "storage_key", "threads", "api_key", "admin_key"}
-        own |= {"max_body_bytes", "log_level", "ready_file", "node_rank", "otlp_traces_endpoint", "kv_events_config"}
+        own |= {"api_keys", "max_body_bytes", "log_level", "ready_file", "node_rank"}
+        own |= {"otlp_traces_endpoint", "kv_events_config"}
         return repr([(each.name, getattr(self, each.name)) for each in fields(self) if each.name not in own])
 
     @property
@@ -110,3 +114,7 @@ class Settings:
         return CacheConfig(
             self.device_memory, self.host_memory, self.storage, self.policies, storage_key=self.storage_key
         )
+
+    def keyring(self) -> Keyring:
+        """All keys. ConfigError if the file cannot be used."""
+        return Keyring(self.api_keys, api_key=self.api_key, admin_key=self.admin_key)

@@ -240,10 +240,17 @@ CHAT_TEMPLATE = """\
 """
 
 
-def byte_tokenizer() -> Any:
-    """A tokenizer whose ids 0 to 255 are bytes, so that a character of n bytes is n tokens, and 256 ends a text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+def byte_tokenizer(tokens: int = 0) -> Any:
+    """A tokenizer whose ids 0 to 255 are bytes, so that a character of n bytes is n tokens, and 256 ends a text. Of
+    more `tokens`, those from 258 on spell numbers, which no text is encoded to."""
+    spelled = [
+        *sorted(pre_tokenizers.ByteLevel.alphabet()),
+        "<end>",
+        "<pad>",
+        *(f"Ġ{each}" for each in range(258, tokens)),
+    ]
+    vocab = {text: number for number, text in enumerate(spelled)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<end>", "<pad>")])
@@ -252,7 +259,8 @@ def byte_tokenizer() -> Any:
     return fast
 
 
-def save_checkpoint(model: Any, folder: Path) -> None:
-    """Write what a model hub would hold: config.json, model.safetensors, tokenizer.json and a chat template."""
+def save_checkpoint(model: Any, folder: Path, tokens: int = 0) -> None:
+    """Write what a model hub would hold: config.json, model.safetensors, tokenizer.json (of so many `tokens`, if they
+    are more than bytes) and a chat template."""
     model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    byte_tokenizer(tokens).save_pretrained(folder)

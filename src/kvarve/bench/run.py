@@ -1,0 +1,177 @@
+"""Runs a load in rounds and reports it."""
+
+import asyncio
+import shlex
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from kvarve.bench.figures import figures, same_answers, table
+from kvarve.bench.inputs import Conversation, warm_up
+from kvarve.bench.load import Client, Record, Round, arrivals, connected, send_all
+from kvarve.bench.settings import Load, Target
+from kvarve.errors import ConfigError, KvarveError
+from kvarve.options import needs
+from kvarve.reports import Printer, check_file
+from kvarve.served import served
+
+MEMORY = ("--device-memory", "1GiB", "--host-memory", "2GiB")
+MODEL, STORAGE = "builtin:tiny-hybrid", "--storage"
+LOG = "bench-server.log"
+
+
+def load(kind: str, options: Load, make: Callable[[], list[Conversation]]) -> int:
+    """Measure what a subcommand asks for; 0 if all requests were answered, 1 if not."""
+    printer = Printer(options.json)
+    check_file("--png", options.png)
+    if options.png is not None:
+        with needs("demo", "bench --png"):
+            from kvarve.bench import picture
+
+            picture.load_matplotlib()  # what is missing is told before the work
+
+    conversations = make()
+    with target(options) as url:
+        rounds = asyncio.run(_rounds(url, options, conversations))
+    rows = compared(rounds)
+    turns = sum(len(each.turns) for each in conversations)
+    how = f"{options.clients} clients"
+    if (begins := arrivals(conversations, options.rate, options.seed)) is not None:
+        how = f"over {begins[-1]:.0f} s" if options.rate is None else f"{options.rate:g} conversations/s"
+    title = f"{kind}: {len(conversations):,} conversations, {turns:,} requests, {how}"
+    printer.say(title)
+    printer.table(table(rows, timed=begins is not None))
+    if error := next((row["error"] for row in rows if row["error"]), None):
+        printer.say(f"The first request that failed: {error}")
+    if options.png is not None:
+        picture.draw(title, rows, options.png)
+    return printer.write(
+        {"bench": kind, "options": shown(options), "rounds": rows}, int(any(r["failed"] for r in rows))
+    )
+
+
+async def _rounds(url: str, options: Load, conversations: Sequence[Conversation]) -> list[Round]:
+    begins_s = arrivals(conversations, options.rate, options.seed)
+    async with connected(url, options.model if options.server else None, options.api_key, options.admin_key) as client:
+        first = await send_all(client, warm_up(options.warmup, conversations, options.seed), options.warmup, None)
+        check([record for record in first if record.error])
+        return await in_rounds(client, options, conversations, options.clients, begins_s)
+
+
+async def in_rounds(
+    client: Client,
+    options: Target,
+    conversations: Sequence[Conversation],
+    clients: int,
+    begins_s: Sequence[float] | None = None,
+    **more: Any,
+) -> list[Round]:
+    """All rounds, with what `--flush` says between two of them; `more` is of `Client.ask`."""
+    rounds = []
+    with bars(options.rounds, sum(len(each.turns) for each in conversations)) as shown_bars:
+        for number in range(options.rounds):
+            if number and options.flush != "none":
+                await client.flush(options.flush)
+            tick = shown_bars.begin(number)
+            start = time.perf_counter()
+            records = await send_all(client, conversations, clients, begins_s, tick, **more)
+            rounds.append(Round(f"round {number + 1}", records, time.perf_counter() - start))
+    return rounds
+
+
+def compared(rounds: Sequence[Round]) -> list[dict[str, Any]]:
+    """The figures of all rounds; of all but the first also how many answers are those of the first."""
+    rows = [figures(each) for each in rounds]
+    for row, each in zip(rows, rounds, strict=True):
+        row["same_answers"] = same_answers(rounds[0].records, each.records)
+    return rows
+
+
+def check(failed: Sequence[Record]) -> None:
+    """KvarveError for the first of requests that failed."""
+    if failed:
+        raise KvarveError(f"the server does not answer: {failed[0].error}")
+
+
+@contextmanager
+def target(options: Target, *more: str) -> Iterator[str]:
+    """The URL of the server to measure: the one given, or one of ours with a storage of its own and the options
+    `more`."""
+    if options.server is not None:
+        if options.serve:
+            raise ConfigError("--serve is for the server that is started: leave it out with --server")
+        yield options.server.rstrip("/")
+        return
+    try:
+        words = shlex.split(options.serve or "")
+    except ValueError as e:
+        raise ConfigError(f"--serve: {e}") from None
+    log = log_file(options.out)
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=options.out) as folder:
+        storage = (STORAGE, f"file://{(Path(folder) / 'storage').resolve()}?capacity=16GiB")
+        own = () if any(word.partition("=")[0] == STORAGE for word in words) else storage
+        policy = ("--prefetch-policy", "wait_complete")
+        with served(
+            ["--model", options.model or MODEL, *MEMORY, *policy, *own, *more, *words], Path(folder), log
+        ) as url:
+            yield url
+
+
+def log_file(out: Path) -> Path:
+    """The empty log of the server, in a folder that is made. ConfigError: it cannot be."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / LOG).write_bytes(b"")
+    except OSError as e:
+        raise ConfigError(f"--out: {out}: {e.strerror}") from None
+    return out / LOG
+
+
+def shown(options: Target) -> dict[str, Any]:
+    """The options for a report, without keys."""
+    secret = ("api_key", "admin_key")
+    return {
+        name: value if isinstance(value, int | float | str | None) else str(value)
+        for name, value in vars(options).items()
+        if name not in secret
+    }
+
+
+class Bars:
+    """Progress on standard error: a bar for each round."""
+
+    def __init__(self, progress: Progress, rounds: int, requests: int) -> None:
+        self._progress, self._tasks = progress, list[TaskID]()
+        for number in range(rounds):
+            self._tasks.append(progress.add_task(f"round {number + 1}", total=requests, start=False, last=""))
+
+    def begin(self, number: int) -> Callable[[Record], None]:
+        """What is told of each request that ends."""
+        task, seconds, failed = self._tasks[number], list[float](), list[str]()
+        self._progress.start_task(task)
+
+        def tick(record: Record) -> None:
+            if record.error:
+                failed.append(record.error)
+            else:
+                seconds.append(record.first_s - record.due_s)
+            last = f"TTFT {1e3 * sum(seconds) / len(seconds):,.0f} ms" if seconds else ""
+            self._progress.update(task, advance=1, last=last + (f", {len(failed)} failed" if failed else ""))
+
+        return tick
+
+
+@contextmanager
+def bars(rounds: int, requests: int) -> Iterator[Bars]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, TextColumn("{task.fields[last]}"), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        yield Bars(progress, rounds, requests)

@@ -1,0 +1,116 @@
+"""`kvarve bench` as a user runs it: with a server that it starts, and against one that runs."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvarve.served import served
+
+SMALL = ["--clients", "2", "--output-tokens", "4", "--warmup", "1"]
+
+
+def bench(*words: str) -> "subprocess.CompletedProcess[str]":
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVARVE_")}
+    command = [sys.executable, "-W", "error", "-m", "kvarve", "bench", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("server")
+    storage = f"file://{folder / 'pages'}?capacity=256MiB"
+    words = ["--storage", storage, "--prefetch-policy", "wait_complete", "--admin-key", "boss", "--threads", "1"]
+    with served(words, folder, folder / "log") as url:
+        yield url
+
+
+def rounds(done: "subprocess.CompletedProcess[str]") -> list[dict[str, Any]]:
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    found: list[dict[str, Any]] = json.loads(done.stdout)["rounds"]
+    return found
+
+
+def test_the_second_round_after_a_flush_comes_from_storage_with_the_same_answers(tmp_path: Path) -> None:
+    words = ["--turns", "2", "--input-tokens", "300", "--serve=--deterministic --threads 1"]
+    out = tmp_path / "out"
+    done = bench("multiturn", *SMALL, *words, "--out", str(out), "--json", "-", "--png", str(tmp_path / "it.png"))
+    first, second = rounds(done)
+    assert first["requests"] == second["requests"] == 4 and first["failed"] == second["failed"] == 0
+    assert first["prompt_tokens"] == second["prompt_tokens"] == 2 * (300 + 604)
+    assert first["output_tokens"] == 16
+    assert first["cached_tokens"]["storage"] == 0
+    # Every first turn has one whole chunk and every second one two, of which the first turn has brought one.
+    assert second["cached_tokens"]["storage"] == 2 * 2 * 256
+    assert sum(second["cached_tokens"].values()) == 2 * (256 + 512)
+    assert second["same_answers"] == 4 and second["answers_sha256"] == first["answers_sha256"]
+    assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in out.iterdir()] == ["bench-server.log"], "no litter"
+
+
+def test_a_server_that_runs_is_measured_too(url: str, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    words = ["--requests", "3", "--input-tokens", "80", "--rate", "50", "--rounds", "1", "--json", str(figures)]
+    done = bench("serving", "--server", url, *SMALL, *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "serving: 3 conversations, 3 requests, 50 conversations/s" in done.stdout
+    assert "mean TTFT (ms)" in done.stdout and "p99 sent late (ms)" in done.stdout
+    report = json.loads(figures.read_text())
+    assert report["options"]["rate"] == 50.0 and report["rounds"][0]["requests"] == 3
+
+
+def test_other_loads_run(url: str) -> None:
+    shared = ["--groups", "2", "--prompts", "2", "--prefix-tokens", "300", "--input-tokens", "20"]
+    row, again = rounds(bench("shared-prefix", "--server", url, "--flush", "none", *SMALL, *shared, "--json", "-"))
+    assert row["prompt_tokens"] == 4 * 320
+    assert again["cached_tokens"]["device"] == 4 * 256
+    long = ["--documents", "2", "--document-tokens", "600", "--questions", "2", "--rounds", "1", "--clients", "1"]
+    (row,) = rounds(bench("long-document", "--server", url, *long, "--json", "-"))
+    assert row["prompt_tokens"] == 4 * 664 and row["cached_tokens"]["device"] == 2 * 512
+
+
+def test_a_report_repeats_no_key(url: str) -> None:
+    words = ["--requests", "1", "--input-tokens", "20", "--server", url, "--admin-key", "boss", "--json", "-"]
+    done = bench("serving", *SMALL, *words)
+    rounds(done)
+    assert "boss" not in done.stdout and "admin_key" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["serving", "--server", "URL", "--requests", "1"], "the cache is not flushed (HTTP 401"),
+        (["serving", "--server", "http://127.0.0.1:9"], "kvarve: http://127.0.0.1:9: ConnectError"),
+        (["serving", "--server", "URL", "--serve=--threads 1"], "--serve is for the server that is started"),
+        (["serving", "--input", "nothing.json"], "neither random nor a file"),
+        (["serving", "--rate", "0"], "--rate"),
+        (["multiturn", "--png", "/no/such/folder/a.png"], "--png: /no/such/folder/a.png"),
+        (["multiturn", "--json", "/no/such/folder/a.json"], "--json: /no/such/folder/a.json"),
+        (["multiturn", '--serve=--threads "'], "--serve: No closing quotation"),
+        (["frob"], "unknown command 'frob'"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(url: str, words: list[str], complaint: str) -> None:
+    done = bench(*[word.replace("URL", url) for word in words])
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith("kvarve: ") and done.stderr.count("\n") == 1 and complaint in done.stderr
+
+
+def test_requests_that_fail_are_counted_and_told(url: str) -> None:
+    words = ["--input-tokens", "40000", "--requests", "2", "--warmup", "0", "--rounds", "1", "--json", "-"]
+    done = bench("serving", "--server", url, *words)
+    assert done.returncode == 1
+    (row,) = json.loads(done.stdout)["rounds"]
+    assert (row["requests"], row["failed"]) == (0, 2) and "HTTP 400" in row["error"]
+
+
+def test_a_server_that_does_not_start_is_one_line(tmp_path: Path) -> None:
+    done = bench("serving", "--model", str(tmp_path / "none"), "--out", str(tmp_path / "out"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("kvarve: the server did not start: ") and done.stderr.count("\n") == 1

@@ -1,0 +1,161 @@
+"""What is sent when, and what is noted of the answers: against a server that holds answers back, or breaks them."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from fake_server import DONE, HEAD, USAGE, FakeServer, event, plain
+
+from kvarve.bench.inputs import Conversation, Turn
+from kvarve.bench.load import Record, arrivals, connected, send_all
+from kvarve.errors import KvarveError
+
+T = TypeVar("T")
+LONG_S = 45.0
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(work, LONG_S))
+
+
+def talks(count: int, turns: int = 1) -> list[Conversation]:
+    return [Conversation(tuple(Turn([at, turn], 2) for turn in range(turns))) for at in range(count)]
+
+
+def test_at_a_rate_requests_are_sent_on_time_though_no_answer_comes() -> None:
+    """The server answers only when the last request has come: an open loop does not wait, so this ends."""
+
+    async def work() -> tuple[list[Record], FakeServer]:
+        all_came = asyncio.Event()
+
+        async def held(body: dict[str, Any], out: asyncio.StreamWriter) -> None:
+            if server.now == 20:
+                all_came.set()
+            await all_came.wait()
+            await plain(body, out)
+
+        async with FakeServer(held) as server:
+            return await send_all(server.client, talks(20), 1, [each / 1000 for each in range(20)]), server
+
+    records, server = run(work())
+    assert server.most == 20
+    assert not any(record.error for record in records)
+    begins = [record.due_s - records[0].due_s for record in records]
+    assert begins == pytest.approx([each / 1000 for each in range(20)]), "times count from when a request was due"
+    assert all(record.due_s <= record.sent_s < record.first_s <= record.end_s for record in records)
+
+
+def test_in_a_closed_loop_each_client_has_one_request_open() -> None:
+    async def work() -> FakeServer:
+        three = asyncio.Barrier(3)
+
+        async def held(body: dict[str, Any], out: asyncio.StreamWriter) -> None:
+            await three.wait()  # nothing is answered before three are open
+            await plain(body, out)
+
+        async with FakeServer(held) as server:
+            await send_all(server.client, talks(12), 3, None)
+            return server
+
+    server = run(work())
+    assert (server.most, len(server.asked)) == (3, 12)
+
+
+def test_a_turn_is_asked_when_the_one_before_is_answered() -> None:
+    async def work() -> tuple[list[Record], FakeServer]:
+        async with FakeServer() as server:
+            return await send_all(server.client, talks(2, turns=3), 2, [0.0, 0.0]), server
+
+    records, server = run(work())
+    assert [(record.conversation, record.turn) for record in records] == [(a, b) for a in (0, 1) for b in (0, 1, 2)]
+    for conversation in (0, 1):
+        assert [body["prompt"][1] for body in server.asked if body["prompt"][0] == conversation] == [0, 1, 2]
+        one, two, three = records[3 * conversation : 3 * conversation + 3]
+        assert one.end_s == two.due_s <= two.sent_s and two.end_s == three.due_s <= three.sent_s
+
+
+def test_what_a_stream_says_is_noted() -> None:
+    tiers = {"device": 1, "host": 2, "storage": 0}
+
+    async def said(body: dict[str, Any], out: asyncio.StreamWriter) -> None:
+        parts = event("") + event("on") + event("e") + event(usage=USAGE | {"kvarve": {"cached_tokens": tiers}}) + DONE
+        for at in range(0, len(HEAD + parts), 7):  # events come in pieces
+            out.write((HEAD + parts)[at : at + 7])
+            await out.drain()
+
+    async def work() -> Record:
+        async with FakeServer(said) as server:
+            (record,) = await send_all(server.client, talks(1), 1, None)
+            assert server.asked[0]["stream_options"] == {"include_usage": True} and server.asked[0]["ignore_eos"]
+            return record
+
+    record = run(work())
+    assert (record.text, record.prompt, record.completion, record.cached) == ("one", 5, 2, tiers)
+    assert len(record.gaps_s) == 1 and not record.error
+
+
+def test_a_server_of_another_make_says_how_much_was_cached_but_not_where() -> None:
+    async def said(body: dict[str, Any], out: asyncio.StreamWriter) -> None:
+        usage = USAGE | {"prompt_tokens_details": {"cached_tokens": 4}}
+        out.write(HEAD + event("a") + event(usage=usage) + DONE)
+
+    async def work() -> Record:
+        async with FakeServer(said) as server:
+            return (await send_all(server.client, talks(1), 1, None))[0]
+
+    assert run(work()).cached == {"cached": 4}
+
+
+@pytest.mark.parametrize(
+    ("said", "complaint"),
+    [
+        (b"HTTP/1.1 503 Busy\r\ncontent-length: 4\r\n\r\nfull", "HTTP 503: full"),
+        (HEAD + event("a"), "no usage"),
+        (HEAD + event(error={"message": "it broke"}), "it broke"),
+        (HEAD + b"data: {nonsense\n\n", "not an event"),
+        (HEAD + b"data: {}\n\n", "not an event"),
+        (HEAD + b'data: {"choices": [], "usage": {"prompt_tokens": null, "completion_tokens": 1}}\n\n', "not an event"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 500\r\n\r\n" + event("a"), "RemoteProtocolError"),
+        (b"", "RemoteProtocolError"),
+    ],
+)
+def test_a_broken_answer_fails_one_request_alone(said: bytes, complaint: str) -> None:
+    async def one_is_broken(body: dict[str, Any], out: asyncio.StreamWriter) -> None:
+        if body["prompt"][0] == 1:
+            out.write(said)
+        else:
+            await plain(body, out)
+
+    async def work() -> list[Record]:
+        async with FakeServer(one_is_broken) as server:
+            return await send_all(server.client, talks(3), 1, None)
+
+    first, broken, last = run(work())
+    assert complaint in broken.error
+    assert (first.error, last.error, first.text, last.text) == ("", "", "ab", "ab")
+
+
+def test_a_server_that_is_not_there_is_one_error() -> None:
+    async def work() -> None:
+        async with connected("http://127.0.0.1:9", None, None, None):
+            pass
+
+    with pytest.raises(KvarveError, match=r"127\.0\.0\.1:9: ConnectError"):
+        run(work())
+
+
+def test_arrivals_at_a_rate_are_a_poisson_process() -> None:
+    begins = arrivals(talks(4000), 50.0, seed=3)
+    assert begins is not None and begins[0] == 0.0 and begins == sorted(begins)
+    gaps = np.diff(begins)
+    assert gaps.mean() == pytest.approx(1 / 50, rel=0.1) and gaps.std() == pytest.approx(1 / 50, rel=0.1)
+    assert begins == arrivals(talks(4000), 50.0, seed=3) != arrivals(talks(4000), 50.0, seed=4)
+
+
+def test_the_times_of_a_trace_are_used_unless_a_rate_is_given() -> None:
+    traced = [Conversation((Turn([1], 1),), at_s=at) for at in (0.0, 2.5)]
+    assert arrivals(traced, None, 1) == [0.0, 2.5]
+    assert arrivals(traced, 100.0, 1) != [0.0, 2.5]
+    assert arrivals(talks(2), None, 1) is None
