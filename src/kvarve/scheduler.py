@@ -96,8 +96,8 @@ class CacheScheduler:
         ValueError if a token does not fit into 32 bits or the salt cannot be encoded.
         """
         packed = pack(tokens)
-        root, known_by = root_key(self._namespace, salt), self._known_by(packed)
-        return Prompt(root, known_by, self.identity.page_tokens, self._heads(packed))
+        known_by, head = self._known_by(packed), self._heads(packed)
+        return Prompt(root_key(self._namespace, salt), known_by, self.identity.page_tokens, head)
 
     def open(
         self,
