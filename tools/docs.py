@@ -7,20 +7,28 @@ code says whether everything is up to date.
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 
 import transformers
+from prometheus_client.core import Metric
 
 import residency
-from kvarve import familiar
+from kvarve import familiar, metrics
 from kvarve.core import copies
 from kvarve.core.lease import MOVES, Cause, Phase
+from kvarve.core.levels import Ages
 from kvarve.core.reasons import Reason
 from kvarve.core.tree import Run
 from kvarve.engine import families
+from kvarve.histograms import Histogram
+from kvarve.metrics import Snapshot
 from kvarve.model import Tier
+from kvarve.server.front_metrics import front_families
+from kvarve.storage.base import StorageUsage
+from kvarve.transfer.flows import LANES, Flow
 
 DOCS = Path(__file__).parents[1] / "docs"
 PART = re.compile(r"(<!-- from the code: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -78,6 +86,64 @@ def flags() -> str:
     return "\n".join(["| flag | here |", "|---|---|", *rows]) + "\n"
 
 
+class _Figures(dict[str, float]):
+    """The figures of a cache of which only the tiers are known."""
+
+    def __missing__(self, name: str) -> float:
+        return 0.0
+
+
+def all_numbers() -> Snapshot:
+    """A snapshot for which every family is told, if without samples."""
+    counted = ("requests", "prompt_tokens", "output_tokens", "refused", "running")
+    return Snapshot(
+        model="",
+        version="",
+        up=True,
+        running=0,
+        waiting={},
+        ends={},
+        prompt_tokens=0,
+        computed_tokens=0,
+        output_tokens=0,
+        preempted=0,
+        reasons={},
+        histograms=defaultdict(Histogram),
+        cache=_Figures({"memory_bytes.device": 0.0, "memory_bytes.host": 0.0}),
+        ages=Ages([0, 0], 2),
+        flows={lane: Flow(()) for lane in LANES.values()},
+        storage=StorageUsage(0, 0, 0, 0),
+        storage_up=True,
+        storage_kinds=("file",),
+        connections=0,
+        keys={what: {"name.limit" if what == "refused" else "name": 0} for what in counted} | {"": {"": 1}},
+        spans={},
+    )
+
+
+def _table(families: Iterable[Metric]) -> str:
+    rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    for family in families:
+        name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
+        labels = ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
+        rows.append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |")
+    return "\n".join(rows) + "\n"
+
+
+def own_metrics() -> str:
+    """Our metrics, in their order."""
+    front = front_families((), Counter[tuple[str, str, int]]())[:3]
+    return _table([*metrics.own(all_numbers()), *front])
+
+
+def vllm_metrics() -> str:
+    return _table(metrics.OTHERS["vllm"](all_numbers()))
+
+
+def sglang_metrics() -> str:
+    return _table(metrics.OTHERS["sglang"](all_numbers()))
+
+
 # By page: its blocks in order.
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "architecture.md": {
@@ -89,6 +155,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "families.md": {"families": families.markdown},
     "http.md": {"flags": flags},
+    "metrics.md": {"own_metrics": own_metrics, "vllm_metrics": vllm_metrics, "sglang_metrics": sglang_metrics},
 }
 
 FAMILIES = "families"  # takes half a minute; tests/engine/test_families_table.py checks samples

@@ -131,10 +131,12 @@ def cut_memory(
     each of them by itself."""
     if len(pools) < 2 or sum(pool.lookback is None for pool in pools) > 1:
         return None
-    sizes, _, fewest = _slot_prices(pools, page_tokens, chunk_tokens, records, 0)
+    sizes, slots, fewest = _slot_prices(pools, page_tokens, chunk_tokens, records, 0)
+    nbytes = [size * each for size, each in zip(sizes, slots, strict=True)]
+    shares = [each / sum(nbytes) for each in nbytes]
     backs = [pool.lookback for pool in pools]
     bounds = [None if back is None else max(few, states * back) for back, few in zip(backs, fewest, strict=True)]
-    return cut(memory, sizes, fewest, BLOCK_BYTES if records else 1, bounds if states else ())
+    return cut(memory, sizes, fewest, shares, BLOCK_BYTES if records else 1, bounds if states else ())
 
 
 def _slot_prices(

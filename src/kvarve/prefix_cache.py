@@ -20,6 +20,7 @@ from kvarve.scheduler import CacheScheduler, Prompt, Tokens
 from kvarve.storage import Storage
 from kvarve.ticket import Ticket
 from kvarve.transfer.arrivals import Arrival
+from kvarve.transfer.flows import LANES, Flow
 from kvarve.worker import CLOSE_S, Attached, CacheWorker
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class PrefixCache:
         self.capacity_tokens, self.demand = scheduler.capacity_tokens, scheduler.demand
         self.device_state, self.making_room = scheduler.device_state, scheduler.making_room
         self.copying, self.found, self.explain = scheduler.copying, scheduler.found, scheduler.explain
-        self.note, self.fail = scheduler.note, scheduler.fail
+        self.note, self.fail, self.ages = scheduler.note, scheduler.fail, scheduler.ages
         self.shape, self.idle, self.dirty = scheduler.shape, scheduler.idle, scheduler.dirty
         self.arena, self.records, self.wake, self.usage = worker.arena, worker.records, worker.wake, worker.usage
         self.opened, self.attach, self.detach, self.decline = (
@@ -256,6 +257,10 @@ class PrefixCache:
     def stats(self) -> dict[str, float]:
         """The figures of the scheduler and of the worker's lanes, by name."""
         return self.scheduler.stats() | self.worker.stats()
+
+    def flows(self) -> dict[str, Flow]:
+        """What each lane has moved, by its name."""
+        return {LANES[edge]: flow for edge, flow in self.worker.transfers.flows.items()}
 
     def tell(self, listener: "Listener") -> None:
         """From now on have told in each step what enters and leaves each tier; before the first request."""

@@ -22,6 +22,7 @@ from kvarve.core.cache import Core, Hit
 from kvarve.core.effects import Release
 from kvarve.core.headroom import Demand
 from kvarve.core.lease import Lease
+from kvarve.core.levels import Ages, pinned
 from kvarve.core.outside import EngineCore, core_for
 from kvarve.core.reasons import Reason
 from kvarve.core.residency import Residency
@@ -33,6 +34,8 @@ from kvarve.ranks.agreement import Agreement, Alone
 from kvarve.ticket import HandOverError, Ticket
 
 log = logging.getLogger(__name__)
+
+LOOK_S = 0.5  # between two looks at how many slots are pinned
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
 
@@ -81,6 +84,7 @@ class CacheScheduler:
         self._attached = storage
         self._changes = Changes()
         self._orders: list[Order] = []  # not taken yet; those of the core come after them
+        self._pinned, self._look_s = [0] * len(self.core.slot_pools.capacity), 0.0  # and when to look again
 
     # --- a request's life
 
@@ -314,6 +318,8 @@ class CacheScheduler:
         self.core.step(agreed.events, self.now)
         if self._changes.pending is None or not self._decide(self._changes.pending, agreed.granted):
             self._follow_storage(agreed.up)
+        if self.now >= self._look_s:
+            self._pinned, self._look_s = pinned(self.core), self.now + LOOK_S
         return agreed.said
 
     def _waiting(self) -> bool:
@@ -414,6 +420,11 @@ class CacheScheduler:
         """Totals since the start, in pages."""
         return self.core.counters
 
+    @property
+    def ages(self) -> Ages:
+        """How long pages stay in memory, and requests wait for storage."""
+        return self.core.slot_pools.ages
+
     def stats(self) -> dict[str, float]:
         """Counters, levels and sizes by name; a lookback of 0 stands for all pages."""
         stats: dict[str, float] = asdict(self.core.counters)
@@ -426,6 +437,11 @@ class CacheScheduler:
             stats[f"slots.{name}"] = slot_pools.committed(number)
             stats[f"used.{name}"] = slot_pools.committed(number) - len(slot_pools.free[number])
             stats[f"evicted.{name}"] = slot_pools.evicted[number]
+            stats[f"pinned.{name}"] = self._pinned[number]
+        for tier, extents in zip(slot_pools.memory, slot_pools.extents, strict=True):
+            own = [pool.payload_bytes * stats[f"slots.{tier.name.lower()}.{pool.name}"] for pool in self.pools]
+            cut = None if extents is None else extents.cut
+            stats[f"memory_bytes.{tier.name.lower()}"] = sum(own) if cut is None else cut.count * cut.nbytes
         stats["page_tokens"] = self.identity.page_tokens
         stats["offload_paused"] = self.core.governor.paused
         stats["offload_used_share"] = self.core.governor.used_share

@@ -333,9 +333,15 @@ class CacheWorker:
         stats: dict[str, float] = {}
         for lane in self.transfers.lanes:
             stats[f"lane_waiting.{lane.name}"] = lane.waiting()
+            stats[f"lane_running.{lane.name}"] = lane.running()
             stats[f"lane_failed.{lane.name}"] = lane.counts.failed + lane.counts.late + lane.counts.refused
             stats[f"lane_stuck_s.{lane.name}"] = lane.stuck_s()
         attached = self.attached
+        storage = None if attached is None else attached.storage
+        for number, breaker in enumerate(storage.tiers if isinstance(storage, Tiers) else filter(None, [storage])):
+            stats[f"breaker_open.{number}"] = breaker.open
+            stats[f"breaker_opened.{number}"] = breaker.counts["went down"]
+            stats[f"breaker_hung.{number}"] = breaker.counts["hung"]
         for pool, total in (totals(attached.storage) if attached is not None else {}).items():
             stats |= {f"compress_{name}.{pool}": value for name, value in total.items()}
         return stats

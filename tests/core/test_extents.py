@@ -33,6 +33,19 @@ def test_a_budget_is_cut_into_whole_slots_of_every_pool() -> None:
     assert cut(100, (12, 77), (2, 2)) is None, "too little for two slots of each"
 
 
+def test_small_slots_that_do_not_divide_a_large_one_make_an_extent_hardly_larger() -> None:
+    """Extents that were a multiple of 261 and 7 blocks took 7.5 MB for a page of 2.1 MB, and nothing had the rest."""
+    sizes = (523 * 4096, 2 * 4096, 68 * 4096)
+    found = cut(320 * sizes[0], sizes, (8, 128, 2), (0.9, 0.05, 0.05), unit=4096)
+    assert found is not None and found.slots(0) > 300
+
+
+def test_slots_of_the_pool_that_is_likely_to_have_most_fill_an_extent() -> None:
+    pages, states = (cut(1 << 30, (700_000, 1_111_000), (8, 2), shares) for shares in ((0.9, 0.1), (0.1, 0.9)))
+    assert pages is not None and pages.nbytes % 700_000 == 0
+    assert states is not None and states.nbytes % 1_111_000 == 0
+
+
 @pytest.mark.parametrize("sizes", [(3 * 4096, 19 * 4096), (4096, 5 * 4096, 7 * 4096)])
 def test_the_slots_of_an_extent_begin_at_whole_blocks(sizes: tuple[int, ...]) -> None:
     found = cut(4096 * 10**5, sizes, [2] * len(sizes), unit=4096)
@@ -102,6 +115,18 @@ def test_the_pool_whose_next_victim_was_used_longest_ago_gives() -> None:
     world.request(prompt(8, seed=9))
     assert [world.hit(prompt(4, seed=seed))[0] for seed in range(4)] == [4, 0, 0, 4]
     assert world.hit(prompt(8, seed=9))[0] == 8
+
+
+def test_a_state_that_saves_many_pages_outlives_pages_that_were_used_after_it() -> None:
+    world = shared(ATTENTION, STATE, count=48, per=[1, 1])
+    instructions = prompt(8, extra=0)
+    for question in range(2):
+        world.request([*instructions, *(question for _ in range(PAGE_TOKENS))])
+    for seed in range(1, 10):
+        world.request([*instructions, *(0 for _ in range((1 + seed) * PAGE_TOKENS))])
+        world.request(prompt(5, seed=seed))
+    assert world.hit([*instructions, 9, 9])[0] == 8
+    assert world.hit(prompt(5, seed=1))[0] == 0, "it was used later, and has left"
 
 
 def test_no_page_of_a_running_request_leaves_for_another_pool() -> None:

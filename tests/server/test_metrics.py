@@ -1,12 +1,16 @@
 """Numbers in, Prometheus' text out."""
 
+from collections import defaultdict
 from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvarve.core.levels import Ages
 from kvarve.core.reasons import Reason
-from kvarve.metrics import Histogram, Metrics, Snapshot
+from kvarve.histograms import Histogram
+from kvarve.metrics import Metrics, Snapshot
 from kvarve.storage import StorageUsage
+from kvarve.transfer.flows import LANES, Flow
 
 CACHE = dict.fromkeys(
     (
@@ -28,10 +32,17 @@ CACHE = dict.fromkeys(
         "stored_bytes",
         "used_bytes",
         "used_tokens",
+        "fetching_tokens",
+        "deferred_tokens",
         "offload_paused",
         "offload_used_share",
         "stores_backing_off",
         "lane_stuck_s.host-to-storage",
+        "memory_bytes.device",
+        "memory_bytes.host",
+        "page_bytes.window-24",
+        "pinned.device.window-24",
+        "lookback.window-24",
     ),
     1.0,
 ) | dict.fromkeys(
@@ -48,21 +59,23 @@ def a_snapshot(storage: StorageUsage | None) -> Snapshot:
         version="1",
         up=True,
         running=1,
-        waiting=2,
-        requests={"done": 3},
+        waiting={"admission": 2},
+        ends={"stop": 3},
         prompt_tokens=4,
         computed_tokens=5,
         output_tokens=6,
         preempted=1,
         reasons={Reason.HIT_HOST: 7, Reason.NEVER_SEEN: 3},
-        ttft_s=ttft,
+        histograms=defaultdict(Histogram, ttft_s=ttft),
         cache=CACHE,
+        ages=Ages([0, 0], 2),
+        flows={lane: Flow(()) for lane in LANES.values()},
         storage=storage,
     )
 
 
 def test_a_histogram_counts_a_value_in_every_bucket_that_it_fits() -> None:
-    ttft = a_snapshot(None).ttft_s
+    ttft = a_snapshot(None).histograms["ttft_s"]
     assert ttft.buckets() == [("0.5", 2), ("1.0", 3), ("+Inf", 4)]
     assert ttft.sum == 10.3
 
@@ -112,3 +125,14 @@ def test_a_scrape_reads_the_numbers_of_its_own_moment() -> None:
     metrics.text()
     metrics.text()
     assert len(asked) == 2
+
+
+def test_sources_of_vllm_sum_to_the_prompts() -> None:
+    reasons = {Reason.HIT_DEVICE: 1, Reason.HIT_HOST: 2, Reason.HIT_STORAGE: 4, Reason.NEVER_SEEN: 8}
+    snapshot = replace(a_snapshot(None), reasons=reasons, prompt_tokens=15, storage_kinds=("redis",))
+    text = Metrics(lambda: snapshot, "vllm").text().decode()
+    labels = 'engine="0",model_name="a \\"model\\"\\n",source='
+    for source, tokens in {"local_compute": 8, "local_cache_hit": 1, "external_kv_transfer": 6}.items():
+        assert f'vllm:prompt_tokens_by_source_total{{{labels}"{source}"}} {tokens}.0' in text
+    for source, tokens in {"device": 1, "host": 2, "disk": 0, "external_unspecified": 4}.items():
+        assert f'vllm:prompt_tokens_cached_by_source_total{{{labels}"{source}"}} {tokens}.0' in text

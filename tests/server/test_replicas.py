@@ -93,6 +93,15 @@ def test_a_call_about_the_state_goes_to_all(client: httpx.Client) -> None:
     assert not any(cached(ask(client, talk(number))) for number in range(6))
 
 
+def test_the_front_counts_what_it_rejects_itself_and_no_answer_of_a_replica(client: httpx.Client) -> None:
+    assert client.post("/admin/replicas/9/restart", headers=ADMIN).status_code == 404
+    assert client.post("/v1/completions", json={"prompt": 5.5}).status_code == 400
+    lines = [line for line in client.get("/metrics").text.splitlines() if line.startswith("kvarve_rejected_requests")]
+    own = [line for line in lines if 'replica="front"' in line]
+    assert any('status="404"' in line for line in own) and not any('status="400"' in line for line in own)
+    assert any('status="400"' in line for line in lines)
+
+
 def test_keys_are_asked_for_as_by_one_server(client: httpx.Client) -> None:
     wrong = {"Authorization": "Bearer wrong"}
     body = {"prompt": "x", "max_tokens": 1}

@@ -212,7 +212,7 @@ def test_shared_memory_that_there_is_not_is_one_line():
 
 
 def test_what_a_storage_does_not_tell_is_left_out():
-    from kvarve.metrics import _storage
+    from kvarve.metrics.cache import _storage
 
     assert [metric.name for metric in _storage(StorageUsage(capacity_bytes=5))] == ["kvarve_storage_capacity_bytes"]
     assert [*_storage(StorageUsage())] == []

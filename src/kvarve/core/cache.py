@@ -136,6 +136,7 @@ class Core(Growing):
         if read:
             if self.slot_pools.shadows:
                 self.slot_pools.saw(run, known, tokens)
+            self.slot_pools.ages.asked(run, now)
             self.slot_pools.touch(run, self.paths.near(known))  # it will be read soon
             if self.copies.storage:
                 _, memory = self.paths.present(path, known, lease.outside)

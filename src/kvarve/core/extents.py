@@ -13,6 +13,7 @@ from dataclasses import dataclass
 NONE = -1  # no pool has it
 LOST = 5  # extents' worth of memory that pages in part of an extent keep from other pools
 TIMES = 16  # slots of the largest kind in an extent, at most
+PARTS = (1, 2, 6, 12, 24, 60, 120)  # numbers that can be divided in many ways
 
 
 @dataclass(frozen=True)
@@ -114,27 +115,46 @@ class Extents:
 
 
 def cut(
-    budget: int, sizes: Sequence[int], fewest: Sequence[int], unit: int = 1, most: Sequence[int | None] = ()
+    budget: int,
+    sizes: Sequence[int],
+    fewest: Sequence[int],
+    shares: Sequence[float] = (),
+    unit: int = 1,
+    most: Sequence[int | None] = (),
 ) -> Cut | None:
-    """Cut `budget` bytes for pools whose slots take `sizes` bytes, of which each needs `fewest`; an extent is a
-    multiple of `unit` bytes for each slot. `most`: slots that a pool may have, rounded up to whole extents. None if so
-    few bytes cannot be cut.
+    """Cut `budget` bytes for pools whose slots take `sizes` bytes, of which each needs `fewest`. `shares`: the part of
+    the bytes that each pool is likely to have; equal ones unless given. `unit`: slots begin at multiples of it and fill
+    their extent; of single bytes they leave a rest. `most`: slots that a pool may have, rounded up to whole extents.
+    None if so few bytes cannot be cut.
 
     Large extents waste little where slots do not fill them; of small ones few pages have to leave before one is empty.
     """
-    largest = max(sizes)
+    shares = shares or [1 / len(sizes)] * len(sizes)
     found: list[tuple[float, Cut]] = []
-    for times in range(1, TIMES + 1):
-        per = tuple(times * largest // size for size in sizes)
-        step = unit * math.lcm(*per) if unit > 1 else 1
-        extent = -(-times * largest // step) * step
+    for extent in _extents(sizes, unit):
+        per = tuple(_fit(extent // unit, -(-size // unit)) if unit > 1 else extent // size for size in sizes)
         least = tuple(-(-few // each) for few, each in zip(fewest, per, strict=True))
         if sum(least) + len(sizes) > budget // extent:
             continue
-        waste = max(1 - each * size / extent for each, size in zip(per, sizes, strict=True))
+        waste = sum(share * (1 - each * size / extent) for share, each, size in zip(shares, per, sizes, strict=True))
         count = budget // extent
         bounds = tuple(
             None if slots is None else -(-slots // each) for slots, each in zip(most, per, strict=bool(most))
         )
         found.append((waste + LOST / count, Cut(count, per, least, extent, bounds)))
     return min(found, key=lambda each: each[0])[1] if found else None
+
+
+def _extents(sizes: Sequence[int], unit: int) -> list[int]:
+    """Bytes that an extent might have: about a few of the largest slots, in whole slots of one of the pools; and of a
+    multiple of units that can be divided in many ways."""
+    largest = max(sizes)
+    whole = {-(-times * largest // size) * size for size in sizes for times in range(1, TIMES + 1)}
+    steps = [unit * parts for parts in PARTS] if unit > 1 else [1]
+    return sorted({-(-extent // step) * step for extent in whole for step in steps})
+
+
+def _fit(units: int, size: int) -> int:
+    """Into how many equal parts of whole units, each of at least `size`, an extent can be divided."""
+    low = [part for part in range(1, math.isqrt(units) + 1) if not units % part]
+    return max(parts for part in low for parts in (part, units // part) if units // parts >= size)

@@ -76,6 +76,7 @@ class Lease:
         "ask_again",
         "ask_all",
         "asked",
+        "asked_s",
         "awaited",
         "bad",
         "begun",
@@ -167,6 +168,7 @@ class Lease:
         self.wait_s = 0.0  # what is left of its patience with storage
         self.begun = False  # its patience runs: a worker has begun its copy or probe
         self.latest = 0.0  # its deadline is not moved beyond this
+        self.asked_s: float | None = None  # since when it has been waiting for storage
         self.expected = 0  # a boundary whose pages are being written to storage
         self.expected_until = 0.0  # and may come until then
         self.awaited = [0] * pools  # those that storage did not have yet
@@ -241,6 +243,7 @@ class Lease:
         self.expected_until += seconds
         self.deadline += seconds
         self.latest += seconds
+        self.asked_s = None if self.asked_s is None else self.asked_s + seconds
 
     def key(self, position: int) -> bytes:
         return self.keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 class Paths:
     def __init__(self, state: "State") -> None:
-        self.config = config = state.config
+        self._state, self.config = state, state.config
+        config = state.config
         self.slot_pools, self.backups, self.counters = state.slot_pools, state.backups, state.counters
         self.pools = range(len(config.pools))
         self.lookbacks = [pool.lookback for pool in config.pools]
@@ -242,5 +243,6 @@ class Paths:
             return tail
         shape = len(self.pools), self.config.page_tokens, len(self.slot_pools.memory)
         child = Run(tail, known, tokens, named, *shape)
-        tail.children[tokens[: self.width]], child.followed, child.heads = child, followed, heads
+        tail.children[tokens[: self.width]], child.followed, child.used_s = child, followed, self._state.now
+        child.heads = heads
         return child

@@ -42,6 +42,7 @@ class Prefetch:
         if pages:
             missing = (lease.limit - boundary) * self.config.page_tokens
             lease.move(Cause.PROBE)
+            lease.asked_s = self.state.now if lease.asked_s is None else lease.asked_s
             lease.begun, lease.wait_s = False, lease.patience.seconds(missing)
             # A request without patience does not wait for a worker either.
             queue_s = inf if lease.patience.each else self.config.policies.storage_deadline_s if lease.wait_s else 0.0
@@ -189,6 +190,7 @@ class Prefetch:
                 self._take_share(need)
             if fits and not self._room_in_share(need):
                 if not (lease.claimed and any(lease.lent)):
+                    self._note_deferred(lease, gain)
                     return True
                 fits = False  # two claimed leases would wait for each other's slots
             if fits:
@@ -202,10 +204,19 @@ class Prefetch:
                         self.paths.hold(lease, run, guard[0] | lease.held, guard[1] | lease.prefix_pins)
                     self._send(lease, need, taken, boundary)
                 self.slot_pools.unpin(run, *guard)
-                if taken is not None or self.put_off(lease):
+                if taken is not None:
+                    self.counters.fetching_tokens += gain * self.config.page_tokens
+                    return True
+                if self.put_off(lease):
+                    self._note_deferred(lease, gain)
                     return True
             allowed = ones(boundary)
         return False
+
+    def _note_deferred(self, lease: Lease, gain: int) -> None:
+        """A lease waits for host slots before it fetches pages that are worth so many pages' tokens."""
+        if lease.number not in self.deferred:
+            self.counters.deferred_tokens += gain * self.config.page_tokens
 
     def _room_in_share(self, need: list[int]) -> bool:
         return all(

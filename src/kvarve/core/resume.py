@@ -43,6 +43,9 @@ class Resuming(State):
 
     def _queue(self, lease: Lease) -> None:
         """End the lease's wait for storage: load its pages if it is claimed, else queue it."""
+        if lease.asked_s is not None:
+            self.slot_pools.ages.storage_wait_s.observe(self.now - lease.asked_s)
+            lease.asked_s = None
         if lease.phase is not Phase.QUEUED:
             lease.move(Cause.DONE)
         lease.ops.clear()

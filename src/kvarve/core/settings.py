@@ -70,4 +70,6 @@ class Counters:
     stored_bytes: int = 0
     used_bytes: int = 0  # of pages from storage that a request resumed from
     used_tokens: int = 0
+    fetching_tokens: int = 0  # that need not be computed if fetches that were begun succeed
+    deferred_tokens: int = 0  # the same of fetches that had to wait for slots in the host
     strays: int = 0  # answers about copies that are not in flight (copies, not pages)

@@ -20,6 +20,7 @@ from kvarve.core.eviction.auto import Auto, Shadows
 from kvarve.core.eviction.order import Order, OrderContext
 from kvarve.core.extents import Cut, Extents
 from kvarve.core.ghosts import Ghosts
+from kvarve.core.levels import Ages
 from kvarve.core.policies import WritePolicy
 from kvarve.core.residency import Residency
 from kvarve.core.salt_shares import SaltShares
@@ -68,8 +69,11 @@ class SlotPools:
         ]
         self._lookbacks = [pool.lookback for pool in self.pools] * len(self.memory)  # by place
         cost = config.policies.cost(config.page_tokens)
+        chains = sum(pool.payload_bytes for pool in self.pools if pool.lookback is None)
+        snapshot = sum(pool.lookback * pool.payload_bytes for pool in self.pools if pool.lookback is not None)
         contexts = [
-            OrderContext(place, self._lookbacks[place], cost, lambda: self.tick) for place in range(len(self.capacity))
+            OrderContext(place, back, cost, lambda: self.tick, 0.0 if back is None else chains / snapshot)
+            for place, back in enumerate(self._lookbacks)
         ]
         # By place; behind all places, those of spare pages, which a chain has none of.
         self.orders = {place: order_for(config.policies.eviction, context) for place, context in enumerate(contexts)}
@@ -93,6 +97,14 @@ class SlotPools:
         if config.policies.salt_share < 1:
             self.salt_shares = SaltShares(state, self, contexts)
         self.evicted = [0] * len(self.capacity)
+        # The slots of a tier that pools share have numbers in all of its extents.
+        numbers = [
+            self.capacity[place]
+            if (extents := self.extents[place // pools]) is None
+            else extents.cut.slots(place % pools)
+            for place in range(len(self.capacity))
+        ]
+        self.ages = Ages(numbers, len(self.memory))
         self.freed: list[tuple[int, int]] | None = None  # places and slots, where they are to be told
         self.residency: Residency | None = None  # where it is to be told
         self.tick = 0
@@ -182,6 +194,7 @@ class SlotPools:
     def make_resident(self, run: Run, place: int, position: int, slot: int) -> None:
         """Put a page into a slot, which the tree owns from here on."""
         run.put(place, position, slot)
+        self.ages.came(place, (slot,), self._state.now)
         if self.residency is not None:
             self.residency.moved(run, place, 1 << position - run.first, entered=True)
         self._offer_all(run, place)
@@ -189,6 +202,7 @@ class SlotPools:
     def make_row_resident(self, run: Run, place: int, position: int, slots: Sequence[int]) -> None:
         """The same for all pages from `position` to the end of a run."""
         run.put_row(place, position, slots)
+        self.ages.came(place, slots, self._state.now)
         if self.residency is not None:
             self.residency.moved(run, place, span(position - run.first, run.pages), entered=True)
         self._offer_all(run, place)
@@ -224,7 +238,9 @@ class SlotPools:
         if self.residency is not None:
             self.residency.moved(run, place, 1 << position - run.first, entered=False)
         self.bad_pages -= run.bad[place] >> position - run.first & 1
-        self._free(place, [run.take(place, position)])
+        slots = [run.take(place, position)]
+        self.ages.left(run, place, slots, self._state.now)
+        self._free(place, slots)
         self._left(run, place, 1)
         if position == run.first:
             self._let_parent_go(run, place)
@@ -242,7 +258,9 @@ class SlotPools:
             self.residency.moved(run, place, leaving, entered=False)
         if run.bad[place]:
             self.bad_pages -= (run.bad[place] >> start).bit_count()
-        self._free(place, [*reversed(run.take_tail(place, start))])
+        slots = [*reversed(run.take_tail(place, start))]
+        self.ages.left(run, place, slots, self._state.now)
+        self._free(place, slots)
         self._left(run, place, count)
         if start == 0:
             self._let_parent_go(run, place)
@@ -290,6 +308,7 @@ class SlotPools:
         self.tick += 1
         for each, _ in upward(run, positions):
             each.used = self.tick
+        self.ages.used(run, self._state.now)
 
     def pin(self, run: Run, positions: int, prefix_pins: int = 0, tiers: tuple[Tier, ...] = MEMORY_TIERS) -> None:
         """Pin in these tiers all pages at `positions`, and the chains' pages at `prefix_pins`. Pinned positions stay in

@@ -46,6 +46,7 @@ class Run:
         "prefix_pins": "the same of leases that need its chains there, as the prefix of their pages",
         "followed": "whether a page has ever followed its last one",
         "used": "when it was used last, in ticks of the core",
+        "used_s": "the same in seconds, for metrics alone",
         "uses": "how many requests have used it",
         "priority": "the highest priority of those requests",
         "failed_backups": "backups of it that failed since it was used last",
@@ -85,6 +86,7 @@ class Run:
         self.prefix_pins = tuple([Pins() for _ in range(tiers)])
         self.ends = self.inside = self.used = self.uses = self.priority = self.failed_backups = self.queued = 0
         self.wanted = self.followed = False
+        self.used_s = 0.0
 
     @property
     def pages(self) -> int:
@@ -247,7 +249,7 @@ class Run:
             self.failed_backups,
             self.priority,
         )
-        front.wanted = self.wanted
+        front.wanted, front.used_s = self.wanted, self.used_s
         front.followed = True
         front.inside = self.inside
         front.ends, self.ends = self.ends & low, self.ends >> cut

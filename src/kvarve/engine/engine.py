@@ -30,6 +30,7 @@ from kvarve.engine.requests import (
     check_prompt,
     check_tokens,
 )
+from kvarve.engine.scheduler import FROM_STORAGE
 from kvarve.engine.turns import Call, Turns
 from kvarve.errors import Broken, Busy, ConfigError, KvarveError, TooLong
 from kvarve.model import MEMORY_TIERS, Tier
@@ -206,6 +207,18 @@ class Engine(Turns):
         """How many requests run, and how many wait."""
         running = len(self.scheduler.running)
         return running, self._pending - running
+
+    def waiting(self) -> dict[str, int]:
+        """How many requests wait, by what for. From any thread, so it may be some that have just gone on."""
+        counts = dict.fromkeys(("storage_queue", "storage", "fetched"), 0)
+        for job in [*self.scheduler.waiting]:
+            lease = job.lease
+            if lease.phase in FROM_STORAGE:
+                counts["storage" if lease.begun else "storage_queue"] += 1
+            elif any(lease.fetched):
+                counts["fetched"] += 1
+        counts["load"] = len(self.scheduler.loading)
+        return counts | {"admission": max(0, self.load()[1] - sum(counts.values()))}
 
     def ask(self, what: Callable[[], T], timeout_s: float, order: Input | None = None) -> T:
         """Call `what` on the engine's thread and wait for its result. Busy if it was not called, and will not be.

@@ -3,7 +3,7 @@
 import torch
 
 from kvarve.core.lease import Lease
-from kvarve.core.reasons import Reason
+from kvarve.core.reasons import HITS, Reason
 from kvarve.engine.model import Detokenizer, LoadedModel
 from kvarve.engine.paging import PagedWorkspace
 from kvarve.engine.requests import Request
@@ -25,6 +25,8 @@ class Job(Task):
         self.output_ids: list[int] = []  # all but the last of them computed
         self.reasons: dict[Reason, int] | None = None  # why its tokens were cached or not when it was first admitted
         self.queued_s: float | None = None  # until then, from its submission
+        self.began_s, self.last_s = 0.0, 0.0  # when it was first computed, and when its last token so far was sampled
+        self.first_s: float | None = None  # when its first one was
         self.leased_tokens = self.prefill_until  # tokens that its lease covers
         sampling = request.sampling
         self.prompt_ids = frozenset(request.prompt if sampling.repetition_penalty != 1 else ())
@@ -37,6 +39,11 @@ class Job(Task):
     @property
     def output_tokens(self) -> int:
         return len(self.output_ids)
+
+    @property
+    def uncached(self) -> int:
+        """Tokens of its prompt that were not cached when it was first admitted."""
+        return self.prompt - sum((self.reasons or {}).get(hit, 0) for hit in HITS)
 
     @property
     def computed(self) -> int:

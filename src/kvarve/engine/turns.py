@@ -12,15 +12,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvarve.core.lease import Lease
-from kvarve.core.reasons import Reason
 from kvarve.engine.batch import Batch, batches, by_length, spare_tokens
+from kvarve.engine.counts import EngineCounts
 from kvarve.engine.fatal_errors import fatal_assertions, fatal_errors
 from kvarve.engine.inputs import Input, decode, encode
 from kvarve.engine.job import Job, find_stop, held_back
@@ -38,27 +37,11 @@ from kvarve.engine.sampling import choose_all, likelihood
 from kvarve.engine.scheduler import Scheduler, within
 from kvarve.engine.tails import Tails, tails
 from kvarve.errors import Broken
-from kvarve.metrics import Histogram
 from kvarve.prefix_cache import PrefixCache
 from kvarve.scheduler import Prompt
 from kvarve.ticket import Ticket
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class EngineCounts:
-    """What the engine has done so far, in tokens and seconds."""
-
-    prompt_tokens: int = 0
-    computed_tokens: int = 0
-    reasons: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))  # of the prompts' tokens
-    output_tokens: int = 0
-    finished: int = 0
-    failed: int = 0
-    aborted: int = 0
-    preempted: int = 0
-    ttft_s: Histogram = field(default_factory=Histogram)
 
 
 class Call(NamedTuple):
@@ -135,6 +118,7 @@ class Turns:
         self._run_calls(self._cache.step(self._take_calls))
         if self._last:
             return False
+        before = self.counts.computed_tokens + self.counts.output_tokens
         self.scheduler.admit()
         answers = self._decodable()
         groups = self._group([job for job in answers if self.batches and not job.alone])
@@ -158,6 +142,8 @@ class Turns:
                 self._guarded(job, self._prefill_chunk)
         for group in together:
             self._prefill_tails(group)
+        if computed := self.counts.computed_tokens + self.counts.output_tokens - before:
+            self.counts.turn_tokens.observe(computed)
         return bool(answers or pieces)
 
     def _guarded(self, job: Job, compute: Callable[[Job], None]) -> None:
@@ -217,7 +203,7 @@ class Turns:
             )
         if job.reasons is None:
             job.reasons = self._cache.explain(job.lease)
-            job.queued_s = time.monotonic() - job.request.submitted_s
+            self.counts.began(job, time.monotonic())
 
     def _stop(self, job: Job) -> None:
         self.counts.preempted += 1
@@ -388,8 +374,6 @@ class Turns:
         """Append a token, and deliver the text that no later token can change."""
         if token is None:
             raise ValueError("the model's logits are not numbers")
-        if not job.output_ids:
-            self.counts.ttft_s.observe(time.monotonic() - job.request.submitted_s)
         sampling = job.request.sampling
         asked = sampling.logprobs
         likely = () if asked is None else (likelihood(logits, token, asked, job.characters),)
@@ -397,7 +381,7 @@ class Turns:
         text = "" if ends else job.detokenizer.push(token)  # before it counts, as it may fail
         job.output_ids.append(token)
         self._cache.note(token.to_bytes(4, "little"))
-        self.counts.output_tokens += 1
+        self.counts.sampled(job, time.monotonic())
         if ends:
             self._end(job, Finish.STOP, last=(token,), likely=likely, matched=token)
             return
@@ -441,7 +425,10 @@ class Turns:
         if not self.scheduler.running:
             self._batches.clear()
         usage = self._usage(job)
-        ticket = self._export(job) if finish in (Finish.STOP, Finish.LENGTH) else None
+        ticket = None
+        if finish in (Finish.STOP, Finish.LENGTH):
+            ticket = self._export(job)
+            self.counts.answered(job)
         self._cache.close(job.lease)
         if job.reasons is not None:
             self.counts.prompt_tokens += usage.prompt
@@ -462,10 +449,8 @@ class Turns:
             if self._accepted.pop(request.number, None) is None:
                 return
             self._jobs.pop(request.number, None)
-            self.counts.finished += 1
-            self.counts.failed += output.finish is Finish.ERROR
-            self.counts.aborted += output.finish is Finish.ABORT
-        assert output.finish is not None
+            assert output.finish is not None
+            self.counts.ends[output.finish] += 1
         log.debug("request %d: %s, %s", request.number, output.finish.value, output.usage)
         self._deliver(request, output)
 

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from kvarve import __version__
 from kvarve.engine.engine import Engine
-from kvarve.errors import Busy, ConfigError, KvarveError, ModelError, StorageError, TooLong
+from kvarve.errors import Busy, ConfigError, KvarveError, ModelError, TooLong
 from kvarve.metrics import Metrics, Snapshot
 from kvarve.model import MEMORY_TIERS, Tier
 from kvarve.server.access import Access, no_browsers, no_forms, no_pages, no_simple_requests
@@ -36,10 +36,11 @@ from kvarve.server.forms import TRANSFER, Form
 from kvarve.server.generate import GenerateRequest
 from kvarve.server.keyfile import Keyring
 from kvarve.server.lanes import Lanes, apart
-from kvarve.server.observed import Observed, acts, seen
+from kvarve.server.observed import Observed, Responses, acts, seen
 from kvarve.server.prepare import ClientGone, Prepared, RequestPreparer
 from kvarve.server.quotas import OverQuota
 from kvarve.server.sglang import folder, sglang_routes
+from kvarve.server.snapshot import snapshot
 from kvarve.server.traces import Traces, told
 from kvarve.server.vllm import Work, vllm_routes
 from kvarve.ticket import HandOverError
@@ -58,17 +59,18 @@ def create_app(
     keys: Keyring | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     connections: Connections | None = None,
+    metrics_compat: str = "",
     traces: Traces | None = None,
 ) -> ASGIApp:
     """The application around a started engine, which stays the caller's to shut down.
 
     `name`: the served model name (the model's own unless given). /v1 needs one of the `keys` if there are any. /admin
     needs an admin key and is off without one; /flush_cache needs an admin key, else an API key. /metrics reports the
-    `connections`. `traces` gets a span for each request for answers.
+    `connections`, under the names of `metrics_compat` too. `traces` gets a span for each request for answers.
     """
     app = FastAPI(title="kvarve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     access = Access(keys or Keyring())
-    front = _Front(engine, name or engine.model.name, max_body_bytes, connections, access, traces)
+    front = _Front(engine, name or engine.model.name, max_body_bytes, connections, metrics_compat, access, traces)
     guards = [Depends(no_simple_requests), Depends(access.api)]
     open_to_all, guarded = APIRouter(), APIRouter(dependencies=guards)
     flushing = APIRouter(dependencies=[Depends(acts), Depends(no_pages), Depends(no_forms), Depends(access.flushing)])
@@ -87,7 +89,7 @@ def create_app(
     app.include_router(sglang_routes(engine, front.name, front.generate, guards))
     app.include_router(admin_routes(engine, access, front.body))
     add_errors(app)
-    return Observed(app, front.rejected, traces)
+    return Observed(app, front.responses, traces)
 
 
 def add_errors(app: FastAPI) -> None:
@@ -107,13 +109,14 @@ class _Front:
         name: str,
         max_body_bytes: int,
         connections: Connections | None,
+        metrics_compat: str,
         access: Access,
         traces: Traces | None,
     ) -> None:
         self._engine, self.name, self._connections, self._traces = engine, name, connections, traces
         self._access, self._started = access, int(time.time())
-        self.rejected: Counter[int] = Counter()  # requests, by status
-        self._metrics = Metrics(self._snapshot)
+        self.responses: Responses = Counter()
+        self._metrics = Metrics(self._snapshot, metrics_compat)
         self._preparer = RequestPreparer(engine.model, name)
         self._lanes = Lanes("kvarve prepare")
         self._preparing: set[Future[Any]] = set()  # requests queued or running on a lane
@@ -250,40 +253,15 @@ class _Front:
         }
 
     def _snapshot(self) -> Snapshot:
-        engine = self._engine
-        try:
-            storage = engine.cache.usage()  # first: it may be slow, and the rest is one consistent snapshot
-        except StorageError:  # closed, or the medium is gone: the scrape has the rest
-            storage = None
-        counts, (running, waiting) = engine.counts, engine.load()
-        connections = self._connections
-        return Snapshot(
-            model=self.name,
-            version=__version__,
-            up=not engine.broken,
-            running=running,
-            waiting=waiting,
-            requests={
-                "done": counts.finished - counts.failed - counts.aborted,
-                "aborted": counts.aborted,
-                "failed": counts.failed,
-            },
-            prompt_tokens=counts.prompt_tokens,
-            computed_tokens=counts.computed_tokens,
-            output_tokens=counts.output_tokens,
-            preempted=counts.preempted,
-            reasons=dict(counts.reasons),
-            ttft_s=counts.ttft_s,
+        return snapshot(
+            self._engine,
+            self.name,
+            connections=self._connections,
             tokenizing=len(self._preparing),
-            connections=None if connections is None else len(connections),
-            closed_connections={} if connections is None else dict(connections.closed),
-            rejected={str(status): count for status, count in self.rejected.items()},
+            responses=self.responses,
             ignored_fields=self._preparer.ignored.counts(),
             keys=self._access.quotas.counts(),
             spans=None if self._traces is None else self._traces.counts(),
-            cache=engine.cache.stats(),
-            storage=storage,
-            storage_up=engine.cache.up if engine.cache.attached is not None else None,
         )
 
 

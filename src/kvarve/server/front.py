@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +17,7 @@ import httpx
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi import Request as Http
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import Metric
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.types import Receive, Scope, Send
 
 from kvarve import __version__
@@ -30,7 +28,8 @@ from kvarve.server.answers import RETRY_AFTER
 from kvarve.server.api import Refused
 from kvarve.server.app import add_errors
 from kvarve.server.bodies import Bodies
-from kvarve.server.observed import Observed, acts, seen
+from kvarve.server.front_metrics import front_families, merged
+from kvarve.server.observed import Observed, Responses, acts, seen
 from kvarve.server.replicas import Replica, Replicas
 
 log = logging.getLogger(__name__)
@@ -70,7 +69,8 @@ class Front:
             app.add_api_route(path, self.tell_all, methods=["GET", "POST", "PUT", "DELETE"])
         app.add_api_route("/{path:path}", self.forward, methods=["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"])
         add_errors(app)
-        self.app = Observed(app, Counter())  # the replicas count what they reject
+        self._responses: Responses = Counter()  # without those of replicas, which count their own
+        self.app = Observed(app, self._responses)
 
     async def state(self) -> Response:
         return JSONResponse({"replicas": [each.state() for each in self._replicas.all]})
@@ -88,19 +88,14 @@ class Front:
         return JSONResponse(self._replicas.all[number].state(), 202)
 
     async def metrics(self, http: Http) -> Response:
-        """All replicas' metrics, each with the number of its replica."""
-        found: dict[str, Metric] = {}
+        """All replicas' metrics, each with the number of its replica; and the front's own."""
+        texts = []
         for each in self._able():
-            with suppress(httpx.HTTPError, ValueError):
+            with suppress(httpx.HTTPError):
                 answer = await self._http.get(each.url + "/metrics", timeout=METRICS_S)
-                for family in text_string_to_metric_families(answer.text):
-                    metric = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-                    for sample in family.samples:
-                        labels = {"replica": str(each.number)} | sample.labels
-                        metric.add_sample(sample.name, labels, sample.value)
-        registry = CollectorRegistry()
-        registry.register(_Found(found))
-        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+                texts.append((each.number, answer.text))
+        own = front_families(self._replicas.all, self._responses)
+        return Response(await asyncio.to_thread(merged, texts, own), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def tell_all(self, http: Http) -> Response:
         """One call to every replica, one after the other; the first that refuses ends it, and is named."""
@@ -118,6 +113,7 @@ class Front:
                 if answer.status_code >= 400:
                     done = f"; replicas that have done it: {len(told)}" if told else ""
                     log.warning("%s %s: replica %d refuses%s", http.method, http.url.path, each.number, done)
+                    seen(http).passed_on = True
                     return _passed(answer)
                 told.append(answer)
         return _joined(told)
@@ -142,6 +138,7 @@ class Front:
                     if begun.answer.status_code == httpx.codes.SERVICE_UNAVAILABLE and self._others(tried):
                         await begun.end()
                         continue
+                    seen(http).passed_on = True
                     return _Answer(begun, gone)
             except BaseException:
                 gone.cancel()
@@ -247,16 +244,6 @@ class _Answer(Response):
             following.cancel()
             raise ConnectionAbortedError
         return following.result()
-
-
-class _Found:
-    """Metrics that were read elsewhere, as a collector."""
-
-    def __init__(self, found: Mapping[str, Metric]) -> None:
-        self._found = found
-
-    def collect(self) -> list[Metric]:
-        return [*self._found.values()]
 
 
 async def _gone(receive: Receive) -> None:

@@ -1,5 +1,5 @@
-"""One log line for each request, with its id, and its span; one more line for an operator's act; and how many were
-rejected, by status.
+"""One log line for each request, with its id, and its span; one more line for an operator's act; and the count of
+responses by status.
 
 A line has no prompt text, header or key in it, but the name of a key.
 """
@@ -25,10 +25,14 @@ audit = logging.getLogger("kvarve.audit")
 
 QUIET = ("/health", "/health_generate", "/metrics")  # asked for every few seconds
 MOST_PATH = 200  # characters
+METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")  # a client may make up others
 CLIENT_GONE = 499  # no status was sent
 _ID = re.compile(r"[!-~]{1,128}")
 _HEADER = b"x-request-id"
 _SEEN = "kvarve.seen"
+
+
+Responses = Counter[tuple[str, str, int]]  # by method, route ("none": there is none) and status
 
 
 @dataclass
@@ -37,6 +41,7 @@ class Seen:
 
     id: str
     act: str | None = None  # of an operator
+    passed_on: bool = False  # another server has answered it, and counted it
     key: str = ""  # the name of the one that admitted it
     visit: Visit | None = None  # counted towards the limits of its key
     answered: Callable[[], str] = field(default=lambda: "")
@@ -46,9 +51,9 @@ class Seen:
 class Observed:
     """`app`, with an x-request-id in every response: the request's own, or a new one."""
 
-    def __init__(self, app: ASGIApp, rejected: Counter[int], traces: Traces | None = None) -> None:
-        """`rejected`: gets the statuses from 400 on."""
-        self._app, self._rejected, self._traces = app, rejected, traces
+    def __init__(self, app: ASGIApp, responses: Responses, traces: Traces | None = None) -> None:
+        """`responses`: gets those that were not passed on."""
+        self._app, self._responses, self._traces = app, responses, traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -69,8 +74,9 @@ class Observed:
         finally:
             if seen.visit is not None:
                 seen.visit.end()
-            if status >= 400:
-                self._rejected[status] += 1
+            if not seen.passed_on:
+                method = scope["method"] if scope["method"] in METHODS else "other"
+                self._responses[method, getattr(scope.get("route"), "path", "none"), status] += 1
             seconds, peer = time.monotonic() - began_s, (scope.get("client") or ("unknown",))[0]
             what = f"{scope['method']} {quote(scope['path'][:MOST_PATH])}"
             if self._traces is not None and seen.traced is not None:

@@ -37,6 +37,7 @@ from kvarve.engine.ranks import Place, Ranks, check_ranks, device_of, started, t
 from kvarve.errors import Broken, ConfigError, StorageError
 from kvarve.memory.heap import bound_heaps
 from kvarve.memory.seals import seal_of
+from kvarve.metrics import parse_compat
 from kvarve.prefix_cache import PrefixCache
 from kvarve.ranks.group import ALL
 from kvarve.reports import check_file
@@ -100,6 +101,7 @@ class Server:
                 keys=self.keys,
                 max_body_bytes=settings.max_body_bytes,
                 connections=self.connections,
+                metrics_compat=settings.metrics_compat,
                 traces=self.traces,
             )
             self._http = _http(app, self.connections)
@@ -393,6 +395,7 @@ def check_settings(settings: Settings) -> None:
             raise ConfigError(f"the {what} {text!r} is no UTF-8: give it another name") from None
     if settings.served_model_name == "":
         raise ConfigError("the model's name cannot be empty")
+    parse_compat(settings.metrics_compat)
     for name, key in (("API", settings.api_key), ("admin", settings.admin_key)):
         if key is not None:
             check_key(name, key)

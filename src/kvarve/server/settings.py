@@ -91,6 +91,8 @@ class Settings:
     """a TOML file of several keys with limits, read again when it changes: see `kvarve keys --help`"""
     max_body_bytes: Size = Size(8 << 20)
     """of a request; a larger one gets 413"""
+    metrics_compat: str = ""
+    """vllm, sglang or both with a comma between: /metrics has its numbers under their names too"""
     otlp_traces_endpoint: str | None = field(default=None, repr=False)
     """URL of an OpenTelemetry collector (OTLP over HTTP), which gets a span for each request; none unless given"""
     kv_events_config: str | None = None
@@ -104,8 +106,16 @@ class Settings:
     def alike(self) -> str:
         """What has to be the same on all ranks."""
         own = {"served_model_name", "host", "port", "storage", "storage_key", "threads", "api_key", "admin_key"}
-        own |= {"api_keys", "max_body_bytes", "log_level", "ready_file", "node_rank"}
-        own |= {"otlp_traces_endpoint", "kv_events_config"}
+        own |= {
+            "api_keys",
+            "max_body_bytes",
+            "metrics_compat",
+            "log_level",
+            "ready_file",
+            "node_rank",
+            "otlp_traces_endpoint",
+            "kv_events_config",
+        }
         return repr([(each.name, getattr(self, each.name)) for each in fields(self) if each.name not in own])
 
     @property

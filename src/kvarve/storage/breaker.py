@@ -107,6 +107,11 @@ class Breaker(Storage):
         self._notify(changed)
         return up
 
+    @property
+    def open(self) -> bool:
+        """Whether calls are answered by misses; to be read at any time, as it starts nothing."""
+        return self._open
+
     def look(self) -> None:
         """Call once, so that a storage that does not answer is down from the start and not after `failures` calls."""
         try:

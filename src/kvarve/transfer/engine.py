@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvarve.core.copies import BACKUP, FETCH, LOAD, PROBE, STORE
+from kvarve.core.copies import BACKUP, FETCH, LOAD, PROBE, STORE, Edge
 from kvarve.core.effects import Copy, Effect, Event, Hurry, Page, Probe, Transfer, Verified
 from kvarve.core.settings import LOAD_DEADLINE_S
 from kvarve.errors import StorageError
@@ -22,6 +22,7 @@ from kvarve.memory.copies import DeviceCopies, NearArena
 from kvarve.model import PoolSpec, Tier
 from kvarve.storage import Storage
 from kvarve.transfer.arrivals import Arrival
+from kvarve.transfer.flows import LANES, Flow
 from kvarve.transfer.lanes import Ends, Lane
 from kvarve.transfer.storage_connection import StorageConnection
 
@@ -52,10 +53,8 @@ class TransferEngine:
         self._copies = DeviceCopies(device, host)
         self._checking = threading.Lock()
         # One worker each: a chain's page rests on the one before it, so copies must end in the order sent.
-        self._lanes = {
-            (source, target): Lane(f"{source.name.lower()}-to-{target.name.lower()}", self.ends, clock=clock)
-            for source, target in (BACKUP, LOAD)
-        }
+        self._lanes = {edge: Lane(LANES[edge], self.ends, clock=clock) for edge in (BACKUP, LOAD)}
+        self.flows: dict[Edge, Flow] = {edge: Flow(pools) for edge in LANES}
         self.connection: StorageConnection | None = None
         self._retired: list[StorageConnection] = []  # those that may not have closed yet
 
@@ -147,10 +146,13 @@ class TransferEngine:
             pool: ([(page.source, page.target) for _, page in pages], [page.key for _, page in pages])
             for pool, pages in _by_pool(copy.pages).items()
         }
+        began = time.perf_counter()
         self._copies.save(pages, ready)
+        self.flows[BACKUP].moved(time.perf_counter() - began, copy.pages)
         return _all(copy.pages), 0
 
     def _load(self, copy: Copy, ready: Any) -> tuple[int, int]:
+        began = time.perf_counter()
         bad = self._broken(copy.pages) if self._verify_host else 0
         pages = {
             pool: [(page.source, page.target) for i, page in pages if not bad >> i & 1]
@@ -159,6 +161,7 @@ class TransferEngine:
         good = _all(copy.pages) & ~bad
         if not self.layerwise or not good:
             self._copies.load(pages, ready)
+            self.flows[LOAD].moved(time.perf_counter() - began, _chosen(copy.pages, good))
             return good, bad
         arrival = Arrival(self._copies.layers, self._copies.order, LOAD_DEADLINE_S)
         self._arrivals = [*self._arrivals, arrival]  # before a request can resume from it
@@ -169,11 +172,12 @@ class TransferEngine:
             arrival.fail(e)  # it stays, so that no request takes the pages for whole
             raise
         self._arrivals = [each for each in self._arrivals if each is not arrival]
+        self.flows[LOAD].moved(time.perf_counter() - began, _chosen(copy.pages, good))
         return good, bad
 
     def _store(self, sent: Sequence[tuple[Storage, Copy]]) -> list[tuple[int, int]]:
         """Several copies to one storage in one put. A put keeps an object that exists, so no probe comes first."""
-        storage = sent[0][0]
+        storage, began = sent[0][0], time.perf_counter()
         outcomes: list[list[int]] = [[0, 0] for _ in sent]
         pages = [(at, i, copy.root, page) for at, (_, copy) in enumerate(sent) for i, page in enumerate(copy.pages)]
         memory = apart([self._host[page.pool] for *_, page in pages])
@@ -192,10 +196,12 @@ class TransferEngine:
         stored = storage.put(names, records) if names else []
         for (at, i), done in zip(told, stored, strict=True):
             outcomes[at][0] |= done << i
+        kept = [page for (good, _), (_, copy) in zip(outcomes, sent, strict=True) for page in _chosen(copy.pages, good)]
+        self.flows[STORE].moved(time.perf_counter() - began, kept, [page for page in kept if self._writes(page)])
         return [(good, bad) for good, bad in outcomes]
 
     def _fetch(self, storage: Storage, copy: Copy) -> tuple[int, int]:
-        names = [self._name(copy.root, page) for page in copy.pages]
+        began, names = time.perf_counter(), [self._name(copy.root, page) for page in copy.pages]
         memory = apart([self._host[page.pool] for page in copy.pages])
         records = [
             self._host[page.pool].blank(page.target, into) for page, into in zip(copy.pages, memory, strict=True)
@@ -210,6 +216,7 @@ class TransferEngine:
                 good |= 1 << i
             else:
                 bad |= 1 << i
+        self.flows[FETCH].moved(time.perf_counter() - began, _chosen(copy.pages, good))
         if bad:  # deleted, so that the recomputed page is stored again
             try:
                 storage.delete([name for i, name in enumerate(names) if bad >> i & 1])
@@ -221,8 +228,13 @@ class TransferEngine:
         """Which pages of several prompts one storage has, in one call."""
         asked = [[self._name(probe.root, page) for page in probe.pages] for _, probe in sent]
         names = [*dict.fromkeys(name for names in asked for name in names)]
+        began = time.perf_counter()
         there = dict(zip(names, sent[0][0].exists(names), strict=True))
-        return [(sum(there[name] << i for i, name in enumerate(names)), 0) for names in asked]
+        seconds = time.perf_counter() - began
+        found = [sum(there[name] << i for i, name in enumerate(names)) for names in asked]
+        pages = [page for good, (_, probe) in zip(found, sent, strict=True) for page in _chosen(probe.pages, good)]
+        self.flows[PROBE].probed(seconds, [page for _, probe in sent for page in probe.pages], pages)
+        return [(good, 0) for good in found]
 
     def _name(self, root: bytes, page: Page) -> str:
         pool = self._pools[page.pool]
@@ -242,6 +254,10 @@ class TransferEngine:
 
 def _all(pages: Sequence[Page]) -> int:
     return (1 << len(pages)) - 1
+
+
+def _chosen(pages: Sequence[Page], bits: int) -> list[Page]:
+    return [page for i, page in enumerate(pages) if bits >> i & 1]
 
 
 def _by_pool(pages: Sequence[Page]) -> dict[int, list[tuple[int, Page]]]:

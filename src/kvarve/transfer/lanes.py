@@ -157,6 +157,10 @@ class Lane:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    def running(self) -> int:
+        """How many calls are under way."""
+        return len(self._running)
+
     def stuck_s(self) -> float:
         """For how long the oldest running call has been running; 0 if there is none."""
         with self._lock:

@@ -15,6 +15,7 @@ from kvarve.background import Abandoned, BackgroundCall
 from kvarve.core.copies import FETCH, PROBE, STORE, Edge
 from kvarve.errors import StorageError
 from kvarve.storage import Storage, StorageUsage
+from kvarve.transfer.flows import LANES
 from kvarve.transfer.lanes import Ends, Lane
 
 log = logging.getLogger(__name__)
@@ -39,9 +40,9 @@ class StorageConnection:
         self._lock = threading.Lock()  # guards these two
         try:
             lane = partial(Lane, ends=ends, patience_s=deadline_s, clock=clock)
-            self.lanes[STORE] = lane("host-to-storage", workers=WORKERS)
-            self.lanes[FETCH] = lane("storage-to-host", workers=WORKERS, tells_begin=True)
-            self.lanes[PROBE] = lane("storage-probe", together=ASKED, tells_begin=True)
+            self.lanes[STORE] = lane(LANES[STORE], workers=WORKERS)
+            self.lanes[FETCH] = lane(LANES[FETCH], workers=WORKERS, tells_begin=True)
+            self.lanes[PROBE] = lane(LANES[PROBE], together=ASKED, tells_begin=True)
         except RuntimeError as e:  # the system starts no more threads
             for started in self.lanes.values():
                 started.close(0.0)

@@ -7,3 +7,6 @@ from kvarve.core.tree import Run
 class Lru(Ranked):
     def rank(self, run: Run) -> int:
         return run.used
+
+    def worth(self, run: Run) -> float:
+        return self.context.last_use(run)

@@ -14,16 +14,27 @@ from typing import Any
 from kvarve.core.eviction.cost import PageCost
 from kvarve.core.tree import Run
 
+SLOWEST = 4.0  # times slower than a chain's page a window or state ages, at most
+
 
 @dataclass(frozen=True)
 class OrderContext:
-    """What an order may know of its slot pool: its index, its pool's lookback, the cost of computing a page, and the
-    current tick (the count of uses so far)."""
+    """What an order may know of its slot pool: its index, its pool's lookback, the cost of computing a page, the
+    current tick (the count of uses so far), and the bytes of a page of all chains as part of those of all windows and
+    states that a request resumes from (0 if this is a chain, or there are none)."""
 
     number: int
     lookback: int | None
     cost: PageCost
     tick: Callable[[], int]
+    chain_bytes_of_snapshot: float = 0.0
+
+    def last_use(self, run: Run) -> float:
+        """When a run was used last, in ticks, for a comparison with other pools of the tier. Windows and states save
+        about the pages of the run that they end, and age slower the fewer bytes they take than those pages."""
+        slower = min(SLOWEST, self.chain_bytes_of_snapshot * run.pages)
+        now = self.tick()
+        return now - (now - run.used) / max(1.0, slower)
 
 
 class Order(ABC):

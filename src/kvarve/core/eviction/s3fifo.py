@@ -57,8 +57,8 @@ class S3Fifo(Order):
             self._main.append(run)
         return None
 
-    def worth(self, run: Run) -> int:
-        return run.used
+    def worth(self, run: Run) -> float:
+        return self.context.last_use(run)
 
     def forget(self, run: Run, stands: bool) -> None:
         self._proven.pop(run, None)

@@ -1,0 +1,94 @@
+"""How full memory is and how long things take in it: figures for people, by which nothing is decided."""
+
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvarve.boundaries import ones
+from kvarve.core.tree import Run
+from kvarve.histograms import AGE_S, LATENCY_S, Histogram
+from kvarve.model import Tier
+
+if TYPE_CHECKING:
+    from kvarve.core.cache import Core
+
+
+class Ages:
+    """Times by the clock that the ranks agree on."""
+
+    def __init__(self, slots: Sequence[int], tiers: int) -> None:
+        """`slots`: by place, how many numbers of slots there are."""
+        self._taken_s = [array("d", bytes(8 * count)) for count in slots]  # when the tree got the page in a slot
+        self._pools = max(1, len(slots) // tiers)
+        # By memory tier: from a page's arrival there until it left, and from its last use until then.
+        self.lifetime_s = [Histogram(AGE_S) for _ in range(tiers)]
+        self.idle_s = [Histogram(AGE_S) for _ in range(tiers)]
+        self.reuse_s = Histogram(AGE_S)  # from the last use of a prefix to the next request for it
+        self.storage_wait_s = Histogram(LATENCY_S)  # from a request's question to storage until it waits no longer
+
+    def came(self, place: int, slots: Sequence[int], now: float) -> None:
+        taken_s = self._taken_s[place]
+        for slot in slots:
+            taken_s[slot] = now
+
+    def left(self, run: Run, place: int, slots: Sequence[int], now: float) -> None:
+        tier, taken_s = place // self._pools, self._taken_s[place]
+        for slot in slots:
+            self.lifetime_s[tier].observe(now - taken_s[slot])
+        self.idle_s[tier].observe(now - run.used_s, len(slots))
+
+    def asked(self, tail: Run, now: float) -> None:
+        """A request begins that is to use the pages up to `tail`."""
+        if tail.tokens:
+            self.reuse_s.observe(now - tail.used_s)
+
+    def used(self, tail: Run, now: float) -> None:
+        """A request uses the pages up to `tail`."""
+        run: Run | None = tail
+        while run is not None:
+            run.used_s = now
+            run = run.parent
+
+
+def pinned(core: "Core") -> list[int]:
+    """By place, the slots in use whose pages cannot be evicted now: pages that requests or copies in flight need, and
+    slots that are to be filled. The cost grows with these, not with resident pages."""
+    slot_pools = core.slot_pools
+    stuck: dict[Run, list[int]] = {}  # [place] local positions
+    counts = [0] * len(slot_pools.capacity)
+
+    def hold(run: Run | None) -> None:
+        """Note what of a run cannot go, and of the runs above it, on which that rests."""
+        below = [False] * len(counts)
+        while run is not None and run.tokens:
+            now = []
+            for place, rests in enumerate(below):
+                here = run.here[place]
+                if not slot_pools.is_chain(place):
+                    here &= run.pins[place // len(slot_pools.pools)].held()
+                elif not rests:
+                    here &= ones(slot_pools.held_until(run, place))
+                now.append(here)
+            if (before := stuck.get(run)) is not None:
+                now = [one | other for one, other in zip(now, before, strict=True)]
+                if now == before:
+                    return
+            stuck[run] = now
+            below, run = [pages > 0 for pages in now], run.parent
+
+    for lease in core.leases.values():
+        hold(lease.run)
+        if slot_pools.memory[0] is Tier.DEVICE:
+            for pool, slots in enumerate(lease.own):
+                counts[pool] += len(slots)
+        for pool, slots in enumerate(lease.landed):
+            counts[slot_pools.place(Tier.HOST, pool)] += len(slots)
+    for op in core.copies.ops.values():
+        hold(op.run)
+        if op.edge[1] in slot_pools.memory:
+            for i, page in enumerate(op.pages):
+                counts[slot_pools.place(op.edge[1], page.pool)] += not op.given >> i & 1
+    for pages in stuck.values():
+        for place, bits in enumerate(pages):
+            counts[place] += bits.bit_count()
+    return counts
