@@ -139,7 +139,7 @@ class Mover:
             self.host.record(slot)[:] = records[slot % len(keys)]
         self.at = [((slot // len(keys)).to_bytes(32, "little"), keys[slot % len(keys)]) for slot in range(count)]
         self.bytes = count * len(records[0])
-        self.transfers = TransferEngine([pages.pool], [DeviceArena(pages.pool, 1)], [self.host])
+        self.transfers = TransferEngine([DeviceArena(pages.pool, 1)], [self.host])
         self.storage = storage
         self.transfers.attach(self.transfers.connect(storage))
 

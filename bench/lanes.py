@@ -77,7 +77,7 @@ class Bench:
         self.near = DeviceArena(case.pool, slots, device)
         kind = HostArena if case.checked else Bare
         self.far = kind(case.pool, slots, NAMESPACE, layout=layout, device=device)
-        self.engine = TransferEngine([case.pool], [self.near], [self.far], verify_host=case.checked)
+        self.engine = TransferEngine([self.near], [self.far], verify_host=case.checked)
         self.scattered = [rng.sample(range(slots), pages) for _ in range(4)]
         if case.consecutive:
             self.scattered[1] = self.scattered[3] = [*range(pages)]

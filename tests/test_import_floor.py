@@ -145,6 +145,8 @@ INSTALL_OF = {
     "simulate/sweep.py": "demo",
     "server/settings.py": "base",
     "server/keyfile.py": "base",
+    "server/keys_cli.py": "base",
+    "server/config_cli.py": "base",
 }
 
 

@@ -54,7 +54,7 @@ class Blocks:
         ]
         near = [EngineArena(pool, tensors, blocks) for pool, tensors in zip(pools, layers, strict=True)]
         self.far = [Bare(pool, 2 * size.pages, NAMESPACE) for pool in pools]
-        self.engine = TransferEngine(pools, near, self.far, verify_host=False)
+        self.engine = TransferEngine(near, self.far, verify_host=False)
         self.saved, self.loaded = ([dice.sample(range(1, blocks), size.pages) for _ in pools] for _ in range(2))
         self.slots = [dice.sample(range(2 * size.pages), size.pages) for _ in pools]
         self.tensors = [tensor for group in layers for tensor in group.values()]

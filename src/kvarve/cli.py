@@ -7,7 +7,7 @@ then), 130 interrupted. Heavy modules are imported only after the arguments are 
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
@@ -61,6 +61,10 @@ storage = App(
 )
 
 
+config = App(
+    "config",
+    help="Look at settings and where they come from: flags, the environment, the file of --config, defaults.",
+)
 keys = App(
     "keys", help="Make API keys and look at a file of them, which `kvarve serve --api-keys` reads.", help_epilogue=_KEYS
 )
@@ -70,9 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; answers the exit code."""
     try:
         words = [*(sys.argv[1:] if argv is None else argv)]
-        if words[:1] == ["serve"]:
-            words[1:] = translated(
-                words[1:], Settings.device_memory, lambda note: print(f"kvarve: {note}", file=sys.stderr)
+        served = next((len(chain) for chain in (["serve"], ["config", "show"]) if words[: len(chain)] == chain), 0)
+        if served:
+            words[served:] = translated(
+                words[served:], Settings.device_memory, lambda note: print(f"kvarve: {note}", file=sys.stderr)
             )
         return call(app, words) or 0
     except KvarveError as e:
@@ -188,6 +193,30 @@ for _name, _help in {
     "drop": "Remove a group's pages, a model's, or all, from a folder: one of --group, --model and --all.",
 }.items():
     storage.command(f"kvarve.storage_cli:{_name}", name=_name, help=_help)
+
+# --- kvarve config, kvarve completion
+
+
+def _as_served(*given: Any) -> None:
+    from kvarve.server.config_cli import reads
+
+    reads(*given)
+
+
+app.command(config)
+config.command(
+    "kvarve.server.config_cli:show",
+    name="show",
+    help="Show the settings that `kvarve serve` would have with these options.",
+    config=[_as_served],
+)
+
+
+@app.command
+def completion(shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(name="SHELL")], /) -> None:
+    """Write a script that completes commands and options in a shell."""
+    print(app.generate_completion(prog_name="kvarve", shell=shell))
+
 
 # --- kvarve keys
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 from cyclopts.types import NonNegativeInt, PositiveInt
 
-from kvarve.options import FLAT
+from kvarve.options import FLAT, JsonFile
 
 EnginePython = Annotated[Path | None, Parameter(env_var="KVARVE_VLLM_PYTHON", show_env_var=True)]
 AdminKey = Annotated[str | None, Parameter(env_var="KVARVE_ADMIN_KEY", show_env_var=True)]
@@ -60,8 +60,8 @@ class Verify:
     """where to keep pages meanwhile; a folder of its own unless given"""
     tp: PositiveInt = 1
     """processes that compute the model together; also measures how far their sums are from those of one"""
-    json: Path | None = None
-    """gets the report too"""
+    json: JsonFile = None
+    """gets the report too; -: standard output gets it, and nothing else"""
     quick: bool = False
     """fewer and shorter prompts"""
 
@@ -71,8 +71,8 @@ class Verify:
 class Models:
     model: str | None = None
     """builtin:... or a folder with config.json; its weights are not read"""
-    json: Path | None = None
-    """write all of it there too"""
+    json: JsonFile = None
+    """write all of it there too; -: to standard output, and nothing else"""
     page_tokens: PositiveInt | None = None
     """tokens of a page; 64, or what a model needs, unless given"""
     chunk_tokens: PositiveInt | None = None
@@ -109,7 +109,7 @@ class Attach(Remote):
 class Maintain:
     """What all commands on a folder may be told."""
 
-    json: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None
+    json: JsonFile = None
     """write all of it there too; -: to standard output, and nothing else"""
 
 

@@ -122,6 +122,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
     scored = rows[0]["accuracy"] is not None
     right = ["right"] if scored else []
     shown = plain_table("round", right=("cached", "from", "TTFT ms", "p50", "p99", "/cold", "tok/s", *right, "answers"))
+    shown.columns[2].no_wrap, shown.columns[2].overflow = False, "fold"
     shown.title = f"{rows[0]['requests']} requests, {rows[0]['prompt_tokens']:,} prompt tokens, {len(rows)} times"
     cold, reference = rows[0]["ttft_ms"]["mean"], rows[0]["outputs_sha256"]
     for row in rows:

@@ -119,6 +119,10 @@ FLAGS: Mapping[str, Flag] = {
     "--data-parallel-size": _same("--dp"),
     "--pp-size": _only("1", _PIPELINE),
     "--pipeline-parallel-size": _only("1", _PIPELINE),
+    # who may ask
+    "--ssl-certfile": _same("--tls-cert"),
+    "--ssl-keyfile": _same("--tls-key"),
+    "--allowed-origins": _no("give each origin that may ask by --cors-origin"),
     # what is shown
     "--enable-metrics": _always("/metrics is always on"),
     "--enable-log-requests": _always("each request has a line at --log-level info"),

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 
 from kvarve.errors import ConfigError
@@ -65,13 +65,35 @@ class BufferSpec:
 
 
 @dataclass(frozen=True)
+class HeadGroups:
+    """The smallest parts in which a divided model's pages are stored, so that any number of ranks puts them together.
+
+    `cuts`: for each buffer of a pool the axis of its heads, and the lengths along it that a group has of each section
+    there, one after the other (of a convolution: queries, keys, values). A pool of one group is whole on every rank.
+    """
+
+    count: int
+    cuts: tuple[tuple[int, tuple[int, ...]], ...]
+
+    def shapes(self, buffers: tuple["BufferSpec", ...], groups: int) -> tuple["BufferSpec", ...]:
+        """The buffers of so many groups."""
+        if self.count == 1:
+            return buffers
+        found = []
+        for buffer, (axis, sections) in zip(buffers, self.cuts, strict=True):
+            shape = (*buffer.shape[:axis], groups * sum(sections), *buffer.shape[axis + 1 :])
+            found.append(replace(buffer, shape=shape))
+        return tuple(found)
+
+
+@dataclass(frozen=True)
 class PoolSpec:
     """One kind of per-page state that is kept, found, copied and dropped together.
 
     `lookback` says how many pages before a boundary the layers still read: None all of them (attention), k a
     sliding window of `ceil((W - 1) / page_tokens)` pages, 1 a recurrent state. `in_place`: the engine overwrites
     the state while it computes, so a request resumes on a private copy. `replicated`: every rank holds the same
-    bytes.
+    bytes. `groups`: its pages are stored by head group, and None as each rank has them.
     """
 
     name: str
@@ -79,6 +101,7 @@ class PoolSpec:
     lookback: int | None
     in_place: bool = False
     replicated: bool = False
+    groups: HeadGroups | None = None
 
     def __post_init__(self) -> None:
         if not self.name.isascii() or not self.name.replace("-", "").replace("_", "").isalnum() or len(self.name) > 32:
@@ -99,6 +122,25 @@ class PoolSpec:
     @property
     def payload_bytes(self) -> int:
         return self.offsets()[-1]
+
+    def parts(self, rank: int, ranks: int) -> tuple[range, int]:
+        """The parts of a page that a rank has, by which its records are named, and how many there are."""
+        if self.groups is None:
+            number = 0 if self.replicated else rank
+            return range(number, number + 1), ranks
+        mine = share(self.groups.count, rank, ranks)
+        assert mine is not None, "pages are stored by group only where groups divide"
+        return mine, self.groups.count
+
+
+def share(count: int, rank: int, ranks: int) -> range | None:
+    """A rank's part of `count` heads or columns: with more ranks than heads several ranks have the same head. None if
+    they do not divide."""
+    if count % ranks == 0:
+        return range(rank * count // ranks, (rank + 1) * count // ranks)
+    if ranks % count == 0:
+        return range(rank * count // ranks, rank * count // ranks + 1)
+    return None
 
 
 def check_grid(page_tokens: int, chunk_tokens: int) -> None:
@@ -155,13 +197,33 @@ class ModelIdentity:
             raise ConfigError(f"a model needs at least one pool, each with a name of its own; got {names}")
 
     def fingerprint(self) -> bytes:
-        """32 bytes that differ whenever any field differs: the namespace of all of this model's keys and pages."""
-        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        """32 bytes that differ whenever any field differs: the namespace of all of this model's keys and pages.
+
+        Where pages are stored by head group they are those of the whole model, whatever the number of ranks.
+        """
+        fields = asdict(self._whole() if self.by_groups else self)
+        for pool in fields["pools"] if not self.by_groups else ():
+            del pool["groups"]
+        text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).digest()
+
+    @property
+    def by_groups(self) -> bool:
+        """Whether pages are stored by head group, for any number of ranks."""
+        return all(pool.groups is not None for pool in self.pools)
+
+    def _whole(self) -> "ModelIdentity":
+        """The identity of the whole model's pages."""
+        pools = [
+            replace(pool, buffers=pool.groups.shapes(pool.buffers, pool.groups.count))
+            for pool in self.pools
+            if pool.groups is not None
+        ]
+        return replace(self, ranks=1, pools=tuple(pools))
 
     def __str__(self) -> str:
         extra = {"adapters": self.adapters, "quantisation": self.quantisation, "sharding": self.sharding}
-        if self.ranks > 1:
+        if self.ranks > 1 and not self.by_groups:
             extra["ranks"] = str(self.ranks)
         return (
             f"{self.architecture} {self.dtype}, weights {self.weights[:12]}, config {self.config[:12] or 'unknown'}, "

@@ -8,7 +8,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
@@ -33,6 +33,7 @@ from kvarve.sizes import Size, format_size, parse_size
 
 FILE_BYTES = 64 * 1024  # of a config file at most: a longer one is something else
 FLAT = Parameter(name="*")  # a dataclass whose fields are options without a prefix
+JsonFile = Annotated[Path | None, Parameter(allow_leading_hyphen=True)]  # of a report; - is standard output
 ConfigFile = Annotated[Path | None, Parameter(help="a TOML file of options, each as some_option = value")]
 
 # By the type of a setting: which types of TOML it takes, and in words; a string for all others.
@@ -115,7 +116,8 @@ def _complaint(error: CycloptsError) -> str:
     if isinstance(error, CoercionError) and error.token is not None:
         known = get_args(error.target_type) if get_origin(error.target_type) is Literal else ()
         wrong = f"one of {', '.join(known)}" if known else "one value"
-        return f"{_origin(error.token)}: {error.msg or f'expected {wrong}'}"
+        name = _origin(error.token) or (error.argument.name if error.argument else "")
+        return f"{name}: {error.msg or f'expected {wrong}'}"
     if isinstance(error, ValidationError) and error.argument is not None:
         return f"{_origin(error.argument.tokens[0])}: {error.exception_message.rstrip('.')}"
     return str(error)
@@ -172,9 +174,40 @@ def _read(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) ->
 
     A command without --config reads neither: no variable that a shell has exported agrees to a deletion.
     """
-    options = {each.name[2:].replace("-", "_"): each for each in arguments if each.name.startswith("--")}
-    if "config" not in options:
-        return
+    options = {_setting(each): each for each in arguments if each.name.startswith("--")}
+    if "config" in options:
+        _fill(commands, options)
+
+
+def reads_as(command: str, own: Collection[str], told: dict[str, str]) -> Callable[..., None]:
+    """For a command that has the options of another and some of its `own`: the others' values come from where that
+    command's do. `told` gets the source of each: "default", "flag", "$VARIABLE" or the file."""
+
+    def read(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        options = {_setting(each): each for each in arguments if each.name.startswith("--")}
+        others = {name: each for name, each in options.items() if name not in own}
+        _fill((command,), others)
+        for name, each in others.items():
+            if name != "config":
+                token = each.tokens[0] if each.tokens else None
+                told[name] = "default" if token is None else _source(token)
+
+    return read
+
+
+def _source(token: Token) -> str:
+    if token.source == "env":
+        return f"${token.keyword}"
+    return "flag" if token.source in ("", "cli") else token.source
+
+
+def _setting(option: Argument) -> str:
+    """Its name in a file."""
+    return option.name[2:].replace("-", "_")
+
+
+def _fill(commands: tuple[str, ...], options: dict[str, Argument]) -> None:
+    options = {**options}
     prefix = "_".join(["kvarve", *commands, ""]).upper()
     variables = {f"{prefix}{name.upper()}": each for name, each in options.items()}
     for variable, text in os.environ.items():

@@ -17,13 +17,20 @@ _WIDE = 200  # columns if the output is no terminal, so that nothing is cut
 
 def check_file(option: str, path: Path | None) -> None:
     """ConfigError if no file can be written there. Nothing is touched."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+    if path is not None and not is_stdout(path) and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ConfigError(f"{option}: {path}: not a file that can be written")
+
+
+def is_stdout(json_to: Path | None) -> bool:
+    """Whether --json says that standard output gets the report, and nothing else."""
+    return json_to == Path("-")
 
 
 def write_json(path: Path | None, report: Any) -> None:
     """Write the report of --json, if that is given."""
-    if path is not None:
+    if is_stdout(path):
+        print(json.dumps(report, indent=1))
+    elif path is not None:
         try:
             path.write_text(json.dumps(report, indent=1) + "\n")
         except OSError as e:
@@ -35,11 +42,9 @@ class Printer:
 
     def __init__(self, json_to: Path | None) -> None:
         self._json_to = json_to
-        self._only_json = str(json_to) == "-"  # JSON on standard output is mixed with nothing else
-        if not self._only_json:
-            check_file("--json", json_to)
+        check_file("--json", json_to)
         width = None if sys.stdout.isatty() else _WIDE
-        self._console = Console(quiet=self._only_json, width=width, markup=False, highlight=False)
+        self._console = Console(quiet=is_stdout(json_to), width=width, markup=False, highlight=False)
 
     def say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True)
@@ -49,10 +54,7 @@ class Printer:
 
     def write(self, report: dict[str, Any], code: int = 0) -> int:
         """Write the JSON, if requested; answers the exit code."""
-        if self._only_json:
-            print(json.dumps(report, indent=1))
-        else:
-            write_json(self._json_to, report)
+        write_json(self._json_to, report)
         return code
 
 

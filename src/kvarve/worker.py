@@ -180,11 +180,8 @@ class CacheWorker:
                 storage = self._open(config, answers=False)
                 undo.callback(storage.close)
             self.transfers = TransferEngine(
-                pools,
                 blocks or self.device,
                 self.host,
-                rank=rank,
-                ranks=identity.ranks,
                 verify_host=config.policies.verify_host,
                 deadline_s=config.policies.storage_deadline_s,
                 clock=clock,

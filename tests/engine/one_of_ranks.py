@@ -13,7 +13,7 @@ from kvarve.model import MEMORY_TIERS
 from kvarve.prefix_cache import PrefixCache
 from kvarve.ranks.star import Listener
 from kvarve.testing.models import tiny_grid
-from kvarve.verify.requests import ProofRequest, Uncached, differences
+from kvarve.verify.requests import ProofRequest, Uncached, differences, largest
 
 PROMPT, DECODE = 150, 4  # tokens
 
@@ -60,3 +60,40 @@ def _run(model: LoadedModel, cache: PrefixCache, prompt: list[int], uncached: Un
         while request.advance():
             pass
     return [*request.from_tiers(), len(differences(request.transcript, uncached(prompt)))]
+
+
+def read_of_others(options: dict[str, Any], place: Place, listener: Listener | None = None) -> dict[str, Any]:
+    """By family and kind of hits: where some prompts resume, each in an empty memory over what the storage has, and how
+    far the logits then are from those without a cache."""
+    torch.set_num_threads(1)
+    ranks, found = Ranks(place, place.meet("read", listener)), dict[str, Any]()
+    with ranks.ended():
+        for family, hits in options["cases"]:
+            page, chunk = tiny_grid(family)
+            folder = Path(options["folder"]) / family
+            model = load_model(
+                str(folder), page_tokens=page, chunk_tokens=chunk, ranks=ranks, rounded=hits == "rounded"
+            )
+            config = CacheConfig(
+                4 << 20, 8 << 20, f"file://{folder}-{hits}?capacity=64MiB", Policies(prefetch_policy="wait_complete")
+            )
+            cache = PrefixCache(model.identity, config, rank=ranks.rank, agreement=ranks.again())
+            uncached, told = Uncached(model, DECODE), []
+            for seed in options["seeds"]:
+                # The last line of the grid below its end is that of a chunk, the only ends that this request has.
+                length, dice = 2 * chunk + 5, torch.Generator().manual_seed(seed)
+                tokens = torch.randint(0, 256, (length,), generator=dice).tolist()
+                with ProofRequest(model, cache, tokens, DECODE) as request:
+                    request.wait()
+                    request.resume()
+                    while request.advance():
+                        pass
+                expected = uncached(tokens)
+                scale = float(expected.logits[length].abs().max())
+                told.append([*request.from_tiers(), largest(request.transcript, expected, [length]) / scale])
+            assert cache.settle(60)
+            cache.audit()
+            cache.shutdown(10)
+            ranks.meet()
+            found[f"{family} {hits}"] = told
+    return found

@@ -13,7 +13,7 @@ import torch
 from adapters import SavedModule, adapt, adapted
 
 from kvarve.engine import identity
-from kvarve.engine.identity import Marks, config_digest, identity_of, numerics
+from kvarve.engine.identity import Marks, config_digest, identity_of, numerics, without_threads
 from kvarve.engine.state import StateLayout
 from kvarve.errors import ModelError
 from kvarve.model import ModelIdentity
@@ -450,3 +450,16 @@ def test_a_model_that_was_changed_back_is_the_same() -> None:
     for layer in adapted(model):
         layer.set_adapter("poet")
     marks.require_same(model)
+
+
+def test_the_threads_are_all_that_is_left_out_of_the_numerics_for_any_number_of_ranks() -> None:
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(numerics([torch.device("cpu")], ["attention eager"]))
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] != found[1]
+    assert without_threads(found[0]) == without_threads(found[1]) == found[0].replace(", threads 1", "")

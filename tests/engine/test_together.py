@@ -17,8 +17,10 @@ from kvarve.engine.tails import Tails, tails
 from kvarve.errors import ConfigError
 
 # By how their layers treat padding: see the docstring of engine/tails.py.
-ALL_ROWS = {"qwen3", "llama", "gpt_oss", "gpt_oss_wide", "gemma3", "gemma4", "deepseek_v3"}
-ONE_BY_ONE = {"deepseek_v32", "glm_moe_dsa", "deepseek_v4", "qwen4_exp"}
+ALL_ROWS = {
+    *("qwen3", "llama", "gpt_oss", "gpt_oss_wide", "gemma3", "gemma4", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"),
+}
+ONE_BY_ONE = {"deepseek_v4", "qwen4_exp"}
 
 # --- answers by their lengths
 

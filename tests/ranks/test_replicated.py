@@ -34,8 +34,8 @@ class Rank:
     def __init__(self, rank: int, store: Storage) -> None:
         namespace = an_identity(POOLS).fingerprint()
         self.device = [DeviceArena(pool, PAGES, "cpu") for pool in POOLS]
-        self.host = [HostArena(pool, PAGES, namespace, rank) for pool in POOLS]
-        self.transfers = TransferEngine(POOLS, self.device, self.host, rank=rank, ranks=RANKS)
+        self.host = [HostArena(pool, PAGES, namespace, rank, RANKS) for pool in POOLS]
+        self.transfers = TransferEngine(self.device, self.host)
         self.transfers.attach(self.transfers.connect(store))
         for pool, arena in enumerate(self.device):
             for buffer in arena.buffers.values():

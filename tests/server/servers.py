@@ -1,6 +1,14 @@
-"""Settings of the tests' servers."""
+"""Settings of the tests' servers, and servers in processes of their own."""
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import httpx
 
 from kvarve.core.policies import Policies
 from kvarve.server.serve import Settings
@@ -20,3 +28,28 @@ def settings(checkpoint: Path, storage: Path | tuple[str, ...] = (), **more: obj
         "policies": Policies(prefetch_policy="wait_complete"),
     }
     return Settings(model=str(checkpoint), **(shape | more))  # type: ignore[arg-type]
+
+
+def a_process(*argv: str, **kwargs: Any) -> "subprocess.Popen[str]":
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVARVE_")}
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment, **kwargs)
+
+
+@contextmanager
+def serving(tmp_path: Path, *argv: object) -> Iterator[tuple["subprocess.Popen[str]", httpx.Client]]:
+    """`kvarve serve` in a real process of its own, and a client to it."""
+    words = [sys.executable, "-m", "kvarve", "serve", "--port", "0", *map(str, argv)]
+    with (tmp_path / "log").open("w") as log, a_process(*words, stderr=log) as process:
+        try:
+            assert process.stdout is not None
+            told = {}
+            for line in process.stdout:
+                word, _, rest = line.strip().partition("  ")
+                told[word] = rest.strip()
+                if line.startswith("ready"):
+                    break
+            assert "url" in told, (told, (tmp_path / "log").read_text())
+            with httpx.Client(base_url=told["url"], timeout=60) as client:
+                yield process, client
+        finally:
+            process.kill()

@@ -26,7 +26,7 @@ from kvarve.server.serve import Server, bind
 
 Connect = Callable[..., socket.socket]
 CLOSED = "kvarve_closed_connections_total"
-HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 BODY = b'{"prompt": "hei", "max_tokens": 1}'
 
 
@@ -69,7 +69,7 @@ def clock(own_server: Server) -> Clock:
 
 def post(content: bytes, length: int | None = None) -> bytes:
     length = len(content) if length is None else length
-    return f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode() + content
+    return f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n".encode() + content
 
 
 def answer(connection: socket.socket) -> bytes:
@@ -156,7 +156,7 @@ def test_the_time_for_headers_begins_again_after_each_answer(
 def test_a_body_without_end_after_its_answer_ends(
     own_server: Server, client: httpx.Client, connect: Connect, clock: Clock
 ) -> None:
-    endless = connect(b"POST /nope HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n")
+    endless = connect(b"POST /nope HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n")
     assert answer(endless).startswith(b"HTTP/1.1 404")
     endless.sendall(b"x" * 1000)
     sweep(client, own_server)
@@ -302,7 +302,7 @@ def test_a_body_of_tiny_chunks_is_read_a_little_at_a_time_and_others_have_their_
 
     monkeypatch.setattr(Connection, "data_received", noted)
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY + b" " * 20_000)
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     assert answer(connect(head + chunks + b"0\r\n\r\n")).startswith(b"HTTP/1.1 200")
     assert sum(read) > len(chunks)
     assert max(read) <= READ_BYTES

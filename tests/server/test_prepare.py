@@ -86,7 +86,7 @@ def leaver(server: Server) -> Iterator[Leaver]:
         def ask(body: Body) -> socket.socket:
             url, content = httpx.URL(server.url), json.dumps(body).encode()
             connection = connections.enter_context(socket.create_connection((url.host, url.port or 0)))
-            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
             connection.sendall(head.encode() + content)
             return connection
 

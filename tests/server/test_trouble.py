@@ -33,7 +33,7 @@ def test_a_client_that_hangs_up_ends_the_request_that_it_waits_for(
 ) -> None:
     before = metrics(client)
     body = json.dumps({"prompt": song, "max_tokens": 900, "ignore_eos": True}).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     url = httpx.URL(server.url)
     with socket.create_connection((url.host, url.port or 0)) as connection:
         connection.sendall(head + body)
@@ -48,7 +48,7 @@ def test_a_client_that_disconnects_inside_its_request_affects_no_other(
 ) -> None:
     url = httpx.URL(server.url)
     with socket.create_connection((url.host, url.port or 0)) as connection:
-        connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n{{".encode())
+        connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999\r\n\r\n{{".encode())
         assert client.get("/health").status_code == 200
     assert client.get("/health").json() == {"status": "ok"}
     assert not [record for record in caplog.records if record.levelno > logging.INFO]

@@ -60,7 +60,7 @@ class Bench:
         self.host = [HostArena(pool, SLOTS, NAMESPACE, rank, layout=layout) for pool in POOLS]
         self.inner = Recording()
         self.storage = FaultyStorage(self.inner, rules, seed=3)
-        self.transfers = TransferEngine(POOLS, self.device, self.host, rank=rank, verify_host=verify_host, **times)
+        self.transfers = TransferEngine(self.device, self.host, verify_host=verify_host, **times)
         self.attach(self.storage)
         self.rank, self.ops = rank, 0
         self.begun: list[int] = []

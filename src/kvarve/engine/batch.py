@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from kvarve.engine.compressors import make_batchable
 from kvarve.engine.layers import Layer, LayerPlan, new_cache
 from kvarve.engine.model import forward
 from kvarve.engine.paging import PagedTape, PagedWorkspace, RollingTape
@@ -105,6 +106,20 @@ class _InRows(Layer):
         return self.cumulative_length
 
 
+class _IndexedInRows(_InRows):
+    """Sparse attention, whose indexer takes the best columns of each row; padding has the worst scores of all."""
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Take [rows, 1, width]; returns [rows, columns, width]."""
+        return self.columns["indexer_keys"].push(indexer_key_states[:, 0])
+
+
+class _CompressingInRows(_InRows):
+    """A window of the rows, and for what each has compressed its own cache: see `compressors.py`."""
+
+    caches: Sequence[Any]  # of each row
+
+
 class _StatesInRows(Layer):
     """Recurrent states: one tensor of all rows' states."""
 
@@ -125,17 +140,30 @@ class _InRowsWithStates(_InRows, _StatesInRows):
 
 
 # Our replacement for each class of transformers. A model with any other layer is computed row by row.
-# `DynamicIndexedLayer` attends to the best tokens only: which of two equal scores it takes depends on the number of
-# columns, so padding can change an answer, and scores that end in a ReLU are often equal. In layers that compress
-# several tokens into one entry, the entries of different rows are complete at different times.
 IN_ROWS: dict[str, type[Layer]] = {
     "DynamicLayer": _InRows,
     "DynamicSlidingWindowLayer": _InRows,
+    "DynamicIndexedLayer": _IndexedInRows,
+    "DeepseekV4HCACache": _CompressingInRows,
+    "DeepseekV4CSACache": _CompressingInRows,
     "LinearAttentionLayer": _StatesInRows,
     "LinearAttentionAndFullAttentionLayer": _InRowsWithStates,
     "LinearAttentionAndSlidingWindowAttentionLayer": _InRowsWithStates,
     "DummyLayer": Layer,
 }
+
+
+COLUMNS = frozenset({"keys", "values", "indexer_keys"})  # buffers of tokens that rows can be gathered from
+
+
+def in_rows(layout: StateLayout) -> bool:
+    """Whether each layer and each of its buffers is known here, so that it is worth trying."""
+    return all(_in_rows(plan) is not None for plan in layout.layers) and all(
+        buffer.shape[0] < layout.page_tokens or buffer.name.split(".", 2)[2] in COLUMNS
+        for pool in layout.pools
+        if not pool.in_place
+        for buffer in pool.buffers
+    )
 
 
 def _in_rows(plan: LayerPlan) -> type[Layer] | None:
@@ -162,14 +190,17 @@ class Batch:
         self._attention = [layer for layer in layers if isinstance(layer, _InRows)]
         for layer in self._attention:
             layer.columns = {}
-        self._gathers = {pool.name: _Gather() for pool in self.layout.pools}
+            if isinstance(layer, _CompressingInRows):
+                layer.caches = [workspace.cache for workspace in workspaces]
+        self._gathers: dict[str, _Gather] = {}
         for pool in self.layout.pools:
             for buffer in pool.buffers:
                 _, number, what = buffer.name.split(".", 2)
                 layer = layers[int(number)]
-                if pool.in_place:
+                if pool.in_place and isinstance(layer, _StatesInRows):
                     self._stack_states(layer, buffer.name)
-                else:
+                elif not pool.in_place and buffer.shape[0] == self.layout.page_tokens:  # else each row's own
+                    self._gathers.setdefault(pool.name, _Gather())
                     layer.columns[what] = _Column(self._stack_tokens(buffer.name), self._gathers[pool.name])
 
     def _stack_states(self, layer: Any, name: str) -> None:
@@ -220,7 +251,7 @@ class Batch:
     def _aim(self, lengths: Tensor, longest: int) -> None:
         size = self.layout.page_tokens
         for pool in self.layout.pools:
-            if pool.in_place:
+            if pool.name not in self._gathers:
                 continue
             name = pool.buffers[0].name
             if pool.lookback is None:
@@ -260,11 +291,12 @@ def batches(model: Any, layout: StateLayout) -> bool:
 
 
 def _try(model: Any, layout: StateLayout) -> bool:
-    if any(_in_rows(plan) is None for plan in layout.layers):
+    if not in_rows(layout):
         return False
     tokens = model.get_input_embeddings().num_embeddings
     prompts = [[(7 * at + length) % tokens for at in range(length)] for length in TRIED_LENGTHS]
     try:
+        make_batchable(model, layout.layers, layout.cache_class)
         rows, alone = computed(model, layout, prompts, 2), computed(model, layout, prompts, 2)
         batch = Batch(rows)
         for token in (1 % tokens, 2 % tokens):  # the second reads the state that the first wrote

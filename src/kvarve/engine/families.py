@@ -20,7 +20,7 @@ from kvarve.engine.layers import page_multiple, plan_layers
 from kvarve.engine.model import DTYPES, build_model, check_model, is_bare, load_model, read_config
 from kvarve.engine.state import StateLayout
 from kvarve.errors import ConfigError, KvarveError, ModelError
-from kvarve.reports import check_file, write_json
+from kvarve.reports import check_file, is_stdout, plain_table, write_json
 from kvarve.sizes import format_size
 
 # Where a shape depends on the number of nonzero values, torch can be told to assume that all are.
@@ -268,7 +268,7 @@ def main(options: Models) -> int:
     """Print the table; with --model, of that model alone, and an error if it cannot be cached."""
     transformers.utils.logging.set_verbosity_error()
     check_file("--json", options.json)
-    console = Console()
+    console = Console(quiet=is_stdout(options.json))
     if options.model is not None:
         found = [describe_model(options.model, options.dtype, options.page_tokens, options.chunk_tokens)]
     else:
@@ -276,18 +276,31 @@ def main(options: Models) -> int:
             found = [*survey(FAMILIES, options.page_tokens, options.chunk_tokens)]
     write_json(options.json, {"transformers": transformers.__version__, "models": [asdict(fact) for fact in found]})
     if options.model is not None:
-        print(lines(found[0]))
+        console.print(lines(found[0]), soft_wrap=True, markup=False, highlight=False)
         return 0
-    table = Table(*HEADINGS, caption=CAPTION.format(version=transformers.__version__), caption_justify="left")
+    console.print(table([fact for fact in found if fact.supported]))
     for fact in found:
-        table.add_row(*columns(fact))
-    console.print(table)
+        if not fact.supported:
+            console.print(f"{fact.name}: no: {fact.why}", markup=False, highlight=False)
     return 0
 
 
+def table(found: Iterable[Facts]) -> Table:
+    """Families that can be cached, in 80 columns."""
+    shown = plain_table("family", "pools (pages read)", right=("token", "snapshot", "page", "hit"))
+    shown.columns[1].no_wrap, shown.columns[1].overflow = False, "fold"
+    for fact in found:
+        name, _, _, *sizes, hit = columns(fact)
+        pools = ", ".join(f"{pool.name} ({pool.lookback or 'all'})" for pool in fact.pools)
+        shown.add_row(name, pools, *sizes, hit.removesuffix(" tokens"))
+    shown.caption, shown.caption_justify = CAPTION.format(version=transformers.__version__), "left"
+    return shown
+
+
 CAPTION = """\
-sizes: what transformers {version} takes by default for the family, in bfloat16; --model DIR says a checkpoint's
-a snapshot: windows and states, kept where a prompt ends or branches off"""
+sizes: of transformers {version}'s defaults, in bfloat16; --model DIR: a checkpoint's
+snapshot: windows and states, kept where a prompt ends or branches off
+page: multiples of so many tokens; hit: tokens of the shortest prompt that hits"""
 
 
 def markdown() -> str:

@@ -9,6 +9,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ def identity_of(model: Any, layout: StateLayout) -> ModelIdentity:
             )
         if getattr(adapter, "alora_invocation_tokens", None) or str(getattr(adapter, "peft_type", "")) in WHOLE_PROMPT:
             raise ModelError(f"{name}: an adapter looks at the whole prompt, and a chunk is a part of it")
-    weights, marks = _weights(model), Marks.of(model)
+    weights, marks = weights_digest(model), Marks.of(model)
     return ModelIdentity(
         architecture=f"{config.model_type} {name}",
         config=config_digest(config.to_dict()),
@@ -115,7 +116,7 @@ def _quantisation(config: Any) -> str:
 # --- its weights
 
 
-def _weights(model: Any) -> str:
+def weights_digest(model: Any) -> str:
     """A hash of all tensors of a model: their names, dtypes, shapes and bytes. It is not for security."""
     digest = xxhash.xxh3_128()
     for name, tensor in _tensors(model):
@@ -215,6 +216,11 @@ def numerics(devices: Iterable[torch.device], choices: Iterable[str] = ()) -> st
     for device in sorted({str(device) for device in devices} - {"cpu"}):
         parts += _accelerator(torch.device(device))
     return ", ".join(parts)
+
+
+def without_threads(numerics: str) -> str:
+    """What `numerics` says but for the number of threads."""
+    return re.sub(r", threads \d+", "", numerics)
 
 
 @cache

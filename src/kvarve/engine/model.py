@@ -20,22 +20,22 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from kvarve.engine.identity import Marks, identity_of
+from kvarve.engine.identity import Marks, identity_of, weights_digest
 from kvarve.engine.layers import plan_layers
+from kvarve.engine.quantized import dequantizing, method_of, unreadable
 from kvarve.engine.ranks import Ranks
-from kvarve.engine.shards import divide, with_replicated
+from kvarve.engine.shards import divide, head_groups, with_groups, with_replicated
 from kvarve.engine.state import StateLayout, Workspace, check_pages
 from kvarve.engine.stepwise import make_resumable
 from kvarve.errors import ConfigError, ModelError
-from kvarve.model import ModelIdentity, check_grid
+from kvarve.model import HeadGroups, ModelIdentity, check_grid
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BUILTIN = Path(__file__).parent / "builtin"
 UNKNOWN_LIMIT = 32768  # tokens, for a model whose config names no limit, such as one without positions
 CONFIG, TOKENIZER, INDEX = "config.json", "tokenizer.json", "model.safetensors.index.json"
 NAMES = {"kimi_k2": "Kimi-K2"}  # common names of types that transformers does not know
-# Signs of quantized weights: keys of a config, and dtypes and names in a file of weights.
-QUANTIZED = frozenset({"quantization_config", "compression_config"})
+# Signs of quantized weights in a file: dtypes and names.
 PACKED_TYPES = ("F8_", "F6_", "F4")
 PACKED_NAMES = ("qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv", "_blocks", "absmax", "SCB")
 WHOLE_NUMBERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
@@ -179,9 +179,12 @@ def load_model(
     chunk_tokens: int = 256,
     attention: str = "sdpa",
     ranks: Ranks | None = None,
+    rounded: bool = False,
 ) -> LoadedModel:
     """Load `builtin:...` or a folder with config.json, *.safetensors and tokenizer.json; with `ranks` this one's part.
 
+    `rounded`: as `with_rounded_hits`; several ranks then store their pages by head group, where those divide, and share
+    them with other numbers of ranks.
     Prompts are computed in chunks of `chunk_tokens`. A model that has no scaled-dot-product attention gets "eager".
     Raises ModelError for an unusable checkpoint, ConfigError for settings that do not fit together.
     """
@@ -192,28 +195,39 @@ def load_model(
     model = found.model(attention)
     try:
         make_resumable(model)
-        whole = None
+        whole, weights = None, ""
+        groups: list[HeadGroups | None] = []
         if ranks is not None:
             whole = StateLayout.of(model, page_tokens, chunk_tokens)
+            if rounded:
+                groups, weights = head_groups(model, whole.pools), weights_digest(model)
             divide(model, ranks.rank, ranks.ranks, ranks.add_up)
             ranks.assemble()
         model = model.to(device)
         layout = StateLayout.of(model, page_tokens, chunk_tokens)
-        if whole is not None:
-            layout = replace(layout, pools=with_replicated(layout.pools, whole.pools))
+        if ranks is not None and whole is not None:
+            pools = with_replicated(layout.pools, whole.pools)
+            if rounded:
+                pools = with_groups(pools, whole.pools, groups, ranks.rank, ranks.ranks)
+            layout = replace(layout, pools=pools)
     except (RuntimeError, LookupError, ArithmeticError, AssertionError) as e:  # out of memory, or a broken model
         raise ModelError(f"{found.folder}: the model does not compute on {device}: {_line(e)}") from e
     identity = identity_of(model, layout)
-    return LoadedModel(
+    if found.quantization:
+        identity = replace(identity, quantisation=f"{found.quantization}, dequantized")
+    if ranks is not None:
+        identity = ranks.identity(identity, weights if identity.by_groups else "")
+    loaded = LoadedModel(
         name=name,
         model=model,
         tokenizer=tokenizer,
         layout=layout,
-        identity=identity if ranks is None else ranks.identity(identity),
+        identity=identity,
         max_tokens=token_limit(model.config),
         eos_ids=_eos_ids(model, tokenizer),
         marks=Marks.of(model),
     )
+    return with_rounded_hits(loaded) if rounded else loaded
 
 
 def with_rounded_hits(model: LoadedModel) -> LoadedModel:
@@ -274,6 +288,7 @@ class _Checkpoint:
     folder: Path
     config: Any
     dtype: str
+    quantization: str  # the method, or empty
 
     @classmethod
     def find(cls, name: str, page_tokens: int, chunk_tokens: int, dtype: str) -> "_Checkpoint":
@@ -283,7 +298,8 @@ class _Checkpoint:
         config = read_config(name)
         check_pages(plan_layers(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__), page_tokens, str(folder))
         check_grid(page_tokens, chunk_tokens)
-        _check_weights(folder)
+        method = method_of(_read_json(folder / CONFIG))
+        _check_weights(folder, method)
         if not (folder / TOKENIZER).is_file():
             raise ModelError(f"{folder}: no {TOKENIZER}, which is the only form of tokenizer that is read")
         _read_json(folder / TOKENIZER)
@@ -291,7 +307,7 @@ class _Checkpoint:
             raise ModelError(
                 f"{folder}: it holds an adapter, which this version does not load: merge it into the model"
             )
-        checkpoint = cls(name, folder, config, dtype)
+        checkpoint = cls(name, folder, config, dtype, method)
         checkpoint.tokenizer()
         return checkpoint
 
@@ -307,20 +323,26 @@ class _Checkpoint:
 
     def model(self, attention: str) -> Any:
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
-                self.folder,
-                dtype=self.dtype,
-                attn_implementation=attention,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
+            with dequantizing(self.config):
+                model, info = AutoModelForCausalLM.from_pretrained(
+                    self.folder,
+                    config=self.config,
+                    dtype=self.dtype,
+                    attn_implementation=attention,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    output_loading_info=True,
+                )
         except Exception as e:  # models check their configs, and libraries their files, with exceptions of their own
             raise ModelError(f"{self.folder}: the weights cannot be loaded: {_line(e)}") from e
         # transformers would leave these weights random.
         if missing := sorted(info["missing_keys"]):
             raise ModelError(f"{self.folder}: {len(missing)} weights are not in the checkpoint, such as {missing[0]}")
+        if self.quantization:  # transformers leaves the other weights in the dtype of the file
+            for weight in model.parameters():
+                if weight.dtype != torch.float32:
+                    weight.data = weight.data.to(model.config.dtype)
         return model.eval()
 
 
@@ -359,8 +381,8 @@ def _read_config(folder: Path) -> Any:
         why.append(f"transformers {transformers.__version__} does not know this architecture")
         if "auto_map" in content:
             why.append("code that comes with a checkpoint is never run")
-    if packed := _quantization(content):
-        why.append(f"its weights are quantized ({packed}), which this version cannot load yet")
+    if (method := method_of(content)) and (trouble := unreadable(method)):
+        why.append(trouble)
     if why:
         raise ModelError(f"{path}: {NAMES.get(model_type, model_type)}: {'; '.join(why)}")
     try:
@@ -369,29 +391,17 @@ def _read_config(folder: Path) -> Any:
         raise ModelError(f"{path}: {model_type}: {_line(e)}") from e
 
 
-def _quantization(config: Mapping[str, Any]) -> str:
-    """The quantization named anywhere in a config; empty if there is none."""
-    for key, value in config.items():
-        if key in QUANTIZED and value is not None:
-            return (
-                str(value.get("quant_method", value.get("quant_algo", "unknown"))) if isinstance(value, dict) else key
-            )
-        if isinstance(value, dict) and (found := _quantization(value)):
-            return found
-    return ""
-
-
 def _weight_files(folder: Path) -> list[Path]:
     """Files of weights in any format."""
     kinds = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
     return [path for path in sorted(folder.iterdir()) if path.suffix in kinds or path.name == INDEX]
 
 
-def _check_weights(folder: Path) -> None:
-    """ModelError unless the files that transformers will read exist, are whole, and hold unquantized weights."""
+def _check_weights(folder: Path, quantization: str) -> None:
+    """ModelError unless the files that transformers will read exist, are whole, and are quantized only if so said."""
     single, files = folder / "model.safetensors", {path.name: path for path in _weight_files(folder)}
     if single.name in files:
-        _check_safetensors(single)
+        _check_safetensors(single, quantization)
     elif INDEX in files:
         index = _read_json(folder / INDEX).get("weight_map")
         if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
@@ -399,7 +409,7 @@ def _check_weights(folder: Path) -> None:
         for shard in sorted(set(index.values())):
             if shard not in files:
                 raise ModelError(f"{folder}: no {shard}, which {INDEX} names")
-            there = _check_safetensors(folder / shard)
+            there = _check_safetensors(folder / shard, quantization)
             if lost := sorted(name for name, where in index.items() if where == shard and name not in there):
                 raise ModelError(f"{folder / shard}: {len(lost)} weights are not in it, such as {lost[0]}")
     elif tensors := [name for name in files if name.endswith(".safetensors")]:
@@ -409,7 +419,7 @@ def _check_weights(folder: Path) -> None:
         raise ModelError(f"{folder}: no *.safetensors{only}")
 
 
-def _check_safetensors(path: Path) -> set[str]:
+def _check_safetensors(path: Path, quantization: str) -> set[str]:
     """The names of its tensors; none of them is read."""
     if not path.is_file():
         raise ModelError(f"{path}: {'No such file: the link leads nowhere' if path.is_symlink() else 'not a file'}")
@@ -420,10 +430,10 @@ def _check_safetensors(path: Path) -> set[str]:
         raise ModelError(f"{path}: {_line(e)}") from e
     except SafetensorError as e:
         raise ModelError(f"{path}: truncated, damaged or not a safetensors file: {_line(e)}") from e
-    for name, dtype in dtypes.items():
+    for name, dtype in dtypes.items() if not quantization else ():
         numbers = dtype in WHOLE_NUMBERS and name.endswith(".weight")
         if numbers or dtype.startswith(PACKED_TYPES) or name.endswith(PACKED_NAMES):
-            raise ModelError(f"{path}: {name} is quantized ({dtype}), which this version cannot load yet")
+            raise ModelError(f"{path}: {name} is quantized ({dtype}), and {CONFIG} does not say how")
     return {*dtypes}
 
 

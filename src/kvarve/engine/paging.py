@@ -210,7 +210,8 @@ class PagedWorkspace(Workspace):
     def advance(self) -> None:
         """Count the token that a batch has written to every tape."""
         for tape in self._tapes.values():
-            tape.end += 1
+            if tape.per_page == self.layout.page_tokens:  # of tokens: those of entries have counted themselves
+                tape.end += 1
         for layer in self.cache.layers:
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length += 1

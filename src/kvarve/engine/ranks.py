@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kvarve.engine.shards import SHARDING
+from kvarve.engine.identity import without_threads
+from kvarve.engine.shards import BY_GROUPS, SHARDING
 from kvarve.errors import Broken, ConfigError
 from kvarve.model import ModelIdentity
 from kvarve.ranks.group import Group
@@ -145,10 +146,13 @@ class Ranks:
         except RuntimeError as e:
             raise GroupEnded(self.group.fail(f"what all ranks do together failed: {e}", stuck=True)) from e
 
-    def identity(self, mine: ModelIdentity) -> ModelIdentity:
+    def identity(self, mine: ModelIdentity, weights: str = "") -> ModelIdentity:
         """The identity of the whole model, from that of each rank's part. GroupEnded if the ranks differ in more than
-        their weights, such as in their processors."""
-        whole = replace(mine, weights="", ranks=self.ranks, sharding=SHARDING)
+        their weights, such as in their processors.
+
+        `weights`: those of the whole model, where pages are stored for any number of ranks. Its threads then do not
+        count, since they go with the ranks."""
+        whole = replace(mine, weights=weights, ranks=self.ranks, sharding=SHARDING)
         digest = hashlib.sha256(mine.weights.encode()).digest() + whole.fingerprint()
         found = [torch.empty(len(digest), dtype=torch.uint8) for _ in range(self.ranks)]
         dist.all_gather(found, torch.frombuffer(bytearray(digest), dtype=torch.uint8))
@@ -159,6 +163,8 @@ class Ranks:
                     f"rank {rank} computes otherwise than rank 0 (another version, processor, library or setting), so "
                     f"they would round differently: run all ranks alike"
                 )
+        if weights:
+            return replace(whole, sharding=BY_GROUPS, numerics=without_threads(mine.numerics))
         return replace(whole, weights=hashlib.sha256(b"".join(each[:32] for each in digests)).hexdigest()[:32])
 
 

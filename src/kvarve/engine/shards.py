@@ -7,15 +7,17 @@ divide, is computed whole on every rank: a rank then keeps the same state as all
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvarve.errors import Broken
-from kvarve.model import PoolSpec
+from kvarve.model import HeadGroups, PoolSpec, share
 
 SHARDING = "heads and columns"  # in the identity of a divided model; to be changed with the rows below
+BY_GROUPS = f"{SHARDING}, stored by head group"
 
 Sum = Callable[[Tensor], None]  # adds a tensor up over all ranks, in place
 Units = tuple[str, ...]  # what lies along a dimension of a weight, one after the other, such as ("k", "k", "v")
@@ -45,6 +47,8 @@ class Kind:
     whole: frozenset[str] = frozenset()
     once: frozenset[str] = frozenset()  # added on one rank only: biases of what is summed
     sizes: Mapping[str, Units] = field(default_factory=dict)  # attributes: the product of counts and widths
+    # By buffer that the cache keeps: the weight by whose units it is divided, if there is one, and along which axis.
+    keeps: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
 
 def _attention(module: Any) -> dict[str, tuple[int, int]]:
@@ -74,6 +78,7 @@ _Q, _KV, _K, _V = Cut(("q",)), Cut(("kv",)), Cut(("k",)), Cut(("v",))
 _PAIR = ("column", "column")  # gate and up, one after the other
 _MIXED = Cut(("k", "k", "v"))
 _DELTA = {"conv1d.weight": _MIXED, "dt_bias": _V, "A_log": _V, "out_proj.weight": Cut(("v",), 1)}
+_DELTA_KEEPS = {"conv.0": ("conv1d.weight", 0), "recurrent.0": ("A_log", 0)}
 _DELTA_SIZES = {"num_k_heads": ("k/",), "num_v_heads": ("v/",), "key_dim": ("k",), "value_dim": ("v",)}
 
 KINDS = (
@@ -92,6 +97,7 @@ KINDS = (
         ),
         once=frozenset({"o_proj.bias"}),
         sizes={"num_heads": ("q/",), "num_key_value_heads": ("kv/",)},
+        keeps={"keys": ("k_proj.weight", 1), "values": ("k_proj.weight", 1)},
     ),
     Kind(  # Gated DeltaNet of Qwen3.5
         needs=frozenset({"in_proj_qkv.weight", "A_log"}),
@@ -104,6 +110,7 @@ KINDS = (
         sums="out_proj",
         whole=frozenset({"norm"}),
         sizes=_DELTA_SIZES,
+        keeps=_DELTA_KEEPS,
     ),
     Kind(  # Gated DeltaNet of Qwen3-Next: all that belongs to a key head lies together
         needs=frozenset({"in_proj_qkvz.weight", "A_log"}),
@@ -112,6 +119,7 @@ KINDS = (
         sums="out_proj",
         whole=frozenset({"norm"}),
         sizes=_DELTA_SIZES,
+        keeps=_DELTA_KEEPS,
     ),
     Kind(
         needs=frozenset({"gate_proj.weight", "up_proj.weight", "down_proj.weight"}),
@@ -179,14 +187,50 @@ def with_replicated(pools: Sequence[PoolSpec], whole: Sequence[PoolSpec]) -> tup
     )
 
 
-def share(count: int, rank: int, ranks: int) -> range | None:
-    """A rank's part of `count` heads or columns: with more ranks than heads several ranks have the same head. None if
-    they do not divide."""
-    if count % ranks == 0:
-        return range(rank * count // ranks, (rank + 1) * count // ranks)
-    if ranks % count == 0:
-        return range(rank * count // ranks, rank * count // ranks + 1)
-    return None
+def head_groups(model: Any, pools: Sequence[PoolSpec]) -> list[HeadGroups | None]:
+    """For each pool of a model that is not divided yet its head groups: as many as divide the heads of all buffers.
+    None if some of them are divided by heads, and others are whole."""
+    heads: dict[str, tuple[int, list[tuple[int, int]]]] = {}  # by buffer: the axis; the count and width of each unit
+    for module in model.modules():
+        weights = dict(module.named_parameters())
+        kind = next((kind for kind in KINDS if _is(kind, weights)), None)
+        if kind is None or not (counts := kind.counts(module)):
+            continue
+        for what, (weight, axis) in kind.keeps.items():
+            if weight in weights:
+                units = kind.cuts[weight].units
+                found = [counts[unit] if len({*units}) > 1 else (counts[unit][0], 1) for unit in units]
+                heads[f"layers.{module.layer_idx}.{what}"] = axis, found
+    return [_groups_of(pool, heads) for pool in pools]
+
+
+def _groups_of(pool: PoolSpec, heads: Mapping[str, tuple[int, list[tuple[int, int]]]]) -> HeadGroups | None:
+    known = [heads[buffer.name] for buffer in pool.buffers if buffer.name in heads]
+    if not known:
+        return HeadGroups(1, ())
+    if len(known) < len(pool.buffers):
+        return None
+    count = gcd(*(heads for _, units in known for heads, _ in units))
+    return HeadGroups(
+        count, tuple((axis, tuple(heads * width // count for heads, width in units)) for axis, units in known)
+    )
+
+
+def with_groups(
+    pools: Sequence[PoolSpec], whole: Sequence[PoolSpec], groups: Sequence[HeadGroups | None], rank: int, ranks: int
+) -> tuple[PoolSpec, ...]:
+    """A divided model's pools, stored by head group if each rank has whole groups of every pool; else as they are."""
+    found = []
+    for mine, all_of_it, each in zip(pools, whole, groups, strict=True):
+        part = None if each is None else share(each.count, rank, ranks)
+        if each is None or part is None:
+            return tuple(pools)
+        if each.shapes(all_of_it.buffers, each.count) != all_of_it.buffers:
+            return tuple(pools)
+        if each.shapes(all_of_it.buffers, len(part)) != mine.buffers:
+            return tuple(pools)
+        found.append(replace(mine, groups=each))
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,13 @@ def layers_ignoring_state(model: Any, plans: Sequence[LayerPlan], cache_class: t
     if not any(hasattr(plan.fresh, "recurrent_states") for plan in plans):
         return {}
     primed = new_cache(cache_class, [copy.deepcopy(plan.fresh) for plan in plans])
-    writers = _writers(model, primed)
+    wrote = writers(model, primed, "update_recurrent_state")
+    found = {number: modules[-1] for number, modules in wrote.items() if _recurrent(primed, number)}
     firsts: dict[type, int] = {}
-    for number in sorted(writers):
-        firsts.setdefault(type(writers[number]), number)
+    for number in sorted(found):
+        firsts.setdefault(type(found[number]), number)
     ignoring = {kind for kind, number in firsts.items() if not _reads_its_state(model, primed, number)}
-    return {number: module for number, module in writers.items() if type(module) in ignoring}
+    return {number: module for number, module in found.items() if type(module) in ignoring}
 
 
 def make_resumable(model: Any) -> None:
@@ -68,16 +69,17 @@ def _one_by_one(forward: Callable[..., Tensor], number: int) -> Callable[..., Te
     return stepping
 
 
-def _writers(model: Any, cache: Any) -> dict[int, Any]:
-    """By layer, the module that writes its recurrent state in the first forward."""
+def writers(model: Any, cache: Any, method: str) -> dict[int, list[Any]]:
+    """By layer, the modules that call this method of its cache in a forward of a few tokens, one after the other."""
     inside: list[Any] = []  # the modules whose forward is running, the innermost last
-    writers: dict[int, Any] = {}
-    update = cache.update_recurrent_state
+    found: dict[int, list[Any]] = {}
 
-    def spy(state: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        writers[layer_idx] = inside[-1]
-        written: Tensor = update(state, layer_idx, *args, **kwargs)
-        return written
+    def watched(number: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            found.setdefault(number, []).append(inside[-1])
+            return call(*args, **kwargs)
+
+        return spy
 
     def enter(module: Any, _: Any) -> None:
         inside.append(module)
@@ -85,15 +87,18 @@ def _writers(model: Any, cache: Any) -> dict[int, Any]:
     def leave(module: Any, *_: Any) -> None:
         inside.pop()
 
-    cache.update_recurrent_state = spy
+    watching = [(number, layer) for number, layer in enumerate(cache.layers) if hasattr(layer, method)]
+    for number, layer in watching:
+        setattr(layer, method, watched(number, getattr(layer, method)))
     hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
     try:
         _compute(model, cache, 0, 4)
     finally:
         for hook in hooks:
             hook.remove()
-        del cache.update_recurrent_state
-    return {number: module for number, module in writers.items() if _recurrent(cache, number)}
+        for _, layer in watching:
+            delattr(layer, method)
+    return found
 
 
 def _compute(model: Any, cache: Any, start: int, stop: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvarve.engine.batch import IN_ROWS, ROUNDING, computed
+from kvarve.engine.batch import IN_ROWS, ROUNDING, computed, in_rows
 from kvarve.engine.layers import Layer, LayerPlan, new_cache
 from kvarve.engine.model import forward
 from kvarve.engine.paging import PagedWorkspace
@@ -39,26 +39,32 @@ class _InTails(Layer):
         """Take [rows, heads, n, width]; returns [rows, heads, columns, width]."""
         new = key_states.shape[2]
         columns = new + (self.cumulative_length if self.past is None else min(self.past, self.cumulative_length))
-        keys = values = self._push("keys", key_states, columns)
+        keys = values = self._push("keys", key_states.transpose(1, 2), columns).transpose(1, 2)
         if "values" in self.rows[0].tapes:
-            values = self._push("values", value_states, columns)
+            values = self._push("values", value_states.transpose(1, 2), columns).transpose(1, 2)
         self.cumulative_length += new
         return keys, values
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Take [rows, n, width]; returns [rows, columns, width] of all columns."""
+        before = [layer.tapes["indexer_keys"].end for layer in self.rows]
+        columns = max(had + new for had, new in zip(before, self.lengths, strict=True))
+        return self._push("indexer_keys", indexer_key_states, columns)
 
     def get_seq_length(self) -> int:
         return self.cumulative_length
 
     def _push(self, name: str, states: Tensor, columns: int) -> Tensor:
         """Write the last tokens of each row to its tape, and read the last `columns`; zeros where it has fewer."""
-        read = states.new_zeros(len(self.rows), columns, states.shape[1], states.shape[3])
+        read = states.new_zeros(len(self.rows), columns, *states.shape[2:])
         for row, (layer, length) in enumerate(zip(self.rows, self.lengths, strict=True)):
             layer.arrive()
             tape = layer.tapes[name]
             start = 0 if self.past is None else max(0, tape.end - self.past)
-            tape.append(states[row, :, states.shape[2] - length :].transpose(0, 1))
+            tape.append(states[row, states.shape[1] - length :])
             found = tape.read(start, tape.end)
             read[row, columns - len(found) :] = found
-        return read.transpose(1, 2)
+        return read
 
 
 def _in_tails(plan: LayerPlan) -> type[Layer]:
@@ -161,7 +167,7 @@ _tried: "weakref.WeakKeyDictionary[Any, Tails]" = weakref.WeakKeyDictionary()
 def tails(model: Any, layout: StateLayout) -> Tails:
     """Which tails of prompts a model can compute together. It is tried once, on a few tokens."""
     if model not in _tried:
-        possible = all(type(plan.fresh).__name__ in IN_ROWS for plan in layout.layers)
+        possible = in_rows(layout) and all(plan.rate == 1 for plan in layout.layers)
         ways = [possible and _agrees(model, layout, rows) for rows in (FRESH, EQUAL, ANY)]
         _tried[model] = Tails(*ways)
         log.debug("%s computes tails of prompts together: %s", type(model).__name__, _tried[model])

@@ -15,6 +15,7 @@ from kvarve.errors import ConfigError
 from kvarve.memory.heap import discard
 from kvarve.memory.host_memory import HostMemory, zeros
 from kvarve.memory.layouts import PAGE_FIRST_DIRECT, Span, check_layout, entry_bytes, spans
+from kvarve.memory.parts import Parts
 from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
 from kvarve.memory.seals import CHECKSUM, Seal
 from kvarve.model import PoolSpec
@@ -80,8 +81,9 @@ class HostArena:
         self.pool, self.slots, self.layout = pool, slots, layout
         self.stride = stride or record_bytes(pool.payload_bytes)
         self._length = record_bytes(pool.payload_bytes)
-        number = 0 if pool.replicated else rank
-        self.stamp = Stamp(namespace, pool.name, pool.payload_bytes, number, ranks, seal)
+        mine, of = pool.parts(rank, ranks)
+        self.stamp = Stamp(namespace, pool.name, pool.payload_bytes, mine.start, of, seal)
+        self.parts = Parts(pool, namespace, rank, ranks, seal)  # as a storage has its pages
         self.in_place = layout == PAGE_FIRST_DIRECT
         self._scratch = threading.local()  # a record of zeros between the buffers, for `_glimpse`
         self._gaps = _gaps(pool)
@@ -132,6 +134,13 @@ class HostArena:
             self._headers[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES] = record[:HEADER_BYTES]
             for copy, piece in zip(self._of_record(record), self._pieces, strict=True):
                 piece[slot].copy_(copy[0])
+
+    def take(self, slot: int, key: bytes, record: memoryview, parts: Sequence[memoryview]) -> None:
+        """Take over a page whose parts have been read and checked, into a `blank` and `blanks` over it."""
+        self.parts.join(parts, record)
+        self.put(slot, record)
+        if self.parts.several:
+            self.seal(slot, key)
 
     def seal(self, slot: int, key: bytes) -> None:
         """Write the header of a page that is complete."""

@@ -5,8 +5,8 @@ Format 2, little-endian. Fields for later versions are reserved, and zero until 
       0   8  magic, b"kvarvepg"
       8   4  format, 2
      12   4  length of the header, 256
-     16   4  rank whose page this is, 0 where all ranks hold the same bytes
-     20   4  ranks that the model is divided among
+     16   4  rank whose page this is, 0 where all ranks hold the same bytes } or head group,
+     20   4  ranks that the model is divided among                          } and how many
      24   4  first of the attention heads that the page holds   } both 0: the page is not
      28   4  how many heads it holds                            } divided by heads
      32  32  namespace: the fingerprint of the model's identity

@@ -9,9 +9,9 @@ A rank that is late, dead or different ends the group: rank 0 names it, and tell
 
 import logging
 import struct
-import time
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvarve.core.effects import Began, Ended, Event, Verified
@@ -105,7 +105,8 @@ class Group:
         if self.rank:
             verdict = f"rank {self.rank}: {why}"
             try:
-                self._star.links[0].send(bytes([STUCK if stuck else FAILED]) + why.encode())
+                with suppress(Dead):
+                    self._star.links[0].send(bytes([STUCK if stuck else FAILED]) + why.encode())
                 while (frame := self._star.links[0].receive())[:1] != bytes([END]):
                     pass
                 verdict = frame[1:].decode(errors="replace")
@@ -143,7 +144,8 @@ class Group:
         link = self._star.links[0]
         try:
             if exchange or news or mine != self._said:
-                link.send(self._report(mine, news))
+                with suppress(Dead):  # rank 0 may have said why it ended before it closed
+                    link.send(self._report(mine, news))
                 self._said = mine
             frame = link.receive()
         except Late:
@@ -202,8 +204,8 @@ class Group:
         self._missing = missing = set(self._star.links) if exchange else set()
         unasked = False
         patience_s = self._star.deadline_s * SLACK
-        end = time.monotonic() + patience_s
-        while ready := self._star.ready(max(0.0, end - time.monotonic()) if missing else 0.0):
+        end = self._star.clock() + patience_s
+        while ready := self._star.ready(max(0.0, end - self._star.clock()) if missing else 0.0):
             for rank in ready:
                 try:
                     frame = self._star.links[rank].receive()
@@ -251,9 +253,9 @@ class Group:
     def _end(self, failed: dict[int, str], asked: set[int]) -> str:
         """End the group. The ranks `asked` have a moment to say anything: those that are dead or silent then are at
         fault, whatever the others say."""
-        end, silent = time.monotonic() + GRACE * self._star.deadline_s, set(asked)
+        end, silent = self._star.clock() + GRACE * self._star.deadline_s, set(asked)
         dead: dict[int, str] = {}
-        while silent and not dead and (ready := self._star.ready(max(0.0, end - time.monotonic()))):
+        while silent and not dead and (ready := self._star.ready(max(0.0, end - self._star.clock()))):
             for rank in ready:
                 try:
                     frame = self._star.links[rank].receive()

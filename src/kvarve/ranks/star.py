@@ -106,6 +106,10 @@ class Star:
         for link in links.values():
             self._poll.register(link.fileno(), select.POLLIN)
 
+    def clock(self) -> float:
+        """The time in seconds, by which waits are measured."""
+        return time.monotonic()
+
     def ready(self, timeout_s: float) -> list[int]:
         """The ranks from which a frame, or the end of the link, can be read now; waits for the first."""
         return [self._rank_of[number] for number, _ in self._poll.poll(timeout_s * 1e3)]

@@ -59,6 +59,7 @@ def create_app(
     keys: Keyring | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     connections: Connections | None = None,
+    around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     metrics_compat: str = "",
     traces: Traces | None = None,
 ) -> ASGIApp:
@@ -66,7 +67,8 @@ def create_app(
 
     `name`: the served model name (the model's own unless given). /v1 needs one of the `keys` if there are any. /admin
     needs an admin key and is off without one; /flush_cache needs an admin key, else an API key. /metrics reports the
-    `connections`, under the names of `metrics_compat` too. `traces` gets a span for each request for answers.
+    `connections`, under the names of `metrics_compat` too. `traces` gets a span for each request for answers. `around`
+    gets requests before the endpoints do, and after they are observed.
     """
     app = FastAPI(title="kvarve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     access = Access(keys or Keyring())
@@ -89,7 +91,7 @@ def create_app(
     app.include_router(sglang_routes(engine, front.name, front.generate, guards))
     app.include_router(admin_routes(engine, access, front.body))
     add_errors(app)
-    return Observed(app, front.responses, traces)
+    return Observed(around(app), front.responses, traces)
 
 
 def add_errors(app: FastAPI) -> None:

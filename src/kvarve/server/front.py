@@ -1,24 +1,25 @@
 """The front of several replicas: one port, requests to the replica that has most of their prompt.
 
 An answer that has begun belongs to its replica. Until then a request goes to another replica if the one chosen has
-ended, or is full. Calls that change or show a server's state go to all.
+ended, or is full. Calls that change or show a server's state go to all; a replica that was started again is told the
+changes of its storage before it gets requests.
 """
 
 import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi import Request as Http
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvarve import __version__
 from kvarve.routing import BLOCK_BYTES, PrefixRouter, Prompt
@@ -42,17 +43,47 @@ OF_A_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer
 OF_A_BODY = {b"host", b"content-length", b"expect"}  # of a request, which is sent on whole
 CONNECT_S, METRICS_S = 5.0, 5.0
 TELL_S = 700.0  # for a call to all: a flush may wait long for backups
-RETRIES = 2  # of a request whose replica has ended
-WAIT_S = 30.0  # for a replica to serve again, while none does
+CHANGES = {(method, path) for method in ("PUT", "DELETE") for path in ("/admin/storage", HICACHE)}
+RETRIES = 2  # of a request during which its replica has ended
+WAIT_S = 30.0  # of a request for a replica that serves
 LOOK_S = 0.1
 
 
-class Front:
-    """The application. `access`: to what it answers itself; the replicas guard the rest."""
+class _Call(NamedTuple):
+    """A request, to be sent to any replica."""
 
-    def __init__(self, replicas: Replicas, max_body_bytes: int, access: Access) -> None:
+    method: str
+    path: str
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+    @classmethod
+    def of(cls, http: Http, body: bytes) -> "_Call":
+        headers = [each for each in http.headers.raw if each[0].lower() not in OF_A_HOP | OF_A_BODY]
+        headers.append((b"x-request-id", seen(http).id.encode()))
+        path, query = http.scope["raw_path"], http.scope["query_string"]
+        if not path.startswith(b"/"):
+            raise Refused(400, "a request names a path, not a URL")
+        return cls(http.method, (path + b"?" * bool(query) + query).decode("latin-1"), headers, body)
+
+    def to(self, each: Replica, client: httpx.AsyncClient) -> httpx.Request:
+        return client.build_request(self.method, each.url + self.path, headers=self.headers, content=self.body)
+
+    def makes_up_for(self, earlier: "_Call") -> bool:
+        """Whether nothing is left of an earlier change of the storage: this one says all that it said."""
+        return earlier.method == "DELETE" or (self[:2] == earlier[:2] and _fields(self) >= _fields(earlier))
+
+
+class Front:
+    """The application. `access`: to what it answers itself; the replicas guard the rest. `around`: as `create_app`."""
+
+    def __init__(
+        self, replicas: Replicas, max_body_bytes: int, access: Access, around: Callable[[ASGIApp], ASGIApp]
+    ) -> None:
         self._replicas, self._bodies = replicas, Bodies(max_body_bytes)
         self._router = PrefixRouter(len(replicas.all))
+        self._changes: list[_Call] = []  # of the storage, which every replica has made
+        self._changing = asyncio.Lock()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=CONNECT_S), limits=limits, trust_env=False, follow_redirects=False
@@ -70,7 +101,7 @@ class Front:
         app.add_api_route("/{path:path}", self.forward, methods=["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"])
         add_errors(app)
         self._responses: Responses = Counter()  # without those of replicas, which count their own
-        self.app = Observed(app, self._responses)
+        self.app = Observed(around(app), self._responses)
 
     async def state(self) -> Response:
         return JSONResponse({"replicas": [each.state() for each in self._replicas.all]})
@@ -100,13 +131,15 @@ class Front:
     async def tell_all(self, http: Http) -> Response:
         """One call to every replica, one after the other; the first that refuses ends it, and is named."""
         told = list[httpx.Response]()
-        async with self._bodies.read(http) as body:
+        async with self._bodies.read(http) as body, self._changing:
+            call = _Call.of(http, body)
             for each in self._replicas.all:
                 if not each.up:
                     raise Refused(503, f"replica {each.number} does not serve now: try again", headers=RETRY_AFTER)
                 try:
                     async with asyncio.timeout(TELL_S):
-                        answer = await self._http.send(self._request(http, body, each))
+                        await self._tell_changes(each)
+                        answer = await self._http.send(call.to(each, self._http))
                 except (httpx.HTTPError, TimeoutError) as e:
                     why = str(e) or f"no answer within {TELL_S:.0f} s"
                     raise Refused(502, f"replica {each.number}: {why}; told before it: {len(told)}") from None
@@ -116,21 +149,35 @@ class Front:
                     seen(http).passed_on = True
                     return _passed(answer)
                 told.append(answer)
+            if (http.method, http.url.path) in CHANGES:
+                self._changes = [earlier for earlier in self._changes if not call.makes_up_for(earlier)] + [call]
         return _joined(told)
+
+    async def _tell_changes(self, each: Replica) -> None:
+        """Have a replica that was started again change its storage as the others have. TransportError if it ends."""
+        starts = each.starts
+        for change in self._changes if each.told < starts else ():
+            answer = await self._http.send(change.to(each, self._http))
+            if answer.status_code >= 400:
+                message = "replica %d, started again, refuses %s %s: %s"
+                log.error(message, each.number, change.method, change.path, answer.text[:300])
+        each.told = starts
 
     async def forward(self, http: Http) -> Response:
         async with self._bodies.read(http) as body:
             prompt = await asyncio.to_thread(_prompt_of, body) if http.method in ("POST", "PUT") else None
+            call = _Call.of(http, body)
             gone, tried, ended = asyncio.ensure_future(_gone(http.receive)), set[int](), 0
+            end_s = asyncio.get_running_loop().time() + WAIT_S
             try:
                 while True:
-                    each = await self._choose(prompt, tried)
+                    each = await self._choose(prompt, tried, end_s)
                     tried.add(each.number)
                     work = BLOCK_BYTES + prompt.size_bytes if prompt else 0
                     try:
-                        begun = await self._begin(http, body, each, work, gone)
+                        begun = await self._begin(call, each, work, gone)
                     except httpx.TransportError as e:  # nothing of an answer has reached the client
-                        ended += 1
+                        ended += not isinstance(e, httpx.ConnectError)  # else it had ended before
                         if ended > RETRIES:  # it may be what ends them
                             raise Refused(502, f"{ended} replicas have ended before they answered this") from None
                         log.warning("replica %d: %s: its request goes to another", each.number, type(e).__name__)
@@ -146,11 +193,10 @@ class Front:
 
     # --- one request
 
-    async def _choose(self, prompt: Prompt | None, tried: set[int]) -> Replica:
-        """The replica for a request, of those that it has not tried; waits while none serves."""
-        end = asyncio.get_running_loop().time() + WAIT_S
+    async def _choose(self, prompt: Prompt | None, tried: set[int], end_s: float) -> Replica:
+        """The replica for a request, of those that it has not tried; waits while none serves, at most until `end_s`."""
         while not (able := self._others(tried)):
-            if asyncio.get_running_loop().time() > end:
+            if asyncio.get_running_loop().time() > end_s:
                 raise Refused(503, "no replica serves now: try again", headers=RETRY_AFTER)
             tried.clear()  # one that is started again has not been tried
             await asyncio.sleep(LOOK_S)
@@ -161,11 +207,10 @@ class Front:
         work = [each.work for each in self._replicas.all]
         return self._replicas.all[self._router.choose(prompt, work, [each.number for each in able])]
 
-    async def _begin(self, http: Http, body: bytes, each: Replica, work: int, gone: "asyncio.Future[None]") -> "_Begun":
+    async def _begin(self, call: _Call, each: Replica, work: int, gone: "asyncio.Future[None]") -> "_Begun":
         """The beginning of a replica's answer. TransportError if it has ended before that."""
-        request = self._request(http, body, each)
         each.busy, each.work = each.busy + 1, each.work + work
-        sent = asyncio.ensure_future(self._http.send(request, stream=True))
+        sent = asyncio.ensure_future(self._send(call, each))
         try:
             await asyncio.wait((sent, gone), return_when=asyncio.FIRST_COMPLETED)
             if not sent.done():
@@ -177,14 +222,11 @@ class Front:
             each.busy, each.work = each.busy - 1, each.work - work
             raise
 
-    def _request(self, http: Http, body: bytes, each: Replica) -> httpx.Request:
-        headers = [each for each in http.headers.raw if each[0].lower() not in OF_A_HOP | OF_A_BODY]
-        headers.append((b"x-request-id", seen(http).id.encode()))
-        path, query = http.scope["raw_path"], http.scope["query_string"]
-        if not path.startswith(b"/"):
-            raise Refused(400, "a request names a path, not a URL")
-        url = each.url + (path + b"?" * bool(query) + query).decode("latin-1")
-        return self._http.build_request(http.method, url, headers=headers, content=body)
+    async def _send(self, call: _Call, each: Replica) -> httpx.Response:
+        if each.told < each.starts:
+            async with self._changing:
+                await self._tell_changes(each)
+        return await self._http.send(call.to(each, self._http), stream=True)
 
     def _able(self) -> list[Replica]:
         return [each for each in self._replicas.all if each.able]
@@ -249,6 +291,15 @@ class _Answer(Response):
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _fields(call: _Call) -> set[str]:
+    """The names that a change of the storage gives."""
+    try:
+        given = json.loads(call.body)
+    except (ValueError, RecursionError):
+        return set()
+    return {*given} if isinstance(given, dict) else set()
 
 
 def _prompt_of(body: bytes) -> Prompt | None:

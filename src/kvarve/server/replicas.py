@@ -37,20 +37,25 @@ _DIES_WITH_PARENT = 1  # prctl
 class Replica:
     """One server. `busy`: requests whose answers the front has not had all of; `work`: the bytes of their prompts."""
 
-    def __init__(self, number: int, settings: Settings, folder: Path) -> None:
+    def __init__(self, number: int, settings: Settings, folder: Path, start_s: float = START_S) -> None:
+        """`start_s`: for it to serve."""
         # These two belong to the front's event loop, all else to the thread that keeps the replicas.
         self.number, self.url = number, ""
         self.up = False  # it serves
         self.draining = False  # it gets no new requests
         self.busy = self.work = 0
+        self.told = 1  # how often it had been started when the front last told it the changes of its storage
         self.starts = 0
         self.restart_from, self.drain_by_s = 0, inf  # of the last restart: how often it had been started, and patience
         self._ready = folder / f"ready-{number}"
         if settings.kv_events_config is not None:  # each publishes on ports of its own
             events = KvEventsConfig.of_json(settings.kv_events_config).of_rank(number).json()
             settings = replace(settings, kv_events_config=events)
-        self._settings = replace(settings, dp=1, host="127.0.0.1", port=0, ready_file=self._ready)
+        own = replace(settings, dp=1, host="127.0.0.1", port=0, ready_file=self._ready)
+        # Of the front alone: a replica sees no TLS, answers no page, and is ended when its requests have.
+        self._settings = replace(own, tls_cert=None, tls_key=None, cors_origin=(), allowed_host=(), drain_s=0.0)
         self._process: BaseProcess | None = None
+        self._start_s = start_s
         self._started_s, self._ended_s = 0.0, -inf
         self._stop_by_s = inf  # it was told to end
         self._failures = 0  # in a row
@@ -82,8 +87,10 @@ class Replica:
             return False
         if time.monotonic() > self._stop_by_s:
             log.warning("replica %d has not ended after %.0f s: killed", self.number, STOP_S)
-            self._process.kill()
-            self._process.join()
+            self._kill()
+        elif not self.up and self._stop_by_s == inf and time.monotonic() > self._started_s + self._start_s:
+            log.error("replica %d does not serve after %.0f s: killed", self.number, self._start_s)
+            self._kill()
         if not self._process.is_alive():
             asked, now_s = self._stop_by_s < inf, time.monotonic()
             self._failures = 0 if asked or now_s - self._started_s > CALM_S else self._failures + 1
@@ -96,6 +103,11 @@ class Replica:
                 if url := self._ready.read_text().strip():
                     self.url, self.up = url, True
         return False
+
+    def _kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.join()
 
     def due(self) -> bool:
         """Whether it has ended, and is to be started again now."""

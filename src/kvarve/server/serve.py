@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import logging
+import math
 import os
 import signal
 import socket
@@ -31,7 +32,6 @@ from kvarve.engine.model import (
     quiet_libraries,
     with_chat_template,
     with_context,
-    with_rounded_hits,
 )
 from kvarve.engine.ranks import Place, Ranks, check_ranks, device_of, started, threads_of
 from kvarve.errors import Broken, ConfigError, StorageError
@@ -44,11 +44,13 @@ from kvarve.reports import check_file
 from kvarve.server.access import Access
 from kvarve.server.app import create_app
 from kvarve.server.connections import KEEP_ALIVE_S, SEND_BYTES, Connections, most_connections, raise_descriptors
+from kvarve.server.edge import Edge
 from kvarve.server.front import Front
 from kvarve.server.kv_events import KvEvents, KvEventsConfig
 from kvarve.server.logs import OncePerSecond
 from kvarve.server.replicas import Replicas
 from kvarve.server.settings import Settings, check_key
+from kvarve.server.starting import Starting, tell_systemd
 from kvarve.server.traces import Traces, check_endpoint
 from kvarve.sizes import format_size
 from kvarve.storage import StorageUsage
@@ -71,19 +73,23 @@ class Server:
     storage opened.
     """
 
-    def __init__(self, settings: Settings, ranks: Ranks | None = None) -> None:
-        """`ranks`: of a model that several processes compute, of which this is rank 0."""
-        self.settings = settings
+    def __init__(self, settings: Settings, ranks: Ranks | None = None, starting: Starting | None = None) -> None:
+        """`ranks`: of a model that several processes compute, of which this is rank 0. `starting`: hears its phases."""
+        self.settings, starting = settings, starting or Starting()
         check_settings(settings)
         page, chunk = settings.page_tokens, settings.chunk_tokens
         check_model(settings.model, dtype=settings.dtype, page_tokens=page, chunk_tokens=chunk)
-        self.keys = settings.keyring()
+        self.edge = edge = Edge(settings)
         with ExitStack() as undo:
             listener = undo.enter_context(bind(settings.host, settings.port))
-            self.url = _url(listener)
+            self.url = _url(listener, settings.tls_cert is not None)
+            starting.begins("loading weights", _weights(settings))
             model = _model(settings, ranks)
+            starting.begins("dividing memory", _memory(settings))
             self.slots = check(model.identity, settings.cache, settings.device)
             _listen(listener, self.url)
+            if settings.cache.storages:
+                starting.begins("opening storage", ", then ".join(map(shown, settings.cache.storages)))
             self.engine = _engine(settings, model, ranks)
             undo.callback(self.engine.cache.shutdown)
             self.kv_events = _kv_events(settings, model)
@@ -94,17 +100,18 @@ class Server:
             if settings.otlp_traces_endpoint is not None:
                 self.traces = Traces(settings.otlp_traces_endpoint, settings.served_model_name or model.name)
                 undo.callback(self.traces.close)
-            self.connections = Connections(most_connections())
+            self.connections = Connections(settings.max_connections or most_connections())
             app = create_app(
                 self.engine,
                 name=settings.served_model_name,
-                keys=self.keys,
+                keys=edge.keys,
                 max_body_bytes=settings.max_body_bytes,
                 connections=self.connections,
+                around=edge.around(listener.getsockname()[0]),
                 metrics_compat=settings.metrics_compat,
                 traces=self.traces,
             )
-            self._http = _http(app, self.connections)
+            self._http = _http(app, self.connections, edge)
             self._thread = threading.Thread(target=self._serve, args=(listener,), name="kvarve http", daemon=True)
             undo.pop_all()
         self.engine.start()
@@ -119,6 +126,7 @@ class Server:
             except OSError as e:
                 self.stop()
                 raise ConfigError(f"--ready-file: {settings.ready_file}: {e.strerror}") from None
+        starting.ready(self.url)
 
     def stop(self) -> None:
         """Refuse new requests, end running ones, finish the backups and close the storage. Idempotent."""
@@ -198,6 +206,16 @@ class Server:
             listener.close()
 
 
+def _weights(settings: Settings) -> str:
+    """Which they are, and of a folder how many bytes in how many files."""
+    sizes = [file.stat().st_size for file in Path(settings.model).glob("*.safetensors")]
+    return f"{settings.model}, {format_size(sum(sizes))} in {len(sizes)} files" if sizes else settings.model
+
+
+def _memory(settings: Settings) -> str:
+    return f"{format_size(settings.device_memory)} of {settings.device}, {format_size(settings.host_memory)} of host"
+
+
 def _model(settings: Settings, ranks: Ranks | None) -> LoadedModel:
     threads = settings.threads or (None if ranks is None else threads_of(settings.tp // settings.nnodes))
     if threads is not None:
@@ -209,10 +227,9 @@ def _model(settings: Settings, ranks: Ranks | None) -> LoadedModel:
         page_tokens=settings.page_tokens,
         chunk_tokens=settings.chunk_tokens,
         ranks=ranks,
+        rounded=settings.hits == "rounded",
     )
     model = with_chat_template(with_context(model, settings.context_length), settings.chat_template)
-    if settings.hits == "rounded":
-        model = with_rounded_hits(model)
     return model if settings.deterministic else keeping_answers(model)
 
 
@@ -248,7 +265,8 @@ def follow(settings: Settings, place: Place) -> None:
             raise Broken(why)
 
 
-def _http(app: ASGIApp, connections: Connections) -> "_Uvicorn":
+def _http(app: ASGIApp, connections: Connections, edge: Edge) -> "_Uvicorn":
+    certificate = edge.certificate
     config = uvicorn.Config(
         app,
         http=cast(type[asyncio.Protocol], connections.protocol),
@@ -261,6 +279,7 @@ def _http(app: ASGIApp, connections: Connections) -> "_Uvicorn":
         timeout_keep_alive=KEEP_ALIVE_S,
         # asyncio accepts this many in each turn of its loop, and closes the excess some four turns later.
         backlog=max(1, min(BACKLOG, connections.most // 8)),
+        ssl_context_factory=None if certificate is None else lambda *_: certificate.context,
     )
     return _Uvicorn(config, connections)
 
@@ -292,27 +311,44 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
     logging.getLogger("uvicorn.error").addFilter(_not_cancelled)  # connections that are dropped at shutdown
     for handler in logging.getLogger().handlers:
         handler.addFilter(OncePerSecond())
-    serving, stop = threading.Event(), threading.Event()
+    tell = tell_systemd()
+    starting = Starting(tell)
+    serving, stop, gently = threading.Event(), threading.Event(), threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if not serving.is_set():
             raise KeyboardInterrupt
         if stop.is_set():
             os._exit(130)
+        if number == signal.SIGTERM and settings.drain_s:
+            gently.set()
         stop.set()
+
+    def ending(edge: Edge, what: str) -> None:
+        if gently.is_set():
+            tell("STOPPING=1\nSTATUS=draining")
+            say(f"kvarve drains: new requests get 503, running ones have {settings.drain_s:g} s (Ctrl-C: at once)")
+            if left := edge.drain.drain(settings.drain_s):
+                log.warning("%d requests have not ended within %g s: they are ended now", left, settings.drain_s)
+        tell("STOPPING=1\nSTATUS=stopping: finishing backups")
+        say(f"kvarve stops: {what} (Ctrl-C again: at once)")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     check_settings(settings)
     if settings.dp > 1:
-        with _replicas(settings) as url:
+        edge = Edge(settings)
+        starting.begins("starting replicas", f"{settings.dp} of {settings.model}")
+        with _replicas(settings, edge) as url:
+            starting.ready(url)
+            _reloads(edge)
             serving.set()
             lines = [f"  replicas  {settings.dp}: a request goes to the one that has most of its prompt"]
             if settings.admin_key is not None:
                 lines.append(f"  restart   POST {url}/admin/replicas/0/restart, with the admin key")
             say("\n".join(["kvarve serves", *lines, f"  url       {url}", "ready: Ctrl-C stops it"]))
             stop.wait()
-            say("kvarve stops: its replicas end their requests and finish their backups (Ctrl-C again: at once)")
+            ending(edge, "its replicas end their requests and finish their backups")
         return
     with ExitStack() as ends:
         ranks = None
@@ -334,27 +370,34 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
             settings = replace(settings, device=device_of(settings.device, place))
             ranks = Ranks(place, place.meet(settings.alike, listener), settings.device)
             ends.enter_context(ranks.ended())
-        server = ends.enter_context(Server(settings, ranks))
+        server = ends.enter_context(Server(settings, ranks, starting))
         serving.set()
+        _reloads(server.edge)
         say(f"kvarve serves\n{server.describe()}\nready: Ctrl-C stops it")
         while not stop.wait(BROKEN_S if ranks is not None else None):
             if server.engine.broken:  # the ranks cannot go on without each other, so neither can this process
                 raise Broken(server.engine.broken)
-        say("kvarve stops: ending requests, finishing backups (Ctrl-C again: at once)")
+        ending(server.edge, "ending requests, finishing backups")
+
+
+def _reloads(edge: Edge) -> None:
+    """SIGHUP has the keys and the certificate read again; without any it ends the process, as it always does."""
+    if edge.reloads:
+        signal.signal(signal.SIGHUP, lambda number, frame: edge.reload())
 
 
 @contextmanager
-def _replicas(settings: Settings) -> Iterator[str]:
+def _replicas(settings: Settings, edge: Edge) -> Iterator[str]:
     """The front of several replicas, which serve while the block runs; gives its URL."""
     with ExitStack() as ends:
         listener = ends.enter_context(bind(settings.host, settings.port))
-        url = _url(listener)
+        url = _url(listener, settings.tls_cert is not None)
         replicas = Replicas(settings, Path(ends.enter_context(TemporaryDirectory(prefix="kvarve-replicas-"))))
         ends.callback(replicas.stop)
         replicas.start()
-        access = Access(settings.keyring())
-        front, connections = Front(replicas, settings.max_body_bytes, access), Connections(most_connections())
-        http = _http(front.app, connections)
+        around = edge.around(listener.getsockname()[0])
+        front = Front(replicas, settings.max_body_bytes, Access(edge.keys), around)
+        http = _http(front.app, Connections(settings.max_connections or most_connections()), edge)
         _listen(listener, url)
         thread = threading.Thread(target=http.run, args=([listener],), name="kvarve http", daemon=True)
         thread.start()
@@ -379,7 +422,7 @@ def _not_cancelled(record: logging.LogRecord) -> bool:
 def check_settings(settings: Settings) -> None:
     """ConfigError for settings that are wrong before anything is read, bound or loaded."""
     counts = ("page_tokens", "chunk_tokens", "max_running", "max_waiting", "turn_tokens", "max_body_bytes", "threads")
-    for name in (*counts, "context_length"):
+    for name in (*counts, "context_length", "max_connections"):
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name.replace('_', ' ')} must be at least 1, not {value}")
@@ -401,13 +444,15 @@ def check_settings(settings: Settings) -> None:
             check_key(name, key)
     if settings.admin_key is not None and settings.admin_key == settings.api_key:
         raise ConfigError("the admin key must not be the API key: every client could change the storage")
-    settings.keyring()
+    Edge(settings)
     if settings.tp != 1 or settings.nnodes != 1 or settings.node_rank:
         check_ranks(settings.tp, settings.nnodes, settings.node_rank, settings.dist_init_addr)
     if settings.dp < 1 or (settings.dp > 1 and settings.nnodes > 1):
         raise ConfigError(f"{settings.dp} replicas on {settings.nnodes} nodes: give at least one, all on one node")
     if not settings.rank_deadline_s > 0:
         raise ConfigError(f"ranks wait for each other for some seconds, not {settings.rank_deadline_s:g}")
+    if not 0 <= settings.drain_s < math.inf:
+        raise ConfigError(f"a drain takes some seconds, or 0 for none, not {settings.drain_s:g}")
     if settings.hits not in ("exact", "rounded"):
         raise ConfigError(f"unknown hits {settings.hits!r}; known: exact, rounded")
     if settings.deterministic and settings.hits == "rounded":
@@ -454,9 +499,9 @@ def _listen(listener: socket.socket, url: str) -> None:
         raise ConfigError(f"cannot listen on {url}: {e.strerror}; give another --port, or 0") from None
 
 
-def _url(listener: socket.socket) -> str:
+def _url(listener: socket.socket, tls: bool) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _announce(path: Path, url: str) -> None:

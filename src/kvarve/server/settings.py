@@ -89,6 +89,19 @@ class Settings:
     """opens /admin, off without one; the environment says it unseen by `ps`"""
     api_keys: Path | None = None
     """a TOML file of several keys with limits, read again when it changes: see `kvarve keys --help`"""
+    tls_cert: Path | None = None
+    """a PEM file of the certificate and its chain: the server speaks HTTPS; read again on SIGHUP"""
+    tls_key: Path | None = None
+    """the certificate's key, unless its file has it"""
+    allowed_host: tuple[str, ...] = ()
+    """a name that requests may have in Host, *.example.com or '*'; unless given localhost alone on the loopback
+    interface, any elsewhere; addresses are always answered"""
+    cors_origin: tuple[str, ...] = ()
+    """an origin such as https://chat.example.com whose pages may ask; none unless given"""
+    max_connections: int | None = None
+    """open at a time; half of the descriptors, 4096 at most, unless given"""
+    drain_s: float = 60.0
+    """from SIGTERM on, for running requests to end, while /health says 503; SIGINT ends them at once"""
     max_body_bytes: Size = Size(8 << 20)
     """of a request; a larger one gets 413"""
     metrics_compat: str = ""
@@ -106,16 +119,9 @@ class Settings:
     def alike(self) -> str:
         """What has to be the same on all ranks."""
         own = {"served_model_name", "host", "port", "storage", "storage_key", "threads", "api_key", "admin_key"}
-        own |= {
-            "api_keys",
-            "max_body_bytes",
-            "metrics_compat",
-            "log_level",
-            "ready_file",
-            "node_rank",
-            "otlp_traces_endpoint",
-            "kv_events_config",
-        }
+        own |= {"api_keys", "tls_cert", "tls_key", "allowed_host", "cors_origin", "max_connections", "drain_s"}
+        own |= {"max_body_bytes", "log_level", "ready_file", "node_rank", "otlp_traces_endpoint", "metrics_compat"}
+        own |= {"kv_events_config"}
         return repr([(each.name, getattr(self, each.name)) for each in fields(self) if each.name not in own])
 
     @property

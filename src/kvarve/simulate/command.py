@@ -14,8 +14,8 @@ from rich.table import Table
 from kvarve.core.reasons import HITS, Reason
 from kvarve.errors import ConfigError
 from kvarve.model import Tier
-from kvarve.options import FLAT, ConfigFile, needs
-from kvarve.reports import check_file, plain_table, write_json
+from kvarve.options import FLAT, ConfigFile, JsonFile, needs
+from kvarve.reports import check_file, is_stdout, plain_table, write_json
 from kvarve.simulate.replayer import SimulationReport, replay, requests_of
 from kvarve.simulate.settings import SimulationConfig
 from kvarve.simulate.sweep import COMPARED, SHARES, Point, draw, load_matplotlib
@@ -33,7 +33,7 @@ def main(
     settings: Annotated[SimulationConfig, FLAT] = SETTINGS,
     sweep: Annotated[Path | None, Parameter(help="try all eviction orders at many sizes, and draw them there")] = None,
     limit: Annotated[PositiveInt | None, Parameter(help="only the first N requests of the trace")] = None,
-    json: Annotated[Path | None, Parameter(help="write the report there too")] = None,
+    json: Annotated[JsonFile, Parameter(help="write the report there too; -: to standard output alone")] = None,
     config: ConfigFile = None,
 ) -> int:
     """Replay a trace through the cache's own code and say what memory buys."""
@@ -43,7 +43,7 @@ def main(
         raise ConfigError("--device-memory is required, or --sweep, which tries many sizes")
     if sweep is not None:
         _check_sweep(sweep, settings)
-    console = Console()
+    console = Console(quiet=is_stdout(json))
     errors = Console(stderr=True)
     name = TextColumn("{task.description}", markup=False)
     columns = (name, BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
@@ -95,9 +95,9 @@ def _curve(points: Sequence[Point]) -> Table:
 
 def _table(report: SimulationReport, config: SimulationConfig) -> Table:
     tokens = max(1, report.prompt_tokens)
-    table = Table(title=f"{report.requests:,} requests, {report.prompt_tokens:,} prompt tokens")
-    for heading in ("tier", "memory", "pages", "hit tokens", "hit rate", "evicted pages"):
-        table.add_column(heading, justify="left" if heading == "tier" else "right")
+    table = plain_table("tier", right=("memory", "pages", "tokens", "hit rate", "evicted"))
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
+    table.title = f"{report.requests:,} requests, {report.prompt_tokens:,} prompt tokens"
     memory = (config.replicas * config.device_memory, config.replicas * config.host_memory, config.storage_memory)
     for tier, size in zip(Tier, memory, strict=True):
         name = tier.name.lower()
@@ -114,7 +114,7 @@ def _table(report: SimulationReport, config: SimulationConfig) -> Table:
     table.add_section()
     for reason in Reason:
         if reason not in HITS and (missed := report.reasons[reason.value]):
-            table.add_row(f"missed: {reason.value.replace('_', ' ')}", "", "", f"{missed:,}", f"{missed / tokens:.1%}")
+            table.add_row(f"not: {reason.value.replace('_', ' ')}", "", "", f"{missed:,}", f"{missed / tokens:.1%}")
     moved = ", ".join(f"{edge.replace('_', ' ')} {format_size(size)}" for edge, size in report.moved_bytes.items())
     saved = f"{report.saved_rate:.1%} of the computation saved"
     table.caption = f"{saved}; moved: {moved or 'nothing'}; computed and not kept: {report.uncached_pages:,} pages"

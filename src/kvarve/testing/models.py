@@ -53,8 +53,9 @@ ROUTED_EXPERTS = {
     "first_k_dense_replace": 1,
 }
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
-# With few heads most tokens would score exactly 0, and which of them the indexer picks depends on how many there are.
-INDEX = {"index_topk": 20, "index_head_dim": 16, "index_n_heads": 24}
+# Which of equal scores the indexer picks depends on how many there are. With few heads most tokens would score exactly
+# 0, and for a token that pads, whose embedding is zero, all do.
+INDEX = {"index_topk": 20, "index_head_dim": 16, "index_n_heads": 24, "pad_token_id": None}
 
 
 def _but(settings: dict[str, Any], *left_out: str, **changed: Any) -> dict[str, Any]:

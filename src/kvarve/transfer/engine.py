@@ -10,16 +10,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain, islice
 from typing import Any
 
 from kvarve.core.copies import BACKUP, FETCH, LOAD, PROBE, STORE, Edge
 from kvarve.core.effects import Copy, Effect, Event, Hurry, Page, Probe, Transfer, Verified
 from kvarve.core.settings import LOAD_DEADLINE_S
 from kvarve.errors import StorageError
-from kvarve.keys import object_name
 from kvarve.memory.arenas import HostArena, apart
 from kvarve.memory.copies import DeviceCopies, NearArena
-from kvarve.model import PoolSpec, Tier
+from kvarve.model import Tier
 from kvarve.storage import Storage
 from kvarve.transfer.arrivals import Arrival
 from kvarve.transfer.flows import LANES, Flow
@@ -32,12 +32,9 @@ log = logging.getLogger(__name__)
 class TransferEngine:
     def __init__(
         self,
-        pools: Sequence[PoolSpec],
         device: Sequence[NearArena],
         host: Sequence[HostArena],
         *,
-        rank: int = 0,
-        ranks: int = 1,
         verify_host: bool = True,
         layerwise: bool = False,
         deadline_s: float = 30.0,
@@ -47,14 +44,14 @@ class TransferEngine:
         `deadline_s` is the storage's; copies between device and host have `LOAD_DEADLINE_S`."""
         self.layerwise = layerwise
         self._arrivals: list[Arrival] = []
-        self._pools, self._device, self._host = pools, device, host
-        self._rank, self._ranks, self._verify_host, self._deadline_s = rank, ranks, verify_host, deadline_s
+        self._device, self._host = device, host
+        self._verify_host, self._deadline_s = verify_host, deadline_s
         self._clock, self.ends = clock, Ends()
         self._copies = DeviceCopies(device, host)
         self._checking = threading.Lock()
         # One worker each: a chain's page rests on the one before it, so copies must end in the order sent.
         self._lanes = {edge: Lane(LANES[edge], self.ends, clock=clock) for edge in (BACKUP, LOAD)}
-        self.flows: dict[Edge, Flow] = {edge: Flow(pools) for edge in LANES}
+        self.flows: dict[Edge, Flow] = {edge: Flow([arena.pool for arena in host]) for edge in LANES}
         self.connection: StorageConnection | None = None
         self._retired: list[StorageConnection] = []  # those that may not have closed yet
 
@@ -181,68 +178,71 @@ class TransferEngine:
         outcomes: list[list[int]] = [[0, 0] for _ in sent]
         pages = [(at, i, copy.root, page) for at, (_, copy) in enumerate(sent) for i, page in enumerate(copy.pages)]
         memory = apart([self._host[page.pool] for *_, page in pages])
-        names, records, told = [], [], []
+        names, records, told = list[str](), list[memoryview](), list[tuple[int, int, int]]()
         with self._checking:  # one worker at a time, so that the first one's put starts early
             for (at, i, root, page), into in zip(pages, memory, strict=True):
                 record = self._host[page.pool].record(page.source, into)
                 if self._verify_host and not self._host[page.pool].stamp.intact(record, page.key):
                     outcomes[at][1] |= 1 << i
-                elif self._writes(page):
-                    names.append(self._name(root, page))
-                    records.append(record)
-                    told.append((at, i))
+                    continue
+                parts = self._host[page.pool].parts
+                if parts.writes(page.key):
+                    named = parts.names(root, page.key)
+                    names += named
+                    records += parts.cut(record, page.key)
+                    told.append((at, i, len(named)))
                 else:
                     outcomes[at][0] |= 1 << i
-        stored = storage.put(names, records) if names else []
-        for (at, i), done in zip(told, stored, strict=True):
-            outcomes[at][0] |= done << i
+        stored = iter(storage.put(names, records) if names else [])
+        for at, i, count in told:
+            outcomes[at][0] |= all([*islice(stored, count)]) << i
         kept = [page for (good, _), (_, copy) in zip(outcomes, sent, strict=True) for page in _chosen(copy.pages, good)]
-        self.flows[STORE].moved(time.perf_counter() - began, kept, [page for page in kept if self._writes(page)])
+        written = [page for page in kept if self._host[page.pool].parts.writes(page.key)]
+        self.flows[STORE].moved(time.perf_counter() - began, kept, written)
         return [(good, bad) for good, bad in outcomes]
 
     def _fetch(self, storage: Storage, copy: Copy) -> tuple[int, int]:
-        began, names = time.perf_counter(), [self._name(copy.root, page) for page in copy.pages]
-        memory = apart([self._host[page.pool] for page in copy.pages])
+        began, arenas = time.perf_counter(), [self._host[page.pool] for page in copy.pages]
         records = [
-            self._host[page.pool].blank(page.target, into) for page, into in zip(copy.pages, memory, strict=True)
+            arena.blank(page.target, into) for arena, page, into in zip(arenas, copy.pages, apart(arenas), strict=True)
         ]
-        sizes = storage.get(names, records)
+        names = [arena.parts.names(copy.root, page.key) for arena, page in zip(arenas, copy.pages, strict=True)]
+        blanks = [arena.parts.blanks(record) for arena, record in zip(arenas, records, strict=True)]
+        sizes = iter(storage.get([*chain(*names)], [*chain(*blanks)]))
         good = bad = 0
-        for i, (page, record, size) in enumerate(zip(copy.pages, records, sizes, strict=True)):
-            if size is None:
-                continue
-            if size == len(record) and self._host[page.pool].stamp.intact(record, page.key):
-                self._host[page.pool].put(page.target, record)
+        spoilt: list[str] = []
+        for i, (page, arena, record) in enumerate(zip(copy.pages, arenas, records, strict=True)):
+            found = [*zip(names[i], blanks[i], islice(sizes, len(names[i])), strict=True)]
+            whole = [
+                size == len(part) and arena.parts.intact(number, part, page.key)
+                for number, (_, part, size) in enumerate(found)
+            ]
+            damaged = [name for (name, _, size), fine in zip(found, whole, strict=True) if not (size is None or fine)]
+            if all(whole):
+                arena.take(page.target, page.key, record, blanks[i])
                 good |= 1 << i
-            else:
+            elif damaged:
+                spoilt += damaged
                 bad |= 1 << i
         self.flows[FETCH].moved(time.perf_counter() - began, _chosen(copy.pages, good))
         if bad:  # deleted, so that the recomputed page is stored again
             try:
-                storage.delete([name for i, name in enumerate(names) if bad >> i & 1])
+                storage.delete(spoilt)
             except StorageError as e:  # the good pages are good all the same
                 log.warning("bad pages could not be deleted: %s", e)
         return good, bad
 
     def _probe(self, sent: Sequence[tuple[Storage, Probe]]) -> list[tuple[int, int]]:
         """Which pages of several prompts one storage has, in one call."""
-        asked = [[self._name(probe.root, page) for page in probe.pages] for _, probe in sent]
-        names = [*dict.fromkeys(name for names in asked for name in names)]
+        asked = [[self._host[page.pool].parts.names(probe.root, page.key) for page in probe.pages] for _, probe in sent]
+        names = [*dict.fromkeys(name for pages in asked for parts in pages for name in parts)]
         began = time.perf_counter()
         there = dict(zip(names, sent[0][0].exists(names), strict=True))
         seconds = time.perf_counter() - began
-        found = [sum(there[name] << i for i, name in enumerate(names)) for names in asked]
-        pages = [page for good, (_, probe) in zip(found, sent, strict=True) for page in _chosen(probe.pages, good)]
-        self.flows[PROBE].probed(seconds, [page for _, probe in sent for page in probe.pages], pages)
+        found = [sum(all(map(there.get, parts)) << i for i, parts in enumerate(pages)) for pages in asked]
+        seen = [page for good, (_, probe) in zip(found, sent, strict=True) for page in _chosen(probe.pages, good)]
+        self.flows[PROBE].probed(seconds, [page for _, probe in sent for page in probe.pages], seen)
         return [(good, 0) for good in found]
-
-    def _name(self, root: bytes, page: Page) -> str:
-        pool = self._pools[page.pool]
-        return object_name(root, page.key, pool.name, 0 if pool.replicated else self._rank, self._ranks)
-
-    def _writes(self, page: Page) -> bool:
-        """Whether this rank writes a page to storage: of a replicated pool, each rank writes a part of the pages."""
-        return not self._pools[page.pool].replicated or page.key[0] % self._ranks == self._rank
 
     def _broken(self, pages: Sequence[Page]) -> int:
         """The pages whose host record fails its check."""

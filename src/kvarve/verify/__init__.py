@@ -24,7 +24,7 @@ from kvarve.engine.model import LoadedModel, check_device, check_model, load_mod
 from kvarve.engine.ranks import Place, Ranks, device_of, started, threads_of
 from kvarve.errors import ConfigError
 from kvarve.ranks.star import Listener
-from kvarve.reports import check_file, write_json
+from kvarve.reports import check_file, is_stdout, write_json
 from kvarve.sizes import format_size
 from kvarve.storage import StorageUsage, open_storage
 from kvarve.storage.urls import parse_url, shown
@@ -57,7 +57,7 @@ class Task:
 
 def main(options: Verify) -> int:
     """Run the proof; 0 if all logits are equal and every damage was noticed, 1 if not. Writes a JSON file if asked."""
-    console = Console()
+    console = Console(quiet=is_stdout(options.json))
     start = time.perf_counter()
     check_file("--json", options.json)
     if options.storage is not None:

@@ -1,0 +1,46 @@
+"""What lies between the sockets and the application of a server, be it one or the front of several: keys, TLS, which
+names and pages it answers to, and the drain."""
+
+from collections.abc import Callable
+
+from starlette.types import ASGIApp
+
+from kvarve.errors import ConfigError
+from kvarve.server.drain import Drain
+from kvarve.server.hosts import NamedHosts, check_hosts, check_origins, names_for, with_origins
+from kvarve.server.settings import Settings
+from kvarve.server.tls import Certificate
+
+
+class Edge:
+    """ConfigError if the settings, the file of keys or the certificate cannot be used."""
+
+    def __init__(self, settings: Settings) -> None:
+        check_hosts(settings.allowed_host)
+        check_origins(settings.cors_origin)
+        if settings.tls_key is not None and settings.tls_cert is None:
+            raise ConfigError("--tls-key needs --tls-cert, of which it is the key")
+        self._settings = settings
+        self.keys, self.drain = settings.keyring(), Drain()
+        chain = settings.tls_cert
+        self.certificate = None if chain is None else Certificate(chain, settings.tls_key)
+
+    @property
+    def reloads(self) -> bool:
+        """Whether there is something to read again."""
+        return self.certificate is not None or self._settings.api_keys is not None
+
+    def reload(self) -> None:
+        self.keys.reload()
+        if self.certificate is not None:
+            self.certificate.reload()
+
+    def around(self, address: str) -> Callable[[ASGIApp], ASGIApp]:
+        """Puts an application behind it. `address`: what its socket is bound to."""
+        names = names_for(self._settings.allowed_host, self._settings.host, address)
+
+        def put(app: ASGIApp) -> ASGIApp:
+            answering = with_origins(self.drain.around(app), self._settings.cors_origin)
+            return answering if names is None else NamedHosts(answering, names)
+
+        return put

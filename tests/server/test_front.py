@@ -1,0 +1,199 @@
+"""The front of replicas that end at bad moments: no request fails that had not begun, and none is forgotten.
+
+The replicas are small servers of this test, so that they end and come back when it says so.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from kvarve.server import replicas as replicas_module
+from kvarve.server.access import Access
+from kvarve.server.front import Front
+from kvarve.server.keyfile import Keyring
+from kvarve.server.replicas import Replica, Replicas
+from kvarve.server.settings import Settings
+
+PATIENCE_S = 120.0
+SETTINGS = cast(Settings, SimpleNamespace(dp=2))
+
+
+class Served:
+    """A replica's place: what listens there notes each request and answers it, or ends with it."""
+
+    def __init__(self, number: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(replicas_module, "replace", lambda settings, **_: settings)
+        self.replica = Replica(number, SETTINGS, folder)
+        self.asked: list[str] = []
+        self.ends = False  # with the next request
+        self.status = 200
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
+        port = self._server.sockets[0].getsockname()[1]
+        self.replica.url, self.replica.up = f"http://127.0.0.1:{port}", True
+        self.replica.starts += 1
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        lengths = [line.split(":")[1] for line in head.split("\r\n") if line.lower().startswith("content-length:")]
+        body = (await reader.readexactly(int(lengths[0]))).decode() if lengths else ""
+        self.asked.append(f"{head.splitlines()[0].rpartition(' ')[0]} {body}".strip())
+        if self.ends:
+            await self.stop()
+        else:
+            said = b'{"served": %d}' % self.replica.number
+            words = f"HTTP/1.1 {self.status} X\r\ncontent-type: application/json\r\ncontent-length: {len(said)}\r\n"
+            writer.write(words.encode() + b"connection: close\r\n\r\n" + said)
+            await writer.drain()
+        writer.close()
+
+
+@asynccontextmanager
+async def a_front(places: list[Served]) -> AsyncIterator[httpx.AsyncClient]:
+    group = SimpleNamespace(all=[place.replica for place in places], ended=[])
+    front = Front(cast(Replicas, group), 1 << 20, Access(Keyring()))
+    for place in places:
+        await place.start()
+    try:
+        transport = httpx.ASGITransport(front.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://front", timeout=PATIENCE_S) as client:
+            yield client
+    finally:
+        await front.close()
+        for place in places:
+            await place.stop()
+
+
+async def until(true: Callable[[], Any]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)
+
+
+Play = Callable[[list[Served], httpx.AsyncClient], Awaitable[None]]
+
+
+def played(play: Play, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def whole() -> None:
+        places = [Served(number, folder, monkeypatch) for number in range(2)]
+        async with a_front(places) as client:
+            await play(places, client)
+
+    asyncio.run(whole())
+
+
+def test_a_request_outlives_the_end_of_all_replicas_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
+        for place in places:
+            place.ends = True
+        asked = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x"}))
+        await until(lambda: all(place.asked for place in places))
+        # Their ends have not been seen yet: the front goes on trying them, and finds nothing there.
+        await until(lambda: sum("goes to another" in each for each in caplog.messages) >= 6)
+        places[1].ends = False
+        await places[1].start()
+        answer = await asked
+        assert (answer.status_code, answer.json()) == (200, {"served": 1})
+
+    played(play, tmp_path, monkeypatch)
+
+
+def test_a_request_that_ends_every_replica_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
+        async def keep() -> None:
+            while True:
+                for place in places:
+                    place.ends = True
+                    if place._server is None:
+                        await place.start()
+                await asyncio.sleep(0.01)
+
+        keeping = asyncio.ensure_future(keep())
+        answer = await client.post("/v1/completions", json={"prompt": "x"})
+        keeping.cancel()
+        assert answer.status_code == 502, "it may be what ends them"
+        assert sum(len(place.asked) for place in places) == 3
+
+    played(play, tmp_path, monkeypatch)
+
+
+def test_a_replica_that_was_started_again_has_the_storage_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
+        first, other = places
+        changes = [{"storage": "file:///a", "write_policy": "x"}, {"storage": "file:///b"}, {"storage": "file:///c"}]
+        for change in changes:
+            assert (await client.put("/admin/storage", json=change)).status_code == 200
+        assert first.asked == other.asked and len(other.asked) == 3
+        await other.stop()
+        other.asked.clear()
+        await other.start()
+        first.replica.up = False
+        await client.post("/v1/completions", json={"prompt": "x"})
+        await client.post("/v1/completions", json={"prompt": "y"})
+        told = [each.split(" ")[0] for each in other.asked]
+        assert told == ["PUT", "PUT", "POST", "POST"], "once, before any request; none that a later one makes up for"
+        assert "/a" in other.asked[0] and "/c" in other.asked[1]
+
+    played(play, tmp_path, monkeypatch)
+
+
+def test_a_change_that_one_replica_refuses_is_not_told_to_one_that_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
+        first, other = places
+        other.status = 409
+        assert (await client.put("/admin/storage", json={"storage": "file:///a"})).status_code == 409
+        other.status = 200
+        await first.stop()
+        first.asked.clear()
+        await first.start()
+        other.replica.up = False
+        await client.post("/v1/completions", json={"prompt": "x"})
+        assert [each.split(" ")[0] for each in first.asked] == ["POST"]
+
+    played(play, tmp_path, monkeypatch)
+
+
+def hangs(number: int, settings: Settings, parent: int) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_replica_that_hangs_before_it_serves_is_killed_and_due_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas_module, "_serve", hangs)
+    monkeypatch.setattr(replicas_module, "replace", lambda settings, **_: settings)
+    patient, hasty = (Replica(number, SETTINGS, tmp_path, start_s) for number, start_s in enumerate((3600.0, 0.0)))
+    for each in (patient, hasty):
+        each.start()
+    try:
+        assert not patient.look() and not patient.over
+        assert hasty.look() and hasty.over and not hasty.up
+        end = time.monotonic() + PATIENCE_S
+        while not hasty.due():  # after a pause, since it did not live long
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    finally:
+        patient._kill()

@@ -1,0 +1,64 @@
+"""What a start tells: its phases in the log, and the service manager."""
+
+import logging
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from servers import serving
+
+from kvarve.server.starting import NOTIFY, Starting, tell_systemd
+
+
+def test_each_phase_has_a_line_and_the_last_line_says_how_long_each_took(caplog: pytest.LogCaptureFixture) -> None:
+    now, told = [0.0], list[str]()
+    with caplog.at_level(logging.INFO, "kvarve"):
+        starting = Starting(told.append, lambda: now[0])
+        starting.begins("loading weights", "some")
+        now[0] += 2
+        starting.begins("opening storage", "/a\n/b")
+        now[0] += 0.5
+        starting.ready("http://x")
+    assert [record.getMessage() for record in caplog.records] == [
+        "loading weights: some",
+        "opening storage: /a\n/b",
+        "listening on http://x after 2.5 s (loading weights 2.0 s, opening storage 0.5 s)",
+    ]
+    assert told == [
+        "STATUS=loading weights: some",
+        "STATUS=opening storage: /a /b",
+        "READY=1\nSTATUS=serving on http://x",
+    ]
+
+
+def test_without_a_service_manager_or_with_one_that_is_gone_nothing_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for address in ("", "nonsense", str(tmp_path / "gone"), "@gone"):
+        monkeypatch.setenv(NOTIFY, address)
+        tell_systemd()("READY=1")
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_the_service_manager_hears_of_phases_readiness_and_the_end(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dp: int
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(f"\0kvarve-test-{tmp_path.name}-{id(manager)}")
+        monkeypatch.setenv(NOTIFY, "@" + str(manager.getsockname()[1:], "ascii"))
+        words = ["--model", checkpoint, "--page-tokens", 16, "--chunk-tokens", 64, "--threads", 1, "--dp", dp]
+        with serving(tmp_path, *words) as (process, client):
+            url = f"{client.base_url}".rstrip("/")
+            process.send_signal(signal.SIGTERM)
+            assert process.wait() == 0
+        manager.setblocking(False)
+        heard = list[str]()
+        while not heard or not heard[-1].startswith("STOPPING=1\nSTATUS=stopping"):
+            heard.append(manager.recv(4096).decode())
+    first = "loading weights" if dp == 1 else "starting replicas"
+    assert heard[0].startswith(f"STATUS={first}: ")
+    assert [each for each in heard if "READY=1" in each] == [f"READY=1\nSTATUS=serving on {url}"], (
+        "once, by one process"
+    )
+    assert heard[-2:] == ["STOPPING=1\nSTATUS=draining", "STOPPING=1\nSTATUS=stopping: finishing backups"]

@@ -1,0 +1,115 @@
+"""`kvarve config show`: what `kvarve serve` would have, where it comes from, and no key. And completion in shells."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvarve.cli import main
+
+Out = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("KVARVE_"):
+            monkeypatch.delenv(name)
+
+
+def shown(capsys: Out, *words: object) -> dict[str, dict[str, Any]]:
+    assert main(["config", "show", "--json", "-", *map(str, words)]) == 0
+    out, error = capsys.readouterr()
+    assert error == ""
+    found: dict[str, dict[str, Any]] = json.loads(out)
+    return found
+
+
+def test_each_setting_says_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    file = tmp_path / "kvarve.toml"
+    file.write_text("port = 1\nmax_running = 1\nhost_memory = '1GiB'\neviction = 'lfu'\n")
+    monkeypatch.setenv("KVARVE_SERVE_PORT", "2")
+    monkeypatch.setenv("KVARVE_SERVE_MAX_RUNNING", "2")
+    monkeypatch.setenv("KVARVE_SERVE_VERIFY_HOST", "false")
+    found = shown(capsys, "--config", file, "--port", 3, "--model-path", "/m")
+    for name, value, source in (
+        ("port", 3, "flag"),
+        ("model", "/m", "flag"),  # --model-path is SGLang's name of it
+        ("max_running", 2, "$KVARVE_SERVE_MAX_RUNNING"),
+        ("verify_host", False, "$KVARVE_SERVE_VERIFY_HOST"),
+        ("host_memory", 1 << 30, str(file)),
+        ("eviction", "lfu", str(file)),
+        ("turn_tokens", 512, "default"),
+    ):
+        assert found[name] == {"value": value, "from": source}
+    assert "json" not in found and "config" not in found
+
+
+def test_no_key_and_no_password_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    monkeypatch.setenv("KVARVE_ADMIN_KEY", "hush-1")
+    words = ["--api-key", "hush-2", "--storage", "redis://me:hush-3@there:6379"]
+    found = shown(capsys, *words)
+    assert found["admin_key"] == {"value": "***", "from": "$KVARVE_ADMIN_KEY"}
+    assert found["api_key"] == {"value": "***", "from": "flag"} and "there:6379" in found["storage"]["value"][0]
+    assert main(["config", "show", *words]) == 0
+    table = capsys.readouterr().out
+    assert "***" in table and "hush" not in table + json.dumps(found)
+
+
+def test_the_table_fits_80_columns_whatever_the_values_are(tmp_path: Path, capsys: Out) -> None:
+    file = tmp_path / ("long" * 20 + ".toml")
+    file.write_text("model = '/a/long/path/%s'\n" % ("x" * 100))
+    assert main(["config", "show", "--config", str(file), "--storage", "file:///" + "y" * 90 + "?capacity=1GiB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    text = "".join("".join(lines).split())
+    assert "…" not in text and text.count("x") >= 100 and text.count("y") >= 90
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("prt = 1", "unknown setting 'prt': did you mean port?"), ("json = '/x'", "unknown setting 'json'")],
+)
+def test_what_serve_would_refuse_in_a_file_is_refused(tmp_path: Path, capsys: Out, text: str, says: str) -> None:
+    file = tmp_path / "kvarve.toml"
+    file.write_text(text)
+    for command in (["config", "show"], ["serve"]):
+        assert main([*command, "--config", str(file)]) == 2
+        out, error = capsys.readouterr()
+        assert out == "" and says in error and error.count("\n") == 1
+
+
+def test_a_variable_of_serve_with_a_wrong_name_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    monkeypatch.setenv("KVARVE_SERVE_PRT", "1")
+    assert main(["config", "show"]) == 2
+    assert "did you mean KVARVE_SERVE_PORT?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_a_script_that_knows_commands_and_options(shell: str, capsys: Out, tmp_path: Path) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    options = ("device-memory", "api-keys", "prefetch-policy")
+    assert all(option in script for option in options) and all(name in script for name in ("serve", "detach", "keys"))
+    if shutil.which(shell):
+        (tmp_path / "script").write_text(script)
+        assert subprocess.run([shell, "-n", str(tmp_path / "script")], check=False).returncode == 0
+
+
+def test_bash_completes_an_option_of_a_command(capsys: Out) -> None:
+    assert main(["completion", "bash"]) == 0
+    ask = 'COMP_WORDS=(kvarve serve --devi); COMP_CWORD=2; _kvarve; printf "%s\\n" "${COMPREPLY[@]}"'
+    done = subprocess.run(
+        ["bash", "-c", capsys.readouterr().out + "\n" + ask], capture_output=True, text=True, check=True
+    )
+    assert "--device-memory" in done.stdout.split()
+
+
+def test_an_unknown_shell_is_one_line(capsys: Out) -> None:
+    assert main(["completion", "tcsh"]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and "SHELL: expected one of bash, zsh, fish" in error

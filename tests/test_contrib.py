@@ -1,0 +1,111 @@
+"""The systemd unit and the Dockerfile say what the code does."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from kvarve.cli import main
+from kvarve.server.settings import Settings
+
+ROOT = Path(__file__).parents[1]
+UNIT = (ROOT / "contrib" / "kvarve.service").read_text()
+DOCKER = (ROOT / "contrib" / "Dockerfile").read_text()
+
+
+def setting(name: str) -> str:
+    (value,) = re.findall(rf"^{name}=(.*)$", UNIT, re.MULTILINE)
+    return str(value)
+
+
+def test_the_unit_starts_a_server_whose_drain_ends_before_systemd_loses_patience(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, command, *words = setting("ExecStart").split()
+    assert (program, command) == ("/opt/kvarve/bin/kvarve", "serve")
+    config = tmp_path / "serve.toml"
+    config.write_text("port = 8001\n")
+    assert main(["config", "show", *(str(config) if word.endswith(".toml") else word for word in words)]) == 0
+    assert str(config) in "".join(capsys.readouterr().out.split())
+    (minutes,) = re.fullmatch(r"(\d+)min", setting("TimeoutStopSec")).groups()  # type: ignore[union-attr]
+    assert 60 * int(minutes) > Settings().drain_s + 60
+    assert (setting("Type"), setting("KillMode")) == ("notify", "mixed")
+    assert setting("ExecReload") == "/bin/kill -HUP $MAINPID"
+
+
+def test_systemd_understands_the_unit_where_there_is_one(tmp_path: Path) -> None:
+    """Without systemd, each line is at least a section, a comment or a setting."""
+    assert all(re.fullmatch(r"\[\w+\]|#.*|\w+=.*|", line) for line in UNIT.splitlines())
+    if analyze := shutil.which("systemd-analyze"):
+        unit = tmp_path / "kvarve.service"
+        unit.write_text(UNIT.replace("/opt/kvarve/bin/kvarve", "/bin/true"))
+        done = subprocess.run([analyze, "verify", str(unit)], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def instructions() -> list[tuple[str, str]]:
+    joined = DOCKER.replace("\\\n", " ")
+    lines = [line for line in joined.splitlines() if line and not line.startswith("#")]
+    return [(line.split()[0], line.split(None, 1)[1]) for line in lines]
+
+
+def test_the_image_has_what_the_build_needs_and_nothing_that_is_not_there() -> None:
+    copies = [words for name, words in instructions() if name == "COPY" and "--from" not in words]
+    copied = {word for words in copies for word in words.split()[:-1]}
+    assert copied == {"requirements.lock", "pyproject.toml", "README.md", "LICENSE", "src"}
+    assert all((ROOT / name).exists() for name in copied)
+    kept = (ROOT / "contrib" / "Dockerfile.dockerignore").read_text().split()
+    assert copied == {line[1:] for line in kept if line.startswith("!")}
+    (torch,) = re.findall(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert f"ARG TORCH={torch}\n" in DOCKER, "the same torch as in the Makefile"
+    extras = re.search(r"ARG EXTRAS=(\S+)", DOCKER)
+    assert extras and all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras[1].split(","))
+
+
+def test_the_versions_of_the_lock_become_constraints(tmp_path: Path) -> None:
+    (sed,) = [words for name, words in instructions() if name == "RUN" and words.startswith("sed ")]
+    shutil.copy(ROOT / "requirements.lock", tmp_path)
+    subprocess.run(["sh", "-c", sed], cwd=tmp_path, check=True)
+    lines = (tmp_path / "constraints.txt").read_text().splitlines()
+    assert len(lines) > 50 and all(re.fullmatch(r"[A-Za-z0-9._-]+==[^ ;]+( ; .*)?", line) for line in lines)
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_the_health_check_follows_the_servers_health(status: int) -> None:
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    (check,) = [words for name, words in instructions() if name == "HEALTHCHECK"]
+    python, *argv = json.loads(check[check.index("[") :])
+    assert python == "python"
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        environment = {"KVARVE_SERVE_PORT": str(server.server_port)}
+        done = subprocess.run([sys.executable, *argv], env=environment, stderr=subprocess.DEVNULL, check=False)
+        server.shutdown()
+    assert (done.returncode == 0) == (status == 200)
+
+
+def test_the_image_listens_where_its_variables_say(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (variables,) = [words for name, words in instructions() if name == "ENV"]
+    for word in variables.split():
+        name, _, value = word.partition("=")
+        if name.startswith("KVARVE_"):
+            monkeypatch.setenv(name, value)
+    assert main(["config", "show", "--json", "-"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["host"]["value"], shown["port"]["value"]) == ("0.0.0.0", 8000)
+    assert "EXPOSE 8000" in DOCKER and 'CMD ["serve"]' in DOCKER
