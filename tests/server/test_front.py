@@ -67,7 +67,7 @@ class Served:
 @asynccontextmanager
 async def a_front(places: list[Served]) -> AsyncIterator[httpx.AsyncClient]:
     group = SimpleNamespace(all=[place.replica for place in places], ended=[])
-    front = Front(cast(Replicas, group), 1 << 20, Access(Keyring()))
+    front = Front(cast(Replicas, group), 1 << 20, Access(Keyring()), lambda app: app)
     for place in places:
         await place.start()
     try:
