@@ -183,6 +183,7 @@ class CacheWorker:
                 blocks or self.device,
                 self.host,
                 verify_host=config.policies.verify_host,
+                hash_sample=config.policies.hash_sample,
                 deadline_s=config.policies.storage_deadline_s,
                 clock=clock,
             )
@@ -333,6 +334,11 @@ class CacheWorker:
             stats[f"lane_running.{lane.name}"] = lane.running()
             stats[f"lane_failed.{lane.name}"] = lane.counts.failed + lane.counts.late + lane.counts.refused
             stats[f"lane_stuck_s.{lane.name}"] = lane.stuck_s()
+        for name, counts in (
+            ("compared", self.transfers.fingerprints.compared),
+            ("altered", self.transfers.fingerprints.altered),
+        ):
+            stats |= {f"{name}.{'.'.join(edge)}": count for edge, count in counts.copy().items()}
         attached = self.attached
         storage = None if attached is None else attached.storage
         for number, breaker in enumerate(storage.tiers if isinstance(storage, Tiers) else filter(None, [storage])):

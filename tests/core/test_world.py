@@ -98,6 +98,7 @@ BEYOND_THE_CORE = {
     "prefetch_base_s",
     "prefetch_per_ki_token_s",
     "verify_host",
+    "hash_sample",
 }
 
 

@@ -236,6 +236,7 @@ def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any], complaint:
         {"prefetch_per_ki_token_s": 1.0},
         {"storage_deadline_s": 1.0},
         {"verify_host": False},
+        {"hash_sample": 0.5},
     ],
     ids=str,
 )

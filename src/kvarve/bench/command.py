@@ -2,7 +2,7 @@
 
 from cyclopts import App
 
-from kvarve.bench.settings import LongDocument, Multiturn, Serving, SharedPrefix
+from kvarve.bench.settings import Accuracy, Hash, LongDocument, Multiturn, Serving, SharedPrefix
 from kvarve.options import ConfigFile, needs
 
 EPILOGUE = """\
@@ -53,3 +53,21 @@ def long_document(*, options: LongDocument = LongDocument(), config: ConfigFile 
         from kvarve.bench import inputs, run
 
     return run.load("long-document", options, lambda: inputs.long_document(options))
+
+
+@bench.command
+def accuracy(*, options: Accuracy = Accuracy(), config: ConfigFile = None) -> int:
+    """Ask questions with known answers: those of GSM8K and MMLU, or kvarve's own."""
+    with needs("server", "bench accuracy"):
+        from kvarve.bench import accuracy as questions
+
+    return questions.main(options)
+
+
+@bench.command(name="hash")
+def hashes(*, options: Hash = Hash(), config: ConfigFile = None) -> int:
+    """Compare the bytes of every page before and after each copy between tiers."""
+    with needs("server", "bench hash"):
+        from kvarve.bench import hashes as pages
+
+    return pages.main(options)

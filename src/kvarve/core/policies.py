@@ -89,6 +89,8 @@ class Policies:
     """of the bytes stored, the share that has to be used, or storing pauses until it would pay again; 0: never"""
     verify_host: bool = True
     """check pages in host memory before they are used"""
+    hash_sample: float = 0.0
+    """of all pages, the share whose bytes are compared before and after each copy; an altered one is dropped"""
 
     def __post_init__(self) -> None:
         if self.write_policy not in (known := [policy.value for policy in WritePolicy]):
@@ -120,6 +122,8 @@ class Policies:
             raise ConfigError(
                 f"the share of what is stored that has to be used is 0 or above and finite, not {self.offload_pays_at}"
             )
+        if not 0 <= self.hash_sample <= 1:
+            raise ConfigError(f"the share of pages that are compared is 0 to 1, not {self.hash_sample}")
         _ = self.snapshots
 
     @cached_property

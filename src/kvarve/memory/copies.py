@@ -17,10 +17,14 @@ from torch import Tensor
 
 from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.engine_arena import EngineArena
+from kvarve.memory.fingerprints import fingerprint
 
 NearArena = DeviceArena | EngineArena
 Slots = Sequence[tuple[int, int]]  # of pages: source and target
 Move = Callable[[Any, Any, Any, Any], None]
+Sampled = tuple[int, int, int]  # a page whose copy is compared: pool, device slot, host slot
+Compared = list[tuple[int, int]]  # by sampled page: the fingerprints from before and after its copy
+NEAR, FAR = 0, 1  # ends of a copy
 SAVED_BYTES = 8 << 20  # on the CPU, pages are sealed after each 8 MiB, while its cache still has most of them
 # A gather's rows lie in memory of the device that no setting counts. This is little beside a cache, and enough that
 # starting a kernel (some 10 us) costs little beside copying it (600 us over PCIe).
@@ -76,11 +80,18 @@ class DeviceCopies:
         """Have the calling thread's compute stream wait for an event; the thread does not."""
         self._torch.current_stream(self._where).wait_event(event)
 
-    def load(self, pages: Mapping[int, Slots], ready: Any, copied: Callable[[int, Any], None] | None = None) -> None:
+    def load(
+        self,
+        pages: Mapping[int, Slots],
+        ready: Any,
+        copied: Callable[[int, Any], None] | None = None,
+        sampled: Sequence[Sampled] = (),
+    ) -> Compared:
         """Copy pages by pool (host slot, device slot) to the device; done when it returns. `copied` is called with each
         layer, and the event of its copy."""
         with self._torch.stream(self._up):
             self._up.wait_event(ready)
+            before = [self._fingerprint(FAR, page) for page in sampled]
             rows = {pool: self._rows(pool, [(to, at) for at, to in slots]) for pool, slots in pages.items() if slots}
             for layer, buffers in self._layers.items():
                 for pool, column, near, far in buffers:
@@ -89,19 +100,36 @@ class DeviceCopies:
                 if copied is not None:
                     copied(layer, self._mark(self._up))
             self._mark(self._up).synchronize()
+            return [*zip(before, [self._fingerprint(NEAR, page) for page in sampled], strict=True)]
 
-    def save(self, pages: Mapping[int, tuple[Slots, Sequence[bytes]]], ready: Any) -> None:
+    def save(
+        self, pages: Mapping[int, tuple[Slots, Sequence[bytes]]], ready: Any, sampled: Sequence[Sampled] = ()
+    ) -> Compared:
         """Copy pages by pool (device slot, host slot) with their keys to the host, and seal them; done when it
         returns."""
         with self._torch.stream(self._down):
             self._down.wait_event(ready)
+            before = [self._fingerprint(NEAR, page) for page in sampled]
             if self._move is not by_piece:  # a part would be waited for, and gains nothing from the CPU's cache
                 self._save(pages)
-                return
-            for pool, (slots, keys) in pages.items():
-                together = max(1, SAVED_BYTES // self._host[pool].stride)
-                for start in range(0, len(slots), together):
-                    self._save({pool: (slots[start : start + together], keys[start : start + together])})
+            else:
+                for pool, (slots, keys) in pages.items():
+                    together = max(1, SAVED_BYTES // self._host[pool].stride)
+                    for start in range(0, len(slots), together):
+                        self._save({pool: (slots[start : start + together], keys[start : start + together])})
+            return [*zip(before, [self._fingerprint(FAR, page) for page in sampled], strict=True)]
+
+    def _fingerprint(self, end: int, page: Sampled) -> int:
+        """Of a page as it lies at one end of its copy."""
+        pool, *slots = page
+        rows = self._rows(pool, [(slots[NEAR], slots[FAR])])
+        found = []
+        for buffers in self._layers.values():
+            for owner, column, *ends in buffers:
+                if owner == pool:
+                    piece = ends[end][rows[column][end]]
+                    found.append((piece if self._move is by_piece else piece.cpu().numpy()).tobytes())
+        return fingerprint(*found)
 
     def _save(self, pages: Mapping[int, tuple[Slots, Sequence[bytes]]]) -> None:
         rows = {pool: self._rows(pool, slots) for pool, (slots, _) in pages.items() if slots}

@@ -88,6 +88,11 @@ def _memory(now: Snapshot) -> Iterator[Metric]:
     yield gauge("kvarve_stores_backing_off", help_text, stats["stores_backing_off"])
     bad = {tier: stats[f"bad_{tier}"] for tier in ("host", "storage")}
     yield by("kvarve_bad_pages", "Pages that failed their check when read, by their tier.", ("tier",), bad)
+    edge = ("source", "target")
+    help_text = "Pages whose bytes were compared before and after their copy (--hash-sample)."
+    yield by("kvarve_compared_pages", help_text, edge, now.under("compared."))
+    help_text = "Pages of those that a copy had altered; they were dropped."
+    yield by("kvarve_altered_pages", help_text, edge, now.under("altered."))
     for name, (metric, help_text) in _PAGE_COUNTERS.items():
         yield counter(metric, help_text, stats[name])
     plain, smaller, on = (now.under(f"compress_{name}.") for name in ("plain_bytes", "stored_bytes", "on"))

@@ -14,7 +14,7 @@ from kvarve.sizes import Size
 
 # Of `Policies`: where no copy takes time, no request waits for one; and no byte can be wrong.
 WAITING = ("prefetch_policy", "prefetch_base_s", "prefetch_per_ki_token_s", "storage_deadline_s")
-MEANINGLESS = (*WAITING, "verify_host")
+MEANINGLESS = (*WAITING, "verify_host", "hash_sample")
 SIZES = ("kv_bytes_per_token", "state_bytes", "window_tokens", "window_bytes_per_token")  # that a model says
 ROUTINGS = ("prefix", "random")
 

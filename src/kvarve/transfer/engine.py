@@ -18,7 +18,10 @@ from kvarve.core.effects import Copy, Effect, Event, Hurry, Page, Probe, Transfe
 from kvarve.core.settings import LOAD_DEADLINE_S
 from kvarve.errors import StorageError
 from kvarve.memory.arenas import HostArena, apart
-from kvarve.memory.copies import DeviceCopies, NearArena
+from kvarve.memory.copies import Compared, DeviceCopies, NearArena, Sampled
+from kvarve.memory.fingerprints import Fingerprints, fingerprint
+from kvarve.memory.host_memory import zeros
+from kvarve.memory.record import HEADER_BYTES
 from kvarve.model import Tier
 from kvarve.storage import Storage
 from kvarve.transfer.arrivals import Arrival
@@ -37,17 +40,19 @@ class TransferEngine:
         *,
         verify_host: bool = True,
         layerwise: bool = False,
+        hash_sample: float = 0.0,
         deadline_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`layerwise`: say `Verified` of a load before it is copied; its pages are in place as `arrivals` say.
+        """`hash_sample`: the share of pages that are compared before and after each copy.
+        `layerwise`: say `Verified` of a load before it is copied; its pages are in place as `arrivals` say.
         `deadline_s` is the storage's; copies between device and host have `LOAD_DEADLINE_S`."""
         self.layerwise = layerwise
         self._arrivals: list[Arrival] = []
         self._device, self._host = device, host
         self._verify_host, self._deadline_s = verify_host, deadline_s
         self._clock, self.ends = clock, Ends()
-        self._copies = DeviceCopies(device, host)
+        self._copies, self.fingerprints = DeviceCopies(device, host), Fingerprints(hash_sample)
         self._checking = threading.Lock()
         # One worker each: a chain's page rests on the one before it, so copies must end in the order sent.
         self._lanes = {edge: Lane(LANES[edge], self.ends, clock=clock) for edge in (BACKUP, LOAD)}
@@ -143,10 +148,12 @@ class TransferEngine:
             pool: ([(page.source, page.target) for _, page in pages], [page.key for _, page in pages])
             for pool, pages in _by_pool(copy.pages).items()
         }
+        sampled = self._sampled(copy, _all(copy.pages))
         began = time.perf_counter()
-        self._copies.save(pages, ready)
+        found = self._copies.save(pages, ready, [*sampled.values()])
         self.flows[BACKUP].moved(time.perf_counter() - began, copy.pages)
-        return _all(copy.pages), 0
+        altered = self._altered(copy, sampled, found)
+        return _all(copy.pages) & ~altered, 0
 
     def _load(self, copy: Copy, ready: Any) -> tuple[int, int]:
         began = time.perf_counter()
@@ -156,10 +163,12 @@ class TransferEngine:
             for pool, pages in _by_pool(copy.pages).items()
         }
         good = _all(copy.pages) & ~bad
-        if not self.layerwise or not good:
-            self._copies.load(pages, ready)
+        sampled = self._sampled(copy, good)
+        if not self.layerwise or not good or sampled:  # an altered page may not be used before it is compared
+            found = self._copies.load(pages, ready, sampled=[*sampled.values()])
             self.flows[LOAD].moved(time.perf_counter() - began, _chosen(copy.pages, good))
-            return good, bad
+            altered = self._altered(copy, sampled, found)
+            return good & ~altered, bad
         arrival = Arrival(self._copies.layers, self._copies.order, LOAD_DEADLINE_S)
         self._arrivals = [*self._arrivals, arrival]  # before a request can resume from it
         self.ends.put(Verified(copy.op, good, bad))
@@ -193,13 +202,55 @@ class TransferEngine:
                     told.append((at, i, len(named)))
                 else:
                     outcomes[at][0] |= 1 << i
-        stored = iter(storage.put(names, records) if names else [])
+        moved = [sent[at][1].pages[i] for at, i, count in told for _ in range(count)]  # the page of each record
+        compared = self._new(storage, names, records, moved)
+        stored = storage.put(names, records) if names else []
+        compared = {number: before for number, before in compared.items() if stored[number]}
+        altered = self._altered_there(storage, names, records, moved, compared)
+        kept_there = iter([done and number not in altered for number, done in enumerate(stored)])
         for at, i, count in told:
-            outcomes[at][0] |= all([*islice(stored, count)]) << i
+            outcomes[at][0] |= all([*islice(kept_there, count)]) << i
         kept = [page for (good, _), (_, copy) in zip(outcomes, sent, strict=True) for page in _chosen(copy.pages, good)]
         written = [page for page in kept if self._host[page.pool].parts.writes(page.key)]
         self.flows[STORE].moved(time.perf_counter() - began, kept, written)
         return [(good, bad) for good, bad in outcomes]
+
+    def _new(
+        self, storage: Storage, names: Sequence[str], records: Sequence[memoryview], moved: Sequence[Page]
+    ) -> dict[int, int]:
+        """By number, the fingerprints of sampled records that a storage does not have yet: one that it has is kept, and
+        may differ by rounding."""
+        sampled = [number for number, page in enumerate(moved) if self.fingerprints.samples(page.key)]
+        there = storage.exists([names[number] for number in sampled]) if sampled else []
+        return {
+            number: fingerprint(records[number][HEADER_BYTES:])
+            for number, known in zip(sampled, there, strict=True)
+            if not known
+        }
+
+    def _altered_there(
+        self,
+        storage: Storage,
+        names: Sequence[str],
+        records: Sequence[memoryview],
+        moved: Sequence[Page],
+        before: dict[int, int],
+    ) -> set[int]:
+        """The numbers of those that a storage gives back as other bytes; they are deleted there."""
+        if not before:
+            return set()
+        copies = [zeros(len(records[number])) for number in before]
+        sizes = storage.get([names[number] for number in before], copies)
+        altered = set()
+        for (number, taken), copy, size in zip(before.items(), copies, sizes, strict=True):
+            pool, key = self._host[moved[number].pool].pool.name, moved[number].key
+            if size is not None and not self.fingerprints.equal(
+                _edge(Tier.HOST, Tier.STORAGE), pool, key, taken, fingerprint(copy[HEADER_BYTES:])
+            ):  # one that has been evicted since is not compared
+                altered.add(number)
+        if altered:
+            storage.delete([names[number] for number in altered])
+        return altered
 
     def _fetch(self, storage: Storage, copy: Copy) -> tuple[int, int]:
         began, arenas = time.perf_counter(), [self._host[page.pool] for page in copy.pages]
@@ -219,8 +270,7 @@ class TransferEngine:
             ]
             damaged = [name for (name, _, size), fine in zip(found, whole, strict=True) if not (size is None or fine)]
             if all(whole):
-                arena.take(page.target, page.key, record, blanks[i])
-                good |= 1 << i
+                good |= self._take(page, record, blanks[i]) << i
             elif damaged:
                 spoilt += damaged
                 bad |= 1 << i
@@ -231,6 +281,38 @@ class TransferEngine:
             except StorageError as e:  # the good pages are good all the same
                 log.warning("bad pages could not be deleted: %s", e)
         return good, bad
+
+    def _take(self, page: Page, record: memoryview, parts: Sequence[memoryview]) -> bool:
+        """Take over a page from storage, whose parts have passed their check: their seals are its fingerprints from
+        before they were stored. False: its slot has other bytes then."""
+        arena = self._host[page.pool]
+        sampled = self.fingerprints.samples(page.key)
+        before = fingerprint(*(part[HEADER_BYTES:] for part in parts)) if sampled else 0
+        arena.take(page.target, page.key, record, parts)
+        if not sampled:
+            return True
+        there = arena.parts.cut(arena.record(page.target), page.key)
+        after = fingerprint(*(part[HEADER_BYTES:] for part in there))
+        return self.fingerprints.equal(_edge(Tier.STORAGE, Tier.HOST), arena.pool.name, page.key, before, after)
+
+    def _sampled(self, copy: Copy, good: int) -> dict[int, Sampled]:
+        """The pages of a copy between device and host that are compared, by their number in it."""
+        up = copy.target is Tier.DEVICE
+        return {
+            i: (page.pool, page.target, page.source) if up else (page.pool, page.source, page.target)
+            for i, page in enumerate(copy.pages)
+            if good >> i & 1 and self.fingerprints.samples(page.key)
+        }
+
+    def _altered(self, copy: Copy, sampled: dict[int, Sampled], found: Compared) -> int:
+        """The pages of a copy that came out as other bytes."""
+        altered, edge = 0, _edge(copy.source, copy.target)
+        for i, (before, after) in zip(sampled, found, strict=True):
+            page = copy.pages[i]
+            altered |= (
+                not self.fingerprints.equal(edge, self._host[page.pool].pool.name, page.key, before, after)
+            ) << i
+        return altered
 
     def _probe(self, sent: Sequence[tuple[Storage, Probe]]) -> list[tuple[int, int]]:
         """Which pages of several prompts one storage has, in one call."""
@@ -250,6 +332,10 @@ class TransferEngine:
 
     def _intact(self, page: Page) -> bool:
         return self._host[page.pool].intact(page.source, page.key)
+
+
+def _edge(source: Tier, target: Tier) -> tuple[str, str]:
+    return source.name.lower(), target.name.lower()
 
 
 def _all(pages: Sequence[Page]) -> int:
