@@ -229,7 +229,7 @@ class Paths:
                 self.slot_pools.make_row_resident(tail, place, known, [slots[at] for at in range(known, end)])
             if stored:
                 for run, share in upward(tail, boundaries.of(slots) & ones(end)):
-                    run.stored[pool] |= share
+                    self.slot_pools.store(run, pool, share)
         if not stored:
             for run, _ in upward(tail, boundaries.of(at for slots in pages for at in slots) & ones(end)):
                 self.backups.mark_dirty(run)
@@ -247,16 +247,18 @@ class Paths:
         followed = self.slot_pools.ghosts.came(lease.root, lease.tokens, known, end)
         tokens = lease.tokens[known * self.width : end * self.width]
         named = lease.named[known * KEY_BYTES : end * KEY_BYTES]
+        heads = lease.heads[known * tail.head_bytes : end * tail.head_bytes]
         if known < tail.end:
             tail = self.slot_pools.split(tail, known)
         # What goes on from a prompt's end is a run of its own: the states at that end are used less often than it.
         ended = len(self.slot_pools.chains) < len(self.pools) and tail.pages and tail.ends >> tail.pages - 1
         if tail.parent is not None and not tail.children and not ended:
-            tail.append(tokens, named)
+            tail.append(tokens, named, heads)
             tail.followed = followed
             self.slot_pools.lengthened(tail)
             return tail
         shape = len(self.pools), self.config.page_tokens, len(self.slot_pools.memory)
         child = Run(tail, known, tokens, named, *shape)
         tail.children[tokens[: self.width]], child.followed, child.used_s = child, followed, self._state.now
+        child.heads = heads
         return child
