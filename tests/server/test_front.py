@@ -24,7 +24,7 @@ from kvarve.server.replicas import Replica, Replicas
 from kvarve.server.settings import Settings
 
 PATIENCE_S = 120.0
-SETTINGS = cast(Settings, SimpleNamespace(dp=2))
+SETTINGS = cast(Settings, SimpleNamespace(dp=2, kv_events_config=None))
 
 
 class Served:

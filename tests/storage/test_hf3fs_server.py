@@ -176,6 +176,11 @@ def test_a_server_without_connections_ends_and_the_next_client_starts_another(lo
     assert there(local.open(), "a") == "a"
 
 
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(str(path)) == 0
+
+
 def test_a_server_that_is_run_by_hand_is_asked_and_never_started(local: Local, tmp_path: Path) -> None:
     path = tmp_path / "by-hand" / "socket"
     setting = f"unix:{path}"
@@ -184,7 +189,7 @@ def test_a_server_that_is_run_by_hand_is_asked_and_never_started(local: Local, t
     command = [sys.executable, "-m", "kvarve.storage.hf3fs.metadata", str(path.parent)]
     with subprocess.Popen(command) as process:
         try:
-            until(path.exists, "a socket")
+            until(lambda: _listens(path), "a server that listens")
             metadata = open_metadata(setting, local.store, LABEL, 64 * K, None)
             store(metadata, "a")
             (tmp_path / "other").mkdir()
