@@ -8,7 +8,7 @@ UV_INSTALL = $(UV) pip install --quiet --python .venv/bin/python
 # uv, unlike pip, compiles nothing when it installs: each module's first import does, and has to be allowed to keep it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run run-vllm test test-all test-engines lock-engines lint wheel soak soak-engine mutants docs bench train lock clean
+.PHONY: setup run run-vllm test test-all test-engines lock-engines lint wheel soak soak-engine mutants docs pictures bench train lock clean
 
 setup: .venv/ready
 
@@ -94,6 +94,10 @@ docs: setup
 
 bench: setup
 	@for script in $(filter-out bench/common.py bench/pretend.py,$(wildcard bench/*.py)); do echo "== $$script"; .venv/bin/python $$script || exit 1; done
+
+# The pictures of the documentation, as the tests take them of a real server in Chromium.
+pictures: setup
+	KVARVE_PICTURES=docs .venv/bin/python -m pytest tests/server/test_live_page.py -k tiers_fill
 
 train: setup
 	.venv/bin/python tools/train_tiny_hybrid.py

@@ -157,7 +157,18 @@ def test_a_module_imports_what_its_install_brings(path: Path) -> None:
     brought = set().union(*(INSTALLS[name] for name in names[: names.index(own) + 1]))
     roots = (
         {name.split(".")[0] for name in imported(path)}
-        - {"kvarve", "mooncake", "redis", "cryptography", "zstandard", "lz4", "hf3fs_fuse", "opentelemetry"}
+        - {
+            "kvarve",
+            "mooncake",
+            "redis",
+            "cryptography",
+            "zstandard",
+            "lz4",
+            "hf3fs_fuse",
+            "opentelemetry",
+            "zmq",
+            "msgpack",
+        }
         - sys.stdlib_module_names
     )
     roots -= ENGINES.get(named(path), set())

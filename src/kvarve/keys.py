@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 KEY_BYTES = 32
 TOKEN_BYTES = 4
+HEAD_BYTES = KEY_BYTES  # of a page's tokens, which `bind_to_chunk` changes
 GROUP_BYTES = 8  # of a root key, in the names of all pages below it
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _OBJECT = re.compile(rf"([0-9a-f]{{16}})-([0-9a-f]{{64}})\.([A-Za-z0-9_-]{{1,32}})\.{_NUMBER}of{_NUMBER}", re.ASCII)
@@ -25,6 +26,11 @@ def pack(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
     if ids.size and int(ids.view(np.uint64).max()) >= 2**32:  # a negative id is huge when read as unsigned
         raise ValueError("token ids must be between 0 and 2**32 - 1")
     return ids.astype("<u4").tobytes()
+
+
+def unpack(packed: bytes) -> list[int]:
+    """The inverse of `pack`."""
+    return [int(token) for token in np.frombuffer(packed, "<u4")]
 
 
 def bind_to_chunk(packed: bytes, page_tokens: int, chunk_tokens: int) -> bytes:
@@ -41,9 +47,16 @@ def bind_to_chunk(packed: bytes, page_tokens: int, chunk_tokens: int) -> bytes:
         return packed
     marks = b"".join(hashlib.sha256(packed[at : at + stride]).digest() for at in range(0, chunks * stride, stride))
     pages = np.frombuffer(packed, np.uint8, chunks * stride).reshape(chunks, per_chunk, -1).copy()
-    width = min(KEY_BYTES, pages.shape[2])
+    width = min(HEAD_BYTES, pages.shape[2])
     pages[:, :, :width] ^= np.frombuffer(marks, np.uint8).reshape(chunks, 1, KEY_BYTES)[:, :, :width]
     return pages.tobytes() + packed[chunks * stride :]
+
+
+def heads(packed: bytes, page_tokens: int) -> bytes:
+    """What `bind_to_chunk` changes: the first 32 bytes (or all) of each full page of packed tokens, concatenated."""
+    width = page_tokens * TOKEN_BYTES
+    pages = np.frombuffer(packed, np.uint8, len(packed) // width * width).reshape(-1, width)
+    return pages[:, :HEAD_BYTES].tobytes()
 
 
 def root_key(namespace: bytes, salt: str = "") -> bytes:

@@ -7,10 +7,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from kvarve.config import CacheConfig
 from kvarve.core.lease import Lease
 from kvarve.core.policies import WritePolicy
+from kvarve.core.residency import Told
 from kvarve.core.settings import Counters
 from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
 from kvarve.ranks.agreement import Agreement, Alone
@@ -25,6 +27,14 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.002  # between two steps that ask the other ranks whether their copies have ended
 LEAST_WAIT_S = 0.001  # after a deadline: by the time that the ranks agree on, it may pass only some steps later
+
+
+class Listener(Protocol):
+    """Is told what enters and leaves each tier. While it has no `room` it misses some, and then is told all anew."""
+
+    def room(self) -> bool: ...
+
+    def put(self, told: Sequence[Told]) -> None: ...
 
 
 class PrefixCache:
@@ -53,6 +63,8 @@ class PrefixCache:
         self.worker = CacheWorker(identity, config, device=device, storage=storage, rank=rank, clock=clock)
         attached = self.worker.attached is not None
         self.scheduler = CacheScheduler(identity, config, self.worker.slots, storage=attached, agreement=agreement)
+        self._listener: Listener | None = None
+        self._missed = True  # the listener does not know what was told before
         # Calls that leave no orders behind, as they are.
         scheduler, worker = self.scheduler, self.worker
         self.lookup, self.prompt, self.pages = scheduler.lookup, scheduler.prompt, scheduler.pages
@@ -62,6 +74,7 @@ class PrefixCache:
         self.capacity_tokens, self.demand = scheduler.capacity_tokens, scheduler.demand
         self.device_state, self.making_room = scheduler.device_state, scheduler.making_room
         self.copying, self.found, self.explain = scheduler.copying, scheduler.found, scheduler.explain
+        self.hottest = scheduler.hottest
         self.note, self.fail, self.ages = scheduler.note, scheduler.fail, scheduler.ages
         self.shape, self.idle, self.dirty = scheduler.shape, scheduler.idle, scheduler.dirty
         self.arena, self.records, self.wake, self.usage = worker.arena, worker.records, worker.wake, worker.usage
@@ -143,6 +156,7 @@ class PrefixCache:
             self.worker.refuse(e)
             raise
         self._send()
+        self._tell()
         return said
 
     def wait(self, timeout_s: float) -> bool:
@@ -191,6 +205,7 @@ class PrefixCache:
         """Evict every unpinned page from memory tiers now, backed up or not. Pages evicted at once."""
         gone = self.scheduler.flush(tiers)
         self._send()
+        self._tell()
         return gone
 
     def shutdown(self, timeout_s: float = 30.0, *, store: bool = True) -> None:
@@ -247,6 +262,25 @@ class PrefixCache:
     def flows(self) -> dict[str, Flow]:
         """What each lane has moved, by its name."""
         return {LANES[edge]: flow for edge, flow in self.worker.transfers.flows.items()}
+
+    def tell(self, listener: "Listener") -> None:
+        """From now on have told in each step what enters and leaves each tier; before the first request."""
+        self.scheduler.tell()
+        self._listener = listener
+
+    def _tell(self) -> None:
+        if self._listener is None:
+            return
+        residency = self.scheduler.tell()
+        if not self._listener.room():
+            residency.take()
+            self._missed = True
+            return
+        if self._missed:
+            residency.tell_all()
+            self._missed = False
+        if told := residency.take():
+            self._listener.put(told)
 
     def _send(self) -> None:
         if orders := self.scheduler.take():

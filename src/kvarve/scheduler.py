@@ -18,15 +18,16 @@ from kvarve.changes import Changes
 from kvarve.config import CacheConfig
 from kvarve.core import headroom
 from kvarve.core.audit import audit
-from kvarve.core.cache import Core, Hit
+from kvarve.core.cache import Core, Hit, Hottest
 from kvarve.core.effects import Release
 from kvarve.core.headroom import Demand
 from kvarve.core.lease import Lease
 from kvarve.core.levels import Ages, pinned
 from kvarve.core.outside import EngineCore, core_for
 from kvarve.core.reasons import Reason
+from kvarve.core.residency import Residency
 from kvarve.core.settings import CoreConfig, Counters, Slots
-from kvarve.keys import KEY_BYTES, TOKEN_BYTES, bind_to_chunk, names, pack, root_key
+from kvarve.keys import KEY_BYTES, TOKEN_BYTES, bind_to_chunk, heads, names, pack, root_key
 from kvarve.messages import ChangeMade, ChangeProposed, ChangeRefused, Order, Report
 from kvarve.model import MEMORY_TIERS, ModelIdentity, Tier
 from kvarve.ranks.agreement import Agreement, Alone
@@ -46,6 +47,7 @@ class Prompt:
     root: bytes
     tokens: bytes
     page_tokens: int
+    heads: bytes = b""  # what its full pages begin with, where residency is told
 
     @cached_property
     def keys(self) -> bytes:
@@ -97,7 +99,9 @@ class CacheScheduler:
 
         ValueError if a token does not fit into 32 bits or the salt cannot be encoded.
         """
-        return Prompt(root_key(self._namespace, salt), self._known_by(pack(tokens)), self.identity.page_tokens)
+        packed = pack(tokens)
+        known_by, head = self._known_by(packed), self._heads(packed)
+        return Prompt(root_key(self._namespace, salt), known_by, self.identity.page_tokens, head)
 
     def open(
         self,
@@ -124,7 +128,8 @@ class CacheScheduler:
             patience = replace(patience, base_s=max(patience.base_s, coming_s))
             expected = ticket.boundary, max(0.0, coming_s)
         named = known.keys if ticket is not None else b""
-        lease = self.core.open(known.root, known.tokens, self.now, patience, read, priority, present, expected, named)
+        rest = patience, read, priority, present, expected, named, known.heads
+        lease = self.core.open(known.root, known.tokens, self.now, *rest)
         if not self.now:
             self._early.append(lease)
         return lease
@@ -168,6 +173,10 @@ class CacheScheduler:
         """Why the tokens of a lease's prompt were cached or not (see `Core.explain`)."""
         return self.core.explain(lease)
 
+    def hottest(self, count: int) -> list[Hottest]:
+        """The prefixes that requests have resumed from most lately (see `Core.hottest`)."""
+        return self.core.hottest(count)
+
     def _engine_core(self) -> EngineCore:
         assert isinstance(self.core, EngineCore), "this cache has device slots of its own"
         return self.core
@@ -185,7 +194,8 @@ class CacheScheduler:
         chunk_bytes = self.identity.chunk_tokens * TOKEN_BYTES
         stays = len(lease.tokens) - replaced * TOKEN_BYTES
         whole = stays // chunk_bytes * chunk_bytes
-        self.core.extend(lease, self._known_by(lease.tokens[whole:stays] + pack(tokens)), len(lease.tokens) - whole)
+        packed = lease.tokens[whole:stays] + pack(tokens)
+        self.core.extend(lease, self._known_by(packed), len(lease.tokens) - whole, self._heads(packed))
 
     def pages(self, lease: Lease) -> dict[str, tuple[range, list[int]]]:
         """The pages that a ready lease resumes from: for each pool the positions and their device slots."""
@@ -443,9 +453,16 @@ class CacheScheduler:
         stats["leases"] = len(self.core.leases)
         return stats
 
+    def tell(self) -> Residency:
+        """Have told what enters and leaves each tier (see `Core.tell`)."""
+        return self.core.tell()
+
     def audit(self) -> None:
         """Check the laws of the core (`core/audit.py`), page by page. BrokenLaw, an assertion: a bug."""
         audit(self.core)
+
+    def _heads(self, packed: bytes) -> bytes:
+        return heads(packed, self.identity.page_tokens) if self.core.slot_pools.residency is not None else b""
 
     def _known_by(self, packed: bytes) -> bytes:
         return bind_to_chunk(packed, self.identity.page_tokens, self.identity.chunk_tokens)

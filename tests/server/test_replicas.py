@@ -84,6 +84,23 @@ def test_all_replicas_serve_and_a_conversation_stays_with_one(client: httpx.Clie
     assert all(cached(answer) >= 256 for answer in warm), [*map(cached, warm)]
 
 
+def test_the_live_page_shows_one_replica_at_a_time(client: httpx.Client) -> None:
+    assert "text/html" in client.get("/").headers["content-type"]
+    for number in (0, 1):
+        answer = client.get("/live/data", params={"replica": number}, headers=ADMIN)
+        assert answer.status_code == 200 and answer.headers["x-kvarve-replicas"] == "2"
+    ids = {"x-request-id": "to-one"}
+    assert client.post("/v1/completions", json={"prompt": "seen", "max_tokens": 1}, headers=ids).status_code == 200
+
+    def seen(number: int) -> bool:
+        told = client.get("/live/data", params={"replica": number}, headers=ADMIN).json()
+        return any(each["id"] == "to-one" for each in told["requests"])
+
+    until(lambda: seen(0) != seen(1))
+    assert client.get("/live/data").status_code == 401, "the API key does not open it"
+    assert client.get("/live/data", params={"replica": 2}, headers=ADMIN).status_code == 404
+
+
 def test_a_call_about_the_state_goes_to_all(client: httpx.Client) -> None:
     for number in range(6):
         ask(client, talk(number))

@@ -274,7 +274,7 @@ class Backups:
         size_bytes = self.state.config.pools[page.pool].payload_bytes
         self.counters.stored_bytes += size_bytes
         if not void:
-            run.stored[page.pool] |= 1 << page.position - run.first
+            self.slot_pools.store(run, page.pool, 1 << page.position - run.first)
             paused = self.governor.paused
             if not run.wanted:  # which says nothing about the policies
                 self.governor.stored(run, run.key(page.position), size_bytes)

@@ -16,9 +16,11 @@ from kvarve.boundaries import deepest, ones
 from kvarve.core.copies import FETCH, LOAD, PROBE, STORE, CopyOutcome, Op
 from kvarve.core.effects import Began, Effect, Ended, Event, Verified
 from kvarve.core.growth import Growing
+from kvarve.core.hot import HotPrefix
 from kvarve.core.lease import WAITS_FOR, Cause, Lease, Phase
 from kvarve.core.policies import BEST_EFFORT, Patience, WritePolicy
 from kvarve.core.reasons import Reason, explain
+from kvarve.core.residency import Residency
 from kvarve.core.resume import outcomes_of
 from kvarve.core.tree import same_pages, upward, walk
 from kvarve.errors import ConfigError
@@ -36,6 +38,24 @@ class Hit(NamedTuple):
     memory: int
     known: int
     by_pool: tuple[int, ...]
+
+
+class Hottest(NamedTuple):
+    """A prefix of `pages` pages from which requests resume, and how many have lately, at its end or further on.
+
+    Of its pages `device`, `host` and `storage` are in each tier, as far as the core knows: those that every chain has
+    there (any pool has, of a model without chains). `resumes`: the nearest tier from which a prompt could resume at its
+    end now; None if none in memory. `key`: of its last page, "" if it left memory before it was looked at.
+    """
+
+    root: bytes
+    key: bytes
+    pages: int
+    hits: int
+    device: int
+    host: int
+    storage: int
+    resumes: Tier | None
 
 
 class Core(Growing):
@@ -90,6 +110,22 @@ class Core(Growing):
         """
         return explain(lease, self.paths)
 
+    def hottest(self, count: int) -> list[Hottest]:
+        """The prefixes that requests have resumed from most lately, at most `count` of them."""
+        return [self._hottest(each) for each in self.hot.hottest(count)]
+
+    def _hottest(self, prefix: HotPrefix) -> Hottest:
+        pages, path = prefix.pages, prefix.path()
+        if path and not prefix.key:
+            prefix.key = path[-1].key(pages - 1)
+        device_pages, host, storage = (self.paths.whole(path, pages, tier).bit_count() for tier in Tier)
+        device, memory = self.paths.present(path, pages) if path else ([0] * len(self.pools), [0] * len(self.pools))
+        resumes = None
+        for tier, present in ((Tier.HOST, memory), (Tier.DEVICE, device)):
+            if boundaries.resume_at(present, self.lookbacks, pages, self.grid) >> pages & 1:
+                resumes = tier
+        return Hottest(prefix.root, prefix.key, pages, prefix.hits, device_pages, host, storage, resumes)
+
     # --- a request's life
 
     def open(
@@ -103,13 +139,15 @@ class Core(Growing):
         outside: Sequence[int] = (),
         expected: tuple[int, float] = (0, 0.0),
         named: bytes = b"",
+        heads: bytes = b"",
     ) -> Lease:
         """Open a lease for a request that begins to wait: pages that memory lacks are fetched from storage to the host.
 
         It takes no device slots before `claim`. With `read` false the request resumes from nothing. `priority`: of the
         pages that it uses, for eviction by priority. `outside`: what an engine has of it, as in `lookup`. `expected`
         (boundary, seconds): another process is writing the pages before that boundary to storage, and has finished
-        within that time. `named`: the keys of its first pages, as far as the caller knows them.
+        within that time. `named`: the keys of its first pages, as far as the caller knows them. `heads`:
+        what its full pages begin with (`keys.heads`), for `tell`.
         """
         self.now = now
         run, path, known = self.paths.find(root, tokens)
@@ -128,6 +166,7 @@ class Core(Growing):
         )
         lease.outside = outside if read else ()
         lease.expected, lease.expected_until, lease.named = expected[0], now + expected[1], named
+        lease.heads = heads
         self.leases[lease.number] = lease
         if read:
             if self.slot_pools.shadows:
@@ -229,6 +268,8 @@ class Core(Growing):
         arrived; copies in flight still have to end."""
         self.copies.storage = False
         self.backups.reset(down)
+        if self.slot_pools.residency is not None and not down:
+            self.slot_pools.residency.tell_all()
         for op in self.copies.ops.values():
             if op.edge == STORE:
                 self.backups.void(op, gone=not down)
@@ -239,6 +280,13 @@ class Core(Growing):
         for lease in self.leases.values():
             if lease.phase in (Phase.PROBING, Phase.FETCHING):
                 self._stop_waiting(lease)
+
+    def tell(self) -> Residency:
+        """From now on what enters and leaves each tier is told, beginning with what is there."""
+        if self.slot_pools.residency is None:
+            self.slot_pools.residency = Residency(self)
+            self.slot_pools.residency.tell_all()
+        return self.slot_pools.residency
 
     def back_up(self) -> None:
         """Mark all pages in memory dirty, whatever the write policy."""

@@ -22,12 +22,12 @@ class Growing(Resuming):
             lease.resumed = True
             self.paths.hold(lease, lease.run, 0, lease.prefix_pins, ON_DEVICE)
 
-    def extend(self, lease: Lease, tokens: bytes, replaced_bytes: int = 0) -> None:
+    def extend(self, lease: Lease, tokens: bytes, replaced_bytes: int = 0, heads: bytes = b"") -> None:
         """Append tokens to the sequence of a ready lease: decoded ones, or the next turn of a session.
 
         `tokens` replaces the last `replaced_bytes` bytes of the sequence. More pages may be full now, so `grow` and
         `publish` may go further. Windows and states are kept at the new end alone: those at boundaries before it are
-        gone, since the engine has decoded on.
+        gone, since the engine has decoded on. `heads`: of the full pages in `tokens`, as in `open`.
         """
         assert lease.phase is Phase.READY and len(tokens) % TOKEN_BYTES == 0
         pages, stays = len(lease.tokens) // self.width, len(lease.tokens) - replaced_bytes
@@ -35,6 +35,7 @@ class Growing(Resuming):
         lease.tokens = lease.tokens[:stays] + tokens
         stay = stays // self.width
         lease.named = lease.named[: stay * KEY_BYTES]
+        lease.heads = lease.heads[: stay * lease.run.head_bytes] + heads
         if replaced_bytes:  # the pages behind that are another sequence's, as is where it ended or left others
             lease.seen = [here & ones(stay) for here in lease.seen]
             lease.branch, lease.ends = min(lease.branch, stay), lease.ends & ones(stay + 1)

@@ -91,6 +91,7 @@ class Lease:
         "fetched",
         "found",
         "grown",
+        "heads",
         "held",
         "known",
         "landed",
@@ -149,6 +150,7 @@ class Lease:
         self.number = number
         self.root = root
         self.tokens = tokens
+        self.heads = b""  # what its full pages begin with, where residency is told (`keys.heads`)
         self.named = b""  # the keys of its first pages, as far as they have been computed
         self.page_tokens = page_tokens
         self.length = len(tokens) // TOKEN_BYTES  # tokens of its prompt; others may follow

@@ -1,6 +1,8 @@
 """A prompt's path through the tree: which of its pages are known and resident, pinned by a lease, or added by it."""
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import and_
 from typing import TYPE_CHECKING
 
 from kvarve import boundaries
@@ -19,6 +21,7 @@ class Paths:
         self._state, self.config = state, state.config
         config = state.config
         self.slot_pools, self.backups, self.counters = state.slot_pools, state.backups, state.counters
+        self.hot = state.hot
         self.pools = range(len(config.pools))
         self.lookbacks = [pool.lookback for pool in config.pools]
         self.reach = max((back for back in self.lookbacks if back is not None), default=1)
@@ -80,6 +83,18 @@ class Paths:
             device[pool] |= pages
             memory[pool] |= pages
         return device, memory
+
+    def whole(self, path: list[Run], pages: int, tier: Tier) -> int:
+        """The first `pages` positions of a path that every chain has in a tier, as far as the core knows; of a model
+        without chains those that any pool has there."""
+        found = []
+        for pool in self.slot_pools.chains or self.pools if tier in (*self.slot_pools.memory, Tier.STORAGE) else ():
+            place = None if tier is Tier.STORAGE else self.slot_pools.place(tier, pool)
+            here = (run.stored[pool] if place is None else run.here[place] for run in path)
+            found.append(boundaries.union(some << run.first for some, run in zip(here, path, strict=True)))
+        if not self.slot_pools.chains:
+            return boundaries.union(found) & ones(pages)
+        return reduce(and_, found, ones(pages)) if found else 0
 
     def legal(self, present: list[int], lease: Lease) -> int:
         """The boundaries on the prefill grid at which a lease could resume from these pages."""
@@ -199,6 +214,7 @@ class Paths:
             end = max([known, *(position + 1 for slots in pages for position in slots)])
         if end > known:
             tail = self._lengthen(tail, known, end, lease)
+            self.hot.came(lease.root, tail, known, end)
         self.mark_ends(tail, end, lease.ends)
         for pool, slots in enumerate(pages):
             place = self.slot_pools.place(tier, pool)
@@ -213,7 +229,7 @@ class Paths:
                 self.slot_pools.make_row_resident(tail, place, known, [slots[at] for at in range(known, end)])
             if stored:
                 for run, share in upward(tail, boundaries.of(slots) & ones(end)):
-                    run.stored[pool] |= share
+                    self.slot_pools.store(run, pool, share)
         if not stored:
             for run, _ in upward(tail, boundaries.of(at for slots in pages for at in slots) & ones(end)):
                 self.backups.mark_dirty(run)
@@ -231,16 +247,18 @@ class Paths:
         followed = self.slot_pools.ghosts.came(lease.root, lease.tokens, known, end)
         tokens = lease.tokens[known * self.width : end * self.width]
         named = lease.named[known * KEY_BYTES : end * KEY_BYTES]
+        heads = lease.heads[known * tail.head_bytes : end * tail.head_bytes]
         if known < tail.end:
             tail = self.slot_pools.split(tail, known)
         # What goes on from a prompt's end is a run of its own: the states at that end are used less often than it.
         ended = len(self.slot_pools.chains) < len(self.pools) and tail.pages and tail.ends >> tail.pages - 1
         if tail.parent is not None and not tail.children and not ended:
-            tail.append(tokens, named)
+            tail.append(tokens, named, heads)
             tail.followed = followed
             self.slot_pools.lengthened(tail)
             return tail
         shape = len(self.pools), self.config.page_tokens, len(self.slot_pools.memory)
         child = Run(tail, known, tokens, named, *shape)
         tail.children[tokens[: self.width]], child.followed, child.used_s = child, followed, self._state.now
+        child.heads = heads
         return child

@@ -140,6 +140,8 @@ class Prefetch:
                 run = covering(path[-1], page.position)
                 run.stored[page.pool] &= ~(1 << page.position - run.first)
                 self.backups.mark_dirty(run)
+            if self.slot_pools.residency is not None:  # also of pages that only storage had
+                self.slot_pools.residency.lacks(page.pool, lease.key(page.position))
 
     def ask_again(self, lease: Lease) -> None:
         """Probe storage for pages that were being written to it, if it is time: for the last one of each pool, and for

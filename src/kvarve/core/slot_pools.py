@@ -22,6 +22,7 @@ from kvarve.core.extents import Cut, Extents
 from kvarve.core.ghosts import Ghosts
 from kvarve.core.levels import Ages
 from kvarve.core.policies import WritePolicy
+from kvarve.core.residency import Residency
 from kvarve.core.salt_shares import SaltShares
 from kvarve.core.tree import Root, Run, root_of, traces_of, upward
 from kvarve.errors import ConfigError
@@ -105,6 +106,7 @@ class SlotPools:
         ]
         self.ages = Ages(numbers, len(self.memory))
         self.freed: list[tuple[int, int]] | None = None  # places and slots, where they are to be told
+        self.residency: Residency | None = None  # where it is to be told
         self.tick = 0
         self.shape = 0  # how often runs were made, split, lengthened or dropped
         self.bad_pages = 0  # pages that are bad
@@ -193,12 +195,16 @@ class SlotPools:
         """Put a page into a slot, which the tree owns from here on."""
         run.put(place, position, slot)
         self.ages.came(place, (slot,), self._state.now)
+        if self.residency is not None:
+            self.residency.moved(run, place, 1 << position - run.first, entered=True)
         self._offer_all(run, place)
 
     def make_row_resident(self, run: Run, place: int, position: int, slots: Sequence[int]) -> None:
         """The same for all pages from `position` to the end of a run."""
         run.put_row(place, position, slots)
         self.ages.came(place, slots, self._state.now)
+        if self.residency is not None:
+            self.residency.moved(run, place, span(position - run.first, run.pages), entered=True)
         self._offer_all(run, place)
 
     def _offer_all(self, run: Run, place: int) -> None:
@@ -229,6 +235,8 @@ class SlotPools:
 
     def leave(self, run: Run, place: int, position: int) -> None:
         """A page leaves its slot, which is free; the page that it rested on may go next."""
+        if self.residency is not None:
+            self.residency.moved(run, place, 1 << position - run.first, entered=False)
         self.bad_pages -= run.bad[place] >> position - run.first & 1
         slots = [run.take(place, position)]
         self.ages.left(run, place, slots, self._state.now)
@@ -246,6 +254,8 @@ class SlotPools:
             for local in reversed([*members(leaving)]):
                 self.leave(run, place, run.first + local)
             return
+        if self.residency is not None:
+            self.residency.moved(run, place, leaving, entered=False)
         if run.bad[place]:
             self.bad_pages -= (run.bad[place] >> start).bit_count()
         slots = [*reversed(run.take_tail(place, start))]
@@ -260,6 +270,12 @@ class SlotPools:
         if run.parent is not None and run.parent.kids[place] == 0:
             run.parent.used = max(run.parent.used, run.used)
             self.offer(run.parent, place)
+
+    def store(self, run: Run, pool: int, local: int) -> None:
+        """Storage has a pool's pages at these local positions of a run."""
+        run.stored[pool] |= local
+        if self.residency is not None:
+            self.residency.moved(run, self.place(Tier.STORAGE, pool), local, entered=True)
 
     def mark_bad(self, run: Run, place: int, position: int) -> None:
         """A page's bytes failed their check."""

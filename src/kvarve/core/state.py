@@ -5,6 +5,7 @@ A part may ask and change another part through the state, as eviction does, whic
 
 from kvarve.core.backups import Backups
 from kvarve.core.copies import Copies
+from kvarve.core.hot import Hot
 from kvarve.core.lease import Lease
 from kvarve.core.paths import Paths
 from kvarve.core.prefetch import Prefetch
@@ -14,13 +15,14 @@ from kvarve.core.slot_pools import SlotPools
 
 class State:
     """`slot_pools`: the tree and which page is in which slot · `copies` in flight · `backups`: what is dirty ·
-    `paths`: what of a prompt is where · `prefetch`: what waits for storage."""
+    `paths`: what of a prompt is where · `prefetch`: what waits for storage · `hot`: what is resumed from most."""
 
     def __init__(self, config: CoreConfig) -> None:
         self.config = config
         self.now = 0.0
         self.counters = Counters()
         self.leases: dict[int, Lease] = {}
+        self.hot = Hot()
         self.slot_pools = SlotPools(self)
         self.copies = Copies(self)
         self.backups = Backups(self)

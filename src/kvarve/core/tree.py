@@ -12,7 +12,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvarve import boundaries
 from kvarve.core.pins import Pins
-from kvarve.keys import KEY_BYTES, TOKEN_BYTES, names
+from kvarve.keys import HEAD_BYTES, KEY_BYTES, TOKEN_BYTES, names
 from kvarve.model import MEMORY_TIERS
 
 NOWHERE = -1  # no slot
@@ -30,6 +30,7 @@ class Run:
         "first": "how many pages come before this run",
         "tokens": "its packed tokens",
         "named": "the keys of its first pages, as far as they have been computed",
+        "heads": "what each page began with before it was bound to its chunk, where residency is told; else none",
         "traced": "64-bit hashes of all tokens up to the end of its first pages, as far as they have been computed",
         "width": "bytes of packed tokens in a page",
         "here": "[place] positions that are resident there",
@@ -69,6 +70,7 @@ class Run:
         self.first = first
         self.tokens = tokens
         self.named = named
+        self.heads = b""
         self.traced = array("Q")
         self.width = page_tokens * TOKEN_BYTES
         self.children: dict[bytes, Run] = {}
@@ -93,6 +95,11 @@ class Run:
     @property
     def end(self) -> int:
         return self.first + self.pages
+
+    @property
+    def head_bytes(self) -> int:
+        """Of `heads`, for each page."""
+        return min(HEAD_BYTES, self.width)
 
     def held(self, tier: int) -> int:
         """The local positions whose pages a lease or a copy needs in a memory tier."""
@@ -200,18 +207,20 @@ class Run:
         assert slot != NOWHERE, "no such page here"
         return slot
 
-    def append(self, tokens: bytes, named: bytes) -> None:
+    def append(self, tokens: bytes, named: bytes, heads: bytes = b"") -> None:
         """Lengthen the run; it must be a leaf, since children rest on its last position."""
         assert not self.children
         if len(self.named) == self.pages * KEY_BYTES:
             self.named += named
         self.tokens += tokens
+        self.heads += heads
 
     def trim(self, end: int) -> None:
         """Drop the positions from `end` on, which have no pages, pins or children."""
         keep = end - self.first
         self.tokens = self.tokens[: keep * self.width]
         self.named = self.named[: keep * KEY_BYTES]
+        self.heads = self.heads[: keep * self.head_bytes]
         del self.traced[keep:]
         mask = boundaries.ones(keep)
         self.ends &= mask
@@ -232,6 +241,7 @@ class Run:
         low = boundaries.ones(cut)
         front = Run(self.parent, self.first, self.tokens[: cut * self.width], self.named[: cut * KEY_BYTES], 0, 0)
         front.width = self.width
+        front.heads, self.heads = self.heads[: cut * self.head_bytes], self.heads[cut * self.head_bytes :]
         front.traced, self.traced = self.traced[:cut], self.traced[cut:]
         front.used, front.uses, front.failed_backups, front.priority = (
             self.used,
@@ -269,7 +279,7 @@ class Run:
         assert self.parent is not None and not self.children
         del self.parent.children[self.tokens[: self.width]]
         self.parent.followed = True
-        self.tokens = self.named = b""
+        self.tokens = self.named = self.heads = b""
         self.traced = array("Q")
 
 

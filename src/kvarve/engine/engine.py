@@ -197,6 +197,10 @@ class Engine(Turns):
         left_s = max(0.0, end - time.monotonic()) if self.cache.ranks == 1 else timeout_s  # on all ranks the same
         self.cache.shutdown(left_s, store=not self.broken)
 
+    def ends(self, within_s: float) -> bool:
+        """Wait until it is told to shut down; False after `within_s`."""
+        return self._stopping.wait(within_s)
+
     def follow(self) -> str:
         """On any rank but the first: serve what rank 0 says, on this thread, until it stops. Why, if not in order."""
         self._serve()

@@ -60,6 +60,16 @@ class Answer:
         """From its request's arrival to the first token."""
         return None if self._first_s is None else self._first_s - self._arrived_s
 
+    @property
+    def salt(self) -> str | None:
+        """That of its prompts, once they have been submitted."""
+        return self._requests[0].salt if self.choices else None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Each prompt is counted once."""
+        return 0 if self.prepared is None else sum(len(prompt) for prompt in self.prepared.prompts)
+
     async def when(self, work: "Future[T]") -> T:
         """The result of work on a lane, which ends with `submit`. ClientGone: the client left first. Then queued work
         is cancelled, and a request that running work still submits is aborted."""

@@ -36,6 +36,7 @@ from kvarve.server.forms import TRANSFER, Form
 from kvarve.server.generate import GenerateRequest
 from kvarve.server.keyfile import Keyring
 from kvarve.server.lanes import Lanes, apart
+from kvarve.server.live import Live, page_routes, rejections
 from kvarve.server.observed import Observed, Responses, acts, seen
 from kvarve.server.prepare import ClientGone, Prepared, RequestPreparer
 from kvarve.server.quotas import OverQuota
@@ -90,6 +91,9 @@ def create_app(
     app.include_router(vllm_routes(front.done, guards))
     app.include_router(sglang_routes(engine, front.name, front.generate, guards))
     app.include_router(admin_routes(engine, access, front.body))
+    app.include_router(page_routes())
+    watching = [Depends(access.flushing)]  # it is for the operator, as a flush is
+    app.get("/live/data", dependencies=watching, include_in_schema=False)(front.live.data)
     add_errors(app)
     return Observed(around(app), front.responses, traces)
 
@@ -124,6 +128,9 @@ class _Front:
         self._preparing: set[Future[Any]] = set()  # requests queued or running on a lane
         self.body = Bodies(max_body_bytes).read
         self._flushing = asyncio.Lock()
+        self.live = Live(
+            engine, self.name, tokenizing=lambda: len(self._preparing), rejected=lambda: rejections(self.responses)
+        )
 
     async def health(self) -> Response:
         if self._engine.broken:
@@ -184,11 +191,13 @@ class _Front:
     async def _answer(self, http: Http, kind: type[Asked], prefix: str = "") -> Response:
         """`prefix`: of the response's id."""
         answer: Answer | None = None
-        noted = seen(http)
+        noted, recent = seen(http), self.live.recent
+        entry = recent.begin(noted.id, http.url.path, noted.key)
+        noted.ended = lambda status: recent.end(entry, status)
         noted.traced = lambda: told(kind.operation, prefix + noted.id, answer)
         try:
             async with self.body(http) as body:
-                answer = Answer(self._engine, http.receive, noted.visit)
+                answer = entry.answer = Answer(self._engine, http.receive, noted.visit)
                 prepared = await answer.when(self._prepare(answer, kind, body))
             request = prepared.request
             noted.answered = answer.summary

@@ -30,6 +30,7 @@ from kvarve.server.api import Refused
 from kvarve.server.app import add_errors
 from kvarve.server.bodies import Bodies
 from kvarve.server.front_metrics import front_families, merged
+from kvarve.server.live import HEADERS
 from kvarve.server.observed import Observed, Responses, acts, seen
 from kvarve.server.replicas import Replica, Replicas
 
@@ -96,6 +97,7 @@ class Front:
         own.post("/{number}/restart")(self.restart)
         app.include_router(own)
         app.get("/metrics")(self.metrics)
+        app.get("/live/data", include_in_schema=False)(self.live)
         for path in OF_ALL:
             app.add_api_route(path, self.tell_all, methods=["GET", "POST", "PUT", "DELETE"])
         app.add_api_route("/{path:path}", self.forward, methods=["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"])
@@ -127,6 +129,24 @@ class Front:
                 texts.append((each.number, answer.text))
         own = front_families(self._replicas.all, self._responses)
         return Response(await asyncio.to_thread(merged, texts, own), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    async def live(self, http: Http) -> Response:
+        """What the live page shows of one replica (`?replica=1`; the first unless given), and how many there are."""
+        known = {"X-Kvarve-Replicas": str(len(self._replicas.all))}
+        number = http.query_params.get("replica", "0")
+        each = next((each for each in self._replicas.all if str(each.number) == number), None)
+        if each is None:
+            raise Refused(404, f"replicas count from 0 to {len(self._replicas.all) - 1}", headers=known)
+        try:
+            if not each.up:
+                raise TimeoutError
+            async with asyncio.timeout(METRICS_S):
+                answer = _passed(await self._http.send(_Call.of(http, b"").to(each, self._http)))
+                seen(http).passed_on = True
+        except (httpx.HTTPError, TimeoutError):
+            raise Refused(503, f"replica {each.number} does not answer now", headers=RETRY_AFTER | known) from None
+        answer.headers.update(HEADERS | known)
+        return answer
 
     async def tell_all(self, http: Http) -> Response:
         """One call to every replica, one after the other; the first that refuses ends it, and is named."""

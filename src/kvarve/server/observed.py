@@ -23,7 +23,7 @@ from kvarve.server.traces import Attributes, Traces
 log = logging.getLogger(__name__)
 audit = logging.getLogger("kvarve.audit")
 
-QUIET = ("/health", "/health_generate", "/metrics")  # asked for every few seconds
+QUIET = ("/health", "/health_generate", "/metrics", "/live/data")  # asked for every few seconds
 MOST_PATH = 200  # characters
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")  # a client may make up others
 CLIENT_GONE = 499  # no status was sent
@@ -45,6 +45,7 @@ class Seen:
     key: str = ""  # the name of the one that admitted it
     visit: Visit | None = None  # counted towards the limits of its key
     answered: Callable[[], str] = field(default=lambda: "")
+    ended: Callable[[int], None] = field(default=lambda _: None)  # gets the status
     traced: Callable[[], Attributes] | None = None  # what its span says, if it gets one
 
 
@@ -72,6 +73,7 @@ class Observed:
         try:
             await self._app(scope, receive, sent)
         finally:
+            seen.ended(status)
             if seen.visit is not None:
                 seen.visit.end()
             if not seen.passed_on:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvarve.errors import ConfigError, KvarveError
+from kvarve.server.kv_events import KvEventsConfig
 from kvarve.server.logs import begin_log
 from kvarve.server.settings import Settings
 
@@ -47,6 +48,9 @@ class Replica:
         self.starts = 0
         self.restart_from, self.drain_by_s = 0, inf  # of the last restart: how often it had been started, and patience
         self._ready = folder / f"ready-{number}"
+        if settings.kv_events_config is not None:  # each publishes on ports of its own
+            events = KvEventsConfig.of_json(settings.kv_events_config).of_rank(number).json()
+            settings = replace(settings, kv_events_config=events)
         own = replace(settings, dp=1, host="127.0.0.1", port=0, ready_file=self._ready)
         # Of the front alone: a replica sees no TLS, answers no page, and is ended when its requests have.
         self._settings = replace(own, tls_cert=None, tls_key=None, cors_origin=(), allowed_host=(), drain_s=0.0)

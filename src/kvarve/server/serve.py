@@ -46,6 +46,7 @@ from kvarve.server.app import create_app
 from kvarve.server.connections import KEEP_ALIVE_S, SEND_BYTES, Connections, most_connections, raise_descriptors
 from kvarve.server.edge import Edge
 from kvarve.server.front import Front
+from kvarve.server.kv_events import KvEvents, KvEventsConfig
 from kvarve.server.logs import OncePerSecond
 from kvarve.server.replicas import Replicas
 from kvarve.server.settings import Settings, check_key
@@ -91,6 +92,10 @@ class Server:
                 starting.begins("opening storage", ", then ".join(map(shown, settings.cache.storages)))
             self.engine = _engine(settings, model, ranks)
             undo.callback(self.engine.cache.shutdown)
+            self.kv_events = _kv_events(settings, model)
+            if self.kv_events is not None:
+                undo.callback(self.kv_events.close)
+                self.engine.cache.tell(self.kv_events)
             self.traces: Traces | None = None
             if settings.otlp_traces_endpoint is not None:
                 self.traces = Traces(settings.otlp_traces_endpoint, settings.served_model_name or model.name)
@@ -133,8 +138,9 @@ class Server:
         self._thread.join(LEAVE_S)
         self._http.force_exit = True  # drop clients that have not read their answer or finished their request
         self._thread.join(LEAVE_S)
-        if self.traces is not None:
-            self.traces.close()
+        for each in (self.traces, self.kv_events):
+            if each is not None:
+                each.close()
 
     def __enter__(self) -> "Server":
         return self
@@ -238,6 +244,11 @@ def _engine(settings: Settings, model: LoadedModel, ranks: Ranks | None) -> Engi
         turn_tokens=settings.turn_tokens,
         deterministic=settings.deterministic,
     )
+
+
+def _kv_events(settings: Settings, model: LoadedModel) -> KvEvents | None:
+    config = KvEventsConfig.of_json(settings.kv_events_config or "{}")
+    return KvEvents(config, model.identity) if config.on else None
 
 
 def follow(settings: Settings, place: Place) -> None:
@@ -451,6 +462,8 @@ def check_settings(settings: Settings) -> None:
     seal_of(settings.storage_key)
     if settings.otlp_traces_endpoint is not None:
         check_endpoint(settings.otlp_traces_endpoint)
+    if settings.kv_events_config is not None:
+        KvEventsConfig.of_json(settings.kv_events_config)
     check_file("--ready-file", settings.ready_file)
     check_device(settings.device)
 

@@ -1,0 +1,175 @@
+"""Which prefixes are resumed from most is known, in bounded memory, by counts that exact ones confirm."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from kvarve.core.hot import MOST, Hot
+from kvarve.core.tree import Root, Run
+from kvarve.keys import KEY_BYTES, TOKEN_BYTES, names, pack, root_key
+from kvarve.model import Tier
+from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, World, config, fork, prompt
+
+DEVICE, HOST, STORAGE = Tier
+ROOT = root_key(b"world")
+
+
+def resumes(hot: Hot, run: Run, boundary: int) -> None:
+    top = run
+    while top.parent is not None:
+        top = top.parent
+    hot.resumed(top.named, run, boundary)
+
+
+def leaf(top: Root, seed: int, pages: int) -> Run:
+    tokens = pack(prompt(pages, seed, extra=0))
+    return Run(top, 0, tokens, b"", 1, PAGE_TOKENS)
+
+
+def test_many_prefixes_cost_no_more_memory_and_the_frequent_ones_are_among_those_that_are_known() -> None:
+    dice = random.Random(7)
+    top, hot, most = Root(ROOT, 1, PAGE_TOKENS), Hot(most=10, halve_every=10**9), 10
+    runs = [leaf(top, seed, pages=8) for seed in range(400)]
+    exact, covered = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    for n in range(1, 5001):
+        seed = dice.choice((1, 2, 3)) if dice.random() < 0.5 else dice.randrange(400)
+        boundary = 4 if seed <= 3 else dice.randint(1, 8)
+        resumes(hot, runs[seed], boundary)
+        exact[seed, boundary] += 1
+        covered.update((seed, pages) for pages in range(1, boundary + 1))
+        if n % 100:
+            continue
+        known = {(runs.index(each.run), each.pages): each for each in hot.hottest(1000)}
+        assert len(known) <= most
+        assert all(known[name].count >= count for name, count in exact.items() if count > n / most)
+        assert all(each.hits <= covered[name] for name, each in known.items()), "no hit is made up"
+    assert {(seed, 4) for seed in (1, 2, 3)} == {(runs.index(each.run), each.pages) for each in hot.hottest(3)}
+
+
+def test_counts_are_of_late() -> None:
+    top, hot = Root(ROOT, 1, PAGE_TOKENS), Hot(halve_every=20)
+    old, new = leaf(top, 1, 4), leaf(top, 2, 4)
+    for _ in range(20):
+        resumes(hot, old, 4)
+    assert [(each.run, each.hits) for each in hot.hottest(2)] == [(old, 10)]
+    for _ in range(40):
+        resumes(hot, new, 4)
+    assert [(each.run, each.hits) for each in hot.hottest(2)] == [(new, 15), (old, 2)]
+    for _ in range(40):
+        resumes(hot, new, 4)
+    assert [each.run for each in hot.hottest(2)] == [new]
+
+
+def hottest(world: World, count: int = 10) -> list[tuple[int, int, int, int, int, Tier | None]]:
+    return [each[2:] for each in world.core.hottest(count)]
+
+
+def test_a_shared_beginning_has_the_hits_of_all_that_go_on_from_it() -> None:
+    world = World(config=config(ATTENTION, device=64))
+    world.request(prompt(4))
+    assert hottest(world) == [], "computed and not resumed from"
+    for word in range(3):
+        world.request(fork(4, word))
+        world.request(fork(4, word))
+    (shared, *own) = world.core.hottest(10)
+    assert shared.key == names(ROOT, b"", pack(prompt(4)), PAGE_TOKENS)[3 * KEY_BYTES : 4 * KEY_BYTES]
+    assert (shared.root, shared.pages, shared.hits) == (ROOT, 4, 6)
+    assert [(each.pages, each.hits) for each in own] == [(6, 1)] * 3
+    assert world.core.hottest(1) == [shared]
+
+
+def test_another_salt_with_the_same_tokens_is_another_prefix() -> None:
+    world = World(config=config(ATTENTION, device=64))
+    for salt in ("a", "a", "a", "b", "b"):
+        world.request(prompt(4), salt)
+    assert [(each.root, each.hits) for each in world.core.hottest(10)] == [
+        (root_key(b"world", "a"), 2),
+        (root_key(b"world", "b"), 1),
+    ]
+    assert len({each.key for each in world.core.hottest(10)}) == 2
+
+
+def test_a_request_that_reads_nothing_is_no_hit() -> None:
+    world = World(config=config(ATTENTION, device=64))
+    world.request(prompt(4))
+    world.request(prompt(4), read=False)
+    assert hottest(world) == []
+
+
+def test_it_says_in_which_tiers_the_pages_are() -> None:
+    world = World(config=config(ATTENTION, STATE, device=16, host=64, storage=True))
+    world.request(prompt(6))
+    world.settle()
+    world.request(prompt(6))
+    world.settle()
+    assert hottest(world) == [(6, 1, 6, 6, 6, DEVICE)]
+    world.flush(DEVICE)
+    assert hottest(world) == [(6, 1, 0, 6, 6, HOST)]
+    world.flush(HOST)
+    assert hottest(world) == [(6, 1, 0, 0, 0, None)], "what storage has of a page that left memory is not known"
+    world.request(prompt(6))
+    assert hottest(world)[0][1:3] == (2, 6)
+
+
+def test_pages_of_which_a_state_is_missing_do_not_resume() -> None:
+    world = World(config=config(ATTENTION, STATE, device=(16, 16)))
+    world.request(prompt(6))
+    world.request(prompt(6))
+    run = next(iter(world.core.slot_pools.roots[ROOT].children.values()))
+    world.core.slot_pools.drop(run, world.core.slot_pools.place(DEVICE, 1), 5)
+    assert hottest(world) == [(6, 1, 6, 0, 0, None)]
+
+
+def test_pages_that_came_back_without_a_hit_are_found_again() -> None:
+    world = World(config=config(ATTENTION, device=16))
+    world.request(prompt(6))
+    world.request(prompt(6))
+    key = world.core.hottest(1)[0].key
+    world.flush(DEVICE)
+    assert hottest(world) == [(6, 1, 0, 0, 0, None)]
+    world.request(prompt(6))
+    assert hottest(world) == [(6, 1, 6, 0, 0, DEVICE)]
+    assert world.core.hottest(1)[0].key == key
+
+
+def test_another_prompt_in_the_run_of_one_that_left_is_not_taken_for_it() -> None:
+    world = World(config=config(ATTENTION, device=16))
+    world.request(prompt(6))
+    world.request(prompt(6))
+    run = world.core.hot.hottest(1)[0].run
+    run.trim(2)
+    run.append(pack(fork(2, 5, more=8))[2 * run.width :], b"")
+    assert run.end == 6 and hottest(world) == [(6, 1, 0, 0, 0, None)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_it_is_bounded_and_agrees_with_what_a_prompt_would_find(seed: int) -> None:
+    def live() -> tuple[World, dict[bytes, tuple[bytes, bytes]]]:
+        world, dice = World(config=config(ATTENTION, STATE, device=40, host=80)), random.Random(seed)
+        of_key = dict[bytes, tuple[bytes, bytes]]()
+        for _ in range(600):
+            tokens, salt = prompt(dice.randint(1, 8), seed=dice.randrange(8)), dice.choice("abc")
+            root, packed = root_key(b"world", salt), pack(tokens)
+            keys = names(root, b"", packed, PAGE_TOKENS)
+            for at in range(0, len(keys), KEY_BYTES):
+                of_key[keys[at : at + KEY_BYTES]] = root, packed
+            world.request(tokens, salt)
+            if dice.random() < 0.05:
+                world.flush(dice.choice((DEVICE, HOST)))
+            for each in world.core.hottest(1000):
+                assert max(each.device, each.host) <= each.pages
+        return world, of_key
+
+    (one, of_key), (two, _) = live(), live()
+    found = one.core.hottest(1000)
+    assert len(found) == MOST and found == two.core.hottest(1000), "the same inputs give the same answer"
+    assert {each.resumes for each in found if each.key} == {DEVICE, HOST, None}
+    for each in found:
+        if each.key:
+            root, packed = of_key[each.key]
+            width = PAGE_TOKENS * TOKEN_BYTES
+            hit = one.core.lookup(root, packed[: each.pages * width] + pack([0]))
+            assert root == each.root and (hit.device == each.pages) == (each.resumes is DEVICE)
+            assert (hit.memory == each.pages) == (each.resumes is not None)
+            assert each.pages - each.device <= each.host or not each.resumes

@@ -1,0 +1,218 @@
+"""What the live page is told of a server: true numbers, bounded, no prompt's text or salt, and only with the key."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from servers import PAGE
+from talk import CHAT, COMPLETIONS, LONG_S, complete, refused, stream
+
+from gates import Gate
+from kvarve.keys import KEY_BYTES, group_name, root_key
+from kvarve.server import live
+from kvarve.server.live import FILES, HOTTEST, SAMPLES, Live
+from kvarve.server.recent import ENDED, OPEN
+from kvarve.server.serve import Server
+
+ID = "x-request-id"
+
+
+def data(client: httpx.Client, holds: Callable[[dict[str, Any]], object] = lambda _: True) -> dict[str, Any]:
+    """Ask until something holds: answers are shared for a moment, and a request has ended just after its answer."""
+    end = time.monotonic() + LONG_S
+    while True:
+        answer = client.get("/live/data")
+        assert answer.status_code == 200, answer.text
+        if holds(found := dict(answer.json())):
+            return found
+        assert time.monotonic() < end, f"it does not come: {found}"
+
+
+def of(found: dict[str, Any], id: str) -> dict[str, Any] | None:
+    return next((each for each in found["requests"] if each["id"] == id), None)
+
+
+@pytest.fixture
+def watched(server: Server) -> Iterator[Live]:
+    """The shared server's numbers, whose every answer is new."""
+    yield Live(server.engine, "singer", tokenizing=lambda: 0, rejected=dict)
+
+
+def test_a_request_is_listed_with_its_tokens_by_tier_and_the_reason_of_each(
+    client: httpx.Client, song: str, salt: str
+) -> None:
+    for id in ("live-cold", "live-warm"):
+        answer = client.post(
+            COMPLETIONS, json={"prompt": song * 3, "cache_salt": salt, "max_tokens": 3}, headers={ID: id}
+        )
+        usage = answer.json()["usage"]
+        found = of(data(client, lambda found, id=id: of(found, id)), id)
+        assert found is not None and found["status"] == 200 and found["finish"] == "length"
+        assert (found["prompt"], found["completion"]) == (usage["prompt_tokens"], 3)
+        assert found["cached"] == usage["kvarve"]["cached_tokens"] and found["reasons"] == usage["kvarve"]["reasons"]
+        assert 0 < found["ttft_s"] <= found["seconds"]
+    assert found["cached"]["device"] > 0
+    everything = data(client)
+    assert sum(found["reasons"].values()) == found["prompt"] and set(found["reasons"]) <= set(everything["reasons"])
+    assert everything["ttft_s"]["requests"] >= 2 and 0 < everything["ttft_s"]["p50"] <= everything["ttft_s"]["p95"]
+
+
+def test_a_prefix_that_was_resumed_from_is_told_by_its_key_and_group(
+    server: Server, client: httpx.Client, ids: list[int], salt: str
+) -> None:
+    prompt = ids * 4
+    for _ in range(3):
+        cached = complete(client, prompt, cache_salt=salt, max_tokens=1)["usage"]["kvarve"]["cached_tokens"]
+    cache, own = server.engine.cache, json.dumps([salt, None])  # as the server combines `cache_salt` and `extra_key`
+    root, tokens = root_key(cache.identity.fingerprint(), own), sum(cached.values())
+    found = data(client, lambda found: [each for each in found["hottest"] if each["group"] == group_name(root)])
+    (prefix,) = [each for each in found["hottest"] if each["group"] == group_name(root)]
+    keys = cache.prompt(prompt, own).keys
+    assert prefix["key"] == keys[(tokens // PAGE - 1) * KEY_BYTES :][:8].hex()
+    assert (prefix["tokens"], prefix["pages"], prefix["hits"]) == (tokens, tokens // PAGE, 2)
+    assert (prefix["device"], prefix["resumes"]) == (tokens // PAGE, "device")
+
+
+def test_neither_prompts_nor_answers_nor_salts_are_told(client: httpx.Client, song: str) -> None:
+    secrets = ("a word of mine", "my own salt", "hvarv", "åkern")
+    body = {
+        "prompt": f"{secrets[0]} {song * 3}",
+        "cache_salt": secrets[1],
+        "max_tokens": 20,
+        "stop": ["a word of mine"],
+    }
+    for _ in range(2):
+        client.post(COMPLETIONS, json=body, headers={ID: "discreet"})
+    stream(client, CHAT, {"messages": [{"role": "user", "content": secrets[0] * 20}], "max_tokens": 20})
+    refused(client.post(COMPLETIONS, json=body | {"temperature": secrets[0]}, headers={ID: "discreet-400"}), 400)
+    found = data(client, lambda found: of(found, "discreet-400") and of(found, "discreet"))
+    text = json.dumps(found, ensure_ascii=False) + json.dumps(found)
+    assert not [secret for secret in secrets if secret in text]
+    assert of(found, "discreet-400")["status"] == 400  # type: ignore[index]
+
+
+def test_requests_that_wait_are_listed_until_they_end(server: Server, client: httpx.Client, song: str) -> None:
+    gate = Gate()
+    with ThreadPoolExecutor(2) as threads:
+        held = threads.submit(server.engine.ask, gate, LONG_S)
+        assert gate.begun.wait(LONG_S)
+        asked = threads.submit(client.post, COMPLETIONS, json={"prompt": song}, headers={ID: "held"})
+
+        def waits(found: dict[str, Any]) -> list[dict[str, Any]]:
+            return [each for each in found["open"]["requests"] if each["id"] == "held" and each["state"] == "waits"]
+
+        (one,) = waits(data(client, waits))
+        assert (one["prompt"], one["completion"], one["path"]) == (50, 0, COMPLETIONS)
+        gate.may_end.set()
+        assert held.result(LONG_S) is None and asked.result(LONG_S).status_code == 200
+    found = data(client, lambda found: of(found, "held"))
+    assert not [each for each in found["open"]["requests"] if each["id"] == "held"]
+
+
+@pytest.mark.parametrize("own_server", [{"storage": ("memory://live-numbers?capacity=16MiB",)}], indirect=True)
+def test_samples_add_up_to_what_the_engine_has_counted(own_server: Server, own_client: httpx.Client, song: str) -> None:
+    engine = own_server.engine
+    watched = Live(engine, "singer", tokenizing=lambda: 0, rejected=dict)
+    for sampled in range(1, 4):
+        complete(own_client, song * 3, max_tokens=1)
+        assert engine.settle()
+        watched.sample()
+        told = watched.told()
+        history = told["history"]
+        assert sum(history["prompt_tokens"]) == 150 * sampled == engine.counts.prompt_tokens
+        assert sum(map(sum, history["cached_tokens"].values())) == 128 * (sampled - 1)
+    for tier in told["tiers"]:
+        now = sum(pool["bytes"] for pool in tier["pools"])
+        assert 0 < now <= tier["capacity_bytes"] and history["bytes"][tier["name"]][-1] == now
+    assert told["storage"]["attached"] and told["storage"]["up"]
+    assert {lane["name"] for lane in told["lanes"]} >= {"device-to-host", "host-to-device", "storage-to-host"}
+
+
+def test_the_answer_is_bounded_whatever_the_traffic(server: Server, client: httpx.Client, watched: Live) -> None:
+    def one(number: int) -> None:
+        body = {"prompt": [number % 200] * 70, "max_tokens": 1, "cache_salt": str(number)}
+        for _ in range(2):
+            assert client.post(COMPLETIONS, json=body, headers={ID: f"{number:x}".rjust(128, "m")}).status_code == 200
+
+    with ThreadPoolExecutor(4) as threads:
+        [*threads.map(one, range(ENDED))]
+    for _ in range(SAMPLES + 10):
+        watched.sample()
+    found = data(client, lambda found: not found["open"]["count"])
+    assert len(found["requests"]) == ENDED and len(found["hottest"]) == HOTTEST
+    assert len(watched.told()["history"]["unix_s"]) == SAMPLES
+    assert len(watched.json()) < 64 << 10 and len(client.get("/live/data").content) < 128 << 10
+
+
+def test_of_many_open_requests_the_oldest_are_listed(watched: Live) -> None:
+    entries = [watched.recent.begin(f"id-{number}", "/v1/completions") for number in range(OPEN + 5)]
+    told = watched.told()["open"]
+    assert told["count"] == OPEN + 5 and [each["id"] for each in told["requests"]] == [f"id-{i}" for i in range(OPEN)]
+    for entry in entries:
+        watched.recent.end(entry, 499)
+    assert watched.told()["open"] == {"count": 0, "requests": []}
+    assert [each["status"] for each in watched.told()["requests"]] == [499] * (OPEN + 5)
+
+
+def test_viewers_share_an_answer(own_client: httpx.Client, own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    told = Live.told
+    monkeypatch.setattr(live, "FRESH_S", 1000.0)
+    monkeypatch.setattr(Live, "told", lambda self: made.append(threading.current_thread().name) or told(self))
+    with ThreadPoolExecutor(8) as threads:
+        answers = [*threads.map(lambda _: own_client.get("/live/data").content, range(40))]
+    assert made == ["kvarve apart"], "once, and beside the event loop"
+    assert len(set(answers)) == 1
+
+
+def test_an_engine_that_is_busy_is_not_waited_for(own_server: Server, own_client: httpx.Client, song: str) -> None:
+    for _ in range(2):
+        complete(own_client, song * 3, max_tokens=1)
+    before = data(own_client, lambda found: found["hottest"])["hottest"]
+    gate = Gate()
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as threads:
+        patch.setattr(live, "SLOW_S", 0.0)
+        held = threads.submit(own_server.engine.ask, gate, LONG_S)
+        assert gate.begun.wait(LONG_S)
+        found = data(own_client, lambda found: found["trouble"])
+        assert found["hottest"] == before and "the engine has not answered for" in found["trouble"][0]
+        gate.may_end.set()
+        held.result(LONG_S)
+    assert data(own_client, lambda found: not found["trouble"])["hottest"] == before
+
+
+def test_a_broken_engine_says_so(own_server: Server, own_client: httpx.Client) -> None:
+    def breaks() -> None:
+        raise AssertionError("a law")
+
+    with pytest.raises(AssertionError):
+        own_server.engine.ask(breaks, LONG_S)
+    found = data(own_client, lambda found: not found["up"])
+    assert "a law" in found["trouble"][0]
+
+
+@pytest.mark.parametrize(
+    "own_server", [{"api_key": "the-client"}, {"api_key": "a", "admin_key": "the-client"}], indirect=True
+)
+def test_the_numbers_want_the_operators_key_and_the_page_wants_none(own_client: httpx.Client) -> None:
+    assert "needs the" in refused(own_client.get("/live/data"), 401)
+    for wrong in ("a", "wrong"):
+        assert "wrong" in refused(own_client.get("/live/data", headers={"Authorization": f"Bearer {wrong}"}), 401)
+    assert own_client.get("/live/data", headers={"Authorization": "Bearer the-client"}).json()["model"] == "singer"
+    for name, media_type in FILES.items():
+        answer = own_client.get("/" if name == "page.html" else f"/live/{name}")
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith(media_type)
+        assert "singer" not in answer.text
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+
+
+def test_a_poll_is_logged_on_debug_only(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "kvarve"):
+        client.get("/live/data")
+    assert "/live/data" not in caplog.text
