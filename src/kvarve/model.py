@@ -76,7 +76,7 @@ class HeadGroups:
     cuts: tuple[tuple[int, tuple[int, ...]], ...]
 
     def shapes(self, buffers: tuple["BufferSpec", ...], groups: int) -> tuple["BufferSpec", ...]:
-        """The buffers of so many groups."""
+        """The buffers of a pool with this number of groups."""
         if self.count == 1:
             return buffers
         found = []

@@ -30,9 +30,17 @@ NAME = '<script>document.title = "broken"</script><b>singer'  # a hostile name o
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[Chrome]:
+def browser() -> Iterator[Chrome]:
     with chromium() as browser:
         yield browser
+
+
+@pytest.fixture
+def page(browser: Chrome) -> Chrome:
+    """A page that asks nothing, without the troubles of those before it, whose servers are gone."""
+    browser.get("about:blank")
+    browser.get_log("browser"), browser.get_log("performance")
+    return browser
 
 
 def see(page: Chrome, what: Callable[[], T]) -> T:
@@ -96,7 +104,6 @@ def ask(client: httpx.Client, prompt: Any, id: str, **more: Any) -> dict[str, An
 def test_a_viewer_sees_tiers_fill_hits_and_why(
     page: Chrome, own_server: Server, own_client: httpx.Client, song: str, tmp_path: Path
 ) -> None:
-    page.get_log("browser"), page.get_log("performance")
     opened(page, own_server.url)
     assert filled(page, "device") == filled(page, "host") == 0 and "nothing has been resumed" in text(page, "#hottest")
     for number in range(6):  # conversations that begin alike
@@ -166,7 +173,6 @@ def test_it_asks_for_the_key_and_refuses_a_wrong_one(page: Chrome, own_server: S
 
 @pytest.mark.parametrize("own_server", [{"served_model_name": NAME}], indirect=True)
 def test_hostile_names_are_text(page: Chrome, own_server: Server, own_client: httpx.Client, song: str) -> None:
-    page.get_log("browser")
     ask(own_client, song, "<img/src=x/onerror=document.title='broken'>", model=NAME)
     opened(page, own_server.url)
     assert text(page, "#model") == NAME and page.title == f"kvarve · {NAME}"

@@ -214,7 +214,7 @@ class Prefetch:
         return False
 
     def _note_deferred(self, lease: Lease, gain: int) -> None:
-        """A lease waits for host slots before it fetches pages that are worth so many pages' tokens."""
+        """A lease waits for host slots before it fetches what moves its boundary by `gain` pages."""
         if lease.number not in self.deferred:
             self.counters.deferred_tokens += gain * self.config.page_tokens
 

@@ -300,7 +300,7 @@ def table(found: Iterable[Facts]) -> Table:
 CAPTION = """\
 sizes: of transformers {version}'s defaults, in bfloat16; --model DIR: a checkpoint's
 snapshot: windows and states, kept where a prompt ends or branches off
-page: multiples of so many tokens; hit: tokens of the shortest prompt that hits"""
+page: its tokens are a multiple of this; hit: tokens of the shortest prompt that hits"""
 
 
 def markdown() -> str:

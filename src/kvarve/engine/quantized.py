@@ -16,7 +16,6 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 # By the name of the method in a config, the packages that transformers needs to read it.
 READ: dict[str, tuple[str, ...]] = {
     "fp8": ("accelerate",),
-    "mxfp8": ("accelerate",),
     "mxfp4": (),
     "compressed-tensors": ("accelerate", "compressed_tensors"),
 }

@@ -48,7 +48,9 @@ def families(now: Snapshot) -> Iterator[Metric]:
         "pages have come from storage), load (copies from the host to the device), admission."
     )
     yield by("kvarve_requests_waiting_for", help_text, ("what",), now.waiting, level=True)
-    help_text = "Requests being tokenized, or waiting for that; they count as waiting, too."
+    help_text = (
+        "Requests being tokenized, or waiting for that: not among those waiting, but counted towards --max-waiting."
+    )
     yield gauge("kvarve_requests_tokenizing", help_text, now.tokenizing)
     yield counter("kvarve_prompt_tokens", "Tokens of prompts of ended requests.", now.prompt_tokens)
     help_text = "Tokens of prompts of ended requests that did not have to be computed, by the tier they came from."

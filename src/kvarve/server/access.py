@@ -50,7 +50,7 @@ class Access:
 
 
 async def no_pages(http: Http) -> None:
-    """Refuse a request that a browser sends on behalf of any page: the server has no pages of its own."""
+    """Refuse a request that a browser sends on behalf of any page: the live page changes nothing."""
     if _of_a_page(http):
         raise Refused(403, "no page in a browser may ask for this", code="from_a_page")
 

@@ -120,7 +120,7 @@ def _is_endpoint(text: str) -> bool:
 
 
 def _of_rank(endpoint: str, rank: int) -> str:
-    """An endpoint of a rank: its port is that of rank 0 and so many more, as in vLLM; a path has the rank behind it."""
+    """An endpoint of a rank: the rank is added to rank 0's port, as in vLLM, and put behind a path."""
     tcp = _TCP.fullmatch(endpoint)
     if not rank or (tcp is not None and tcp[2] == "0"):
         return endpoint

@@ -69,7 +69,7 @@ class Visit:
         self.output: Callable[[], int] = lambda: 0  # tokens of its answers so far
 
     def prompt(self, tokens: int) -> None:
-        """Its prompts have so many tokens, which are about to be computed. OverQuota."""
+        """The `tokens` of its prompts are about to be computed. OverQuota."""
         self._quotas.prompt(self.key, tokens)
 
     def end(self) -> None:

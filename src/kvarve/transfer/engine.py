@@ -309,9 +309,8 @@ class TransferEngine:
         altered, edge = 0, _edge(copy.source, copy.target)
         for i, (before, after) in zip(sampled, found, strict=True):
             page = copy.pages[i]
-            altered |= (
-                not self.fingerprints.equal(edge, self._host[page.pool].pool.name, page.key, before, after)
-            ) << i
+            pool = self._host[page.pool].pool.name
+            altered |= (not self.fingerprints.equal(edge, pool, page.key, before, after)) << i
         return altered
 
     def _probe(self, sent: Sequence[tuple[Storage, Probe]]) -> list[tuple[int, int]]:
