@@ -110,7 +110,7 @@ def all_numbers() -> Snapshot:
         reasons={},
         histograms=defaultdict(Histogram),
         cache=_Figures({"memory_bytes.device": 0.0, "memory_bytes.host": 0.0}),
-        ages=Ages([0, 0], 2),
+        ages=Ages(1, 2),
         flows={lane: Flow(()) for lane in LANES.values()},
         storage=StorageUsage(0, 0, 0, 0),
         storage_up=True,

@@ -74,7 +74,7 @@ class PrefixCache:
         self.capacity_tokens, self.demand = scheduler.capacity_tokens, scheduler.demand
         self.device_state, self.making_room = scheduler.device_state, scheduler.making_room
         self.copying, self.found, self.explain = scheduler.copying, scheduler.found, scheduler.explain
-        self.hottest = scheduler.hottest
+        self.hottest, self.watch = scheduler.hottest, scheduler.watch
         self.note, self.fail, self.ages = scheduler.note, scheduler.fail, scheduler.ages
         self.shape, self.idle, self.dirty = scheduler.shape, scheduler.idle, scheduler.dirty
         self.arena, self.records, self.wake, self.usage = worker.arena, worker.records, worker.wake, worker.usage

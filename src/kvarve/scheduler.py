@@ -453,6 +453,10 @@ class CacheScheduler:
         stats["leases"] = len(self.core.leases)
         return stats
 
+    def watch(self) -> None:
+        """Count what requests resume from (see `Core.watch`)."""
+        self.core.watch()
+
     def tell(self) -> Residency:
         """Have told what enters and leaves each tier (see `Core.tell`)."""
         return self.core.tell()

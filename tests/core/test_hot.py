@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -61,12 +62,20 @@ def test_counts_are_of_late() -> None:
     assert [each.run for each in hot.hottest(2)] == [new]
 
 
+def watched(**settings: Any) -> World:
+    """A world whose core counts what is resumed from."""
+    pools = settings.pop("pools", (ATTENTION,))
+    world = World(config=config(*pools, **settings))
+    world.core.watch()
+    return world
+
+
 def hottest(world: World, count: int = 10) -> list[tuple[int, int, int, int, int, Tier | None]]:
     return [each[2:] for each in world.core.hottest(count)]
 
 
 def test_a_shared_beginning_has_the_hits_of_all_that_go_on_from_it() -> None:
-    world = World(config=config(ATTENTION, device=64))
+    world = watched(device=64)
     world.request(prompt(4))
     assert hottest(world) == [], "computed and not resumed from"
     for word in range(3):
@@ -80,7 +89,7 @@ def test_a_shared_beginning_has_the_hits_of_all_that_go_on_from_it() -> None:
 
 
 def test_another_salt_with_the_same_tokens_is_another_prefix() -> None:
-    world = World(config=config(ATTENTION, device=64))
+    world = watched(device=64)
     for salt in ("a", "a", "a", "b", "b"):
         world.request(prompt(4), salt)
     assert [(each.root, each.hits) for each in world.core.hottest(10)] == [
@@ -91,14 +100,14 @@ def test_another_salt_with_the_same_tokens_is_another_prefix() -> None:
 
 
 def test_a_request_that_reads_nothing_is_no_hit() -> None:
-    world = World(config=config(ATTENTION, device=64))
+    world = watched(device=64)
     world.request(prompt(4))
     world.request(prompt(4), read=False)
     assert hottest(world) == []
 
 
 def test_it_says_in_which_tiers_the_pages_are() -> None:
-    world = World(config=config(ATTENTION, STATE, device=16, host=64, storage=True))
+    world = watched(pools=(ATTENTION, STATE), device=16, host=64, storage=True)
     world.request(prompt(6))
     world.settle()
     world.request(prompt(6))
@@ -113,7 +122,7 @@ def test_it_says_in_which_tiers_the_pages_are() -> None:
 
 
 def test_pages_of_which_a_state_is_missing_do_not_resume() -> None:
-    world = World(config=config(ATTENTION, STATE, device=(16, 16)))
+    world = watched(pools=(ATTENTION, STATE), device=(16, 16))
     world.request(prompt(6))
     world.request(prompt(6))
     run = next(iter(world.core.slot_pools.roots[ROOT].children.values()))
@@ -122,7 +131,7 @@ def test_pages_of_which_a_state_is_missing_do_not_resume() -> None:
 
 
 def test_pages_that_came_back_without_a_hit_are_found_again() -> None:
-    world = World(config=config(ATTENTION, device=16))
+    world = watched(device=16)
     world.request(prompt(6))
     world.request(prompt(6))
     key = world.core.hottest(1)[0].key
@@ -134,19 +143,30 @@ def test_pages_that_came_back_without_a_hit_are_found_again() -> None:
 
 
 def test_another_prompt_in_the_run_of_one_that_left_is_not_taken_for_it() -> None:
-    world = World(config=config(ATTENTION, device=16))
+    world = watched(device=16)
     world.request(prompt(6))
     world.request(prompt(6))
+    assert world.core.hot is not None
     run = world.core.hot.hottest(1)[0].run
     run.trim(2)
     run.append(pack(fork(2, 5, more=8))[2 * run.width :], b"")
     assert run.end == 6 and hottest(world) == [(6, 1, 0, 0, 0, None)]
 
 
+def test_nothing_is_counted_where_no_one_watches() -> None:
+    world = World(config=config(ATTENTION, device=64))
+    world.request(prompt(4))
+    world.request(prompt(4))
+    assert world.core.hottest(1) == [] and world.core.hot is None
+    world.core.watch()
+    world.request(prompt(4))
+    assert [(each.pages, each.hits) for each in world.core.hottest(1)] == [(4, 1)]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_it_is_bounded_and_agrees_with_what_a_prompt_would_find(seed: int) -> None:
     def live() -> tuple[World, dict[bytes, tuple[bytes, bytes]]]:
-        world, dice = World(config=config(ATTENTION, STATE, device=40, host=80)), random.Random(seed)
+        world, dice = watched(pools=(ATTENTION, STATE), device=40, host=80), random.Random(seed)
         of_key = dict[bytes, tuple[bytes, bytes]]()
         for _ in range(600):
             tokens, salt = prompt(dice.randint(1, 8), seed=dice.randrange(8)), dice.choice("abc")

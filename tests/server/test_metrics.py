@@ -68,7 +68,7 @@ def a_snapshot(storage: StorageUsage | None) -> Snapshot:
         reasons={Reason.HIT_HOST: 7, Reason.NEVER_SEEN: 3},
         histograms=defaultdict(Histogram, ttft_s=ttft),
         cache=CACHE,
-        ages=Ages([0, 0], 2),
+        ages=Ages(1, 2),
         flows={lane: Flow(()) for lane in LANES.values()},
         storage=storage,
     )

@@ -16,7 +16,7 @@ from kvarve.boundaries import deepest, ones
 from kvarve.core.copies import FETCH, LOAD, PROBE, STORE, CopyOutcome, Op
 from kvarve.core.effects import Began, Effect, Ended, Event, Verified
 from kvarve.core.growth import Growing
-from kvarve.core.hot import HotPrefix
+from kvarve.core.hot import Hot, HotPrefix
 from kvarve.core.lease import WAITS_FOR, Cause, Lease, Phase
 from kvarve.core.policies import BEST_EFFORT, Patience, WritePolicy
 from kvarve.core.reasons import Reason, explain
@@ -111,8 +111,8 @@ class Core(Growing):
         return explain(lease, self.paths)
 
     def hottest(self, count: int) -> list[Hottest]:
-        """The prefixes that requests have resumed from most lately, at most `count` of them."""
-        return [self._hottest(each) for each in self.hot.hottest(count)]
+        """The prefixes that requests have resumed from most lately, at most `count` of them; none before `watch`."""
+        return [] if self.hot is None else [self._hottest(each) for each in self.hot.hottest(count)]
 
     def _hottest(self, prefix: HotPrefix) -> Hottest:
         pages, path = prefix.pages, prefix.path()
@@ -280,6 +280,10 @@ class Core(Growing):
         for lease in self.leases.values():
             if lease.phase in (Phase.PROBING, Phase.FETCHING):
                 self._stop_waiting(lease)
+
+    def watch(self) -> None:
+        """From now on count what requests resume from, for `hottest`: some 20 us a request."""
+        self.hot = self.hot or Hot()
 
     def tell(self) -> Residency:
         """From now on what enters and leaves each tier is told, beginning with what is there."""

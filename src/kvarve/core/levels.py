@@ -1,7 +1,5 @@
 """How full memory is and how long things take in it: figures for people, by which nothing is decided."""
 
-from array import array
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvarve.boundaries import ones
@@ -16,26 +14,19 @@ if TYPE_CHECKING:
 class Ages:
     """Times by the clock that the ranks agree on."""
 
-    def __init__(self, slots: Sequence[int], tiers: int) -> None:
-        """`slots`: by place, how many numbers of slots there are."""
-        self._taken_s = [array("d", bytes(8 * count)) for count in slots]  # when the tree got the page in a slot
-        self._pools = max(1, len(slots) // tiers)
-        # By memory tier: from a page's arrival there until it left, and from its last use until then.
+    def __init__(self, pools: int, tiers: int) -> None:
+        self._pools = pools
+        # By memory tier: from the arrival there of a page, or of its run's first one, until it left; and from its last
+        # use until then.
         self.lifetime_s = [Histogram(AGE_S) for _ in range(tiers)]
         self.idle_s = [Histogram(AGE_S) for _ in range(tiers)]
         self.reuse_s = Histogram(AGE_S)  # from the last use of a prefix to the next request for it
         self.storage_wait_s = Histogram(LATENCY_S)  # from a request's question to storage until it waits no longer
 
-    def came(self, place: int, slots: Sequence[int], now: float) -> None:
-        taken_s = self._taken_s[place]
-        for slot in slots:
-            taken_s[slot] = now
-
-    def left(self, run: Run, place: int, slots: Sequence[int], now: float) -> None:
-        tier, taken_s = place // self._pools, self._taken_s[place]
-        for slot in slots:
-            self.lifetime_s[tier].observe(now - taken_s[slot])
-        self.idle_s[tier].observe(now - run.used_s, len(slots))
+    def left(self, run: Run, place: int, pages: int, now: float) -> None:
+        tier = place // self._pools
+        self.lifetime_s[tier].observe(now - run.came_s[place], pages)
+        self.idle_s[tier].observe(now - run.used_s, pages)
 
     def asked(self, tail: Run, now: float) -> None:
         """A request begins that is to use the pages up to `tail`."""

@@ -21,7 +21,6 @@ class Paths:
         self._state, self.config = state, state.config
         config = state.config
         self.slot_pools, self.backups, self.counters = state.slot_pools, state.backups, state.counters
-        self.hot = state.hot
         self.pools = range(len(config.pools))
         self.lookbacks = [pool.lookback for pool in config.pools]
         self.reach = max((back for back in self.lookbacks if back is not None), default=1)
@@ -214,7 +213,8 @@ class Paths:
             end = max([known, *(position + 1 for slots in pages for position in slots)])
         if end > known:
             tail = self._lengthen(tail, known, end, lease)
-            self.hot.came(lease.root, tail, known, end)
+            if self._state.hot is not None:
+                self._state.hot.came(lease.root, tail, known, end)
         self.mark_ends(tail, end, lease.ends)
         for pool, slots in enumerate(pages):
             place = self.slot_pools.place(tier, pool)

@@ -174,7 +174,7 @@ class Resuming(State):
 
     def _count_use(self, lease: Lease, run: Run) -> None:
         """A request resumes: count a use of the runs that it reads, and renew their retry budgets."""
-        if shared := min(lease.boundary, lease.known):  # an engine may have pages that the tree does not
+        if self.hot is not None and (shared := min(lease.boundary, lease.known)):  # an engine may have more pages
             self.hot.resumed(lease.root, run, shared)
         selective = self.config.policies.write is WritePolicy.WRITE_THROUGH_SELECTIVE or self.governor.paused
         whole = selective or self.slot_pools.counts_uses

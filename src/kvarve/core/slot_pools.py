@@ -97,14 +97,7 @@ class SlotPools:
         if config.policies.salt_share < 1:
             self.salt_shares = SaltShares(state, self, contexts)
         self.evicted = [0] * len(self.capacity)
-        # The slots of a tier that pools share have numbers in all of its extents.
-        numbers = [
-            self.capacity[place]
-            if (extents := self.extents[place // pools]) is None
-            else extents.cut.slots(place % pools)
-            for place in range(len(self.capacity))
-        ]
-        self.ages = Ages(numbers, len(self.memory))
+        self.ages = Ages(pools, len(self.memory))
         self.freed: list[tuple[int, int]] | None = None  # places and slots, where they are to be told
         self.residency: Residency | None = None  # where it is to be told
         self.tick = 0
@@ -193,16 +186,18 @@ class SlotPools:
 
     def make_resident(self, run: Run, place: int, position: int, slot: int) -> None:
         """Put a page into a slot, which the tree owns from here on."""
+        if not run.here[place]:
+            run.came_s[place] = self._state.now
         run.put(place, position, slot)
-        self.ages.came(place, (slot,), self._state.now)
         if self.residency is not None:
             self.residency.moved(run, place, 1 << position - run.first, entered=True)
         self._offer_all(run, place)
 
     def make_row_resident(self, run: Run, place: int, position: int, slots: Sequence[int]) -> None:
         """The same for all pages from `position` to the end of a run."""
+        if not run.here[place]:
+            run.came_s[place] = self._state.now
         run.put_row(place, position, slots)
-        self.ages.came(place, slots, self._state.now)
         if self.residency is not None:
             self.residency.moved(run, place, span(position - run.first, run.pages), entered=True)
         self._offer_all(run, place)
@@ -238,9 +233,8 @@ class SlotPools:
         if self.residency is not None:
             self.residency.moved(run, place, 1 << position - run.first, entered=False)
         self.bad_pages -= run.bad[place] >> position - run.first & 1
-        slots = [run.take(place, position)]
-        self.ages.left(run, place, slots, self._state.now)
-        self._free(place, slots)
+        self.ages.left(run, place, 1, self._state.now)
+        self._free(place, [run.take(place, position)])
         self._left(run, place, 1)
         if position == run.first:
             self._let_parent_go(run, place)
@@ -258,9 +252,8 @@ class SlotPools:
             self.residency.moved(run, place, leaving, entered=False)
         if run.bad[place]:
             self.bad_pages -= (run.bad[place] >> start).bit_count()
-        slots = [*reversed(run.take_tail(place, start))]
-        self.ages.left(run, place, slots, self._state.now)
-        self._free(place, slots)
+        self.ages.left(run, place, count, self._state.now)
+        self._free(place, [*reversed(run.take_tail(place, start))])
         self._left(run, place, count)
         if start == 0:
             self._let_parent_go(run, place)

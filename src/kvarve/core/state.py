@@ -22,7 +22,7 @@ class State:
         self.now = 0.0
         self.counters = Counters()
         self.leases: dict[int, Lease] = {}
-        self.hot = Hot()
+        self.hot: Hot | None = None  # where it is watched
         self.slot_pools = SlotPools(self)
         self.copies = Copies(self)
         self.backups = Backups(self)

@@ -47,6 +47,7 @@ class Run:
         "followed": "whether a page has ever followed its last one",
         "used": "when it was used last, in ticks of the core",
         "used_s": "the same in seconds, for metrics alone",
+        "came_s": "[place] when the first page came there, in seconds, for metrics alone",
         "uses": "how many requests have used it",
         "priority": "the highest priority of those requests",
         "failed_backups": "backups of it that failed since it was used last",
@@ -87,6 +88,7 @@ class Run:
         self.ends = self.inside = self.used = self.uses = self.priority = self.failed_backups = self.queued = 0
         self.wanted = self.followed = False
         self.used_s = 0.0
+        self.came_s = [0.0] * places
 
     @property
     def pages(self) -> int:
@@ -249,7 +251,7 @@ class Run:
             self.failed_backups,
             self.priority,
         )
-        front.wanted, front.used_s = self.wanted, self.used_s
+        front.wanted, front.used_s, front.came_s = self.wanted, self.used_s, self.came_s.copy()
         front.followed = True
         front.inside = self.inside
         front.ends, self.ends = self.ends & low, self.ends >> cut

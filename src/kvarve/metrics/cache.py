@@ -140,7 +140,7 @@ def _lanes(now: Snapshot) -> Iterator[Metric]:
 
 def _times(now: Snapshot) -> Iterator[Metric]:
     ages = now.ages
-    help_text = "Seconds from a page's arrival in a tier until it left."
+    help_text = "Seconds from a page's arrival in a tier, or that of the first page of its run, until it left."
     yield histograms(
         "kvarve_page_lifetime_seconds", help_text, "tier", dict(zip(now.tiers, ages.lifetime_s, strict=True))
     )

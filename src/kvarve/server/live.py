@@ -112,6 +112,7 @@ class Live:
         self._fresh: tuple[float, bytes] | None = None  # until when it is, and what
         self._making: asyncio.Task[bytes] | None = None
         self._capacity = _capacities(engine)
+        self._cache.watch()
         threading.Thread(target=self._sample_all, name="kvarve live", daemon=True).start()
 
     # --- any thread
