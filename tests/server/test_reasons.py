@@ -46,6 +46,7 @@ def test_a_request_is_one_line_in_the_log_without_its_salt_or_text(
 ) -> None:
     with caplog.at_level(logging.INFO, "kvarve"):
         answer = complete(client, song * 3, cache_salt=salt, max_tokens=2)
+        client.get("/health")  # by now its line is written
     (line,) = (record.getMessage() for record in caplog.records if "prompt tokens" in record.getMessage())
     assert f"{answer['usage']['prompt_tokens']} prompt tokens" in line and "2 answered" in line
     for reason, tokens in reasons(answer).items():
