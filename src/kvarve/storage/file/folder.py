@@ -127,8 +127,9 @@ def bytes_of_model(disk: Disk, folder: Directory) -> int:
 
 
 def root_bytes(disk: Disk, root: Directory) -> int:
-    """The total size of our files that belong to no model."""
-    return sum(found.st_size for name, found in disk.files(root).items() if name in _ROOT_FILES)
+    """The total size of our files that belong to no model. A file longer than any that we make is not ours."""
+    sizes = (found.st_size for name, found in disk.files(root).items() if name in _ROOT_FILES)
+    return sum(size for size in sizes if size <= _JSON_MAX_BYTES)
 
 
 def slab_numbers(disk: Disk, folder: Directory) -> dict[int, bool]:
