@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -431,8 +430,7 @@ def child(folder: Path, first: int, seed: int, rounds: int) -> "subprocess.Popen
 
 
 def test_processes_that_are_killed_while_they_put_leave_no_wrong_page_and_no_lost_room(tmp_path: Path) -> None:
-    seed = time.time_ns() % 1_000_000
-    print(f"seed {seed}")
+    seed = 434
     rng = random.Random(seed)
     folder = tmp_path / "store"
     storage = opened(folder)

@@ -15,6 +15,7 @@ from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import check_storage, open_storage
 from kvarve.storage.file.disk import Directory, Disk
 from kvarve.storage.hf3fs import storage as storage_module
+from kvarve.storage.hf3fs.folder import Folder
 from kvarve.storage.hf3fs.metadata import Extent, Slot
 from kvarve.storage.hf3fs.metadata.entries import RESERVED
 from kvarve.storage.hf3fs.metadata.memory import forget_table
@@ -209,6 +210,23 @@ def test_a_file_that_another_process_has_removed_is_closed_so_that_its_room_is_f
     assert get(storage, "page") is None
     assert put(storage, page=b"2") == [True]
     assert get(stores.open(), "page") == b"2", "in a file that others see"
+
+
+def test_a_file_that_is_made_while_the_folder_is_listed_stays_open(tmp_path: Path) -> None:
+    removed, made = Extent(8192, 0), Extent(8192, 1)
+
+    class Slow(Disk):
+        def files(self, folder: Directory) -> dict[str, os.stat_result]:
+            listed = super().files(folder)
+            store.file(made, create=True)
+            return listed
+
+    store = Folder(Slow(), tmp_path / "store")
+    store.file(removed, create=True)
+    (store.path / file_name(removed)).unlink()
+    assert store.forget_removed() == {}
+    assert [*store._files] == [made]
+    store.close()
 
 
 # --- metadata that was lost

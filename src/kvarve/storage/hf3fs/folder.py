@@ -17,7 +17,7 @@ import secrets
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -173,11 +173,16 @@ class Folder:
         with self._lock:
             self._files.pop(extent, None)
 
-    def forget_all_but(self, extents: Set[Extent]) -> None:
-        """Let go of the other files: one that is removed has its room until the last process closes it."""
+    def forget_removed(self) -> dict[Extent, int]:
+        """Let go of files that have been removed: one has its room until the last process closes it. Returns what
+        `extents` does."""
         with self._lock:
-            for extent in self._files.keys() - extents:
-                del self._files[extent]
+            open_before = [*self._files]  # one made after the list was read is not in it
+        there = self.extents()
+        for extent in open_before:
+            if extent not in there:
+                self.forget(extent)
+        return there
 
     def remove(self, extent: Extent) -> None:
         self.forget(extent)

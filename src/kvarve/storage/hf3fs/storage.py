@@ -312,9 +312,7 @@ class Hf3fsStorage(Storage):
                     self._rebuild()
                     folder = self._folder_in_place()
                     with Medium(self._path):
-                        extents = folder.extents()
-                    folder.forget_all_but(extents.keys())
-                    listed = [*extents]
+                        listed = [*folder.forget_removed()]
                     for at in range(0, len(listed), MOST_NAMES):
                         self._removed(folder, listed[at : at + MOST_NAMES])
             except StorageError as error:
