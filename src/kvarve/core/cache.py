@@ -211,10 +211,11 @@ class Core(Growing):
         self.slot_pools.forget(lease.root)
 
     def step(self, events: Iterable[Event], now: float) -> None:
-        """Apply events in the order given; then apply deadlines that have passed, and send new backups."""
+        """Apply events in the order given, but ends of stores first: they tell whether more may be sent. Then apply
+        deadlines that have passed, and send new backups."""
         self.now = now
         moved = False
-        for event in events:
+        for event in sorted(events, key=self._ends_no_store):
             if isinstance(event, Verified):
                 self._verified(event)
                 continue
@@ -331,6 +332,10 @@ class Core(Growing):
         if op is not None and op.lease is not None and event.op in op.lease.ops and op.edge in (PROBE, FETCH):
             self.prefetch.began(op.lease)
         return op
+
+    def _ends_no_store(self, event: Event) -> bool:
+        op = self.copies.ops.get(event.op)
+        return op is None or op.edge != STORE or not isinstance(event, Ended)
 
     def _apply(self, end: Ended) -> Op | None:
         op = self.copies.end(end.op)
