@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from kvarve.boundaries import members, of
 from kvarve.core.snapshots import Snapshots
 from kvarve.errors import ConfigError
-from kvarve.testing.world import ATTENTION, STATE, World, config, fork, prompt
+from kvarve.model import Tier
+from kvarve.testing.world import ATTENTION, STATE, WINDOW, World, config, fork, prompt
 
 PAGE = 64
 
@@ -71,3 +72,48 @@ def test_without_branch_points_a_shared_beginning_is_resumed_from_where_another_
     world.request(prompt(6))
     world.request(fork(4, word=1))
     assert world.request(fork(4, word=2)).boundary == 4
+
+
+# --- at the end of each chunk, while there is room
+
+
+def test_with_room_a_prompt_is_resumed_at_the_last_chunk_that_it_shares_with_the_first_of_its_kind() -> None:
+    world = World(config=config(ATTENTION, STATE, device=40, grid=2, snapshot_chunks=True))
+    world.request(prompt(8), chunks=4)
+    assert world.resident(Tier.DEVICE, pool=1) == 4
+    assert world.request(fork(5, word=1)).boundary == 4
+
+
+def test_without_room_states_are_kept_where_prompts_end_and_the_others_leave_first() -> None:
+    world = World(config=config(ATTENTION, STATE, device=(200, 12), snapshot_chunks=True))
+    for seed in range(3):
+        world.request(prompt(20, seed), chunks=20)
+        assert world.resident(Tier.DEVICE, pool=1) == [11, 12, 12][seed], "10, while a quarter is free, and each end"
+    assert [world.hit(prompt(20, seed)) for seed in range(3)] == [(20, 20)] * 3
+
+
+def test_states_that_are_kept_because_there_is_room_are_copied_nowhere_until_a_prompt_has_ended_there() -> None:
+    world = World(config=config(ATTENTION, STATE, device=40, host=40, storage=True, snapshot_chunks=True))
+    world.request(prompt(8), chunks=8)
+    world.settle()
+    assert (world.resident(Tier.DEVICE, pool=1), world.resident(Tier.HOST, pool=1)) == (8, 1)
+    assert world.core.backups.dirty() == 0
+    world.request(fork(5, word=1), chunks=8)
+    world.settle()
+    assert world.resident(Tier.HOST, pool=1) == 4, "where each ends or can be resumed, and where one left the other"
+    assert world.core.backups.dirty() == 0
+
+
+def test_windows_that_are_kept_because_there_is_room_are_copied_only_where_a_prompt_ends() -> None:
+    world = World(config=config(ATTENTION, WINDOW, device=40, host=40, storage=True, snapshot_chunks=True))
+    world.request(prompt(8), chunks=4)
+    world.settle()
+    assert world.resident(Tier.HOST, pool=1) == WINDOW.lookback < world.resident(Tier.DEVICE, pool=1)
+    assert world.request(fork(5, word=1)).boundary == 5
+
+
+def test_a_salt_has_states_of_chunks_while_it_has_room_of_its_own() -> None:
+    world = World(config=config(ATTENTION, STATE, device=40, salt_share=0.5, snapshot_chunks=True))
+    world.request(prompt(19), salt="a", chunks=19)
+    assert world.resident(Tier.DEVICE, pool=1) == 17, "three quarters of its share of 20, the next, and its end"
+    assert world.hit(prompt(19), salt="a") == (19, 19)

@@ -92,11 +92,14 @@ def test_storage_forgets_too(tmp_path: Path) -> None:
 def test_a_recurrent_model_resumes_only_where_a_state_was_kept(tmp_path: Path) -> None:
     lines = [line([1, 2, 3, 4]), line([1, 2, 5]), line([1, 2, 6]), line([1, 2, 3, 4])]
     room = {"device_memory": 1 << 30, "kv_bytes_per_token": 1024}
+    without_chunks = Policies(snapshot_chunks=False)
     attention = replay(trace(tmp_path, *lines), SimulationConfig(**room))
     assert attention.hit_tokens["device"] == (2 + 2 + 4) * BLOCK
-    hybrid = replay(trace(tmp_path, *lines), SimulationConfig(**room, state_bytes=4096))
+    hybrid = replay(trace(tmp_path, *lines), SimulationConfig(**room, state_bytes=4096, policies=without_chunks))
     assert hybrid.hit_tokens["device"] == (0 + 2 + 4) * BLOCK, "the branch is known after the first that took it"
-    every = Policies(snapshot_every=BLOCK)
+    roomy = replay(trace(tmp_path, *lines), SimulationConfig(**room, state_bytes=4096))
+    assert roomy.hit_tokens["device"] == (2 + 2 + 4) * BLOCK, "there is room for the states of all chunks"
+    every = Policies(snapshot_every=BLOCK, snapshot_chunks=False)
     often = replay(trace(tmp_path, *lines), SimulationConfig(**room, state_bytes=4096, policies=every))
     assert often.hit_tokens["device"] == (2 + 2 + 4) * BLOCK
     assert {*often.slots} == {"device.kv", "device.state"}

@@ -293,7 +293,7 @@ def audit(core: Core, stepped: bool = False) -> None:
         needed = [both | prefix for both, prefix in zip(pinned, prefixes, strict=True)]
 
         known = 0
-        for bits in (*run.here, *run.stored, *run.coming, *run.backed_up_since_use, run.ends):
+        for bits in (*run.here, *run.stored, *run.coming, *run.backed_up_since_use, *run.passing, run.ends):
             known |= bits
         _check(not known >> length, "no bits are set beyond a run's end")
         for chain in chains:
@@ -341,7 +341,14 @@ def audit(core: Core, stepped: bool = False) -> None:
                 giveable |= (spare > 0) << len(run.here) + place
             giveable |= (may_go > 0) << place
             if may_go and stepped and (_salt(run), place) in over:
-                _check(core.backups.leaving(), "a salt beyond its share has nothing left that may leave")
+                if rest[place]:  # those on which a page of another tier rests stay, unless a copy finds a slot
+                    elsewhere, stuck = 0, 0
+                    for other in range(place % pools, len(run.here), pools):
+                        if other != place:
+                            elsewhere |= run.here[other] & ~run.bad[other]
+                            stuck |= here if resting[other] else (1 << run.here[other].bit_length()) - 1
+                    may_go &= ~((1 << (stuck & here & ~elsewhere).bit_length()) - 1)
+                _check(not may_go or core.backups.leaving(), "a salt beyond its share has nothing left that may leave")
         if shares is not None and _salt(run) in shares.orders:
             giveable |= giveable << behind
         _check(not giveable & ~standing[id(run)], "a run with an evictable page stands in the eviction order")

@@ -99,8 +99,12 @@ class Backups:
         count = 0
         for pool in self.pools:
             if self.slot_pools.capacity[self._host(pool)]:
-                count += (self.slot_pools.good(run, pool) & ~run.stored[pool]).bit_count()
+                count += (self.slot_pools.good(run, pool) & self._missing(run, pool)).bit_count()
         return count
+
+    def _missing(self, run: Run, pool: int) -> int:
+        """Local positions of a run whose pages are not known to be in storage, though they are worth a copy."""
+        return ~(run.stored[pool] | run.passing[pool])
 
     def _wants(self, run: Run) -> bool:
         """Whether a run is to be in storage now: by the policies, or since it was asked for whatever they say."""
@@ -323,7 +327,8 @@ class Backups:
         host = self._host(pool)
         if not self.slot_pools.capacity[host]:
             return 0
-        return self._near(run, pool) & ~(run.here[host] | run.coming[host] | run.backed_up_since_use[pool])
+        sent = run.here[host] | run.coming[host] | run.backed_up_since_use[pool]
+        return self._near(run, pool) & ~(sent | run.passing[pool])
 
     def _dirty(self, run: Run) -> tuple[list[int], list[int]]:
         """By pool, a run's dirty local positions that are not in flight: those in the host, and those that only the
@@ -331,7 +336,7 @@ class Backups:
         in_host, above = [0 for _ in self.pools], [0 for _ in self.pools]
         if self.copies.storage and run.pages and self._wants(run):
             for pool in self.pools:
-                host, unsent = self._host(pool), ~(run.stored[pool] | run.coming[self._storage(pool)])
+                host, unsent = self._host(pool), self._missing(run, pool) & ~run.coming[self._storage(pool)]
                 in_host[pool] = run.here[host] & ~run.bad[host] & unsent
                 if self.slot_pools.capacity[host]:
                     above[pool] = self._near(run, pool) & ~run.here[host] & ~run.coming[host] & unsent
@@ -401,7 +406,7 @@ class Backups:
 
     def count_dropped(self, run: Run, pool: int, gone: int) -> None:
         """Pages of a run (local positions) leave their last memory tier: count those that were never stored."""
-        lost = (gone & ~run.stored[pool]).bit_count() if self.copies.storage or self.down else 0
+        lost = (gone & self._missing(run, pool)).bit_count() if self.copies.storage or self.down else 0
         if not lost or not self._used_enough(run):
             return
         if self.down:
@@ -457,7 +462,7 @@ class Backups:
         down first. Returns the positions that must not leave yet."""
         tier, pool = self.slot_pools.tier(place), place % len(self.pools)
         write_back = self.state.config.policies.write is WritePolicy.WRITE_BACK and run.failed_backups < RETRY_BUDGET
-        want = lost if write_back else stuck
+        want = lost & ~run.passing[pool] if write_back else stuck
         if tier is Tier.HOST:
             stores = self.copies.storage and not self.backing_off() and self._wants(run)
             return self._rescue_from_host(run, pool, want) if write_back and stores else 0

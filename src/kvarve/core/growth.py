@@ -109,6 +109,8 @@ class Growing(Resuming):
         fresh: list[dict[int, int]] = [{} for _ in self.pools]
         if upto <= lease.grown:
             return fresh
+        if self._has_room_at(lease, upto):
+            lease.passing |= 1 << upto
         wanted = [
             self._worth_keeping(lease, pool, lease.grown, upto) & ~lease.seen[pool] for pool in range(len(self.pools))
         ]
@@ -123,6 +125,7 @@ class Growing(Resuming):
                 self.counters.uncached += upto - first_lost
                 upto = min(upto, first_lost)
                 lease.snapshots &= ones(first_lost + 1)
+                lease.passing &= ones(first_lost + 1)
                 lease.pages = first_lost
         for pool in range(len(self.pools)):
             if pool not in self.slot_pools.chains:
@@ -181,12 +184,20 @@ class Growing(Resuming):
         lease.snapshots |= 1 << boundary
         return True
 
+    def _has_room_at(self, lease: Lease, boundary: int) -> bool:
+        """Whether windows and states are kept at the end of a chunk for no other reason than that there is room."""
+        policies, kept = self.config.policies, (lease.snapshots | lease.passing) & ones(boundary + 1)
+        if not policies.snapshot_chunks or boundary % self.grid or kept >> boundary:
+            return False
+        saved = (boundary - max(lease.boundary, kept.bit_length() - 1)) * self.config.page_tokens
+        return saved >= policies.snapshot_gap and self.slot_pools.has_room(lease.root)
+
     def _worth_keeping(self, lease: Lease, pool: int, start: int, stop: int) -> int:
         """The positions in [start, stop) of a pool that some kept boundary needs."""
         lookback = self.lookbacks[pool]
         if lookback is None:
             return span(start, stop)
         keep = 0
-        for boundary in members(lease.snapshots & span(start + 1, stop + lookback)):
+        for boundary in members((lease.snapshots | lease.passing) & span(start + 1, stop + lookback)):
             keep |= needed(boundary, lookback)
         return keep & span(start, stop)

@@ -110,6 +110,7 @@ class Lease:
         "own",
         "page_tokens",
         "pages",
+        "passing",
         "patience",
         "phase",
         "prefix_pins",
@@ -199,6 +200,7 @@ class Lease:
         self.ends = 0  # boundaries at which the prompt ends, branches off others, or could be resumed at most
         self.uncached = [0] * pools  # pages of an engine that were offered and not kept
         self.snapshots = 0  # boundaries at which windows and states are worth keeping
+        self.passing = 0  # boundaries at which they are kept since there is room
         self.retries = 0  # loads and fetches put off to wait for evictions
         self.torn = False  # a load failed for some page
         self.reloaded = False  # and the second round of loads has begun

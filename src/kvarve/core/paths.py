@@ -188,6 +188,13 @@ class Paths:
         """Note that prompts ended, or requests resumed, at these boundaries, as far as the tree knows the pages."""
         for each, share in upward(run, ends >> 1 & ones(known)):
             each.ends |= share
+        for pool, lookback in enumerate(self.lookbacks):
+            if lookback is None or not self.config.policies.snapshot_chunks:
+                continue
+            for each, share in upward(run, read_before(ends, lookback) & ones(known)):
+                if share & each.passing[pool]:  # they are worth a copy from now on
+                    each.passing[pool] &= ~share
+                    self.backups.mark_dirty(each)
 
     def near(self, boundary: int) -> int:
         """The positions that windows and states read before a boundary."""
@@ -218,6 +225,7 @@ class Paths:
         self.mark_ends(tail, end, lease.ends)
         for pool, slots in enumerate(pages):
             place = self.slot_pools.place(tier, pool)
+            passing = self._passing(lease, pool)
             row = end - known if pool in chains else 0  # new positions, all in one run: added at once
             for position, slot in slots.items() if row < len(slots) else ():
                 if row and known <= position < end:
@@ -225,6 +233,8 @@ class Paths:
                 if position >= end or not self.backups.make_resident(covering(tail, position), place, position, slot):
                     self.counters.duplicates += 1
                     self.slot_pools.give_back(place, slot, lease.root)
+                elif passing >> position & 1:
+                    self._note_passing(covering(tail, position), place, position)
             if row:
                 self.slot_pools.make_row_resident(tail, place, known, [slots[at] for at in range(known, end)])
             if stored:
@@ -234,6 +244,21 @@ class Paths:
             for run, _ in upward(tail, boundaries.of(at for slots in pages for at in slots) & ones(end)):
                 self.backups.mark_dirty(run)
         return tail, end
+
+    def _passing(self, lease: Lease, pool: int) -> int:
+        """The positions of a lease's windows and states that are kept only while there is room."""
+        lookback = self.lookbacks[pool]
+        if lookback is None or not lease.passing:
+            return 0
+        return read_before(lease.passing, lookback) & ~read_before(lease.snapshots | lease.ends, lookback)
+
+    def _note_passing(self, run: Run, place: int, position: int) -> None:
+        """A page has come that is worth no copy, unless another prompt ended there or another tier has it."""
+        pool, local = place % len(self.pools), 1 << position - run.first
+        lookback = self.lookbacks[pool]
+        assert lookback is not None
+        known = read_before(run.ends << 1, lookback) | self.slot_pools.elsewhere(run, place) | run.stored[pool]
+        run.passing[pool] |= local & ~known
 
     def _reach(self, slots: dict[int, int], start: int) -> int:
         """The end of the slots that follow a position without a gap."""

@@ -69,6 +69,8 @@ class Policies:
     """keep windows and states where a prompt branches off a known one"""
     snapshot_every: int = 0
     """also keep windows and states every N tokens"""
+    snapshot_chunks: bool = True
+    """also keep windows and states at the end of each chunk, on the device alone, while a quarter of it is unused"""
     snapshot_gap: int = 0
     """the fewest tokens that a kept window or state has to save"""
     states: int = 0

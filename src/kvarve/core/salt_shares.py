@@ -5,7 +5,7 @@ its own coldest pages first, so no other salt's leave for them. What its request
 they let go; the next step cuts the salt back.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvarve.core.eviction import order_for
@@ -97,6 +97,12 @@ class SaltShares:
         budget = self.budget[place]
         if self.held[salt][budget] > self.most[budget]:
             self._over[salt] = None
+
+    def has_room(self, salt: bytes, places: Sequence[int], room: int) -> bool:
+        """Whether a salt has left a `room`-th part of its share of these places."""
+        held = self.held.get(salt)
+        budgets = {self.budget[place] for place in places}
+        return held is None or all((self.most[each] - held[each]) * room >= self.most[each] for each in budgets)
 
     def make_way(self, salt: bytes, place: int, slots: int) -> None:
         """Slots are about to be reserved for a salt."""

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 NEAR = 64  # free slots that are searched for a row, at least
 GHOSTS = 4  # the ghost list remembers this many times the pages that memory holds
+ROOM = 4  # of which a part is unused: there is room for what nobody is known to need
 SPARE = 8  # free slots behind a row that make it a better choice
 
 
@@ -124,6 +125,13 @@ class SlotPools:
         loose = 0 if extents is None or not extents.may_grow(pool) else len(extents.loose) * extents.cut.per[pool]
         return len(self.free[place]) + loose
 
+    def has_room(self, root: bytes) -> bool:
+        """Whether the device has room for windows and states that nobody is known to need, for prompts under a root
+        key: a quarter of what each of their pools could have, and of the salt's share."""
+        short = [pool for pool, spec in enumerate(self.pools) if spec.lookback is not None]
+        roomy = all(self.unused(pool) * ROOM >= self.capacity[pool] for pool in short)
+        return bool(short) and roomy and (self.salt_shares is None or self.salt_shares.has_room(root, short, ROOM))
+
     def is_chain(self, place: int) -> bool:
         return self._lookbacks[place] is None
 
@@ -189,6 +197,7 @@ class SlotPools:
         if not run.here[place]:
             run.came_s[place] = self._state.now
         run.put(place, position, slot)
+        run.passing[place % len(self.pools)] &= ~(1 << position - run.first)
         if self.residency is not None:
             self.residency.moved(run, place, 1 << position - run.first, entered=True)
         self._offer_all(run, place)

@@ -39,6 +39,7 @@ class Run:
         "coming": "[place, and each pool in storage] positions of which a backup to there is in flight",
         "stored": "[pool] positions known to be in storage",
         "ends": "positions after which a prompt ended, or a request has resumed",
+        "passing": "[pool] positions kept while there is room, on the device alone: no prompt is known to resume there",
         "backed_up_since_use": "[pool] positions backed up to the host since the run's last use",
         "inside": "bit per place: it may have windows or states there that no likely resumption reads",
         "kids": "[place] how many child runs begin with a page there, which rests on this run's last position",
@@ -82,6 +83,7 @@ class Run:
         self.kids = [0] * places
         self.slots: list[array[int] | None] = [None] * places
         self.stored = [0] * pools
+        self.passing = [0] * pools
         self.backed_up_since_use = [0] * pools
         self.pins = tuple([Pins() for _ in range(tiers)])
         self.prefix_pins = tuple([Pins() for _ in range(tiers)])
@@ -226,6 +228,7 @@ class Run:
         del self.traced[keep:]
         mask = boundaries.ones(keep)
         self.ends &= mask
+        self.passing = [bits & mask for bits in self.passing]
         self.followed = True
         self.stored = [bits & mask for bits in self.stored]
         self.backed_up_since_use = [bits & mask for bits in self.backed_up_since_use]
@@ -258,6 +261,7 @@ class Run:
         front.here, self.here = [bits & low for bits in self.here], [bits >> cut for bits in self.here]
         front.bad, self.bad = [bits & low for bits in self.bad], [bits >> cut for bits in self.bad]
         front.coming, self.coming = [bits & low for bits in self.coming], [bits >> cut for bits in self.coming]
+        front.passing, self.passing = [bits & low for bits in self.passing], [bits >> cut for bits in self.passing]
         front.stored, self.stored = [bits & low for bits in self.stored], [bits >> cut for bits in self.stored]
         front.backed_up_since_use, self.backed_up_since_use = (
             [bits & low for bits in self.backed_up_since_use],

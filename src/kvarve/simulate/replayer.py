@@ -216,7 +216,10 @@ class Replica:
 
     def _finish(self, lease: Lease) -> None:
         core = self.core
-        core.grow(lease, core.keepable(lease) // self._chunk * self._chunk)  # pages are kept in whole chunks
+        chunk, pages = self._chunk, core.keepable(lease)
+        chunks = range(lease.done + chunk, pages, chunk) if core.slot_pools.has_room(lease.root) else ()
+        for upto in (*chunks, pages):
+            core.grow(lease, min(upto, core.keepable(lease)) // chunk * chunk)  # pages are kept in whole chunks
         core.publish(lease, lease.grown)
         core.close(lease)
         self._settle()

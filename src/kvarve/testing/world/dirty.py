@@ -75,10 +75,17 @@ class Dirty:
                 memory.add(name)
                 if run.stored[pool] >> local & 1 or not good >> local & 1 or not used_enough:
                     continue
+                if run.passing[pool] >> local & 1:
+                    assert not self._read_at_an_end(run, pool, local), "where a prompt ended is worth a copy"
+                    continue
                 if name not in self._spared:
                     unstored.add(name)
                     can = core.copies.storage and wants and through and slot_pools.capacity[host]
                     assert not can or waits or on_its_way >> local & 1, "what is dirty waits to be stored"
+
+    def _read_at_an_end(self, run: Run, pool: int, local: int) -> bool:
+        lookback = self._core.pools[pool].lookback
+        return lookback is None or any(run.ends >> last & 1 for last in range(local, local + lookback))
 
     def _healing(self, run: Run, place: int) -> int:
         """Positions of bad host pages that a copy still reads: they are copied down again when it has ended."""

@@ -36,10 +36,12 @@ def config(
     cut: Mapping[str, Sequence[Any]] = MappingProxyType({}),
     **rest: Any,
 ) -> CoreConfig:
-    """A small core: slots of each pool, or one number for all; no host tier by default. `cut`: of tiers that the pools
+    """A small core: slots of each pool, or one number for all; by default no host tier, and no windows and states kept
+    just because there is room. `cut`: of tiers that the pools
     share, how many extents they have, of each pool the slots in one and its least, perhaps its most. `rest` names
     policies too."""
     policies = {each.name: rest.pop(each.name) for each in fields(Policies) if each.name in rest}
+    policies.setdefault("snapshot_chunks", False)
     slots: Slots = {}
     if device is not None:
         slots[Tier.DEVICE] = (device,) * len(pools) if isinstance(device, int) else tuple(device)
@@ -112,6 +114,7 @@ def _draw(dice: random.Random) -> dict[str, Any]:
         "snapshot_ends": dice.random() < 0.9,
         "snapshot_branches": dice.random() < 0.8,
         "snapshot_every": dice.choice([0, 0, 4, 6]),
+        "snapshot_chunks": dice.random() < 0.5,
         "snapshot_gap": dice.choice([0, 0, 3, 8]),
         "load_at_least": dice.choice([0, 0, 3, 9]),
         "fetch_at_least": dice.choice([0, 0, 3, 9]),
