@@ -102,7 +102,8 @@ def test_a_stream_counts_until_it_has_ended_or_its_client_has_left(asker: httpx.
     with asker.stream("POST", COMPLETIONS, json=endless, headers=bearer("single")) as response:
         lines = response.iter_lines()
         next(lines)
-        assert metrics(asker)["kvarve_key_running.single"] == 1
+        now = metrics(asker)
+        assert now["kvarve_key_running.single"] == 1 and now["kvarve_key_output_tokens_total.single"] >= 1
         assert "concurrent requests (1)" in refused(asker.post(COMPLETIONS, json=ASK, headers=bearer("single")), 429)
     until(asker, lambda now: now["kvarve_key_running.single"] == 0)
     with httpx.Client(base_url=asker.base_url, timeout=60, headers=bearer("single")) as mine:

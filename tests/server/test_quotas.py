@@ -34,7 +34,7 @@ def key(**limits: int) -> Key:
 def used(quotas: Quotas, of: Key, prompt: int, output: int) -> Visit:
     visit = quotas.begin(of)
     visit.prompt(prompt)
-    visit.output = lambda: output
+    visit.answered(output)
     visit.end()
     return visit
 
@@ -76,6 +76,28 @@ def test_requests_that_begin_together_do_not_all_overdraw(quotas: Quotas) -> Non
         with pytest.raises(OverQuota):
             visit.prompt(100)
     assert quotas.counts()["prompt_tokens"] == {"a": 100}
+
+
+def test_an_answer_counts_while_it_is_computed(quotas: Quotas) -> None:
+    mine = key(tokens_per_minute=100)
+    running = quotas.begin(mine)
+    running.prompt(1)
+    running.answered(98)
+    quotas.begin(mine).end()
+    running.answered(1)
+    with pytest.raises(OverQuota):
+        quotas.begin(mine)
+    assert quotas.counts()["output_tokens"] == {"a": 99} and quotas.counts()["running"] == {"a": 1}
+
+
+def test_the_time_of_a_full_bucket_is_not_kept_for_a_long_answer(quotas: Quotas, clock: Clock) -> None:
+    mine = key(tokens_per_minute=60)
+    running = quotas.begin(mine)
+    clock.now += MINUTE_S  # nothing was used of the first minute
+    running.answered(60)
+    running.end()
+    with pytest.raises(OverQuota):
+        quotas.begin(mine)
 
 
 def test_so_many_requests_run_at_once_and_one_that_ends_makes_room(quotas: Quotas) -> None:

@@ -92,7 +92,6 @@ class Answer:
         salt = request.salt
         if self._visit is not None:
             self._visit.prompt(sum(map(len, prepared.prompts)))
-            self._visit.output = self.answered_tokens
             salt = self._visit.key.salted(salt)
         within_s, ticket = request.hand_over.hand_over_s, request.hand_over.opened()
         each = len(prepared.samplings) // len(prepared.prompts)
@@ -178,6 +177,9 @@ class Answer:
 
     def _deliver(self, index: int, chunk: OutputChunk) -> None:
         """Runs on the engine's thread."""
+        assert self.prepared is not None
+        if self._visit is not None and index not in self.prepared.mute:
+            self._visit.answered(len(chunk.tokens))
         if self._first_s is None and chunk.tokens:
             self._first_s = time.monotonic()
         with suppress(RuntimeError):  # the loop has closed, so no client is left

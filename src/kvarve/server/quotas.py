@@ -1,8 +1,8 @@
 """What each key has used of its limits. No clock, no socket: the time is given.
 
 Requests and tokens each have a bucket that holds what a minute allows and fills up evenly. A prompt's tokens are taken
-when they are known, an answer's when it has ended. A bucket may so fall below zero, and refuses until it has filled up
-again: a prompt of more tokens than a minute allows is answered, and then the key has to wait.
+when they are known, an answer's as they are computed. A bucket may so fall below zero, and refuses until it has filled
+up again: a prompt of more tokens than a minute allows is answered, and then the key has to wait.
 """
 
 import math
@@ -66,14 +66,17 @@ class Visit:
 
     def __init__(self, quotas: "Quotas", key: Key) -> None:
         self.key, self._quotas = key, quotas
-        self.output: Callable[[], int] = lambda: 0  # tokens of its answers so far
 
     def prompt(self, tokens: int) -> None:
         """The `tokens` of its prompts are about to be computed. OverQuota."""
         self._quotas.prompt(self.key, tokens)
 
+    def answered(self, tokens: int) -> None:
+        """So many more `tokens` of its answers have been computed, whether its client reads them or not."""
+        self._quotas.answered(self.key, tokens)
+
     def end(self) -> None:
-        self._quotas.end(self.key, self.output())
+        self._quotas.end(self.key)
 
 
 class Quotas:
@@ -107,12 +110,16 @@ class Quotas:
             account.tokens.left -= tokens
             account.prompt_tokens += tokens
 
-    def end(self, key: Key, output_tokens: int) -> None:
+    def answered(self, key: Key, tokens: int) -> None:
         with self._lock:
             account = self._account(key)
-            account.tokens.left -= output_tokens
-            account.output_tokens += output_tokens
-            account.running -= 1
+            account.tokens.filled(key.tokens_per_minute, self._clock())
+            account.tokens.left -= tokens
+            account.output_tokens += tokens
+
+    def end(self, key: Key) -> None:
+        with self._lock:
+            self._account(key).running -= 1
 
     def counts(self) -> Mapping[str, Mapping[str, int]]:
         """By what is counted, then by key (`refused`: by key and limit, with a dot between them)."""
