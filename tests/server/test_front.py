@@ -65,9 +65,9 @@ class Served:
 
 
 @asynccontextmanager
-async def a_front(places: list[Served]) -> AsyncIterator[httpx.AsyncClient]:
+async def a_front(places: list[Served], keys: Keyring | None = None) -> AsyncIterator[httpx.AsyncClient]:
     group = SimpleNamespace(all=[place.replica for place in places], ended=[])
-    front = Front(cast(Replicas, group), 1 << 20, Access(Keyring()), lambda app: app)
+    front = Front(cast(Replicas, group), 1 << 20, Access(keys or Keyring()), lambda app: app)
     for place in places:
         await place.start()
     try:
@@ -90,10 +90,10 @@ async def until(true: Callable[[], Any]) -> None:
 Play = Callable[[list[Served], httpx.AsyncClient], Awaitable[None]]
 
 
-def played(play: Play, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def played(play: Play, folder: Path, monkeypatch: pytest.MonkeyPatch, keys: Keyring | None = None) -> None:
     async def whole() -> None:
         places = [Served(number, folder, monkeypatch) for number in range(2)]
-        async with a_front(places) as client:
+        async with a_front(places, keys) as client:
             await play(places, client)
 
     asyncio.run(whole())
@@ -197,3 +197,26 @@ def test_a_replica_that_hangs_before_it_serves_is_killed_and_due_again(
             time.sleep(0.05)
     finally:
         patient._kill()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/admin/storage", "/no/such/path"])
+def test_no_body_is_read_for_a_client_without_a_key(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
+        read = list[bytes]()
+
+        async def body() -> AsyncIterator[bytes]:
+            for _ in range(3):
+                read.append(b" ")
+                yield b" "
+
+        for headers in ({}, {"authorization": "Bearer c"}):
+            for content in (body(), b"{}"):
+                answer = await client.put(path, content=content, headers=headers)
+                assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        assert not read and not any(place.asked for place in places)
+        for key in ("a", "b"):  # whether it opens this is for the replicas to say
+            answer = await client.put(path, content=b"{}", headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == 200
+        assert (await client.get("/v1/models")).status_code == 200
+
+    played(play, tmp_path, monkeypatch, Keyring(api_key="a", admin_key="b"))

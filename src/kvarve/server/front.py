@@ -76,7 +76,8 @@ class _Call(NamedTuple):
 
 
 class Front:
-    """The application. `access`: to what it answers itself; the replicas guard the rest. `around`: as `create_app`."""
+    """The application. `access`: to what it answers itself, and to sending a body; the replicas guard the rest.
+    `around`: as `create_app`."""
 
     def __init__(
         self, replicas: Replicas, max_body_bytes: int, access: Access, around: Callable[[ASGIApp], ASGIApp]
@@ -98,9 +99,11 @@ class Front:
         app.include_router(own)
         app.get("/metrics")(self.metrics)
         app.get("/live/data", include_in_schema=False)(self.live)
+        passing = APIRouter(dependencies=[Depends(access.bodies)])
         for path in OF_ALL:
-            app.add_api_route(path, self.tell_all, methods=["GET", "POST", "PUT", "DELETE"])
-        app.add_api_route("/{path:path}", self.forward, methods=["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"])
+            passing.add_api_route(path, self.tell_all, methods=["GET", "POST", "PUT", "DELETE"])
+        passing.add_api_route("/{path:path}", self.forward, methods=["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"])
+        app.include_router(passing)
         add_errors(app)
         self._responses: Responses = Counter()  # without those of replicas, which count their own
         self.app = Observed(around(app), self._responses)
