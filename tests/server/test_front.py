@@ -16,6 +16,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
+from kvarve.server import front as front_module
 from kvarve.server import replicas as replicas_module
 from kvarve.server.access import Access
 from kvarve.server.front import Front
@@ -220,3 +221,20 @@ def test_no_body_is_read_for_a_client_without_a_key(path: str, tmp_path: Path, m
         assert (await client.get("/v1/models")).status_code == 200
 
     played(play, tmp_path, monkeypatch, Keyring(api_key="a", admin_key="b"))
+
+
+@pytest.mark.parametrize("one", [b"[]", b"{}"])
+def test_a_body_of_too_many_values_is_not_parsed_to_find_its_replica(
+    one: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parsed(text: bytes) -> None:
+        raise AssertionError(f"{len(text)} bytes are parsed")
+
+    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(front_module, "MOST_TOKENS", 1 << 16)
+            patch.setattr(front_module, "json", SimpleNamespace(loads=parsed))
+            answer = await client.post("/v1/completions", content=b'{"prompt": [' + (one + b", ") * (1 << 17) + b"7]}")
+        assert answer.status_code == 200 and sum(len(place.asked) for place in places) == 1, "the replica refuses it"
+
+    played(play, tmp_path, monkeypatch)

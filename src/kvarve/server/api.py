@@ -381,7 +381,7 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
     """The tool call with its arguments parsed, as templates expect; unchanged if they are not a JSON object."""
     function = call.get("function")
     if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
-        _check_values(text.encode(), MOST_VALUES)
+        check_values(text.encode(), MOST_VALUES)
         try:
             arguments = from_json(text, allow_inf_nan=False)
         except ValueError:
@@ -480,7 +480,7 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 def parse(kind: type[BodyT], body: bytes, most_values: int = MOST_VALUES) -> BodyT:
     """Parse a JSON body, whatever its content type. Refused if it is not JSON or has too many values."""
-    _check_values(body, most_values)
+    check_values(body, most_values)
     try:
         request = kind.model_validate_json(body)
     except ValidationError as e:
@@ -494,7 +494,7 @@ def parse(kind: type[BodyT], body: bytes, most_values: int = MOST_VALUES) -> Bod
     return request
 
 
-def _check_values(body: bytes, most: int) -> None:
+def check_values(body: bytes, most: int) -> None:
     """Refuse JSON of too many values: the parser holds the GIL until it has made all of them.
 
     Strings may be as long as the body: the cost is per object and per name (some microseconds), and per other value.

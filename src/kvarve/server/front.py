@@ -26,7 +26,7 @@ from kvarve.routing import BLOCK_BYTES, PrefixRouter, Prompt
 from kvarve.server.access import Access, no_pages
 from kvarve.server.admin import HICACHE
 from kvarve.server.answers import RETRY_AFTER
-from kvarve.server.api import Refused
+from kvarve.server.api import MOST_VALUES, Refused, check_values
 from kvarve.server.app import add_errors
 from kvarve.server.bodies import Bodies
 from kvarve.server.front_metrics import front_families, merged
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 PROMPTS = ("prompt", "messages", "text", "input_ids")  # fields that hold one, whatever the endpoint
 SALTS = ("cache_salt", "extra_key")
+MOST_TOKENS = 1 << 18  # of a prompt of ids that is routed by them; the front does not know the context of the model
 # Calls that go to all replicas.
 OF_ALL = ("/flush_cache", "/reset_prefix_cache", "/admin/storage", HICACHE, f"{HICACHE}/clear")
 OF_A_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"date", b"x-request-id"}
@@ -328,8 +329,9 @@ def _fields(call: _Call) -> set[str]:
 def _prompt_of(body: bytes) -> Prompt | None:
     """The prompt of a request; None if there is none, and the replica says what is wrong."""
     try:
+        check_values(body, MOST_TOKENS + MOST_VALUES)  # the parser holds the GIL, and with it every other answer
         given = json.loads(body)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, Refused):
         return None
     prompt = next((given[name] for name in PROMPTS if given.get(name)), None) if isinstance(given, dict) else None
     if prompt is None:
