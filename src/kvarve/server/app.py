@@ -71,7 +71,7 @@ def create_app(
     `connections`, under the names of `metrics_compat` too. `traces` gets a span for each request for answers. `around`
     gets requests before the endpoints do, and after they are observed.
     """
-    app = FastAPI(title="kvarve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    app = without_extras()
     access = Access(keys or Keyring())
     front = _Front(engine, name or engine.model.name, max_body_bytes, connections, metrics_compat, access, traces)
     guards = [Depends(no_simple_requests), Depends(access.api)]
@@ -96,6 +96,20 @@ def create_app(
     app.get("/live/data", dependencies=watching, include_in_schema=False)(front.live.data)
     add_errors(app)
     return Observed(around(app), front.responses, traces)
+
+
+def without_extras() -> FastAPI:
+    """An application with the endpoints alone that it is given."""
+    # A path with a slash at its end is not redirected: that would name the scheme and the host that this server sees,
+    # which behind a proxy or a front are not the client's.
+    return FastAPI(
+        title="kvarve",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
 
 
 def add_errors(app: FastAPI) -> None:

@@ -15,19 +15,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import httpx
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import APIRouter, Depends
 from fastapi import Request as Http
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvarve import __version__
 from kvarve.routing import BLOCK_BYTES, PrefixRouter, Prompt
 from kvarve.server.access import Access, no_pages
 from kvarve.server.admin import HICACHE
 from kvarve.server.answers import RETRY_AFTER
 from kvarve.server.api import MOST_VALUES, Refused, check_values
-from kvarve.server.app import add_errors
+from kvarve.server.app import add_errors, without_extras
 from kvarve.server.bodies import Bodies
 from kvarve.server.front_metrics import front_families, merged
 from kvarve.server.live import HEADERS
@@ -91,7 +90,7 @@ class Front:
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=CONNECT_S), limits=limits, trust_env=False, follow_redirects=False
         )
-        app = FastAPI(title="kvarve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+        app = without_extras()
         own = APIRouter(
             prefix="/admin/replicas", dependencies=[Depends(acts), Depends(no_pages), Depends(access.operator)]
         )
