@@ -15,12 +15,15 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from fastapi import Request
 
 from kvarve.server import front as front_module
 from kvarve.server import replicas as replicas_module
 from kvarve.server.access import Access
+from kvarve.server.api import Refused
 from kvarve.server.front import Front
 from kvarve.server.keyfile import Keyring
+from kvarve.server.observed import Seen
 from kvarve.server.replicas import Replica, Replicas
 from kvarve.server.settings import Settings
 
@@ -238,3 +241,12 @@ def test_a_body_of_too_many_values_is_not_parsed_to_find_its_replica(
         assert answer.status_code == 200 and sum(len(place.asked) for place in places) == 1, "the replica refuses it"
 
     played(play, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("path", ["/./admin/storage", "/x/../admin/storage", "/x/../../flush_cache", "/health/.."])
+def test_a_path_with_dots_is_sent_to_no_replica(path: str) -> None:
+    scope = {"type": "http", "method": "PUT", "raw_path": path.encode(), "query_string": b"a=/../b", "headers": []}
+    scope["kvarve.seen"] = Seen("an-id")
+    with pytest.raises(Refused, match=r"no \. or \.\."):
+        front_module._Call.of(Request(scope), b"")
+    front_module._Call.of(Request(scope | {"raw_path": b"/x/.../..b"}), b"")

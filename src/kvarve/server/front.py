@@ -65,6 +65,8 @@ class _Call(NamedTuple):
         path, query = http.scope["raw_path"], http.scope["query_string"]
         if not path.startswith(b"/"):
             raise Refused(400, "a request names a path, not a URL")
+        if {b".", b".."} & {*path.split(b"/")}:  # these are resolved on the way: a call to all would reach one replica
+            raise Refused(400, "a request's path has no . or .. in it")
         return cls(http.method, (path + b"?" * bool(query) + query).decode("latin-1"), headers, body)
 
     def to(self, each: Replica, client: httpx.AsyncClient) -> httpx.Request:
