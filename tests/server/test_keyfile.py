@@ -77,6 +77,12 @@ def test_a_file_that_is_not_there_or_is_no_text_is_refused(file: Path) -> None:
         read_keys(file)
 
 
+def test_a_pipe_is_refused_and_not_read(file: Path) -> None:
+    os.mkfifo(file)  # as kvarve serve --api-keys <(decrypt keys)
+    with pytest.raises(ConfigError, match="not a file"):
+        read_keys(file)
+
+
 class Clock:
     now = 0.0
 

@@ -76,6 +76,8 @@ def new_key(name: str, **limits: Any) -> tuple[str, Key]:
 def read_keys(path: Path) -> tuple[Key, ...]:
     """The keys of a file. ConfigError says in one line what is wrong with it, and repeats no value of it."""
     try:
+        if not path.is_file() and path.exists():  # a pipe would give its keys once, and then none
+            raise ConfigError(f"--api-keys: {path}: not a file: it is read more than once")
         with path.open("rb") as file:
             content = file.read(FILE_BYTES + 1)
     except OSError as e:
