@@ -35,7 +35,7 @@ from kvarve.server.connections import Connections
 from kvarve.server.forms import TRANSFER, Form
 from kvarve.server.generate import GenerateRequest
 from kvarve.server.keyfile import Keyring
-from kvarve.server.lanes import Lanes, apart
+from kvarve.server.lanes import Lanes, Shared, apart
 from kvarve.server.live import Live, page_routes, rejections
 from kvarve.server.observed import Observed, Responses, acts, seen
 from kvarve.server.prepare import ClientGone, Prepared, RequestPreparer
@@ -136,7 +136,8 @@ class _Front:
         self._engine, self.name, self._connections, self._traces = engine, name, connections, traces
         self._access, self._started = access, int(time.time())
         self.responses: Responses = Counter()
-        self._metrics = Metrics(self._snapshot, metrics_compat)
+        scraped = Metrics(self._snapshot, metrics_compat).text
+        self._scrape = Shared(lambda: run_in_threadpool(scraped))  # it holds the GIL, and asks for no key
         self._preparer = RequestPreparer(engine.model, name)
         self._lanes = Lanes("kvarve prepare")
         self._preparing: set[Future[Any]] = set()  # requests queued or running on a lane
@@ -152,7 +153,7 @@ class _Front:
         return JSONResponse({"status": "ok"})
 
     async def metrics(self) -> Response:
-        return Response(await run_in_threadpool(self._metrics.text), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(await self._scrape.get(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})

@@ -29,6 +29,7 @@ from kvarve.server.api import MOST_VALUES, Refused, check_values
 from kvarve.server.app import add_errors, without_extras
 from kvarve.server.bodies import Bodies
 from kvarve.server.front_metrics import front_families, merged
+from kvarve.server.lanes import Shared
 from kvarve.server.live import HEADERS
 from kvarve.server.observed import Observed, Responses, acts, seen
 from kvarve.server.replicas import Replica, Replicas
@@ -88,6 +89,7 @@ class Front:
         self._router = PrefixRouter(len(replicas.all))
         self._changes: list[_Call] = []  # of the storage, which every replica has made
         self._changing = asyncio.Lock()
+        self._scrape = Shared(self._scraped)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=CONNECT_S), limits=limits, trust_env=False, follow_redirects=False
@@ -125,15 +127,18 @@ class Front:
         log.info("replica %d is drained, to be restarted", number)
         return JSONResponse(self._replicas.all[number].state(), 202)
 
-    async def metrics(self, http: Http) -> Response:
+    async def metrics(self) -> Response:
         """All replicas' metrics, each with the number of its replica; and the front's own."""
+        return Response(await self._scrape.get(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    async def _scraped(self) -> bytes:
         texts = []
         for each in self._able():
             with suppress(httpx.HTTPError):
                 answer = await self._http.get(each.url + "/metrics", timeout=METRICS_S)
                 texts.append((each.number, answer.text))
         own = front_families(self._replicas.all, self._responses)
-        return Response(await asyncio.to_thread(merged, texts, own), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return await asyncio.to_thread(merged, texts, own)
 
     async def live(self, http: Http) -> Response:
         """What the live page shows of one replica (`?replica=1`; the first unless given), and how many there are."""

@@ -1,9 +1,9 @@
 """Worker threads for slow work off the event loop, by size, so that a short request never waits behind a long one."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from kvarve.background import BackgroundCall, WorkerPool
 
@@ -27,3 +27,22 @@ class Lanes:
 async def apart(work: Callable[[], T]) -> T:
     """Run slow work on a daemon thread of its own, for which the interpreter does not wait at exit."""
     return await asyncio.wrap_future(BackgroundCall("kvarve apart", work).future)
+
+
+class Shared(Generic[T]):
+    """Work that is done once at a time, whoever asks: all who ask before it begins get its result, so that none gets
+    one from before the question. Belongs to the event loop."""
+
+    def __init__(self, work: Callable[[], Awaitable[T]]) -> None:
+        self._work, self._one = work, asyncio.Lock()
+        self._next: asyncio.Task[T] | None = None  # it waits for the one that runs
+
+    async def get(self) -> T:
+        if self._next is None:
+            self._next = asyncio.create_task(self._done())
+        return await asyncio.shield(self._next)
+
+    async def _done(self) -> T:
+        async with self._one:
+            self._next = None
+            return await self._work()
