@@ -175,8 +175,8 @@ def test_the_flag_goes_before_the_variable_and_the_checkouts_own_environment_com
 
 
 def test_options_of_kvarves_own_engine_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--model", "/some/where"], ["--port", "8000"]):
-        assert "leave out --model and --port" in refused(capsys, tmp_path, *words)
+    for words in (["--model", "/some/where"], ["--port", "8000"], ["--context-tokens", "100"]):
+        assert "leave out --model, --port and" in refused(capsys, tmp_path, *words)
 
 
 def test_an_unknown_engine_is_refused_with_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,8 @@ class Demo:
     """builtin:... or a checkpoint folder"""
     quick: bool = False
     """a shorter run"""
+    context_tokens: PositiveInt = 3000
+    """tokens of each text that is asked about, about, in the words of builtin:tiny-hybrid; of kvarve's own engine"""
     tp: PositiveInt = 1
     """processes among which the model is divided; of kvarve's own engine"""
     port: NonNegativeInt = 0

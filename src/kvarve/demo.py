@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +199,7 @@ def bound(metrics: dict[str, float], rounds: list[Round]) -> dict[str, float]:
 def main(options: Demo) -> int:
     """Run the demo; 0 if every round gave the same answers, 1 if not. Writes demo.json and demo.png."""
     console = Console()
-    size = QUICK if options.quick else Size()
+    size = replace(QUICK if options.quick else Size(), tokens=options.context_tokens)
     out = options.out
     log = empty_log(out, "demo-server.log")
     opening = conversations(size)

@@ -125,8 +125,11 @@ def answer_of(told: dict[str, Any], prompt: int) -> Answer:
 
 def main(options: Demo) -> int:
     """Run it; 0 if every round gave the tokens and logprobs of vLLM alone, 1 if not. Writes demo-vllm.json and .png."""
-    if options.model != Demo.model or options.port != Demo.port:
-        raise ConfigError("--engine vllm has no server and computes a model of its own: leave out --model and --port")
+    if (options.model, options.port, options.context_tokens) != (Demo.model, Demo.port, Demo.context_tokens):
+        raise ConfigError(
+            "--engine vllm has no server, and computes a model and texts of its own: leave out --model, --port and "
+            "--context-tokens"
+        )
     python = python_with_vllm(options.engine_python)
     console, out = Console(), options.out
     size = QUICK if options.quick else Size()
