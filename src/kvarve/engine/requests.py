@@ -18,6 +18,13 @@ from kvarve.errors import ConfigError
 from kvarve.ticket import Ticket
 
 MOST_LOGPROBS = 20  # alternatives that a request may ask for, as OpenAI's
+BOUNDS = {  # of numbers that choose tokens, both included
+    "temperature": (0, 100),
+    "min_p": (0, 1),
+    "frequency_penalty": (-2, 2),
+    "presence_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 100),
+}
 
 
 @dataclass(frozen=True)
@@ -50,21 +57,15 @@ class Sampling:
             raise ConfigError(f"max_tokens must be at least 1, not {self.max_tokens}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"a seed has 64 bits at most, {self.seed} has more")
-        if not 0 <= self.temperature <= 100:
-            raise ConfigError(f"temperature must be between 0 and 100, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if self.top_k < -1:
             raise ConfigError(f"top_k must be at least -1, not {self.top_k}")
-        if not 0 <= self.min_p <= 1:
-            raise ConfigError(f"min_p must be between 0 and 1, not {self.min_p}")
         if not all(-100 <= bias <= 100 for _, bias in self.logit_bias):
             raise ConfigError("a logit_bias must be between -100 and 100")
-        for name in ("frequency_penalty", "presence_penalty"):
-            if not -2 <= getattr(self, name) <= 2:
-                raise ConfigError(f"{name} must be between -2 and 2, not {getattr(self, name)}")
-        if not 0.01 <= self.repetition_penalty <= 100:
-            raise ConfigError(f"repetition_penalty must be between 0.01 and 100, not {self.repetition_penalty}")
+        for name, (least, most) in BOUNDS.items():
+            if not least <= getattr(self, name) <= most:
+                raise ConfigError(f"{name} must be between {least} and {most}, not {getattr(self, name)}")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise ConfigError(f"min_tokens must be between 0 and max_tokens {self.max_tokens}, not {self.min_tokens}")
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:

@@ -19,13 +19,13 @@ class Access:
     """Who may ask what of one server. Its methods are dependencies of endpoints."""
 
     def __init__(self, keys: Keyring) -> None:
-        self._keys, self.quotas = keys, Quotas(time.monotonic)
+        self.keys, self.quotas = keys, Quotas(time.monotonic)
         # A flush needs an admin key if there may be one.
         self.flushing = self.operator if keys.guards_admin else self.api
 
     async def api(self, http: Http) -> None:
         """The request needs an API key, if the server has any; one that is no GET counts towards the key's limits."""
-        if self._keys.guards_api:
+        if self.keys.guards_api:
             key = self._admitted(http, admin=False)
             if http.method not in ("GET", "HEAD"):
                 seen(http).visit = self.quotas.begin(key)
@@ -34,12 +34,12 @@ class Access:
         """A request with a body needs a key of either kind, if the server has API keys: nothing is read for a stranger.
         Which endpoints the key opens is for others to say, and what is asked counts towards no limit here."""
         sends = http.headers.get("content-length", "0") != "0" or "transfer-encoding" in http.headers
-        if sends and self._keys.guards_api:
+        if sends and self.keys.guards_api:
             self._admitted(http, admin=self._given(http, admin=True) is not None)
 
     async def operator(self, http: Http) -> None:
         """The request needs an admin key, and is refused if the server has none."""
-        if not self._keys.guards_admin:
+        if not self.keys.guards_admin:
             message = "the server has no admin key, so this is off: start it with --admin-key or $KVARVE_ADMIN_KEY"
             raise Refused(403, message, code="no_admin_key")
         self._admitted(http, admin=True)
@@ -56,7 +56,7 @@ class Access:
 
     def _given(self, http: Http, *, admin: bool) -> Key | None:
         given = http.headers.get("authorization", "").encode("latin-1")
-        return self._keys.find(given.removeprefix(_BEARER), admin=admin) if given.startswith(_BEARER) else None
+        return self.keys.find(given.removeprefix(_BEARER), admin=admin) if given.startswith(_BEARER) else None
 
 
 async def no_pages(http: Http) -> None:

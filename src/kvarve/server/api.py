@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, from_json
 
-from kvarve.engine.requests import MOST_LOGPROBS, Sampling
+from kvarve.engine.requests import BOUNDS, MOST_LOGPROBS, Sampling
 from kvarve.errors import KvarveError
 from kvarve.familiar import storage_url
 from kvarve.server import fields
@@ -58,6 +58,19 @@ class Body(BaseModel):
 
     refused: ClassVar[Neutral] = {}
     instead: ClassVar[dict[str, str]] = fields.INSTEAD
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """With the fields that are refused unless they ask for nothing, and the engine's bounds of numbers."""
+        schema = handler(core)
+        properties = handler.resolve_ref_schema(schema).setdefault("properties", {})
+        for name, neutral in cls.refused.items():
+            properties.setdefault(name, {"enum": [None, *neutral]})
+        for name, (least, most) in BOUNDS.items():
+            for form in properties.get(name, {}).get("anyOf", ()):
+                if form["type"] == "number":
+                    form |= {"minimum": least, "maximum": most}
+        return schema
 
     def check(self) -> None:
         """Refuse a well-formed request that cannot be served."""

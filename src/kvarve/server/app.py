@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi import Request as Http
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.concurrency import run_in_threadpool
@@ -38,6 +39,7 @@ from kvarve.server.keyfile import Keyring
 from kvarve.server.lanes import Lanes, Shared, apart
 from kvarve.server.live import Live, page_routes, rejections
 from kvarve.server.observed import Observed, Responses, acts, seen
+from kvarve.server.openapi import openapi_routes
 from kvarve.server.prepare import ClientGone, Prepared, RequestPreparer
 from kvarve.server.quotas import OverQuota
 from kvarve.server.sglang import folder, sglang_routes
@@ -92,6 +94,7 @@ def create_app(
     app.include_router(sglang_routes(engine, front.name, front.generate, guards))
     app.include_router(admin_routes(engine, access, front.body))
     app.include_router(page_routes())
+    app.include_router(openapi_routes(lambda: app.routes, access.keys))
     watching = [Depends(access.flushing)]  # it is for the operator, as a flush is
     app.get("/live/data", dependencies=watching, include_in_schema=False)(front.live.data)
     add_errors(app)
@@ -116,6 +119,7 @@ def add_errors(app: FastAPI) -> None:
     """Have every error answered in the form that OpenAI's clients read."""
     app.add_exception_handler(KvarveError, _error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _not_that_kind)
     app.add_exception_handler(ClientDisconnect, _client_gone)
     app.add_exception_handler(Exception, _bug)
 
@@ -351,6 +355,14 @@ async def _http_error(http: Http, e: Exception) -> Response:
     assert isinstance(e, HTTPException)
     message = f"{http.method} {http.url.path}: {e.detail}"
     return JSONResponse(Refused(e.status_code, message).body(), e.status_code, e.headers)
+
+
+async def _not_that_kind(http: Http, e: Exception) -> Response:
+    """A parameter of an endpoint is of another type, as a replica's number that is none."""
+    assert isinstance(e, RequestValidationError)
+    first = e.errors()[0]
+    name = str(first["loc"][-1])
+    return JSONResponse(Refused(400, f"{name}: {first['msg']}", param=name).body(), 400)
 
 
 async def _client_gone(http: Http, e: Exception) -> Response:

@@ -32,6 +32,7 @@ from kvarve.server.front_metrics import front_families, merged
 from kvarve.server.lanes import Shared
 from kvarve.server.live import HEADERS
 from kvarve.server.observed import Observed, Responses, acts, seen
+from kvarve.server.openapi import PATH, document
 from kvarve.server.replicas import Replica, Replicas
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,9 @@ class Front:
         own.get("")(self.state)
         own.post("/{number}/restart")(self.restart)
         app.include_router(own)
+        self._own = document(own.routes, access.keys)["paths"]
         app.get("/metrics")(self.metrics)
+        app.get(PATH)(self.openapi)
         app.get("/live/data", include_in_schema=False)(self.live)
         passing = APIRouter(dependencies=[Depends(access.bodies)])
         for path in OF_ALL:
@@ -139,6 +142,18 @@ class Front:
                 texts.append((each.number, answer.text))
         own = front_families(self._replicas.all, self._responses)
         return await asyncio.to_thread(merged, texts, own)
+
+    async def openapi(self) -> Response:
+        """A replica's document, with the front's own paths."""
+        each = next(iter(self._able()), None)
+        try:
+            if each is None:
+                raise TimeoutError
+            answer = await self._http.get(each.url + PATH, timeout=METRICS_S)
+            told = answer.raise_for_status().json()
+        except (httpx.HTTPError, ValueError, TimeoutError):
+            raise Refused(503, "no replica answers now: try again", headers=RETRY_AFTER) from None
+        return JSONResponse(told | {"paths": told["paths"] | self._own})
 
     async def live(self, http: Http) -> Response:
         """What the live page shows of one replica (`?replica=1`; the first unless given), and how many there are."""

@@ -124,7 +124,8 @@ def sglang_routes(engine: Engine, name: str, generate: Callable[[Http], Any], gu
         return JSONResponse(state(engine, name))
 
     guarded, router = APIRouter(dependencies=guards), APIRouter()
-    guarded.api_route("/generate", methods=["POST", "PUT"])(generate)
+    guarded.post("/generate")(generate)
+    guarded.put("/generate")(generate)
     for path in ("/model_info", "/get_model_info"):
         guarded.get(path)(model_info)
     for path in ("/server_info", "/get_server_info"):

@@ -1,0 +1,111 @@
+"""The document at /openapi.json is true: of paths, keys, bodies and errors. `test_schemathesis.py` asks what it says."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from servers import serving
+from talk import Body, refused
+
+from kvarve.engine.requests import BOUNDS
+from kvarve.server import fields
+from kvarve.server.openapi import OPERATIONS
+from kvarve.server.serve import Server
+
+API, ADMIN = "an-api-key", "an-admin-key"
+KEYS = {"api_key": API, "admin_key": ADMIN}
+
+
+def document(client: httpx.Client) -> Body:
+    response = client.get("/openapi.json")
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+def operations(told: Body) -> list[tuple[str, str, Body]]:
+    """(path, method, what is said) of each operation, with a name in the place of a path's parameter."""
+    return [
+        (path.replace("{model}", "singer").replace("{number}", "0"), method, said)
+        for path, methods in told["paths"].items()
+        for method, said in methods.items()
+    ]
+
+
+def test_it_has_every_endpoint_that_is_no_page(client: httpx.Client) -> None:
+    told = document(client)
+    assert told["openapi"].startswith("3.1") and told["info"]["title"] == "kvarve"
+    assert {*told["paths"]} == {path for path in OPERATIONS if not path.startswith("/admin/replicas")}
+
+
+def test_a_method_that_it_has_not_gets_405_in_the_form_of_errors(client: httpx.Client) -> None:
+    for path, methods in document(client)["paths"].items():
+        for method in {"post", "put", "delete", "patch"} - {*methods}:
+            message = refused(client.request(method, path.replace("{model}", "singer")), 405)
+            assert message.endswith("Method Not Allowed")
+    refused(client.get("/v1/nothing"), 404)
+
+
+@pytest.mark.parametrize("own_server", [KEYS], indirect=True)
+def test_what_needs_a_key_says_so_and_gets_401_without(own_server: Server, own_client: httpx.Client) -> None:
+    for path, method, said in operations(document(own_client)):
+        answer = own_client.request(method, path, json={} if method in ("post", "put") else None)
+        assert (answer.status_code == 401) == bool(said["security"]), (path, method)
+        assert ("401" in said["responses"]) == bool(said["security"])
+        if said["security"]:
+            refused(answer, 401)
+            admin = own_client.request(method, path, headers={"Authorization": f"Bearer {API}"}, json={})
+            assert (admin.status_code == 401) == ("admin_key" in said["security"][0]), (path, method)
+
+
+def test_without_keys_it_asks_for_none_but_the_operators(client: httpx.Client) -> None:
+    asking = {path for path, _, said in operations(document(client)) if said["security"]}
+    assert asking == {path for path in OPERATIONS if path.startswith(("/admin/storage", "/hicache"))}
+
+
+@pytest.mark.parametrize("own_server", [KEYS], indirect=True)
+def test_it_tells_nothing_of_this_server(own_server: Server, own_client: httpx.Client) -> None:
+    said = own_client.get("/openapi.json").text
+    assert not [word for word in (API, ADMIN, "singer", str(own_server.settings.model)) if word in said]
+
+
+def test_a_body_has_the_fields_that_are_refused_with_what_asks_for_nothing(client: httpx.Client) -> None:
+    schemas = document(client)["components"]["schemas"]
+    for kind, refusing in (
+        ("CompletionRequest", fields.COMPLETION),
+        ("ChatRequest", fields.CHAT),
+        ("GenerateRequest", fields.GENERATE),
+        ("SamplingParams", fields.SAMPLING_PARAMS),
+    ):
+        for name, neutral in refusing.items():
+            said: Any = schemas[kind]["properties"][name]
+            assert said == {"enum": [None, *map(_as_json, neutral)]}, (kind, name)
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_the_bounds_of_a_number_are_those_that_are_kept(client: httpx.Client, name: str) -> None:
+    number, null = document(client)["components"]["schemas"]["CompletionRequest"]["properties"][name]["anyOf"]
+    assert null == {"type": "null"}
+
+    def asked(value: float) -> httpx.Response:
+        return client.post("/v1/completions", json={"prompt": "hei", "max_tokens": 1, name: value})
+
+    assert asked(number["minimum"]).status_code == asked(number["maximum"]).status_code == 200
+    assert name in refused(asked(number["minimum"] - 0.005), 400)
+    assert name in refused(asked(number["maximum"] + 0.005), 400)
+
+
+def _as_json(value: Any) -> Any:
+    return [*value] if isinstance(value, tuple) else value
+
+
+@pytest.mark.timeout(280)
+def test_a_front_adds_its_own_paths_to_a_replicas_document(checkpoint: Path, tmp_path: Path) -> None:
+    shape = ("--page-tokens", 16, "--chunk-tokens", 64, "--device-memory", "8MiB", "--host-memory", "0", "--threads", 1)
+    words = ("--model", checkpoint, "--served-model-name", "singer", *shape, "--dp", 2, "--admin-key", ADMIN)
+    with serving(tmp_path, *words) as (_, client):
+        told = document(client)
+        assert {*told["paths"]} == {*OPERATIONS}
+        key = {"Authorization": f"Bearer {ADMIN}"}
+        assert client.get("/admin/replicas", headers=key).status_code == 200
+        assert "number" in refused(client.post("/admin/replicas/first/restart", headers=key), 400)
