@@ -1,4 +1,4 @@
-"""The document at /openapi.json is true: of paths, keys, bodies and errors. `test_schemathesis.py` asks what it says."""
+"""The document at /openapi.json is true of paths, keys and bodies. `test_fuzzed_openapi.py` asks what it says."""
 
 from pathlib import Path
 from typing import Any

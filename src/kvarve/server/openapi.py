@@ -1,8 +1,8 @@
 """The OpenAPI document at /openapi.json: what an application really serves. No engine, no socket.
 
 Paths and methods are those of the application's routes, bodies those that `api.parse` reads, with the fields that
-`fields` refuses. Endpoints read raw bodies and write raw answers, so the rest, which FastAPI cannot know, is in one table
-here. Nothing in the document is of one server but which keys it asks for.
+`fields` refuses. Endpoints read raw bodies and write raw answers, so the rest, which FastAPI cannot know, is in one
+table here. Nothing in the document is of one server but which keys it asks for.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -41,7 +41,7 @@ ERRORS = {
     429: "the key's limits are reached; Retry-After says for how long",
     500: "the answer could not be computed: `message` says why",
     502: "the replica that was asked ended before it had answered",
-    503: "the server is full, draining or without its engine: try again after Retry-After; empty if no connection was free",
+    503: "the server is full, draining or without its engine; empty if no connection was free",
 }
 ALWAYS, WITH_BODY = (421, 500, 503), (400, 408, 413)
 
