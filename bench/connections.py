@@ -153,7 +153,7 @@ def serve(size: Size) -> tuple["subprocess.Popen[str]", str]:
 
 
 def measure(size: Size) -> tuple[dict[str, list[float]], list[int], int]:
-    """Times to first tokens by kind of spell, the server's memory beside idle connections, how many of these came back."""
+    """Times to first tokens by kind of spell, the server's memory beside idle connections, and how many came back."""
     process, url = serve(size)
     ttft_s, seen = {kind: list[float]() for kind in KINDS}, list[int]()
     try:

@@ -492,3 +492,15 @@ def test_a_key_opens_what_it_guards_and_nothing_else_does(own_client: httpx.Clie
         refused(own_client.get("/v1/models", headers=wrong), 401)
     assert own_client.post(COMPLETIONS, json=body, headers=header("Bearer sésame")).status_code == 200
     assert own_client.get("/health").status_code == own_client.get("/metrics").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/flush_cache?tiers=host&tiers=device", "tiers"),
+        ("/flush_cache?timeout=nothing&timeout=1", "timeout"),
+        ("/reset_prefix_cache?reset_external=true&reset_external=false", "reset_external"),
+    ],
+)
+def test_a_parameter_that_is_given_twice_is_refused(client: httpx.Client, path: str, name: str) -> None:
+    assert refused(client.post(path), 400) == f"{name} is given 2 times"

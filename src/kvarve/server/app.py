@@ -178,15 +178,15 @@ class _Front:
     async def flush_cache(self, http: Http) -> Response:
         """Evict all unpinned pages of `tiers` (in the query or the body: "device", "device,host"; default both)."""
         async with self.body(http) as body:
-            tiers = await apart(lambda: _tiers(http.query_params.get("tiers"), body))
-            wait_s = _seconds(http.query_params.get("timeout"))
+            tiers = await apart(lambda: _tiers(asked(http, "tiers"), body))
+            wait_s = _seconds(asked(http, "timeout"))
         pages = await self._flush(http, tiers, wait_s)
         return JSONResponse({"flushed_pages": pages, "tiers": [tier.name.lower() for tier in tiers]})
 
     async def reset_prefix_cache(self, http: Http) -> Response:
         """vLLM's name of a flush of all memory. The storage is cleared under its own endpoint, with the admin key."""
         for name, instead in (("reset_running_requests", ""), ("reset_external", f": POST {HICACHE}/clear does it")):
-            if http.query_params.get(name, "false").lower() not in ("false", "0", "no", "off"):
+            if (asked(http, name) or "false").lower() not in ("false", "0", "no", "off"):
                 raise Refused(400, f"{name} is not supported{instead}", param=name, code="unsupported_parameter")
         return JSONResponse({"success": True, "flushed_pages": await self._flush(http, list(MEMORY_TIERS), FLUSH_S)})
 
@@ -293,6 +293,14 @@ class _Front:
             keys=self._access.quotas.counts(),
             spans=None if self._traces is None else self._traces.counts(),
         )
+
+
+def asked(http: Http, name: str) -> str | None:
+    """A parameter of the query; Refused if it is there twice: one of the two would be ignored."""
+    given = http.query_params.getlist(name)
+    if len(given) > 1:
+        raise Refused(400, f"{name} is given {len(given)} times", param=name)
+    return given[0] if given else None
 
 
 def _tiers(query: str | None, body: bytes) -> list[Tier]:

@@ -26,7 +26,7 @@ from kvarve.server.access import Access, no_pages
 from kvarve.server.admin import HICACHE
 from kvarve.server.answers import RETRY_AFTER
 from kvarve.server.api import MOST_VALUES, Refused, check_values
-from kvarve.server.app import add_errors, without_extras
+from kvarve.server.app import add_errors, asked, without_extras
 from kvarve.server.bodies import Bodies
 from kvarve.server.front_metrics import front_families, merged
 from kvarve.server.lanes import Shared
@@ -158,7 +158,7 @@ class Front:
     async def live(self, http: Http) -> Response:
         """What the live page shows of one replica (`?replica=1`; the first unless given), and how many there are."""
         known = {"X-Kvarve-Replicas": str(len(self._replicas.all))}
-        number = http.query_params.get("replica", "0")
+        number = asked(http, "replica") or "0"
         each = next((each for each in self._replicas.all if str(each.number) == number), None)
         if each is None:
             raise Refused(404, f"replicas count from 0 to {len(self._replicas.all) - 1}", headers=known)
