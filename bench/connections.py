@@ -28,7 +28,9 @@ from common import arguments, machine, show, watched, write_json
 from kvarve.server.connections import raise_descriptors
 
 ALONE, BESIDE = KINDS = ("alone", "beside idle ones")
-PATIENCE_S = 300.0
+PATIENCE_S = 120.0
+RAMP_S = 10.0  # in which idle connections open
+HELD = 0.95  # of the idle connections are open: some are just coming back
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Size:
     streams: int = 200
     tokens: int = 16
     prompt: int = 24
-    spells: int = 5  # of each kind
+    spells: int = 3  # of each kind
     seconds: float = 600.0  # of each kind in all
 
 
@@ -78,7 +80,8 @@ class Load:
             writer.close()
 
     async def idle(self, number: int) -> None:
-        """One idle connection, opened again when the server has closed it."""
+        """One idle connection, opened again when the server has closed it; all do not begin at once."""
+        await asyncio.sleep(RAMP_S * number / self.size.idle)
         host, port = urlsplit(self.url).hostname, urlsplit(self.url).port
         while True:
             reader, writer = await asyncio.open_connection(host, port)
@@ -96,7 +99,7 @@ class Load:
         """Streams beside idle connections, which are there before the first."""
         idle = [asyncio.ensure_future(self.idle(number)) for number in range(self.size.idle)]
         try:
-            await self._until_open(self.size.idle)
+            await self._until_open(int(HELD * self.size.idle))
             await self.streams(seconds)
             assert not any(each.done() for each in idle), "an idle connection was refused"
         finally:

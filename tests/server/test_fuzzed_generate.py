@@ -287,7 +287,7 @@ class Client:
 @pytest.fixture
 def server(checkpoint: Path, tmp_path: Path) -> Iterator[Server]:
     """With few places, so that some get 503, and a small context, as some ask for as many tokens as there are."""
-    with Server(settings(checkpoint, tmp_path, context_length=128, max_running=4, max_waiting=10)) as server:
+    with Server(settings(checkpoint, tmp_path, context_length=128, max_running=2, max_waiting=3)) as server:
         yield server
 
 
