@@ -504,3 +504,8 @@ def test_a_key_opens_what_it_guards_and_nothing_else_does(own_client: httpx.Clie
 )
 def test_a_parameter_that_is_given_twice_is_refused(client: httpx.Client, path: str, name: str) -> None:
     assert refused(client.post(path), 400) == f"{name} is given 2 times"
+
+
+def test_a_reset_of_what_is_not_supported_is_refused_whatever_it_says(client: httpx.Client) -> None:
+    for value in ("", "true", "1", "maybe"):
+        assert "reset_external" in refused(client.post(f"/reset_prefix_cache?reset_external={value}"), 400)

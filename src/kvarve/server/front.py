@@ -158,7 +158,7 @@ class Front:
     async def live(self, http: Http) -> Response:
         """What the live page shows of one replica (`?replica=1`; the first unless given), and how many there are."""
         known = {"X-Kvarve-Replicas": str(len(self._replicas.all))}
-        number = asked(http, "replica") or "0"
+        number = asked(http, "replica", "0")
         each = next((each for each in self._replicas.all if str(each.number) == number), None)
         if each is None:
             raise Refused(404, f"replicas count from 0 to {len(self._replicas.all) - 1}", headers=known)

@@ -123,7 +123,7 @@ _FLUSH = Operation(
     key="flush",
     query=(
         ("tiers", TEXT_, "device, host or both with a comma between; both unless given"),
-        ("timeout", NUMBER | {"minimum": 0, "maximum": 600}, "seconds for backups"),
+        ("timeout", {"anyOf": [NUMBER | {"minimum": 0, "maximum": 600}, {"const": ""}]}, "seconds for backups"),
     ),
 )
 _GENERATE = Operation(
