@@ -57,10 +57,10 @@ def test_a_storage_that_is_attached_under_traffic_serves_all_ranks_and_those_of_
     @contextmanager
     def serving(storage: str | None = None) -> Iterator[demo.Client]:
         words = ["--tp", "4", "--admin-key", "the-admin", "--prefetch-policy", "wait_complete"]
-        with served([*words, *(["--storage", storage] if storage else [])], tmp_path, tmp_path / "log") as url:
-            with closing(demo.Client(url)) as client:
-                client._http.headers["Authorization"] = "Bearer the-admin"
-                yield client
+        words += ["--storage", storage] if storage else []
+        with served(words, tmp_path, tmp_path / "log") as url, closing(demo.Client(url)) as client:
+            client._http.headers["Authorization"] = "Bearer the-admin"
+            yield client
 
     with serving() as client, ThreadPoolExecutor(3) as clients:
         expected = [asked(client, number, read_cache=False).text for number in range(4)]
