@@ -142,7 +142,8 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_sent_on(client: httpx.
 def test_a_request_that_cannot_be_sent_on_counts_for_no_replica(client: httpx.Client) -> None:
     url = client.base_url
     with socket.create_connection((url.host, url.port or 0)) as link:
-        link.sendall(b'POST %2Fv1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 14\r\n\r\n{"prompt":"x"}')
+        head = b"POST %2Fv1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer the-client\r\n"
+        link.sendall(head + b'Content-Length: 14\r\n\r\n{"prompt":"x"}')
         assert b" 400 " in link.recv(1 << 16).split(b"\r\n")[0]
     until(lambda: not any(each["busy"] for each in states(client)))
 
