@@ -1,16 +1,18 @@
 """TLS, the names and pages that a server answers to, and the drain before it ends."""
 
 import logging
+import socket
 import ssl
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
 import trustme
 from servers import settings
-from talk import COMPLETIONS, Body, complete, events, refused, stream
+from talk import COMPLETIONS, Body, complete, events, refused, stream, until
 
 from kvarve.errors import ConfigError
 from kvarve.server.hosts import names_for
@@ -71,6 +73,22 @@ def test_a_server_with_a_certificate_speaks_https_alone_and_shows_a_renewed_one(
         server.edge.reload()
         assert "the certificate stays as it is" in caplog.text and shown_by(server, context) == second
         assert complete(client, song, max_tokens=1), "connections that were open go on"
+
+
+def test_connections_on_which_tls_never_begins_lock_out_nobody(
+    checkpoint: Path, tmp_path: Path, ca: trustme.CA, song: str
+) -> None:
+    files, context = written(ca.issue_cert("127.0.0.1"), tmp_path), trusting(ca)
+    with Server(settings(checkpoint, max_connections=16, **files)) as server, ExitStack() as opened:
+        client = opened.enter_context(httpx.Client(base_url=server.url, verify=context))
+        at = httpx.URL(server.url)
+        silent = [opened.enter_context(socket.create_connection((at.host, at.port or 0))) for _ in range(40)]
+        now = until(client, lambda now: now["kvarve_closed_connections_total.crowded"] >= len(silent) - 15)
+        assert now["kvarve_connections"] == 16
+        assert complete(client, song, max_tokens=1)
+        silent[-1].sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert not silent[-1].recv(100).startswith(b"HTTP")
+        until(client, lambda now: now["kvarve_connections"] == 15)
 
 
 def test_a_certificate_that_cannot_be_used_is_one_line(checkpoint: Path, tmp_path: Path, ca: trustme.CA) -> None:

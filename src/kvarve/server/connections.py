@@ -3,13 +3,16 @@
 uvicorn closes a connection that is idle between two requests (`KEEP_ALIVE_S`), and leaves the rest to a proxy. This
 module also closes a connection whose request headers do not complete, and one whose client does not read its answer. (A
 body has a time limit of its own, in `app`.) Beyond the limit, the connection that has been longest without a complete
-request is closed, so that idle connections cannot lock out new clients.
+request is closed, so that idle connections cannot lock out new clients. A connection counts from its accept on: TLS
+begins on it afterwards, as part of the wait for headers.
 """
 
+import asyncio
 import logging
 import resource
+import ssl
 import time
-from asyncio import BaseTransport, BufferedProtocol, Transport
+from asyncio import BaseTransport, BufferedProtocol, Protocol, Transport
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,21 +43,26 @@ content-length: 0\r
 class Connections:
     """The connections of one server. All state but the counts belongs to the event loop's thread."""
 
-    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.most, self.clock = most, clock
+    def __init__(
+        self, most: int, clock: Callable[[], float] = time.monotonic, context: ssl.SSLContext | None = None
+    ) -> None:
+        """`context`: of TLS, which each connection begins with; none unless given."""
+        self.most, self.clock, self._context = most, clock, context
         self.closed: Counter[str] = Counter()  # by reason, since the start
         self._logged: Counter[str] = Counter()  # those that have been logged
-        self._open: set[Connection] = set()
-        self._closing: set[Connection] = set()  # closed, with unsent bytes left
+        self._open: set[Connection | Handshake] = set()
+        self._closing: set[Connection | Handshake] = set()  # closed, with unsent bytes left
         self.read = memoryview(bytearray(READ_BYTES))  # the read buffer of all connections
-        self._incomplete: dict[Connection, float] = {}  # no complete request yet: since when, oldest first
+        self._incomplete: dict[Connection | Handshake, float] = {}  # no complete request yet: since when, oldest first
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def protocol(self, *args: Any, **kwargs: Any) -> "Connection":
+    def protocol(self, *args: Any, **kwargs: Any) -> "Connection | Handshake":
         """The protocol factory that uvicorn calls for each accepted connection."""
-        return Connection(self, *args, **kwargs)
+        if self._context is None:
+            return Connection(self, *args, **kwargs)
+        return Handshake(self, self._context, lambda: Connection(self, *args, **kwargs))
 
     def close_stalled(self) -> None:
         """Close connections past a time limit; to be called about once a second."""
@@ -71,13 +79,14 @@ class Connections:
 
     # --- called by connections
 
-    def opened(self, one: "Connection") -> None:
+    def opened(self, one: "Connection | Handshake") -> None:
         self._open.add(one)
         if len(self._open) - len(self._closing) > self.most:
             if self._incomplete:
                 self._end(next(iter(self._incomplete)), "crowded")
             else:
-                one.transport.write(FULL)
+                if isinstance(one, Connection):
+                    one.transport.write(FULL)
                 self._end(one, "crowded")
                 return
         self._incomplete[one] = self.clock()
@@ -93,12 +102,12 @@ class Connections:
         self._incomplete.pop(one, None)  # from now on it waits for the next request
         self.received(one)
 
-    def forget(self, one: "Connection") -> None:
+    def forget(self, one: "Connection | Handshake") -> None:
         self._open.discard(one)
         self._closing.discard(one)
         self._incomplete.pop(one, None)
 
-    def _end(self, one: "Connection", reason: str) -> None:
+    def _end(self, one: "Connection | Handshake", reason: str) -> None:
         self.closed[reason] += 1
         self._incomplete.pop(one, None)
         self._closing.add(one)
@@ -161,6 +170,54 @@ class Connection(H11Protocol, BufferedProtocol):
             self._moved_s = now
         self._unsent_bytes = unsent
         return now - self._moved_s
+
+
+class Handshake(Protocol):
+    """A connection until TLS has begun on it. asyncio's own servers tell of one only then."""
+
+    waits_for_headers = True
+
+    def __init__(self, connections: Connections, context: ssl.SSLContext, connection: Callable[[], Connection]) -> None:
+        self._connections, self._context, self._connection = connections, context, connection
+        self._lost = False
+        self._early = b""  # what came in the moment between the handshake's end and the connection's begin
+
+    def connection_made(self, transport: BaseTransport) -> None:
+        assert isinstance(transport, Transport)
+        self.transport = transport
+        self._connections.opened(self)
+        self._task = asyncio.get_running_loop().create_task(self._begin())
+
+    def data_received(self, data: bytes) -> None:
+        self._early += data
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+
+    async def _begin(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            encrypted = await loop.start_tls(
+                self.transport, self, self._context, server_side=True, ssl_handshake_timeout=HEADERS_S
+            )
+        except OSError:  # of TLS, of the network, of time
+            self.transport.abort()
+            return
+        except asyncio.CancelledError:
+            self.transport.abort()
+            raise
+        finally:
+            self._connections.forget(self)
+        if self._lost or encrypted is None:
+            return
+        connection = self._connection()
+        encrypted.set_protocol(connection)
+        connection.connection_made(encrypted)
+        if self._early:
+            connection.data_received(self._early)
+
+    def stalled_s(self, now: float) -> float:
+        return 0.0
 
 
 _WHY = {

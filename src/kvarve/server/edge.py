@@ -6,6 +6,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp
 
 from kvarve.errors import ConfigError
+from kvarve.server.connections import Connections, most_connections
 from kvarve.server.drain import Drain
 from kvarve.server.hosts import NamedHosts, check_hosts, check_origins, names_for, with_origins
 from kvarve.server.settings import Settings
@@ -24,6 +25,11 @@ class Edge:
         self.keys, self.drain = settings.keyring(), Drain()
         chain = settings.tls_cert
         self.certificate = None if chain is None else Certificate(chain, settings.tls_key)
+
+    def connections(self) -> Connections:
+        """The server's connections, which begin with TLS if there is a certificate."""
+        context = None if self.certificate is None else self.certificate.context
+        return Connections(self._settings.max_connections or most_connections(), context=context)
 
     @property
     def reloads(self) -> bool:

@@ -43,7 +43,7 @@ from kvarve.ranks.group import ALL
 from kvarve.reports import check_file
 from kvarve.server.access import Access
 from kvarve.server.app import create_app
-from kvarve.server.connections import KEEP_ALIVE_S, SEND_BYTES, Connections, most_connections, raise_descriptors
+from kvarve.server.connections import KEEP_ALIVE_S, SEND_BYTES, Connections, raise_descriptors
 from kvarve.server.edge import Edge
 from kvarve.server.front import Front
 from kvarve.server.kv_events import KvEvents, KvEventsConfig
@@ -100,7 +100,7 @@ class Server:
             if settings.otlp_traces_endpoint is not None:
                 self.traces = Traces(settings.otlp_traces_endpoint, settings.served_model_name or model.name)
                 undo.callback(self.traces.close)
-            self.connections = Connections(settings.max_connections or most_connections())
+            self.connections = edge.connections()
             app = create_app(
                 self.engine,
                 name=settings.served_model_name,
@@ -111,7 +111,7 @@ class Server:
                 metrics_compat=settings.metrics_compat,
                 traces=self.traces,
             )
-            self._http = _http(app, self.connections, edge)
+            self._http = _http(app, self.connections)
             self._thread = threading.Thread(target=self._serve, args=(listener,), name="kvarve http", daemon=True)
             undo.pop_all()
         self.engine.start()
@@ -265,8 +265,7 @@ def follow(settings: Settings, place: Place) -> None:
             raise Broken(why)
 
 
-def _http(app: ASGIApp, connections: Connections, edge: Edge) -> "_Uvicorn":
-    certificate = edge.certificate
+def _http(app: ASGIApp, connections: Connections) -> "_Uvicorn":
     config = uvicorn.Config(
         app,
         http=cast(type[asyncio.Protocol], connections.protocol),
@@ -279,7 +278,6 @@ def _http(app: ASGIApp, connections: Connections, edge: Edge) -> "_Uvicorn":
         timeout_keep_alive=KEEP_ALIVE_S,
         # asyncio accepts this many in each turn of its loop, and closes the excess some four turns later.
         backlog=max(1, min(BACKLOG, connections.most // 8)),
-        ssl_context_factory=None if certificate is None else lambda *_: certificate.context,
     )
     return _Uvicorn(config, connections)
 
@@ -397,7 +395,7 @@ def _replicas(settings: Settings, edge: Edge) -> Iterator[str]:
         replicas.start()
         around = edge.around(listener.getsockname()[0])
         front = Front(replicas, settings.max_body_bytes, Access(edge.keys), around)
-        http = _http(front.app, Connections(settings.max_connections or most_connections()), edge)
+        http = _http(front.app, edge.connections())
         _listen(listener, url)
         thread = threading.Thread(target=http.run, args=([listener],), name="kvarve http", daemon=True)
         thread.start()
