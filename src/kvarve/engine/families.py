@@ -72,6 +72,11 @@ FAMILIES = (
     ),
     Family("Zamba2", "Zamba2Config"),
     Family("LFM2", "Lfm2Config", {"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]}),
+    Family(
+        "LFM2-MoE",
+        "Lfm2MoeConfig",
+        {"layer_types": [["conv", "full_attention"][number % 4 == 2] for number in range(32)]},
+    ),
     Family("OLMo-hybrid", "OlmoHybridConfig"),
     Family("MiniMax-01", "MiniMaxConfig"),
     Family(

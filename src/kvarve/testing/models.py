@@ -176,6 +176,18 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm2Config",
         COMMON | {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16},
     ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        _but(
+            COMMON,
+            "head_dim",
+            num_hidden_layers=3,
+            layer_types=["conv", "full_attention", "conv"],
+            num_dense_layers=1,
+            moe_intermediate_size=16,
+        )
+        | EXPERTS,
+    ),
     "olmo_hybrid": ("OlmoHybridConfig", _but(COMMON, "head_dim") | HYBRID | DELTA_NET),
     "minimax": ("MiniMaxConfig", COMMON | HYBRID | LOCAL_EXPERTS | {"block_size": 32}),
     # Three states in a layer, one of them of token ids, and positions cached beside the indexer's keys.
