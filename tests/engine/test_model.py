@@ -77,7 +77,7 @@ def test_models_share_pages_only_if_nothing_that_decides_a_bit_differs(qwen: Pat
 
 
 def test_a_check_reads_no_weights_but_says_what_is_wrong(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvarve.engine.model.AutoModelForCausalLM.from_pretrained", None)
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", None)
     check_model(str(qwen))
     with pytest.raises(ConfigError, match="a page of 48 tokens does not fit the model's prefill grid of 256"):
         load_model(str(qwen), page_tokens=48)

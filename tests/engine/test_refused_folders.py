@@ -137,12 +137,22 @@ def test_whole_numbers_that_are_no_weights_are_served(folder: Path) -> None:
 # --- models that are not ours
 
 
-def test_kimi_k2_is_named_and_refused(folder: Path) -> None:
-    about = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+def test_a_refusal_gives_all_its_reasons(folder: Path) -> None:
+    about = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
     config(folder, **about, quantization_config={"quant_method": "awq"})
     said = both(folder)
-    assert "config.json: Kimi-K2: transformers" in said and "does not know this architecture" in said
+    assert "config.json: mine: transformers" in said and "does not know this architecture" in said
     assert "code that comes with a checkpoint is never run" in said and "quantized (awq)" in said
+
+
+def test_a_model_that_only_reads_images_is_refused(folder: Path) -> None:
+    config(folder, model_type="siglip_vision_model")
+    assert "a siglip_vision_model is not a causal language model" in both(folder)
+
+
+def test_a_tokenizer_of_tiktoken_is_named_with_the_way_to_convert_it(folder: Path) -> None:
+    (folder / "tokenizer.json").rename(folder / "tiktoken.model")
+    assert "no tokenizer.json, " in both(folder) and "TikTokenConverter" in both(folder)
 
 
 def test_a_checkpoint_whose_code_would_have_to_be_run_is_refused_and_it_is_not_run(folder: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
+from torch.overrides import TorchFunctionMode
 
 from kvarve.commands import Models
 from kvarve.engine.layers import page_multiple, plan_layers
@@ -46,6 +47,20 @@ class Family:
             raise ModelError(f"transformers {transformers.__version__} refuses this config: {e}") from e
 
 
+# Of its published config, where it differs from DeepSeek-V3's.
+KIMI_K2 = {
+    "vocab_size": 163840,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_routed_experts": 384,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072,
+}
+
+HALF_ROTATED = {"partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
+
 FAMILIES = (
     Family("Qwen3", "Qwen3Config"),
     Family("Llama", "LlamaConfig"),
@@ -57,6 +72,8 @@ FAMILIES = (
     Family("Gemma 4", "Gemma4TextConfig"),
     Family("DeepSeek-V3", "DeepseekV3Config"),
     Family("DeepSeek-V3.2", "DeepseekV32Config"),
+    Family("Kimi-K2", "DeepseekV3Config", KIMI_K2),
+    Family("LongCat-Flash", "LongcatFlashConfig"),
     Family("GLM-5", "GlmMoeDsaConfig"),
     Family("DeepSeek-V4", "DeepseekV4Config"),
     Family("Kimi-Linear", "KimiLinearConfig"),
@@ -91,12 +108,23 @@ FAMILIES = (
             "output_gate_type": "sigmoid",
         },
     ),
+    # Language models inside of models that take images, too.
+    Family("Llama 4", "Llama4Config"),
+    Family("Mistral 3", "Mistral3Config", {"text_config": {"model_type": "mistral", "sliding_window": None}}),
+    Family("InternVL", "InternVLConfig"),
+    Family("Qwen2.5-VL", "Qwen2_5_VLConfig"),
+    Family("Qwen3-VL", "Qwen3VLConfig"),
+    Family(
+        "GLM-4V",
+        "Glm4vConfig",
+        {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **HALF_ROTATED}}},
+    ),
+    Family("Kimi-K2.5", "Kimi_K25Config", {"text_config": {"model_type": "kimi_k2", **KIMI_K2}}),
     Family(
         "MiniMax-M3",
         "MiniMaxM3VLTextConfig",
         {"num_hidden_layers": 4, "layer_types": ["full_attention"] + ["minimax_m3_sparse"] * 3},
     ),
-    Family("Kimi-K2", "KimiK2Config"),
     Family("Falcon-Mamba", "FalconMambaConfig"),
     Family("RWKV", "RwkvConfig"),
 )
@@ -158,21 +186,51 @@ def describe(name: str, config: Any, dtype: torch.dtype, page_tokens: int, chunk
     try:
         with torch.device("meta"):
             model = build_model(config, dtype)
-        with NOTHING_IS_ZERO.patch(meta_nonzero_assume_all_nonzero=True):
-            layout = StateLayout.of(model, page_tokens, chunk_tokens)
+        layout = _layout(model, page_tokens, chunk_tokens)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError) as e:
         raise ModelError(f"{name}: no model can be built of this config: {' '.join(str(e).split())}") from e
     except (RuntimeError, NotImplementedError) as e:  # an operation that reads a value
-        text = config.get_text_config(decoder=True)
-        if text is config:
-            raise _Opaque(str(e)) from e
-        return describe(name, text, dtype, page_tokens, chunk_tokens)
+        raise _Opaque(str(e)) from e
     parameters = sum(tensor.numel() for tensor in model.parameters())
-    return facts(name, config, layout, str(dtype).removeprefix("torch."), parameters)
+    return facts(name, model.config, layout, str(dtype).removeprefix("torch."), parameters)
 
 
 class _Opaque(Exception):
     """The shapes of a model depend on values, so they are unknown on the meta device."""
+
+
+class _Answering(TorchFunctionMode):
+    """Answers a number where a model reads a whole number out of a tensor without bytes."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.asked = number, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.item and args[0].is_meta and not args[0].is_floating_point():
+            self.asked = True
+            return self.number
+        return func(*args, **(kwargs or {}))
+
+
+def _layout(model: Any, page_tokens: int, chunk_tokens: int) -> StateLayout:
+    """The layout of a model on the meta device. If its code asks for values, such as the number of an expert, two
+    answers have to give the same layout: otherwise it depends on them, and this raises _Opaque."""
+    with NOTHING_IS_ZERO.patch(meta_nonzero_assume_all_nonzero=True):
+        with _Answering(0) as answering:
+            layout = StateLayout.of(model, page_tokens, chunk_tokens)
+        if answering.asked:
+            with _Answering(1):
+                other = StateLayout.of(model, page_tokens, chunk_tokens)
+            if other.pools != layout.pools:
+                raise _Opaque("what it keeps depends on values that it reads")
+    return layout
+
+
+def _dtype(config: Any) -> torch.dtype:
+    """The dtype in which a checkpoint of this config is loaded."""
+    found: torch.dtype | None = config.dtype or config.get_text_config(decoder=True).dtype
+    return found or torch.float32
 
 
 def describe_model(name: str, dtype: str, page_tokens: int | None, chunk_tokens: int | None) -> Facts:
@@ -183,7 +241,7 @@ def describe_model(name: str, dtype: str, page_tokens: int | None, chunk_tokens:
     if dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
     config = read_config(name)
-    torch_dtype = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
+    torch_dtype = getattr(torch, dtype) if dtype != "auto" else _dtype(config)
     page, chunk = _grid(config, name, page_tokens, chunk_tokens)
     bare = is_bare(name)
     if not bare:

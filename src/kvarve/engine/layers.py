@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache
+from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
+from kvarve.engine.wrappers import model_class
 from kvarve.errors import ModelError
 
 
@@ -384,8 +385,7 @@ class LayerPlan:
 
 def plan_layers(config: Any, name: str) -> tuple[LayerPlan, ...]:
     """The cache layers for a model of this config; ModelError if the kind of one is unknown here."""
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # some layers are registered only when their model is imported
+    model_class(config)  # some layers are registered only when their model is imported
     try:
         fresh = DynamicCache(config=config).layers
     except KeyError as e:

@@ -18,7 +18,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from kvarve.engine.identity import Marks, identity_of, weights_digest
 from kvarve.engine.layers import plan_layers
@@ -27,6 +27,7 @@ from kvarve.engine.ranks import Ranks
 from kvarve.engine.shards import divide, head_groups, with_groups, with_replicated
 from kvarve.engine.state import StateLayout, Workspace, check_pages
 from kvarve.engine.stepwise import make_resumable
+from kvarve.engine.wrappers import model_class, own_config
 from kvarve.errors import ConfigError, ModelError
 from kvarve.model import HeadGroups, ModelIdentity, check_grid
 
@@ -34,7 +35,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 BUILTIN = Path(__file__).parent / "builtin"
 UNKNOWN_LIMIT = 32768  # tokens, for a model whose config names no limit, such as one without positions
 CONFIG, TOKENIZER, INDEX = "config.json", "tokenizer.json", "model.safetensors.index.json"
-NAMES = {"kimi_k2": "Kimi-K2"}  # common names of types that transformers does not know
+TIKTOKEN = "tiktoken.model"
+# Types under which only code of a checkpoint knows a model, and the type under which transformers has the same.
+ALIASES = {"kimi_k2": "deepseek_v3"}
 # Signs of quantized weights in a file: dtypes and names.
 PACKED_TYPES = ("F8_", "F6_", "F4")
 PACKED_NAMES = ("qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv", "_blocks", "absmax", "SCB")
@@ -140,7 +143,7 @@ def build_model(config: Any, dtype: torch.dtype) -> Any:
 
     transformers keeps some weights in float32 whatever the others' dtype, but only when it loads them.
     """
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model = _model_class(config)._from_config(own_config(config), dtype=dtype).eval()
     precise = {*(model._keep_in_fp32_modules_strict or ())} if dtype in (torch.float16, torch.bfloat16) else set()
     if dtype == torch.float16:
         precise |= {*(model._keep_in_fp32_modules or ())}
@@ -154,7 +157,7 @@ def read_config(name: str) -> Any:
     """The config of `builtin:...` or a folder, if it is that of a causal language model; ModelError otherwise."""
     folder = _folder(name)
     config = _read_config(folder)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if model_class(config) is None:
         raise ModelError(f"{folder}: a {config.model_type} is not a causal language model that transformers knows")
     return config
 
@@ -190,7 +193,7 @@ def load_model(
     """
     found = _Checkpoint.find(name, page_tokens, chunk_tokens, dtype)
     tokenizer = found.tokenizer()
-    if attention == "sdpa" and not found.model_class._supports_sdpa:
+    if attention == "sdpa" and not _model_class(found.config)._supports_sdpa:
         attention = "eager"
     model = found.model(attention)
     try:
@@ -296,12 +299,12 @@ class _Checkpoint:
             raise ConfigError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
         folder = _folder(name)
         config = read_config(name)
-        check_pages(plan_layers(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__), page_tokens, str(folder))
+        check_pages(plan_layers(config, _model_class(config).__name__), page_tokens, str(folder))
         check_grid(page_tokens, chunk_tokens)
         method = method_of(_read_json(folder / CONFIG))
         _check_weights(folder, method)
         if not (folder / TOKENIZER).is_file():
-            raise ModelError(f"{folder}: no {TOKENIZER}, which is the only form of tokenizer that is read")
+            raise ModelError(f"{folder}: no {TOKENIZER}, which is the only form of tokenizer that is read{_other(folder)}")
         _read_json(folder / TOKENIZER)
         if (folder / "adapter_config.json").exists():
             raise ModelError(
@@ -310,10 +313,6 @@ class _Checkpoint:
         checkpoint = cls(name, folder, config, dtype, method)
         checkpoint.tokenizer()
         return checkpoint
-
-    @property
-    def model_class(self) -> Any:
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
 
     def tokenizer(self) -> Any:
         try:
@@ -324,14 +323,13 @@ class _Checkpoint:
     def model(self, attention: str) -> Any:
         try:
             with dequantizing(self.config):
-                model, info = AutoModelForCausalLM.from_pretrained(
+                model, info = _model_class(self.config).from_pretrained(
                     self.folder,
-                    config=self.config,
+                    config=own_config(self.config),
                     dtype=self.dtype,
                     attn_implementation=attention,
                     use_safetensors=True,
                     local_files_only=True,
-                    trust_remote_code=False,
                     output_loading_info=True,
                 )
         except Exception as e:  # models check their configs, and libraries their files, with exceptions of their own
@@ -346,6 +344,13 @@ class _Checkpoint:
         return model.eval()
 
 
+def _model_class(config: Any) -> Any:
+    """The class of a config that `read_config` would return; ModelError if there is none."""
+    if (found := model_class(config)) is None:
+        raise ModelError(f"a {config.model_type} is not a causal language model that transformers knows")
+    return found
+
+
 def _folder(name: str) -> Path:
     kind, colon, builtin = name.partition(":")
     if kind == "builtin" and colon:
@@ -357,6 +362,16 @@ def _folder(name: str) -> Path:
     if not folder.is_dir():
         raise ModelError(f"{name}: no such folder; a model is 'builtin:...' or a folder with config.json")
     return folder
+
+
+def _other(folder: Path) -> str:
+    """What to do about a tokenizer in the form that Kimi's checkpoints have."""
+    if not (folder / TIKTOKEN).is_file():
+        return ""
+    return (
+        f": convert {TIKTOKEN}, with the pattern and the special tokens of its tokenizer's code, by "
+        f"transformers.convert_slow_tokenizer.TikTokenConverter, and save it as {TOKENIZER}"
+    )
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
@@ -376,16 +391,19 @@ def _read_config(folder: Path) -> Any:
     content = _read_json(path)
     if not isinstance(model_type := content.get("model_type"), str):
         raise ModelError(f"{path}: it names no model_type")
-    why = []
-    if model_type not in transformers.CONFIG_MAPPING:
+    known, why = ALIASES.get(model_type, model_type), []
+    if known not in transformers.CONFIG_MAPPING:
         why.append(f"transformers {transformers.__version__} does not know this architecture")
         if "auto_map" in content:
             why.append("code that comes with a checkpoint is never run")
     if (method := method_of(content)) and (trouble := unreadable(method)):
         why.append(trouble)
     if why:
-        raise ModelError(f"{path}: {NAMES.get(model_type, model_type)}: {'; '.join(why)}")
+        raise ModelError(f"{path}: {model_type}: {'; '.join(why)}")
     try:
+        if known != model_type:
+            own = {key: value for key, value in content.items() if key != "auto_map"}
+            return transformers.CONFIG_MAPPING[known].from_dict({**own, "model_type": known})
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as e:  # each config class checks its fields with exceptions of its own
         raise ModelError(f"{path}: {model_type}: {_line(e)}") from e

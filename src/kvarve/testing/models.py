@@ -66,6 +66,21 @@ def _deepseek(**settings: Any) -> dict[str, Any]:
     return _but(COMMON, num_key_value_heads=4, head_dim=8) | LATENT | ROUTED_EXPERTS | settings
 
 
+def _wrapping(text: dict[str, Any], **towers: Any) -> dict[str, Any]:
+    """The config of a model that takes images, too; what computes images is as small as can be."""
+    return {"text_config": text} | towers
+
+
+EYES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+QWEN_EYES = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+# Positions in time, height and width, which are one in a text.
+THREE_POSITIONS = _but(
+    COMMON,
+    "head_dim",
+    num_hidden_layers=2,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+)
+
 # By family: transformers' class of config, and what to give it.
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", COMMON | {"num_hidden_layers": 2}),
@@ -213,6 +228,51 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
             "hc_count": 2,
             "hc_lowrank": 8,
         },
+    ),
+    # Two attentions in a layer, and experts that compute nothing.
+    "longcat_flash": (
+        "LongcatFlashConfig",
+        _but(COMMON, "intermediate_size", num_key_value_heads=4, head_dim=8)
+        | LATENT
+        | {"num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16}
+        | {"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2},
+    ),
+    # Language models inside of models that take images, too.
+    "llama4": (
+        "Llama4Config",
+        _wrapping(
+            COMMON
+            | {"num_hidden_layers": 4, "attention_chunk_size": 20, "intermediate_size_mlp": 48}
+            | _but(LOCAL_EXPERTS, num_experts_per_tok=1),
+            vision_config=EYES | {"image_size": 28, "patch_size": 14, "vision_output_dim": 16}
+            | {"projector_input_dim": 16, "projector_output_dim": 16},
+        ),
+    ),
+    "mistral3": (
+        "Mistral3Config",
+        _wrapping(
+            COMMON | {"model_type": "mistral", "num_hidden_layers": 2, "sliding_window": None},
+            vision_config=EYES | {"model_type": "pixtral", "head_dim": 8},
+        ),
+    ),
+    "internvl": (
+        "InternVLConfig",
+        _wrapping(
+            COMMON | {"model_type": "qwen2", "num_hidden_layers": 2},
+            vision_config=EYES | {"image_size": [28, 28], "patch_size": [14, 14]},
+        ),
+    ),
+    "qwen2_5_vl": ("Qwen2_5_VLConfig", _wrapping(THREE_POSITIONS, vision_config=QWEN_EYES)),
+    "qwen3_vl": (
+        "Qwen3VLConfig",
+        _wrapping(THREE_POSITIONS, vision_config=QWEN_EYES | {"deepstack_visual_indexes": [0]}),
+    ),
+    "glm4v": ("Glm4vConfig", _wrapping(THREE_POSITIONS, vision_config=QWEN_EYES)),
+    "kimi_k25": (
+        "Kimi_K25Config",
+        _wrapping(
+            _deepseek(num_hidden_layers=2, model_type="kimi_k2"), vision_config=EYES, projection_hidden_size=16
+        ),
     ),
 }
 FAMILIES = tuple(SETTINGS)

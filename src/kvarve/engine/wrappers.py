@@ -1,0 +1,48 @@
+"""Which class of transformers computes the text of a config; of one that also sees, without its eyes.
+
+A checkpoint of a model that takes images wraps a language model and towers, which nothing but images goes through. The
+wrapper computes text by itself, so that it is used as it is, under its own names of weights, but for the towers: their
+weights are neither read nor counted.
+"""
+
+from functools import cache
+from typing import Any
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+def model_class(config: Any) -> Any | None:
+    """The class that computes text from text for this config, or None; importing it registers its cache layers."""
+    kind, wraps = type(config), config.get_text_config(decoder=True) is not config
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+        found = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+    elif wraps and not config.is_encoder_decoder and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind]
+    else:
+        return None
+    return without_towers(found) if wraps and issubclass(kind, found.config_class) else found
+
+
+def own_config(config: Any) -> Any:
+    """The part of a config that its model is built of: that of the text, if transformers has a class for it alone."""
+    found, text = model_class(config), config.get_text_config(decoder=True)
+    if found is None or isinstance(config, found.config_class):
+        return config
+    if (quantized := getattr(config, "quantization_config", None)) is not None:
+        text.quantization_config = quantized
+    return text
+
+
+@cache
+def without_towers(wrapper: Any) -> Any:
+    """The class of a wrapper that keeps nothing but its language model. Its name and module tell transformers how
+    checkpoints of it name their weights."""
+
+    def __init__(self: Any, config: Any) -> None:
+        wrapper.__init__(self, config)
+        base, text = self.base_model, self.get_decoder()
+        for name, part in [*base.named_children()]:
+            if part is not text:
+                setattr(base, name, None)
+
+    return type(wrapper.__name__, (wrapper,), {"__init__": __init__, "__module__": wrapper.__module__})

@@ -1,0 +1,73 @@
+"""Checkpoints of models that also take images, and of types that only their own code knows, as models of text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+from kvarve.engine.families import describe_model
+from kvarve.engine.model import LoadedModel, load_model
+from kvarve.testing.models import VOCAB, byte_tokenizer, save_checkpoint, tiny_config, tiny_model
+
+WRAPPERS = ("llama4", "mistral3", "internvl", "qwen2_5_vl", "qwen3_vl", "glm4v", "kimi_k25")
+# What the names of a language model's weights begin with, in files as their publishers write them.
+PREFIXES = {"mistral3": "language_model.model.", "qwen2_5_vl": "model.", "qwen3_vl": "model.language_model."}
+TOKENS = 70
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None]).logits
+    return found
+
+
+def some_ids() -> torch.Tensor:
+    return torch.randint(VOCAB, (1, TOKENS), generator=torch.Generator().manual_seed(7))
+
+
+def loaded(folder: Path) -> LoadedModel:
+    return load_model(str(folder), page_tokens=16, chunk_tokens=64)
+
+
+@pytest.mark.parametrize("family", WRAPPERS)
+def test_a_model_that_takes_images_computes_text_without_what_computes_them(family: str, tmp_path: Path) -> None:
+    config = tiny_config(family)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config).eval()
+    save_checkpoint(whole, tmp_path)
+    found = loaded(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(logits(found.model, some_ids()), whole(input_ids=some_ids()).logits)
+    parameters = sum(weight.numel() for weight in found.model.parameters())
+    assert parameters < sum(weight.numel() for weight in whole.parameters())
+    described = describe_model(str(tmp_path), "auto", 16, 64)
+    assert (described.parameters, described.unloadable) == (parameters, "")
+    assert described.model_type == found.model.config.model_type
+
+
+@pytest.mark.parametrize("family", PREFIXES)
+def test_weights_have_the_names_that_publishers_give_them(family: str, tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    save_checkpoint(tiny_model(family), tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        assert f"{PREFIXES[family]}embed_tokens.weight" in file.keys()
+
+
+def test_kimi_k2_is_computed_as_deepseek_v3_and_its_code_is_not_run(tmp_path: Path) -> None:
+    model = tiny_model("deepseek_v3")
+    save_checkpoint(model, tmp_path)
+    for name, about in (("config.json", {"model_type": "kimi_k2"}), ("tokenizer_config.json", {})):
+        content = json.loads((tmp_path / name).read_text()) | about
+        code = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model", "AutoTokenizer": ["mine.Tok", None]}
+        (tmp_path / name).write_text(json.dumps(content | {"auto_map": code}))
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    found = loaded(tmp_path)
+    assert not (tmp_path / "ran").exists()
+    assert torch.equal(logits(found.model, some_ids()), logits(model, some_ids()))
+    assert found.tokenizer.encode("hei") == byte_tokenizer().encode("hei")
+    assert describe_model(str(tmp_path), "auto", 16, 64).model_type == "deepseek_v3"
