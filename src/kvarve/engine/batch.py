@@ -60,7 +60,7 @@ def by_length(lengths: Sequence[int], spare: int) -> list[list[int]]:
 def spare_tokens(model: Any, layout: StateLayout) -> int:
     """How many columns of padding cost as much as another forward, which reads all weights again."""
     weights_bytes = sum(weight.nbytes for weight in model.parameters())
-    return int((weights_bytes + FORWARD_BYTES) / (PADDED * layout.bytes_per_token))
+    return int((weights_bytes + FORWARD_BYTES) / max(1, PADDED * layout.bytes_per_token))  # 0 without a chain
 
 
 class _Gather:

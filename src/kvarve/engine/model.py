@@ -133,6 +133,7 @@ def forward(model: Any, workspace: Workspace, ids: Tensor) -> Tensor:
         output = model(
             input_ids=ids, position_ids=positions, past_key_values=workspace.cache, use_cache=True, logits_to_keep=1
         )
+    workspace.computed(ids.shape[1])
     workspace.arrived()
     logits: Tensor = output.logits[0, -1]
     return logits

@@ -209,6 +209,7 @@ class PagedWorkspace(Workspace):
 
     def advance(self) -> None:
         """Count the token that a batch has written to every tape."""
+        self.computed(1)
         for tape in self._tapes.values():
             if tape.per_page == self.layout.page_tokens:  # of tokens: those of entries have counted themselves
                 tape.end += 1

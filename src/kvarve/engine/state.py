@@ -59,7 +59,7 @@ class StateLayout:
                 kind = found.tokens, plan.window if found.tokens == 1 else None
                 entries.setdefault(kind, []).append(_buffer(number, what, shape, found.entries.dtype))
             states += [_buffer(number, what, state.shape[1:], state.dtype) for what, state in per_sequence.items()]
-        if all(tokens > 1 for tokens, _ in entries):
+        if entries and all(tokens > 1 for tokens, _ in entries):
             raise ModelError(f"{name} has no attention layer, whose tokens could be counted")
         chains: dict[str, list[BufferSpec]] = {}
         for (tokens, window), buffers in entries.items():
@@ -169,7 +169,8 @@ class Workspace:
                     self._states[buffer.name] = layer.hold(what, torch.zeros(1, *buffer.shape, **kind))
                 else:
                     self._tapes[buffer.name] = layer.tapes[what] = self._tape(pool, buffer)
-        self._clock = next(tape for tape in self._tapes.values() if tape.per_page == layout.page_tokens)
+        self._counted = 0  # tokens of a model of states alone, whose layers count none
+        self._clock = next((tape for tape in self._tapes.values() if tape.per_page == layout.page_tokens), None)
 
     def _tape(self, pool: PoolSpec, buffer: BufferSpec) -> Tape:
         """The entries of one buffer: here, in memory of the workspace's own."""
@@ -184,7 +185,11 @@ class Workspace:
     @property
     def tokens(self) -> int:
         """How many tokens have been computed or loaded."""
-        return self._clock.end
+        return self._counted if self._clock is None else self._clock.end
+
+    def computed(self, tokens: int) -> None:
+        """A forward has computed this many tokens."""
+        self._counted += tokens
 
     def load(self, pool_name: str, positions: range, arena: Mapping[str, Tensor], slots: Sequence[int]) -> None:
         """Copy the pages at `positions` of a sequence in, `slots[i]` of the arena to `positions[i]`.
@@ -212,6 +217,7 @@ class Workspace:
         for pool in self.layout.pools:
             pages = list(boundaries.members(boundaries.needed(boundary, pool.lookback) & ~self._loaded[pool.name]))
             assert not pages, f"cannot resume at page {boundary}: {pool.name} pages {pages} were not loaded"
+        self._counted = boundary * self.layout.page_tokens
         for tape in self._tapes.values():
             tape.rewind(boundary * tape.per_page)
         for layer in self.cache.layers:

@@ -150,6 +150,7 @@ class Tails:
                 logits_to_keep=1,
             )
         for row, workspace in enumerate(workspaces):
+            workspace.computed(lengths[row])
             workspace.arrived()
             for name, states in held.items():
                 workspace._states[name].copy_(states[row : row + 1])

@@ -5,6 +5,7 @@ wrapper computes text by itself, so that it is used as it is, under its own name
 weights are neither read nor counted.
 """
 
+import inspect
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,9 @@ def model_class(config: Any) -> Any | None:
         found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind]
     else:
         return None
-    return without_towers(found) if wraps and issubclass(kind, found.config_class) else found
+    if wraps and issubclass(kind, found.config_class):
+        found = without_towers(found)
+    return with_usual_cache(found) if "cache_params" in inspect.signature(found.forward).parameters else found
 
 
 def own_config(config: Any) -> Any:
@@ -35,8 +38,7 @@ def own_config(config: Any) -> Any:
 
 @cache
 def without_towers(wrapper: Any) -> Any:
-    """The class of a wrapper that keeps nothing but its language model. Its name and module tell transformers how
-    checkpoints of it name their weights."""
+    """The class of a wrapper that keeps nothing but its language model."""
 
     def __init__(self: Any, config: Any) -> None:
         wrapper.__init__(self, config)
@@ -45,4 +47,22 @@ def without_towers(wrapper: Any) -> Any:
             if part is not text:
                 setattr(base, name, None)
 
-    return type(wrapper.__name__, (wrapper,), {"__init__": __init__, "__module__": wrapper.__module__})
+    return _like(wrapper, __init__=__init__)
+
+
+@cache
+def with_usual_cache(theirs: Any) -> Any:
+    """The class of a model of states alone, which calls its cache by another name and knows no positions, called as
+    others are."""
+
+    def forward(self: Any, *args: Any, past_key_values: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        output = theirs.forward(self, *args, cache_params=past_key_values, **kwargs)
+        output["past_key_values"] = output.cache_params
+        return output
+
+    return _like(theirs, forward=forward)
+
+
+def _like(theirs: Any, **changed: Any) -> Any:
+    """A class with the name and module of `theirs`, by which transformers knows how checkpoints name weights."""
+    return type(theirs.__name__, (theirs,), {"__module__": theirs.__module__, **changed})

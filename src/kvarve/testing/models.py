@@ -41,6 +41,8 @@ DELTA_NET = {
     "linear_value_head_dim": 8,
 }
 MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 32}
+MAMBA = {key: COMMON[key] for key in ("vocab_size", "hidden_size", "initializer_range", "eos_token_id", "bos_token_id")}
+MAMBA |= {"num_hidden_layers": 2, "pad_token_id": PAD}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 SHARED_EXPERTS = EXPERTS | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
@@ -237,6 +239,10 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16}
         | {"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2},
     ),
+    # States alone.
+    "mamba": ("MambaConfig", MAMBA | {"state_size": 8, "time_step_rank": 4}),
+    "mamba2": ("Mamba2Config", MAMBA | {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 32}),
+    "falcon_mamba": ("FalconMambaConfig", MAMBA | {"state_size": 8, "time_step_rank": 4}),
     # Language models inside of models that take images, too.
     "llama4": (
         "Llama4Config",
